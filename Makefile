@@ -1,0 +1,78 @@
+# Two commands do everything on a fresh machine: `make chat` and `make test`. Both build .venv on first use.
+# A machine without a GPU can spare itself the CUDA libraries (gigabytes) by having pip look here too:
+#   export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+MODEL ?=
+ARGS ?=
+
+PY := .venv/bin/python
+DEMO := $(wildcard engine/_data/*/config.json)
+CACHES = .pytest_cache .ruff_cache .hypothesis
+
+.PHONY: help chat test check lint gpu clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make chat [MODEL=DIR] [ARGS=...]  talk to a checkpoint (a folder with config.json and *.safetensors)"
+	@echo "make test [ARGS=...]              run the tests; ARGS go to pytest"
+	@echo "make check                        lint, types, import arrows, room map, packaging"
+	@echo "make lint                         ruff and pyright only"
+	@echo "make gpu                          GPU tests and benchmarks; says so where there is no GPU"
+	@echo "make clean                        remove the environment, caches and build outputs"
+	@echo "The first one makes .venv; PYTHON=python3.12 chooses the interpreter (3.11 or newer)."
+
+ifeq ($(strip $(MODEL)$(DEMO)),)
+chat:
+	@echo "which checkpoint? make chat MODEL=DIR" >&2; exit 2
+else
+chat: .venv/.installed-test
+	@exec $(PY) -m engine.chat $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+endif
+
+test: .venv/.installed-test
+	@$(PY) -m pytest -m 'not gpu' $(ARGS)
+
+check: lint
+	@$(PY) -m pytest -q tests/test_arrows.py tests/test_structure.py tests/test_package.py
+
+lint: .venv/.installed-dev
+	@$(PY) -m ruff check .
+	@$(PY) -m pyright --pythonpath $(PY)
+
+# A machine with a GPU often has its own torch and no way to install another: .venv first, then PYTHON as it is.
+gpu:
+	@set -e; py=$(PY); \
+	if [ ! -e .venv/.installed-test ]; then \
+		if $(PYTHON) -c 'import torch' 2>/dev/null; then py=$(PYTHON); \
+		else $(MAKE) --no-print-directory .venv/.installed-test; fi; \
+	fi; \
+	name=$$($$py -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")'); \
+	if [ -z "$$name" ]; then echo "no GPU here: nothing to do"; exit 0; fi; \
+	echo "GPU: $$name"; \
+	$$py -m pytest -m gpu tests $(ARGS) || [ $$? -eq 5 ]; \
+	if [ -e tools/bench.py ] || [ -e tools/bench/__main__.py ]; then \
+		$$py -m tools.bench kv; \
+		$$py -m tools.bench speed; \
+	fi
+
+.venv/.installed-test: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Python 3.11 or newer is needed and '$(PYTHON)' is not one. Choose it: make ... PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv
+	@$(call install,test)
+
+.venv/.installed-dev: .venv/.installed-test
+	@$(call install,test$(comma)dev)
+
+comma := ,
+define install
+echo "installing coppice[$(1)] into .venv (minutes the first time; log: .venv/install.log)" >&2; \
+$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(1)]' >.venv/install.log 2>&1 \
+	|| { cat .venv/install.log >&2; exit 1; }; \
+touch $@
+endef
+
+clean:
+	rm -rf .venv build dist *.egg-info $(CACHES)
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,29 @@
+"""The engine: token trees on a paged cache, evaluated for any search."""
+
+from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
+from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, UsageError
+from engine.requests import Evaluate, Output, Report, SearchResult, Task
+from engine.tree import TokenTree
+from engine.version import __version__
+
+__all__ = [
+    "CheckpointError",
+    "CoppiceError",
+    "Done",
+    "Engine",
+    "Evaluate",
+    "KVMemoryError",
+    "NumericsError",
+    "Output",
+    "Prefill",
+    "Progress",
+    "Report",
+    "Request",
+    "SearchResult",
+    "Session",
+    "Task",
+    "Text",
+    "TokenTree",
+    "UsageError",
+    "__version__",
+]

@@ -1,0 +1,336 @@
+"""The driver: many searches, one forward pass per model and step. This is the whole machine.
+
+A search asks; its pending tokens join those of the other searches; one pass answers all of them. Long prompts go
+through in chunks beside the decoding of others. When the pool runs full, the search that came last starts again
+later; a search that is alone is told.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.errors import KVMemoryError, NumericsError
+from engine.packing import Chunk, pack
+from engine.pool import PagePool
+from engine.requests import Evaluate, Report, SearchGenerator, SearchResult, Task
+from engine.tree import TokenTree, Trunk
+
+
+class Runner:
+    """One model with its pool: evaluates chunks of trees.
+
+    Args:
+        model: `forward(tokens_T, positions_T, spans_T, cache, layout) -> hidden_TE` and `logits(hidden_NE)`.
+        pool: the model's KV cache.
+        vocab_size: tokens that exist; later ids (a padded vocabulary) get log-probability -inf.
+        budget: most tokens per pass; longer prompts go in chunks.
+        token_buckets, word_buckets: see `pack`; for compiled models.
+    """
+
+    def __init__(
+        self,
+        model,
+        pool: PagePool,
+        vocab_size: int,
+        *,
+        budget: int = 512,
+        token_buckets: Sequence[int] | None = None,
+        word_buckets: Sequence[int] | None = None,
+    ):
+        self.model, self.pool, self.vocab_size, self.budget = model, pool, vocab_size, budget
+        self.token_buckets, self.word_buckets = token_buckets, word_buckets
+        self.device = pool.cache.k_LGSD.device
+
+    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Pack and run the model: hidden rows of every token of the pass."""
+        p = pack(
+            chunks,
+            self.pool.page_size,
+            self.device,
+            token_buckets=self.token_buckets,
+            word_buckets=self.word_buckets,
+        )
+        return self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
+
+    def evaluate(self, chunks: Sequence[Chunk], asked: Sequence[int]) -> tuple[Tensor, list[bool]]:
+        """One forward pass.
+
+        Args:
+            chunks: placed shares of trees.
+            asked: rows of the pass whose next-token log-probabilities are wanted.
+
+        Returns:
+            float32 log-probabilities [len(asked), V] (scores [len(asked), 1] of a scalar-head model), and for each
+            row whether all of its logits were finite.
+        """
+        hidden_TE = self.forward(chunks)
+        if not asked:
+            return torch.empty(0, 0), []
+        rows_NE = hidden_TE if len(asked) == len(hidden_TE) else hidden_TE[torch.tensor(asked, device=self.device)]
+        logits_NV = self.model.logits(rows_NE).float()
+        finite = torch.isfinite(logits_NV.sum(-1)).tolist()  # a sum is finite only if its terms are
+        if logits_NV.shape[1] == 1:
+            return logits_NV, finite
+        logp_NV = torch.log_softmax(logits_NV, -1)
+        logp_NV[:, self.vocab_size :] = float("-inf")
+        return logp_NV, finite
+
+
+@dataclass
+class Run:
+    """A search under way."""
+
+    start: Callable[["Run"], SearchGenerator]
+    settled: list[int] = field(default_factory=list)  # new tokens that are certain
+    report: Report = Report()  # the latest
+    trunk: Trunk | None = None  # an earlier tree's, to take over
+    retire: Callable[[TokenTree], None] | None = None  # gets the target tree at the end instead of freeing it
+    trees: list[TokenTree] = field(default_factory=list)
+    generator: SearchGenerator | None = None
+    ticket: "Ticket | None" = None
+    result: SearchResult | None = None
+    error: BaseException | None = None
+    forward_passes: int = 0
+    tokens_evaluated: int = 0
+    started: float = 0.0
+    prefilled: float = 0.0
+
+    @property
+    def done(self) -> bool:
+        return self.result is not None or self.error is not None
+
+
+@dataclass
+class Ticket:
+    """An Evaluate on its way: what is left to do and the rows known so far."""
+
+    request: Evaluate
+    trunk_left: int
+    nodes_left: list[int]
+    asked: set[int]
+    answered: list[int] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        return self.trunk_left + len(self.nodes_left)
+
+    def answer(self) -> Tensor:
+        """One row per node asked for, in the order asked."""
+        rows_NV = self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows)
+        nodes = list(self.request.nodes)
+        if nodes == self.answered:
+            return rows_NV
+        place = {node: i for i, node in enumerate(self.answered)}
+        return rows_NV[torch.tensor([place[n] for n in nodes], device=rows_NV.device)]
+
+
+class Driver:
+    """Runs searches to their end, step by step.
+
+    Args:
+        runners: by model name; "target" first.
+        parallel: most searches at once.
+    """
+
+    def __init__(self, runners: dict[str, Runner], parallel: int = 16):
+        self.runners, self.parallel = runners, parallel
+        self.waiting: list[Run] = []
+        self.running: list[Run] = []
+        self._crowded = False  # a search was sent back for want of pages: nobody enters before somebody leaves
+
+    def submit(self, run: Run) -> Run:
+        """Queue a search."""
+        self.waiting.append(run)
+        return run
+
+    def open_tree(self, run: Run, model: str, prompt: Sequence[int], expected: int = 0, trunk: Trunk | None = None):
+        """A tree that is freed with the run."""
+        tree = TokenTree(self.runners[model].pool, prompt, expected=expected, trunk=trunk)
+        run.trees.append(tree)
+        return tree
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit, evaluate once per model, resume every search that got its answer."""
+        while self.waiting and len(self.running) < self.parallel and not self._crowded:
+            self._begin(self.waiting.pop(0))
+        for runner in self.runners.values():
+            self._pass(runner)
+
+    def stop(self, run: Run, result: SearchResult) -> None:
+        """End a search early with what it has."""
+        self._end(run, result=result)
+
+    def close(self) -> None:
+        """Abandon everything; all pages go back."""
+        for run in list(self.running):
+            self._end(run)
+        self.waiting.clear()
+
+    # --- one pass ---
+
+    def _pass(self, runner: Runner) -> None:
+        runs = [r for r in self.running if r.ticket and r.ticket.request.tree.pool is runner.pool]
+        # Short requests first: decoding goes on while a long prompt fills what is left of the budget.
+        room, chunks, owners = runner.budget, [], []
+        for run in sorted(runs, key=lambda r: r.ticket.left if r.ticket else 0):
+            if room and run in self.running and (chunk := self._place(run, room)):
+                chunks.append(chunk)
+                owners.append(run)
+                room -= chunk.trunk_tokens + len(chunk.nodes)
+        shares = [(c, r, r.ticket) for c, r in zip(chunks, owners, strict=True) if r in self.running and r.ticket]
+        if not shares:
+            return
+        asked: list[int] = []
+        answers: list[list[int]] = []
+        row = 0
+        for chunk, _, ticket in shares:
+            nodes = [ticket.request.tree.root] if chunk.trunk_tokens and not ticket.trunk_left else []
+            first = row + chunk.trunk_tokens - len(nodes)
+            wanted = [(first + i, n) for i, n in enumerate([*nodes, *chunk.nodes]) if n in ticket.asked]
+            asked += [i for i, _ in wanted]
+            answers.append([n for _, n in wanted])
+            row += chunk.trunk_tokens + len(chunk.nodes)
+        try:
+            logp_NV, finite = runner.evaluate([c for c, _, _ in shares], asked)
+        except BaseException:
+            for chunk, _, _ in shares:
+                chunk.tree.unplace(chunk.trunk_tokens, chunk.nodes)
+            raise
+        row = 0
+        for (chunk, run, ticket), nodes in zip(shares, answers, strict=True):
+            run.forward_passes += 1
+            run.tokens_evaluated += chunk.trunk_tokens + len(chunk.nodes)
+            mine = slice(row, row + len(nodes))
+            row = mine.stop
+            if not all(finite[mine]):
+                self._resume(
+                    run,
+                    error=NumericsError(
+                        "the model computed NaN or Inf",
+                        where=f"at token {ticket.request.tree.position(ticket.request.nodes[0]) + 1} of the sequence",
+                        remedy="try --dtype float32, or check the weights",
+                    ),
+                )
+                continue
+            if nodes:
+                ticket.answered += nodes
+                ticket.rows.append(logp_NV[mine])
+            if not ticket.left:
+                self._resume(run, answer=ticket.answer())
+
+    def _place(self, run: Run, room: int) -> Chunk | None:
+        """Take slots for as much of the run's request as there is room for; None if the pool is full."""
+        ticket = run.ticket
+        assert ticket is not None
+        tree = ticket.request.tree
+        trunk = min(ticket.trunk_left, room)
+        nodes = ticket.nodes_left[: room - trunk] if trunk == ticket.trunk_left else []
+        while True:
+            try:
+                slots = tree.place(trunk, nodes)
+                break
+            except KVMemoryError as error:
+                youngest = self.running[-1]
+                if youngest is self.running[0]:
+                    self._resume(run, error=error)
+                    return None
+                self._send_back(youngest)
+                if youngest is run:
+                    return None
+        ticket.trunk_left -= trunk
+        del ticket.nodes_left[: len(nodes)]
+        return Chunk(tree, trunk, nodes, slots)
+
+    # --- the life of a run ---
+
+    def _begin(self, run: Run) -> None:
+        self.running.append(run)
+        run.started = time.perf_counter()
+        try:
+            run.generator = run.start(run)
+        except Exception as error:
+            self._end(run, error=error)
+            return
+        self._resume(run)
+
+    def _resume(self, run: Run, answer: Tensor | None = None, error: Exception | None = None) -> None:
+        """Let the search go on to its next Evaluate, or to its end."""
+        generator = run.generator
+        assert generator is not None
+        run.ticket = None
+        if answer is not None and not run.prefilled:
+            run.prefilled = time.perf_counter()
+        try:
+            request = generator.throw(error) if error is not None else generator.send(answer)
+            while isinstance(request, Report):
+                run.settled += request.settled
+                run.report = request
+                request = generator.send(None)
+            trunk, nodes = request.tree.pending(request.nodes)
+            asked = set(request.nodes)
+            known = [n for n in asked if request.tree.is_evaluated(n)]
+            if known:
+                raise ValueError(f"nodes {known} are evaluated already; a search keeps what it was told")
+            run.ticket = Ticket(request, trunk, nodes, asked)
+        except StopIteration as stop:
+            self._end(run, result=stop.value)
+        except Exception as failure:
+            self._end(run, error=failure)
+
+    def _end(self, run: Run, result: SearchResult | None = None, error: Exception | None = None) -> None:
+        if run.generator is not None:
+            run.generator.close()
+        if result is not None:
+            result.stats = self._stats(run) | result.stats
+        if run.retire and run.trees and error is None:
+            tree = run.trees[0]
+            best = result.outputs[0].token_ids if result is not None else run.settled
+            tree.keep([tree.descend(best)])  # what is evaluated of the answer joins the trunk
+            run.retire(tree)
+        for tree in run.trees:
+            tree.release()
+        run.result, run.error, run.ticket = result, error, None
+        if run in self.running:
+            self.running.remove(run)
+        self._crowded = False
+
+    def _send_back(self, run: Run) -> None:
+        """Give the pages of a search to those before it; it starts afresh, to the same result, when one has ended."""
+        assert run.generator is not None
+        run.generator.close()
+        for tree in run.trees:
+            tree.release()
+        self.running.remove(run)
+        run.trees, run.generator, run.ticket, run.settled, run.report = [], None, None, [], Report()
+        run.forward_passes = run.tokens_evaluated = 0
+        run.prefilled = 0.0
+        self.waiting.insert(0, run)
+        self._crowded = True
+
+    def _stats(self, run: Run) -> dict:
+        target = run.trees[0]
+        now = time.perf_counter()
+        return {
+            "prompt_tokens": target.prompt_length,
+            "reused_tokens": target.reused,
+            "forward_passes": run.forward_passes,
+            "nodes_evaluated": run.tokens_evaluated - (target.prompt_length - target.reused - 1),
+            "prefill_seconds": run.prefilled - run.started,
+            "decode_seconds": now - run.prefilled,
+            "kv_bytes_peak": sum(t.peak_pages * t.pool.page_bytes for t in run.trees),
+            "kv_bytes_per_token": target.pool.bytes_per_token,
+            "live_nodes_peak": target.peak_live,
+            "unshared_nodes_peak": target.peak_unshared,
+        }
+
+
+__all__ = ["Driver", "Run", "Runner", "SearchResult", "Task"]

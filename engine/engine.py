@@ -1,0 +1,528 @@
+"""Engine: a checkpoint made ready to answer. `generate` for many prompts, `stream` for one, `Session` for a chat."""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.compiling import compile_model
+from engine.driver import Driver, Run, Runner
+from engine.errors import CheckpointError, CoppiceError, KVMemoryError, UsageError
+from engine.packing import Chunk
+from engine.pool import PagePool
+from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
+from engine.stopping import StopStrings, TextStream
+from engine.template import ChatTemplate
+from engine.tokenizer import Tokenizer
+from engine.tree import TokenTree, Trunk
+from models import load_model
+from models.checkpoint import Checkpoint
+from models.layers import ModelShape
+from models.linear import can_pack
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+PAGE_SIZE = 16
+MOST_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and what to do with it.
+
+    Args:
+        prompt: token ids, or text (encoded with the special tokens that the tokenizer adds by itself).
+        search: a search's configuration.
+        max_new_tokens: limit of each output; the model's context may end it earlier.
+        eos_token_ids: tokens that end an output; None takes the checkpoint's.
+        ignore_eos: no token ends an output.
+        stop: strings that end an output; they are cut off its text.
+    """
+
+    prompt: Sequence[int] | str
+    search: Search
+    max_new_tokens: int = 256
+    eos_token_ids: Iterable[int] | None = None
+    ignore_eos: bool = False
+    stop: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The prompt is being read: `done` of `total` tokens."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text that the best output is certain to go on with."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A step of the search was made; `report` has its figures and its best candidate so far, `tree` the live tree."""
+
+    report: Report
+    tree: TokenTree
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end; every `Text` before it adds up to the text of the best output."""
+
+    result: SearchResult
+
+
+Event = Prefill | Text | Progress | Done
+
+
+@dataclass
+class _Job:
+    """A request made ready: ids, limits and its run."""
+
+    request: Request
+    ids: list[int]
+    limit: int
+    eos: frozenset[int]
+    stops: StopStrings | None
+    run: Run = field(init=False)
+
+
+class Engine:
+    """A model, its pool of KV pages, its tokenizer. Made by `Engine.load`."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        shape: ModelShape,
+        *,
+        tokenizer: Tokenizer | None = None,
+        template: ChatTemplate | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        name: str = "model",
+        parallel: int = 16,
+    ):
+        self.runner, self.shape, self.name, self.parallel = runner, shape, name, parallel
+        self.template, self.eos_token_ids = template, eos_token_ids
+        self._tokenizer = tokenizer
+        self.load_seconds = 0.0
+
+    @staticmethod
+    def load(
+        folder: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        kv_memory: int | None = None,
+        compile: str = "off",
+        chat_template: str | Path | None = None,
+        parallel: int = 16,
+    ) -> "Engine":
+        """Load a Hugging Face checkpoint folder.
+
+        Args:
+            folder: holds config.json, safetensors weights and tokenizer files.
+            dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's own, but float32 instead of float16 on
+                a CPU without float16 arithmetic.
+            device: "cpu", "cuda" or "auto".
+            threads: CPU threads; None leaves torch's choice.
+            kv_memory: bytes of the KV pool; None takes up to half of the free memory.
+            compile: "on" runs the layers through torch.compile.
+            chat_template: a template file, "none" for plain completion, None for the checkpoint's own.
+            parallel: most searches at once.
+
+        Raises:
+            CheckpointError: the folder is not a checkpoint that can be run.
+            KVMemoryError: kv_memory holds not even one page.
+            UsageError: an argument out of range.
+        """
+        began = time.perf_counter()
+        if threads is not None:
+            if not 1 <= threads <= 4096:
+                raise UsageError(f"threads: expected 1 to 4096, got {threads}")
+            torch.set_num_threads(threads)
+        place = pick_device(device)
+        checkpoint = Checkpoint.open(folder)
+        kind = pick_dtype(dtype, checkpoint.torch_dtype, place)
+        tokenizer = Tokenizer.load(folder) if (Path(folder) / "tokenizer.json").exists() else None
+        template = load_template(folder, chat_template, tokenizer)
+        model = load_model(checkpoint, kind, place)
+        if compile not in ("on", "off"):
+            raise UsageError(f"compile: expected on or off, got {compile!r}")
+        if compile == "on":
+            compile_model(model)
+        pool = make_pool(model.shape, kind, place, kv_memory)
+        vocab_size = min(model.shape.vocab_size, tokenizer.size) if tokenizer else model.shape.vocab_size
+        eos = checkpoint.eos_token_ids
+        if not eos and tokenizer and tokenizer.eos_token_id is not None:
+            eos = frozenset([tokenizer.eos_token_id])
+        engine = Engine(
+            Runner(model, pool, vocab_size),
+            model.shape,
+            tokenizer=tokenizer,
+            template=template,
+            eos_token_ids=eos,
+            name=Path(folder).resolve().name,
+            parallel=parallel,
+        )
+        engine.load_seconds = time.perf_counter() - began
+        return engine
+
+    @property
+    def pool(self) -> PagePool:
+        """The target model's KV pages."""
+        return self.runner.pool
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer. Raises CheckpointError if it has none."""
+        if self._tokenizer is None:
+            raise CheckpointError(
+                "the checkpoint has no tokenizer",
+                where=self.name,
+                remedy="add its tokenizer.json, or give prompts as token ids",
+            )
+        return self._tokenizer
+
+    # --- asking ---
+
+    def generate(self, prompts: Iterable[Sequence[int] | str], search: Search, **options: Any) -> list[SearchResult]:
+        """Answer prompts, all by one search; options as in `Request`.
+
+        Raises:
+            CoppiceError: the first error of any of them.
+        """
+        results: dict[int, SearchResult] = {}
+        for i, outcome in self.serve(Request(prompt, search, **options) for prompt in prompts):
+            if isinstance(outcome, CoppiceError):
+                raise outcome
+            results[i] = outcome
+        return [results[i] for i in sorted(results)]
+
+    def serve(
+        self, requests: Iterable[Request | CoppiceError], *, on_step: Callable[[Driver], None] | None = None
+    ) -> Iterator[tuple[int, SearchResult | CoppiceError]]:
+        """Answer requests as they come, many in one pass; one that fails does not disturb the others.
+
+        Args:
+            requests: read as there is room for them; an error in a request's place is passed on.
+            on_step: called after every step, to show progress or to stop by raising.
+
+        Yields:
+            (place among the requests, result or error), as they are finished.
+        """
+        driver = self._driver()
+        source, jobs = enumerate(requests), {}
+        more = True
+        try:
+            while more or driver.busy:
+                while more and len(jobs) < self.parallel:
+                    item = next(source, None)
+                    if item is None:
+                        more = False
+                        break
+                    i, request = item
+                    try:
+                        if isinstance(request, CoppiceError):
+                            raise request
+                        jobs[i] = self._submit(driver, request)
+                    except CoppiceError as error:
+                        yield i, error
+                if driver.busy:
+                    self._step(driver)
+                    if on_step:
+                        on_step(driver)
+                for i in [i for i, job in jobs.items() if job.run.done]:
+                    yield i, self._outcome(jobs.pop(i))
+        finally:
+            driver.close()
+
+    def stream(
+        self,
+        prompt: Sequence[int] | str,
+        search: Search,
+        *,
+        interrupted: Callable[[], bool] = lambda: False,
+        trunk: Trunk | None = None,
+        retire: Callable[[TokenTree], None] | None = None,
+        **options: Any,
+    ) -> Iterator[Event]:
+        """Answer one prompt, telling text as soon as it is certain: while beams still compete, what they agree on.
+
+        Args:
+            interrupted: asked after every step; True ends the search with the best candidate so far.
+            trunk, retire: cache to take over and to hand on, see `Session`.
+
+        Raises:
+            CoppiceError: as `generate`.
+        """
+        driver = self._driver()
+        job = self._submit(driver, Request(prompt, search, **options), trunk=trunk, retire=retire)
+        run, text = job.run, TextStream(self._tokenizer, job.request.stop)
+        seen: Report | None = None
+        try:
+            while not run.done:
+                self._step(driver)
+                if new := text.push(run.settled):
+                    yield Text(new)
+                if run.trees and not run.prefilled and not run.done:
+                    tree = run.trees[0]
+                    yield Prefill(tree.trunk.cached, tree.prompt_length)
+                elif run.report is not seen and not run.done:
+                    seen = run.report
+                    yield Progress(run.report, run.trees[0])
+                if interrupted() and not run.done:
+                    driver.stop(run, self._interrupted(run))
+            outcome = self._outcome(job)
+            if isinstance(outcome, CoppiceError):
+                raise outcome
+            if rest := text.finish(outcome.outputs[0].text):
+                yield Text(rest)
+            yield Done(outcome)
+        finally:
+            driver.close()
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]. For checks."""
+        tree = TokenTree(self.pool, ids)
+        rows = []
+        try:
+            with torch.inference_mode():
+                for start in range(0, len(ids), self.runner.budget):
+                    n = min(self.runner.budget, len(ids) - start)
+                    hidden_TE = self.runner.forward([Chunk(tree, n, [], tree.place(n, []))])
+                    rows.append(self.runner.model.logits(hidden_TE[:n]).float())
+        finally:
+            tree.release()
+        return torch.cat(rows)
+
+    # --- inside ---
+
+    def _driver(self) -> Driver:
+        return Driver({"target": self.runner}, self.parallel)
+
+    def _submit(
+        self,
+        driver: Driver,
+        request: Request,
+        trunk: Trunk | None = None,
+        retire: Callable[[TokenTree], None] | None = None,
+    ) -> _Job:
+        job = self._prepare(request)
+
+        def start(run: Run) -> SearchGenerator:
+            tree = driver.open_tree(run, "target", job.ids, len(job.ids) + job.limit, trunk)
+            return request.search.run(
+                Task(
+                    tree,
+                    job.limit,
+                    job.eos,
+                    self.runner.vocab_size,
+                    job.stops,
+                    lambda model, prompt: driver.open_tree(run, model, prompt),
+                )
+            )
+
+        job.run = driver.submit(Run(start, retire=retire))
+        return job
+
+    def _prepare(self, request: Request) -> _Job:
+        """Check a request against the model and its memory. Raises UsageError or KVMemoryError."""
+        ids = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+        if not ids:
+            raise UsageError("the prompt is empty, and this tokenizer adds no token of its own to begin with")
+        vocab = self.shape.vocab_size
+        for i, token in enumerate(ids):
+            if type(token) is not int or not 0 <= token < vocab:
+                raise UsageError(f"prompt: expected token ids from 0 to {vocab - 1}, got {token!r}", where=f"token {i}")
+        new = request.max_new_tokens
+        if type(new) is not int or new < 1:
+            raise UsageError(f"max_new_tokens: expected an integer >= 1, got {new!r}")
+        reach = self.shape.max_positions
+        if reach is not None:
+            if len(ids) >= reach:
+                raise UsageError(
+                    f"the prompt has {len(ids)} tokens, the model's context holds {reach}",
+                    remedy="shorten the prompt; at least one position must be left for the answer",
+                )
+            new = min(new, reach - len(ids))
+        eos = self.eos_token_ids if request.eos_token_ids is None else frozenset(request.eos_token_ids)
+        if any(type(token) is not int or token < 0 for token in eos):
+            raise UsageError(f"eos_token_ids: expected token ids, got {sorted(map(repr, eos))}")
+        if request.ignore_eos:
+            eos = frozenset()
+        stops = StopStrings(self.tokenizer, request.stop) if request.stop else None
+        request.search.check(self.runner.vocab_size, eos)
+        self._check_memory(request.search, len(ids), new)
+        return _Job(request, ids, new, eos, stops)
+
+    def _check_memory(self, search: Search, prompt: int, new: int) -> None:
+        """Refuse before prefill what cannot fit. Raises KVMemoryError with the formula."""
+        pool, unit = self.pool, self.pool.bytes_per_token
+        room = pool.pages * pool.page_size
+        least, _ = search.slots(prompt, new)
+        if least <= room:
+            return
+        beams = getattr(search, "beams", None)
+        if beams is None:
+            formula = f"prompt {prompt} + new tokens {new} - 1"
+            remedy = f"give --kv-memory at least {_size(least * unit)}, or --max-new-tokens at most {room - prompt + 1}"
+        else:
+            formula = f"prompt {prompt} + new tokens {new} + beams {beams} - 2"
+
+            def most(kind: int) -> int:
+                fits = (b for b in range(beams, 0, -1) if _rounded(replace(search, beams=b), kind) <= room)  # type: ignore[type-var]
+                return next(fits, 0)
+
+            def _rounded(other: Search, kind: int) -> int:
+                trunk_and_branches = 2 if kind else 1  # each may leave its last page half empty
+                return other.slots(prompt, new)[kind] + trunk_and_branches * (pool.page_size - 1)
+
+            remedy = (
+                f"the largest beam count that fits is {most(0)}, and {most(1)} fits even if the beams share nothing; "
+                f"or give --kv-memory at least {_size(least * unit)}, or fewer --max-new-tokens"
+            )
+        raise KVMemoryError(
+            f"the KV cache holds {room} tokens ({_size(room * unit)}), this needs at least {least}",
+            where=f"({formula}) x {unit} bytes per token = {_size(least * unit)}",
+            remedy=remedy,
+        )
+
+    def _step(self, driver: Driver) -> None:
+        try:
+            driver.step()
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise KVMemoryError("the machine ran out of memory", remedy="use fewer beams or a shorter prompt") from error
+        except RuntimeError as error:
+            if "alloc" not in str(error) or "memory" not in str(error):
+                raise
+            raise KVMemoryError("the machine ran out of memory", remedy="use fewer beams or a shorter prompt") from error
+
+    def _interrupted(self, run: Run) -> SearchResult:
+        best = list(run.report.best()) if run.report.best else list(run.settled)
+        return SearchResult([Output(best, None, None, "interrupted")])
+
+    def _outcome(self, job: _Job) -> SearchResult | CoppiceError:
+        run = job.run
+        if isinstance(run.error, CoppiceError):
+            return run.error
+        if run.error is not None:
+            raise run.error
+        assert run.result is not None
+        result = run.result
+        result.outputs = [replace(o, text=self._text(o, job.stops)) for o in result.outputs]
+        result.stats["new_tokens"] = len(result.outputs[0].token_ids)
+        return result
+
+    def _text(self, output: Output, stops: StopStrings | None) -> str:
+        if self._tokenizer is None:
+            return ""
+        text = self._tokenizer.decode(output.token_ids)
+        return stops.cut(text) if stops else text
+
+
+class Session:
+    """A conversation's memory: what one prompt shares with the one before it is not evaluated again.
+
+    Between turns it holds the pages of the last turn's trunk; `close` gives them back.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.trunk: Trunk | None = None
+
+    def stream(self, prompt: Sequence[int] | str, search: Search, **options: Any) -> Iterator[Event]:
+        """As `Engine.stream`."""
+
+        def retire(tree: TokenTree) -> None:
+            self.trunk = tree.retire()
+
+        trunk, self.trunk = self.trunk, None
+        try:
+            yield from self.engine.stream(prompt, search, trunk=trunk, retire=retire, **options)
+        finally:
+            if trunk is not None and trunk.pages:  # the prompt was refused: keep what there was
+                self.trunk = trunk
+
+    def close(self) -> None:
+        """Give the pages back."""
+        if self.trunk is not None:
+            self.trunk.release(self.engine.pool)
+            self.trunk = None
+
+
+# --- construction ---
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a name; "auto" is the GPU if there is one. Raises UsageError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise UsageError(f"device: expected auto, cpu or cuda, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device: this machine has no CUDA GPU that torch can use", remedy="use --device cpu")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, own: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of a name, see `Engine.load`. Raises UsageError."""
+    if name == "auto":
+        if own == torch.float64 or (own == torch.float16 and device.type == "cpu" and not can_pack(own, device)):
+            return torch.float32
+        return own
+    if name not in DTYPES:
+        raise UsageError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def make_pool(shape: ModelShape, dtype: torch.dtype, device: torch.device, kv_memory: int | None) -> PagePool:
+    """The pool that fits `kv_memory` bytes, or a share of what is free. Raises KVMemoryError."""
+    page_bytes = PAGE_SIZE * shape.kv_bytes_per_token(dtype)
+    if kv_memory is not None:
+        pages = kv_memory // page_bytes
+        if pages < 1:
+            raise KVMemoryError(
+                f"--kv-memory {_size(kv_memory)} holds not even one page of {PAGE_SIZE} tokens ({_size(page_bytes)})",
+                remedy=f"give at least {_size(page_bytes)}",
+            )
+    else:
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        pages = max(1, min(free // 2 // page_bytes, MOST_TOKENS // PAGE_SIZE))
+    try:
+        return PagePool(shape, pages, PAGE_SIZE, dtype, device)
+    except (RuntimeError, MemoryError) as error:
+        raise KVMemoryError(
+            f"the machine cannot give {_size(pages * page_bytes)} to the KV cache", remedy="lower --kv-memory"
+        ) from error
+
+
+def load_template(folder: str | Path, choice: str | Path | None, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+    """The chat template to use: a file, none, or the checkpoint's own."""
+    if choice == "none" or tokenizer is None:
+        return None
+    return ChatTemplate.load(folder, tokenizer) if choice is None else ChatTemplate.from_file(choice, tokenizer)
+
+
+def _size(count: int) -> str:
+    """Bytes for people: 1.5 MB."""
+    size, units = float(count), ["bytes", "KB", "MB", "GB", "TB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
+
+
+__all__ = ["Done", "Engine", "Evaluate", "Event", "Prefill", "Progress", "Request", "Session", "Text"]

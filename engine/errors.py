@@ -1,0 +1,26 @@
+"""What can go wrong, and the exit code of each. Every error says what, where and what to do."""
+
+from models.errors import CheckpointError, CoppiceError
+
+__all__ = ["CheckpointError", "CoppiceError", "KVMemoryError", "NumericsError", "UsageError"]
+
+
+class UsageError(CoppiceError):
+    """The request cannot be served as it was made."""
+
+    exit_code = 2
+    code = "usage"
+
+
+class KVMemoryError(CoppiceError):
+    """The pool of KV pages cannot hold what is asked for, or ran out."""
+
+    exit_code = 4
+    code = "memory"
+
+
+class NumericsError(CoppiceError):
+    """NaN or Inf where a number must be."""
+
+    exit_code = 5
+    code = "numerics"

@@ -1,0 +1,100 @@
+"""PagePool: the KV cache of one model, cut into pages that trees take and give back."""
+
+import torch
+
+from engine.errors import KVMemoryError
+from kernels.layout import KVCache
+from models.layers import ModelShape
+
+FREE, CLAIMED, USED = 0, 1, 2
+RESERVED_PAGES = 1  # page 0 holds NULL_SLOT and TRASH_SLOT
+
+
+class PagePool:
+    """Pages of `page_size` slots; a slot holds one token's keys and values in every layer.
+
+    A tree claims room for its trunk to grow in one contiguous piece, which keeps attention over it one matrix product.
+    A claim is a wish and reserves nothing: when free pages run short, anybody takes them.
+
+    Args:
+        shape: the model's dimensions.
+        pages: pages that trees may take.
+        page_size: slots per page.
+        dtype, device: of keys and values.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        pages: int,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        if pages < 1 or page_size < 2:
+            raise ValueError(f"expected pages >= 1 and page_size >= 2, got {pages} and {page_size}")
+        self.page_size = page_size
+        self.pages = pages
+        self.bytes_per_token = shape.kv_bytes_per_token(dtype)
+        slots = (pages + RESERVED_PAGES) * page_size
+        size = (shape.layers, shape.kv_heads, slots, shape.head_dim)
+        # Not zeroed: the operating system commits memory as pages are first written.
+        self.cache = KVCache(
+            torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)
+        )
+        self.cache.k_LGSD[:, :, :page_size] = 0
+        self.cache.v_LGSD[:, :, :page_size] = 0
+        self._state = bytearray([USED] * RESERVED_PAGES + [FREE] * pages)
+        self.used_pages = 0
+
+    @property
+    def free_pages(self) -> int:
+        return self.pages - self.used_pages
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * self.bytes_per_token
+
+    def claim(self, pages: int) -> range:
+        """Wish for `pages` contiguous pages; the range is empty when there is no such room."""
+        first = self._state.find(bytes(pages)) if pages else -1
+        if first < 0:
+            return range(0)
+        self._state[first : first + pages] = bytes([CLAIMED]) * pages
+        return range(first, first + pages)
+
+    def unclaim(self, pages: range) -> None:
+        """Withdraw a wish."""
+        for page in pages:
+            if self._state[page] == CLAIMED:
+                self._state[page] = FREE
+
+    def take(self, wish: int | None = None) -> int:
+        """Take a page: the one wished for if it is free, else the last free one. Raises KVMemoryError if none is."""
+        if self.used_pages == self.pages:
+            raise KVMemoryError(
+                f"the KV cache is full: all {self.pages} pages of {self.page_size} tokens are in use",
+                remedy="give --kv-memory more, or ask for fewer beams or new tokens",
+            )
+        page = -1
+        if wish is not None and wish < len(self._state) and self._state[wish] != USED:
+            page = wish
+        if page < 0:
+            page = self._state.rfind(FREE)
+        if page < 0:
+            page = self._state.rfind(CLAIMED)
+        self._state[page] = USED
+        self.used_pages += 1
+        return page
+
+    def give(self, page: int) -> None:
+        """Give a page back."""
+        assert page >= RESERVED_PAGES and self._state[page] == USED, f"page {page} is not in use"
+        self._state[page] = FREE
+        self.used_pages -= 1
+
+    def check_invariants(self, held: list[int] | None = None) -> None:
+        """The books add up; with `held`, exactly these pages are in use."""
+        used = [p for p in range(RESERVED_PAGES, len(self._state)) if self._state[p] == USED]
+        assert len(used) == self.used_pages, (len(used), self.used_pages)
+        assert held is None or used == sorted(held), (used, sorted(held))

@@ -1,0 +1,114 @@
+"""What a search asks of its driver, and what it returns: the whole contract between algorithms and the engine.
+
+A search is a generator. It yields `Evaluate` and is sent log-probabilities; it yields `Report` and is sent None; it
+returns a `SearchResult`. When the KV pool is full, KVMemoryError is thrown in at the `Evaluate` that did not fit:
+nothing of it was done, so that the search may drop nodes and ask again.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Ask for the next-token log-probabilities after `nodes` (float32 [N, V], natural log, normalised).
+
+    Nodes must be live and not evaluated yet; ancestors that are not evaluated either are evaluated in the same pass.
+    On a tree of a scalar-head model the answer is a score per node, [N, 1].
+    """
+
+    tree: TokenTree
+    nodes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tell whoever watches how the search stands.
+
+    Args:
+        settled: tokens that the best output is now certain to go on with, after those reported before.
+        best: gives the tokens of the best candidate so far.
+        info: the algorithm's own figures.
+    """
+
+    settled: Sequence[int] = ()
+    best: Callable[[], Sequence[int]] | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One answer.
+
+    Args:
+        token_ids: new tokens, end-of-sequence included when produced.
+        logprob: sum of their log-probabilities under the target model; None if interrupted.
+        score: what the search ranks by; None if interrupted.
+        finish_reason: "eos", "stop" (a stop string), "length" or "interrupted".
+        text: the tokens as text, stop string cut off; filled in by the engine.
+    """
+
+    token_ids: list[int]
+    logprob: float | None
+    score: float | None
+    finish_reason: str
+    text: str = ""
+
+
+@dataclass
+class SearchResult:
+    """Outputs, best first, and figures of the run (each documented in docs/stats.md)."""
+
+    outputs: list[Output]
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything a search is given.
+
+    Args:
+        tree: the target model's tree, holding the prompt.
+        max_new_tokens: at least 1.
+        eos_token_ids: tokens that end a sequence; may be empty.
+        vocab_size: tokens that can be generated; ids from here on have log-probability -inf.
+        hits_stop: whether new tokens, given from the prompt's end on, contain a stop string; None without any.
+        open_tree: (model name, prompt) -> a tree of another model, "draft" or "reward"; freed with the search.
+    """
+
+    tree: TokenTree
+    max_new_tokens: int
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    hits_stop: Callable[[Sequence[int]], bool] | None = None
+    open_tree: Callable[[str, Sequence[int]], TokenTree] | None = None
+
+    def finish_reason(self, tokens: Sequence[int]) -> str | None:
+        """Why a sequence ends with its last token, or None if it goes on."""
+        if tokens[-1] in self.eos_token_ids:
+            return "eos"
+        if self.hits_stop is not None and self.hits_stop(tokens):
+            return "stop"
+        return "length" if len(tokens) >= self.max_new_tokens else None
+
+
+SearchGenerator = Generator[Evaluate | Report, Any, SearchResult]
+
+
+class Search(Protocol):
+    """A search's configuration: a frozen dataclass, checked when made."""
+
+    def run(self, task: Task) -> SearchGenerator:
+        """Start the algorithm."""
+        ...
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        """KV slots that a run to the limit needs: at the least, and at the most."""
+        ...
+
+    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        """Refuse what this model cannot serve. Raises UsageError."""
+        ...

@@ -1,0 +1,200 @@
+"""The process that renders a chat template: `engine.template` starts it, talks to it in JSON lines, and may kill it.
+
+A template is a program from a stranger. Jinja's sandbox keeps it from running code, not from filling the memory or
+looping for ever, and one filter (`center(10**9)`) can do either inside a single C call that no Python-level deadline
+interrupts. A process of its own can be limited by the kernel: its CPU time by a timer whose signal kills it wherever
+it is, its memory by RLIMIT_AS. It is a fresh interpreter, not a fork: a fork of a process with torch's threads may
+inherit a held lock, and would copy the page tables of mapped weights. It stays for the next render.
+
+This file is run as a script and imports nothing of the project, so that starting it costs no `import torch`.
+"""
+
+import json
+import sys
+
+if __name__ == "__main__":  # started with -I -S: no site, no environment; the parent's sys.path comes as arguments
+    sys.path[:] = sys.argv[1:]
+
+import resource
+import signal
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+CPU_SECONDS = 0.8  # for one render or one compilation; CPU time, so that a busy machine refuses no good template
+MEMORY_BYTES = 512 << 20  # address space of the process
+MAX_LOOP_DEPTH = 4  # templates in use nest at most three: tools, parameters, enumerations
+OUTPUT_SLACK = 1 << 20  # characters a render may have beyond OUTPUT_FACTOR times the length of its input
+OUTPUT_FACTOR = 4
+
+
+class Refused(Exception):
+    """The template breaks a limit."""
+
+
+class Raised(jinja2.TemplateError):
+    """The template called `raise_exception`: it objects to the messages."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks text for training masks; here it only has to render."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's own declaration)
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller) -> str:
+        return caller()
+
+
+class _Dict:
+    """`dict` without the class behind it."""
+
+    def __call__(self, *args, **kwargs):
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args, **kwargs):
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace` that keeps no underscored names."""
+
+    def __init__(*args, **kwargs):  # jinja's own signature: `self` may be a keyword of the template
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
+            _Namespace._check(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name, value):
+        _Namespace._check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name):
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"underscored attribute {name!r} on a namespace")
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """The environment in which transformers renders chat templates, but for the clock, set by each render."""
+
+    def raise_exception(message):
+        raise Raised(str(message))
+
+    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    env.filters["tojson"] = tojson
+    env.globals.update(raise_exception=raise_exception, dict=_Dict(), namespace=_Namespace)
+    return env
+
+
+def check(tree: nodes.Template) -> None:
+    """Refuse what no chat template needs and what the limits would only catch late.
+
+    Raises:
+        Refused: other templates, powers, repeated strings, nested ranges, deep loops.
+    """
+    for node in tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
+        raise Refused(f"line {node.lineno}: a chat template is one file, it includes no others")
+    for node in tree.find_all(nodes.Pow):
+        raise Refused(f"line {node.lineno}: powers are not allowed")
+    for node in tree.find_all(nodes.Mul):
+        for side in (node.left, node.right):
+            text = isinstance(side, nodes.Const | nodes.TemplateData) and isinstance(getattr(side, "value", ""), str)
+            if text or isinstance(side, nodes.List | nodes.Tuple | nodes.Concat):
+                raise Refused(f"line {node.lineno}: multiplying strings or lists is not allowed")
+
+    def walk(node: nodes.Node, depth: int, ranges: int) -> None:
+        if isinstance(node, nodes.For):
+            depth += 1
+            ranges += any(isinstance(call.node, nodes.Name) and call.node.name == "range" for call in _calls(node.iter))
+            if depth > MAX_LOOP_DEPTH or ranges > 1:
+                raise Refused(f"line {node.lineno}: loops nested too deep")
+        for child in node.iter_child_nodes():
+            walk(child, depth, ranges)
+
+    walk(tree, 0, 0)
+
+
+def _calls(node: nodes.Node):
+    if isinstance(node, nodes.Call):
+        yield node
+    yield from node.find_all(nodes.Call)
+
+
+class Renderer:
+    """A checked and compiled template."""
+
+    def __init__(self, source: str):
+        self.env = environment()
+        check(self.env.parse(source))
+        self.template = self.env.from_string(source)
+
+    def render(self, variables: dict[str, Any], now: str, limit: int) -> str:
+        """Render with the clock standing at `now` (ISO 8601); more than `limit` characters are refused."""
+        self.env.globals["strftime_now"] = self.template.globals["strftime_now"] = datetime.fromisoformat(now).strftime
+        parts, length = [], 0
+        for part in self.template.generate(**variables):
+            parts.append(part)
+            length += len(part)
+            if length > limit:
+                raise Refused(f"the output is longer than {limit} characters")
+        return "".join(parts)
+
+
+def answer(request: dict[str, Any], renderer: Renderer | None, size: int) -> tuple[dict[str, str], Renderer | None]:
+    """Reply to one request of `size` bytes: {"source"} compiles, {"variables", "now"} renders."""
+    try:
+        if "source" in request:
+            return {"text": ""}, Renderer(request["source"])
+        if renderer is None:
+            raise Refused("not compiled")
+        text = renderer.render(request["variables"], request["now"], OUTPUT_SLACK + OUTPUT_FACTOR * size)
+        return {"text": text}, renderer
+    except Raised as error:
+        return {"raised": str(error)}, renderer
+    except Refused as error:
+        return {"refused": str(error)}, renderer
+    except jinja2.TemplateSyntaxError as error:
+        return {"refused": f"line {error.lineno}: {error.message}"}, renderer
+    except MemoryError:
+        return {"refused": "it needs too much memory"}, renderer
+    except RecursionError:
+        return {"refused": "it is nested too deep"}, renderer
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {error}"[:500]}, renderer
+
+
+def serve() -> None:
+    """Answer JSON lines from stdin on stdout until stdin ends."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action is the point: the kernel ends the process
+    renderer = None
+    sys.stdout.write("{}\n")
+    sys.stdout.flush()
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        reply, renderer = answer(json.loads(line), renderer, len(line))
+        text = json.dumps(reply)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,75 @@
+"""Stop strings and streamed text: what ends an output by its text, and what may be shown of it already."""
+
+from collections.abc import Sequence
+
+from engine.errors import UsageError
+from engine.tokenizer import Tokenizer
+
+
+class StopStrings:
+    """Tells whether new tokens contain a stop string, across token borders.
+
+    Args:
+        tokenizer: of the model.
+        strings: non-empty.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]):
+        if isinstance(strings, str) or not all(isinstance(s, str) and s for s in strings):
+            raise UsageError(f"stop: expected non-empty strings, got {strings!r}")
+        self.tokenizer, self.strings = tokenizer, tuple(strings)
+        # The match must end in the last token; a character may take four byte pieces, special tokens none.
+        self.window = 4 * max(map(len, strings)) + 16
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        text = self.tokenizer.decode(tokens[-self.window :])
+        return any(s in text for s in self.strings)
+
+    def cut(self, text: str) -> str:
+        """The text up to the first stop string."""
+        return text[: min((i for s in self.strings if (i := text.find(s)) >= 0), default=len(text))]
+
+
+class TextStream:
+    """Turns settled tokens into text that is never taken back: no half characters, no part of a stop string.
+
+    Args:
+        tokenizer: None streams nothing.
+        stop: strings whose first occurrence ends the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = ()):
+        self.detokenizer = tokenizer.stream() if tokenizer else None
+        self.stop = tuple(stop)
+        self.tokens = 0
+        self.shown = 0
+        self.text = ""
+
+    def push(self, settled: Sequence[int]) -> str:
+        """The new text, given all settled tokens so far."""
+        if self.detokenizer is None or len(settled) <= self.tokens:
+            return ""
+        self.text += self.detokenizer.push(settled[self.tokens :])
+        self.tokens = len(settled)
+        return self._show(self._safe())
+
+    def finish(self, text: str) -> str:
+        """What is missing to the whole text."""
+        self.text = text
+        return self._show(len(text))
+
+    def _show(self, end: int) -> str:
+        new, self.shown = self.text[self.shown : end], max(self.shown, end)
+        return new
+
+    def _safe(self) -> int:
+        """How much of the text can neither be nor become part of a stop string."""
+        end = len(self.text)
+        for s in self.stop:
+            if (i := self.text.find(s)) >= 0:
+                end = min(end, i)
+            for n in range(min(len(s) - 1, len(self.text)), 0, -1):
+                if self.text.endswith(s[:n]):
+                    end = min(end, len(self.text) - n)
+                    break
+        return end

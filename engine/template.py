@@ -1,0 +1,347 @@
+"""Chat templates: messages to text, with the user's words kept apart from the template's control tokens."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from engine import sandbox
+from engine.errors import CheckpointError, UsageError
+from engine.tokenizer import Tokenizer, check_utf8, read_json
+
+Span = tuple[str, bool]  # text, and whether special tokens spelled in it are control tokens
+
+MAX_TEMPLATE_BYTES = 64 << 10
+WALL_SECONDS = 10.0  # backs up the sandbox's CPU limit; templates cannot sleep, so only a stalled machine gets here
+REMEDY = "use --chat-template none for plain completion, or --chat-template FILE for another template"
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """A Jinja chat template, rendered as transformers 5 renders it, in a process with limits (see `engine.sandbox`).
+
+    Control tokens are the template's privilege. A special token that a message spells reaches the template as one
+    private-use character, chosen to occur nowhere in the messages, and comes back as a span of plain text: whatever
+    the template does with the content (trim, split, search), the token's spelling is not there to be found. All
+    other messages render exactly as they are. Three details:
+
+    - the start of a special token at the very end of a string (`"<|im_"`), which the text after it could complete, is
+      protected like a whole one;
+    - added tokens that are not special but that the template writes itself (DeepSeek's `<｜User｜>`, Gemma's turns) are
+      protected too, except in assistant messages: the model's own `<think>` must come back as the token it was;
+    - the rest of the added tokens are ordinary text, as everywhere else.
+
+    Args:
+        source: the template.
+        variables: what templates may name besides the messages (`bos_token`, ...).
+        special: spellings protected in all messages.
+        added: spellings of other added tokens, protected as said above.
+        clock: the time that `strftime_now` shows.
+        where: the file, for error messages.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        variables: Mapping[str, str] | None = None,
+        special: Iterable[str] = (),
+        added: Iterable[str] = (),
+        clock: Callable[[], datetime] = datetime.now,
+        where: str = "",
+    ):
+        self.source, self.variables, self.clock, self.where = source, dict(variables or {}), clock, where
+        try:
+            size = len(source.encode())
+        except UnicodeEncodeError:
+            raise self._refused("it is not valid UTF-8") from None
+        if size > MAX_TEMPLATE_BYTES:
+            raise self._refused(f"it has {size} bytes, at most {MAX_TEMPLATE_BYTES} are allowed")
+        everywhere = {s for s in special if s}
+        self._assistant = _Spellings(everywhere)
+        self._others = _Spellings(everywhere | {s for s in added if s in source and not s.isspace()})
+        self._worker: _Worker | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(cls, folder: str | Path, tokenizer: Tokenizer) -> "ChatTemplate | None":
+        """Find the template of a checkpoint, as transformers 5 does; None for a base model that has none.
+
+        `chat_template.jinja` comes before `chat_template` in tokenizer_config.json (a string, or a list of named ones
+        of which "default" is taken), and that before the older `chat_template.json`.
+
+        Raises:
+            CheckpointError: the template is unreadable, too long, or none of several is the default.
+        """
+        folder = Path(folder)
+        if (path := folder / "chat_template.jinja").is_file():
+            return cls.from_file(path, tokenizer)
+        for path, config in (
+            (folder / "tokenizer_config.json", tokenizer.config),
+            (folder / "chat_template.json", read_json(folder / "chat_template.json")),
+        ):
+            template = config.get("chat_template")
+            if isinstance(template, list):
+                try:
+                    template = {entry["name"]: entry["template"] for entry in template}
+                except (TypeError, KeyError):
+                    raise CheckpointError("chat_template is no list of names and templates", where=str(path)) from None
+            if isinstance(template, dict):
+                if "default" not in template:
+                    names = ", ".join(sorted(map(str, template))) or "none"
+                    what = f"no chat template is called default; there are: {names}"
+                    raise CheckpointError(what, where=str(path), remedy=REMEDY)
+                template = template["default"]
+            if isinstance(template, str):
+                return cls._of(template, tokenizer, path)
+            if template is not None:
+                raise CheckpointError("chat_template is not a string", where=str(path), remedy=REMEDY)
+        return None
+
+    @classmethod
+    def from_file(cls, path: str | Path, tokenizer: Tokenizer) -> "ChatTemplate":
+        """Read a template from a file of its own.
+
+        Raises:
+            CheckpointError: the file cannot be read, is not UTF-8 or too long.
+        """
+        try:
+            with open(path, encoding="utf-8") as file:
+                source = file.read(MAX_TEMPLATE_BYTES + 1)
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot read the chat template: {error}", where=str(path), remedy=REMEDY) from None
+        return cls._of(source, tokenizer, path)
+
+    @classmethod
+    def _of(cls, source: str, tokenizer: Tokenizer, path: str | Path) -> "ChatTemplate":
+        return cls(
+            source,
+            variables=tokenizer.special_tokens,
+            special=tokenizer.special_spellings,
+            added=tokenizer.added_spellings,
+            where=str(path),
+        )
+
+    def check(self) -> None:
+        """Compile the template now.
+
+        Raises:
+            CheckpointError: it is malformed or breaks a limit.
+        """
+        with self._lock:
+            self._start()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[Span]:
+        """Render messages to spans whose texts, joined, are what transformers' apply_chat_template renders.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` and whatever else the template reads; JSON values only.
+            add_generation_prompt: whether the text ends with the header of the assistant's next message.
+
+        Returns:
+            (text, is_control) spans for `Tokenizer.encode_rendered`; a single one when nothing had to be protected.
+
+        Raises:
+            UsageError: the messages are malformed, or the template rejects them.
+            CheckpointError: the template fails or breaks a limit.
+        """
+        if not messages:
+            raise UsageError("a conversation needs at least one message")
+        plain = [_alias_reasoning(_message(m)) for m in messages]
+        marks = _Marks(self.source + "".join(_strings(plain)))
+        chat = [marks.protect(m, self._assistant if m["role"] == "assistant" else self._others) for m in plain]
+        variables = {
+            **self.variables,
+            "messages": chat,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        with self._lock:
+            reply = self._ask(self._start(), {"variables": variables, "now": self.clock().isoformat()})
+        if (objection := reply.get("raised")) is not None:
+            text = "".join(text for text, _ in marks.spans(objection))
+            raise UsageError(f"the chat template rejects the messages: {text}", where=self.where)
+        try:
+            reply["text"].encode()
+        except UnicodeEncodeError:
+            raise self._refused("its output is not valid UTF-8") from None
+        return marks.spans(reply["text"])
+
+    def _start(self) -> "_Worker":
+        if self._worker is None:
+            worker = _Worker()
+            reply = self._ask(worker, {"source": self.source})
+            assert "text" in reply
+            self._worker = worker
+        return self._worker
+
+    def _ask(self, worker: "_Worker", request: dict[str, Any]) -> dict[str, str]:
+        try:
+            reply = worker.ask(request)
+        except BaseException:  # Ctrl-C too: a reply still to come would answer the next request
+            worker.close()
+            self._worker = None
+            raise
+        if reply is None:
+            worker.close()
+            self._worker = None
+            raise self._refused(f"it takes more than {sandbox.CPU_SECONDS} s or too much memory")
+        if (reason := reply.get("refused")) is not None:
+            raise self._refused(reason)
+        return reply
+
+    def _refused(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"the chat template is refused: {reason}", where=self.where, remedy=REMEDY)
+
+
+class _Worker:
+    """A sandbox process, ended with this object."""
+
+    def __init__(self):
+        # A session of its own: Ctrl-C in the terminal is for us, not for the renderer.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", sandbox.__file__, *sys.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self.close = weakref.finalize(self, _end, self._process)
+        if self._read(60) is None:  # our own start-up, not the template's doing
+            self.close()
+            raise RuntimeError("the template process did not start")
+
+    def ask(self, request: dict[str, Any]) -> dict[str, str] | None:
+        """Send a request; None when the process is dead or did not answer in time."""
+        assert self._process.stdin
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        return self._read(WALL_SECONDS)
+
+    def _read(self, seconds: float) -> dict[str, str] | None:
+        assert self._process.stdout
+        fd, chunks, deadline = self._process.stdout.fileno(), [], time.monotonic() + seconds
+        while not chunks or not chunks[-1].endswith(b"\n"):
+            if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return None
+            if not (chunk := os.read(fd, 1 << 16)):
+                return None
+            chunks.append(chunk)
+        return json.loads(b"".join(chunks))
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe:
+            with contextlib.suppress(OSError):  # what was still buffered has no reader any more
+                pipe.close()
+
+
+class _Spellings:
+    """Finds protected spellings in a string, and the start of one at its end."""
+
+    def __init__(self, spellings: set[str]):
+        longest_first = sorted(spellings, key=lambda s: (-len(s), s))
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        # A token that starts like ordinary words would make every such word suspicious: only "<", "[" and their like.
+        self.starts = {s[:n] for s in spellings for n in range(1, len(s)) if not (s[0].isalnum() or s[0].isspace())}
+        self.longest = max(map(len, self.starts), default=0)
+
+    def replace(self, text: str, mark: Callable[[str], str]) -> str:
+        """`text` with `mark(spelling)` in the place of each protected spelling."""
+        body = text.rstrip()  # the template may trim
+        for n in range(min(self.longest, len(body)), 0, -1):
+            if body[-n:] in self.starts:
+                body, end = body[:-n], mark(body[-n:]) + text[len(body) :]
+                break
+        else:
+            body, end = text, ""
+        return self.pattern.sub(lambda found: mark(found[0]), body) + end
+
+
+class _Marks:
+    """Private-use characters that stand for protected spellings while a template works on the messages."""
+
+    def __init__(self, taken: str):
+        used = set(taken)
+        self._free = (c for c in map(chr, range(0xF0000, 0x10FFFE)) if c not in used and ord(c) & 0xFFFE != 0xFFFE)
+        self._mark_of: dict[str, str] = {}
+
+    def mark(self, spelling: str) -> str:
+        if spelling not in self._mark_of:
+            self._mark_of[spelling] = next(self._free)
+        return self._mark_of[spelling]
+
+    def protect(self, value: Any, spellings: _Spellings) -> Any:
+        """A copy of a JSON value whose strings (not its keys) have marks for spellings."""
+        if isinstance(value, str):
+            return spellings.replace(value, self.mark)
+        if isinstance(value, dict):
+            return {key: self.protect(item, spellings) for key, item in value.items()}
+        return [self.protect(item, spellings) for item in value] if isinstance(value, list) else value
+
+    def spans(self, text: str) -> list[Span]:
+        """Rendered text with the marks turned back to what they stand for."""
+        if not self._mark_of:
+            return [(text, True)]
+        spelling_of = {}
+        for spelling, mark in self._mark_of.items():  # tojson(ensure_ascii=True) writes a mark as two escapes
+            spelling_of[mark] = spelling_of[json.dumps(mark)[1:-1]] = spelling
+        pieces = re.split("(" + "|".join(map(re.escape, spelling_of)) + ")", text)
+        return [(spelling_of.get(p, p), i % 2 == 0) for i, p in enumerate(pieces) if p]
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message as plain JSON, without None values: templates handle an absent key, transformers drops them too."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise UsageError('a message is an object with a "role" and a "content"')
+    try:
+        return {key: value for key, value in _plain(message).items() if value is not None}
+    except RecursionError:
+        raise UsageError("a message is nested too deep") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return check_utf8(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {check_utf8(str(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    raise UsageError(f"a message holds a {type(value).__name__}; only JSON values are allowed")
+
+
+def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """transformers passes a message's reasoning under the old name and the new one."""
+    reasoning = next((message[key] for key in _REASONING if key in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)

@@ -1,0 +1,453 @@
+"""TokenTree: the tokens of one search, those that all share (the trunk) and those that compete (the branches)."""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import KVMemoryError
+from engine.pool import PagePool
+
+NO_SLOT = -1  # not evaluated yet
+IN_TRUNK = -2  # keys and values lie in the trunk
+FREED = -3
+
+
+@dataclass
+class Trunk:
+    """Tokens in order and the pages that hold the keys and values of the first `cached` of them."""
+
+    tokens: list[int]
+    pages: list[int]
+    cached: int = 0
+
+    def release(self, pool: PagePool) -> None:
+        """Give all pages back."""
+        for page in self.pages:
+            pool.give(page)
+        self.pages, self.cached = [], 0
+
+
+class TokenTree:
+    """A tree of tokens over one pool. Nodes are integers, parents come before children.
+
+    A node is identified by its path: growing the same token twice under one parent gives the same node. A node takes
+    a slot when it is evaluated and loses it when `keep` leaves it out. The trunk is what every live node descends
+    from; `keep` promotes the stem that live nodes have come to share, copying its keys and values into the trunk.
+
+    Args:
+        pool: where keys and values live.
+        prompt: at least one token.
+        expected: tokens the trunk may grow to; a hint for contiguous memory.
+        trunk: an earlier tree's trunk to take over; what it shares with the prompt is not evaluated again.
+    """
+
+    def __init__(self, pool: PagePool, prompt: Sequence[int], *, expected: int = 0, trunk: Trunk | None = None):
+        if not prompt:
+            raise ValueError("expected a prompt of at least one token")
+        self.pool = pool
+        self.prompt_length = len(prompt)
+        self.trunk = Trunk(list(prompt), [])
+        if trunk is not None:
+            self._adopt(trunk)
+        self.reused = self.trunk.cached  # prompt tokens that need no evaluation
+        wanted = -(-max(expected, len(prompt)) // pool.page_size)
+        self._claim = pool.claim(wanted) if not self.trunk.pages else range(0)
+        # One row per node; dead rows stay until the tree goes.
+        self._token: list[int] = [self.trunk.tokens[-1]]
+        self._parent: list[int] = [-1]
+        self._position: list[int] = [len(prompt) - 1]
+        self._slot: list[int] = [IN_TRUNK]
+        self._bits: list[int] = [0]  # ancestors in branch slots, itself included
+        self._children: list[int] = [0]
+        self._child_sum: list[int] = [0]  # sum of the live children's ids: the child itself when there is one
+        self._child: dict[tuple[int, int], int] = {}
+        self._leaves: dict[int, None] = {0: None}  # ordered, so that nothing depends on hashing
+        self._kept: set[int] = {0}
+        self.root = 0
+        # Branch slots: slot s lies in page _branch_pages[s // page_size] (-1: given back) of the pool.
+        self._branch_pages: list[int] = []
+        self._page_load: list[int] = []
+        self._free_slots: list[int] = []  # heap: the lowest goes first, which keeps the table short
+        self._slot_owner: list[int] = []
+        self.live_branches = 0
+        self._paths_length = len(prompt)  # sum of the leaves' path lengths
+        self.peak_live = self.peak_unshared = self.peak_pages = 0
+
+    # --- reading ---
+
+    def token(self, node: int) -> int:
+        """The node's token."""
+        return self._token[node]
+
+    def parent(self, node: int) -> int:
+        """The node's parent; -1 for the first root."""
+        return self._parent[node]
+
+    def position(self, node: int) -> int:
+        """The token's place in its sequence, counted from 0 at the prompt's first token."""
+        return self._position[node]
+
+    def is_evaluated(self, node: int) -> bool:
+        """Whether keys and values of the node and all before it are in the cache."""
+        if self._slot[node] == IN_TRUNK:
+            return self._position[node] < self.trunk.cached
+        return self._slot[node] >= 0
+
+    def is_live(self, node: int) -> bool:
+        """Whether the node may still be grown from and evaluated."""
+        return self._slot[node] != FREED and (self._slot[node] != IN_TRUNK or node == self.root)
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from the prompt's end to the node: what it has generated."""
+        tail = []
+        while self._slot[node] != IN_TRUNK:
+            tail.append(self._token[node])
+            node = self._parent[node]
+        return self.trunk.tokens[self.prompt_length : self._position[node] + 1] + tail[::-1]
+
+    def descend(self, tokens: Sequence[int]) -> int:
+        """The deepest live node on the path of these generated tokens; the root if they leave the trunk."""
+        trunk = self.settled_from(0)
+        if list(tokens[: len(trunk)]) != trunk:
+            return self.root
+        node = self.root
+        for token in tokens[len(trunk) :]:
+            if (node, token) not in self._child:
+                break
+            node = self._child[node, token]
+        return node
+
+    def settled_from(self, start: int) -> list[int]:
+        """Generated tokens that every live node shares, from the start-th on."""
+        return self.trunk.tokens[self.prompt_length + start :]
+
+    @property
+    def live_tokens(self) -> int:
+        """Tokens that hold a slot: evaluated trunk and branches."""
+        return self.trunk.cached + self.live_branches
+
+    @property
+    def pages_held(self) -> list[int]:
+        return self.trunk.pages + [p for p in self._branch_pages if p >= 0]
+
+    # --- growing and pruning ---
+
+    def grow(self, parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Children of live nodes, one per (parent, token); they take no slot until they are evaluated.
+
+        Returns:
+            node ids, in the order given; an existing child for a token that the parent already has.
+        """
+        nodes = []
+        for parent, token in zip(parents, tokens, strict=True):
+            node = self._child.get((parent, token))
+            if node is None:
+                if not self.is_live(parent):
+                    raise ValueError(f"node {parent} is not live: it was dropped by keep()")
+                node = self._grow_one(parent, token)
+            nodes.append(node)
+        return nodes
+
+    def grow_path(self, node: int, tokens: Iterable[int]) -> list[int]:
+        """A chain of tokens below a node; the ids of its nodes."""
+        chain = []
+        for token in tokens:
+            [node] = self.grow([node], [token])
+            chain.append(node)
+        return chain
+
+    def _grow_one(self, parent: int, token: int) -> int:
+        node = len(self._token)
+        position = self._position[parent] + 1
+        self._token.append(token)
+        self._parent.append(parent)
+        self._position.append(position)
+        self._slot.append(NO_SLOT)
+        self._bits.append(0)
+        self._children.append(0)
+        self._child_sum.append(0)
+        self._child[parent, token] = node
+        if parent in self._leaves:
+            del self._leaves[parent]
+            self._paths_length -= position
+        self._children[parent] += 1
+        self._child_sum[parent] += node
+        self._leaves[node] = None
+        self._paths_length += position + 1
+        return node
+
+    def keep(self, nodes: Iterable[int]) -> None:
+        """Free every node that is neither one of these nor an ancestor of one; promote the stem they share."""
+        self._kept = kept = set(nodes)
+        for node in kept:
+            if not self.is_live(node):
+                raise ValueError(f"node {node} is not live: it was dropped by an earlier keep()")
+        if not kept:
+            raise ValueError("expected at least one node to keep")
+        for leaf in [leaf for leaf in self._leaves if leaf not in kept]:
+            node = leaf
+            while node != self.root and node not in kept and self._children[node] == 0:
+                node = self._free(node)
+        self._promote()
+
+    def _free(self, node: int) -> int:
+        """Drop a leaf; returns its parent."""
+        parent = self._parent[node]
+        if self._slot[node] >= 0:
+            self._release_slot(self._slot[node])
+        self._slot[node] = FREED
+        self._bits[node] = 0
+        del self._leaves[node]
+        self._paths_length -= self._position[node] + 1
+        del self._child[parent, self._token[node]]
+        self._children[parent] -= 1
+        self._child_sum[parent] -= node
+        if self._children[parent] == 0:
+            self._leaves[parent] = None
+            self._paths_length += self._position[parent] + 1
+        return parent
+
+    def _promote(self) -> None:
+        """Move the stem below the root into the trunk, up to the first kept node or fork."""
+        stem = []
+        node = self.root
+        while node not in self._kept and self._children[node] == 1:
+            node = self._child_sum[node]
+            stem.append(node)
+        if not stem:
+            return
+        evaluated = [n for n in stem if self._slot[n] >= 0]
+        start = len(self.trunk.tokens)
+        if evaluated:
+            try:
+                self._reserve_trunk(start + len(evaluated))
+            except KVMemoryError:
+                return  # the stem stays in the branches, where it already has its slots
+            self._note_peaks()
+            source = [self._pool_slot(self._slot[n]) for n in evaluated]
+            target = [self._trunk_slot(start + i) for i in range(len(evaluated))]
+            device = self.pool.cache.k_LGSD.device
+            source_n, target_n = torch.tensor(source, device=device), torch.tensor(target, device=device)
+            for cache in (self.pool.cache.k_LGSD, self.pool.cache.v_LGSD):
+                cache.index_copy_(2, target_n, cache.index_select(2, source_n))
+            promoted = 0
+            for n in evaluated:
+                promoted |= 1 << self._slot[n]
+                self._release_slot(self._slot[n])
+            for n in self._slot_owner:
+                if n >= 0:
+                    self._bits[n] &= ~promoted
+            self.trunk.cached = start + len(evaluated)
+        for n in stem:
+            self.trunk.tokens.append(self._token[n])
+            del self._child[self._parent[n], self._token[n]]
+            self._slot[n], self._bits[n] = IN_TRUNK, 0
+        self.root = stem[-1]
+
+    # --- what the packer asks ---
+
+    def pending(self, nodes: Iterable[int]) -> tuple[int, list[int]]:
+        """What must be evaluated to know `nodes`: the number of trunk tokens, and branch nodes, parents first."""
+        need: set[int] = set()
+        for node in nodes:
+            if not self.is_live(node):
+                raise ValueError(f"node {node} is not live: it was dropped by keep()")
+            while self._slot[node] == NO_SLOT and node not in need:
+                need.add(node)
+                node = self._parent[node]
+        return len(self.trunk.tokens) - self.trunk.cached, sorted(need)
+
+    def place(self, trunk_tokens: int, nodes: Sequence[int]) -> list[int]:
+        """Take slots for the next trunk tokens and for branch nodes (parents first).
+
+        Returns:
+            their slots in the pool, trunk first.
+
+        Raises:
+            KVMemoryError: the pool is full; nothing was taken.
+        """
+        start, taken = self.trunk.cached, []
+        pages_before = len(self.trunk.pages)
+        try:
+            self._reserve_trunk(start + trunk_tokens)
+            for node in nodes:
+                slot = self._take_slot()
+                taken.append(slot)
+                self._slot_owner[slot] = node
+                self._slot[node] = slot
+                self._bits[node] = self._bits[self._parent[node]] | 1 << slot
+        except KVMemoryError:
+            self.unplace(0, nodes[: len(taken)])
+            self._trim_trunk(pages_before)
+            raise
+        self.trunk.cached = start + trunk_tokens
+        self._note_peaks()
+        return [self._trunk_slot(start + i) for i in range(trunk_tokens)] + [self._pool_slot(s) for s in taken]
+
+    def _note_peaks(self) -> None:
+        self.peak_live = max(self.peak_live, self.live_tokens)
+        self.peak_unshared = max(self.peak_unshared, self._paths_length)
+        self.peak_pages = max(self.peak_pages, len(self.pages_held))
+
+    def unplace(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
+        """Undo `place` after a pass that failed."""
+        for node in nodes:
+            self._release_slot(self._slot[node])
+            self._slot[node], self._bits[node] = NO_SLOT, 0
+        self.trunk.cached -= trunk_tokens
+        self._trim_trunk(-(-self.trunk.cached // self.pool.page_size))
+
+    def ancestry(self, node: int) -> int:
+        """The node's ancestors among the branch slots and itself: bit s is slot s."""
+        return self._bits[node]
+
+    def branch_table(self) -> tuple[list[int], list[int]]:
+        """Of every branch slot, its slot in the pool and its token's position; 0 where it is free."""
+        slots, positions = [], []
+        for slot, owner in enumerate(self._slot_owner):
+            slots.append(self._pool_slot(slot) if owner >= 0 else 0)
+            positions.append(self._position[owner] if owner >= 0 else 0)
+        return slots, positions
+
+    def trunk_runs(self) -> list[tuple[int, int]]:
+        """(first slot, length) of each contiguous piece of the evaluated trunk, in order."""
+        runs: list[tuple[int, int]] = []
+        size, left = self.pool.page_size, self.trunk.cached
+        for page in self.trunk.pages:
+            n = min(size, left)
+            if runs and sum(runs[-1]) == page * size:
+                runs[-1] = (runs[-1][0], runs[-1][1] + n)
+            elif n:
+                runs.append((page * size, n))
+            left -= n
+        return runs
+
+    # --- the end ---
+
+    def retire(self) -> Trunk:
+        """End the tree but hand on its trunk, pages included."""
+        self._drop_branches()
+        trunk, self.trunk = self.trunk, Trunk([], [])
+        trunk.tokens = trunk.tokens[: trunk.cached]
+        return trunk
+
+    def release(self) -> None:
+        """End the tree and give every page back. Safe to call twice."""
+        self._drop_branches()
+        self.trunk.release(self.pool)
+
+    def _drop_branches(self) -> None:
+        for page in self._branch_pages:
+            if page >= 0:
+                self.pool.give(page)
+        self._branch_pages, self._page_load, self._free_slots, self._slot_owner = [], [], [], []
+        self.live_branches = 0
+        self.pool.unclaim(self._claim)
+        self._claim = range(0)
+
+    # --- slots and pages ---
+
+    def _adopt(self, trunk: Trunk) -> None:
+        shared = 0
+        limit = min(trunk.cached, len(self.trunk.tokens) - 1)  # the last prompt token must be evaluated to be answered
+        while shared < limit and trunk.tokens[shared] == self.trunk.tokens[shared]:
+            shared += 1
+        self.trunk.pages, self.trunk.cached = trunk.pages, shared
+        trunk.pages, trunk.cached = [], 0
+        self._trim_trunk(-(-shared // self.pool.page_size))
+
+    def _reserve_trunk(self, tokens: int) -> None:
+        pages, before = self.trunk.pages, len(self.trunk.pages)
+        try:
+            while len(pages) * self.pool.page_size < tokens:
+                first = self._claim.start if self._claim else None
+                pages.append(self.pool.take(pages[-1] + 1 if pages else first))
+        except KVMemoryError:
+            self._trim_trunk(before)
+            raise
+
+    def _trim_trunk(self, pages: int) -> None:
+        while len(self.trunk.pages) > pages:
+            self.pool.give(self.trunk.pages.pop())
+
+    def _trunk_slot(self, place: int) -> int:
+        size = self.pool.page_size
+        return self.trunk.pages[place // size] * size + place % size
+
+    def _pool_slot(self, slot: int) -> int:
+        size = self.pool.page_size
+        return self._branch_pages[slot // size] * size + slot % size
+
+    def _take_slot(self) -> int:
+        size = self.pool.page_size
+        if self._free_slots:
+            slot = heapq.heappop(self._free_slots)
+        else:
+            page = self.pool.take()
+            if -1 in self._branch_pages:
+                i = self._branch_pages.index(-1)
+                self._branch_pages[i] = page
+            else:
+                i = len(self._branch_pages)
+                self._branch_pages.append(page)
+                self._page_load.append(0)
+                self._slot_owner.extend([-1] * size)
+            slot = i * size
+            for s in range(slot + 1, slot + size):
+                heapq.heappush(self._free_slots, s)
+        self._page_load[slot // size] += 1
+        self.live_branches += 1
+        return slot
+
+    def _release_slot(self, slot: int) -> None:
+        size = self.pool.page_size
+        i = slot // size
+        self._slot_owner[slot] = -1
+        self._page_load[i] -= 1
+        self.live_branches -= 1
+        if self._page_load[i]:
+            heapq.heappush(self._free_slots, slot)
+        else:
+            self._free_slots = [s for s in self._free_slots if s // size != i]
+            heapq.heapify(self._free_slots)
+            self.pool.give(self._branch_pages[i])
+            self._branch_pages[i] = -1
+            while self._branch_pages and self._branch_pages[-1] < 0:
+                self._branch_pages.pop()
+                self._page_load.pop()
+                del self._slot_owner[-size:]
+
+    def check_invariants(self) -> None:
+        """Everything the tree keeps twice agrees; for tests."""
+        size = self.pool.page_size
+        live = [n for n in range(len(self._token)) if self._slot[n] not in (FREED, IN_TRUNK)] + [self.root]
+        children: dict[int, list[int]] = {n: [] for n in live}
+        for n in live:
+            if n != self.root:
+                assert self._parent[n] in children, f"live node {n} lost its parent"
+                children[self._parent[n]].append(n)
+                assert self._child[self._parent[n], self._token[n]] == n
+                assert self._position[n] == self._position[self._parent[n]] + 1
+        for n in live:
+            assert self._children[n] == len(children[n]) and self._child_sum[n] == sum(children[n]), n
+            assert (n in self._leaves) == (not children[n]), n
+            if n != self.root and self._slot[n] >= 0:
+                assert self._slot_owner[self._slot[n]] == n
+                assert self._bits[n] == (self._bits[self._parent[n]] | 1 << self._slot[n])
+                assert self._parent[n] == self.root or self._slot[self._parent[n]] >= 0
+        assert len(self._child) == len(live) - 1 and len(self._leaves) == sum(not c for c in children.values())
+        assert self._paths_length == sum(self._position[n] + 1 for n in self._leaves)
+        owners = [n for n in self._slot_owner if n >= 0]
+        assert sorted(owners) == sorted(n for n in live if self._slot[n] >= 0)
+        assert self.live_branches == len(owners) == sum(self._page_load)
+        assert len(self._slot_owner) == size * len(self._branch_pages)
+        free = [s for s, n in enumerate(self._slot_owner) if n < 0 and self._branch_pages[s // size] >= 0]
+        assert sorted(self._free_slots) == free
+        for i, page in enumerate(self._branch_pages):
+            assert (page >= 0) == (self._page_load[i] > 0)
+        assert self._position[self.root] == len(self.trunk.tokens) - 1
+        assert self.trunk.cached <= len(self.trunk.tokens)
+        assert len(self.trunk.pages) == -(-self.trunk.cached // size), (len(self.trunk.pages), self.trunk.cached)
+        assert len(set(self.pages_held)) == len(self.pages_held)

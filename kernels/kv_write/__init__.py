@@ -1,0 +1,35 @@
+"""Writing the keys and values of a pass into their slots: the front."""
+
+import torch
+from torch import Tensor
+
+from kernels.kv_write import cpu, reference
+
+IMPLEMENTATIONS = {"reference": reference.kv_write, "cpu": cpu.kv_write}
+
+
+def kv_write(
+    k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, *, impl: str = "cpu"
+) -> None:
+    """Store key and value t in slot slots_T[t] of one layer's cache, in place.
+
+    Args:
+        k_GSD, v_GSD: one layer's cache.
+        k_TGD, v_TGD: new rows, in the cache's dtype.
+        slots_T: int64; distinct, but for padding tokens, which share TRASH_SLOT.
+        impl: "reference" or "cpu" (fast PyTorch, any device).
+
+    Raises:
+        ValueError: shapes that do not fit together, unknown impl.
+    """
+    G, _, D = k_GSD.shape
+    if k_TGD.shape != (slots_T.shape[0], G, D) or v_TGD.shape != k_TGD.shape:
+        raise ValueError(
+            f"expected rows {[slots_T.shape[0], G, D]}, got k {list(k_TGD.shape)}, v {list(v_TGD.shape)}"
+        )
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl: expected one of {sorted(IMPLEMENTATIONS)}, got {impl!r}")
+    if impl == "cpu" and torch.compiler.is_compiling():
+        torch.ops.coppice.kv_write_cpu(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
+    else:
+        IMPLEMENTATIONS[impl](k_GSD, v_GSD, k_TGD, v_TGD, slots_T)

@@ -1,0 +1,57 @@
+"""TreeLayout: where the tokens of one forward pass stand in their trees and in the KV cache.
+
+Shape legend: T tokens of the pass, R trees, P pages of the longest trunk, W branch slots of the widest tree
+(a multiple of 32), C = W / 32 words of ancestry bits, L layers, G key/value heads, S slots of the cache, D head size.
+
+One tree of the pass, its trunk of 5 tokens in pages of 4, its branches in the slots of a third page::
+
+    trunk     [t0 t1 t2 t3][t4 .  .  . ]      trunk_pages = [2, 3]   trunk_len = 5
+    branches  [a  b  .  c ]                   branch_slots = [16, 17, 0, 19]  (a hole points at NULL_SLOT)
+
+    a -- c          ancestry(c) = bit 0 (a) | bit 3 (c)          a token sees itself
+    b               ancestry(b) = bit 1 (b)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NULL_SLOT = 0  # holds zeros for ever: what holes and padding read
+TRASH_SLOT = 1  # what padding tokens write; nothing reads it
+WORD = 32
+
+
+@dataclass(frozen=True)
+class TreeLayout:
+    """What attention and KV writes must know of a pass. Built by the engine, opened by kernels only."""
+
+    positions_T: Tensor  # int64, trunk length + depth: never a slot's place in memory
+    write_slots_T: Tensor  # int64, the slot that takes each token's key and value
+    token_starts: Tensor  # int32 [R + 1], on the host: tree r owns tokens starts[r] .. starts[r + 1] - 1
+    trunk_seen_T: Tensor  # int32, how many trunk tokens each token sees: all, or its own prefix during prefill
+    trunk_pages_RP: Tensor  # int32, page numbers, filled up with 0
+    trunk_len_R: Tensor  # int32
+    trunk_runs: Tensor  # int32 [n, 3], on the host: (tree, first slot, length) of each contiguous piece, in order
+    branch_slots_RW: Tensor  # int64, holes and padding are NULL_SLOT
+    branch_positions_RW: Tensor  # int32, position of the token in each branch slot (sliding windows)
+    ancestry_TC: Tensor  # int32 words, bit i: this token sees branch slot i of its tree
+    page_size: int
+
+    def branch_mask_TW(self) -> Tensor:
+        """The ancestry bits unpacked: bool [T, W]."""
+        return unpack_bits(self.ancestry_TC)
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every layer, head-major so that a head's rows are contiguous."""
+
+    k_LGSD: Tensor
+    v_LGSD: Tensor
+
+
+def unpack_bits(words_TC: Tensor) -> Tensor:
+    """int32 words -> bool [T, 32 * C], lowest bit first."""
+    shifts = torch.arange(WORD, dtype=torch.int32, device=words_TC.device)
+    return ((words_TC.unsqueeze(-1) >> shifts) & 1).bool().flatten(-2)

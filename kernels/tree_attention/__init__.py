@@ -1,0 +1,64 @@
+"""Attention of tree tokens over their trunk and their ancestors: the front that checks and picks an implementation."""
+
+import torch
+from torch import Tensor
+
+from kernels.layout import TreeLayout
+from kernels.tree_attention import cpu, reference
+
+IMPLEMENTATIONS = {"reference": reference.tree_attention, "cpu": cpu.tree_attention}
+
+
+def tree_attention(
+    q_THD: Tensor,
+    k_GSD: Tensor,
+    v_GSD: Tensor,
+    layout: TreeLayout,
+    *,
+    scale: float,
+    window: int | None = None,
+    impl: str = "cpu",
+) -> Tensor:
+    """Softmax attention of each token over the trunk tokens and branch nodes that it sees.
+
+    Args:
+        q_THD: queries; H is a multiple of G, query head h reads key/value head h // (H / G).
+        k_GSD, v_GSD: one layer's cache, the keys and values of this pass already written.
+        layout: the pass.
+        scale: factor of the dot products.
+        window: a token at position p sees only positions > p - window; None sees all.
+        impl: "reference" (the definition) or "cpu" (fast PyTorch, any device).
+
+    Returns:
+        [T, H, D] in q's dtype; zeros for a token that sees nothing.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together, unknown impl.
+    """
+    T, H, D = q_THD.shape
+    if k_GSD.shape != v_GSD.shape or k_GSD.shape[2] != D or H % k_GSD.shape[0]:
+        raise ValueError(
+            f"expected k and v [G, S, {D}] with G dividing {H}, got {list(k_GSD.shape)}, {list(v_GSD.shape)}"
+        )
+    if not (q_THD.dtype == k_GSD.dtype == v_GSD.dtype):
+        raise ValueError(f"expected one dtype, got q {q_THD.dtype}, k {k_GSD.dtype}, v {v_GSD.dtype}")
+    if layout.positions_T.shape[0] != T:
+        raise ValueError(f"expected a layout of {T} tokens, got {layout.positions_T.shape[0]}")
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl: expected one of {sorted(IMPLEMENTATIONS)}, got {impl!r}")
+    if impl == "cpu" and torch.compiler.is_compiling():  # opaque to the compiler; called straight when eager
+        return torch.ops.coppice.tree_attention_cpu(
+            q_THD,
+            k_GSD,
+            v_GSD,
+            layout.positions_T,
+            layout.token_starts,
+            layout.trunk_seen_T,
+            layout.trunk_runs,
+            layout.branch_slots_RW,
+            layout.branch_positions_RW,
+            layout.ancestry_TC,
+            scale,
+            window,
+        )
+    return IMPLEMENTATIONS[impl](q_THD, k_GSD, v_GSD, layout, scale, window)

@@ -1,0 +1,38 @@
+"""The definition of tree attention: token by token, any device, any float dtype (float64 included). Slow."""
+
+import torch
+from torch import Tensor
+
+from kernels.layout import TreeLayout
+
+
+def tree_attention(
+    q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout, scale: float, window: int | None
+) -> Tensor:
+    """softmax(scale * q k^T) v over exactly the slots a token sees; see the front for arguments."""
+    group = q_THD.shape[1] // k_GSD.shape[0]
+    out_THD = torch.zeros_like(q_THD)
+    starts = layout.token_starts.tolist()
+    mask_TW = layout.branch_mask_TW()
+    for r in range(len(starts) - 1):
+        for t in range(starts[r], starts[r + 1]):
+            slots = visible_slots(layout, mask_TW, r, t, window)
+            if len(slots):
+                k_HND = k_GSD[:, slots].repeat_interleave(group, 0)
+                v_HND = v_GSD[:, slots].repeat_interleave(group, 0)
+                p_HN = torch.softmax(scale * (k_HND @ q_THD[t].unsqueeze(-1)).squeeze(-1), -1)
+                out_THD[t] = (p_HN.unsqueeze(1) @ v_HND).squeeze(1)
+    return out_THD
+
+
+def visible_slots(layout: TreeLayout, mask_TW: Tensor, r: int, t: int, window: int | None) -> Tensor:
+    """The cache slots that token t of tree r sees, in order of position: int64 [N]."""
+    device = layout.branch_slots_RW.device
+    position = torch.arange(int(layout.trunk_seen_T[t]), device=device)
+    page = layout.trunk_pages_RP[r, position // layout.page_size].long()
+    trunk_slots = page * layout.page_size + position % layout.page_size
+    slots = torch.cat([trunk_slots, layout.branch_slots_RW[r][mask_TW[t]]])
+    if window is None:
+        return slots
+    positions = torch.cat([position, layout.branch_positions_RW[r][mask_TW[t]].long()])
+    return slots[positions > layout.positions_T[t] - window]

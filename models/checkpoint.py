@@ -1,0 +1,347 @@
+"""A model's folder: its JSON files and safetensors headers, checked before any weight is touched."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from models.errors import CheckpointError
+from models.fields import Fields
+
+CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+OTHERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+DTYPES = FLOATS | OTHERS | {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+FETCH_AGAIN = "Download the file again."
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of a tensor."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder in Hugging Face layout. `config` and `generation_config` are the parsed files (the second may be empty).
+
+    `tensors` comes from the headers alone: opening a checkpoint reads no weights and allocates nothing of their size.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    @staticmethod
+    def open(folder: str | Path) -> Checkpoint:
+        """Reads and checks the JSON files and every header. Raises CheckpointError naming the file at fault."""
+        try:
+            return _open(Path(folder))
+        except OSError as error:  # no permission, a broken disk
+            where = _show(error.filename or folder)
+            raise CheckpointError(f"cannot be read: {error.strerror}", where=where) from error
+
+    @property
+    def fields(self) -> Fields:
+        """Validated access to `config`."""
+        return Fields(self.config, _show(self.folder / "config.json"))
+
+    @property
+    def architecture(self) -> str:
+        """The first of the config's architectures; "" when it names none."""
+        names = self.config.get("architectures") or [""]
+        if not isinstance(names, list) or not isinstance(names[0], str):
+            raise self.fields.error("architectures", "a list of names")
+        return names[0]
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The config's beginning-of-sequence token (some lists occur: their first), else generation_config's."""
+        return self._ids("bos_token_id")[0]
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end a text: config.json and generation_config.json together."""
+        return frozenset(token for token in self._ids("eos_token_id") if token is not None)
+
+    def _ids(self, name: str) -> list[int | None]:
+        generation = Fields(self.generation_config, _show(self.folder / "generation_config.json"))
+        return [*sorted(self.fields.ids(name)), *sorted(generation.ids(name)), None]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """What the config declares (`dtype`, formerly `torch_dtype`), else the float dtype that most tensors have."""
+        names = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
+        names |= {f"torch.{name}": dtype for name, dtype in names.items()}
+        for field in ("dtype", "torch_dtype"):
+            declared = self.fields.choice(field, {*names, "auto"}, None)
+            if declared and declared != "auto":
+                return names[declared]
+        found = Counter(info.dtype for info in self.tensors.values() if info.dtype in FLOATS.values())
+        return found.most_common(1)[0][0] if found else torch.float32
+
+    def check(
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        *,
+        ignore: Sequence[re.Pattern[str]] = (),
+        tied: Mapping[str, str] | None = None,
+    ) -> dict[str, str]:
+        """Compares the headers with the tensors a model needs, by name and shape, and touches no data.
+
+        A name that fully matches a pattern of `ignore` may be there or not. `tied` maps names to the names they share
+        their values with: one of each pair may be absent. Returns {absent name: the name to read instead} for those.
+        Raises CheckpointError listing up to 10 tensors that are missing, extra, misshapen or of no float dtype.
+        """
+        aliases = {}
+        for one, other in (tied or {}).items():
+            if one in self.tensors and other not in self.tensors:
+                one, other = other, one  # some checkpoints keep the head and drop the embedding
+            if one not in self.tensors and other in self.tensors:
+                aliases[one] = other
+        missing = [name for name in expected if name not in self.tensors and name not in aliases]
+        extra = [n for n in self.tensors if n not in expected and not any(p.fullmatch(n) for p in ignore)]
+        faults = [f"missing {_show(name)}{_nearest(name, extra)}" for name in missing[:10]]
+        faults += [f"unknown {_show(name)} in {_show(self.tensors[name].file.name)}" for name in extra[:10]]
+        wrong = 0
+        for name, shape in expected.items():
+            info = self.tensors.get(aliases.get(name, name))
+            if info is None or (info.shape == tuple(shape) and info.dtype in FLOATS.values()):
+                continue
+            wrong += 1
+            want = f"expected {list(shape)} of floats, got {list(info.shape)} of {str(info.dtype)[6:]}"
+            if wrong <= 10:
+                faults.append(f"{_show(name)} in {_show(info.file.name)}: {want}")
+        if faults:
+            total = len(missing) + len(extra) + wrong
+            shown = "\n".join(f"  {fault}" for fault in faults[:10])
+            more = f"\n  and {total - 10} more" if total > 10 else ""
+            meta = "tok_embeddings.weight" in self.tensors
+            raise CheckpointError(
+                f"the weights do not fit the config ({total} tensors at fault):\n{shown}{more}",
+                where=_show(self.folder),
+                remedy="This is Meta's own layout: use the Hugging Face version of the model."
+                if meta
+                else "Check that config.json and the weights belong together, and that the download is complete.",
+            )
+        return aliases
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Maps tensors: views of the file, in its dtype, whose memory goes back when the last view does.
+
+        The file must not shrink while views of it live: the operating system would kill the process (SIGBUS).
+        """
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.tensors[name].file, []).append(name)
+        out = {}
+        for file, group in by_file.items():
+            try:
+                with safe_open(file, framework="pt") as mapped:
+                    for name in group:
+                        out[name] = mapped.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise _damaged(file, error) from error
+        for name, tensor in out.items():
+            info = self.tensors[name]
+            if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
+                raise CheckpointError(f"{_show(name)} changed while the model was loaded", where=_show(info.file))
+            if tensor.data_ptr() % tensor.element_size():  # legal in the format, unfit for vector loads
+                out[name] = tensor.clone()
+        return out
+
+
+def _open(folder: Path) -> Checkpoint:
+    if not folder.is_dir():
+        what = "is a file: name the folder it lies in" if folder.exists() else "there is no such folder"
+        raise CheckpointError(
+            f"model folder: {what}",
+            where=_show(folder),
+            remedy="A model is a local folder with config.json, *.safetensors and a tokenizer; "
+            "one on the Hugging Face hub is fetched with `hf download NAME --local-dir DIR`.",
+        )
+    if not (folder / "config.json").exists():
+        raise CheckpointError(
+            "the model folder holds no config.json",
+            where=_show(folder),
+            remedy="Name the folder that holds it, or download the model again with all its files.",
+        )
+    config = read_json(folder / "config.json", CONFIG_BYTES)
+    if config.get("quantization_config"):
+        raise CheckpointError(
+            "quantization_config: quantized checkpoints are not supported",
+            where=_show(folder / "config.json"),
+            remedy="Use the model's float32, bfloat16 or float16 checkpoint.",
+        )
+    generation = folder / "generation_config.json"
+    generation_config = read_json(generation, CONFIG_BYTES) if generation.exists() else {}
+    checkpoint = Checkpoint(folder, config, generation_config, _tensors(folder))
+    # So that a bad value is found here and not in mid-conversation.
+    _ = checkpoint.architecture, checkpoint.torch_dtype, checkpoint.eos_token_ids, checkpoint.bos_token_id
+    return checkpoint
+
+
+def read_json(path: Path, limit: int) -> dict[str, Any]:
+    """Parses a JSON object of at most `limit` bytes. Raises CheckpointError for anything else, double keys included."""
+    try:
+        if not path.is_file():  # a pipe would block
+            raise CheckpointError("not a regular file", where=_show(path), remedy=FETCH_AGAIN)
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+        if len(data) > limit:
+            raise CheckpointError(f"larger than {limit} bytes, the limit for this file", where=_show(path))
+        value = json.loads(data.decode(), object_pairs_hook=_unique)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=_show(path)) from error
+    except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if data.startswith(b"version https://git-lfs"):
+            why = "it is a git-LFS pointer"
+        raise CheckpointError(f"not valid JSON: {why[:200]}", where=_show(path), remedy=FETCH_AGAIN) from error
+    if not isinstance(value, dict):
+        raise CheckpointError("expected a JSON object", where=_show(path), remedy=FETCH_AGAIN)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {_show(key)} occurs twice")
+    return result
+
+
+def _tensors(folder: Path) -> dict[str, TensorInfo]:
+    """The headers of all weight files. A single file wins over an index, as in transformers."""
+    if (folder / WEIGHTS).exists() or (folder / WEIGHTS).is_symlink():
+        return _header(_inside(folder, WEIGHTS, folder / WEIGHTS))
+    index = folder / INDEX
+    if not index.exists():
+        raise _no_weights(folder)
+    weight_map = read_json(index, INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError("weight_map: expected an object that maps tensors to files", where=_show(index))
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise CheckpointError(f"weight_map: {_show(name)}: expected a file name", where=_show(index))
+    tensors: dict[str, TensorInfo] = {}
+    for file in sorted(set(weight_map.values())):
+        found = _header(_inside(folder, file, index))
+        for name in found.keys() & tensors.keys():
+            where = f"{_show(folder)}: {_show(tensors[name].file.name)} and {_show(file)}"
+            raise CheckpointError(f"tensor {_show(name)} lies in two files", where=where, remedy=FETCH_AGAIN)
+        tensors |= found
+    for name, file in weight_map.items():
+        if name not in tensors or tensors[name].file.name != file:
+            what = f"weight_map: tensor {_show(name)} is not in {_show(file)}"
+            raise CheckpointError(what, where=_show(index), remedy=FETCH_AGAIN)
+    return tensors
+
+
+def _inside(folder: Path, name: str, where: Path) -> Path:
+    """The path of weight file `name`; refuses what leads out of the folder, but for the links of the hub's cache."""
+    if not name.endswith(".safetensors") or name != Path(name).name or re.search(r"[/\\:\0]", name):
+        raise CheckpointError(f"{_show(name)} is no plain name of a .safetensors file", where=_show(where))
+    path, root = folder / name, folder.resolve()
+    try:
+        target = path.resolve()
+        inside, there = target.is_relative_to(root), target.is_file()
+        # snapshots/<revision>/model.safetensors -> ../../blobs/<hash>
+        link = re.fullmatch(r"\.\./\.\./blobs/([^/]+)", str(path.readlink())) if path.is_symlink() else None
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name the system cannot hold
+        raise CheckpointError(f"{_show(name)} cannot be followed", where=_show(where)) from error
+    if not inside and not (link and target == root.parent.parent / "blobs" / link[1]):
+        raise CheckpointError(
+            f"{_show(name)} is a link that leads out of the model folder",
+            where=_show(where),
+            remedy="Put the file itself there.",
+        )
+    if not there:
+        raise CheckpointError(f"{_show(name)} is not there", where=_show(where), remedy=FETCH_AGAIN)
+    return path
+
+
+def _header(file: Path) -> dict[str, TensorInfo]:
+    """What `file` holds. safetensors itself refuses overlaps, holes, overflows, and headers over 100 MB."""
+    tensors = {}
+    try:
+        with safe_open(file, framework="pt") as mapped:
+            for name in mapped.keys():  # noqa: SIM118 (it is no dict)
+                entry = mapped.get_slice(name)
+                shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
+                if dtype not in DTYPES:
+                    raise CheckpointError(f"tensor {_show(name)}: dtype {dtype} is not supported", where=_show(file))
+                if 0 in shape or len(shape) > 8 or math.prod(shape) >= 2**48:
+                    what = f"tensor {_show(name)}: unusable shape {_show(list(shape))}"
+                    raise CheckpointError(what, where=_show(file), remedy=FETCH_AGAIN)
+                tensors[name] = TensorInfo(file, shape, DTYPES[dtype])
+    except (SafetensorError, OSError) as error:
+        raise _damaged(file, error) from error
+    if not tensors:
+        raise CheckpointError("the file holds no tensors", where=_show(file), remedy=FETCH_AGAIN)
+    return tensors
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    """The error for a file that safetensors refuses, after a look at what it is instead."""
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(64)
+    except OSError as unreadable:
+        return CheckpointError(f"cannot be read: {unreadable.strerror}", where=_show(file))
+    if start.startswith(b"version https://git-lfs"):
+        return CheckpointError(
+            "a git-LFS pointer lies where the weights should be",
+            where=_show(file),
+            remedy="Fetch the file itself: `git lfs pull` in the model folder.",
+        )
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04")):
+        return CheckpointError(
+            "a pickle lies where safetensors should be; pickles can run code and are never loaded",
+            where=_show(file),
+            remedy="If you trust its source: `python -m tools.convert`.",
+        )
+    return CheckpointError(f"not a valid safetensors file: {error}", where=_show(file), remedy=FETCH_AGAIN)
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    """The error for a folder without weights that can be used."""
+    files = sorted(path.name for path in folder.iterdir())
+    pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
+    shards = [name for name in files if name.endswith(".safetensors")]
+    if shards:
+        what, remedy = f"{_show(shards[0])} without {INDEX}", f"Download {INDEX} too, or name a single file {WEIGHTS}."
+    elif pickles:
+        what = f"the weights are pickles ({_show(pickles[0])}), which can run code and are never loaded"
+        remedy = "If you trust their source: `python -m tools.convert`."
+    else:
+        what, remedy = f"the model folder holds neither {WEIGHTS} nor {INDEX}", "Download the model's weights."
+    return CheckpointError(what, where=_show(folder), remedy=remedy)
+
+
+def _nearest(name: str, extra: list[str]) -> str:
+    close = difflib.get_close_matches(name, extra[:1000], n=1)
+    return f" (nearest: {_show(close[0])})" if close else ""
+
+
+def _show(name: object) -> str:
+    """A name from a file, safe to print: no control characters, no lone surrogates, not endless."""
+    text = str(name).encode("utf-8", "backslashreplace").decode()
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return text if len(text) <= 300 else f"{text[:150]}...{text[-150:]}"

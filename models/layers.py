@@ -1,0 +1,46 @@
+"""What two families use: norms, activations, the shape of a model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The dimensions that the engine needs of any model."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int | None  # longest sequence the checkpoint is made for; None: no limit
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes that one token's keys and values take in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, the mean square in float32 (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, weight: Tensor, eps: float):
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype in (torch.float32, torch.float64):
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)

@@ -1,0 +1,53 @@
+"""Linear layers on packed weights: the one seam between a model and how its matrices are stored."""
+
+import platform
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN multiplies by prepacked weights of this dtype on this machine (float16 needs AVX512-FP16)."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available() or platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    if dtype == torch.float32:
+        return True
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return False
+
+
+class Linear(nn.Module):
+    """y = x W^T + b for one weight or for several that share their input, stacked (query, key and value, say).
+
+    Where oneDNN can, weights are packed once into its blocked layout and the original is let go, so that one copy
+    stays resident; elsewhere they are used as they lie, memory-mapped or on the device.
+
+    Args:
+        weights: [out, in] each, same dtype and device.
+        biases: one [out] per weight, or None for all.
+    """
+
+    ROWS_HINT = 16  # rows per product that the packing is made for: a step of decoding, the common case
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None):
+        super().__init__()
+        self.out_features = sum(w.shape[0] for w in weights)
+        self.packed = can_pack(weights[0].dtype, weights[0].device)
+        self.bias = torch.cat(list(biases)) if biases is not None else None
+        if self.packed:
+            whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+            self.weights = [torch.ops.mkldnn._reorder_linear_weight(whole, self.ROWS_HINT)]
+        else:
+            self.weights = list(weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., sum of outs]."""
+        if self.packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weights[0], self.bias, "none", [], "")
+        y = F.linear(x, self.weights[0]) if len(self.weights) == 1 else torch.cat([F.linear(x, w) for w in self.weights], -1)
+        return y if self.bias is None else y + self.bias

@@ -1,0 +1,200 @@
+"""Llama 1, 2, 3.x and what shares its layout (Touvron et al. 2023).
+
+Shape legend: T tokens of a pass, N asked rows, E width, H query heads, G key/value heads, D head size, V vocabulary.
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kernels.kv_write import kv_write
+from kernels.layout import KVCache, TreeLayout
+from kernels.tree_attention import tree_attention
+from models.checkpoint import Checkpoint
+from models.fields import Fields
+from models.layers import ACTIVATIONS, ModelShape, RMSNorm
+from models.linear import Linear
+from models.rope import RopeConfig, RotaryEmbedding, apply_rotary
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+EMBEDDING = "model.embed_tokens.weight"
+IGNORED = (re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"), re.compile(r"model\.rotary_emb\.inv_freq"))
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The fields of config.json that change what a Llama computes."""
+
+    vocab_size: int
+    width: int
+    mlp_width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: str
+    attention_bias: bool
+    mlp_bias: bool
+    tied: bool
+    max_positions: int
+    window: int | None
+    rope: RopeConfig
+
+    @staticmethod
+    def from_hf(fields: Fields) -> "LlamaConfig":
+        """Read and check a Hugging Face config. Raises CheckpointError naming the field."""
+        width = fields.int("hidden_size")
+        heads = fields.int("num_attention_heads", high=2**14)
+        kv_heads = fields.int("num_key_value_heads", default=heads, high=2**14)
+        if heads % kv_heads:
+            raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+        if fields.config.get("head_dim") is None and width % heads:
+            raise fields.error("hidden_size", f"a multiple of num_attention_heads {heads}")
+        head_dim = fields.int("head_dim", default=width // heads, high=2**14)
+        if head_dim % 2:
+            raise fields.error("head_dim", "an even number")
+        mistral = fields.config.get("model_type") == "mistral"
+        max_positions = fields.int("max_position_embeddings", default=4096 * 32 if mistral else 2048, high=2**31)
+        return LlamaConfig(
+            vocab_size=fields.int("vocab_size"),
+            width=width,
+            mlp_width=fields.int("intermediate_size"),
+            layers=fields.int("num_hidden_layers", high=2**14),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            norm_eps=fields.float("rms_norm_eps", default=1e-6),
+            activation=fields.choice("hidden_act", set(ACTIVATIONS), default="silu"),
+            attention_bias=not mistral and fields.bool("attention_bias", default=False),
+            mlp_bias=not mistral and fields.bool("mlp_bias", default=False),
+            tied=fields.bool("tie_word_embeddings", default=False),
+            max_positions=max_positions,
+            window=fields.int("sliding_window", default=None, high=2**31) if mistral else None,
+            rope=RopeConfig.from_hf(fields, head_dim, max_positions),
+        )
+
+    def layer_tensors(self, i: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of layer i."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        matrices = {
+            "self_attn.q_proj": (q, self.width, self.attention_bias),
+            "self_attn.k_proj": (kv, self.width, self.attention_bias),
+            "self_attn.v_proj": (kv, self.width, self.attention_bias),
+            "self_attn.o_proj": (self.width, q, self.attention_bias),
+            "mlp.gate_proj": (self.mlp_width, self.width, self.mlp_bias),
+            "mlp.up_proj": (self.mlp_width, self.width, self.mlp_bias),
+            "mlp.down_proj": (self.width, self.mlp_width, self.mlp_bias),
+        }
+        shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (self.width,)}
+        shapes["post_attention_layernorm.weight"] = (self.width,)
+        for name, (rows, columns, bias) in matrices.items():
+            shapes[f"{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{name}.bias"] = (rows,)
+        return {f"model.layers.{i}.{name}": shape for name, shape in shapes.items()}
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of everything the checkpoint must hold."""
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.width)}
+        for i in range(self.layers):
+            shapes |= self.layer_tensors(i)
+        return shapes | {"model.norm.weight": (self.width,), "lm_head.weight": (self.vocab_size, self.width)}
+
+
+class LlamaLayer(nn.Module):
+    """Pre-norm attention and gated MLP, each added to the stream."""
+
+    def __init__(self, config: LlamaConfig, weights: dict[str, Tensor]):
+        super().__init__()
+        self.config = config
+
+        def linear(*names: str) -> Linear:
+            biases = [weights[f"{n}.bias"] for n in names] if f"{names[0]}.bias" in weights else None
+            return Linear([weights[f"{n}.weight"] for n in names], biases)
+
+        self.attention_norm = RMSNorm(weights["input_layernorm.weight"], config.norm_eps)
+        self.mlp_norm = RMSNorm(weights["post_attention_layernorm.weight"], config.norm_eps)
+        self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.out = linear("self_attn.o_proj")
+        self.gate_up = linear("mlp.gate_proj", "mlp.up_proj")
+        self.down = linear("mlp.down_proj")
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(
+        self, x_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout
+    ) -> Tensor:
+        x_TE = x_TE + self.attention(self.attention_norm(x_TE), cos_TD, sin_TD, k_GSD, v_GSD, layout)
+        gate_TM, up_TM = self.gate_up(self.mlp_norm(x_TE)).chunk(2, -1)
+        return x_TE + self.down(self.activation(gate_TM) * up_TM)
+
+    def attention(
+        self, x_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout
+    ) -> Tensor:
+        c = self.config
+        rows_THD = self.qkv(x_TE).unflatten(-1, (c.heads + 2 * c.kv_heads, c.head_dim))
+        q_THD, k_TGD, v_TGD = rows_THD.split([c.heads, c.kv_heads, c.kv_heads], 1)
+        q_THD, k_TGD = apply_rotary(q_THD, cos_TD, sin_TD), apply_rotary(k_TGD, cos_TD, sin_TD)
+        kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T)
+        mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=c.head_dim**-0.5, window=c.window)
+        return self.out(mixed_THD.flatten(1))
+
+
+class Llama(nn.Module):
+    """A causal language model: tokens, positions and a layout to hidden rows, hidden rows to logits."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
+        """Load from a checkpoint, layer by layer, so that a cast or a packing peaks at one layer above the result.
+
+        Raises:
+            CheckpointError: wrong fields or tensors; before any tensor is read.
+        """
+        super().__init__()
+        self.config = config = LlamaConfig.from_hf(checkpoint.fields)
+        tied = {"lm_head.weight": EMBEDDING} if config.tied else {}
+        stored = checkpoint.check(config.tensors(), ignore=IGNORED, tied=tied)
+        self.shape = ModelShape(
+            config.layers, config.kv_heads, config.head_dim, config.vocab_size, config.rope.reach(config.max_positions)
+        )
+
+        def read(names) -> dict[str, Tensor]:
+            return {n: t.to(device=device, dtype=dtype) for n, t in checkpoint.read(names).items()}
+
+        # Looked up in the checkpoint's own dtype, so that on a CPU it stays memory-mapped whatever `dtype` is.
+        self.dtype = dtype
+        embedding = stored.get(EMBEDDING, EMBEDDING)
+        self.embedding = checkpoint.read([embedding])[embedding].to(device)
+        self.layers = nn.ModuleList()
+        for i in range(config.layers):
+            weights = read(config.layer_tensors(i))
+            prefix = len(f"model.layers.{i}.")
+            self.layers.append(LlamaLayer(config, {name[prefix:]: w for name, w in weights.items()}))
+        self.norm = RMSNorm(read(["model.norm.weight"])["model.norm.weight"], config.norm_eps)
+        head = stored.get("lm_head.weight", "lm_head.weight")
+        self.head = Linear([read([head])[head]])  # read anew if tied: packing must not touch the mapping that stays
+        self.rotary = RotaryEmbedding(config.rope).to(device)
+
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, spans_T: Tensor, cache: KVCache, layout: TreeLayout
+    ) -> Tensor:
+        """Evaluate the T tokens of a pass; their keys and values go into the cache.
+
+        Args:
+            tokens_T, positions_T: int64.
+            spans_T: int64, length of each token's sequence when it was evaluated (for length-dependent rotary kinds).
+
+        Returns:
+            hidden rows [T, E], final norm applied.
+        """
+        x_TE = F.embedding(tokens_T, self.embedding).to(self.dtype)
+        cos_TD, sin_TD = self.rotary.cos_sin(positions_T, spans_T, x_TE.dtype)
+        for i, layer in enumerate(self.layers):
+            x_TE = layer(x_TE, cos_TD, sin_TD, cache.k_LGSD[i], cache.v_LGSD[i], layout)
+        return self.norm(x_TE)
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """Hidden rows [N, E] to next-token logits [N, V] in the model's dtype."""
+        return self.head(hidden_NE)

@@ -1,0 +1,202 @@
+"""Rotary position embeddings, numerically those of transformers 5 (`modeling_rope_utils.py`).
+
+Shapes: T tokens of a pass, H heads, D rotary dims of a head, F = D / 2 frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.errors import CheckpointError
+from models.fields import Fields
+
+KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How positions become angles. `original_length` is the length the model was trained at, before any stretching."""
+
+    head_dim: int  # the dims of a head that are rotated (D), not those that pass through
+    kind: str = "default"
+    theta: float = 10000.0
+    original_length: int = 2048
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    attention_factor: float = 1.0  # scales cos and sin
+
+    @staticmethod
+    def from_hf(
+        config: Fields | Mapping[str, Any], head_dim: int, max_positions: int, *, partial: float | None = None
+    ) -> RopeConfig:
+        """Reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (before).
+
+        `head_dim` is the whole head, `max_positions` the config's `max_position_embeddings`. `partial` is the
+        family's default share of rotated dims; without one the family rotates whole heads and other shares are refused.
+        Raises CheckpointError for unknown kinds and for parameters without meaning.
+        """
+        fields = config if isinstance(config, Fields) else Fields(config, "config.json")
+        # transformers lets a non-empty `rope_scaling` win, and the dict win over the top level
+        name = "rope_scaling" if fields.sub("rope_scaling") else "rope_parameters"
+        rope = fields.sub(name) or Fields({}, fields.file, f"{name}.")
+        if nested := [key for key, value in rope.config.items() if isinstance(value, dict)]:
+            raise rope.error(nested[0], "a plain value: rope per type of layer is not supported")
+        spelling = "rope_type" if rope.str("rope_type", None) is not None else "type"
+        kind = rope.choice(spelling, KINDS, "default")
+
+        def inherited(field: str) -> Fields:
+            return rope if rope.config.get(field) is not None else fields
+
+        theta = inherited("rope_theta").float("rope_theta", 10000.0, low=1.0, high=1e15)
+        share_fields = inherited("partial_rotary_factor")
+        share = share_fields.float("partial_rotary_factor", partial or 1.0, low=0.0, high=1.0)
+        if partial is None and share != 1.0:
+            raise share_fields.error("partial_rotary_factor", "1: this family rotates whole heads")
+        dims = int(head_dim * share)
+        if dims % 2 or dims < (4 if kind == "dynamic" else 2):
+            raise CheckpointError(f"head_dim: {dims} of {head_dim} dims cannot be rotated in pairs", where=fields.file)
+        base: dict[str, Any] = {"head_dim": dims, "kind": kind, "theta": theta, "original_length": max_positions}
+        if kind == "default":
+            return RopeConfig(**base)
+        if kind in ("linear", "dynamic"):  # dynamic stretches from max_positions; any original length is not for it
+            return RopeConfig(**base, factor=rope.float("factor", low=1e-3, high=1e6))
+
+        # A top-level original length is Phi's habit, and wins.
+        top = fields.int("original_max_position_embeddings", None)
+        original = top or rope.int("original_max_position_embeddings", max_positions)
+        base["original_length"] = original
+        if kind == "llama3":
+            low = rope.float("low_freq_factor", low=1e-6, high=1e6)
+            high = rope.float("high_freq_factor", low=1e-6, high=1e6)
+            if high <= low:
+                raise rope.error("high_freq_factor", f"more than low_freq_factor ({low:g})")
+            factor = rope.float("factor", low=1e-3, high=1e6)
+            return RopeConfig(**base, factor=factor, low_freq_factor=low, high_freq_factor=high)
+
+        if theta == 1.0:
+            raise fields.error("rope_theta", "more than 1")
+        factor = rope.float("factor", max_positions / original, low=1e-3, high=1e6)
+        mscale, mscale_all = rope.float("mscale", 0.0), rope.float("mscale_all_dim", 0.0)
+        attention = _mscale(factor, 1.0)
+        if mscale and mscale_all:
+            attention = _mscale(factor, mscale) / (_mscale(factor, mscale_all) or math.nan)
+            if not math.isfinite(attention):
+                raise rope.error("mscale_all_dim", "a value that does not cancel the scale")
+        return RopeConfig(
+            **base,
+            factor=factor,
+            beta_fast=rope.float("beta_fast", 0.0, low=0.0) or 32.0,  # 0 means the default, as in transformers
+            beta_slow=rope.float("beta_slow", 0.0, low=0.0) or 1.0,
+            truncate=rope.bool("truncate", True),
+            attention_factor=rope.float("attention_factor", attention),
+        )
+
+    def reach(self, max_positions: int) -> int:
+        """The longest sequence that the stretching was made for; `max_positions` as given to `from_hf`."""
+        if self.kind in ("linear", "dynamic", "yarn"):
+            return max(max_positions, int(self.original_length * self.factor))
+        return max_positions
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+class RotaryEmbedding:
+    """Cosines and sines of token positions. Not a module: casting a model must not cast its frequencies."""
+
+    def __init__(self, config: RopeConfig):
+        self.config = config
+        self.inv_freq = _inv_freq(config)  # [F] float32
+
+    def to(self, device: torch.device | str) -> RotaryEmbedding:
+        """Moves the frequencies, in place."""
+        self.inv_freq = self.inv_freq.to(device)
+        return self
+
+    def cos_sin(self, positions_T: Tensor, spans_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns cos_TD and sin_TD in `dtype`, both halves alike, for int64 positions.
+
+        `spans_T` is the length of each token's sequence as it stood when the token was evaluated: the prompt's for
+        tokens of the prompt, position + 1 for generated ones. Only kind `dynamic` looks at it.
+        The arithmetic is float32 and only its result is cast, float64 included: so does transformers, and a float64
+        run is comparable to it and to ours in lower precision.
+        """
+        inv_freq = self.inv_freq
+        if self.config.kind == "dynamic":
+            # Per token and without a branch on the data, which would stall a GPU and break a compiled graph.
+            stretched_TF = _geometric(_dynamic_theta(self.config, spans_T)[:, None], self.config.head_dim)
+            inv_freq = torch.where(spans_T[:, None] > self.config.original_length, stretched_TF, inv_freq)
+        angles_TF = positions_T[:, None].float() * inv_freq
+        angles_TD = torch.cat((angles_TF, angles_TF), dim=-1)
+        scale = self.config.attention_factor
+        return (angles_TD.cos() * scale).to(dtype), (angles_TD.sin() * scale).to(dtype)
+
+
+def apply_rotary(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotates the first D dims of each head (pairs i and i + D/2); dims past them pass through."""
+    cos, sin = cos_TD.unsqueeze(-2), sin_TD.unsqueeze(-2)
+    dims = cos.shape[-1]
+    turned = x_THD if dims == x_THD.shape[-1] else x_THD[..., :dims]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return turned if dims == x_THD.shape[-1] else torch.cat((turned, x_THD[..., dims:]), dim=-1)
+
+
+def _geometric(theta: float | Tensor, dims: int) -> Tensor:
+    """theta ** -(2i / dims), the plain frequencies, in the operation order of transformers: to the bit."""
+    steps = torch.arange(0, dims, 2, dtype=torch.float32, device=getattr(theta, "device", None))
+    return 1.0 / (theta ** (steps / dims))
+
+
+def _dynamic_theta(c: RopeConfig, spans_T: Tensor) -> Tensor:
+    """The NTK-aware base past the original length. The power is float64 to be, rounded, that of transformers."""
+    growth = (c.factor * spans_T / c.original_length) - (c.factor - 1)
+    return c.theta * (growth.double() ** (c.head_dim / (c.head_dim - 2))).float()
+
+
+def _inv_freq(c: RopeConfig) -> Tensor:
+    """The float32 frequencies [F] that hold up to the original length. longrope's short factors will belong here."""
+    if c.kind == "yarn":
+        return _yarn(c)
+    inv_freq = _geometric(c.theta, c.head_dim)
+    if c.kind == "linear":
+        return inv_freq / c.factor
+    return _llama3(c, inv_freq) if c.kind == "llama3" else inv_freq
+
+
+def _llama3(c: RopeConfig, inv_freq: Tensor) -> Tensor:
+    """Long waves are slowed by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    wavelength = 2 * math.pi / inv_freq
+    long, short = c.original_length / c.low_freq_factor, c.original_length / c.high_freq_factor
+    slowed = torch.where(wavelength > long, inv_freq / c.factor, inv_freq)
+    smooth = (c.original_length / wavelength - c.low_freq_factor) / (c.high_freq_factor - c.low_freq_factor)
+    blend = (1 - smooth) * slowed / c.factor + smooth * slowed
+    return torch.where((wavelength >= short) & (wavelength <= long), blend, slowed)
+
+
+def _yarn(c: RopeConfig) -> Tensor:
+    """A ramp over the dims from plain frequencies to slowed ones (YaRN, section 3.2)."""
+
+    def dim_of(rotations: float) -> float:
+        return (c.head_dim * math.log(c.original_length / (rotations * 2 * math.pi))) / (2 * math.log(c.theta))
+
+    low, high = dim_of(c.beta_fast), dim_of(c.beta_slow)
+    if c.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, c.head_dim - 1)
+    high += 0.001 if low == high else 0  # no division by zero
+    ramp = torch.clamp((torch.arange(c.head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    plain = 1 - ramp
+    powers = c.theta ** (torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim)
+    return 1.0 / (c.factor * powers) * (1 - plain) + 1.0 / powers * plain

@@ -1,0 +1,30 @@
+"""Greedy decoding: the most probable token, always."""
+
+from dataclasses import dataclass
+
+from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
+
+
+@register("greedy")
+@dataclass(frozen=True)
+class Greedy:
+    """The most probable token at every step; ties go to the lower id."""
+
+    def run(self, task: Task) -> SearchGenerator:
+        tree, tokens, logprob = task.tree, [], 0.0
+        while True:
+            logp_NV = yield Evaluate(tree, [tree.root])
+            token = int(logp_NV[0].argmax())
+            tokens.append(token)
+            logprob += float(logp_NV[0, token])
+            reason = task.finish_reason(tokens)
+            yield Report([token], lambda: tokens)
+            if reason:
+                return SearchResult([Output(tokens, logprob, logprob, reason)])
+            tree.keep(tree.grow([tree.root], [token]))
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        return (prompt_tokens + new_tokens - 1,) * 2
+
+    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        pass

@@ -1,0 +1,116 @@
+"""Imports point one way: tools -> search -> engine -> models -> kernels; those inside functions count too."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RANK = {"kernels": 0, "models": 1, "engine": 2, "search": 3, "tools": 4}
+COMMAND_LINES = {"engine/chat.py", "engine/batch.py", "engine/cli.py"}  # these alone look up, into search
+ORACLE = re.compile(r"tools/(make_golden\.py|golden_text\.py|bench.*)")  # these alone import transformers
+IMPLEMENTATIONS = {"reference", "cpu", "triton"}
+
+
+def core_dependencies() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in project["dependencies"]}
+
+
+CORE = core_dependencies()
+
+
+def imports(path: str, source: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of everything imported; `from a import b` gives both a and a.b."""
+    here = path.removesuffix(".py").split("/")  # its package is here[:-1], for an __init__.py too
+    for node in ast.walk(ast.parse(source, path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield node.lineno, module
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+            if called in ("import_module", "__import__"):
+                yield node.lineno, str(node.args[0].value)
+
+
+def fault(path: str, name: str) -> str | None:
+    """Why the file at `path` (relative to the root, with slashes) may not import `name`, or None."""
+    folder, *rest = path.removesuffix(".py").split("/")
+    top, *inner = name.split(".")
+    if top in RANK:
+        if RANK[top] > RANK[folder] and not (path in COMMAND_LINES and top == "search"):
+            return f"{folder} may not import {top}"
+        if folder == "engine" and path not in COMMAND_LINES and "/".join([top, *inner[:1]]) + ".py" in COMMAND_LINES:
+            return "command lines are imported by command lines only"
+        if (
+            folder == top == "kernels"
+            and len(rest) > 1
+            and rest[-1] in IMPLEMENTATIONS
+            and inner[: len(rest) - 1] == rest[:-1]
+            and len(inner) >= len(rest)
+            and inner[len(rest) - 1] in IMPLEMENTATIONS - {rest[-1]}
+        ):
+            return "implementations of an operator do not import each other"
+    elif top == "transformers":
+        if not ORACLE.fullmatch(path):
+            return "transformers is the oracle's, not ours"
+    elif top in sys.stdlib_module_names or folder == "tools":
+        return None
+    elif top not in ({"torch", "triton"} if folder == "kernels" else CORE):
+        return f"{folder} may not depend on {top}"
+    return None
+
+
+def faults(path: str, source: str) -> list[str]:
+    found = [(line, name, fault(path, name)) for line, name in imports(path, source)]
+    return list(dict.fromkeys(f"{path}:{line}: {reason}" for line, _, reason in found if reason))
+
+
+@pytest.mark.parametrize("package", RANK)
+def test_arrows(package: str) -> None:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files, f"no package {package}"
+    wrong = [f for file in files for f in faults(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8"))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "allowed"),
+    [
+        ("models/llama.py", "from kernels.tree_attention import attend", True),
+        ("models/llama.py", "def f():\n    from engine import tree", False),
+        ("models/llama.py", "from ..engine import tree", False),
+        ("models/llama.py", "from . import layers\nfrom .layers import RMSNorm", True),
+        ("models/llama.py", "import numpy", False),
+        ("models/llama.py", "import transformers", False),
+        ("engine/chat.py", "import search", True),
+        ("engine/chat.py", "import tools.bench", False),
+        ("engine/engine.py", "from search import Trie", False),
+        ("engine/engine.py", "import importlib\nimportlib.import_module('search')", False),
+        ("engine/engine.py", "from . import batch", False),
+        ("engine/batch.py", "from .cli import main", True),
+        ("engine/__init__.py", "from .engine import Engine", True),
+        ("search/trie.py", "from engine.tree import TokenTree", True),
+        ("kernels/op/__init__.py", "from . import cpu, reference, triton", True),
+        ("kernels/op/cpu.py", "import torch\nimport math", True),
+        ("kernels/op/cpu.py", "from .reference import attend", False),
+        ("kernels/op/cpu.py", "from . import reference", False),
+        ("kernels/op/triton.py", "import triton.language as tl\nimport triton", True),
+        ("kernels/op/triton.py", "from kernels.op import cpu", False),
+        ("kernels/op/triton.py", "from kernels.other import cpu", True),
+        ("kernels/op/bench.py", "import jinja2", False),
+        ("tools/make_golden.py", "import transformers, numpy", True),
+        ("tools/bench/hf.py", "from transformers import AutoModel", True),
+        ("tools/convert.py", "import transformers", False),
+    ],
+)
+def test_the_checker_itself(path: str, source: str, allowed: bool) -> None:
+    assert (not faults(path, source)) is allowed

@@ -1,0 +1,100 @@
+"""Llama against transformers: the golden files of `tools/make_golden.py`, every variant and config spelling.
+
+Logits within 1e-4 of their spread, greedy and beam search token for token, scores within 1e-3. The files hold only runs
+whose tokens survive noise of 1e-4 on every log-probability, so a difference is never rounding.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from engine import Engine
+from search import Greedy, Trie
+
+GOLDEN = Path(__file__).parent / "golden" / "llama"
+VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.json"))
+
+
+@functools.cache
+def golden(variant):
+    return json.loads((GOLDEN / variant / "golden.json").read_text())
+
+
+def label(run):
+    eos = "no-eos" if run["ignore_eos"] else f"{len(run['eos_token_ids'] or [])}eos"  # 0eos: the checkpoint's
+    if run["search"] == "greedy":
+        return f"greedy-{eos}"
+    beams = f"beams{run['beams']}-lp{run['length_penalty']}-{run['early_stopping']}"
+    return f"{beams}-ret{run['num_return_sequences']}-{eos}-new{run['max_new_tokens']}"
+
+
+RUNS = [pytest.param(variant, i, id=f"{variant}-{label(run)}")
+        for variant in VARIANTS for i, run in enumerate(golden(variant)["runs"])]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine_of():
+    """One engine per variant, loaded when first asked for; the tests come variant by variant, so one is enough."""
+    return functools.lru_cache(maxsize=1)(lambda variant: Engine.load(GOLDEN / variant, dtype="float32"))
+
+
+def search_of(run):
+    if run["search"] == "greedy":
+        return Greedy()
+    names = ("beams", "length_penalty", "early_stopping", "num_return_sequences")
+    return Trie(**{name: run[name] for name in names})
+
+
+def options_of(run):
+    return {name: run[name] for name in ("max_new_tokens", "eos_token_ids", "ignore_eos")}
+
+
+def check(result, run):
+    expected = run["outputs"]
+    assert [output.token_ids for output in result.outputs] == [output["token_ids"] for output in expected]
+    assert [output.finish_reason for output in result.outputs] == [output["finish_reason"] for output in expected]
+    assert [output.score for output in result.outputs] == pytest.approx([o["score"] for o in expected], abs=1e-3, rel=0)
+    assert [output.logprob for output in result.outputs] == pytest.approx([o["logprob"] for o in expected], abs=1e-3)
+
+
+def test_the_golden_files_are_there():
+    assert len(VARIANTS) >= 20 and {"gqa", "dynamic", "yarn", "llama3", "llama3_v4", "theta_v4"} <= set(VARIANTS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits(engine_of, variant):
+    engine = engine_of(variant)
+    stored = load_file(GOLDEN / variant / "golden.safetensors")
+    for entry in golden(variant)["logits"]:
+        expected_TV = stored[entry["tensor"]]
+        logits_TV = engine.logits(entry["prompt_ids"])
+        assert logits_TV.shape == (len(entry["prompt_ids"]), expected_TV.shape[1])
+        error_T = (logits_TV[-entry["rows"] :] - expected_TV).abs().amax(-1)
+        spread_T = expected_TV.amax(-1) - expected_TV.amin(-1)
+        assert (error_T / spread_T).max() < 1e-4
+
+
+@pytest.mark.parametrize(("variant", "i"), RUNS)
+def test_run(engine_of, variant, i):
+    run = golden(variant)["runs"][i]
+    [result] = engine_of(variant).generate([run["prompt_ids"]], search=search_of(run), **options_of(run))
+    check(result, run)
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v in ("plain", "gqa", "dynamic", "yarn")])
+def test_prompts_together_give_what_each_gives_alone(engine_of, variant):
+    """Runs that differ in nothing but the prompt share their forward passes; neighbours must not be felt."""
+    runs = [run for run in golden(variant)["runs"] if run["search"] == "trie"][:5]
+    for run in runs:
+        prompts = [other["prompt_ids"] for other in runs]
+        results = engine_of(variant).generate(prompts, search=search_of(run), **options_of(run))
+        check(results[runs.index(run)], run)
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.endswith("_v4")])
+def test_both_spellings_of_a_config_give_the_same_bits(engine_of, variant):
+    ids = golden(variant)["logits"][-1]["prompt_ids"]
+    assert engine_of(variant).logits(ids).equal(engine_of(variant.removesuffix("_v4")).logits(ids))

@@ -1,0 +1,54 @@
+"""The room map of docs/structure.md is complete and true.
+
+Its format: the section `## Room map` holds table rows whose first cell is one path in backticks, relative to the root,
+folders with a slash at the end:
+
+    | `engine/tree.py` | the token tree |
+    | `kernels/tree_attention/` | attention over trunk and ancestors |
+
+Every package, every module directly in a package (but `__init__.py`), and every folder in a package that holds modules
+has a row; a row for such an inner folder stands for all that is in it. Each row's path exists, as does every path in
+backticks anywhere on the page.
+"""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("engine", "kernels", "models", "search", "tools")
+PAGE = (ROOT / "docs/structure.md").read_text(encoding="utf-8")
+
+
+def room_map() -> list[str]:
+    section = re.search(r"^## Room map\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert section, "docs/structure.md has no section '## Room map'"
+    return re.findall(r"^\| *`([^`]+)` *\|", section[1], re.MULTILINE)
+
+
+def rooms() -> set[str]:
+    found = set()
+    for package in PACKAGES:
+        found.add(f"{package}/")
+        for module in (ROOT / package).rglob("*.py"):
+            inner = module.relative_to(ROOT / package).parts
+            if len(inner) > 1:
+                found.add(f"{package}/{inner[0]}/")
+            elif module.name != "__init__.py":
+                found.add(f"{package}/{module.name}")
+    return found
+
+
+def test_every_room_is_on_the_map() -> None:
+    missing = sorted(rooms() - set(room_map()))
+    assert not missing, f"no row in docs/structure.md: {missing}"
+
+
+def test_no_room_is_there_twice() -> None:
+    rows = room_map()
+    assert len(rows) == len(set(rows)), sorted(row for row in set(rows) if rows.count(row) > 1)
+
+
+def test_everything_on_the_page_exists() -> None:
+    paths = {*room_map(), *re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", PAGE)}
+    absent = sorted(p for p in paths if not ((ROOT / p).is_dir() if p.endswith("/") else (ROOT / p).is_file()))
+    assert not absent, f"docs/structure.md names what does not exist: {absent}"
