@@ -36,7 +36,7 @@ class Runner:
         pool: PagePool,
         vocab_size: int,
         *,
-        budget: int = 512,
+        budget: int = 256,
         token_buckets: Sequence[int] | None = None,
         word_buckets: Sequence[int] | None = None,
     ):

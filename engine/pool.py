@@ -1,6 +1,11 @@
 """PagePool: the KV cache of one model, cut into pages that trees take and give back."""
 
+import math
+import mmap
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from engine.errors import KVMemoryError
 from kernels.layout import KVCache
@@ -38,12 +43,7 @@ class PagePool:
         self.bytes_per_token = shape.kv_bytes_per_token(dtype)
         slots = (pages + RESERVED_PAGES) * page_size
         size = (shape.layers, shape.kv_heads, slots, shape.head_dim)
-        # Not zeroed: the operating system commits memory as pages are first written.
-        self.cache = KVCache(
-            torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)
-        )
-        self.cache.k_LGSD[:, :, :page_size] = 0
-        self.cache.v_LGSD[:, :, :page_size] = 0
+        self.cache = KVCache(_reserve(size, dtype, device), _reserve(size, dtype, device))
         self._state = bytearray([USED] * RESERVED_PAGES + [FREE] * pages)
         self.used_pages = 0
 
@@ -98,3 +98,13 @@ class PagePool:
         used = [p for p in range(RESERVED_PAGES, len(self._state)) if self._state[p] == USED]
         assert len(used) == self.used_pages, (len(used), self.used_pages)
         assert held is None or used == sorted(held), (used, sorted(held))
+
+
+def _reserve(size: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A tensor of zeros; on a CPU the operating system commits it page by page as it is first written."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    area = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would commit 2 MB for every head's first token
+        area.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(area, dtype=dtype).view(size)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -165,6 +167,39 @@ class Checkpoint:
             if tensor.data_ptr() % tensor.element_size():  # legal in the format, unfit for vector loads
                 out[name] = tensor.clone()
         return out
+
+
+    def rows(self, name: str) -> RowReader:
+        """Reads rows of a matrix straight from its file, see `RowReader`."""
+        return RowReader(self.tensors[name], name)
+
+
+class RowReader:
+    """Rows of a matrix in a file, read when they are asked for: an embedding that takes no memory.
+
+    A mapping would do the same, but the kernel maps whole neighbourhoods of every page touched, so that some hundred
+    scattered rows make most of an embedding resident; and a file cut short under a mapping kills the process.
+    """
+
+    def __init__(self, info: TensorInfo, name: str):
+        self.info, self.name = info, name
+        self.width = info.shape[1]
+        self.row_bytes = self.width * info.dtype.itemsize
+        self._fd = os.open(info.file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._fd)
+        size = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        header = json.loads(os.pread(self._fd, size, 8))  # checked by safetensors when the checkpoint was opened
+        self._start = 8 + size + header[name]["data_offsets"][0]
+
+    def __call__(self, rows: Sequence[int]) -> Tensor:
+        """[len(rows), width] in the file's dtype. Raises CheckpointError if the file has become shorter."""
+        buffer = bytearray(len(rows) * self.row_bytes)
+        view = memoryview(buffer)
+        for i, row in enumerate(rows):
+            piece = view[i * self.row_bytes : (i + 1) * self.row_bytes]
+            if os.preadv(self._fd, [piece], self._start + row * self.row_bytes) != self.row_bytes:
+                raise CheckpointError(f"{self.name} is cut short", where=_show(self.info.file))
+        return torch.frombuffer(buffer, dtype=self.info.dtype).view(-1, self.width)
 
 
 def _open(folder: Path) -> Checkpoint:

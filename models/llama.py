@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from kernels.kv_write import kv_write
 from kernels.layout import KVCache, TreeLayout
 from kernels.tree_attention import tree_attention
 from models.checkpoint import Checkpoint
 from models.fields import Fields
-from models.layers import ACTIVATIONS, ModelShape, RMSNorm
+from models.layers import ACTIVATIONS, Embedding, ModelShape, RMSNorm
 from models.linear import Linear
 from models.rope import RopeConfig, RotaryEmbedding, apply_rotary
 
@@ -161,12 +160,10 @@ class Llama(nn.Module):
         )
 
         def read(names) -> dict[str, Tensor]:
-            return {n: t.to(device=device, dtype=dtype) for n, t in checkpoint.read(names).items()}
+            # Vectors are copied: a view of one would hold on to the mapping of the matrices read beside it.
+            return {n: t.to(device, dtype, copy=t.dim() == 1) for n, t in checkpoint.read(names).items()}
 
-        # Looked up in the checkpoint's own dtype, so that on a CPU it stays memory-mapped whatever `dtype` is.
-        self.dtype = dtype
-        embedding = stored.get(EMBEDDING, EMBEDDING)
-        self.embedding = checkpoint.read([embedding])[embedding].to(device)
+        self.embedding = Embedding(checkpoint, stored.get(EMBEDDING, EMBEDDING), dtype, device)
         self.layers = nn.ModuleList()
         for i in range(config.layers):
             weights = read(config.layer_tensors(i))
@@ -174,7 +171,7 @@ class Llama(nn.Module):
             self.layers.append(LlamaLayer(config, {name[prefix:]: w for name, w in weights.items()}))
         self.norm = RMSNorm(read(["model.norm.weight"])["model.norm.weight"], config.norm_eps)
         head = stored.get("lm_head.weight", "lm_head.weight")
-        self.head = Linear([read([head])[head]])  # read anew if tied: packing must not touch the mapping that stays
+        self.head = Linear([read([head])[head]])
         self.rotary = RotaryEmbedding(config.rope).to(device)
 
     def forward(
@@ -189,7 +186,7 @@ class Llama(nn.Module):
         Returns:
             hidden rows [T, E], final norm applied.
         """
-        x_TE = F.embedding(tokens_T, self.embedding).to(self.dtype)
+        x_TE = self.embedding(tokens_T)
         cos_TD, sin_TD = self.rotary.cos_sin(positions_T, spans_T, x_TE.dtype)
         for i, layer in enumerate(self.layers):
             x_TE = layer(x_TE, cos_TD, sin_TD, cache.k_LGSD[i], cache.v_LGSD[i], layout)
