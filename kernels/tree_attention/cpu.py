@@ -5,6 +5,8 @@ slots stand side by side in one buffer, one softmax runs over it, and the weight
 piece. Query heads that share a key/value head are rows of one matrix product, so each key is read once per tile.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -51,56 +53,49 @@ def _tree_attention(
     G, h = k_GSD.shape[0], H // k_GSD.shape[0]
     q_TGhD = (q_THD * scale).unflatten(1, (G, h))
     out_TGhD = torch.empty_like(q_TGhD)
-    mask_TW = unpack_bits(ancestry_TC)
-    W = mask_TW.shape[1]
+    hidden_TW = ~unpack_bits(ancestry_TC)
+    W = hidden_TW.shape[1]
     starts, runs = token_starts.tolist(), trunk_runs.tolist()
-    for r, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+    for r, (first, last) in enumerate(pairwise(starts)):
         if first == last:
             continue
         trunk = [(slot, length) for tree, slot, length in runs if tree == r]
-        total = sum(length for _, length in trunk)
-        branch_k_GWD = branch_v_GWD = None
-        if W:
-            branch_k_GWD = k_GSD.index_select(1, branch_slots_RW[r])
-            branch_v_GWD = v_GSD.index_select(1, branch_slots_RW[r])
-        tile = max(16, TILE_SCORES // max(1, H * (total + W)))
+        branch_k_GWD = k_GSD.index_select(1, branch_slots_RW[r])
+        branch_v_GWD = v_GSD.index_select(1, branch_slots_RW[r])
+        tile = max(16, TILE_SCORES // max(1, H * (sum(length for _, length in trunk) + W)))
         for t0 in range(first, last, tile):
             t1 = min(t0 + tile, last)
-            seen_T = trunk_seen_T[t0:t1]
-            low, high = (int(x) for x in torch.aminmax(seen_T))
+            seen_t, oldest_t1 = trunk_seen_T[t0:t1], None
+            if window is not None:
+                oldest_t1 = (positions_T[t0:t1] - window + 1).unsqueeze(1)
+            low, high = (int(x) for x in torch.aminmax(seen_t))
             pieces = _first(trunk, high)  # the upper triangle of a prefill is never computed
-            keys = [k_GSD[:, slot : slot + n] for slot, n in pieces]
-            values = [v_GSD[:, slot : slot + n] for slot, n in pieces]
-            if W:
-                keys.append(branch_k_GWD)
-                values.append(branch_v_GWD)
-            q_GND = q_TGhD[t0:t1].transpose(0, 1).reshape(G, -1, D)
-            scores = [q_GND @ key.transpose(1, 2) for key in keys]
-            if not scores:
+            keys = [k_GSD[:, slot : slot + n] for slot, n in pieces] + [branch_k_GWD] * bool(W)
+            values = [v_GSD[:, slot : slot + n] for slot, n in pieces] + [branch_v_GWD] * bool(W)
+            if not keys:
                 out_TGhD[t0:t1] = 0
                 continue
+            q_GND = q_TGhD[t0:t1].transpose(0, 1).reshape(G, -1, D)
+            scores = [q_GND @ key.transpose(1, 2) for key in keys]
+            if W:
+                hidden_tW = hidden_TW[t0:t1]
+                if oldest_t1 is not None:
+                    hidden_tW = hidden_tW | (branch_positions_RW[r] < oldest_t1)
+                scores[-1].view(G, t1 - t0, h, W).masked_fill_(hidden_tW.unsqueeze(1), float("-inf"))
             scores_GNK = torch.cat(scores, -1) if len(scores) > 1 else scores[0]
-            blind = low == 0  # a token that sees no trunk may see nothing at all
-            if W or low < high or window is not None:
-                hidden_TK = ~mask_TW[t0:t1]
-                if high:
-                    place_K = torch.arange(high, device=q_THD.device)
-                    hidden_TK = torch.cat([place_K >= seen_T.unsqueeze(1), hidden_TK], 1)
-                    if window is not None:
-                        place_K = torch.cat([place_K, branch_positions_RW[r]])
-                elif window is not None:
-                    place_K = branch_positions_RW[r]
-                if window is not None:
-                    hidden_TK |= place_K <= positions_T[t0:t1].unsqueeze(1) - window
-                    blind = True
-                scores_GNK.view(G, t1 - t0, h, -1).masked_fill_(hidden_TK.unsqueeze(1), float("-inf"))
+            if low < high or oldest_t1 is not None:
+                place_K = torch.arange(high, device=q_THD.device)
+                hidden_tK = place_K >= seen_t.unsqueeze(1)
+                if oldest_t1 is not None:
+                    hidden_tK |= place_K < oldest_t1
+                scores_GNK[..., :high].unflatten(1, (-1, h)).masked_fill_(hidden_tK.unsqueeze(1), float("-inf"))
             p_GNK = torch.softmax(scores_GNK, -1)
-            if blind:
+            if low == 0 or oldest_t1 is not None:  # a token may see nothing at all
                 p_GNK.masked_fill_(scores_GNK.amax(-1, keepdim=True) == float("-inf"), 0.0)
-            sizes = [value.shape[1] for value in values]
-            out_GND: Tensor | None = None
-            for p_GNk, value in zip(p_GNK.split(sizes, -1), values, strict=True):
-                out_GND = p_GNk @ value if out_GND is None else out_GND.baddbmm_(p_GNk, value)
+            parts = p_GNK.split([value.shape[1] for value in values], -1)
+            out_GND = parts[0] @ values[0]
+            for p_GNk, value in zip(parts[1:], values[1:], strict=True):
+                out_GND.baddbmm_(p_GNk, value)
             out_TGhD[t0:t1] = out_GND.view(G, t1 - t0, h, D).transpose(0, 1)
     return out_TGhD.flatten(1, 2)
 
