@@ -85,7 +85,7 @@ class Run:
 
     start: Callable[["Run"], SearchGenerator]
     settled: list[int] = field(default_factory=list)  # new tokens that are certain
-    report: Report = Report()  # the latest
+    report: Report = field(default_factory=Report)  # the latest
     trunk: Trunk | None = None  # an earlier tree's, to take over
     retire: Callable[[TokenTree], None] | None = None  # gets the target tree at the end instead of freeing it
     trees: list[TokenTree] = field(default_factory=list)

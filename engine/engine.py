@@ -1,5 +1,6 @@
 """Engine: a checkpoint made ready to answer. `generate` for many prompts, `stream` for one, `Session` for a chat."""
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from models.linear import can_pack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 PAGE_SIZE = 16
+OUT_OF_MEMORY = KVMemoryError("the machine ran out of memory", remedy="use fewer beams or a shorter prompt")
 MOST_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
 
 
@@ -163,6 +165,8 @@ class Engine:
         pool = make_pool(model.shape, kind, place, kv_memory)
         vocab_size = min(model.shape.vocab_size, tokenizer.size) if tokenizer else model.shape.vocab_size
         eos = checkpoint.eos_token_ids
+        if not eos and "eos_token_id" not in checkpoint.config and not checkpoint.generation_config:
+            eos = model.default_eos_token_ids
         if not eos and tokenizer and tokenizer.eos_token_id is not None:
             eos = frozenset([tokenizer.eos_token_id])
         engine = Engine(
@@ -209,28 +213,32 @@ class Engine:
         return [results[i] for i in sorted(results)]
 
     def serve(
-        self, requests: Iterable[Request | CoppiceError], *, on_step: Callable[[Driver], None] | None = None
+        self, requests: Iterable[Request | CoppiceError | None], *, on_step: Callable[[Driver], None] | None = None
     ) -> Iterator[tuple[int, SearchResult | CoppiceError]]:
         """Answer requests as they come, many in one pass; one that fails does not disturb the others.
 
         Args:
-            requests: read as there is room for them; an error in a request's place is passed on.
+            requests: read as there is room for them; an error in a request's place is passed on, None (which takes no
+                place) means that there is none at the moment.
             on_step: called after every step, to show progress or to stop by raising.
 
         Yields:
             (place among the requests, result or error), as they are finished.
         """
         driver = self._driver()
-        source, jobs = enumerate(requests), {}
+        source, jobs, places = iter(requests), {}, itertools.count()
         more = True
         try:
             while more or driver.busy:
                 while more and len(jobs) < self.parallel:
-                    item = next(source, None)
-                    if item is None:
+                    try:
+                        request = next(source)
+                    except StopIteration:
                         more = False
                         break
-                    i, request = item
+                    if request is None:
+                        break
+                    i = next(places)
                     try:
                         if isinstance(request, CoppiceError):
                             raise request
@@ -401,11 +409,11 @@ class Engine:
         try:
             driver.step()
         except (MemoryError, torch.OutOfMemoryError) as error:
-            raise KVMemoryError("the machine ran out of memory", remedy="use fewer beams or a shorter prompt") from error
+            raise OUT_OF_MEMORY from error
         except RuntimeError as error:
             if "alloc" not in str(error) or "memory" not in str(error):
                 raise
-            raise KVMemoryError("the machine ran out of memory", remedy="use fewer beams or a shorter prompt") from error
+            raise OUT_OF_MEMORY from error
 
     def _interrupted(self, run: Run) -> SearchResult:
         best = list(run.report.best()) if run.report.best else list(run.settled)

@@ -83,7 +83,9 @@ def pack(
     C = bucket(-(-max(len(t) for t, _ in tables) // WORD), word_buckets)
     W = C * WORD
     packed = bytearray(b"".join(b.to_bytes(C * 4, "little") for b in bits))
-    ancestry_TC = torch.frombuffer(packed, dtype=torch.int32).view(-1, C) if C else torch.empty(len(tokens), 0, dtype=torch.int32)
+    ancestry_TC = (
+        torch.frombuffer(packed, dtype=torch.int32).view(-1, C) if C else torch.empty(len(tokens), 0, dtype=torch.int32)
+    )
     P = max(len(c.tree.trunk.pages) for c in chunks)
     layout = TreeLayout(
         positions_T=torch.tensor(positions, device=device),
@@ -98,9 +100,7 @@ def pack(
         branch_slots_RW=torch.tensor(
             [t + [NULL_SLOT] * (W - len(t)) for t, _ in tables], dtype=torch.int64, device=device
         ),
-        branch_positions_RW=torch.tensor(
-            [p + [0] * (W - len(p)) for _, p in tables], dtype=torch.int32, device=device
-        ),
+        branch_positions_RW=torch.tensor([p + [0] * (W - len(p)) for _, p in tables], dtype=torch.int32, device=device),
         ancestry_TC=ancestry_TC.to(device),
         page_size=page_size,
     )

@@ -55,7 +55,7 @@ class Warp:
         return scores_NV if scores_NV is logp_NV else torch.log_softmax(scores_NV, -1)
 
 
-def _mix(x: Tensor | int):
+def _mix(x):
     """A bijection of 32-bit integers whose output bits each depend on all input bits (two multiply-xorshift rounds)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK

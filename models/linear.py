@@ -10,7 +10,11 @@ from torch.nn import functional as F
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether oneDNN multiplies by prepacked weights of this dtype on this machine (float16 needs AVX512-FP16)."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available() or platform.machine() not in ("x86_64", "AMD64"):
+    if (
+        device.type != "cpu"
+        or not torch.backends.mkldnn.is_available()
+        or platform.machine() not in ("x86_64", "AMD64")
+    ):
         return False
     if dtype == torch.float32:
         return True
@@ -48,6 +52,22 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
         if self.packed:
+            if torch.compiler.is_compiling():  # opaque: the compiler would take the packed weight for a plain one
+                return torch.ops.coppice.packed_linear(x, self.weights[0], self.bias, self.out_features)
             return torch.ops.mkldnn._linear_pointwise(x, self.weights[0], self.bias, "none", [], "")
-        y = F.linear(x, self.weights[0]) if len(self.weights) == 1 else torch.cat([F.linear(x, w) for w in self.weights], -1)
+        y = (
+            F.linear(x, self.weights[0])
+            if len(self.weights) == 1
+            else torch.cat([F.linear(x, w) for w in self.weights], -1)
+        )
         return y if self.bias is None else y + self.bias
+
+
+@torch.library.custom_op("coppice::packed_linear", mutates_args=())
+def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@torch.library.register_fake("coppice::packed_linear")
+def _(x, weight, bias, out_features):
+    return x.new_empty(*x.shape[:-1], out_features)

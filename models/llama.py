@@ -20,7 +20,10 @@ from models.rope import RopeConfig, RotaryEmbedding, apply_rotary
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 EMBEDDING = "model.embed_tokens.weight"
-IGNORED = (re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"), re.compile(r"model\.rotary_emb\.inv_freq"))
+IGNORED = (
+    re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+    re.compile(r"model\.rotary_emb\.inv_freq"),
+)
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,8 @@ class LlamaLayer(nn.Module):
 
 class Llama(nn.Module):
     """A causal language model: tokens, positions and a layout to hidden rows, hidden rows to logits."""
+
+    default_eos_token_ids = frozenset([2])  # where no file of the checkpoint says anything
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
         """Load from a checkpoint, layer by layer, so that a cast or a packing peaks at one layer above the result.

@@ -25,7 +25,16 @@ __all__ = [
 ]
 
 REGISTRY: dict[str, type] = {}
-SHARED_PARAMS = ("beams", "length_penalty", "early_stopping", "num_return_sequences", "temperature", "top_k", "top_p", "seed")
+SHARED_PARAMS = (
+    "beams",
+    "length_penalty",
+    "early_stopping",
+    "num_return_sequences",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+)
 
 
 def register(name: str):

@@ -24,7 +24,7 @@ class Greedy:
             tree.keep(tree.grow([tree.root], [token]))
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-        return (prompt_tokens + new_tokens - 1,) * 2
+        return prompt_tokens + new_tokens - 1, prompt_tokens + new_tokens - 1
 
     def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         pass

@@ -65,9 +65,7 @@ class Sample:
             settled = shared
         order = sorted(range(len(sequences)), key=lambda i: -logprobs[i])
         yield Report(sequences[order[0]][settled:])
-        return SearchResult(
-            [Output(sequences[i], logprobs[i], logprobs[i], reasons[i] or "") for i in order]
-        )
+        return SearchResult([Output(sequences[i], logprobs[i], logprobs[i], reasons[i] or "") for i in order])
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         return prompt_tokens + new_tokens - 1, prompt_tokens + self.num_return_sequences * (new_tokens - 1)

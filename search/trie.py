@@ -6,6 +6,7 @@ that definition. Pruning is immediate, as freeing a slot costs nothing.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.errors import UsageError
 from search.base import (
@@ -20,6 +21,15 @@ from search.base import (
 )
 
 EARLY_STOPPING = {False: "false", True: "true", "false": "false", "true": "true", "never": "never"}
+
+
+class Finished(NamedTuple):
+    """A hypothesis that ended: tokens and score on the host, no slots."""
+
+    tokens: list[int]
+    logprob: float
+    score: float
+    reason: str
 
 
 @register("trie")
@@ -57,17 +67,17 @@ class Trie:
         tree, mode = task.tree, EARLY_STOPPING[self.early_stopping]
         candidates = max(2, 1 + len(task.eos_token_ids)) * self.beams
         live, scores = [tree.root], [0.0]  # 1.
-        done: list[Output] = []
+        done: list[Finished] = []
         settled = 0  # tokens reported as certain
         logp_NV = yield Evaluate(tree, live)
         for step in range(1, task.max_new_tokens + 1):
             sums, rows, tokens = best_candidates(logp_NV, scores, candidates)  # 2.
-            reasons = [self._finish(task, live[row], token, step) for row, token in zip(rows, tokens, strict=True)]  # 3.
+            reasons = [self._finish(task, live[r], token, step) for r, token in zip(rows, tokens, strict=True)]  # 3.
             for rank, (s, row, token, reason) in enumerate(zip(sums, rows, tokens, reasons, strict=True)):  # 4.
                 if reason and rank < self.beams:
                     path = [*tree.path(live[row]), token]
-                    done.append(Output(path, s, s / step**self.length_penalty, reason))
-            done = sorted(done, key=lambda output: -output.score)[: self.beams]  # stable: older first
+                    done.append(Finished(path, s, s / step**self.length_penalty, reason))
+            done = sorted(done, key=lambda finished: -finished.score)[: self.beams]  # stable: older first
             going = [i for i, reason in enumerate(reasons) if reason is None][: self.beams]  # 5.
             if not going or (mode == "true" and len(done) == self.beams):  # 7.
                 break
@@ -82,13 +92,13 @@ class Trie:
                 break  # nothing alive can change what is returned
             live = tree.grow([live[rows[i]] for i in going], [tokens[i] for i in going])  # 8.
             tree.keep(live)
-            certain = self._certain(tree.settled_from(settled), done[0].token_ids[settled:] if done else None)
+            certain = self._certain(tree.settled_from(settled), done[0].tokens[settled:] if done else None)
             best = done[0] if done and done[0].score >= scores[0] / step**self.length_penalty else None
-            yield Report(certain, lambda best=best, node=live[0]: best.token_ids if best else tree.path(node))
+            yield Report(certain, lambda best=best, node=live[0]: best.tokens if best else tree.path(node))
             settled += len(certain)
             logp_NV = yield Evaluate(tree, live)
-        yield Report(done[0].token_ids[settled:])
-        return SearchResult(done[: self.num_return_sequences], {"steps": step})
+        yield Report(done[0].tokens[settled:])
+        return SearchResult([Output(*finished) for finished in done[: self.num_return_sequences]], {"steps": step})
 
     def _finish(self, task: Task, parent: int, token: int, step: int) -> str | None:
         if task.hits_stop is not None and token not in task.eos_token_ids:

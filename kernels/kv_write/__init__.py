@@ -8,9 +8,7 @@ from kernels.kv_write import cpu, reference
 IMPLEMENTATIONS = {"reference": reference.kv_write, "cpu": cpu.kv_write}
 
 
-def kv_write(
-    k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, *, impl: str = "cpu"
-) -> None:
+def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, *, impl: str = "cpu") -> None:
     """Store key and value t in slot slots_T[t] of one layer's cache, in place.
 
     Args:
@@ -24,9 +22,7 @@ def kv_write(
     """
     G, _, D = k_GSD.shape
     if k_TGD.shape != (slots_T.shape[0], G, D) or v_TGD.shape != k_TGD.shape:
-        raise ValueError(
-            f"expected rows {[slots_T.shape[0], G, D]}, got k {list(k_TGD.shape)}, v {list(v_TGD.shape)}"
-        )
+        raise ValueError(f"expected rows {[slots_T.shape[0], G, D]}, got k {list(k_TGD.shape)}, v {list(v_TGD.shape)}")
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {sorted(IMPLEMENTATIONS)}, got {impl!r}")
     if impl == "cpu" and torch.compiler.is_compiling():

@@ -1,0 +1,233 @@
+"""What the command lines share: flags in groups, loading, errors and exit codes."""
+
+import argparse
+import difflib
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from engine.engine import DTYPES, Engine
+from engine.errors import CoppiceError, UsageError
+from engine.tokenizer import check_utf8
+from engine.version import __version__
+from search.base import REGISTRY, SHARED_PARAMS, parameters
+
+INTERRUPTED, CLOSED_PIPE = 130, 141
+UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, and with short errors that know what was meant."""
+
+    def __init__(self, prog: str, description: str, epilog: str | None = None):
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        for option in re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []:
+            if near := difflib.get_close_matches(option, self._option_string_actions, 1):
+                message += f" (did you mean {near[0]}?)"
+        self.exit(2, f"error: {message}\n{self.prog} --help lists the options\n")
+
+
+# --- flags ---
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """--model, --dtype, --device, --compile, --threads, --chat-template, --kv-memory."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", metavar="DIR", help="checkpoint folder: config.json, safetensors, tokenizer.json")
+    dtypes = ["auto", *(name for name in DTYPES if name != "float64")]
+    group.add_argument("--dtype", choices=dtypes, default="auto", help="of weights and cache (auto: the checkpoint's)")
+    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
+    group.add_argument("--compile", choices=["off", "on"], default="off", help="torch.compile (off)")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's choice)")
+    group.add_argument(
+        "--chat-template", metavar="FILE|none", help="a Jinja file; none: plain completion (the checkpoint's own)"
+    )
+    group.add_argument(
+        "--kv-memory", type=parse_size, metavar="SIZE", help="of the KV cache, as 512M or 2G (half of what is free)"
+    )
+
+
+def add_search_flags(parser: argparse.ArgumentParser) -> None:
+    """--search and every parameter of every search; those not given are None, see `search_params`."""
+    group = parser.add_argument_group("search")
+    group.add_argument(
+        "--search", action=_SearchName, default="greedy", metavar="NAME", help="the algorithm; list tells them (greedy)"
+    )
+    defaults = {key: getattr(cls, f) for name, cls in REGISTRY.items() for key, f in parameters(name).items()}
+
+    def add(group: argparse._ArgumentGroup, key: str, help: str, **options: Any) -> None:
+        default = str(defaults[key]).lower()
+        group.add_argument("--" + key.replace("_", "-"), help=f"{help} ({default})", **options)
+
+    add(group, "beams", "live hypotheses", type=int, metavar="N")
+    add(group, "length_penalty", "a score is logprob / length ** this", type=float, metavar="X")
+    modes = {"choices": ["false", "true", "never"]}
+    add(group, "early_stopping", "true: when as many outputs have finished as there are beams", **modes)
+    add(group, "num_return_sequences", "outputs to return", type=int, metavar="N")
+    for name, cls in REGISTRY.items():
+        for key, field in parameters(name).items():
+            if key not in SHARED_PARAMS:
+                add(group, key, f"{name}: {_argument_doc(cls, field)}", type=_literal, metavar="X")
+    group = parser.add_argument_group("sampling", "An error when given to a search that does not draw.")
+    add(group, "temperature", "divides the log-probabilities; 0 takes the best token", type=float, metavar="X")
+    add(group, "top_k", "draw from the K most probable tokens; 0: from all", type=int, metavar="K")
+    add(group, "top_p", "draw from the most probable tokens that add up to P", type=float, metavar="P")
+    add(group, "seed", "of the draws: same seed, same output", type=int, metavar="N")
+
+
+def add_limit_flags(parser: argparse.ArgumentParser) -> None:
+    """--max-new-tokens, --stop, --ignore-eos."""
+    group = parser.add_argument_group("limits")
+    group.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="of each output (256)")
+    group.add_argument(
+        "--stop", type=_text, action="append", default=[], metavar="STR", help="end before this text; repeatable"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="no token ends an output")
+
+
+def add_verbosity_flags(parser: argparse.ArgumentParser) -> None:
+    """-q, -v, --version."""
+    parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
+    parser.add_argument("-v", "--verbose", action="store_true", help="more on stderr; tracebacks")
+    parser.add_argument("--version", action="version", version=f"coppice {__version__}")
+
+
+def search_params(args: argparse.Namespace) -> dict[str, Any]:
+    """The search parameters that were given, for `search.make_search`."""
+    keys = {key for name in REGISTRY for key in parameters(name)}
+    return {key: value for key, value in vars(args).items() if key in keys and value is not None}
+
+
+def limits(args: argparse.Namespace) -> dict[str, Any]:
+    """The limits as options of `engine.Request`."""
+    return {"max_new_tokens": args.max_new_tokens, "stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
+
+
+def load_engine(args: argparse.Namespace) -> Engine:
+    """The engine that the model flags ask for. Raises CoppiceError."""
+    if args.model is None:
+        raise UsageError("no model is given", remedy="give --model DIR, the folder of a Hugging Face checkpoint")
+    return Engine.load(
+        args.model,
+        dtype=args.dtype,
+        device=args.device,
+        threads=args.threads,
+        kv_memory=args.kv_memory,
+        compile=args.compile,
+        chat_template=args.chat_template,
+    )
+
+
+# --- values ---
+
+
+def parse_size(text: str) -> int:
+    """Bytes: a number with K, M, G or T (powers of 1024; KB and KiB mean the same). An argparse type."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGT]?)(?:I?B)?", text.strip().upper(), re.ASCII)
+    size = int(float(found[1]) * 1024 ** UNITS[found[2]]) if found else 0
+    if not 0 < size < 1 << 63:
+        raise argparse.ArgumentTypeError(f"expected a size such as 300000, 512M or 1.5G, got {text!r}")
+    return size
+
+
+def _text(text: str) -> str:
+    """An argument in valid UTF-8."""
+    try:
+        return check_utf8(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(error.what) from None
+
+
+def _literal(text: str) -> Any:
+    """A number or boolean if it reads as one; the search checks what it is given."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False}.get(text, text)
+
+
+def _argument_doc(cls: type, field: str) -> str:
+    """What a configuration's docstring says of a field, on one line."""
+    found = re.search(rf"^ +{field}: (.+(?:\n {{8,}}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE)
+    return re.sub(r"\s+", " ", found[1]).rstrip(".").replace("%", "%%") if found else field
+
+
+class _SearchName(argparse.Action):
+    """`--search list` prints the registry and ends; other names must be in it."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if values == "list":
+            width = max(map(len, REGISTRY))
+            for name, cls in REGISTRY.items():
+                print(f"{name:{width}}  {(inspect.getdoc(cls) or '').partition(chr(10))[0]}")
+            parser.exit()
+        if values not in REGISTRY:
+            near = difflib.get_close_matches(str(values), REGISTRY, 1)
+            hint = f"did you mean {near[0]}?" if near else "--search list tells what they do"
+            raise argparse.ArgumentError(self, f"expected one of {', '.join(REGISTRY)}, got {values!r}; {hint}")
+        setattr(namespace, self.dest, values)
+
+
+# --- the end ---
+
+
+def run(main: Callable[[], int], verbose: bool = False) -> int:
+    """Run a command line to its exit code: errors go to stderr as what, where and what to do; traceback if verbose.
+
+    A KeyboardInterrupt's message, if it has one, tells how to go on.
+    """
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # whatever the locale
+    try:
+        code = main()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _discard_stdout()
+        return CLOSED_PIPE
+    except KeyboardInterrupt as stop:
+        return _fail(INTERRUPTED, f"interrupted: {stop}" if str(stop) else "interrupted", verbose)
+    except CoppiceError as error:
+        return _fail(error.exit_code, f"error: {error}", verbose)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        remedy = "" if verbose else "\n-v shows where"
+        return _fail(1, f"error: {what}\nthis is a bug of ours, please report it{remedy}", verbose)
+
+
+def _fail(code: int, message: str, verbose: bool) -> int:
+    try:
+        if verbose:
+            traceback.print_exc()
+        print(message, file=sys.stderr, flush=True)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        _discard_stdout()  # nobody listens: the exit code is all there is to say
+    return code
+
+
+def _discard_stdout() -> None:
+    """Point stdout at nothing, so that what is left in its buffer makes no noise at shutdown."""
+    try:
+        number = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):
+        return
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, number)
+    os.close(nothing)

@@ -1,0 +1,342 @@
+"""Tree attention and KV writes: the fast version against the definition, over random forests.
+
+Every slot that is not live, and the trash slot, holds NaN: whoever reads one is found out.
+"""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+
+from kernels.kv_write import kv_write
+from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, KVCache, TreeLayout, unpack_bits
+from kernels.tree_attention import cpu, reference, tree_attention
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@dataclasses.dataclass
+class Forest:
+    """A layout with its cache and queries, made from a plain description."""
+
+    layout: TreeLayout
+    cache: KVCache
+    q_THD: torch.Tensor
+    live: list[int]
+
+
+def forest(seed, trees, *, heads=4, kv_heads=2, head_dim=16, page=16, words=None, padding=0, fragmented=True):
+    """Trees given as (trunk length, prefill tokens of this pass, table width, branch nodes of this pass).
+
+    Branch tables of 0 are pure prefill. Nodes sit in random slots of the table and have random ancestors among the
+    others: any subset with the node itself, which is more than a tree can do.
+    """
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    pages_of = [-(-trunk // page) for trunk, *_ in trees]
+    total_pages = 1 + sum(pages_of) + sum(-(-width // page) for _, _, width, _ in trees) + 2
+    numbers = list(range(1, total_pages))
+    if fragmented:
+        rng.shuffle(numbers)
+    widest = max(width for _, _, width, _ in trees)
+    C = words if words is not None else -(-widest // WORD)
+    W = C * WORD
+    positions, slots, starts, seen, bits, runs, live = [], [], [0], [], [], [], []
+    trunk_pages, lengths, tables, places = [], [], [], []
+    for r, (trunk, prefill, width, nodes) in enumerate(trees):
+        pages = [numbers.pop(0) for _ in range(pages_of[r])]
+        in_trunk = [pages[i // page] * page + i % page for i in range(trunk)]
+        live += in_trunk
+        for p in range(trunk - prefill, trunk):
+            positions.append(p)
+            slots.append(in_trunk[p])
+            seen.append(p + 1)
+            bits.append(0)
+        for i, number in enumerate(pages):
+            n = min(page, trunk - i * page)
+            if runs and runs[-1][0] == r and runs[-1][1] + runs[-1][2] == number * page:
+                runs[-1] = (r, runs[-1][1], runs[-1][2] + n)
+            else:
+                runs.append((r, number * page, n))
+        own = [numbers.pop(0) for _ in range(-(-width // page))]
+        held = sorted(rng.sample(range(width), rng.randint(min(nodes, width), width))) if width else []
+        table, place = [NULL_SLOT] * W, [0] * W
+        for slot in held:
+            table[slot] = own[slot // page] * page + slot % page
+            place[slot] = trunk + rng.randrange(6)
+            live.append(table[slot])
+        for slot in rng.sample(held, nodes):
+            ancestors = {slot, *rng.sample(held, rng.randint(0, len(held)))}
+            positions.append(place[slot])
+            slots.append(table[slot])
+            seen.append(trunk)
+            bits.append(sum(1 << s for s in ancestors))
+        tables.append(table)
+        places.append(place)
+        trunk_pages.append(pages)
+        lengths.append(trunk)
+        starts.append(len(positions))
+    for _ in range(padding):
+        positions.append(0)
+        slots.append(TRASH_SLOT)
+        seen.append(0)
+        bits.append(0)
+    starts[-1] += padding
+    T, S, P = len(positions), total_pages * page, max(map(len, trunk_pages))
+    packed = bytearray(b"".join(b.to_bytes(C * 4, "little") for b in bits))
+    layout = TreeLayout(
+        positions_T=torch.tensor(positions),
+        write_slots_T=torch.tensor(slots),
+        token_starts=torch.tensor(starts, dtype=torch.int32),
+        trunk_seen_T=torch.tensor(seen, dtype=torch.int32),
+        trunk_pages_RP=torch.tensor([p + [0] * (P - len(p)) for p in trunk_pages], dtype=torch.int32),
+        trunk_len_R=torch.tensor(lengths, dtype=torch.int32),
+        trunk_runs=torch.tensor(runs, dtype=torch.int32).view(-1, 3),
+        branch_slots_RW=torch.tensor(tables, dtype=torch.int64).view(len(trees), W),
+        branch_positions_RW=torch.tensor(places, dtype=torch.int32).view(len(trees), W),
+        ancestry_TC=torch.frombuffer(packed or bytearray(4), dtype=torch.int32)[: T * C].view(T, C),
+        page_size=page,
+    )
+    k, v = (torch.full((1, kv_heads, S, head_dim), float("nan"), dtype=torch.float64) for _ in range(2))
+    for tensor in (k, v):
+        tensor[:, :, NULL_SLOT] = 0
+        tensor[:, :, live] = torch.randn(1, kv_heads, len(live), head_dim, generator=generator, dtype=torch.float64)
+    q = torch.randn(T, heads, head_dim, generator=generator, dtype=torch.float64)
+    if padding:
+        q[-padding:] = float("nan")
+    return Forest(layout, KVCache(k, v), q, live)
+
+
+def cast(f, dtype):
+    """Inputs of one layer in a dtype, and the same rounded numbers in float64."""
+    low = [x.to(dtype) for x in (f.q_THD, f.cache.k_LGSD[0], f.cache.v_LGSD[0])]
+    return low, [x.double() for x in low]
+
+
+def naive(q_THD, k_GSD, v_GSD, layout, scale, window):
+    """Plain PyTorch in the dtype of its inputs: gather what a token sees, softmax(scale q k) v. Our own reading."""
+    group = q_THD.shape[1] // k_GSD.shape[0]
+    mask_TW = unpack_bits(layout.ancestry_TC)
+    out = torch.zeros_like(q_THD)
+    starts, page = layout.token_starts.tolist(), layout.page_size
+    for r, (first, last) in enumerate(itertools.pairwise(starts)):
+        table = layout.trunk_pages_RP[r].tolist()
+        for t in range(first, last):
+            at = [(table[i // page] * page + i % page, i) for i in range(int(layout.trunk_seen_T[t]))]
+            columns = zip(layout.branch_slots_RW[r].tolist(), layout.branch_positions_RW[r].tolist(), strict=True)
+            at += [pair for pair, sees in zip(columns, mask_TW[t].tolist(), strict=True) if sees]
+            if window is not None:
+                at = [(s, p) for s, p in at if p > int(layout.positions_T[t]) - window]
+            slots = [s for s, _ in at]
+            if slots:
+                k, v = (x[:, slots].repeat_interleave(group, 0) for x in (k_GSD, v_GSD))
+                p = torch.softmax((q_THD[t].unsqueeze(1) @ k.transpose(1, 2)) * scale, -1)
+                out[t] = (p @ v).squeeze(1)
+    return out
+
+
+FORESTS = {
+    "one token, nothing before it": ([(1, 1, 0, 0)], {}),
+    "a page border": ([(15, 15, 0, 0), (16, 16, 0, 0), (17, 17, 0, 0), (16, 1, 0, 0), (17, 1, 0, 0)], {}),
+    "prefill without and with a prefix": ([(40, 40, 0, 0), (100, 33, 0, 0), (64, 16, 0, 0)], {}),
+    "branches": ([(50, 0, 20, 7)], {}),
+    "branches at borders": ([(16, 0, 32, 9), (32, 0, 33, 4), (1, 0, 31, 3)], {}),
+    "long trunks": ([(600, 0, 40, 15), (577, 0, 70, 15)], {}),
+    "in order": ([(600, 0, 40, 15), (333, 50, 0, 0)], {"fragmented": False}),
+    "prefill beside branches": ([(90, 25, 0, 0), (70, 0, 90, 12), (48, 48, 0, 0), (33, 0, 5, 5)], {}),
+    "the prompt's end and drafts in one pass": ([(37, 9, 24, 6), (16, 16, 16, 16)], {}),
+    "every slot asked": ([(10, 0, 64, 64)], {}),
+    "a tree with no token in the pass": ([(10, 0, 3, 2), (20, 0, 7, 0), (12, 2, 0, 0)], {}),
+    "multi-query": ([(45, 0, 18, 6), (30, 30, 0, 0)], {"heads": 6, "kv_heads": 1}),
+    "one head per group": ([(45, 0, 18, 6), (30, 30, 0, 0)], {"heads": 3, "kv_heads": 3}),
+    "odd head size": ([(45, 0, 18, 6), (30, 30, 0, 0)], {"heads": 3, "kv_heads": 1, "head_dim": 7}),
+    "head size 1": ([(45, 0, 18, 6), (30, 30, 0, 0)], {"head_dim": 1}),
+    "head size 80": ([(45, 0, 18, 6)], {"head_dim": 80}),
+    "small pages": ([(45, 0, 18, 6), (30, 30, 0, 0)], {"page": 2}),
+    "an odd page size": ([(45, 0, 18, 6), (30, 30, 0, 0)], {"page": 5}),
+    "padding rows": ([(45, 0, 18, 6), (30, 30, 0, 0)], {"padding": 5}),
+    "padding rows after branches": ([(30, 30, 0, 0), (45, 0, 18, 6)], {"padding": 3}),
+    "padding without branches": ([(45, 10, 0, 0), (30, 30, 0, 0)], {"padding": 7}),
+    "padded words": ([(45, 0, 18, 6), (30, 30, 0, 0)], {"words": 4, "padding": 2}),
+    "words without any branch": ([(45, 5, 0, 0)], {"words": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 64], ids=lambda w: f"window{w}")
+@pytest.mark.parametrize("name", FORESTS)
+def test_fast_equals_definition_in_float64(name, window):
+    trees, shape = FORESTS[name]
+    f = forest(hash_of(name), trees, **shape)
+    (q, k, v), _ = cast(f, torch.float64)
+    out = tree_attention(q, k, v, f.layout, scale=0.3, window=window)
+    expected = naive(q, k, v, f.layout, 0.3, window)
+    own = slice(0, len(q) - shape.get("padding", 0))
+    torch.testing.assert_close(out[own], expected[own], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        tree_attention(q, k, v, f.layout, scale=0.3, window=window, impl="reference")[own], expected[own],
+        rtol=1e-11, atol=1e-12,
+    )  # fmt: skip
+
+
+def hash_of(name):
+    return sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31
+
+
+def random_trees(rng):
+    trees = []
+    for _ in range(rng.randint(1, 5)):
+        trunk = rng.choice([rng.randint(1, 40), rng.randint(1, 600), 16 * rng.randint(1, 20)])
+        kind = rng.random()
+        if kind < 0.4:
+            trees.append((trunk, rng.randint(1, min(trunk, 60)), 0, 0))
+        else:
+            width, prefill = rng.randint(1, 100), rng.randint(1, min(trunk, 9)) if kind > 0.8 else 0
+            trees.append((trunk, prefill, width, rng.randint(1, min(width, 16))))
+    return trees
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("seed", range(6))
+def test_error_is_at_most_twice_that_of_plain_pytorch(seed, dtype):
+    rng = random.Random(seed)
+    heads, kv_heads = rng.choice([(4, 4), (4, 2), (6, 1), (8, 2)])
+    f = forest(seed, random_trees(rng), heads=heads, kv_heads=kv_heads, head_dim=rng.choice([8, 16, 24, 33, 64]),
+               padding=rng.choice([0, 0, 5]))  # fmt: skip
+    window = rng.choice([None, None, 1, 5, 100])
+    (q, k, v), wide = cast(f, dtype)
+    q, wide[0] = (x.nan_to_num(0) for x in (q, wide[0]))
+    scale = q.shape[-1] ** -0.5
+    exact = reference.tree_attention(*wide, f.layout, scale, window)
+    plain = (naive(q, k, v, f.layout, scale, window).double() - exact).abs()
+    ours = (tree_attention(q, k, v, f.layout, scale=scale, window=window).double() - exact).abs()
+    tiny = torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.01)  # float64 is its own yardstick
+    assert ours.max() <= 2 * plain.max() + tiny
+    assert ours.pow(2).mean().sqrt() <= 2 * plain.pow(2).mean().sqrt() + tiny
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_trunk_in_many_pieces_loses_no_precision(dtype):
+    """Adding up 75 pieces in low precision would."""
+    f = forest(5, [(600, 20, 0, 0), (600, 0, 33, 15)], page=8, head_dim=64)
+    (q, k, v), wide = cast(f, dtype)
+    k[...], wide[1] = k * 0.05, (k * 0.05).double()  # flat distributions: every piece counts
+    exact = reference.tree_attention(*wide, f.layout, 0.125, None)
+    plain = (naive(q, k, v, f.layout, 0.125, None).double() - exact).abs()
+    ours = (tree_attention(q, k, v, f.layout, scale=0.125).double() - exact).abs()
+    assert ours.max() <= 2 * plain.max() + 0.01 * torch.finfo(dtype).eps
+    assert ours.mean() <= 2 * plain.mean() + 0.01 * torch.finfo(dtype).eps
+
+
+def test_tiles_do_not_show(monkeypatch):
+    trees = [(130, 130, 0, 0), (200, 77, 0, 0), (90, 0, 64, 40)]
+    f = forest(3, trees, padding=4)
+    (q, k, v), _ = cast(f, torch.float64)
+    whole = tree_attention(q, k, v, f.layout, scale=0.25, window=50)
+    monkeypatch.setattr(cpu, "TILE_SCORES", 1)
+    tiled = tree_attention(q, k, v, f.layout, scale=0.25, window=50)
+    torch.testing.assert_close(tiled[:-4], whole[:-4], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("trees", [[(45, 0, 18, 6)], [(45, 9, 0, 0)], [(3, 3, 0, 0)]], ids=str)
+def test_a_token_that_sees_nothing_gets_zeros(impl, trees):
+    f = forest(1, trees, padding=3)
+    (q, k, v), _ = cast(f, torch.float32)
+    out = tree_attention(q.nan_to_num(0.5), k, v, f.layout, scale=0.25, impl=impl)
+    assert out[-3:].eq(0).all() and out.isfinite().all()
+
+
+def test_a_token_outside_its_own_window_gets_zeros():
+    """Window 0 hides even the token itself; nothing of the masked softmax may come through as NaN."""
+    f = forest(1, [(45, 4, 0, 0), (20, 0, 12, 5)])
+    (q, k, v), _ = cast(f, torch.float32)
+    layout = dataclasses.replace(f.layout, branch_positions_RW=torch.zeros_like(f.layout.branch_positions_RW))
+    assert tree_attention(q, k, v, layout, scale=0.25, window=0).eq(0).all()
+
+
+def test_queries_are_not_changed_and_may_be_strided():
+    f = forest(2, [(45, 0, 18, 6), (30, 30, 0, 0)])
+    (q, k, v), _ = cast(f, torch.float32)
+    wide = torch.randn(len(q), q.shape[1] + 3, q.shape[2])
+    wide[:, 1 : 1 + q.shape[1]] = q
+    view = wide[:, 1 : 1 + q.shape[1]]
+    kept = wide.clone()
+    out = tree_attention(view, k, v, f.layout, scale=1.0)  # scale 1: the product with it must not alias q
+    assert wide.equal(kept) and out.equal(tree_attention(q, k, v, f.layout, scale=1.0))
+    transposed = q.transpose(0, 1).contiguous().transpose(0, 1)
+    torch.testing.assert_close(tree_attention(transposed, k, v, f.layout, scale=1.0), out)
+
+
+def test_large_scores_do_not_overflow_float16():
+    f = forest(2, [(45, 0, 18, 6)], head_dim=64)
+    (q, k, v), _ = cast(f, torch.float16)
+    assert tree_attention(q * 60, k * 60, v, f.layout, scale=0.125).isfinite().all()
+
+
+def test_front_checks_its_arguments():
+    f = forest(2, [(20, 0, 18, 6)])
+    (q, k, v), _ = cast(f, torch.float32)
+
+    def refused(match, *tensors, **options):
+        with pytest.raises(ValueError, match=match):
+            tree_attention(*tensors, f.layout, **{"scale": 1.0} | options)
+
+    refused("expected k and v", q, k[..., :8], v[..., :8])
+    refused("expected k and v", q, k, v[:, :-1])
+    refused("G dividing 3", q[:, :3], k, v)
+    refused("one dtype", q.double(), k, v)
+    refused("one dtype", q, k, v.double())
+    refused("layout of 5 tokens", q[:5], k, v)
+    refused("impl: expected one of", q, k, v, impl="fast")
+    rows = torch.zeros(6, 2, 16)
+    for bad in ((rows[:5], rows[:5]), (rows, rows[:, :1]), (rows[..., :8], rows[..., :8])):
+        with pytest.raises(ValueError, match="expected rows"):
+            kv_write(k, v, *bad, f.layout.write_slots_T)
+    with pytest.raises(ValueError, match="impl"):
+        kv_write(k, v, rows, rows, f.layout.write_slots_T, impl="fast")
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kv_write(impl, dtype):
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.full((3, 40, 5), float("nan"), dtype=dtype) for _ in range(2))
+    rows_k, rows_v = (torch.randn(9, 3, 7, generator=generator).to(dtype)[..., :5] for _ in range(2))  # strided
+    slots = torch.tensor([17, 3, 39, TRASH_SLOT, 8, 30, TRASH_SLOT, 29, 2])
+    kv_write(k, v, rows_k, rows_v, slots, impl=impl)
+    for t, slot in enumerate(slots.tolist()):
+        if slot != TRASH_SLOT:
+            assert k[:, slot].equal(rows_k[t]) and v[:, slot].equal(rows_v[t])
+    untouched = [s for s in range(40) if s not in slots]
+    assert k[:, untouched].isnan().all() and v[:, untouched].isnan().all()
+
+
+def test_kv_write_into_one_layer_of_a_cache():
+    """Layers are views of one tensor; a write must stay in its own."""
+    whole = torch.zeros(2, 3, 20, 4)
+    rows = torch.randn(4, 3, 4)
+    kv_write(whole[1], torch.zeros(3, 20, 4), rows, rows, torch.tensor([4, 9, 6, 19]))
+    assert whole[0].eq(0).all() and whole[1].transpose(0, 1)[[4, 9, 6, 19]].equal(rows)
+
+
+@pytest.mark.parametrize("name", ["branches", "prefill without and with a prefix", "padding rows after branches"])
+def test_custom_ops(name):
+    trees, shape = FORESTS[name]
+    f = forest(4, trees, **shape)
+    (q, k, v), _ = cast(f, torch.float32)
+    q, layout = q.nan_to_num(0), f.layout
+    arguments = (q, k.nan_to_num(0), v.nan_to_num(0), layout.positions_T, layout.token_starts, layout.trunk_seen_T,
+                 layout.trunk_runs, layout.branch_slots_RW, layout.branch_positions_RW, layout.ancestry_TC)  # fmt: skip
+    for window in (None, 9):
+        torch.library.opcheck(torch.ops.coppice.tree_attention_cpu.default, (*arguments, 0.25, window))
+    rows = torch.randn(len(q), k.shape[0], k.shape[2])
+    slots = torch.arange(2, 2 + len(q))
+    torch.library.opcheck(torch.ops.coppice.kv_write_cpu.default, (arguments[1], arguments[2], rows, rows, slots))
+
+
+def test_unpack_bits_goes_through_the_sign_bit():
+    words = torch.tensor([[1, 0], [-(2**31), 1], [-1, 6]], dtype=torch.int32)
+    expected = [{0}, {31, 32}, {*range(32), 33, 34}]
+    assert [set(row.nonzero().view(-1).tolist()) for row in unpack_bits(words)] == expected

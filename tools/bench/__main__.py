@@ -1,0 +1,30 @@
+"""Benchmarks: `python -m tools.bench COMMAND`. Progress on stderr, a table on stdout, its last line one JSON object."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from engine.errors import CoppiceError
+from tools.bench import kv, peers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in (kv, peers):
+        command.add_parser(commands)
+    args = parser.parse_args(words)
+    try:
+        args.run(args, words)
+    except CoppiceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""KV memory of trie beam search: what the cache holds at its peak and at every step, against the live tokens."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from engine import Engine
+from engine.engine import Done, Progress
+from search import Trie
+from tools.bench.checkpoints import add_flags, checkpoint
+from tools.bench.measure import progress
+from tools.bench.report import finish, megabytes, stamp, table
+
+LIMIT = 1.10  # kv_bytes_peak / bytes of the live tokens at their peak
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("kv", help="memory of the KV cache by beams", description=__doc__)
+    add_flags(parser)
+    parser.add_argument("--beams", type=int, nargs="+", default=[1, 4, 15])
+    parser.add_argument("--new-tokens", type=int, default=256, help="end-of-sequence is ignored (%(default)s)")
+    parser.add_argument("--prompt", default="Once upon a time", help="(%(default)s)")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--save", nargs="?", const="", metavar="FILE", help="also write the section of docs/benchmarks.md")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Measure and report."""
+    made = stamp(argv)
+    with checkpoint(args) as (folder, name):
+        engine = Engine.load(folder, dtype=args.dtype, threads=args.threads)
+        rows = [measure(engine, args.prompt, beams, args.new_tokens) for beams in args.beams]
+    pages = f"pages of {engine.pool.page_size} tokens, {rows[0]['bytes_per_token']:,} bytes per token"
+    body = "\n\n".join([
+        f"{name}, trie beam search, prompt of {rows[0]['prompt_tokens']} tokens, {pages}.",
+        table(
+            ["beams", "new tokens", "live tokens, peak", "KV MB, peak", "per live token", "one cache per beam, tokens",
+             "that / ours", "most slack, tokens"],
+            [[r["beams"], r["new_tokens"], r["live_nodes_peak"], megabytes(r["kv_bytes_peak"]), f"{r['ratio']:.3f}",
+              r["unshared_nodes_peak"], f"{r['unshared_ratio']:.2f}", r["slack_max"]] for r in rows],
+        ),
+        f"*per live token*: bytes of all pages held, over bytes of the live tokens, each at its peak (at most {LIMIT:.2f} "
+        "is wanted). *one cache per beam*: tokens that as many separate caches would have held. *most slack*: slots of "
+        "held pages that no live token used, the most over all steps: page rounding, so it does not grow with length.",
+    ])  # fmt: skip
+    result = {"model": name, "results": rows}
+    finish("kv", made, body, result, args.save)
+    for r in rows:
+        if r["ratio"] > LIMIT:
+            progress(f"beams {r['beams']}: {r['ratio']:.3f} bytes held per live byte, more than {LIMIT:.2f}")
+        if r["new_tokens"] < args.new_tokens:
+            progress(f"beams {r['beams']}: the model's context ended it after {r['new_tokens']} tokens")
+    return result
+
+
+def measure(engine: Engine, prompt: str, beams: int, new_tokens: int) -> dict[str, Any]:
+    """One search: peaks from its statistics, and after every step (live tokens, pages in use)."""
+    pool, series = engine.pool, []
+    result = None
+    for event in engine.stream(prompt, Trie(beams=beams), max_new_tokens=new_tokens, ignore_eos=True):
+        if isinstance(event, Progress):
+            held = len(event.tree.pages_held)
+            if held != pool.used_pages:
+                raise AssertionError(f"the tree holds {held} pages, the pool counts {pool.used_pages}")
+            series.append([event.tree.live_tokens, held])
+            if len(series) % 64 == 0:
+                progress(f"beams {beams}: step {len(series)} of {new_tokens}")
+        elif isinstance(event, Done):
+            result = event.result
+    assert result is not None
+    stats, unit = result.stats, result.stats["kv_bytes_per_token"]
+    slack = [pages * pool.page_size - live for live, pages in series]
+    return {
+        "beams": beams,
+        "prompt_tokens": stats["prompt_tokens"],
+        "new_tokens": stats["new_tokens"],
+        "bytes_per_token": unit,
+        "page_tokens": pool.page_size,
+        "live_nodes_peak": stats["live_nodes_peak"],
+        "kv_bytes_peak": stats["kv_bytes_peak"],
+        "ratio": stats["kv_bytes_peak"] / (stats["live_nodes_peak"] * unit),
+        "unshared_nodes_peak": stats["unshared_nodes_peak"],
+        "unshared_ratio": stats["unshared_nodes_peak"] * unit / stats["kv_bytes_peak"],
+        "slack_max": max(slack, default=0),
+        "slack_last": slack[-1] if slack else 0,
+        "steps": series,
+    }

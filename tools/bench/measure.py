@@ -1,0 +1,126 @@
+"""Measuring: the memory of another process, medians with their spread, what a figure was measured on."""
+
+import contextlib
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.version import __version__
+
+MB = 1e6
+
+
+def cores() -> int:
+    """Cores that this process may use; OMP_NUM_THREADS if that says fewer."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return min(usable, int(limit)) if limit.isdigit() and int(limit) else usable
+
+
+def progress(text: str) -> None:
+    """A line for whoever waits."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+# --- memory of a process ---
+
+
+def memory(pid: int, field: str) -> int | None:
+    """Bytes of a field of /proc/PID/status ("VmRSS", "VmHWM"); None where there is no such file or field."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == field:
+                return int(value.split()[0]) * 1024
+    return None
+
+
+class PeakMemory:
+    """The most resident memory that a process had inside the `with` block: `.bytes`, None where it cannot be known.
+
+    The kernel's own high-water mark, reset at the start, where it can be reset (Linux); else samples every 2 ms, which
+    may miss short peaks. `.sampled` tells.
+    """
+
+    PERIOD = 0.002
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.bytes: int | None = None
+        self.sampled = False
+
+    def __enter__(self) -> "PeakMemory":
+        self.sampled = not self._reset()
+        if self.sampled:
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._sample, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.sampled:
+            self._stop.set()
+            self._thread.join()
+        else:
+            self.bytes = memory(self.pid, "VmHWM")
+
+    def _reset(self) -> bool:
+        try:
+            Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+        except OSError:
+            return False
+        now, mark = memory(self.pid, "VmRSS"), memory(self.pid, "VmHWM")
+        return now is not None and mark is not None and mark <= now + 4 * MB  # some sandboxes take the 5 and do nothing
+
+    def _sample(self) -> None:
+        while not self._stop.is_set():
+            now = memory(self.pid, "VmRSS")
+            if now is None:
+                return
+            self.bytes = max(self.bytes or 0, now)
+            time.sleep(self.PERIOD)
+
+
+# --- what it was measured on ---
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what takes part; None for what is not installed here."""
+    found: dict[str, str | None] = {"coppice": __version__, "python": platform.python_version()}
+    found["torch"] = str(torch.__version__)
+    for name in ("transformers", "ctranslate2"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory, GPU."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        total = None
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    vector = torch.backends.cpu.get_cpu_capability()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {"cpu": cpu, "vector": vector, "cores": os.cpu_count(), "memory_bytes": total, "gpu": gpu, "load": load}

@@ -1,0 +1,219 @@
+"""Side by side with other engines: the same beam search on the same checkpoint and prompt, a process for each.
+
+Every engine gets a fresh process per number of beams, a short warm-up, then the timed runs. Peak memory growth is the
+highest resident memory during a run less that of the loaded model, whose weights have all been read once.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from models.checkpoint import Checkpoint
+from tools.bench.checkpoints import add_flags, checkpoint
+from tools.bench.measure import PeakMemory, cores, memory, progress, spread
+from tools.bench.report import finish, megabytes, stamp, table
+
+PEERS = ("coppice", "transformers", "ctranslate2")
+ROOT = Path(__file__).parents[2]
+WARM_UP = (8, 4)  # tokens of prompt, new tokens
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("peers", help="time and memory beside other engines", description=__doc__)
+    add_flags(parser)
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="random ids (%(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="end-of-sequence is ignored (%(default)s)")
+    parser.add_argument("--beams", type=int, nargs="+", default=[1, 4, 15])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="(%(default)s)")
+    parser.add_argument("--runs", type=int, default=3, help="medians are of so many (%(default)s)")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="ENGINE", help=" ".join(PEERS))
+    parser.add_argument("--peer-python", default=sys.executable, metavar="PATH", help="interpreter that has the peers")
+    parser.add_argument("--threads", type=int, default=cores(), help="(%(default)s)")
+    parser.add_argument("--save", nargs="?", const="", metavar="FILE", help="also write the section of docs/benchmarks.md")
+    parser.set_defaults(run=run)
+
+
+class PeerFailed(Exception):
+    """An engine's process ended; the message is its last words."""
+
+
+class Worker:
+    """The process of one engine, see `worker.py`. A context manager: the process is gone at the end."""
+
+    def __init__(self, python: str, spec: dict[str, Any]):
+        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+        environment |= {"OMP_NUM_THREADS": str(spec["threads"]), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._errors = tempfile.TemporaryFile("w+")
+        try:
+            self._process = subprocess.Popen(
+                [python, "-P", str(Path(__file__).with_name("worker.py")), json.dumps(spec)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                cwd=spec["scratch"],
+                env=environment,
+            )
+        except OSError as error:
+            self._errors.close()
+            raise PeerFailed(f"{Path(python).name}: {error.strerror}") from error
+        self.pid = self._process.pid
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Send a job, wait for its answer."""
+        assert self._process.stdin
+        try:
+            print(json.dumps(job), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            self._process.wait()
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """The next line. Raises PeerFailed."""
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        code = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().strip().splitlines()
+        raise PeerFailed(lines[-1] if lines else f"its process ended with code {code}")
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Measure and report."""
+    made = stamp(argv)
+    rows = []
+    with checkpoint(args) as (folder, name), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        vocab = Checkpoint.open(folder).config["vocab_size"]
+        draw = random.Random(args.seed)
+        prompt = [draw.randrange(min(3, vocab - 1), vocab) for _ in range(args.prompt_tokens)]
+        for beams in args.beams:
+            for peer in args.peers:
+                spec = {"engine": peer, "folder": str(folder.resolve()), "dtype": args.dtype, "threads": args.threads,
+                        "beams": beams, "scratch": scratch, "root": str(ROOT)}  # fmt: skip
+                python = sys.executable if peer == "coppice" else args.peer_python
+                rows.append({"peer": peer, "beams": beams, **measure(python, spec, prompt, args.new_tokens, args.runs)})
+                progress(f"beams {beams}, {peer}: {outcome(rows[-1])}")
+    compare(rows)
+    shown = {k: v for row in rows for k, v in row.get("versions", {}).items()}
+    made["versions"] |= shown
+    setting = (
+        f"{name}; prompt of {args.prompt_tokens} random tokens, {args.new_tokens} new tokens, {args.dtype}, "
+        f"{args.threads} threads, medians of {args.runs} runs (least to most of the total)."
+    )
+    body = f"{setting}\n\n{result_table(rows)}\n\n{LEGEND}"
+    result = {"model": name, "dtype": args.dtype, "threads": args.threads, "prompt_tokens": args.prompt_tokens,
+              "new_tokens": args.new_tokens, "runs": args.runs, "results": rows}  # fmt: skip
+    finish("peers", made, body, result, args.save)
+    return result
+
+
+def measure(python: str, spec: dict[str, Any], prompt: list[int], new_tokens: int, runs: int) -> dict[str, Any]:
+    """Figures of one engine at one number of beams; {"absent": why} or {"failed": why} if there are none."""
+    answers, peaks, sampled = [], [], False
+    try:
+        with Worker(python, spec) as worker:
+            hello = worker.answer()
+            if "absent" in hello:
+                return hello
+            loaded = memory(worker.pid, "VmRSS")
+            worker.ask({"prompt": prompt[: WARM_UP[0]], "new_tokens": min(WARM_UP[1], new_tokens)})
+            for _ in range(runs):
+                with PeakMemory(worker.pid) as peak:
+                    answers.append(worker.ask({"prompt": prompt, "new_tokens": new_tokens}))
+                if peak.bytes is not None:
+                    peaks.append(peak.bytes)
+                sampled |= peak.sampled
+    except PeerFailed as error:
+        return {"failed": str(error)}
+    growth = [peak - loaded for peak in peaks] if loaded is not None else []
+    same = all(a["tokens"] == answers[0]["tokens"] for a in answers)
+    return {
+        **hello,
+        "seconds": spread([a["seconds"] for a in answers]),
+        "prefill_seconds": spread([a["prefill_seconds"] for a in answers]),
+        "steps_per_second": spread([(a["steps"] - 1) / a["decode_seconds"] for a in answers]) if new_tokens > 1 else None,
+        "steps": answers[0]["steps"],
+        "loaded_bytes": loaded,
+        "growth_bytes": spread(growth) if growth else None,
+        "growth_bytes_per_token": spread(growth)["median"] / (len(prompt) + new_tokens) if growth else None,
+        "growth_sampled": sampled,
+        "tokens": answers[0]["tokens"],
+        "repeatable": same,
+        **{k: answers[0][k] for k in ("kv_bytes_peak", "live_nodes_peak", "score") if k in answers[0]},
+    }
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Add to every other engine's row how it stands against ours with as many beams."""
+    ours = {row["beams"]: row for row in rows if row["peer"] == "coppice" and "seconds" in row}
+    for row in rows:
+        mine = ours.get(row["beams"])
+        if mine is None or row is mine or "seconds" not in row:
+            continue
+        same = next((i for i, (a, b) in enumerate(zip(row["tokens"], mine["tokens"], strict=False)) if a != b), None)
+        row["versus"] = {
+            "seconds": row["seconds"]["median"] / mine["seconds"]["median"],
+            "prefill_seconds": row["prefill_seconds"]["median"] / mine["prefill_seconds"]["median"],
+            "steps_per_second": mine["steps_per_second"]["median"] / row["steps_per_second"]["median"]
+            if row["steps_per_second"]
+            else None,
+            "growth_bytes": row["growth_bytes"]["median"] / max(1, mine["growth_bytes"]["median"])
+            if row["growth_bytes"] and mine["growth_bytes"]
+            else None,
+            "same_tokens": row["tokens"] == mine["tokens"],
+            "first_difference": same,
+        }
+
+
+LEGEND = """*steps/s*: decode steps after the prompt, one token per beam each; *steps*: times the engine asked its model for
+logits. *growth*: peak resident memory in a run, less that of the loaded model. *x total*, *x steps/s*, *x growth*: the
+other engine's seconds and growth over ours, our steps/s over its: above 1 is in our favour. *same tokens*: the
+output equals ours."""
+
+
+def outcome(row: dict[str, Any]) -> str:
+    """A row in words."""
+    if "seconds" not in row:
+        return row.get("absent") or f"failed: {row['failed']}"
+    return f"{row['seconds']['median']:.2f} s, growth {megabytes(growth(row))} MB"
+
+
+def growth(row: dict[str, Any]) -> float | None:
+    return row["growth_bytes"] and row["growth_bytes"]["median"]
+
+
+def result_table(rows: list[dict[str, Any]]) -> str:
+    head = ["engine", "beams", "total s", "least-most", "prefill s", "steps/s", "steps", "loaded MB", "growth MB", "x total",
+            "x steps/s", "x growth", "same tokens"]  # fmt: skip
+    lines = []
+    for row in rows:
+        if "seconds" not in row:
+            lines.append([row["peer"], row["beams"], outcome(row), *[""] * (len(head) - 3)])
+            continue
+        versus = row.get("versus")
+        ratios = [f"{r:.1f}" if r else "?" for r in (versus[k] for k in ("seconds", "steps_per_second", "growth_bytes"))] if versus else [""] * 3
+        same = "" if not versus else "yes" if versus["same_tokens"] else f"first {versus['first_difference']}"
+        seconds, steps = row["seconds"], row["steps_per_second"]
+        lines.append([
+            row["peer"], row["beams"], f"{seconds['median']:.2f}", f"{seconds['min']:.2f}-{seconds['max']:.2f}",
+            f"{row['prefill_seconds']['median']:.2f}", f"{steps['median']:.1f}" if steps else "", row["steps"],
+            megabytes(row["loaded_bytes"]), megabytes(growth(row)), *ratios, same,
+        ])  # fmt: skip
+    return table(head, lines)

@@ -1,0 +1,84 @@
+"""Reporting: a table for people, a JSON line for programs, a section of docs/benchmarks.md that each command owns."""
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tools.bench import measure
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table that also reads well as plain text: first column to the left, the others to the right."""
+    cells = [[str(cell) for cell in row] for row in [head, *rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        return f"| {' | '.join(padded)} |"
+
+    rule = [("-" * w if i == 0 else "-" * (w - 1) + ":") for i, w in enumerate(widths)]
+    return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
+
+
+def megabytes(count: float | None) -> str:
+    """Bytes as MB (10^6)."""
+    return "?" if count is None else f"{count / measure.MB:.{1 if abs(count) < 100 * measure.MB else 0}f}"
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The command as typed, with folders and files of this machine by their names only."""
+
+    def short(word: str) -> str:
+        flag, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
+        return f"{flag}{equals}{Path(value).name}" if "/" in value and (value[0] in "/.~" or Path(value).exists()) else word
+
+    return shlex.join(["python", "-m", "tools.bench", *map(short, argv)])
+
+
+def stamp(argv: Sequence[str]) -> dict[str, Any]:
+    """When, on what, with which versions, by which command."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": measure.machine(),
+        "versions": measure.versions(),
+        "command": command_line(argv),
+    }
+
+
+def stamp_text(made: dict[str, Any]) -> str:
+    """The stamp, for the page."""
+    m = made["machine"]
+    memory = f", {m['memory_bytes'] / 2**30:.0f} GiB" if m["memory_bytes"] else ""
+    gpu = f", {m['gpu']}" if m["gpu"] else ""
+    load = f" (load when started {m['load']:.1f})" if m["load"] is not None else ""
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items() if version)
+    return (
+        f"{made['date']}; {m['cpu']} ({m['vector']}), {m['cores']} cores{memory}{gpu}{load}; {versions}.\n\n"
+        f"    {made['command']}"
+    )
+
+
+def finish(name: str, made: dict[str, Any], body: str, result: dict[str, Any], save: str | None) -> None:
+    """Print the table and the JSON line; with `save` (a page, "" for the project's) replace the command's section."""
+    if save is not None:
+        page = Path(save) if save else PAGE
+        write_section(page, name, f"{stamp_text(made)}\n\n{body}")
+        measure.progress(f"saved: section {name} of {page.name}")
+    print(body)
+    print(json.dumps({"bench": name, **made, **result}), flush=True)
+
+
+def write_section(page: Path, name: str, text: str) -> None:
+    """Replace what stands between the section's markers; a page without them gets the section at its end."""
+    begin, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
+    block = f"{begin}\n{text}\n{end}"
+    old = page.read_text(encoding="utf-8") if page.exists() else ""
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    new = pattern.sub(lambda _: block, old) if pattern.search(old) else f"{old.rstrip()}\n\n## {name}\n\n{block}\n".lstrip()
+    page.write_text(new, encoding="utf-8")

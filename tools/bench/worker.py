@@ -1,0 +1,173 @@
+"""One engine in a process of its own, measured from outside by `tools.bench peers`. Not for people.
+
+Run by path with `python -P`, away from the project: the project's folder `kernels` has the name of a package that
+transformers looks for. Nothing of the project is imported unless the engine is ours. Reads a JSON object from the
+command line (see `peers.Worker`), loads, says so, then answers one line of JSON on stdin with one on stdout.
+"""
+
+import ctypes
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Coppice:
+    """This project's engine, trie beam search."""
+
+    def __init__(self, spec: dict[str, Any]):
+        sys.path.insert(0, spec["root"])
+        import torch
+
+        from engine import Engine
+        from engine.version import __version__
+        from search import Trie
+
+        self.engine = Engine.load(spec["folder"], dtype=spec["dtype"], device="cpu", threads=spec["threads"])
+        self.search = Trie(beams=spec["beams"])
+        self.versions = {"coppice": __version__, "torch": str(torch.__version__)}
+        touch(torch, self.engine.runner.model)
+
+    def generate(self, prompt: list[int], new_tokens: int) -> dict[str, Any]:
+        [result] = self.engine.generate([prompt], self.search, max_new_tokens=new_tokens, ignore_eos=True)
+        s = result.stats
+        times = {"prefill_seconds": s["prefill_seconds"], "decode_seconds": s["decode_seconds"], "steps": s["steps"]}
+        kv = {"kv_bytes_peak": s["kv_bytes_peak"], "live_nodes_peak": s["live_nodes_peak"]}
+        return {"tokens": result.outputs[0].token_ids, "score": result.outputs[0].score, **times, **kv}
+
+
+class Transformers:
+    """`generate` of Hugging Face transformers, as it comes."""
+
+    def __init__(self, spec: dict[str, Any]):
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        torch.set_num_threads(spec["threads"])
+        dtype = getattr(torch, spec["dtype"])
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(spec["folder"], dtype=dtype).eval()
+        self.model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # no end-of-sequence token
+        self.torch, self.beams = torch, spec["beams"]
+        self.versions = {"transformers": transformers.__version__, "torch": str(torch.__version__)}
+        touch(torch, self.model)
+
+    def generate(self, prompt: list[int], new_tokens: int) -> dict[str, Any]:
+        times: list[float] = []
+
+        def clock(_: Any, scores: Any) -> Any:  # called once per loop, after the forward pass
+            times.append(time.perf_counter())
+            return scores
+
+        with self.torch.inference_mode():
+            ids = self.torch.tensor([prompt])
+            mask = self.torch.ones_like(ids)
+            begin = time.perf_counter()
+            out = self.model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=new_tokens,
+                num_beams=self.beams,
+                do_sample=False,
+                early_stopping=False,
+                length_penalty=1.0,
+                eos_token_id=None,
+                pad_token_id=0,
+                logits_processor=[clock],
+            )
+            end = time.perf_counter()
+        return {
+            "tokens": out[0, len(prompt) :].tolist(),
+            "prefill_seconds": times[0] - begin,
+            "decode_seconds": end - times[0],
+            "steps": len(times),
+        }
+
+
+class CTranslate2:
+    """CTranslate2 on the checkpoint converted to its format; end-of-sequence is suppressed, as it cannot be ignored."""
+
+    def __init__(self, spec: dict[str, Any]):
+        import ctranslate2
+
+        folder = Path(spec["scratch"]) / f"ctranslate2-{spec['dtype']}"
+        if not folder.exists():
+            convert = "import sys; sys.modules['kernels'] = None; from ctranslate2.converters.transformers import main; main()"
+            flags = ["--model", spec["folder"], "--output_dir", str(folder), "--quantization", spec["dtype"]]
+            subprocess.run([sys.executable, "-P", "-c", convert, *flags], check=True, stdout=sys.stderr)
+        self.vocabulary = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+        self.generator = ctranslate2.Generator(
+            str(folder), device="cpu", compute_type=spec["dtype"], inter_threads=1, intra_threads=spec["threads"]
+        )
+        self.beams = spec["beams"]
+        self.versions = {"ctranslate2": ctranslate2.__version__}
+
+    def generate(self, prompt: list[int], new_tokens: int) -> dict[str, Any]:
+        def run(length: int) -> tuple[list[int], float]:
+            begin = time.perf_counter()
+            [result] = self.generator.generate_batch(
+                [[self.vocabulary[i] for i in prompt]],
+                beam_size=self.beams,
+                length_penalty=1,
+                max_length=length,
+                min_length=length,
+                include_prompt_in_result=False,
+            )
+            return result.sequences_ids[0], time.perf_counter() - begin
+
+        _, prefill = run(1)  # it tells no times of its own
+        tokens, total = run(new_tokens)
+        return {"tokens": tokens, "seconds": total, "prefill_seconds": prefill, "decode_seconds": total - prefill,
+                "steps": new_tokens}  # fmt: skip
+
+
+ENGINES = {"coppice": Coppice, "transformers": Transformers, "ctranslate2": CTranslate2}
+
+
+def touch(torch: Any, model: Any) -> None:
+    """Read every weight once: what a loader maps lazily belongs to the loaded model, not to the growth."""
+    for module in model.modules():
+        for t in [*vars(module).values(), *module.parameters(recurse=False)]:
+            if isinstance(t, torch.Tensor) and t.layout == torch.strided:
+                t.sum()
+
+
+def trim() -> None:
+    """Give freed heap back to the system, so that what loading left behind does not hide growth (glibc only)."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def main() -> None:
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints is not an answer
+
+    def say(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=channel, flush=True)
+
+    spec = json.loads(sys.argv[1])
+    if spec["engine"] != "coppice":
+        sys.modules["kernels"] = None  # type: ignore[assignment]  # ours, installed beside it, is not what it looks for
+    begin = time.perf_counter()
+    try:
+        engine = ENGINES[spec["engine"]](spec)
+    except ModuleNotFoundError as error:
+        if error.name not in ("transformers", "ctranslate2", "torch"):
+            raise
+        say({"absent": f"{error.name} is not installed"})
+        return
+    trim()
+    say({"load_seconds": time.perf_counter() - begin, "versions": engine.versions})
+    for line in sys.stdin:
+        job = json.loads(line)
+        begin = time.perf_counter()
+        answer = engine.generate(job["prompt"], job["new_tokens"])
+        say({"seconds": time.perf_counter() - begin, **answer})
+
+
+if __name__ == "__main__":
+    main()
