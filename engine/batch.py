@@ -30,7 +30,7 @@ from engine.cli import (
 )
 from engine.driver import Driver
 from engine.engine import Engine, Request
-from engine.errors import CheckpointError, CoppiceError, UsageError
+from engine.errors import CoppiceError, UsageError
 from engine.requests import SearchResult
 from engine.tokenizer import check_utf8
 from search.base import REGISTRY, make_search, parameters
@@ -85,23 +85,22 @@ def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] |
         try:
             with closing(engine.serve(records, on_step=meter.step)) as outcomes:
                 for i, outcome in outcomes:
-                    sink.put(i, answer(records.finish(i), outcome))
                     meter.count(outcome)
+                    sink.put(i, answer(records.finish(i), outcome))
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"{args.output} has {sink.lines} answers; the same command with --resume goes on"
-                if sink.file
-                else f"{sink.lines} answers were written"
-            ) from None
+            there = f"{sink.lines} answers are in {sink.name}"
+            raise KeyboardInterrupt(there + ("; the same command with --resume goes on" if sink.file else "")) from None
+        finally:
+            meter.clear()
         if records.index < len(sink.kept):
             raise UsageError(
                 f"{args.output} has {len(sink.kept)} answers, the input only {records.index} records",
                 remedy="--resume needs the input that the answers are for",
             )
-        meter.close(len(sink.kept))
+        meter.summary(len(sink.kept))
         if sink.errors:
             if not args.quiet:
-                print(f"{sink.errors} of {sink.lines} lines have an error for an answer", file=sys.stderr)
+                print(f"{sink.errors} of {sink.lines} answers are errors", file=sys.stderr)
             return UsageError.exit_code
         return 0
 
@@ -153,7 +152,7 @@ class Records:
             if not _is_id(identity):
                 error, identity = UsageError(f"id: expected a string or an integer, got {_show(identity)}"), index
             if index < len(self.kept):
-                if identity != self.kept[index] or isinstance(identity, str) != isinstance(self.kept[index], str):
+                if identity != self.kept[index]:
                     raise UsageError(
                         f"record {index} of the input has the id {identity!r}, its answer {self.kept[index]!r}",
                         where=f"line {number} of the input",
@@ -389,16 +388,15 @@ class Sink:
         if args.output == "-":
             if args.resume:
                 raise UsageError("--resume needs --output FILE")
-            if stdout is None:
-                if sys.stdout is None:
-                    raise UsageError("standard output is closed", remedy="give --output FILE")
-                stdout = sys.stdout.buffer
-            if _same_file(source, stdout):
+            if stdout is None and sys.stdout is None:
+                raise UsageError("standard output is closed", remedy="give --output FILE")
+            sink = Sink(stdout or sys.stdout.buffer, "standard output")
+            if _same_file(source, sink.stream):
                 raise UsageError("the input and the output are the same file")
-            return Sink(stdout, "standard output")
+            return sink
         file = None
         try:
-            file = open(args.output, "ab", buffering=0)
+            file = open(args.output, "ab", buffering=0)  # noqa: SIM115  (the sink closes it)
             sink = Sink(file, args.output, file)
             if _same_file(source, file):
                 raise UsageError("the input and the output are the same file", where=args.output)
@@ -447,7 +445,9 @@ class Sink:
         self._held[i] = record
         while self._next in self._held:
             record = self._held.pop(self._next)
-            self._write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            # A lone surrogate (of an id) leaves as it came: as an escape of JSON.
+            line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
+            self._write(line + b"\n")
             self._next += 1
             self.lines += 1
             self.errors += "error" in record
@@ -491,14 +491,15 @@ class Meter:
         self.terminal = sys.stderr is not None and sys.stderr.isatty()
         self.on = not args.quiet and (self.terminal or args.verbose)
         self.began = time.monotonic()
-        self.shown = self.began
+        self.shown, self.drawn = self.began, False
         self.done = self.tokens = self.peak = 0
         self.total = _count(source) if self.on and args.input != "-" else None
         if self.on:
             print(f"{engine.name} loaded in {engine.load_seconds:.1f} s", file=sys.stderr)
 
     def count(self, outcome: SearchResult | CoppiceError) -> None:
-        """An answer is there."""
+        """An answer is there, and about to be written."""
+        self.clear()
         self.done += 1
         if isinstance(outcome, SearchResult):
             self.tokens += outcome.stats["new_tokens"]
@@ -516,17 +517,23 @@ class Meter:
         tokens = self.tokens + sum(len(r.report.best()) for r in driver.running if r.report.best)
         of = "" if self.total is None else f"/{self.total}"
         text = f"{self.done}{of} lines, {tokens / (now - self.began):.0f} tokens/s, KV {live / 1e6:.1f} MB"
-        print(f"\r{text}\x1b[K" if self.terminal else text, end="" if self.terminal else "\n", file=sys.stderr, flush=True)
+        print(f"\r{text}\x1b[K" if self.terminal else f"{text}\n", end="", file=sys.stderr, flush=True)
+        self.drawn = self.terminal
 
-    def close(self, kept: int) -> None:
-        """All is done: the summary."""
+    def clear(self) -> None:
+        """Wipe the line away, for something else to be written."""
+        if self.drawn:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self.drawn = False
+
+    def summary(self, kept: int) -> None:
+        """All is done."""
         if not self.on:
             return
         seconds = time.monotonic() - self.began
         text = f"{self.done} lines, {self.tokens} new tokens in {seconds:.1f} s ({self.tokens / seconds:.0f} tokens/s)"
         before = f"; {kept} lines were there before" if kept else ""
-        clear = "\r\x1b[K" if self.terminal else ""
-        print(f"{clear}{text}, KV peak {self.peak / 1e6:.1f} MB{before}", file=sys.stderr)
+        print(f"{text}, KV peak {self.peak / 1e6:.1f} MB{before}", file=sys.stderr)
 
 
 def _count(source: IO[bytes]) -> int | None:

@@ -123,7 +123,7 @@ class Chat:
                         self.screen.text(event.text)
                     elif isinstance(event, Done):
                         result = event.result
-        except CoppiceError:
+        except (CoppiceError, KeyboardInterrupt):
             if not self.as_json and watch.text:
                 self.screen.end_line()
             raise
@@ -168,6 +168,7 @@ class Chat:
                     self.screen.note(traceback.format_exc().rstrip())
                 self.screen.note(f"error: {error}")
             except Quit:
+                self.screen.note("")
                 raise
             except KeyboardInterrupt:
                 self.screen.note("")
@@ -297,8 +298,7 @@ def banner(engine: Engine, settings: Settings, folder: str) -> str:
     dtype = str(engine.pool.cache.k_LGSD.dtype).removeprefix("torch.")
     device = engine.pool.cache.k_LGSD.device
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
-    shown = settings.shown()
-    params = ", ".join(f"{key} {_literal(shown[key])}" for key in parameters(settings.search))
+    params = ", ".join(f"{key} {_literal(value)}" for key, value in settings.params.items())
     context = f"context {engine.shape.max_positions} tokens" if engine.shape.max_positions else "context without limit"
     lines = [
         f"coppice {__version__} · {engine.name}: {_count(count)} parameters, {dtype}, {where}, "

@@ -90,7 +90,7 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:
     """--max-new-tokens, --stop, --ignore-eos."""
     group = parser.add_argument_group("limits")
-    group.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="of each output (256)")
+    group.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="of each output (256)")
     group.add_argument(
         "--stop", type=_text, action="append", default=[], metavar="STR", help="end before this text; repeatable"
     )
@@ -142,8 +142,16 @@ def parse_size(text: str) -> int:
     return size
 
 
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not int(text):
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+    return int(text)
+
+
 def _text(text: str) -> str:
-    """An argument in valid UTF-8."""
+    """An argument with something in it, in valid UTF-8."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a text, got none")
     try:
         return check_utf8(text)
     except UsageError as error:

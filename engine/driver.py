@@ -319,13 +319,14 @@ class Driver:
     def _stats(self, run: Run) -> dict:
         target = run.trees[0]
         now = time.perf_counter()
+        prefilled = run.prefilled or now  # interrupted before
         return {
             "prompt_tokens": target.prompt_length,
             "reused_tokens": target.reused,
             "forward_passes": run.forward_passes,
-            "nodes_evaluated": run.tokens_evaluated - (target.prompt_length - target.reused - 1),
-            "prefill_seconds": run.prefilled - run.started,
-            "decode_seconds": now - run.prefilled,
+            "nodes_evaluated": max(0, run.tokens_evaluated - (target.prompt_length - target.reused - 1)),
+            "prefill_seconds": prefilled - run.started,
+            "decode_seconds": now - prefilled,
             "kv_bytes_peak": sum(t.peak_pages * t.pool.page_bytes for t in run.trees),
             "kv_bytes_per_token": target.pool.bytes_per_token,
             "live_nodes_peak": target.peak_live,

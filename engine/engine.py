@@ -3,7 +3,7 @@
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from models.layers import ModelShape
 from models.linear import can_pack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-PAGE_SIZE = 16
+PAGE_SIZE = {"cpu": 4, "cuda": 16}  # tokens; small pages waste little, large ones suit a GPU's memory
 OUT_OF_MEMORY = KVMemoryError("the machine ran out of memory", remedy="use fewer beams or a shorter prompt")
 MOST_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
 
@@ -205,6 +205,8 @@ class Engine:
         Raises:
             CoppiceError: the first error of any of them.
         """
+        if isinstance(prompts, str):
+            raise UsageError("prompts: expected a list of prompts, got one string", remedy="write [prompt]")
         results: dict[int, SearchResult] = {}
         for i, outcome in self.serve(Request(prompt, search, **options) for prompt in prompts):
             if isinstance(outcome, CoppiceError):
@@ -214,7 +216,7 @@ class Engine:
 
     def serve(
         self, requests: Iterable[Request | CoppiceError | None], *, on_step: Callable[[Driver], None] | None = None
-    ) -> Iterator[tuple[int, SearchResult | CoppiceError]]:
+    ) -> Generator[tuple[int, SearchResult | CoppiceError], None, None]:
         """Answer requests as they come, many in one pass; one that fails does not disturb the others.
 
         Args:
@@ -495,12 +497,13 @@ def pick_dtype(name: str, own: torch.dtype, device: torch.device) -> torch.dtype
 
 def make_pool(shape: ModelShape, dtype: torch.dtype, device: torch.device, kv_memory: int | None) -> PagePool:
     """The pool that fits `kv_memory` bytes, or a share of what is free. Raises KVMemoryError."""
-    page_bytes = PAGE_SIZE * shape.kv_bytes_per_token(dtype)
+    size = PAGE_SIZE[device.type]
+    page_bytes = size * shape.kv_bytes_per_token(dtype)
     if kv_memory is not None:
         pages = kv_memory // page_bytes
         if pages < 1:
             raise KVMemoryError(
-                f"--kv-memory {_size(kv_memory)} holds not even one page of {PAGE_SIZE} tokens ({_size(page_bytes)})",
+                f"--kv-memory {_size(kv_memory)} holds not even one page of {size} tokens ({_size(page_bytes)})",
                 remedy=f"give at least {_size(page_bytes)}",
             )
     else:
@@ -508,9 +511,9 @@ def make_pool(shape: ModelShape, dtype: torch.dtype, device: torch.device, kv_me
             free = torch.cuda.mem_get_info(device)[0]
         else:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        pages = max(1, min(free // 2 // page_bytes, MOST_TOKENS // PAGE_SIZE))
+        pages = max(1, min(free // 2 // page_bytes, MOST_TOKENS // size))
     try:
-        return PagePool(shape, pages, PAGE_SIZE, dtype, device)
+        return PagePool(shape, pages, size, dtype, device)
     except (RuntimeError, MemoryError) as error:
         raise KVMemoryError(
             f"the machine cannot give {_size(pages * page_bytes)} to the KV cache", remedy="lower --kv-memory"

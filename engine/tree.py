@@ -49,6 +49,7 @@ class TokenTree:
         self.pool = pool
         self.prompt_length = len(prompt)
         self.trunk = Trunk(list(prompt), [])
+        self._runs: list[list[int]] = []  # [first page, pages] of each contiguous piece of the trunk
         if trunk is not None:
             self._adopt(trunk)
         self.reused = self.trunk.cached  # prompt tokens that need no evaluation
@@ -313,15 +314,11 @@ class TokenTree:
 
     def trunk_runs(self) -> list[tuple[int, int]]:
         """(first slot, length) of each contiguous piece of the evaluated trunk, in order."""
-        runs: list[tuple[int, int]] = []
         size, left = self.pool.page_size, self.trunk.cached
-        for page in self.trunk.pages:
-            n = min(size, left)
-            if runs and sum(runs[-1]) == page * size:
-                runs[-1] = (runs[-1][0], runs[-1][1] + n)
-            elif n:
-                runs.append((page * size, n))
-            left -= n
+        runs = []
+        for first, pages in self._runs:
+            runs.append((first * size, min(pages * size, left)))
+            left -= pages * size
         return runs
 
     # --- the end ---
@@ -329,7 +326,7 @@ class TokenTree:
     def retire(self) -> Trunk:
         """End the tree but hand on its trunk, pages included."""
         self._drop_branches()
-        trunk, self.trunk = self.trunk, Trunk([], [])
+        trunk, self.trunk, self._runs = self.trunk, Trunk([], []), []
         trunk.tokens = trunk.tokens[: trunk.cached]
         return trunk
 
@@ -337,6 +334,7 @@ class TokenTree:
         """End the tree and give every page back. Safe to call twice."""
         self._drop_branches()
         self.trunk.release(self.pool)
+        self._runs = []
 
     def _drop_branches(self) -> None:
         for page in self._branch_pages:
@@ -356,6 +354,8 @@ class TokenTree:
             shared += 1
         self.trunk.pages, self.trunk.cached = trunk.pages, shared
         trunk.pages, trunk.cached = [], 0
+        for page in self.trunk.pages:
+            self._note_run(page)
         self._trim_trunk(-(-shared // self.pool.page_size))
 
     def _reserve_trunk(self, tokens: int) -> None:
@@ -364,6 +364,7 @@ class TokenTree:
             while len(pages) * self.pool.page_size < tokens:
                 first = self._claim.start if self._claim else None
                 pages.append(self.pool.take(pages[-1] + 1 if pages else first))
+                self._note_run(pages[-1])
         except KVMemoryError:
             self._trim_trunk(before)
             raise
@@ -371,6 +372,15 @@ class TokenTree:
     def _trim_trunk(self, pages: int) -> None:
         while len(self.trunk.pages) > pages:
             self.pool.give(self.trunk.pages.pop())
+            self._runs[-1][1] -= 1
+            if not self._runs[-1][1]:
+                self._runs.pop()
+
+    def _note_run(self, page: int) -> None:
+        if self._runs and sum(self._runs[-1]) == page:
+            self._runs[-1][1] += 1
+        else:
+            self._runs.append([page, 1])
 
     def _trunk_slot(self, place: int) -> int:
         size = self.pool.page_size
@@ -451,3 +461,4 @@ class TokenTree:
         assert self.trunk.cached <= len(self.trunk.tokens)
         assert len(self.trunk.pages) == -(-self.trunk.cached // size), (len(self.trunk.pages), self.trunk.cached)
         assert len(set(self.pages_held)) == len(self.pages_held)
+        assert [p for first, n in self._runs for p in range(first, first + n)] == self.trunk.pages

@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mlp", type=int, help="(8/3 of the width)")
     group.add_argument("--heads", type=int, help="(width / 64)")
     group.add_argument("--kv-heads", type=int, help="(heads)")
-    group.add_argument("--vocab", type=int, default=32000, help="(%(default)s: with the other defaults 134M parameters)")
+    group.add_argument("--vocab", type=int, default=32000, help="(%(default)s; all defaults: 134M parameters)")
     group.add_argument("--seed", type=int, default=0, help="of random weights and random prompts (%(default)s)")
 
 
@@ -36,7 +36,7 @@ def checkpoint(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
     with TemporaryDirectory(prefix="bench-") as temporary:
         folder = Path(args.random or temporary)
         if args.random and folder.exists() and any(folder.iterdir()):
-            raise UsageError(f"--random: {folder} is not empty", remedy="give it as --model to use the checkpoint in it")
+            raise UsageError(f"--random: {folder} is not empty", remedy="use the checkpoint in it with --model")
         progress("making a random checkpoint")
         try:
             made = make(

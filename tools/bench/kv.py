@@ -9,7 +9,7 @@ from engine.engine import Done, Progress
 from search import Trie
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.measure import progress
-from tools.bench.report import finish, megabytes, stamp, table
+from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
 
 LIMIT = 1.10  # kv_bytes_peak / bytes of the live tokens at their peak
 
@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--prompt", default="Once upon a time", help="(%(default)s)")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--save", nargs="?", const="", metavar="FILE", help="also write the section of docs/benchmarks.md")
+    add_save_flag(parser)
     parser.set_defaults(run=run)
 
 
@@ -36,14 +36,15 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     body = "\n\n".join([
         f"{name}, trie beam search, prompt of {rows[0]['prompt_tokens']} tokens, {pages}.",
         table(
-            ["beams", "new tokens", "live tokens, peak", "KV MB, peak", "per live token", "one cache per beam, tokens",
-             "that / ours", "most slack, tokens"],
+            ["beams", "new tokens", "live tokens, peak", "KV MB, peak", "KV / live", "unshared tokens, peak", "unshared / KV",
+             "slack, peak", "slack, last"],
             [[r["beams"], r["new_tokens"], r["live_nodes_peak"], megabytes(r["kv_bytes_peak"]), f"{r['ratio']:.3f}",
-              r["unshared_nodes_peak"], f"{r['unshared_ratio']:.2f}", r["slack_max"]] for r in rows],
+              r["unshared_nodes_peak"], f"{r['unshared_ratio']:.2f}", r["slack_max"], r["slack_last"]] for r in rows],
         ),
-        f"*per live token*: bytes of all pages held, over bytes of the live tokens, each at its peak (at most {LIMIT:.2f} "
-        "is wanted). *one cache per beam*: tokens that as many separate caches would have held. *most slack*: slots of "
-        "held pages that no live token used, the most over all steps: page rounding, so it does not grow with length.",
+        f"*KV / live*: bytes of all pages held over bytes of the live tokens (trunk and branches), each at its peak; at "
+        f"most {LIMIT:.2f} is wanted. *unshared*: tokens that one cache per beam would have held. *slack*: slots of held "
+        "pages in which no live token lies, counted after every step: the ends of the last pages, and what pruning left "
+        "between live branches.",
     ])  # fmt: skip
     result = {"model": name, "results": rows}
     finish("kv", made, body, result, args.save)

@@ -18,7 +18,7 @@ from typing import Any
 from models.checkpoint import Checkpoint
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.measure import PeakMemory, cores, memory, progress, spread
-from tools.bench.report import finish, megabytes, stamp, table
+from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
 
 PEERS = ("coppice", "transformers", "ctranslate2")
 ROOT = Path(__file__).parents[2]
@@ -33,10 +33,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--beams", type=int, nargs="+", default=[1, 4, 15])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="(%(default)s)")
     parser.add_argument("--runs", type=int, default=3, help="medians are of so many (%(default)s)")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="ENGINE", help=" ".join(PEERS))
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help=" ".join(PEERS))
     parser.add_argument("--peer-python", default=sys.executable, metavar="PATH", help="interpreter that has the peers")
     parser.add_argument("--threads", type=int, default=cores(), help="(%(default)s)")
-    parser.add_argument("--save", nargs="?", const="", metavar="FILE", help="also write the section of docs/benchmarks.md")
+    add_save_flag(parser)
     parser.set_defaults(run=run)
 
 
@@ -49,8 +49,8 @@ class Worker:
 
     def __init__(self, python: str, spec: dict[str, Any]):
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-        environment |= {"OMP_NUM_THREADS": str(spec["threads"]), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self._errors = tempfile.TemporaryFile("w+")
+        environment |= {"OMP_NUM_THREADS": str(spec["threads"]), "HF_HUB_OFFLINE": "1"}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115: closed with the process
         try:
             self._process = subprocess.Popen(
                 [python, "-P", str(Path(__file__).with_name("worker.py")), json.dumps(spec)],
@@ -143,12 +143,13 @@ def measure(python: str, spec: dict[str, Any], prompt: list[int], new_tokens: in
     except PeerFailed as error:
         return {"failed": str(error)}
     growth = [peak - loaded for peak in peaks] if loaded is not None else []
+    speeds = [(a["steps"] - 1) / a["decode_seconds"] for a in answers]
     same = all(a["tokens"] == answers[0]["tokens"] for a in answers)
     return {
         **hello,
         "seconds": spread([a["seconds"] for a in answers]),
         "prefill_seconds": spread([a["prefill_seconds"] for a in answers]),
-        "steps_per_second": spread([(a["steps"] - 1) / a["decode_seconds"] for a in answers]) if new_tokens > 1 else None,
+        "steps_per_second": spread(speeds) if new_tokens > 1 else None,
         "steps": answers[0]["steps"],
         "loaded_bytes": loaded,
         "growth_bytes": spread(growth) if growth else None,
@@ -182,10 +183,10 @@ def compare(rows: list[dict[str, Any]]) -> None:
         }
 
 
-LEGEND = """*steps/s*: decode steps after the prompt, one token per beam each; *steps*: times the engine asked its model for
-logits. *growth*: peak resident memory in a run, less that of the loaded model. *x total*, *x steps/s*, *x growth*: the
-other engine's seconds and growth over ours, our steps/s over its: above 1 is in our favour. *same tokens*: the
-output equals ours."""
+LEGEND = """*steps/s*: decode steps after the prompt, one token per beam each. *steps*: times the engine asked its model for
+logits. *loaded*: resident memory before the first run. *growth*: peak resident memory in a run less *loaded*. *x total*,
+*x steps/s*, *x growth*: the other engine's seconds over ours, our steps/s over its, its growth over ours; above 1 is in
+our favour. *same tokens*: whether the output equals ours, or the place of the first token that does not."""
 
 
 def outcome(row: dict[str, Any]) -> str:
@@ -200,16 +201,17 @@ def growth(row: dict[str, Any]) -> float | None:
 
 
 def result_table(rows: list[dict[str, Any]]) -> str:
-    head = ["engine", "beams", "total s", "least-most", "prefill s", "steps/s", "steps", "loaded MB", "growth MB", "x total",
-            "x steps/s", "x growth", "same tokens"]  # fmt: skip
+    head = ["engine", "beams", "total s", "least-most", "prefill s", "steps/s", "steps", "loaded MB", "growth MB",
+            "x total", "x steps/s", "x growth", "same tokens"]  # fmt: skip
     lines = []
     for row in rows:
         if "seconds" not in row:
             lines.append([row["peer"], row["beams"], outcome(row), *[""] * (len(head) - 3)])
             continue
-        versus = row.get("versus")
-        ratios = [f"{r:.1f}" if r else "?" for r in (versus[k] for k in ("seconds", "steps_per_second", "growth_bytes"))] if versus else [""] * 3
-        same = "" if not versus else "yes" if versus["same_tokens"] else f"first {versus['first_difference']}"
+        ratios, same = [""] * 3, ""
+        if versus := row.get("versus"):
+            ratios = [f"{versus[k]:.1f}" if versus[k] else "?" for k in ("seconds", "steps_per_second", "growth_bytes")]
+            same = "yes" if versus["same_tokens"] else f"no: {versus['first_difference']}"
         seconds, steps = row["seconds"], row["steps_per_second"]
         lines.append([
             row["peer"], row["beams"], f"{seconds['median']:.2f}", f"{seconds['min']:.2f}-{seconds['max']:.2f}",

@@ -1,5 +1,6 @@
 """Reporting: a table for people, a JSON line for programs, a section of docs/benchmarks.md that each command owns."""
 
+import argparse
 import json
 import re
 import shlex
@@ -11,6 +12,13 @@ from typing import Any
 from tools.bench import measure
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+
+
+def add_save_flag(parser: argparse.ArgumentParser) -> None:
+    """--save, see `finish`."""
+    parser.add_argument(
+        "--save", nargs="?", const="", metavar="FILE", help="also write the command's section of docs/benchmarks.md or FILE"
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -36,7 +44,8 @@ def command_line(argv: Sequence[str]) -> str:
 
     def short(word: str) -> str:
         flag, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
-        return f"{flag}{equals}{Path(value).name}" if "/" in value and (value[0] in "/.~" or Path(value).exists()) else word
+        path = "/" in value and (value[0] in "/.~" or Path(value).exists())
+        return f"{flag}{equals}{Path(value).name}" if path else word
 
     return shlex.join(["python", "-m", "tools.bench", *map(short, argv)])
 
@@ -80,5 +89,8 @@ def write_section(page: Path, name: str, text: str) -> None:
     block = f"{begin}\n{text}\n{end}"
     old = page.read_text(encoding="utf-8") if page.exists() else ""
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    new = pattern.sub(lambda _: block, old) if pattern.search(old) else f"{old.rstrip()}\n\n## {name}\n\n{block}\n".lstrip()
+    if pattern.search(old):
+        new = pattern.sub(lambda _: block, old)
+    else:
+        new = f"{old.rstrip()}\n\n## {name}\n\n{block}\n".lstrip()
     page.write_text(new, encoding="utf-8")

@@ -96,7 +96,7 @@ class CTranslate2:
 
         folder = Path(spec["scratch"]) / f"ctranslate2-{spec['dtype']}"
         if not folder.exists():
-            convert = "import sys; sys.modules['kernels'] = None; from ctranslate2.converters.transformers import main; main()"
+            convert = "import sys; sys.modules['kernels'] = None\nfrom ctranslate2.converters import transformers as c; c.main()"
             flags = ["--model", spec["folder"], "--output_dir", str(folder), "--quantization", spec["dtype"]]
             subprocess.run([sys.executable, "-P", "-c", convert, *flags], check=True, stdout=sys.stderr)
         self.vocabulary = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))

@@ -1,0 +1,492 @@
+"""The chat: one reply for pipes, a conversation for terminals, and nothing lost whatever happens in between."""
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import Done, Engine, Text, UsageError, chat
+from engine.conversation import Conversation
+from engine.terminal import Interrupt, Quit, Screen, cells, clip
+from search import Greedy, Trie
+from tools.random_checkpoint import make
+
+ROOT = Path(__file__).parent.parent.parent
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+SHAPE = {"layers": 2, "width": 32, "mlp": 64, "heads": 2, "vocab": 400}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    """A model without chat template and with a context that is soon full."""
+    return make(tmp_path_factory.mktemp("base"), max_positions=128, **SHAPE)["path"]
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory) -> str:
+    return make(tmp_path_factory.mktemp("long"), max_positions=60000, **SHAPE)["path"]
+
+
+@pytest.fixture(scope="module")
+def templated(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("templated")
+    make(folder, max_positions=512, **SHAPE)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(templated) -> Engine:
+    return Engine.load(templated, kv_memory=1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def no_pages_left(request):
+    yield
+    if "engine" in request.fixturenames:
+        pool = request.getfixturevalue("engine").pool
+        pool.check_invariants([])
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Run the chat in this process: (exit code, stdout, stderr)."""
+
+    def run(*argv: str, piped: bytes | None = None, typed: str = "", tty: bool = False) -> tuple[int, str, str]:
+        stdin = Terminal(typed) if piped is None else io.TextIOWrapper(io.BytesIO(piped))
+        out, err = (Terminal(), Terminal()) if tty else (io.StringIO(), io.StringIO())
+        for name, stream in {"stdin": stdin, "stdout": out, "stderr": err}.items():
+            monkeypatch.setattr(sys, name, stream)
+        code = chat.main([*argv, "--kv-memory", "1M"])
+        return code, out.getvalue(), err.getvalue()
+
+    return run
+
+
+def held(conversation: Conversation) -> list[int]:
+    trunk = conversation.session.trunk
+    return trunk.pages if trunk else []
+
+
+def say(conversation: Conversation, user: str, search=None, **options) -> Done:
+    *_, done = conversation.stream(user, search or Greedy(), **({"max_new_tokens": 8} | options))
+    assert isinstance(done, Done)
+    conversation.engine.pool.check_invariants(held(conversation))
+    return done
+
+
+# --- one reply ---
+
+
+def test_piped_reply_is_all_of_stdout(command, base):
+    [result] = Engine.load(base).generate(["Once upon"], Trie(beams=4), max_new_tokens=12)
+    argv = ["--model", base, "--search", "trie", "--max-new-tokens", "12"]
+    assert command(*argv, piped=b"Once upon\n") == (0, result.outputs[0].text + "\n", "")
+    assert command(*argv, piped=b"upon", typed="", *["-p", "Once"])[0] == 0
+    assert command(*argv, "-p", "Once upon") == (0, result.outputs[0].text + "\n", "")
+
+
+def test_flag_and_pipe_are_one_prompt(monkeypatch):
+    args = chat.parser().parse_args(["-p", "Summarise:"])
+    for data, prompt in ((b"a\nb\n", "Summarise:\na\nb"), (b"", "Summarise:"), (b"a\r\n", "Summarise:\na")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        assert chat.one_shot(args) == prompt
+
+
+@pytest.mark.parametrize("piped, words", [(b"", "empty"), (b" \n", "empty"), (b"caf\xe9", "byte 3: 0xe9")])
+def test_bad_input_is_a_usage_error(command, base, piped, words):
+    code, out, err = command("--model", base, piped=piped)
+    assert (code, out) == (2, "") and words in err
+
+
+def test_json_has_the_batch_form(command, base):
+    [result] = Engine.load(base).generate(["Hello"], Trie(beams=3, num_return_sequences=2), max_new_tokens=5)
+    argv = ["--search", "trie", "--beams", "3", "--num-return-sequences", "2", "--max-new-tokens", "5", "--json"]
+    code, out, err = command("--model", base, *argv, piped=b"Hello")
+    [line] = out.splitlines()
+    reply = json.loads(line)
+    assert (code, err) == (0, "") and set(reply) == {"id", "outputs", "stats"}
+    assert [o["token_ids"] for o in reply["outputs"]] == [o.token_ids for o in result.outputs]
+    assert list(reply["outputs"][0]) == ["text", "token_ids", "logprob", "score", "finish_reason"]
+    assert {"prompt_tokens", "reused_tokens", "unshared_nodes_peak"} < set(reply["stats"])
+
+
+def test_stats_go_to_stderr(command, base):
+    code, out, err = command("--model", base, "--max-new-tokens", "4", "--stats", piped=b"Hello")
+    assert code == 0 and "forward passes" in err and "forward passes" not in out
+
+
+@pytest.mark.parametrize(
+    "argv, code, words",
+    [
+        (["--search", "greedy", "--beams", "4"], 2, "no such parameter"),
+        (["--max-new-tokens", "0"], 2, "max_new_tokens"),
+        (["--system", "Be brief"], 2, "no chat template"),
+        (["--search", "trie", "--beams", "999"], 2, "beams"),
+        (["-p", "x" * 400], 2, "context holds 128"),
+        (["--model", "/nowhere"], 3, "/nowhere"),
+    ],
+)
+def test_exit_codes(command, base, argv, code, words):
+    got, out, err = command("--model", base, *argv, piped=b"Hello")
+    assert (got, out) == (code, "") and words in err and "Traceback" not in err
+
+
+def test_memory_and_numerics_have_their_codes(monkeypatch, base, tmp_path):
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert chat.main(["--model", base, "--kv-memory", "8K", "-p", "x" * 60]) == 4
+    make(tmp_path, **SHAPE)
+    data = bytearray((tmp_path / "model.safetensors").read_bytes())
+    data[-4:] = b"\x00\x00\xc0\x7f"  # the last weight: NaN
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert chat.main(["--model", str(tmp_path), "-p", "x"]) == 5
+
+
+# --- conversations ---
+
+
+def test_turns_reuse_the_cache_and_change_nothing(engine):
+    conversation = Conversation(engine, "Be brief")
+    try:
+        for i, (user, search) in enumerate([("Hello", Greedy()), ("And", Trie(beams=5)), ("so on", Greedy())]):
+            ids = conversation.prompt_ids(user)
+            trunk = conversation.session.trunk
+            cached = trunk.tokens[: trunk.cached] if trunk else []
+            same = next((k for k, (a, b) in enumerate(zip(cached, ids, strict=False)) if a != b), len(cached))
+            done = say(conversation, user, search)
+            assert done.result.stats["reused_tokens"] == same and (same > 20 or i == 0)
+            [fresh] = engine.generate([ids], search, max_new_tokens=8)
+            assert done.result.outputs[0].token_ids == fresh.outputs[0].token_ids
+        assert [t.user for t in conversation.turns] == ["Hello", "And", "so on"]
+        text = "".join(span for span, _ in engine.template.render(conversation_messages(conversation)))
+        assert text.startswith("<s>[system]Be brief\n[user]Hello\n[assistant]")
+    finally:
+        conversation.reset()
+    assert not conversation.turns and not held(conversation)
+
+
+def conversation_messages(conversation: Conversation) -> list[dict]:
+    messages = [{"role": "system", "content": conversation.system}]
+    for turn in conversation.turns:
+        messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.reply}]
+    return messages
+
+
+def test_plain_completion_continues_the_text(base):
+    engine = Engine.load(base, kv_memory=1 << 20)
+    conversation = Conversation(engine)
+    first = say(conversation, "Once")
+    assert conversation.text("upon") == "Once" + first.result.outputs[0].text + "\nupon"
+    assert conversation.text(" upon") == "Once" + first.result.outputs[0].text + " upon"
+    assert say(conversation, "upon").result.stats["reused_tokens"] >= 3
+    conversation.reset()
+
+
+@pytest.mark.parametrize("search", [Greedy(), Trie(beams=6)], ids=["greedy", "trie"])
+def test_interrupted_anywhere_keeps_the_partial_turn(engine, monkeypatch, search):
+    monkeypatch.setattr(engine.runner, "budget", 16)  # several chunks of prompt
+    for step in range(1, 16):
+        conversation = Conversation(engine)
+        asked = iter(range(1, 1000))
+        options = {"interrupted": lambda asked=asked, step=step: next(asked) == step, "ignore_eos": True}
+        events = list(conversation.stream("Tell me a long story, please", search, max_new_tokens=64, **options))
+        result = events[-1].result
+        text = "".join(e.text for e in events if isinstance(e, Text))
+        assert text == result.outputs[0].text == conversation.turns[0].reply
+        assert conversation.turns[0].finish_reason == result.outputs[0].finish_reason == "interrupted"
+        assert all(value >= 0 for value in result.stats.values())
+        cached = conversation.session.trunk.cached
+        assert len(held(conversation)) == -(-cached // engine.pool.page_size)  # no branches left
+        engine.pool.check_invariants(held(conversation))
+        assert say(conversation, "Go on").result.stats["reused_tokens"] >= min(cached, 30)
+        conversation.reset()
+
+
+def test_errors_withdraw_the_turn(engine, monkeypatch):
+    conversation = Conversation(engine)
+    say(conversation, "Hello")
+    before, pages = list(conversation.turns), list(held(conversation))
+    with pytest.raises(UsageError, match="context holds 512"):
+        say(conversation, "x" * 500)
+    with pytest.raises(UsageError, match="beams"):
+        say(conversation, "x", Trie(beams=500))
+    with pytest.raises(UsageError):
+        say(conversation, "\udcff")
+    assert conversation.turns == before and held(conversation) == pages
+    logits = engine.runner.model.logits
+    monkeypatch.setattr(engine.runner.model, "logits", lambda x: logits(x) * torch.nan)
+    with pytest.raises(chat.CoppiceError, match="NaN"):
+        say(conversation, "x")
+    monkeypatch.undo()
+    engine.pool.check_invariants(held(conversation))
+    assert conversation.turns == before
+    say(conversation, "still there?")
+    conversation.reset()
+
+
+def test_a_full_context_says_so_with_numbers(engine):
+    conversation = Conversation(engine)
+    with pytest.raises(UsageError, match=r"has \d+ tokens, the model's context holds 512\nan answer needs room for 32"):
+        for _ in range(20):
+            say(conversation, "word " * 10, max_new_tokens=64, ignore_eos=True)
+    assert 2 <= len(conversation.turns) < 10
+    conversation.reset()
+
+
+# --- the screen ---
+
+
+def test_a_terminal_conversation(command, templated):
+    lines = ["Hello", "/set", "/set beams=3", "/set search=trie beams=3 max-new-tokens=5", "/set beams=0 seed=1"]
+    lines += ["/set temperature=2", "/set", "/foo", "//foo", "", "/stats", "/help", "/reset", "/stats", "/clear now"]
+    code, out, err = command("--model", templated, typed="\n".join([*lines, "Bye", ""]), tty=True)
+    assert code == 0 and out.count("> ") == 17
+    assert "parameters, float32" in err and "/help lists the commands" in err and "plain completion" not in err
+    assert "beams: the search 'greedy' has no such parameter" in err
+    assert "seed: the search 'trie' has no such parameter" in err
+    assert re.search(r"beams +3\n", err) and re.search(r"max_new_tokens +5\n", err)
+    assert "/foo: no such command" in err and "prompt " in err
+    assert "1 turns" not in err and "2 turns" in err and "0 turns" in err and " 0 of 1" in err
+
+
+def test_settings_change_all_or_nothing():
+    settings = chat.Settings("trie", {"beams": 4}, 10, False, ())
+    other = settings.changed(chat.assignments('search=sample seed=3 stop="\\n\\n" ignore_eos=true'))
+    assert other.shown()["seed"] == 3 and other.ignore_eos and "beams" not in other.shown()
+    assert other.changed({"search": "trie"}).shown()["beams"] == 4
+    assert settings.changed(chat.assignments("""stop='["a", "b"]' early-stopping=never""")).stop == ("a", "b")
+    assert settings.changed(chat.assignments("stop=")).stop == ()
+    for wrong in ("beams=0", "beams=2.5", "max_new_tokens=0", "max_new_tokens=x", "ignore_eos=1", "seed=1", "what=1",
+                  "search=none", "beams", "=3", "'"):  # fmt: skip
+        with pytest.raises(UsageError):
+            settings.changed(chat.assignments(wrong))
+
+
+def test_other_sequences_are_numbered_on_a_terminal(command, base):
+    argv = ["--model", base, "--search", "trie", "--num-return-sequences", "2", "--max-new-tokens", "4", "-p", "Hello"]
+    assert "2. " in command(*argv, tty=True)[2]
+    assert command(*argv)[2] == "" and "2. " not in command(*argv, "-q", tty=True)[2]
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(Screen, "TICK", 0.005)
+    return lambda **options: Screen(Terminal(), Terminal(), **options)
+
+
+def drawn(screen: Screen) -> str:
+    with screen.status(lambda: ("undecided text", "[… 3 tokens]"), 0.0):
+        screen.text("settled ")
+        deadline = time.monotonic() + 10
+        while screen.lively and not screen._drawn and time.monotonic() < deadline:
+            time.sleep(0.005)
+        screen.text("text")
+    screen.end_line()
+    return screen.err.getvalue()
+
+
+def test_the_status_is_transient_and_on_stderr(screen, monkeypatch):
+    shown = screen()
+    assert "\x1b[2mundecided text [… 3 tokens]\x1b[0m" in drawn(shown)
+    assert shown.err.getvalue().endswith("\x1b[J") and shown.out.getvalue() == "settled text\n"
+    assert not drawn(screen(quiet=True))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "[… 3 tokens]" in (plain := drawn(screen())) and "undecided" not in plain and "\x1b[2m" not in plain
+    monkeypatch.setenv("TERM", "dumb")
+    assert not drawn(screen())
+
+
+def test_status_is_silent_when_all_is_quick(screen):
+    shown = screen()
+    with shown.status(lambda: ("", "[loading]")):
+        time.sleep(0.05)
+    assert not shown.err.getvalue()
+
+
+def test_a_model_cannot_drive_the_terminal(screen):
+    shown = screen()
+    shown.text("a\x1b[2Jb\x7f\x9bc\r\n\té")
+    assert shown.out.getvalue() == "a␛[2Jb␡�c␍\n\té"
+    pipe = Screen(io.StringIO(), io.StringIO())
+    pipe.text("a\x1b[2J")
+    assert pipe.out.getvalue() == "a\x1b[2J"
+
+
+def test_columns(screen):
+    assert [cells(c) for c in "a日\u0301é"] == [1, 2, 0, 1]
+    assert clip("日本語", 6) == "日本語" and clip("日本語", 5) == "日…" and clip("abc", 0) == ""
+    shown = screen()
+    for text, column in (("x" * 40, 40), ("y", 1), ("\n", 0), ("x" * 39 + "日", 2)):
+        shown.text(text)
+        assert shown.column == column
+
+
+def test_the_label_shows_what_beams_agree_on(engine):
+    watch = chat._Watch(engine, Trie(beams=4))
+    assert watch.label() == ("", "[reading the prompt]")
+    for event in engine.stream("Once upon a time", watch.search, max_new_tokens=20, ignore_eos=True):
+        watch.see(event)
+        tail, remark = watch.label()
+        if watch.best:
+            assert remark == f"[… {len(watch.best)} tokens, 4 beams, {len(watch.best) - watch.settled} undecided]"
+            assert engine.tokenizer.decode(watch.best) == watch.text + tail or not tail
+
+
+# --- Ctrl-C ---
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_interrupt_is_a_flag_and_the_second_leaves(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupt() as interrupt:
+        with pytest.raises(KeyboardInterrupt) as raised, interrupt.prompting():
+            press()
+        assert not isinstance(raised.value, Quit) and not interrupt.pressed
+        press()
+        assert interrupt.pressed
+        with pytest.raises(Quit):
+            press()
+        monkeypatch.setattr(interrupt, "_last", time.monotonic() - 3)
+        press()
+        with pytest.raises(Quit), interrupt.prompting():
+            assert not interrupt.pressed
+            press()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_ignored_interrupt_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            press()
+            assert not interrupt.pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# --- as processes ---
+
+
+def spawn(*argv: str, **options) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    environment |= options.pop("environment", {})
+    return subprocess.Popen(
+        [sys.executable, "-m", "engine.chat", "--kv-memory", "64M", *argv],
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
+    )
+
+
+class Typist:
+    """Somebody at the terminal of a process."""
+
+    def __init__(self, *argv: str):
+        self.master, slave = pty.openpty()
+        self.process = spawn(*argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        os.close(slave)
+        self.seen = b""
+
+    def wait_for(self, pattern: str) -> None:
+        deadline = time.monotonic() + 60
+        while not (found := re.search(pattern.encode(), self.seen, re.DOTALL)):
+            assert time.monotonic() < deadline, (pattern, self.seen[-2000:])
+            if select.select([self.master], [], [], 1)[0]:
+                with contextlib.suppress(OSError):
+                    self.seen += os.read(self.master, 65536)
+        self.seen = self.seen[found.end() :]
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def leave(self) -> int:
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+            os.close(self.master)
+
+
+def test_a_person_at_a_terminal(long):
+    typist = Typist("--model", long, "--search", "trie", "--beams", "4", "--ignore-eos", "--max-new-tokens", "50000")
+    typist.wait_for(r"> ")
+    typist.type("half a line")
+    typist.wait_for("half a line")
+    typist.interrupt()  # clears the line
+    typist.wait_for(r"> ")
+    typist.type("Once upon a time\n")
+    typist.wait_for(r"time\r\n.{20}")
+    typist.interrupt()
+    typist.wait_for(r"\[interrupted\].*> ")
+    time.sleep(Interrupt.TWICE + 0.1)
+    typist.type("/stats\n")
+    typist.wait_for(r"tokens \(interrupted\).*1 turns.*> ")
+    typist.type("go on\n")
+    typist.wait_for(r"go on\r\n.{20}")
+    typist.interrupt()
+    typist.wait_for(r"\[interrupted\].*> ")
+    typist.interrupt()
+    assert typist.leave() == 130
+
+
+def test_end_of_input_leaves(long):
+    typist = Typist("--model", long)
+    typist.wait_for(r"plain completion.*> ")
+    typist.type("\x04")
+    assert typist.leave() == 0
+
+
+def test_an_interrupted_pipe_gets_the_partial_text(long):
+    with spawn("--model", long, "-p", "Hello", "--ignore-eos", "--max-new-tokens", "50000",
+               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # fmt: skip
+        assert process.stdout and process.stdout.read(10)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and out.endswith(b"\n") and b"Traceback" not in err
+
+
+def test_a_closed_pipe_is_quiet(long):
+    with spawn("--model", long, "-p", "Hello", "--ignore-eos", "--max-new-tokens", "50000",
+               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # fmt: skip
+        assert process.stdout and process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr and process.stderr.read() == b""
+    assert process.wait(30) == 141
+
+
+def test_utf8_in_any_locale(base):
+    argv = ["--model", base, "--max-new-tokens", "30", "--ignore-eos"]
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    with spawn(*argv, environment=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        out, _ = process.communicate("Café 日本".encode(), timeout=60)
+    [result] = Engine.load(base).generate(["Café 日本"], Greedy(), max_new_tokens=30, ignore_eos=True)
+    assert out.decode() == result.outputs[0].text + "\n" and not out.isascii()
