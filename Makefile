@@ -51,10 +51,8 @@ gpu:
 	if [ -z "$$name" ]; then echo "no GPU here: nothing to do"; exit 0; fi; \
 	echo "GPU: $$name"; \
 	$$py -m pytest -m gpu tests $(ARGS) || [ $$? -eq 5 ]; \
-	if [ -e tools/bench.py ] || [ -e tools/bench/__main__.py ]; then \
-		$$py -m tools.bench kv; \
-		$$py -m tools.bench speed; \
-	fi
+	$$py -m tools.bench kv --random; \
+	$$py -m tools.bench peers --random
 
 .venv/.installed-test: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

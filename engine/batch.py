@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -78,7 +78,9 @@ def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdo
 def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] | None) -> int:
     """Serve the input to its end. Raises CoppiceError for what is wrong with the whole run."""
     make_search(args.search, search_params(args))  # a wrong command line is told before anything is loaded
-    with closing(_open_input(args, stdin)) as source, closing(Sink.open(args, source, stdout)) as sink:
+    source = _open_input(args, stdin)
+    # A pipe is left to the end of the process: closing it would wait for the thread that reads it.
+    with source if source.seekable() else nullcontext(), closing(Sink.open(args, source, stdout)) as sink:
         engine = load_engine(args)
         meter = Meter(engine, args, source)
         records = Records(source, engine, args, sink.kept)
@@ -88,8 +90,9 @@ def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] |
                     meter.count(outcome)
                     sink.put(i, answer(records.finish(i), outcome))
         except KeyboardInterrupt:
-            there = f"{sink.lines} answers are in {sink.name}"
-            raise KeyboardInterrupt(there + ("; the same command with --resume goes on" if sink.file else "")) from None
+            if sink.file is None:
+                raise
+            raise KeyboardInterrupt(f"{args.output} has the answers so far; the same with --resume goes on") from None
         finally:
             meter.clear()
         if records.index < len(sink.kept):
@@ -342,9 +345,7 @@ def answer(place: Place, outcome: SearchResult | CoppiceError) -> dict[str, Any]
     if isinstance(outcome, CoppiceError):
         message = f"line {place.line}: {'; '.join(str(outcome).splitlines())}"
         return {"id": place.id, "error": {"code": outcome.code, "message": message}}
-    keys = ("text", "token_ids", "logprob", "score", "finish_reason")
-    outputs = [{key: getattr(output, key) for key in keys} for output in outcome.outputs]
-    return {"id": place.id, "outputs": outputs, "stats": outcome.stats}
+    return outcome.record(place.id)
 
 
 # --- files ---

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from engine import cli
-from engine.conversation import Conversation, figures, mib, record
+from engine.conversation import Conversation, figures, mib
 from engine.engine import Done, Engine, Prefill, Progress, Text
 from engine.errors import CoppiceError, UsageError
 from engine.requests import Output, Search, SearchResult
 from engine.stopping import StopStrings
-from engine.terminal import Interrupt, Quit, Screen
+from engine.terminal import Interrupt, Quit, Screen, no_echo
 from engine.version import __version__
 from models.checkpoint import Checkpoint
 from search.base import REGISTRY, make_search, parameters
@@ -71,6 +71,7 @@ class Settings:
         if "stop" in limits:
             stop = limits["stop"]
             limits["stop"] = tuple(stop) if isinstance(stop, list) else (str(stop),) if stop != "" else ()
+        make_search(name, {})
         make_search(name, {key: value for key, value in self.params.items() if key in parameters(name)} | changes)
         return dataclasses.replace(self, search=name, params={**self.params, **changes}, **limits)
 
@@ -130,7 +131,7 @@ class Chat:
         assert result is not None
         self.last = result
         if self.as_json:
-            self.screen.text(json.dumps(record(self.replies, result), ensure_ascii=False) + "\n")
+            self.screen.text(json.dumps(result.record(self.replies), ensure_ascii=False) + "\n")
         else:
             self.screen.end_line()
         self.replies += 1
@@ -194,7 +195,8 @@ class Chat:
             if command is None:
                 raise UsageError(f"{name}: no such command", remedy="/help lists them; //text sends /text to the model")
             return bool(command(self, rest.strip()))
-        self.reply(line.removeprefix("/") if line.startswith("//") else line)
+        with no_echo():
+            self.reply(line.removeprefix("/") if line.startswith("//") else line)
         return False
 
     # --- commands ---
@@ -223,8 +225,9 @@ class Chat:
         held = trunk.cached if trunk else 0
         context = self.engine.shape.max_positions
         lines = [figures(self.last)] if self.last else []
+        turns = len(self.conversation.turns)
         lines += [
-            f"context  {held}{f' of {context}' if context else ''} tokens cached, {len(self.conversation.turns)} turns",
+            f"context  {held}{f' of {context}' if context else ''} tokens cached, {turns} turn{'s' * (turns != 1)}",
             f"pool     {pool.used_pages} of {pool.pages} pages in use, {mib(pool.used_pages * pool.page_bytes)}",
         ]
         self.screen.note("\n".join(lines))
@@ -386,7 +389,8 @@ def chat(args: argparse.Namespace) -> int:
     """Run the command line. Returns the exit code; raises CoppiceError."""
     make_search(args.search, cli.search_params(args))
     settings = Settings(args.search, cli.search_params(args), **cli.limits(args))
-    settings.changed({"max_new_tokens": args.max_new_tokens})
+    if sys.stdout is None:
+        raise BrokenPipeError("stdout is closed")
     prompt = one_shot(args)
     # Whatever the locale. Bytes that are not UTF-8 come in as surrogates, which are refused when the text is encoded.
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stderr, "backslashreplace")):

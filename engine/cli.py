@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import errno
 import inspect
 import os
 import re
@@ -213,6 +214,9 @@ def run(main: Callable[[], int], verbose: bool = False) -> int:
     except CoppiceError as error:
         return _fail(error.exit_code, f"error: {error}", verbose)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            _discard_stdout()
+            return _fail(2, f"error: the output cannot be written: {error.strerror}", verbose)
         what = f"{type(error).__name__}: {error}".rstrip(": ")
         remedy = "" if verbose else "\n-v shows where"
         return _fail(1, f"error: {what}\nthis is a bug of ours, please report it{remedy}", verbose)

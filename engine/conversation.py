@@ -114,13 +114,6 @@ class Conversation:
         return stripped + best.text
 
 
-def record(number: int | str, result: SearchResult) -> dict[str, Any]:
-    """A reply as the batch writes it."""
-    keys = ("text", "token_ids", "logprob", "score", "finish_reason")
-    outputs = [{key: getattr(output, key) for key in keys} for output in result.outputs]
-    return {"id": number, "outputs": outputs, "stats": result.stats}
-
-
 def figures(result: SearchResult) -> str:
     """A reply's statistics for people."""
     stats = dict(result.stats)

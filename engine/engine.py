@@ -397,9 +397,10 @@ class Engine:
                 trunk_and_branches = 2 if kind else 1  # each may leave its last page half empty
                 return other.slots(prompt, new)[kind] + trunk_and_branches * (pool.page_size - 1)
 
+            sure = f", and {most(1)} if the beams share nothing" if most(1) else ""
             remedy = (
-                f"the largest beam count that fits is {most(0)}, and {most(1)} fits even if the beams share nothing; "
-                f"or give --kv-memory at least {_size(least * unit)}, or fewer --max-new-tokens"
+                f"the largest beam count that fits is {most(0)}{sure}; or give --kv-memory at least "
+                f"{_size(least * unit)}, or fewer --max-new-tokens"
             )
         raise KVMemoryError(
             f"the KV cache holds {room} tokens ({_size(room * unit)}), this needs at least {least}",
@@ -426,7 +427,11 @@ class Engine:
         if isinstance(run.error, CoppiceError):
             return run.error
         if run.error is not None:
-            raise run.error
+            error = CoppiceError(
+                f"the search failed: {run.error!r}", remedy="this is a bug of coppice: please report it"
+            )
+            error.__cause__ = run.error
+            return error
         assert run.result is not None
         result = run.result
         result.outputs = [replace(o, text=self._text(o, job.stops)) for o in result.outputs]

@@ -65,6 +65,12 @@ class SearchResult:
     outputs: list[Output]
     stats: dict[str, Any] = field(default_factory=dict)
 
+    def record(self, id: int | str) -> dict[str, Any]:
+        """The result as a batch's output line has it."""
+        keys = ("text", "token_ids", "logprob", "score", "finish_reason")
+        outputs = [{key: getattr(output, key) for key in keys} for output in self.outputs]
+        return {"id": id, "outputs": outputs, "stats": self.stats}
+
 
 @dataclass(frozen=True)
 class Task:

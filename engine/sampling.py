@@ -5,7 +5,6 @@ the argmax of warped log-probabilities plus that vector. Nothing is streamed fro
 not depend on batching, pruning or drafting.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -31,11 +30,11 @@ class Warp:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
-            raise UsageError(f"temperature: expected a number >= 0, got {self.temperature!r}")
+        if not (_is_number(self.temperature) and (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6)):
+            raise UsageError(f"temperature: expected 0 or a number from 1e-6 to 1e6, got {self.temperature!r}")
         if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 0:
             raise UsageError(f"top_k: expected an integer >= 0 (0 keeps all tokens), got {self.top_k!r}")
-        if not (isinstance(self.top_p, int | float) and 0 < self.top_p <= 1):
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise UsageError(f"top_p: expected a number in (0, 1], got {self.top_p!r}")
 
     def __call__(self, logp_NV: Tensor) -> Tensor:
@@ -53,6 +52,10 @@ class Warp:
             gone_NV[:, -1] = False
             scores_NV = scores_NV.masked_fill(torch.zeros_like(gone_NV).scatter_(-1, order_NV, gone_NV), float("-inf"))
         return scores_NV if scores_NV is logp_NV else torch.log_softmax(scores_NV, -1)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _mix(x):

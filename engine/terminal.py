@@ -1,10 +1,12 @@
 """A chat's screen: replies on stdout, everything else on stderr, and Ctrl-C that never tears anything."""
 
 import contextlib
+import io
 import os
 import shutil
 import signal
 import sys
+import termios
 import threading
 import time
 import unicodedata
@@ -33,7 +35,7 @@ class Screen:
     LINES = 2  # that a status may reach below the text's last line
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None, *, quiet: bool = False):
-        self.out, self.err, self.quiet = out or sys.stdout, err or sys.stderr, quiet
+        self.out, self.err, self.quiet = out or sys.stdout, err or sys.stderr or io.StringIO(), quiet
         self.tty = self.out.isatty()
         self.color = self.tty and self.err.isatty() and not os.environ.get("NO_COLOR") and self._capable
         self.lively = self.tty and self.err.isatty() and not quiet and self._capable
@@ -153,6 +155,23 @@ def clip(text: str, width: int) -> str:
     while end < len(text) and (room := room - cells(text[end])) >= 0:
         end += 1
     return text if end == len(text) else text[: max(0, end - 1)] + "…" * (width > 0)
+
+
+@contextlib.contextmanager
+def no_echo() -> Iterator[None]:
+    """Keep what is typed meanwhile off the screen; it is there at the next prompt. For terminals, elsewhere nothing."""
+    try:
+        number = sys.stdin.fileno()
+        before = termios.tcgetattr(number)
+    except (OSError, ValueError, AttributeError, termios.error):
+        yield
+        return
+    after = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(number, termios.TCSANOW, after)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(number, termios.TCSANOW, before)
 
 
 class Quit(KeyboardInterrupt):

@@ -5,6 +5,7 @@ candidates, end-of-sequence handling, length penalty and stopping rules of trans
 that definition. Pruning is immediate, as freeing a slot costs nothing.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,8 +56,8 @@ class Trie:
             raise UsageError(f"beams: expected an integer >= 1, got {self.beams!r}")
         if isinstance(self.length_penalty, bool) or not isinstance(self.length_penalty, int | float):
             raise UsageError(f"length_penalty: expected a number, got {self.length_penalty!r}")
-        if not abs(self.length_penalty) <= 100:
-            raise UsageError(f"length_penalty: expected a number from -100 to 100, got {self.length_penalty!r}")
+        if not abs(self.length_penalty) <= 20:  # lengths to this power must stay within a float
+            raise UsageError(f"length_penalty: expected a number from -20 to 20, got {self.length_penalty!r}")
         if not isinstance(self.early_stopping, bool | str) or self.early_stopping not in EARLY_STOPPING:
             raise UsageError(f"early_stopping: expected false, true or never, got {self.early_stopping!r}")
         n = self.num_return_sequences
@@ -83,7 +84,7 @@ class Trie:
                 break
             scores = [sums[i] for i in going]
             length = task.max_new_tokens if mode == "never" and self.length_penalty > 0 else step
-            worst = done[-1].score if len(done) == self.beams else -1e9
+            worst = done[-1].score if len(done) == self.beams else -math.inf
             if not scores[0] / length**self.length_penalty > worst:  # 6.
                 break
             if len(done) >= self.num_return_sequences and done[self.num_return_sequences - 1].score >= self._bound(

@@ -77,7 +77,10 @@ def command(monkeypatch):
         out, err = (Terminal(), Terminal()) if tty else (io.StringIO(), io.StringIO())
         for name, stream in {"stdin": stdin, "stdout": out, "stderr": err}.items():
             monkeypatch.setattr(sys, name, stream)
-        code = chat.main([*argv, "--kv-memory", "1M"])
+        try:
+            code = chat.main([*argv, "--kv-memory", "1M"])
+        except SystemExit as end:
+            code = end.code
         return code, out.getvalue(), err.getvalue()
 
     return run
@@ -102,7 +105,6 @@ def test_piped_reply_is_all_of_stdout(command, base):
     [result] = Engine.load(base).generate(["Once upon"], Trie(beams=4), max_new_tokens=12)
     argv = ["--model", base, "--search", "trie", "--max-new-tokens", "12"]
     assert command(*argv, piped=b"Once upon\n") == (0, result.outputs[0].text + "\n", "")
-    assert command(*argv, piped=b"upon", typed="", *["-p", "Once"])[0] == 0
     assert command(*argv, "-p", "Once upon") == (0, result.outputs[0].text + "\n", "")
 
 
@@ -140,7 +142,7 @@ def test_stats_go_to_stderr(command, base):
     "argv, code, words",
     [
         (["--search", "greedy", "--beams", "4"], 2, "no such parameter"),
-        (["--max-new-tokens", "0"], 2, "max_new_tokens"),
+        (["--max-new-tokens", "0"], 2, "max-new-tokens"),
         (["--system", "Be brief"], 2, "no chat template"),
         (["--search", "trie", "--beams", "999"], 2, "beams"),
         (["-p", "x" * 400], 2, "context holds 128"),
@@ -266,7 +268,7 @@ def test_a_terminal_conversation(command, templated):
     assert "seed: the search 'trie' has no such parameter" in err
     assert re.search(r"beams +3\n", err) and re.search(r"max_new_tokens +5\n", err)
     assert "/foo: no such command" in err and "prompt " in err
-    assert "1 turns" not in err and "2 turns" in err and "0 turns" in err and " 0 of 1" in err
+    assert "2 turns" in err and "0 turns" in err and " 0 of 512 pages" in err
 
 
 def test_settings_change_all_or_nothing():
@@ -277,7 +279,7 @@ def test_settings_change_all_or_nothing():
     assert settings.changed(chat.assignments("""stop='["a", "b"]' early-stopping=never""")).stop == ("a", "b")
     assert settings.changed(chat.assignments("stop=")).stop == ()
     for wrong in ("beams=0", "beams=2.5", "max_new_tokens=0", "max_new_tokens=x", "ignore_eos=1", "seed=1", "what=1",
-                  "search=none", "beams", "=3", "'"):  # fmt: skip
+                  "search=none", "search=[]", "beams", "=3", "'"):  # fmt: skip
         with pytest.raises(UsageError):
             settings.changed(chat.assignments(wrong))
 
@@ -413,14 +415,16 @@ class Typist:
         os.close(slave)
         self.seen = b""
 
-    def wait_for(self, pattern: str) -> None:
+    def wait_for(self, pattern: str, poke=lambda: None) -> None:
         deadline = time.monotonic() + 60
         while not (found := re.search(pattern.encode(), self.seen, re.DOTALL)):
             assert time.monotonic() < deadline, (pattern, self.seen[-2000:])
-            if select.select([self.master], [], [], 1)[0]:
+            if select.select([self.master], [], [], 3)[0]:
                 with contextlib.suppress(OSError):
                     self.seen += os.read(self.master, 65536)
-        self.seen = self.seen[found.end() :]
+            else:
+                poke()
+        self.before, self.seen = self.seen[: found.start()], self.seen[found.end() :]
 
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
@@ -428,41 +432,50 @@ class Typist:
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
-    def leave(self) -> int:
-        try:
-            return self.process.wait(30)
-        finally:
-            self.process.kill()
-            os.close(self.master)
+    def __enter__(self) -> "Typist":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
 
 
 def test_a_person_at_a_terminal(long):
-    typist = Typist("--model", long, "--search", "trie", "--beams", "4", "--ignore-eos", "--max-new-tokens", "50000")
-    typist.wait_for(r"> ")
-    typist.type("half a line")
-    typist.wait_for("half a line")
-    typist.interrupt()  # clears the line
-    typist.wait_for(r"> ")
-    typist.type("Once upon a time\n")
-    typist.wait_for(r"time\r\n.{20}")
-    typist.interrupt()
-    typist.wait_for(r"\[interrupted\].*> ")
-    time.sleep(Interrupt.TWICE + 0.1)
-    typist.type("/stats\n")
-    typist.wait_for(r"tokens \(interrupted\).*1 turns.*> ")
-    typist.type("go on\n")
-    typist.wait_for(r"go on\r\n.{20}")
-    typist.interrupt()
-    typist.wait_for(r"\[interrupted\].*> ")
-    typist.interrupt()
-    assert typist.leave() == 130
+    argv = ["--model", long, "--search", "trie", "--beams", "4", "--ignore-eos", "--max-new-tokens", "50000"]
+    with Typist(*argv) as typist:
+        typist.wait_for(r"> ")
+        typist.type("half a line")
+        typist.wait_for("half a line")
+        typist.interrupt()  # clears the line
+        typist.wait_for(r"> ", poke=typist.interrupt)  # Python overlooks a signal right before readline's select()
+        typist.type("Once upon a time\n")
+        typist.wait_for(r"time\r\n.{20}")
+        typist.type("/sta")  # not shown before the prompt is back
+        time.sleep(0.2)
+        typist.interrupt()
+        typist.wait_for(r"\[interrupted\].*> ")
+        assert b"/sta" not in typist.before
+        time.sleep(Interrupt.TWICE + 0.1)
+        typist.type("ts\n")
+        typist.wait_for(r"tokens \(interrupted\).*1 turn.*> ")
+        for _ in range(5):  # a busy machine may take more than two seconds for the two
+            typist.type("go on\n")
+            typist.wait_for(r"on\r\n.{20}")
+            typist.interrupt()
+            typist.wait_for(r"\[interrupted\]")
+            typist.interrupt()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                assert typist.process.wait(5) == 130
+                return
+        raise AssertionError("the second Ctrl-C did not end the chat")
 
 
 def test_end_of_input_leaves(long):
-    typist = Typist("--model", long)
-    typist.wait_for(r"plain completion.*> ")
-    typist.type("\x04")
-    assert typist.leave() == 0
+    with Typist("--model", long) as typist:
+        typist.wait_for(r"plain completion.*> ")
+        typist.type("\x04")
+        assert typist.process.wait(30) == 0
 
 
 def test_an_interrupted_pipe_gets_the_partial_text(long):

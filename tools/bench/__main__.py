@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from engine.errors import CoppiceError
+from engine import cli
 from tools.bench import kv, peers
 
 
@@ -12,18 +12,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    parser.add_argument("-v", "--verbose", action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (kv, peers):
         command.add_parser(commands)
     args = parser.parse_args(words)
-    try:
+
+    def work() -> int:
         args.run(args, words)
-    except CoppiceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        return 0
+
+    return cli.run(work, args.verbose)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Worker:
     def __init__(self, python: str, spec: dict[str, Any]):
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
         environment |= {"OMP_NUM_THREADS": str(spec["threads"]), "HF_HUB_OFFLINE": "1"}
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115: closed with the process
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
                 [python, "-P", str(Path(__file__).with_name("worker.py")), json.dumps(spec)],
@@ -143,7 +143,7 @@ def measure(python: str, spec: dict[str, Any], prompt: list[int], new_tokens: in
     except PeerFailed as error:
         return {"failed": str(error)}
     growth = [peak - loaded for peak in peaks] if loaded is not None else []
-    speeds = [(a["steps"] - 1) / a["decode_seconds"] for a in answers]
+    speeds = [((a["steps"] or new_tokens) - 1) / a["decode_seconds"] for a in answers]
     same = all(a["tokens"] == answers[0]["tokens"] for a in answers)
     return {
         **hello,
@@ -183,10 +183,10 @@ def compare(rows: list[dict[str, Any]]) -> None:
         }
 
 
-LEGEND = """*steps/s*: decode steps after the prompt, one token per beam each. *steps*: times the engine asked its model for
-logits. *loaded*: resident memory before the first run. *growth*: peak resident memory in a run less *loaded*. *x total*,
-*x steps/s*, *x growth*: the other engine's seconds over ours, our steps/s over its, its growth over ours; above 1 is in
-our favour. *same tokens*: whether the output equals ours, or the place of the first token that does not."""
+LEGEND = """*steps/s*: decode steps after the prompt, one token per beam each. *steps*: times the engine asked its model
+for logits. *loaded*: resident memory before the first run. *growth*: peak resident memory in a run less *loaded*. *x
+total*, *x steps/s*, *x growth*: the other engine's seconds over ours, our steps/s over its, its growth over ours; above
+1 is in our favour. *same tokens*: whether the output equals ours, or the place of the first token that differs."""
 
 
 def outcome(row: dict[str, Any]) -> str:
@@ -215,7 +215,7 @@ def result_table(rows: list[dict[str, Any]]) -> str:
         seconds, steps = row["seconds"], row["steps_per_second"]
         lines.append([
             row["peer"], row["beams"], f"{seconds['median']:.2f}", f"{seconds['min']:.2f}-{seconds['max']:.2f}",
-            f"{row['prefill_seconds']['median']:.2f}", f"{steps['median']:.1f}" if steps else "", row["steps"],
+            f"{row['prefill_seconds']['median']:.2f}", f"{steps['median']:.1f}" if steps else "", row["steps"] or "?",
             megabytes(row["loaded_bytes"]), megabytes(growth(row)), *ratios, same,
         ])  # fmt: skip
     return table(head, lines)

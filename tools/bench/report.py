@@ -16,9 +16,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 def add_save_flag(parser: argparse.ArgumentParser) -> None:
     """--save, see `finish`."""
-    parser.add_argument(
-        "--save", nargs="?", const="", metavar="FILE", help="also write the command's section of docs/benchmarks.md or FILE"
-    )
+    told = "also write the command's section of docs/benchmarks.md, or of FILE"
+    parser.add_argument("--save", nargs="?", const="", metavar="FILE", help=told)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -96,9 +96,9 @@ class CTranslate2:
 
         folder = Path(spec["scratch"]) / f"ctranslate2-{spec['dtype']}"
         if not folder.exists():
-            convert = "import sys; sys.modules['kernels'] = None\nfrom ctranslate2.converters import transformers as c; c.main()"
+            convert = "import sys; sys.modules['kernels'] = None; from ctranslate2.converters import transformers as t"
             flags = ["--model", spec["folder"], "--output_dir", str(folder), "--quantization", spec["dtype"]]
-            subprocess.run([sys.executable, "-P", "-c", convert, *flags], check=True, stdout=sys.stderr)
+            subprocess.run([sys.executable, "-P", "-c", f"{convert}; t.main()", *flags], check=True, stdout=sys.stderr)
         self.vocabulary = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
         self.generator = ctranslate2.Generator(
             str(folder), device="cpu", compute_type=spec["dtype"], inter_threads=1, intra_threads=spec["threads"]
@@ -122,7 +122,7 @@ class CTranslate2:
         _, prefill = run(1)  # it tells no times of its own
         tokens, total = run(new_tokens)
         return {"tokens": tokens, "seconds": total, "prefill_seconds": prefill, "decode_seconds": total - prefill,
-                "steps": new_tokens}  # fmt: skip
+                "steps": None}  # fmt: skip
 
 
 ENGINES = {"coppice": Coppice, "transformers": Transformers, "ctranslate2": CTranslate2}

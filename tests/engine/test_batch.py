@@ -1,0 +1,434 @@
+"""The batch command line: its records, its errors, its files."""
+
+import errno
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import batch
+from engine.engine import Engine
+from tools.random_checkpoint import make
+
+ROOT = Path(__file__).parent.parent.parent
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make(folder, layers=2, width=32, mlp=48, heads=4, kv_heads=2, vocab=300, max_positions=64, scale=1.5)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return Engine.load(folder, threads=1, kv_memory=1 << 20)
+
+
+class Run:
+    """Calls the command line in this process, with an engine that is loaded once."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+
+    def __call__(self, lines: Any, *flags: str | Path) -> tuple[int, list[dict[str, Any]]]:
+        if not isinstance(lines, bytes):
+            lines = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        out = io.BytesIO()
+        code = batch.main(["--max-new-tokens", "6", *map(str, flags)], io.BytesIO(lines), out)
+        assert self.engine.pool.used_pages == 0
+        assert out.getvalue()[-1:] in (b"", b"\n")
+        return code, [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+@pytest.fixture
+def run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(batch, "load_engine", lambda args: engine)
+    return Run(engine)
+
+
+def tokens(record: dict[str, Any]) -> list[int]:
+    return record["outputs"][0]["token_ids"]
+
+
+def said(record: dict[str, Any]) -> list[Any]:
+    """The outputs without their log-probabilities, whose last bits depend on what else is in the pass."""
+    return [(output["text"], output["token_ids"], output["finish_reason"]) for output in record["outputs"]]
+
+
+def test_answers(run: Run, engine: Engine):
+    lines = [{"prompt": "ab"}, {"id": "é\ud800", "prompt_ids": [5, 6]}, {"id": 7, "prompt": ""}]
+    code, records = run(lines, "--search", "trie", "--beams", "3", "--num-return-sequences", "2", "--ignore-eos")
+    assert code == 0
+    assert [r["id"] for r in records] == [0, "é\ud800", 7]
+    for record in records:
+        assert list(record) == ["id", "outputs", "stats"] and len(record["outputs"]) == 2
+        for output in record["outputs"]:
+            assert list(output) == ["text", "token_ids", "logprob", "score", "finish_reason"]
+            assert (
+                output["text"] == engine.tokenizer.decode(output["token_ids"]) and output["finish_reason"] == "length"
+            )
+            assert output["score"] == pytest.approx(output["logprob"] / 6)
+        promised = """prompt_tokens new_tokens forward_passes nodes_evaluated prefill_seconds decode_seconds
+            kv_bytes_peak kv_bytes_per_token live_nodes_peak unshared_nodes_peak"""
+        assert set(promised.split()) <= set(record["stats"])
+    assert records[1]["stats"]["prompt_tokens"] == 2 and records[1]["stats"]["new_tokens"] == 6
+
+
+def test_a_batch_is_its_lines_alone(run: Run):
+    lines = [{"prompt": "x" * (i % 7), "params": {"max_new_tokens": 1 + i % 9}} for i in range(40)]
+    lines[3]["params"] |= {"search": "sample", "seed": 5, "num_return_sequences": 3}
+    code, together = run(lines, "--search", "trie", "--beams", "4")
+    assert code == 0 and [r["id"] for r in together] == list(range(40))
+    for i in (0, 3, 8, 17, 39):
+        _, [alone] = run([lines[i]], "--search", "trie", "--beams", "4")
+        for a, b in zip(alone["outputs"], together[i]["outputs"], strict=True):
+            assert a["token_ids"] == b["token_ids"] and a["logprob"] == pytest.approx(b["logprob"], abs=1e-5)
+
+
+def test_params_override_the_command_line(run: Run):
+    _, [trie] = run([{"prompt": "ab"}], "--search", "trie", "--beams", "2")
+    _, [greedy] = run([{"prompt": "ab"}])
+    lines = [
+        {"prompt": "ab"},
+        {"prompt": "ab", "params": {"search": "greedy"}},  # does not inherit --beams
+        {"prompt": "ab", "params": {"search": "trie", "beams": 1}},
+        {"prompt": "ab", "params": {"search": "sample", "top_k": 1, "max_new_tokens": 2, "ignore_eos": True}},
+        {"prompt": "ab", "params": {"search": "greedy", "beams": 2}},
+        {"prompt": "ab", "params": {"search": "greedy", "eos_token_ids": tokens(greedy)[:1]}},
+        {"prompt": "ab", "params": {"search": "greedy", "stop": "g"}},
+    ]
+    code, records = run(lines, "--search", "trie", "--beams", "2")
+    assert code == 2
+    assert said(records[0]) == said(trie)
+    assert said(records[1]) == said(greedy)
+    assert tokens(records[2]) == tokens(greedy)
+    assert tokens(records[3]) == tokens(greedy)[:2]
+    assert records[4]["error"] == {
+        "code": "usage",
+        "message": "line 5: beams: the search 'greedy' has no such parameter; searches that have it: trie",
+    }
+    assert tokens(records[5]) == tokens(greedy)[:1] and records[5]["outputs"][0]["finish_reason"] == "eos"
+    text = greedy["outputs"][0]["text"]
+    assert said(records[6])[0] == (text[: text.index("g")], tokens(records[6]), "stop")
+    assert tokens(records[6]) == tokens(greedy)[: len(tokens(records[6]))]
+
+
+BAD = [
+    (b"{", "malformed JSON"),
+    (b"[1]", "expected a JSON object, got [1]"),
+    (b"null", "expected a JSON object, got null"),
+    (b'{"prompt": "\xff"}', "not valid UTF-8: byte 0xFF at 12"),
+    (b'{"prompt": "a", "params": {"length_penalty": NaN}}', "NaN"),
+    (b'{"prompt": "a", "params": {"length_penalty": 1e999}}', "out of range"),
+    (b'{"prompt": "a", "params": {"seed": 99999999999999999999}}', "out of range"),
+    (b'{"prompt": "a", "params": {"seed": ' + b"1" * 5000 + b"}}", "out of range"),
+    (b'{"a":' * 100_000, "malformed JSON: nested too deep"),
+    (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' occurs twice"),
+    ({}, "expected one of prompt, messages and prompt_ids, got none"),
+    ({"prompt": "a", "prompt_ids": [1]}, "got prompt and prompt_ids"),
+    ({"promt": "a"}, "promt: no such key; did you mean prompt?"),
+    ({"prompt": "a", "zzz\ud800": 1}, "no such key; known: id, "),
+    ({"prompt": 3}, "prompt: expected a string, got 3"),
+    ({"prompt": "\ud800"}, "lone surrogate"),
+    ({"prompt": "a" * 300}, "the model's context holds 64"),
+    ({"prompt_ids": []}, "the prompt is empty"),
+    ({"prompt_ids": [1, 300]}, "expected token ids from 0 to 299, got 300; token 1"),
+    ({"prompt_ids": [True]}, "prompt_ids: expected a list of integers, got [true]"),
+    ({"prompt_ids": "abc"}, "prompt_ids: expected a list of integers"),
+    ({"messages": []}, "at least one message"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content: expected a string, got none"),
+    ({"messages": [{"role": 1, "content": ""}]}, "messages[0].role: expected a string, got 1"),
+    ({"messages": ["hi"]}, 'messages[0]: expected an object, got "hi"'),
+    ({"id": None, "prompt": "a"}, "id: expected a string or an integer, got null"),
+    ({"id": True, "prompt": "a"}, "id: expected a string or an integer, got true"),
+    ({"prompt": "a", "params": []}, "params: expected an object"),
+    ({"prompt": "a", "params": {"num_beams": 3}}, "params.num_beams: no such key; did you mean beams?"),
+    ({"prompt": "a", "params": {"search": "tri"}}, "search: expected one of"),
+    ({"prompt": "a", "params": {"search": ["trie"]}}, "search: expected one of"),
+    ({"prompt": "a", "params": {"search": "trie", "beams": 0}}, "beams: expected an integer >= 1, got 0"),
+    ({"prompt": "a", "params": {"search": "trie", "beams": "4"}}, "beams: expected an integer"),
+    ({"prompt": "a", "params": {"search": "trie", "beams": 10**9}}, "beams: at most 299 fit this model"),
+    ({"prompt": "a", "params": {"search": "trie", "early_stopping": []}}, "early_stopping: expected"),
+    ({"prompt": "a", "params": {"search": "sample", "top_p": "x"}}, "top_p: expected a number"),
+    ({"prompt": "a", "params": {"max_new_tokens": 0}}, "max_new_tokens: expected an integer >= 1"),
+    ({"prompt": "a", "params": {"max_new_tokens": True}}, "max_new_tokens: expected an integer >= 1"),
+    ({"prompt": "a", "params": {"ignore_eos": 1}}, "ignore_eos: expected true or false"),
+    ({"prompt": "a", "params": {"stop": [""]}}, "stop: expected a non-empty string"),
+    ({"prompt": "a", "params": {"stop": 3}}, "stop: expected a non-empty string"),
+    ({"prompt": "a", "params": {"eos_token_ids": 2}}, "eos_token_ids: expected a list of integers"),
+    ({"prompt": "a", "params": {"eos_token_ids": [[2]]}}, "eos_token_ids: expected a list of integers"),
+    ({"prompt": "a", "params": {"eos_token_ids": [-1]}}, "eos_token_ids: expected token ids"),
+]
+
+
+def test_bad_lines_do_not_disturb_the_others(run: Run, capsys: pytest.CaptureFixture[str]):
+    lines = []
+    for line, _ in BAD:  # each between two good ones and a blank
+        lines += [line if isinstance(line, bytes) else json.dumps(line).encode(), b'{"prompt": "a"}', b"  \r"]
+    code, records = run(b"\n".join(lines))
+    assert code == 2
+    assert [r["id"] for r in records] == list(range(2 * len(BAD)))
+    for i, (line, message) in enumerate(BAD):
+        error = records[2 * i].get("error", {"message": str(records[2 * i])})
+        assert message in error["message"], (line, error)
+        assert error["message"].startswith(f"line {3 * i + 1}: ") and "\n" not in error["message"]
+        assert error["code"] == "usage"
+        assert said(records[2 * i + 1]) == said(records[1])
+    assert capsys.readouterr().err == f"{len(BAD)} of {2 * len(BAD)} answers are errors\n"
+
+
+def test_a_line_that_is_too_long(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(batch, "MAX_LINE", 50)
+    _, records = run(b'{"prompt": "' + b"a" * 5000 + b'"}\n{"prompt": "a"}\n' + b"b" * 51)
+    assert [("error" in r) for r in records] == [True, False, True]
+
+
+def test_nothing_byte_order_mark_and_no_end(run: Run):
+    assert run(b"") == (0, []) and run(b"\n\n") == (0, [])
+    code, records = run(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "a"}')
+    assert code == 0 and said(records[0]) == said(records[1])
+
+
+def test_memory_of_a_line(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
+    small = Engine.load(folder, threads=1, kv_memory=32 * 256)
+    monkeypatch.setattr(batch, "load_engine", lambda args: small)
+    heavy = {"prompt": "ab", "params": {"search": "trie", "beams": 100}}
+    code, records = run([{"prompt": "a"}, heavy, {"prompt": "a"}])
+    assert code == 2 and said(records[0]) == said(records[2])
+    assert (
+        records[1]["error"]["code"] == "memory" and "the largest beam count that fits" in records[1]["error"]["message"]
+    )
+
+
+def test_numbers_that_are_none(folder: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    weights["model.embed_tokens.weight"][7] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    broken = Engine.load(tmp_path, threads=1, kv_memory=1 << 20)
+    monkeypatch.setattr(batch, "load_engine", lambda args: broken)
+    code, records = run([{"prompt_ids": [5]}, {"prompt_ids": [7]}, {"prompt_ids": [5]}])
+    assert code == 2 and records[1]["error"]["code"] == "numerics" and "outputs" in records[2]
+
+
+def test_messages(run: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    chat = {"messages": [{"role": "user", "content": "hi </s>"}]}
+    ids = engine.tokenizer.encode("user: hi </s>\n")
+    assert ids[0] == engine.tokenizer.bos_token_id
+    code, records = run([chat, {"prompt_ids": ids}])
+    assert code == 0 and said(records[0]) == said(records[1])
+    monkeypatch.setattr(engine, "template", None)
+    code, [record] = run([chat])
+    assert code == 2 and "--chat-template FILE" in record["error"]["message"]
+
+
+def test_wrong_command_lines_are_told_before_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    answered = tmp_path / "answered"
+    answered.write_text("x\n")
+    for flags, message in [
+        (["--search", "trie", "--top-k", "3"], "top_k: the search 'trie' has no such parameter"),
+        (["--resume"], "--resume needs --output FILE"),
+        (["--input", str(tmp_path / "absent")], "cannot read the input: No such file or directory"),
+        (["--input", str(tmp_path)], "cannot read the input: Is a directory"),
+        (["--output", str(tmp_path / "no" / "where")], "cannot write the output"),
+        (["--output", str(answered)], "--resume goes on with it"),
+        (["--input", str(answered), "--output", str(answered)], "the same file"),
+        (["--output", str(answered), "--resume"], "no answer of an earlier run"),
+        ([], "--model DIR"),
+    ]:
+        assert batch.main(flags, io.BytesIO(), io.BytesIO()) == 2
+        assert message in capsys.readouterr().err
+    assert answered.read_text() == "x\n"
+
+
+LINES = [{"prompt": "a"}, {"prompt": 3}, {"id": "c", "prompt": "c"}, {"id": "c", "prompt": "d"}, {"prompt": "e"}]
+
+
+def outputs(text: bytes) -> list[Any]:
+    return [(r["id"], said(r) if "outputs" in r else r["error"]) for r in map(json.loads, text.splitlines())]
+
+
+def test_resume(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert run(LINES, "--output", whole) == (2, [])
+    expected, ends = outputs(whole.read_bytes()), [0]
+    for line in whole.read_bytes().splitlines(True):
+        ends.append(ends[-1] + len(line))
+    assert [identity for identity, _ in expected] == [0, 1, "c", "c", 4]
+    for cut in sorted({0, 1, 7, *ends, *(e - 1 for e in ends[1:]), *(e + 9 for e in ends[:-1])}):
+        part.write_bytes(whole.read_bytes()[:cut])
+        assert run(LINES, "--output", part, "--resume") == (2, [])
+        assert outputs(part.read_bytes()) == expected, cut
+    part.unlink()
+    run(LINES, "--output", part, "--resume")  # nothing there yet
+    assert outputs(part.read_bytes()) == expected
+    kept = part.read_bytes()
+    for lines, message in [
+        (LINES[:3], "part has 5 answers, the input only 3 records"),
+        ([*LINES[:2], {"id": "x", "prompt": "c"}], "record 2 of the input has the id 'x', its answer 'c'"),
+    ]:
+        assert run(lines, "--output", part, "--resume") == (2, [])
+        assert message in capsys.readouterr().err and part.read_bytes() == kept
+
+
+@pytest.mark.parametrize("text", [b"my notes", b'{"id": 1}\n', b'{"id": 0, "outputs": []\n', b"[]\n", b"\xff\n"])
+def test_resume_leaves_other_files_alone(run: Run, tmp_path: Path, text: bytes):
+    path = tmp_path / "file"
+    path.write_bytes(text)
+    assert run(LINES, "--output", path, "--resume") == (2, [])
+    assert path.read_bytes() == text
+
+
+def test_an_interrupted_file_goes_on(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    class Interrupted(io.BytesIO):
+        def readline(self, size: int | None = -1) -> bytes:
+            if self.tell() > 600:
+                raise KeyboardInterrupt
+            return super().readline(size)
+
+    path, lines = tmp_path / "out", [{"prompt": "a" * (i % 5)} for i in range(40)]
+    text = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    assert batch.main(["--output", str(path), "--max-new-tokens", "6"], Interrupted(text)) == 130
+    assert capsys.readouterr().err == f"interrupted: {path} has the answers so far; the same with --resume goes on\n"
+    assert run.engine.pool.used_pages == 0
+    assert 0 < path.read_bytes().count(b"\n") < 40
+    assert run(text, "--output", path, "--resume") == (0, [])
+    assert [identity for identity, _ in outputs(path.read_bytes())] == list(range(40))
+
+
+def test_a_full_disk_leaves_whole_lines(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            if Path(self.name).read_bytes().count(b"\n") < 2:
+                return super().write(data[:400])
+            if Path(self.name).read_bytes().endswith(b"\n"):
+                return super().write(data[:50])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "open", lambda name, mode, **_: Full(name, mode), raising=False)
+        assert run(LINES, "--output", path) == (2, [])
+    assert "No space left on device" in capsys.readouterr().err
+    assert [identity for identity, _ in outputs(path.read_bytes())] == [0, 1] and path.read_bytes().endswith(b"\n")
+    run(LINES, "--output", path, "--resume")
+    assert [identity for identity, _ in outputs(path.read_bytes())] == [0, 1, "c", "c", 4]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_device(run: Run, capsys: pytest.CaptureFixture[str]):
+    assert run(LINES, "--output", "/dev/full") == (2, [])
+    assert "cannot write the output: No space left on device" in capsys.readouterr().err
+
+
+def test_a_pipe_gets_its_answers_while_it_stays_open(run: Run):
+    (inlet, to), (back, outlet) = os.pipe(), os.pipe()
+    codes: list[int] = []
+    with os.fdopen(inlet, "rb") as stdin, os.fdopen(outlet, "wb") as stdout, os.fdopen(back, "rb") as answers:
+        thread = threading.Thread(target=lambda: codes.append(batch.main(["--max-new-tokens", "3"], stdin, stdout)))
+        thread.start()
+        try:
+            rest = b""
+            for i in range(3):
+                os.write(to, rest + b'{"prompt": "a"}\n{"prom')
+                rest = b'pt": "a"}\n'
+                assert [json.loads(answers.readline())["id"] for _ in range(1 + (i > 0))][-1] == 2 * i
+        finally:
+            os.close(to)
+            thread.join(30)
+        assert codes == [2] and "malformed JSON" in json.loads(answers.readline())["error"]["message"]
+
+
+def test_a_busy_engine_is_not_kept_waiting():
+    inlet, to = os.pipe()
+    with os.fdopen(inlet, "rb") as source:
+        lines = batch.read_lines(source, lambda: True)
+        assert next(lines) == (0, None)
+        os.write(to, b"a\nb")
+        while (item := next(lines)) == (0, None):
+            pass
+        assert item == (1, b"a\n")
+        os.close(to)
+        assert [item for item in lines if item[1]] == [(2, b"b")]
+
+
+def test_progress(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "in"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "a"}\n')
+    assert run(b"", "--input", path)[0] == 0 and capsys.readouterr().err == ""
+    assert run(b"", "--input", path, "-v")[0] == 0
+    assert "2 lines, 12 new tokens in" in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(batch.time, "monotonic", lambda: next(clock))
+    assert run(b"", "--input", path)[0] == 0
+    err = capsys.readouterr().err
+    assert "\r0/2 lines, " in err and "tokens/s, KV 0.0 MB\x1b[K" in err and err.count("\n") == 2
+    assert run(b"", "--input", path, "-q")[0] == 0 and capsys.readouterr().err == ""
+
+
+# --- as a process ---
+
+
+def command(folder: Path, *flags: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "engine.batch",
+        "--model",
+        str(folder),
+        "--threads",
+        "1",
+        "--max-new-tokens",
+        "6",
+        *flags,
+    ]
+
+
+def test_an_interrupt_in_a_locale_without_utf8(folder: Path):
+    """The answer comes while the input stays open; Ctrl-C ends without a trace; bytes are UTF-8."""
+    process = subprocess.Popen(
+        command(folder),
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin and process.stdout and process.stderr
+    with process:
+        process.stdin.write('{"id": "é→", "prompt": "a"}\n'.encode())
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline().decode())["id"] == "é→"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read().decode() == "interrupted\n"
+        assert process.wait(30) == 130
+
+
+def test_a_closed_pipe(folder: Path):
+    back, outlet = os.pipe()
+    os.close(back)
+    done = subprocess.run(
+        command(folder), cwd=ROOT, input=b'{"prompt": "a"}\n' * 3, stdout=outlet, stderr=subprocess.PIPE, timeout=60
+    )
+    os.close(outlet)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(("flags", "code"), [(["--model", "/absent"], 3), (["--kv-memory", "10"], 4)])
+def test_whole_run_errors(folder: Path, flags: list[str], code: int, capsys: pytest.CaptureFixture[str]):
+    assert batch.main(["--model", str(folder), *flags], io.BytesIO(b'{"prompt": "a"}'), io.BytesIO()) == code
+    assert capsys.readouterr().err.startswith("error: ")

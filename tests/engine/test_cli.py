@@ -1,0 +1,148 @@
+"""What the command lines share: flags, sizes, errors, exit codes."""
+
+import argparse
+import io
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from engine import cli
+from engine.errors import CheckpointError, KVMemoryError, NumericsError, UsageError
+from search import REGISTRY, make_search
+from search.base import parameters
+
+
+def make_parser() -> cli.Parser:
+    parser = cli.Parser("prog", "what it does")
+    for add in (cli.add_model_flags, cli.add_search_flags, cli.add_limit_flags, cli.add_verbosity_flags):
+        add(parser)
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("300000", 300000), ("512M", 512 << 20), ("1G", 1 << 30), ("1.5g", 3 << 29), ("2 KiB", 2048),
+     ("1TB", 1 << 40)],
+)  # fmt: skip
+def test_sizes(text: str, size: int):
+    assert cli.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "0.0001", "M", "1X", "1e9", "nan", "inf", "1.M", "٣", "9" * 18 + "T"])
+def test_no_sizes(text: str):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a size"):
+        cli.parse_size(text)
+
+
+def test_search_parameters_are_those_given():
+    args = make_parser().parse_args([])
+    assert (args.search, cli.search_params(args)) == ("greedy", {})
+    assert cli.limits(args) == {"max_new_tokens": 256, "stop": (), "ignore_eos": False}
+    given = "--search trie --beams 15 --length-penalty 0.6 --early-stopping never --stop a --stop b --seed 3"
+    args = make_parser().parse_args(given.split())
+    assert cli.search_params(args) == {"beams": 15, "length_penalty": 0.6, "early_stopping": "never", "seed": 3}
+    assert args.stop == ["a", "b"]
+    with pytest.raises(UsageError, match="seed: the search 'trie' has no such parameter"):
+        make_search(args.search, cli.search_params(args))
+
+
+def test_every_parameter_has_a_flag_with_its_default():
+    text = " ".join(make_parser().format_help().split())
+    for name, search in REGISTRY.items():
+        for key, field in parameters(name).items():
+            flag = text[text.index("--" + key.replace("_", "-") + " ", text.index("options:")) :]
+            assert flag.index(f"({str(getattr(search, field)).lower()})") < 200
+
+
+def test_a_search_of_its_own_flags(monkeypatch: pytest.MonkeyPatch):
+    @dataclass(frozen=True)
+    class Toy:
+        """A toy.
+
+        Args:
+            epsilon: loss of 5% that is
+                taken.
+            exact: or not.
+        """
+
+        epsilon: float = 0.1
+        exact: bool = False
+
+    monkeypatch.setitem(REGISTRY, "toy", Toy)
+    parser = make_parser()
+    assert "toy: loss of 5% that is taken (0.1)" in " ".join(parser.format_help().split())
+    args = parser.parse_args(["--search", "toy", "--toy-epsilon", "0.5", "--toy-exact", "true"])
+    assert make_search(args.search, cli.search_params(args)) == Toy(0.5, True)
+
+
+def test_search_list(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        make_parser().parse_args(["--search", "list"])
+    out = capsys.readouterr().out.splitlines()
+    assert end.value.code == 0 and [line.split()[0] for line in out] == list(REGISTRY)
+    assert all(len(line.split()) > 3 for line in out)
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["--search", "tri"], "did you mean trie?"),
+        (["--search", "x"], "--search list"),
+        (["--num-beams", "4"], "did you mean --beams?"),
+        (["--beam", "4"], "did you mean --beams?"),
+        (["--kv-memory", "lots"], "expected a size such as"),
+        (["--beams", "many"], "invalid int value"),
+        (["--max-new-tokens", "0"], "expected an integer >= 1"),
+        (["--early-stopping", "maybe"], "never"),
+        (["--stop", ""], "expected a text"),
+        (["--stop", "\udcff"], "not valid UTF-8"),
+    ],
+)
+def test_wrong_flags(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        make_parser().parse_args(argv)
+    assert end.value.code == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_no_model():
+    with pytest.raises(UsageError, match="--model DIR"):
+        cli.load_engine(make_parser().parse_args([]))
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (UsageError("what", where="where", remedy="do"), 2, "error: what\nwhere\ndo\n"),
+        (CheckpointError("what"), 3, "error: what\n"),
+        (KVMemoryError("what"), 4, "error: what\n"),
+        (NumericsError("what"), 5, "error: what\n"),
+        (KeyError("x"), 1, "error: KeyError: 'x'\nthis is a bug of ours, please report it\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (KeyboardInterrupt("go on"), 130, "interrupted: go on\n"),
+    ],
+)
+def test_exit_codes(error: BaseException, code: int, says: str, verbose: bool, capsys: pytest.CaptureFixture[str]):
+    def main() -> int:
+        raise error
+
+    assert cli.run(main, verbose) == code
+    out, err = capsys.readouterr()
+    assert out == "" and ("Traceback" in err) == verbose
+    assert err.endswith(says if verbose else says.replace("report it\n", "report it\n-v shows where\n"))
+
+
+def test_run_returns_the_code_of_main():
+    assert cli.run(lambda: 7) == 7
+
+
+def test_a_pipe_that_closes_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    class Closed(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert cli.run(lambda: 0) == 141
+    assert capsys.readouterr().err == ""

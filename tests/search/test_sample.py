@@ -1,0 +1,264 @@
+"""Sampling: keyed draws, warpers against plain ones, the distribution itself, and the noise under it.
+
+Statistical tests have fixed seeds, so they pass or fail for ever; each bound has an error rate of 1e-4 or less for a
+correct implementation under a fresh seed.
+"""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from engine.errors import UsageError
+from engine.pool import PagePool
+from engine.requests import Report, Task
+from engine.sampling import Warp, draw, gumbel
+from engine.tree import TokenTree
+from models.layers import ModelShape
+from search import Sample
+
+SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
+LOGP = torch.log_softmax(torch.tensor([1.2, 0.3, -0.5, 0.3, -3.0, 0.9]), -1)
+
+
+def table(path):
+    """A toy model of six tokens: its row turns with the last token and the length."""
+    return LOGP.roll(sum(path) + len(path))
+
+
+def run(search, max_new, eos=(), prompt=(1, 2, 3), logp_of=table):
+    tree = TokenTree(PagePool(SHAPE, 4000, 4), list(prompt))
+    generator = search.run(Task(tree, max_new, frozenset(eos), 6))
+    answer, settled, widths = None, [], []
+    while True:
+        try:
+            request = generator.send(answer)
+        except StopIteration as end:
+            result = end.value
+            break
+        if isinstance(request, Report):
+            settled += request.settled
+            answer = None
+            continue
+        assert len(set(request.nodes)) == len(request.nodes)
+        tree.place(*tree.pending(request.nodes))
+        tree.check_invariants()
+        paths = [tree.path(n) for n in request.nodes]
+        assert len(set(map(tuple, paths))) == len(paths)  # sequences that agree share their node
+        prefixes = {tuple(p[:i]) for p in paths for i in range(1, len(p) + 1)}
+        assert tree.live_tokens == len(prompt) + len(prefixes)
+        widths.append(len(paths))
+        answer = torch.stack([logp_of(path) for path in paths])
+    tree.release()
+    tree.pool.check_invariants([])
+    return result, settled, widths
+
+
+def by_hand(search, i, max_new, eos=(), prompt=(1, 2, 3)):
+    """Sequence i, drawn alone, straight from the definition."""
+    warp, path = Warp(search.temperature, search.top_k, search.top_p), []
+    while len(path) < max_new and (not path or path[-1] not in eos):
+        noise = gumbel(search.seed, i, len(prompt) + len(path), 6)
+        path.append(int((warp(table(path).unsqueeze(0))[0] + noise).argmax()))
+    return path
+
+
+WARPS = [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 0}]
+
+
+@pytest.mark.parametrize("options", WARPS, ids=str)
+def test_sequences_do_not_depend_on_how_many_are_drawn(options):
+    alone = [by_hand(Sample(seed=4, **options), i, 9, (5,)) for i in range(7)]
+    for n in (1, 2, 5, 7):
+        result, settled, _ = run(Sample(seed=4, num_return_sequences=n, **options), 9, (5,))
+        assert sorted(o.token_ids for o in result.outputs) == sorted(alone[:n])
+        assert settled == result.outputs[0].token_ids
+        assert [o.logprob for o in result.outputs] == sorted((o.logprob for o in result.outputs), reverse=True)
+        for output in result.outputs:
+            path = output.token_ids
+            logprob = sum(float(table(path[:i])[t]) for i, t in enumerate(path))
+            assert output.logprob == output.score == pytest.approx(logprob, abs=1e-5)  # of the model, unwarped
+            assert output.finish_reason == ("eos" if path[-1] == 5 else "length")
+
+
+def test_seeds_and_positions_differ():
+    drawn = {seed: run(Sample(seed=seed), 30)[0].outputs[0].token_ids for seed in (0, 1, 2**32, 2**63)}
+    assert len({tuple(path) for path in drawn.values()}) == 4
+    other = run(Sample(seed=0), 30, prompt=(1, 2, 3, 4))[0].outputs[0].token_ids
+    assert other != drawn[0]
+
+
+def test_temperature_zero_is_greedy_and_one_node_wide():
+    result, _, widths = run(Sample(temperature=0, num_return_sequences=5), 12)
+    path = []
+    for _ in range(12):
+        path.append(int(table(path).argmax()))
+    assert [o.token_ids for o in result.outputs] == [path] * 5 and set(widths) == {1}
+
+
+def test_configurations_are_checked():
+    wrong = {
+        "temperature": [-1, math.inf, math.nan, "1", None],
+        "top_k": [-1, 1.5, True, None],
+        "top_p": [0, 1.5, -0.1, math.nan, "x"],
+        "seed": [-1, 1.0, True, 2**64],
+        "num_return_sequences": [0, 5000, True, 1.0],
+    }
+    for name, value in [(name, value) for name, values in wrong.items() for value in values]:
+        with pytest.raises(UsageError, match=f"{name}: expected"):
+            Sample(**{name: value})
+
+
+# --- warpers ---
+
+
+def plain_warp(logp, temperature, top_k, top_p):
+    """One row, by Hugging Face's definitions: TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper."""
+    scores = [x / temperature for x in logp.tolist()]
+    if top_k:
+        kth = sorted(scores, reverse=True)[min(top_k, len(scores)) - 1]
+        scores = [s if s >= kth else -math.inf for s in scores]
+    if top_p < 1:
+        order = sorted(range(len(scores)), key=lambda i: (scores[i], i))
+        total = math.fsum(map(math.exp, scores))
+        mass, gone = 0.0, []
+        for i in order[:-1]:
+            mass += math.exp(scores[i]) / total
+            if mass <= 1 - top_p:
+                gone.append(i)
+        scores = [-math.inf if i in gone else s for i, s in enumerate(scores)]
+    total = math.log(math.fsum(map(math.exp, scores)))
+    return [s - total for s in scores]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 0.1, 1e-6])
+@pytest.mark.parametrize("top_k", [0, 1, 2, 7, 50, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 1.7])
+def test_warpers(temperature, top_k, top_p):
+    generator = torch.Generator().manual_seed(top_k)
+    logp_NV = torch.log_softmax(torch.randn(6, 50, generator=generator) * 2, -1)
+    logp_NV[4] = torch.log_softmax((logp_NV[4] * 0.5).round(), -1)  # ties at every border
+    logp_NV[5, 3:45] = float("-inf")
+    logp_NV = torch.log_softmax(logp_NV, -1)
+    kept = logp_NV.clone()
+    warped_NV = Warp(temperature, top_k, top_p)(logp_NV)
+    assert logp_NV.equal(kept)
+    for row, expected in zip(warped_NV, (plain_warp(r, temperature, top_k, top_p) for r in kept), strict=True):
+        torch.testing.assert_close(row, torch.tensor(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_warp_ties():
+    logp_NV = torch.log(torch.tensor([[0.2, 0.2, 0.2, 0.2, 0.2], [0.4, 0.1, 0.1, 0.0, 0.4]]))
+    assert Warp(top_k=1)(logp_NV).isfinite().tolist() == [[True] * 5, [True, False, False, False, True]]
+    assert Warp(temperature=0)(logp_NV).isfinite().tolist() == [[True] + [False] * 4] * 2  # the lower token id
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-38, 1e-42, 5e-324])
+def test_a_vanishing_temperature_leaves_the_best_token(temperature):
+    warped_NV = Warp(temperature=temperature)(LOGP.unsqueeze(0))
+    assert not warped_NV.isnan().any() and warped_NV.argmax() == LOGP.argmax()
+    assert warped_NV.exp().sum() == pytest.approx(1)
+
+
+def test_a_huge_temperature_is_uniform_over_what_is_possible():
+    logp_NV = torch.tensor([[0.0, -1.0, float("-inf"), -90.0]])
+    torch.testing.assert_close(Warp(temperature=1e30)(logp_NV).exp(), torch.tensor([[1, 1, 0, 1]]) / 3)
+
+
+# --- the distribution ---
+
+
+def chi_square_bound(cells, z=3.72):
+    """The 1 - 1e-4 quantile of chi-square with cells - 1 degrees of freedom (Wilson-Hilferty)."""
+    d = cells - 1
+    return d * (1 - 2 / (9 * d) + z * math.sqrt(2 / (9 * d))) ** 3
+
+
+def chi_square(counts, probabilities):
+    total = sum(counts.values())
+    assert set(counts) <= {cell for cell, p in probabilities.items() if p > 0}
+    cells = {cell: p for cell, p in probabilities.items() if p > 0}
+    return sum((counts[c] - total * p) ** 2 / (total * p) for c, p in cells.items()), len(cells)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.7}], ids=str)
+def test_one_token_has_the_exact_distribution(options):
+    """4096 sequences of one request; three seeds."""
+    probabilities = dict(enumerate(Warp(**options)(LOGP.unsqueeze(0))[0].double().exp().tolist()))
+    counts = Counter()
+    for seed in range(3):
+        warped_NV = Warp(**options)(LOGP.expand(4096, 6))
+        counts.update(draw(warped_NV, seed, list(range(4096)), [3] * 4096))
+    value, cells = chi_square(counts, probabilities)
+    assert value < chi_square_bound(cells)
+
+
+def test_two_tokens_have_the_exact_joint_distribution():
+    """Positions are independent: pairs from the search itself, 36 cells."""
+    joint = {(a, b): math.exp(float(table([])[a]) + float(table([a])[b])) for a in range(6) for b in range(6)}
+    counts = Counter()
+    for seed in range(3):
+        result, *_ = run(Sample(seed=seed, num_return_sequences=4096), 2)
+        counts.update(tuple(o.token_ids) for o in result.outputs)
+    value, cells = chi_square(counts, joint)
+    assert value < chi_square_bound(cells)
+
+
+@pytest.mark.parametrize("vary", ["seed", "sequence", "position"])
+def test_draws_under_consecutive_keys_are_independent(vary):
+    """Tokens at neighbouring keys, as pairs, against the product distribution."""
+    n = 8000
+    keys = {"seed": [0] * n, "sequence": [0] * n, "position": [0] * n} | {vary: list(range(n))}
+    drawn = []
+    for seed, sequence, position in zip(*keys.values(), strict=True):
+        drawn.append(int((LOGP + gumbel(seed, sequence, position, 6)).argmax()))
+    p = LOGP.double().exp().tolist()
+    for lag in (1, 2, 256):
+        pairs = Counter(zip(drawn[: n - lag], drawn[lag:], strict=True))
+        value, cells = chi_square(pairs, {(a, b): p[a] * p[b] for a in range(6) for b in range(6)})
+        assert value < chi_square_bound(cells)  # pairs overlap; the statistic stays close enough to chi-square
+
+
+# --- the noise ---
+
+
+def test_gumbel_moments_and_distribution():
+    noise = gumbel(7, 3, 11, 200_000).double()
+    n = len(noise)
+    assert noise.isfinite().all()
+    assert abs(noise.mean() - 0.5772156649) < 4 * math.pi / math.sqrt(6 * n)
+    assert abs(noise.var() - math.pi**2 / 6) < 4 * math.sqrt((5.4 - 1) / n) * math.pi**2 / 6
+    uniform = torch.exp(-torch.exp(-noise)).sort().values
+    steps = torch.arange(1, n + 1) / n
+    assert (uniform - steps).abs().max() < 2.23 / math.sqrt(n)  # Kolmogorov-Smirnov at 1e-4
+
+
+def test_gumbel_prefixes():
+    long = gumbel(5, 2, 9, 100_000)
+    for size in (1, 2, 31, 32, 1000, 32000, 65537):
+        assert gumbel(5, 2, 9, size).equal(long[:size])
+
+
+def test_gumbel_vectors_of_different_keys_are_uncorrelated():
+    base = (1000, 5, 77)
+    others = [(1001, 5, 77), (1000, 6, 77), (1000, 5, 78), (1000, 77, 5), (5, 1000, 77), (1000 + 2**32, 5, 77),
+              (1000 ^ 2**31, 5, 77), (1000, 5, 77 + 2**20), (1000, 5 + 2**16, 77), (0, 0, 0)]  # fmt: skip
+    n = 100_000
+    a = gumbel(*base, n).double()
+    a = (a - a.mean()) / a.std()
+    for key in others:
+        b = gumbel(*key, n).double()
+        b = (b - b.mean()) / b.std()
+        for shift in (0, 1, 2, 255, 256):
+            assert abs(float((a * b.roll(shift)).mean())) < 4.5 / math.sqrt(n), (key, shift)
+    for shift in (1, 2, 3, 16, 255, 256, 4096, 65536):  # within a vector too
+        assert abs(float((a * a.roll(shift)).mean())) < 4.5 / math.sqrt(n), shift
+
+
+def test_gumbel_keys_do_not_collide():
+    """20,000 keys of everyday use: no two share their noise."""
+    heads = [(0, s, p) for s in range(40) for p in range(250)]
+    heads += [(seed, 0, p) for seed in range(1, 101) for p in range(100)]
+    firsts = {tuple(gumbel(*key, 3).tolist()) for key in heads}
+    assert len(firsts) == len(heads)

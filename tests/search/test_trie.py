@@ -1,0 +1,324 @@
+"""Trie beam search against an independent beam search over tables: no model, exact ties, stop strings, streaming."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from engine.errors import UsageError
+from engine.pool import PagePool
+from engine.requests import Evaluate, Report, Task
+from engine.tree import TokenTree
+from models.layers import ModelShape
+from search import Trie
+from search.base import best_candidates
+
+SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
+NEVER = -1e9
+
+
+class Table:
+    """Log-probabilities of a toy model, a function of the whole sequence; `step` rounds them, so that sums tie."""
+
+    def __init__(self, vocab, seed, sharp=2.0, step=0.0, eos=(), eos_bias=0.0, dead=0.0):
+        self.vocab, self.seed, self.sharp, self.step = vocab, seed, sharp, step
+        self.eos, self.eos_bias, self.dead = eos, eos_bias, dead
+        self.known = {}
+
+    def __call__(self, path):
+        key = tuple(path)
+        if key not in self.known:
+            rng = random.Random(repr((self.seed, key)))
+            logits = torch.tensor([rng.gauss(0, self.sharp) for _ in range(self.vocab)])
+            logits[list(self.eos)] += self.eos_bias
+            row = torch.log_softmax(logits, -1)
+            if self.step:  # multiples of a power of two: sums are exact in float32
+                row = -torch.clamp((-row / self.step).round(), min=1) * self.step
+            if self.dead:
+                row[[i for i in range(self.vocab) if rng.random() < self.dead and i not in (0, 1)]] = float("-inf")
+            self.known[key] = row
+        return self.known[key]
+
+
+def beam_search(table, k, max_new, eos, penalty, mode, stops=lambda path: False):
+    """ALGORITHMS 1b by lists: [(tokens, score)], best first; the live paths of each step; steps."""
+    live, scores, done, alive = [()], [0.0], [], []
+    count = max(2, 1 + len(eos)) * k
+    step = 0
+    while True:
+        step += 1
+        sums = torch.stack([s + table(path) for path, s in zip(live, torch.tensor(scores), strict=True)]).tolist()
+        flat = [(s, b * table.vocab + v) for b, row in enumerate(sums) for v, s in enumerate(row) if s > float("-inf")]
+        flat.sort(key=lambda c: (-c[0], c[1]))
+        found = [(s, (*live[i // table.vocab], i % table.vocab)) for s, i in flat[:count]]
+        stopping = [path[-1] in eos or step == max_new or stops(path) for _, path in found]
+        for rank, ((s, path), stop) in enumerate(zip(found, stopping, strict=True)):
+            if stop and rank < k:
+                done.append((s / step**penalty, path))
+        done = [done[i] for i in sorted(range(len(done)), key=lambda i: (-done[i][0], i))[:k]]
+        going = [c for c, stop in zip(found, stopping, strict=True) if not stop][:k]
+        if all(stopping) or (mode is True and len(done) == k):
+            break
+        length = max_new if mode == "never" and penalty > 0 else step
+        worst = done[-1][0] if len(done) == k else NEVER
+        if not going[0][0] / length**penalty > worst:
+            break
+        scores, live = [s for s, _ in going], [path for _, path in going]
+        alive.append(live)
+    return [(list(path), score) for score, path in done], alive, step
+
+
+class Watched:
+    """A tree and a table driver: answers Evaluate, checks the tree, gathers what is reported."""
+
+    def __init__(self, table, search, max_new, eos=(), stops=None, prompt=(9, 8, 7), page_size=4, deep=False):
+        self.pool = PagePool(SHAPE, 4000, page_size)
+        self.tree = TokenTree(self.pool, list(prompt))
+        self.settled, self.frontiers, self.best = [], [], []
+        generator = search.run(Task(self.tree, max_new, frozenset(eos), table.vocab, stops))
+        answer = None
+        while True:
+            try:
+                request = generator.send(answer)
+            except StopIteration as end:
+                self.result = end.value
+                break
+            if isinstance(request, Report):
+                self.settled += request.settled
+                if not deep and request.best is not None:
+                    self.best.append(list(request.best()))
+                    assert self.best[-1][: len(self.settled)] == self.settled
+                answer = None
+                continue
+            assert isinstance(request, Evaluate) and request.tree is self.tree
+            trunk, nodes = self.tree.pending(request.nodes)
+            if deep:  # too deep for checks that cost the depth at every step
+                self.tree.place(trunk, nodes)
+                answer = torch.stack([table(()) for _ in request.nodes])
+                continue
+            self.tree.check_invariants()
+            assert not any(map(self.tree.is_evaluated, request.nodes))
+            self.tree.place(trunk, nodes)
+            self.pool.check_invariants(self.tree.pages_held)
+            paths = [self.tree.path(n) for n in request.nodes]
+            self.frontiers.append(paths)
+            prefixes = {tuple(p[:i]) for p in paths for i in range(1, len(p) + 1)}
+            assert self.tree.live_tokens == len(prompt) + len(prefixes)  # prompt and distinct ancestors
+            answer = torch.stack([table(path) for path in paths]).clone()
+        self.tree.release()
+        self.pool.check_invariants([])
+
+
+def outputs(result):
+    return [o.token_ids for o in result.outputs]
+
+
+def compare(table, k, max_new, eos, penalty, mode, returned, stops=None, **options):
+    search = Trie(k, penalty, mode, returned)
+    ours = Watched(table, search, max_new, eos, stops, **options)
+    expected, alive, steps = beam_search(table, k, max_new, eos, penalty, mode, stops or (lambda path: False))
+    assert outputs(ours.result) == [path for path, _ in expected[:returned]]
+    for output, (path, score) in zip(ours.result.outputs, expected, strict=False):
+        assert output.score == pytest.approx(score, abs=1e-5, rel=1e-6)
+        logprob = sum(float(table(path[:i])[t]) for i, t in enumerate(path))
+        assert output.logprob == pytest.approx(logprob, abs=1e-4)
+        reason = "eos" if path[-1] in eos else "stop" if stops and stops(path) else "length"
+        assert output.finish_reason == reason
+    assert ours.settled == ours.result.outputs[0].token_ids
+    assert ours.frontiers[1:] == [list(map(list, live)) for live in alive[: len(ours.frontiers) - 1]]
+    assert ours.result.stats["steps"] <= steps  # it may see the end before the definition does
+    return ours
+
+
+PENALTIES = [0, 1, -0.5, 2, 0.6]
+
+
+@pytest.mark.parametrize("mode", [False, True, "never"])
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 9])
+def test_equals_the_definition(k, mode):
+    for penalty, eos, seed in itertools.product(PENALTIES, [(3,), (3, 0, 11)], range(5)):
+        table = Table(vocab=17, seed=seed, eos=eos, eos_bias=[-1.0, 0.0, 1.5, 3.0, -3.0][seed])
+        compare(table, k, 11, eos, penalty, mode, returned=1 + seed % k)
+
+
+@pytest.mark.parametrize("mode", [False, True, "never"])
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 9])
+def test_ties_go_to_the_lower_rank_then_the_lower_token(k, mode):
+    for penalty, eos, seed in itertools.product([0, 1, 0.6], [(), (3,), (3, 0, 11)], range(5)):
+        step = [1.0, 0.5, 2.0, 4.0, 0.25][seed]
+        table = Table(vocab=16, seed=seed, sharp=1.0, step=step, eos=eos, eos_bias=[0, 1, 2, -1, 3][seed])
+        compare(table, k, 8, eos, penalty, mode, returned=k)
+
+
+@pytest.mark.parametrize("vocab", [20, 34, 97, 512])
+def test_vocabularies_with_and_without_blocks(vocab):
+    for seed, step in itertools.product(range(2), [0.0, 0.5]):
+        eos = (2, vocab - 1)
+        compare(Table(vocab, seed, sharp=1.5, step=step, eos=eos, eos_bias=2.0), 3, 7, eos, 1.0, False, 3)
+
+
+def test_tokens_that_cannot_be():
+    """-inf entries, some rows with hardly a possible token: fewer candidates than asked for."""
+    for seed, k, mode in itertools.product(range(6), [1, 3, 9], [False, True, "never"]):
+        table = Table(vocab=9, seed=seed, eos=(0,), dead=0.9)
+        compare(table, k, 6, (0,), 1.0, mode, returned=1)
+
+
+def test_no_eos_and_one_token():
+    compare(Table(12, 1), 4, 1, (), 1.0, False, 4)
+    compare(Table(12, 1), 4, 6, (), 1.0, True, 4)
+    compare(Table(2, 1), 1, 6, (1,), 1.0, "never", 1)
+
+
+def test_random_settings():
+    rng = random.Random(0)
+    for seed in range(150):
+        vocab = rng.randint(6, 40)
+        eos = tuple(rng.sample(range(vocab), rng.choice([0, 1, 1, 3])))
+        k = rng.randint(1, min(9, vocab - len(eos)))
+        table = Table(vocab, seed, rng.choice([0.3, 1.0, 3.0]), rng.choice([0.0, 0.0, 0.5]), eos, rng.uniform(-2, 4))
+        mode = rng.choice([False, True, "never", "false", "true"])
+        plain = {"false": False, "true": True}.get(mode, mode)
+        penalty = rng.choice([*PENALTIES, -2, 3.5])
+        search, max_new = Trie(k, penalty, mode, rng.randint(1, k)), rng.randint(1, 14)
+        ours = Watched(table, search, max_new, eos, page_size=rng.choice([2, 3, 16]))
+        expected, *_ = beam_search(table, k, max_new, eos, penalty, plain)
+        assert outputs(ours.result) == [path for path, _ in expected[: search.num_return_sequences]], (seed, search)
+
+
+def test_one_beam_is_greedy():
+    table, eos = Table(30, 5, eos=(4,), eos_bias=1.0), (4,)
+    path = []
+    while len(path) < 20 and (not path or path[-1] not in eos):
+        path.append(int(table(path).argmax()))
+    assert outputs(Watched(table, Trie(beams=1), 20, eos).result) == [path]
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_stop_strings_end_hypotheses_like_eos(k):
+    """A stop is a run of tokens here; streamed tokens stay a prefix of the best output."""
+
+    def stops(path):
+        return len(path) >= 2 and (path[-1] + path[-2]) % 5 == 0
+
+    for seed, mode, penalty in itertools.product(range(6), [False, True, "never"], [1.0, 0.0, -1.0]):
+        compare(Table(12, seed, eos=(3,)), k, 10, (3,), penalty, mode, 1 + seed % k, stops)
+
+
+def test_settled_tokens_come_before_the_end():
+    """On peaked tables beams agree on all but the last tokens: most of the text is told while they still compete."""
+    early = total = 0
+    for seed in range(10):
+        table, told = Table(20, seed, sharp=4.0), []
+        ours = Watched(table, Trie(beams=4), 30)
+        told = [len(os_commonprefix(paths)) for paths in ours.frontiers]
+        early += told[-1]
+        total += len(ours.settled)
+    assert early > total / 2
+
+
+def os_commonprefix(paths):
+    n = 0
+    while all(len(p) > n and p[n] == paths[0][n] for p in paths):
+        n += 1
+    return paths[0][:n]
+
+
+def test_memory_is_linear_in_beams_and_steps():
+    for k in (1, 4, 9):
+        ours = Watched(Table(24, 3, sharp=0.5), Trie(beams=k), 25)
+        low, high = Trie(beams=k).slots(3, 25)
+        assert ours.tree.peak_live <= high
+        assert low <= high
+        peaked = Watched(Table(24, 3, sharp=30.0), Trie(beams=k), 25)
+        assert low <= peaked.tree.peak_live <= high
+
+
+def test_configurations_are_checked():
+    wrong = {
+        "beams": [0, -1, True, 2.0, "4", None],
+        "length_penalty": ["1", math.nan, math.inf, True, None, 1e9],
+        "early_stopping": ["maybe", None, 1, 0.0],
+        "num_return_sequences": [0, 5, True, 1.0],
+    }
+    for name, value in [(name, value) for name, values in wrong.items() for value in values]:
+        with pytest.raises(UsageError, match="expected"):
+            Trie(**{name: value})
+    with pytest.raises(UsageError, match="at most 7"):
+        Trie(beams=8).check(10, frozenset([1, 2, 3]))
+    Trie(beams=7).check(10, frozenset([1, 2, 3]))
+
+
+@pytest.mark.parametrize("penalty", [-3.0, 100, -100, 100.0, -100.0])
+def test_extreme_penalties_neither_overflow_nor_divide_by_zero(penalty):
+    """1204 to the power of 100 leaves the range of a float; a score below -1e9 is no reason to return nothing."""
+    rows = torch.log_softmax(torch.tensor([1.0, 1.0, -6.0]), -1)
+
+    class Flat:
+        vocab = 3
+
+        def __call__(self, path):
+            return rows
+
+    for mode in (False, "never"):
+        assert len(Watched(Flat(), Trie(1, penalty, mode), 1300, (2,), deep=True).result.outputs) == 1
+
+
+# --- best_candidates ---
+
+
+def brute_force(logp_NV, scores, k):
+    sums = (logp_NV + torch.tensor(scores, dtype=torch.float32).unsqueeze(1)).view(-1).tolist()
+    order = sorted((i for i in range(len(sums)) if sums[i] > float("-inf")), key=lambda i: (-sums[i], i))[:k]
+    V = logp_NV.shape[1]
+    return [sums[i] for i in order], [i // V for i in order], [i % V for i in order]
+
+
+def equal(logp_NV, scores, k):
+    assert best_candidates(logp_NV, scores, k) == brute_force(logp_NV, scores, k)
+
+
+@pytest.mark.parametrize("V", [1, 2, 7, 15, 16, 17, 31, 32, 97, 101, 480, 512, 997, 1000, 1024, 2048])
+def test_best_candidates(V):
+    generator = torch.Generator().manual_seed(V)
+    for N, k, levels in itertools.product([1, 2, 5], [1, 2, 3, 8, 40, N_ALL], [None, 2, 5, 50]):
+        logp_NV = torch.log_softmax(torch.randn(N, V, generator=generator), -1)
+        scores = (-torch.rand(N, generator=generator) * 3).tolist()
+        if levels:
+            logp_NV = (logp_NV * levels / 4).round() * 4 / levels
+            scores = [round(s) * 1.0 for s in scores]
+        equal(logp_NV, scores, N * V if k is N_ALL else k)
+        logp_NV[torch.rand(N, V, generator=generator) < 0.7] = float("-inf")
+        equal(logp_NV, scores, N * V if k is N_ALL else k)
+
+
+N_ALL = None
+
+
+def test_best_candidates_at_the_edges():
+    inf = float("-inf")
+    equal(torch.full((2, 32), inf), [0.0, 0.0], 4)  # nothing is possible
+    equal(torch.zeros(3, 1024), [0.0, 0.0, 0.0], 7)  # everything ties
+    equal(torch.zeros(3, 1024), [-1.0, 0.0, 0.0], 2000)
+    row = torch.full((1, 1024), inf)
+    row[0, [5, 600, 1023]] = torch.tensor([-1.0, -1.0, -2.0])
+    equal(row, [0.0], 2)
+    equal(row, [0.0], 3)
+    equal(row, [0.0], 4)
+    for border in range(1, 12):  # equal values in several blocks, cut anywhere
+        logp_NV = torch.full((2, 2048), -5.0)
+        logp_NV[0, [3, 511, 512, 1500]] = -1.0
+        logp_NV[1, [0, 2047, 700]] = -1.0
+        equal(logp_NV, [0.0, 0.0], border)
+        equal(logp_NV, [0.0, -1.0], border)
+    equal(torch.log_softmax(torch.randn(1, 64000, generator=torch.Generator().manual_seed(0)), -1), [-400.0], 30)
+
+
+def test_rounding_of_sums_makes_ties_that_are_broken_by_row_and_token():
+    """At a score of -1e6 float32 sums differ in steps of 1/16: unequal log-probabilities tie."""
+    logp_NV = torch.log_softmax(torch.randn(4, 320, generator=torch.Generator().manual_seed(1)), -1)
+    for k in (1, 5, 17, 100):
+        equal(logp_NV, [-1e6] * 4, k)
+        equal(logp_NV, [-1e6, -1e6 + 0.0625, -1e6 - 0.0625, -1e6], k)

@@ -1,0 +1,171 @@
+"""Benchmarks on tiny shapes: they run, their figures agree, the page's sections are replaced and nothing else."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tools.bench import peers, report
+from tools.bench.__main__ import main
+from tools.bench.measure import PeakMemory, memory
+from tools.random_checkpoint import make
+
+TINY = ["--layers", "2", "--width", "64", "--heads", "4", "--vocab", "300"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench") / "tiny"
+    make(folder, layers=2, width=64, mlp=96, heads=4, vocab=300)
+    return str(folder)
+
+
+def last_line(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_kv_holds_little_more_than_the_live_tokens(model, capsys, tmp_path):
+    page = tmp_path / "page.md"
+    command = ["kv", "--model", model, "--beams", "1", "4", "--new-tokens", "96", "--save", str(page)]
+    assert main(command) == 0
+    found = last_line(capsys)
+    assert found["command"] == "python -m tools.bench kv --model tiny --beams 1 4 --new-tokens 96 --save page.md"
+    assert [row["beams"] for row in found["results"]] == [1, 4]
+    for row in found["results"]:
+        assert row["new_tokens"] == 96 and len(row["steps"]) == 95
+        assert row["ratio"] <= 1.10
+        assert max(live for live, _ in row["steps"]) <= row["live_nodes_peak"]
+        held = max(pages for _, pages in row["steps"]) * row["page_tokens"] * row["bytes_per_token"]
+        assert held <= row["kv_bytes_peak"]
+    one, four = found["results"]
+    assert one["live_nodes_peak"] == one["unshared_nodes_peak"] == one["prompt_tokens"] + 95
+    assert four["unshared_nodes_peak"] == 4 * one["unshared_nodes_peak"]
+    assert "| 4 " in page.read_text() and str(tmp_path) not in page.read_text()
+
+
+def test_kv_on_a_random_checkpoint_of_a_given_shape(capsys, tmp_path):
+    assert main(["kv", "--random", str(tmp_path / "r"), *TINY, "--beams", "2", "--new-tokens", "4"]) == 0
+    assert "300" in last_line(capsys)["model"] and (tmp_path / "r/config.json").exists()
+    assert main(["kv", "--random", str(tmp_path / "r"), *TINY]) == 2  # never over what is there
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_a_missing_checkpoint_is_an_error_without_traceback(capsys, tmp_path):
+    assert main(["kv", "--model", str(tmp_path / "absent")]) == 3
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def peers_command(model, *names):
+    return ["peers", "--model", model, "--peers", *names, "--beams", "1", "3", "--prompt-tokens", "24",
+            "--new-tokens", "8", "--runs", "2", "--threads", "1"]  # fmt: skip
+
+
+def test_peers_measures_ours_in_a_process_of_its_own(model, capsys, tmp_path):
+    page = tmp_path / "page.md"
+    assert main([*peers_command(model, "coppice"), "--save", str(page)]) == 0
+    rows = last_line(capsys)["results"]
+    assert [(row["peer"], row["beams"]) for row in rows] == [("coppice", 1), ("coppice", 3)]
+    for row in rows:
+        assert len(row["tokens"]) == row["steps"] == 8 and row["repeatable"]
+        low, middle, high = (row["seconds"][k] for k in ("min", "median", "max"))
+        assert 0 < row["prefill_seconds"]["min"] < low <= middle <= high
+        if sys.platform == "linux":
+            assert row["loaded_bytes"] > 50e6 and 0 <= row["growth_bytes"]["median"] < 200e6
+    assert "| coppice |" in page.read_text()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed (extra bench)")
+def test_peers_with_transformers_produces_the_same_tokens(model, capsys):
+    assert main(peers_command(model, "coppice", "transformers")) == 0
+    rows = last_line(capsys)["results"]
+    theirs = [row for row in rows if row["peer"] == "transformers"]
+    assert [row["steps"] for row in theirs] == [8, 8]
+    assert all(row["versus"]["same_tokens"] and row["versus"]["seconds"] > 0 for row in theirs)
+
+
+def test_what_is_not_installed_is_listed_as_such(model, capsys, tmp_path):
+    empty = tmp_path / "python"  # an interpreter without site packages
+    empty.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    empty.chmod(0o755)
+    assert main([*peers_command(model, "transformers", "ctranslate2"), "--peer-python", str(empty)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("is not installed |") == 4
+    assert all("absent" in row for row in json.loads(out.splitlines()[-1])["results"])
+
+
+def test_a_peer_that_fails_is_listed_with_its_last_words(model, capsys, tmp_path):
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho loading >&2\necho out of luck >&2\nexit 7\n")
+    broken.chmod(0o755)
+    for python, words in {str(broken): "out of luck", str(tmp_path / "absent"): "absent: No such file"}.items():
+        assert main([*peers_command(model, "transformers"), "--peer-python", python]) == 0
+        out = capsys.readouterr().out
+        assert f"failed: {words}" in out
+        assert all(words in row["failed"] for row in json.loads(out.splitlines()[-1])["results"])
+
+
+def test_ratios_are_theirs_over_ours():
+    def row(peer, seconds, speed, growth, tokens):
+        return {
+            "peer": peer, "beams": 4, "seconds": {"median": seconds}, "prefill_seconds": {"median": seconds},
+            "steps_per_second": {"median": speed}, "growth_bytes": {"median": growth}, "tokens": tokens,
+        }  # fmt: skip
+
+    rows = [row("coppice", 2, 20, 10, [1, 2, 3]), row("transformers", 10, 5, 150, [1, 2, 4]), {"peer": "x", "beams": 4}]
+    peers.compare(rows)
+    assert "versus" not in rows[0] and "versus" not in rows[2]
+    assert rows[1]["versus"] == {
+        "seconds": 5, "prefill_seconds": 5, "steps_per_second": 4, "growth_bytes": 15, "same_tokens": False,
+        "first_difference": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("sampled", [False, True])
+def test_peak_memory_sees_what_is_gone_again(sampled, monkeypatch):
+    if sampled:
+        monkeypatch.setattr(PeakMemory, "_reset", lambda self: False)
+    code = "import sys\nfor line in sys.stdin:\n b = bytearray(b'x') * int(line)\n del b\n print(flush=True)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin and process.stdout
+    with process:
+        for size in (300_000_000, 100_000_000, 1_000):  # a peak is forgotten when the next one is measured
+            before = memory(process.pid, "VmRSS")
+            assert before is not None
+            with PeakMemory(process.pid) as peak:
+                print(size, file=process.stdin, flush=True)
+                process.stdout.readline()
+            assert peak.bytes is not None and peak.bytes - before < size + 30e6
+            assert peak.sampled or peak.bytes - before > size - 5e6
+        process.stdin.close()
+
+
+def test_a_section_is_replaced_and_the_rest_stays(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n<!-- bench:kv -->\nold\n<!-- /bench:kv -->\n\ntail\n")
+    report.write_section(page, "kv", r"new \1 text")
+    assert page.read_text() == "# Title\n\n<!-- bench:kv -->\nnew \\1 text\n<!-- /bench:kv -->\n\ntail\n"
+    report.write_section(page, "peers", "p")
+    report.write_section(page, "peers", "q")
+    assert page.read_text().endswith("tail\n\n## peers\n\n<!-- bench:peers -->\nq\n<!-- /bench:peers -->\n")
+
+
+def test_the_page_has_a_section_for_every_command():
+    text = report.PAGE.read_text(encoding="utf-8")
+    assert all(text.count(f"<!-- {slash}bench:{name} -->") == 1 for name in ("kv", "peers") for slash in ("", "/"))
+
+
+def test_the_recorded_command_names_no_folder_of_this_machine(tmp_path):
+    words = ["peers", "--model", str(tmp_path), "--peer-python=" + sys.executable, "--prompt", "either/or", "--save"]
+    found = report.command_line(words)
+    assert str(tmp_path) not in found and os.sep + "bin" not in found and found.endswith("either/or --save")
+
+
+@pytest.mark.parametrize("command", [[], ["kv"], ["peers"]])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, "--help"])
+    assert stopped.value.code == 0 and "usage:" in capsys.readouterr().out
