@@ -11,8 +11,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from engine.engine import DTYPES, Engine
+from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError
+from engine.loading import DTYPES
 from engine.tokenizer import check_utf8
 from engine.version import __version__
 from search.base import REGISTRY, SHARED_PARAMS, parameters

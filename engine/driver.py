@@ -241,6 +241,7 @@ class Driver:
             except KVMemoryError as error:
                 youngest = self.running[-1]
                 if youngest is self.running[0]:
+                    error.where = f"with {tree.live_tokens} live tokens, and {trunk + len(nodes)} more to evaluate"
                     self._resume(run, error=error)
                     return None
                 self._send_back(youngest)

@@ -1,7 +1,6 @@
 """Engine: a checkpoint made ready to answer. `generate` for many prompts, `stream` for one, `Session` for a chat."""
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,9 @@ from torch import Tensor
 
 from engine.compiling import compile_model
 from engine.driver import Driver, Run, Runner
-from engine.errors import CheckpointError, CoppiceError, KVMemoryError, UsageError
+from engine.errors import CheckpointError, CoppiceError, UsageError
+from engine.loading import load_template, pick_device, pick_dtype
+from engine.memory import check_memory, make_pool, out_of_memory
 from engine.packing import Chunk
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
@@ -24,12 +25,6 @@ from engine.tree import TokenTree, Trunk
 from models import load_model
 from models.checkpoint import Checkpoint
 from models.layers import ModelShape
-from models.linear import can_pack
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-PAGE_SIZE = {"cpu": 4, "cuda": 16}  # tokens; small pages waste little, large ones suit a GPU's memory
-OUT_OF_MEMORY = KVMemoryError("the machine ran out of memory", remedy="use fewer beams or a shorter prompt")
-MOST_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
 
 
 @dataclass(frozen=True)
@@ -359,12 +354,11 @@ class Engine:
             raise UsageError(f"max_new_tokens: expected an integer >= 1, got {new!r}")
         reach = self.shape.max_positions
         if reach is not None:
-            if len(ids) >= reach:
+            if len(ids) > reach:
                 raise UsageError(
-                    f"the prompt has {len(ids)} tokens, the model's context holds {reach}",
-                    remedy="shorten the prompt; at least one position must be left for the answer",
+                    f"the prompt has {len(ids)} tokens, the model's context holds {reach}", remedy="shorten the prompt"
                 )
-            new = min(new, reach - len(ids))
+            new = min(new, reach - len(ids) + 1)  # the last token is never evaluated: it needs no position
         eos = self.eos_token_ids if request.eos_token_ids is None else frozenset(request.eos_token_ids)
         if any(type(token) is not int or token < 0 for token in eos):
             raise UsageError(f"eos_token_ids: expected token ids, got {sorted(map(repr, eos))}")
@@ -372,51 +366,18 @@ class Engine:
             eos = frozenset()
         stops = StopStrings(self.tokenizer, request.stop) if request.stop else None
         request.search.check(self.runner.vocab_size, eos)
-        self._check_memory(request.search, len(ids), new)
+        check_memory(self.pool, request.search, len(ids), new)
         return _Job(request, ids, new, eos, stops)
-
-    def _check_memory(self, search: Search, prompt: int, new: int) -> None:
-        """Refuse before prefill what cannot fit. Raises KVMemoryError with the formula."""
-        pool, unit = self.pool, self.pool.bytes_per_token
-        room = pool.pages * pool.page_size
-        least, _ = search.slots(prompt, new)
-        if least <= room:
-            return
-        beams = getattr(search, "beams", None)
-        if beams is None:
-            formula = f"prompt {prompt} + new tokens {new} - 1"
-            remedy = f"give --kv-memory at least {_size(least * unit)}, or --max-new-tokens at most {room - prompt + 1}"
-        else:
-            formula = f"prompt {prompt} + new tokens {new} + beams {beams} - 2"
-
-            def most(kind: int) -> int:
-                fits = (b for b in range(beams, 0, -1) if _rounded(replace(search, beams=b), kind) <= room)  # type: ignore[type-var]
-                return next(fits, 0)
-
-            def _rounded(other: Search, kind: int) -> int:
-                trunk_and_branches = 2 if kind else 1  # each may leave its last page half empty
-                return other.slots(prompt, new)[kind] + trunk_and_branches * (pool.page_size - 1)
-
-            sure = f", and {most(1)} if the beams share nothing" if most(1) else ""
-            remedy = (
-                f"the largest beam count that fits is {most(0)}{sure}; or give --kv-memory at least "
-                f"{_size(least * unit)}, or fewer --max-new-tokens"
-            )
-        raise KVMemoryError(
-            f"the KV cache holds {room} tokens ({_size(room * unit)}), this needs at least {least}",
-            where=f"({formula}) x {unit} bytes per token = {_size(least * unit)}",
-            remedy=remedy,
-        )
 
     def _step(self, driver: Driver) -> None:
         try:
             driver.step()
         except (MemoryError, torch.OutOfMemoryError) as error:
-            raise OUT_OF_MEMORY from error
+            raise out_of_memory() from error
         except RuntimeError as error:
             if "alloc" not in str(error) or "memory" not in str(error):
                 raise
-            raise OUT_OF_MEMORY from error
+            raise out_of_memory() from error
 
     def _interrupted(self, run: Run) -> SearchResult:
         best = list(run.report.best()) if run.report.best else list(run.settled)
@@ -473,72 +434,6 @@ class Session:
         if self.trunk is not None:
             self.trunk.release(self.engine.pool)
             self.trunk = None
-
-
-# --- construction ---
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of a name; "auto" is the GPU if there is one. Raises UsageError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise UsageError(f"device: expected auto, cpu or cuda, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device: this machine has no CUDA GPU that torch can use", remedy="use --device cpu")
-    return torch.device(name)
-
-
-def pick_dtype(name: str, own: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of a name, see `Engine.load`. Raises UsageError."""
-    if name == "auto":
-        if own == torch.float64 or (own == torch.float16 and device.type == "cpu" and not can_pack(own, device)):
-            return torch.float32
-        return own
-    if name not in DTYPES:
-        raise UsageError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {name!r}")
-    return DTYPES[name]
-
-
-def make_pool(shape: ModelShape, dtype: torch.dtype, device: torch.device, kv_memory: int | None) -> PagePool:
-    """The pool that fits `kv_memory` bytes, or a share of what is free. Raises KVMemoryError."""
-    size = PAGE_SIZE[device.type]
-    page_bytes = size * shape.kv_bytes_per_token(dtype)
-    if kv_memory is not None:
-        pages = kv_memory // page_bytes
-        if pages < 1:
-            raise KVMemoryError(
-                f"--kv-memory {_size(kv_memory)} holds not even one page of {size} tokens ({_size(page_bytes)})",
-                remedy=f"give at least {_size(page_bytes)}",
-            )
-    else:
-        if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0]
-        else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        pages = max(1, min(free // 2 // page_bytes, MOST_TOKENS // size))
-    try:
-        return PagePool(shape, pages, size, dtype, device)
-    except (RuntimeError, MemoryError) as error:
-        raise KVMemoryError(
-            f"the machine cannot give {_size(pages * page_bytes)} to the KV cache", remedy="lower --kv-memory"
-        ) from error
-
-
-def load_template(folder: str | Path, choice: str | Path | None, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """The chat template to use: a file, none, or the checkpoint's own."""
-    if choice == "none" or tokenizer is None:
-        return None
-    return ChatTemplate.load(folder, tokenizer) if choice is None else ChatTemplate.from_file(choice, tokenizer)
-
-
-def _size(count: int) -> str:
-    """Bytes for people: 1.5 MB."""
-    size, units = float(count), ["bytes", "KB", "MB", "GB", "TB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
 
 
 __all__ = ["Done", "Engine", "Evaluate", "Event", "Prefill", "Progress", "Request", "Session", "Text"]

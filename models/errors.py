@@ -12,7 +12,10 @@ class CoppiceError(Exception):
 
     def __init__(self, what: str, *, where: str = "", remedy: str = ""):
         self.what, self.where, self.remedy = what, where, remedy
-        super().__init__("\n".join(line for line in (what, where, remedy) if line))
+        super().__init__(what, where, remedy)
+
+    def __str__(self) -> str:
+        return "\n".join(line for line in (self.what, self.where, self.remedy) if line)
 
 
 class CheckpointError(CoppiceError):

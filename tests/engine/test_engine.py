@@ -183,10 +183,10 @@ def test_the_context_ends_the_answer(engine):
 
 
 def test_arguments_are_checked(engine):
-    for options in ({"max_new_tokens": 0}, {"max_new_tokens": 2.0}, {"max_new_tokens": True}, {"stop": [""]}, {"stop": "x"},
-                    {"stop": [3]}):  # fmt: skip
-        with pytest.raises(UsageError, match="expected"):
-            engine.generate([[1, 2]], Greedy(), **options)
+    for name, values in {"max_new_tokens": [0, 2.0, True, None], "stop": [[""], "x", [3]]}.items():
+        for value in values:
+            with pytest.raises(UsageError, match="expected"):
+                engine.generate([[1, 2]], Greedy(), **{name: value})
     for prompt in ([], [VOCAB], [-1], [True], ["a"], [1.0]):
         with pytest.raises(UsageError, match="prompt"):
             engine.generate([prompt], Greedy())
@@ -197,7 +197,7 @@ def test_arguments_are_checked(engine):
 # --- memory ---
 
 
-@pytest.mark.parametrize("tokens", [64, 100, 160, 320])
+@pytest.mark.parametrize("tokens", [64, 100, 160, 240])
 @pytest.mark.parametrize(("prompt", "new"), [(5, 20), (40, 10), (30, 30)])
 def test_the_advised_beam_counts_work(folder, tokens, prompt, new):
     engine = small(folder, tokens)
@@ -205,9 +205,9 @@ def test_the_advised_beam_counts_work(folder, tokens, prompt, new):
         engine.generate([[1] + [9] * (prompt - 1)], Trie(beams=250), max_new_tokens=new, ignore_eos=True)
     error = caught.value
     assert error.exit_code == 4 and re.search(r"\(prompt \d+ \+ new tokens \d+ \+ beams 250 - 2\) x \d+", str(error))
-    match = re.search(r"largest beam count that fits is (\d+), and (\d+) fits even if", str(error))
-    assert match, str(error)
-    most, safe = map(int, match.groups())
+    advised = [int(n) for n in re.findall(r"--beams at most (\d+)|\((\d+) fit if", str(error)) for n in n if n]
+    safe = advised[0] if "sure to fit" in str(error) else 0
+    most = advised[-1] if advised else 0
     assert safe <= most < 250
     if safe:  # flat distributions: beams share next to nothing
         for search in (Trie(beams=safe), Sample(temperature=50.0, num_return_sequences=safe)):
@@ -223,7 +223,7 @@ def test_the_advised_beam_counts_work(folder, tokens, prompt, new):
 
 def test_refusal_with_several_sequences_to_return(folder):
     engine = small(folder, 64)
-    with pytest.raises(KVMemoryError, match="largest beam count"):
+    with pytest.raises(KVMemoryError, match="--beams at most"):
         engine.generate([[1, 2, 3]], Trie(beams=200, num_return_sequences=200), max_new_tokens=10)
 
 
@@ -241,7 +241,7 @@ def test_the_advised_limit_of_new_tokens_works(folder):
 def test_a_prompt_beyond_memory_is_not_told_to_generate_less_than_nothing(folder):
     with pytest.raises(KVMemoryError) as caught:
         small(folder, 64).generate([[1] * 150], Greedy(), max_new_tokens=10)
-    assert not re.search(r"at most -?\d+", str(caught.value)) or int(re.findall(r"at most (-?\d+)", str(caught.value))[0]) > 0
+    assert all(int(limit) > 0 for limit in re.findall(r"at most (-?\d+)", str(caught.value)))
 
 
 @pytest.mark.parametrize("search", [Greedy(), Trie(beams=6)])
@@ -270,7 +270,7 @@ def test_running_out_midway_fails_one_line_and_frees_its_pages(folder):
 
 
 def test_memory_of_less_than_a_page(folder):
-    with pytest.raises(KVMemoryError, match="not even one page"):
+    with pytest.raises(KVMemoryError, match="less than a page"):
         Engine.load(folder, kv_memory=100)
 
 
@@ -346,7 +346,7 @@ def test_an_interrupted_stream_keeps_what_it_has(engine, search, steps):
     assert result.stats["new_tokens"] == len(output.token_ids)
 
 
-@pytest.mark.parametrize("search", [Greedy(), Trie(beams=3), Sample(num_return_sequences=2)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("search", SEARCHES[:3], ids=lambda s: type(s).__name__)
 def test_interrupted_while_the_prompt_is_read(engine, folder, search):
     slow = Engine.load(folder, kv_memory=1 << 20)
     slow.runner.budget = 10
@@ -411,7 +411,8 @@ def test_a_session_on_stretched_positions_says_what_fresh_runs_say(variant):
 def test_a_session_survives_refusals_interruptions_and_other_prompts(engine):
     session, calls = Session(engine), iter(range(100))
     prompt = prompts(1, seed=2)[0] + [9, 10, 11]
-    follow(session.stream(prompt, Trie(beams=3), max_new_tokens=9, ignore_eos=True, interrupted=lambda: next(calls) > 4))
+    options = {"max_new_tokens": 9, "ignore_eos": True}
+    follow(session.stream(prompt, Trie(beams=3), interrupted=lambda: next(calls) > 4, **options))
     held = engine.pool.used_pages
     assert held
     with pytest.raises(UsageError):

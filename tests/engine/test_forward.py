@@ -369,21 +369,23 @@ def test_a_trunk_handed_on_is_as_good_as_a_fresh_one(bench64, seed):
     pool.check_invariants([])
 
 
-def test_a_search_that_asks_for_what_it_was_told_is_refused(bench64):
+@pytest.mark.parametrize("ask", ["the root again", "nothing"])
+def test_a_search_that_asks_wrongly_fails_alone(bench64, ask):
     def start(run):
         tree = driver.open_tree(run, "target", [1, 2, 3])
 
         def go():
             yield Evaluate(tree, [tree.root])
-            yield Evaluate(tree, [tree.root])
+            yield Evaluate(tree, [tree.root] if ask == "the root again" else [])
 
         return go()
 
-    driver = bench64.driver()
-    run = driver.submit(Run(start))
+    driver, other = bench64.driver(), Walk(1, [1, 2, 3])
+    run, beside = driver.submit(Run(start)), driver.submit(Run(other.start_on(driver)))
     while driver.busy:
         driver.step()
-    assert isinstance(run.error, ValueError) and "evaluated already" in str(run.error)
+    assert isinstance(run.error, ValueError) and "node" in str(run.error)
+    raise_errors([beside])
     driver.runners["target"].pool.check_invariants([])
 
 

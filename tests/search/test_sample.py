@@ -99,7 +99,7 @@ def test_temperature_zero_is_greedy_and_one_node_wide():
 
 def test_configurations_are_checked():
     wrong = {
-        "temperature": [-1, math.inf, math.nan, "1", None],
+        "temperature": [-1, math.inf, math.nan, "1", None, 5e-324, 1e30, True],
         "top_k": [-1, 1.5, True, None],
         "top_p": [0, 1.5, -0.1, math.nan, "x"],
         "seed": [-1, 1.0, True, 2**64],
@@ -154,7 +154,7 @@ def test_warp_ties():
     assert Warp(temperature=0)(logp_NV).isfinite().tolist() == [[True] + [False] * 4] * 2  # the lower token id
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-38, 1e-42, 5e-324])
+@pytest.mark.parametrize("temperature", [1e-2, 1e-4, 1e-6])
 def test_a_vanishing_temperature_leaves_the_best_token(temperature):
     warped_NV = Warp(temperature=temperature)(LOGP.unsqueeze(0))
     assert not warped_NV.isnan().any() and warped_NV.argmax() == LOGP.argmax()
@@ -163,7 +163,9 @@ def test_a_vanishing_temperature_leaves_the_best_token(temperature):
 
 def test_a_huge_temperature_is_uniform_over_what_is_possible():
     logp_NV = torch.tensor([[0.0, -1.0, float("-inf"), -90.0]])
-    torch.testing.assert_close(Warp(temperature=1e30)(logp_NV).exp(), torch.tensor([[1, 1, 0, 1]]) / 3)
+    torch.testing.assert_close(
+        Warp(temperature=1e6)(logp_NV).exp(), torch.tensor([[1, 1, 0, 1]]) / 3, rtol=1e-3, atol=0
+    )
 
 
 # --- the distribution ---

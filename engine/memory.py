@@ -1,0 +1,104 @@
+"""What fits: the pool that a budget allows, and whether a request can be served from it at all."""
+
+import os
+from bisect import bisect_right
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from engine.errors import KVMemoryError
+from engine.pool import PagePool
+from engine.requests import Search
+from models.layers import ModelShape
+
+PAGE_SIZE = {"cpu": 4, "cuda": 16}  # tokens; small pages waste little, large ones suit a GPU's memory
+MOST_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
+
+
+def make_pool(shape: ModelShape, dtype: torch.dtype, device: torch.device, kv_memory: int | None) -> PagePool:
+    """The pool that fits `kv_memory` bytes, or a share of what is free. Raises KVMemoryError."""
+    size = PAGE_SIZE[device.type]
+    page_bytes = size * shape.kv_bytes_per_token(dtype)
+    if kv_memory is not None:
+        pages = kv_memory // page_bytes
+        if pages < 1:
+            raise KVMemoryError(
+                f"--kv-memory {size_text(kv_memory)} is less than a page of {size} tokens ({size_text(page_bytes)})",
+                remedy=f"give at least {size_text(page_bytes)}",
+            )
+    else:
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        pages = max(1, min(free // 2 // page_bytes, MOST_TOKENS // size))
+    try:
+        return PagePool(shape, pages, size, dtype, device)
+    except (RuntimeError, MemoryError) as error:
+        raise KVMemoryError(
+            f"the machine cannot give {size_text(pages * page_bytes)} to the KV cache", remedy="lower --kv-memory"
+        ) from error
+
+
+def check_memory(pool: PagePool, search: Search, prompt: int, new: int) -> None:
+    """Refuse what cannot fit, before anything is evaluated: a search that needs more slots than there are, at best.
+
+    Args:
+        pool: of the target model.
+        search: its `slots` tells the least and the most that it may need.
+        prompt, new: tokens.
+
+    Raises:
+        KVMemoryError: with the formula, and the largest beam counts that would fit.
+    """
+    room, unit = pool.pages * pool.page_size, pool.bytes_per_token
+    least, _ = search.slots(prompt, new)
+    if least <= room:
+        return
+    remedy = f"give --kv-memory at least {size_text(least * unit)}"
+    beams = getattr(search, "beams", None)
+    if beams is None:
+        formula = f"prompt {prompt} + new tokens {new} - 1"
+        if room > prompt:
+            remedy += f", or --max-new-tokens at most {room - prompt + 1}"
+    else:
+        formula = f"prompt {prompt} + new tokens {new} + beams {beams} - 2"
+        # In the worst case the trunk and the branches each leave a page half empty.
+        sure = _most_beams(search, prompt, new, 1, room - 2 * (pool.page_size - 1))
+        perhaps = _most_beams(search, prompt, new, 0, room - (pool.page_size - 1))
+        if sure:
+            remedy += f", or --beams at most {sure}, the largest beam count that is sure to fit"
+            remedy += f" ({perhaps} fit if they differ in their last token only)" if perhaps > sure else ""
+        elif perhaps:
+            remedy += f", or --beams at most {perhaps}, the largest beam count that fits, if they differ in their last token only"
+        else:
+            remedy += ", or fewer --max-new-tokens: no beam count fits"
+    raise KVMemoryError(
+        f"the KV cache holds {room} tokens ({size_text(room * unit)}), this needs at least {least}",
+        where=f"({formula}) x {unit} bytes per token = {size_text(least * unit)}",
+        remedy=remedy,
+    )
+
+
+def _most_beams(search: Any, prompt: int, new: int, case: int, room: int) -> int:
+    """The largest beam count whose slots (0: at the least, 1: at the most) fit."""
+
+    def slots(beams: int) -> int:
+        return replace(search, beams=beams, num_return_sequences=1).slots(prompt, new)[case]
+
+    return bisect_right(range(1, search.beams + 1), room, key=slots)
+
+
+def out_of_memory() -> KVMemoryError:
+    """The error for when the machine itself has no memory left."""
+    return KVMemoryError("the machine ran out of memory", remedy="use fewer beams or a shorter prompt")
+
+
+def size_text(count: int) -> str:
+    """Bytes for people: 1.5 MB."""
+    size, units = float(count), ["bytes", "KB", "MB", "GB", "TB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
