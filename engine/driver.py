@@ -113,6 +113,8 @@ class Ticket:
     asked: set[int]
     answered: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
+    trunk_placed: int = 0  # by earlier passes of this request
+    nodes_placed: list[int] = field(default_factory=list)
 
     @property
     def left(self) -> int:
@@ -242,12 +244,15 @@ class Driver:
                 youngest = self.running[-1]
                 if youngest is self.running[0]:
                     error.where = f"with {tree.live_tokens} live tokens, and {trunk + len(nodes)} more to evaluate"
+                    tree.unplace(ticket.trunk_placed, ticket.nodes_placed)  # the search may ask for any of them again
                     self._resume(run, error=error)
                     return None
                 self._send_back(youngest)
                 if youngest is run:
                     return None
         ticket.trunk_left -= trunk
+        ticket.trunk_placed += trunk
+        ticket.nodes_placed += nodes
         del ticket.nodes_left[: len(nodes)]
         return Chunk(tree, trunk, nodes, slots)
 
@@ -276,6 +281,8 @@ class Driver:
                 run.settled += request.settled
                 run.report = request
                 request = generator.send(None)
+            if not request.nodes:
+                raise ValueError("expected at least one node to evaluate")
             trunk, nodes = request.tree.pending(request.nodes)
             asked = set(request.nodes)
             known = [n for n in asked if request.tree.is_evaluated(n)]

@@ -323,6 +323,9 @@ class Engine:
         retire: Callable[[TokenTree], None] | None = None,
     ) -> _Job:
         job = self._prepare(request)
+        steady = self.shape.steady_length
+        if trunk is not None and steady is not None and max(len(job.ids), trunk.cached) > steady:
+            trunk.release(self.pool)
 
         def start(run: Run) -> SearchGenerator:
             tree = driver.open_tree(run, "target", job.ids, len(job.ids) + job.limit, trunk)

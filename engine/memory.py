@@ -1,7 +1,9 @@
 """What fits: the pool that a budget allows, and whether a request can be served from it at all."""
 
+import math
 import os
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +58,8 @@ def check_memory(pool: PagePool, search: Search, prompt: int, new: int) -> None:
     least, _ = search.slots(prompt, new)
     if least <= room:
         return
-    remedy = f"give --kv-memory at least {size_text(least * unit)}"
+    pages = -(-least // pool.page_size) + (least > prompt)  # trunk and branches may each leave a page half empty
+    remedy = f"give --kv-memory at least {size_text(pages * pool.page_bytes, math.ceil)}"
     beams = getattr(search, "beams", None)
     if beams is None:
         formula = f"prompt {prompt} + new tokens {new} - 1"
@@ -69,9 +72,11 @@ def check_memory(pool: PagePool, search: Search, prompt: int, new: int) -> None:
         perhaps = _most_beams(search, prompt, new, 0, room - (pool.page_size - 1))
         if sure:
             remedy += f", or --beams at most {sure}, the largest beam count that is sure to fit"
-            remedy += f" ({perhaps} fit if they differ in their last token only)" if perhaps > sure else ""
+            remedy += f" ({perhaps} fit if they differ only at the end)" if perhaps > sure else ""
         elif perhaps:
-            remedy += f", or --beams at most {perhaps}, the largest beam count that fits, if they differ in their last token only"
+            remedy += (
+                f", or --beams at most {perhaps}, the largest beam count that fits, if they differ only at the end"
+            )
         else:
             remedy += ", or fewer --max-new-tokens: no beam count fits"
     raise KVMemoryError(
@@ -95,10 +100,10 @@ def out_of_memory() -> KVMemoryError:
     return KVMemoryError("the machine ran out of memory", remedy="use fewer beams or a shorter prompt")
 
 
-def size_text(count: int) -> str:
-    """Bytes for people: 1.5 MB."""
+def size_text(count: int, rounding: Callable[[float], float] = round) -> str:
+    """Bytes for people, to a tenth: 1.5 MB."""
     size, units = float(count), ["bytes", "KB", "MB", "GB", "TB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024
         units.pop(0)
-    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
+    return f"{size:.0f} bytes" if units[0] == "bytes" else f"{rounding(size * 10) / 10:.1f} {units[0]}"

@@ -14,7 +14,8 @@ from engine.tree import TokenTree
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Ask for the next-token log-probabilities after `nodes` (float32 [N, V], natural log, normalised).
+    """Ask for the next-token log-probabilities after `nodes`: float32 [N, V], natural log, normalised over the model's
+    vocabulary; ids past the tokenizer's are -inf afterwards.
 
     Nodes must be live and not evaluated yet; ancestors that are not evaluated either are evaluated in the same pass.
     On a tree of a scalar-head model the answer is a score per node, [N, 1].

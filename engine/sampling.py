@@ -71,11 +71,11 @@ def gumbel(seed: int, sequence: int, position: int, size: int, device: torch.dev
     Counter-based: 32 uniform bits per token from integer arithmetic on (seed, sequence, position, token), the same on
     every device and for every `size` that includes the token.
     """
-    key = 0x9E3779B9
+    one, two = 0x9E3779B9, 0x5BD1E995  # 64 bits of key: no two draws of a lifetime share a vector
     for word in (seed & MASK, (seed >> 32) & MASK, sequence & MASK, position & MASK):
-        key = _mix((key + word) & MASK) ^ ((key * 5 + 0x6C62272E) & MASK)
+        one, two = _mix((one + word) & MASK), _mix((two ^ word) * 5 + one & MASK)
     token = torch.arange(size, dtype=torch.int64, device=device)
-    bits = _mix((_mix(token ^ key) + _mix(key ^ 0x5BD1E995)) & MASK)
+    bits = _mix((_mix(token ^ one) + two) & MASK)
     uniform = (bits.double() + 0.5) / (1 << 32)
     return -torch.log(-torch.log(uniform)).float()
 

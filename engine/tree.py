@@ -270,7 +270,6 @@ class TokenTree:
             KVMemoryError: the pool is full; nothing was taken.
         """
         start, taken = self.trunk.cached, []
-        pages_before = len(self.trunk.pages)
         try:
             self._reserve_trunk(start + trunk_tokens)
             for node in nodes:
@@ -281,7 +280,6 @@ class TokenTree:
                 self._bits[node] = self._bits[self._parent[node]] | 1 << slot
         except KVMemoryError:
             self.unplace(0, nodes[: len(taken)])
-            self._trim_trunk(pages_before)
             raise
         self.trunk.cached = start + trunk_tokens
         self._note_peaks()

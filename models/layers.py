@@ -21,13 +21,21 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The dimensions that the engine needs of any model."""
+    """What the engine needs to know of any model.
+
+    Args:
+        layers, kv_heads, head_dim, vocab_size: dimensions.
+        max_positions: longest sequence the checkpoint is made for; None: no limit.
+        steady_length: keys of sequences longer than this depend on how long the sequence was when they were computed,
+            so that a longer prompt cannot take them over; None: they never do.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     vocab_size: int
-    max_positions: int | None  # longest sequence the checkpoint is made for; None: no limit
+    max_positions: int | None
+    steady_length: int | None = None
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token's keys and values take in all layers."""

@@ -161,7 +161,12 @@ class Llama(nn.Module):
         tied = {"lm_head.weight": EMBEDDING} if config.tied else {}
         stored = checkpoint.check(config.tensors(), ignore=IGNORED, tied=tied)
         self.shape = ModelShape(
-            config.layers, config.kv_heads, config.head_dim, config.vocab_size, config.rope.reach(config.max_positions)
+            config.layers,
+            config.kv_heads,
+            config.head_dim,
+            config.vocab_size,
+            config.rope.reach(config.max_positions),
+            config.rope.original_length if config.rope.kind == "dynamic" else None,
         )
 
         def read(names) -> dict[str, Tensor]:

@@ -122,9 +122,9 @@ class Trie:
         return prompt_tokens + new_tokens + self.beams - 2, prompt_tokens + self.beams * (new_tokens - 1)
 
     def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        most = vocab_size - len(eos_token_ids)
-        if self.beams > most:
+        ends = sum(token < vocab_size for token in eos_token_ids)
+        if self.beams > vocab_size - ends:
             raise UsageError(
-                f"beams: at most {most} fit this model, got {self.beams}",
-                where=f"vocabulary {vocab_size}, of which {len(eos_token_ids)} end a sequence",
+                f"beams: at most {vocab_size - ends} fit this model, got {self.beams}",
+                where=f"vocabulary {vocab_size}, of which {ends} end a sequence",
             )

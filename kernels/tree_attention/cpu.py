@@ -94,8 +94,10 @@ def _tree_attention(
                 p_GNK.masked_fill_(scores_GNK.amax(-1, keepdim=True) == float("-inf"), 0.0)
             parts = p_GNK.split([value.shape[1] for value in values], -1)
             out_GND = parts[0] @ values[0]
+            if out_GND.dtype.itemsize == 2 and len(parts) > 1:
+                out_GND = out_GND.float()  # many pieces must not add up their roundings
             for p_GNk, value in zip(parts[1:], values[1:], strict=True):
-                out_GND.baddbmm_(p_GNk, value)
+                out_GND += p_GNk @ value
             out_TGhD[t0:t1] = out_GND.view(G, t1 - t0, h, D).transpose(0, 1)
     return out_TGhD.flatten(1, 2)
 

@@ -172,14 +172,15 @@ def test_ends_of_sequence(engine):
 
 
 def test_the_context_ends_the_answer(engine):
+    """200 positions; the last token of an answer is never evaluated and needs none."""
     prompt = [1] + [5] * 189
     for search in (Greedy(), Trie(beams=3), Sample()):
         [result] = engine.generate([prompt], search, max_new_tokens=50, ignore_eos=True)
-        assert len(result.outputs[0].token_ids) == 10 and result.outputs[0].finish_reason == "length"
-    [result] = engine.generate([[1] * 199], Greedy(), ignore_eos=True)
+        assert len(result.outputs[0].token_ids) == 11 and result.outputs[0].finish_reason == "length"
+    [result] = engine.generate([[1] * 200], Greedy(), ignore_eos=True)
     assert len(result.outputs[0].token_ids) == 1
-    with pytest.raises(UsageError, match="200 tokens, the model's context holds 200"):
-        engine.generate([[1] * 200], Greedy())
+    with pytest.raises(UsageError, match="201 tokens, the model's context holds 200"):
+        engine.generate([[1] * 201], Greedy())
 
 
 def test_arguments_are_checked(engine):
