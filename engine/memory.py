@@ -14,7 +14,7 @@ from engine.pool import PagePool
 from engine.requests import Search
 from models.layers import ModelShape
 
-PAGE_SIZE = {"cpu": 4, "cuda": 16}  # tokens; small pages waste little, large ones suit a GPU's memory
+PAGE_SIZE = {"cpu": 1, "cuda": 16}  # tokens; single ones waste nothing, larger ones suit a GPU's memory
 MOST_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
 
 

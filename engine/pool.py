@@ -2,17 +2,17 @@
 
 import math
 import mmap
+import re
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.errors import KVMemoryError
-from kernels.layout import KVCache
+from kernels.layout import NULL_SLOT, TRASH_SLOT, KVCache
 from models.layers import ModelShape
 
 FREE, CLAIMED, USED = 0, 1, 2
-RESERVED_PAGES = 1  # page 0 holds NULL_SLOT and TRASH_SLOT
 
 
 class PagePool:
@@ -36,15 +36,16 @@ class PagePool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ):
-        if pages < 1 or page_size < 2:
-            raise ValueError(f"expected pages >= 1 and page_size >= 2, got {pages} and {page_size}")
+        if pages < 1 or page_size < 1:
+            raise ValueError(f"expected pages >= 1 and page_size >= 1, got {pages} and {page_size}")
         self.page_size = page_size
+        self.reserved = -(-(max(NULL_SLOT, TRASH_SLOT) + 1) // page_size)  # pages that no tree gets
         self.pages = pages
         self.bytes_per_token = shape.kv_bytes_per_token(dtype)
-        slots = (pages + RESERVED_PAGES) * page_size
+        slots = (pages + self.reserved) * page_size
         size = (shape.layers, shape.kv_heads, slots, shape.head_dim)
         self.cache = KVCache(_reserve(size, dtype, device), _reserve(size, dtype, device))
-        self._state = bytearray([USED] * RESERVED_PAGES + [FREE] * pages)
+        self._state = bytearray([USED] * self.reserved + [FREE] * pages)
         self.used_pages = 0
 
     @property
@@ -56,12 +57,22 @@ class PagePool:
         return self.page_size * self.bytes_per_token
 
     def claim(self, pages: int) -> range:
-        """Wish for `pages` contiguous pages; the range is empty when there is no such room."""
-        first = self._state.find(bytes(pages)) if pages else -1
+        """Wish for `pages` contiguous pages; fewer, where no gap is as long."""
+        first = self._state.find(bytes(max(1, pages)))
         if first < 0:
-            return range(0)
+            first, pages = self.roomiest()
         self._state[first : first + pages] = bytes([CLAIMED]) * pages
         return range(first, first + pages)
+
+    def roomiest(self) -> tuple[int, int]:
+        """First page and length of the longest run of free pages that nobody has claimed."""
+        gaps = (match.span() for match in re.finditer(b"\0+", self._state))
+        first, end = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0, 0))
+        return first, end - first
+
+    def is_free(self, page: int) -> bool:
+        """Whether a page may be taken, claimed or not."""
+        return 0 <= page < len(self._state) and self._state[page] != USED
 
     def unclaim(self, pages: range) -> None:
         """Withdraw a wish."""
@@ -76,11 +87,7 @@ class PagePool:
                 f"the KV cache is full: all {self.pages} pages of {self.page_size} tokens are in use",
                 remedy="give --kv-memory more, or ask for fewer beams or new tokens",
             )
-        page = -1
-        if wish is not None and wish < len(self._state) and self._state[wish] != USED:
-            page = wish
-        if page < 0:
-            page = self._state.rfind(FREE)
+        page = wish if wish is not None and self.is_free(wish) else self._state.rfind(FREE)
         if page < 0:
             page = self._state.rfind(CLAIMED)
         self._state[page] = USED
@@ -89,13 +96,13 @@ class PagePool:
 
     def give(self, page: int) -> None:
         """Give a page back."""
-        assert page >= RESERVED_PAGES and self._state[page] == USED, f"page {page} is not in use"
+        assert page >= self.reserved and self._state[page] == USED, f"page {page} is not in use"
         self._state[page] = FREE
         self.used_pages -= 1
 
     def check_invariants(self, held: list[int] | None = None) -> None:
         """The books add up; with `held`, exactly these pages are in use."""
-        used = [p for p in range(RESERVED_PAGES, len(self._state)) if self._state[p] == USED]
+        used = [p for p in range(self.reserved, len(self._state)) if self._state[p] == USED]
         assert len(used) == self.used_pages, (len(used), self.used_pages)
         assert held is None or used == sorted(held), (used, sorted(held))
 

@@ -288,7 +288,8 @@ class TokenTree:
     def _note_peaks(self) -> None:
         self.peak_live = max(self.peak_live, self.live_tokens)
         self.peak_unshared = max(self.peak_unshared, self._paths_length)
-        self.peak_pages = max(self.peak_pages, len(self.pages_held))
+        pages = len(self.trunk.pages) + len(self._branch_pages) - self._branch_pages.count(-1)
+        self.peak_pages = max(self.peak_pages, pages)
 
     def unplace(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
         """Undo `place` after a pass that failed."""
@@ -360,8 +361,10 @@ class TokenTree:
         pages, before = self.trunk.pages, len(self.trunk.pages)
         try:
             while len(pages) * self.pool.page_size < tokens:
-                first = self._claim.start if self._claim else None
-                pages.append(self.pool.take(pages[-1] + 1 if pages else first))
+                wish = pages[-1] + 1 if pages else self._claim.start
+                if not self.pool.is_free(wish):
+                    wish, _ = self.pool.roomiest()
+                pages.append(self.pool.take(wish))
                 self._note_run(pages[-1])
         except KVMemoryError:
             self._trim_trunk(before)

@@ -5,13 +5,14 @@ slots stand side by side in one buffer, one softmax runs over it, and the weight
 piece. Query heads that share a key/value head are rows of one matrix product, so each key is read once per tile.
 """
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
 
 from kernels.layout import TreeLayout, unpack_bits
 
+LONG_RUN = 64  # tokens; a matrix product of its own pays from about here on
 TILE_SCORES = 1 << 19  # scores alive at once: 2 MB in float32, whatever the prompt's length
 
 
@@ -69,9 +70,9 @@ def _tree_attention(
             if window is not None:
                 oldest_t1 = (positions_T[t0:t1] - window + 1).unsqueeze(1)
             low, high = (int(x) for x in torch.aminmax(seen_t))
-            pieces = _first(trunk, high)  # the upper triangle of a prefill is never computed
-            keys = [k_GSD[:, slot : slot + n] for slot, n in pieces] + [branch_k_GWD] * bool(W)
-            values = [v_GSD[:, slot : slot + n] for slot, n in pieces] + [branch_v_GWD] * bool(W)
+            runs_t = _first(trunk, high)  # the upper triangle of a prefill is never computed
+            keys = _pieces(k_GSD, runs_t) + [branch_k_GWD] * bool(W)
+            values = _pieces(v_GSD, runs_t) + [branch_v_GWD] * bool(W)
             if not keys:
                 out_TGhD[t0:t1] = 0
                 continue
@@ -110,6 +111,19 @@ def _first(runs: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
             break
         pieces.append((slot, min(length, count)))
         count -= length
+    return pieces
+
+
+def _pieces(cache_GSD: Tensor, runs: list[tuple[int, int]]) -> list[Tensor]:
+    """The trunk's rows, [G, n, D] each: long runs in place; neighbouring short ones, of a crowded pool, gathered."""
+    pieces = []
+    for long, group in groupby(runs, key=lambda run: run[1] >= LONG_RUN):
+        group = list(group)
+        if long or len(group) == 1:
+            pieces += [cache_GSD[:, slot : slot + n] for slot, n in group]
+        else:
+            slots = torch.cat([torch.arange(slot, slot + n, device=cache_GSD.device) for slot, n in group])
+            pieces.append(cache_GSD.index_select(1, slots))
     return pieces
 
 
