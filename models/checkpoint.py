@@ -168,7 +168,6 @@ class Checkpoint:
                 out[name] = tensor.clone()
         return out
 
-
     def rows(self, name: str) -> RowReader:
         """Reads rows of a matrix straight from its file, see `RowReader`."""
         return RowReader(self.tensors[name], name)

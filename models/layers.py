@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.checkpoint import Checkpoint
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -40,28 +38,6 @@ class ModelShape:
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token's keys and values take in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
-
-
-class Embedding(nn.Module):
-    """Token embeddings: on a CPU read row by row from the checkpoint's file, on a device resident.
-
-    Args:
-        checkpoint, name: where the matrix [V, E] lies.
-        dtype: of the rows returned; on a CPU the file keeps its own.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype, device: torch.device):
-        super().__init__()
-        self.dtype = dtype
-        self.rows = checkpoint.rows(name) if device.type == "cpu" else None
-        self.weight = None if self.rows else checkpoint.read([name])[name].to(device, dtype)
-
-    def forward(self, tokens_T: Tensor) -> Tensor:
-        """int64 [T] -> [T, E]."""
-        if self.weight is not None:
-            return F.embedding(tokens_T, self.weight)
-        assert self.rows is not None
-        return self.rows(tokens_T.tolist()).to(self.dtype)
 
 
 class RMSNorm(nn.Module):

@@ -32,22 +32,29 @@ class Linear(nn.Module):
     stays resident; elsewhere they are used as they lie, memory-mapped or on the device.
 
     Args:
-        weights: [out, in] each, same dtype and device.
+        weights: [out, in] each, in the checkpoint's dtype, memory-mapped as a rule.
         biases: one [out] per weight, or None for all.
+        dtype, device: to compute in.
     """
 
     ROWS_HINT = 16  # rows per product that the packing is made for: a step of decoding, the common case
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None):
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor] | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         super().__init__()
         self.out_features = sum(w.shape[0] for w in weights)
-        self.packed = can_pack(weights[0].dtype, weights[0].device)
-        self.bias = torch.cat(list(biases)) if biases is not None else None
+        self.packed = can_pack(dtype, device)
+        self.bias = torch.cat([b.to(device, dtype) for b in biases]) if biases is not None else None
         if self.packed:
-            whole = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
-            self.weights = [torch.ops.mkldnn._reorder_linear_weight(whole, self.ROWS_HINT)]
+            self.weights = [torch.ops.mkldnn._reorder_linear_weight(_stack(weights, dtype), self.ROWS_HINT)]
         else:
-            self.weights = list(weights)
+            self.weights = [w.to(device, dtype) for w in weights]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
@@ -61,6 +68,16 @@ class Linear(nn.Module):
             else torch.cat([F.linear(x, w) for w in self.weights], -1)
         )
         return y if self.bias is None else y + self.bias
+
+
+def _stack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The weights below each other, cast on the way, so that there is never a cast copy besides."""
+    if len(weights) == 1:
+        return weights[0].to(dtype)
+    whole = torch.empty(sum(w.shape[0] for w in weights), weights[0].shape[1], dtype=dtype)
+    for part, w in zip(whole.split([w.shape[0] for w in weights]), weights, strict=True):
+        part.copy_(w)
+    return whole
 
 
 @torch.library.custom_op("coppice::packed_linear", mutates_args=())

@@ -14,12 +14,12 @@ from kernels.layout import KVCache, TreeLayout
 from kernels.tree_attention import tree_attention
 from models.checkpoint import Checkpoint
 from models.fields import Fields
-from models.layers import ACTIVATIONS, Embedding, ModelShape, RMSNorm
-from models.linear import Linear
+from models.layers import ACTIVATIONS, ModelShape, RMSNorm
 from models.rope import RopeConfig, RotaryEmbedding, apply_rotary
+from models.weights import Weights
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head"
 IGNORED = (
     re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
     re.compile(r"model\.rotary_emb\.inv_freq"),
@@ -79,8 +79,8 @@ class LlamaConfig:
             rope=RopeConfig.from_hf(fields, head_dim, max_positions),
         )
 
-    def layer_tensors(self, i: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of layer i."""
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of everything the checkpoint must hold."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = {
             "self_attn.q_proj": (q, self.width, self.attention_bias),
@@ -91,39 +91,32 @@ class LlamaConfig:
             "mlp.up_proj": (self.mlp_width, self.width, self.mlp_bias),
             "mlp.down_proj": (self.width, self.mlp_width, self.mlp_bias),
         }
-        shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (self.width,)}
-        shapes["post_attention_layernorm.weight"] = (self.width,)
-        for name, (rows, columns, bias) in matrices.items():
-            shapes[f"{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{name}.bias"] = (rows,)
-        return {f"model.layers.{i}.{name}": shape for name, shape in shapes.items()}
-
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of everything the checkpoint must hold."""
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.width)}
         for i in range(self.layers):
-            shapes |= self.layer_tensors(i)
-        return shapes | {"model.norm.weight": (self.width,), "lm_head.weight": (self.vocab_size, self.width)}
+            layer = f"model.layers.{i}."
+            shapes[layer + "input_layernorm.weight"] = (self.width,)
+            shapes[layer + "post_attention_layernorm.weight"] = (self.width,)
+            for name, (rows, columns, bias) in matrices.items():
+                shapes[f"{layer}{name}.weight"] = (rows, columns)
+                if bias:
+                    shapes[f"{layer}{name}.bias"] = (rows,)
+        return shapes | {"model.norm.weight": (self.width,), f"{HEAD}.weight": (self.vocab_size, self.width)}
 
 
 class LlamaLayer(nn.Module):
     """Pre-norm attention and gated MLP, each added to the stream."""
 
-    def __init__(self, config: LlamaConfig, weights: dict[str, Tensor]):
+    def __init__(self, config: LlamaConfig, weights: Weights, prefix: str):
         super().__init__()
         self.config = config
-
-        def linear(*names: str) -> Linear:
-            biases = [weights[f"{n}.bias"] for n in names] if f"{names[0]}.bias" in weights else None
-            return Linear([weights[f"{n}.weight"] for n in names], biases)
-
-        self.attention_norm = RMSNorm(weights["input_layernorm.weight"], config.norm_eps)
-        self.mlp_norm = RMSNorm(weights["post_attention_layernorm.weight"], config.norm_eps)
-        self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self.out = linear("self_attn.o_proj")
-        self.gate_up = linear("mlp.gate_proj", "mlp.up_proj")
-        self.down = linear("mlp.down_proj")
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        self.attention_norm = RMSNorm(weights.vector(f"{prefix}.input_layernorm.weight"), config.norm_eps)
+        self.mlp_norm = RMSNorm(weights.vector(f"{prefix}.post_attention_layernorm.weight"), config.norm_eps)
+        qkv = (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
+        self.qkv = weights.linear(*qkv, bias=config.attention_bias)
+        self.out = weights.linear(f"{attention}.o_proj", bias=config.attention_bias)
+        self.gate_up = weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=config.mlp_bias)
+        self.down = weights.linear(f"{mlp}.down_proj", bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(
@@ -151,15 +144,15 @@ class Llama(nn.Module):
     default_eos_token_ids = frozenset([2])  # where no file of the checkpoint says anything
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
-        """Load from a checkpoint, layer by layer, so that a cast or a packing peaks at one layer above the result.
+        """Load from a checkpoint.
 
         Raises:
             CheckpointError: wrong fields or tensors; before any tensor is read.
         """
         super().__init__()
         self.config = config = LlamaConfig.from_hf(checkpoint.fields)
-        tied = {"lm_head.weight": EMBEDDING} if config.tied else {}
-        stored = checkpoint.check(config.tensors(), ignore=IGNORED, tied=tied)
+        tied = {f"{HEAD}.weight": EMBEDDING} if config.tied else {}
+        weights = Weights(checkpoint, checkpoint.check(config.tensors(), ignore=IGNORED, tied=tied), dtype, device)
         self.shape = ModelShape(
             config.layers,
             config.kv_heads,
@@ -168,20 +161,10 @@ class Llama(nn.Module):
             config.rope.reach(config.max_positions),
             config.rope.original_length if config.rope.kind == "dynamic" else None,
         )
-
-        def read(names) -> dict[str, Tensor]:
-            # Vectors are copied: a view of one would hold on to the mapping of the matrices read beside it.
-            return {n: t.to(device, dtype, copy=t.dim() == 1) for n, t in checkpoint.read(names).items()}
-
-        self.embedding = Embedding(checkpoint, stored.get(EMBEDDING, EMBEDDING), dtype, device)
-        self.layers = nn.ModuleList()
-        for i in range(config.layers):
-            weights = read(config.layer_tensors(i))
-            prefix = len(f"model.layers.{i}.")
-            self.layers.append(LlamaLayer(config, {name[prefix:]: w for name, w in weights.items()}))
-        self.norm = RMSNorm(read(["model.norm.weight"])["model.norm.weight"], config.norm_eps)
-        head = stored.get("lm_head.weight", "lm_head.weight")
-        self.head = Linear([read([head])[head]])
+        self.embedding = weights.embedding(EMBEDDING)
+        self.layers = nn.ModuleList(LlamaLayer(config, weights, f"model.layers.{i}") for i in range(config.layers))
+        self.norm = RMSNorm(weights.vector("model.norm.weight"), config.norm_eps)
+        self.head = weights.linear(HEAD)
         self.rotary = RotaryEmbedding(config.rope).to(device)
 
     def forward(

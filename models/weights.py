@@ -1,0 +1,64 @@
+"""Weights: a checkpoint's tensors made ready for use, one matrix at a time: loading peaks at one above the result."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.checkpoint import Checkpoint
+from models.linear import Linear
+
+
+class Weights:
+    """Reads a checkpoint's tensors for a dtype and device.
+
+    Args:
+        checkpoint: checked already.
+        stored: the name a tensor is stored under, where it is not its own (`Checkpoint.check` returns this).
+        dtype, device: to compute in.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, stored: Mapping[str, str], dtype: torch.dtype, device: torch.device):
+        self.checkpoint, self.stored, self.dtype, self.device = checkpoint, stored, dtype, device
+
+    def vector(self, name: str) -> Tensor:
+        """A norm's weight, say: a copy, as a view would hold on to the whole mapping."""
+        return self._read(name).to(self.device, self.dtype, copy=True)
+
+    def linear(self, *names: str, bias: bool = False) -> "Linear":
+        """A linear layer of one matrix, or of several that share their input; names without `.weight`."""
+        weights = [self._read(f"{name}.weight") for name in names]
+        biases = [self._read(f"{name}.bias") for name in names] if bias else None
+        return Linear(weights, biases, dtype=self.dtype, device=self.device)
+
+    def embedding(self, name: str) -> "Embedding":
+        """Token embeddings."""
+        return Embedding(self.checkpoint, self.stored.get(name, name), self.dtype, self.device)
+
+    def _read(self, name: str) -> Tensor:
+        name = self.stored.get(name, name)
+        return self.checkpoint.read([name])[name]
+
+
+class Embedding(nn.Module):
+    """Token embeddings: on a CPU read row by row from the checkpoint's file, on a device resident.
+
+    Args:
+        checkpoint, name: where the matrix [V, E] lies.
+        dtype: of the rows returned; on a CPU the file keeps its own.
+        device: of the rows returned.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.dtype = dtype
+        self.rows = checkpoint.rows(name) if device.type == "cpu" else None
+        self.weight = None if self.rows else checkpoint.read([name])[name].to(device, dtype)
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        """int64 [T] -> [T, E]."""
+        if self.weight is not None:
+            return F.embedding(tokens_T, self.weight)
+        assert self.rows is not None
+        return self.rows(tokens_T.tolist()).to(self.dtype)
