@@ -310,6 +310,26 @@ class Engine:
             tree.release()
         return torch.cat(rows)
 
+    def scores(self, texts: Iterable[Sequence[int]]) -> list[float]:
+        """What a scalar-head model (a reward model) says of token sequences, evaluated together."""
+
+        def ask(run: Run, ids: Sequence[int]) -> SearchGenerator:
+            tree = driver.open_tree(run, "target", ids)
+            rows_N1 = yield Evaluate(tree, [tree.root])
+            return SearchResult([Output(list(ids), None, float(rows_N1[0, 0]), "length")])
+
+        driver = self._driver()
+        try:
+            runs = [driver.submit(Run(lambda run, ids=ids: ask(run, ids))) for ids in texts]
+            while driver.busy:
+                self._step(driver)
+        finally:
+            driver.close()
+        for run in runs:
+            if run.error is not None:
+                raise run.error
+        return [run.result.outputs[0].score for run in runs]  # type: ignore[union-attr,misc]
+
     # --- inside ---
 
     def _driver(self) -> Driver:
@@ -345,6 +365,12 @@ class Engine:
 
     def _prepare(self, request: Request) -> _Job:
         """Check a request against the model and its memory. Raises UsageError or KVMemoryError."""
+        if self.shape.scores:
+            raise UsageError(
+                "this checkpoint is a reward model: it scores texts and generates none",
+                where=self.name,
+                remedy="give a checkpoint whose architecture ends in ForCausalLM",
+            )
         ids = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
         if not ids:
             raise UsageError("the prompt is empty, and this tokenizer adds no token of its own to begin with")

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.fields import Fields
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -26,6 +28,7 @@ class ModelShape:
         max_positions: longest sequence the checkpoint is made for; None: no limit.
         steady_length: keys of sequences longer than this depend on how long the sequence was when they were computed,
             so that a longer prompt cannot take them over; None: they never do.
+        scores: a scalar head: the model scores texts and generates none.
     """
 
     layers: int
@@ -34,10 +37,22 @@ class ModelShape:
     vocab_size: int
     max_positions: int | None
     steady_length: int | None = None
+    scores: bool = False
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token's keys and values take in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+def has_scalar_head(fields: Fields) -> bool:
+    """Whether the config is of a `...ForSequenceClassification`: a reward model, which scores the text so far."""
+    names = fields.config.get("architectures") or [""]
+    return str(names[0]).endswith("ForSequenceClassification")
+
+
+def head_shape(scores: bool, vocab_size: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the last matrix: one score, or a logit per token."""
+    return {"score.weight": (1, width)} if scores else {"lm_head.weight": (vocab_size, width)}
 
 
 class RMSNorm(nn.Module):

@@ -14,12 +14,17 @@ from kernels.layout import KVCache, TreeLayout
 from kernels.tree_attention import tree_attention
 from models.checkpoint import Checkpoint
 from models.fields import Fields
-from models.layers import ACTIVATIONS, ModelShape, RMSNorm
+from models.layers import ACTIVATIONS, ModelShape, RMSNorm, has_scalar_head, head_shape
 from models.rope import RopeConfig, RotaryEmbedding, apply_rotary
 from models.weights import Weights
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head"
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "LlamaForSequenceClassification",
+    "MistralForCausalLM",
+    "MistralForSequenceClassification",
+)
+EMBEDDING = "model.embed_tokens.weight"
 IGNORED = (
     re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
     re.compile(r"model\.rotary_emb\.inv_freq"),
@@ -42,6 +47,7 @@ class LlamaConfig:
     attention_bias: bool
     mlp_bias: bool
     tied: bool
+    scores: bool  # a scalar head in place of the language model's
     max_positions: int
     window: int | None
     rope: RopeConfig
@@ -74,6 +80,7 @@ class LlamaConfig:
             attention_bias=not mistral and fields.bool("attention_bias", default=False),
             mlp_bias=not mistral and fields.bool("mlp_bias", default=False),
             tied=fields.bool("tie_word_embeddings", default=False),
+            scores=has_scalar_head(fields),
             max_positions=max_positions,
             window=fields.int("sliding_window", default=None, high=2**31) if mistral else None,
             rope=RopeConfig.from_hf(fields, head_dim, max_positions),
@@ -100,7 +107,7 @@ class LlamaConfig:
                 shapes[f"{layer}{name}.weight"] = (rows, columns)
                 if bias:
                     shapes[f"{layer}{name}.bias"] = (rows,)
-        return shapes | {"model.norm.weight": (self.width,), f"{HEAD}.weight": (self.vocab_size, self.width)}
+        return shapes | {"model.norm.weight": (self.width,)} | head_shape(self.scores, self.vocab_size, self.width)
 
 
 class LlamaLayer(nn.Module):
@@ -151,7 +158,7 @@ class Llama(nn.Module):
         """
         super().__init__()
         self.config = config = LlamaConfig.from_hf(checkpoint.fields)
-        tied = {f"{HEAD}.weight": EMBEDDING} if config.tied else {}
+        tied = {"lm_head.weight": EMBEDDING} if config.tied and not config.scores else {}
         weights = Weights(checkpoint, checkpoint.check(config.tensors(), ignore=IGNORED, tied=tied), dtype, device)
         self.shape = ModelShape(
             config.layers,
@@ -160,11 +167,12 @@ class Llama(nn.Module):
             config.vocab_size,
             config.rope.reach(config.max_positions),
             config.rope.original_length if config.rope.kind == "dynamic" else None,
+            config.scores,
         )
         self.embedding = weights.embedding(EMBEDDING)
         self.layers = nn.ModuleList(LlamaLayer(config, weights, f"model.layers.{i}") for i in range(config.layers))
         self.norm = RMSNorm(weights.vector("model.norm.weight"), config.norm_eps)
-        self.head = weights.linear(HEAD)
+        self.head = weights.linear("score" if config.scores else "lm_head")
         self.rotary = RotaryEmbedding(config.rope).to(device)
 
     def forward(
@@ -186,5 +194,5 @@ class Llama(nn.Module):
         return self.norm(x_TE)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Hidden rows [N, E] to next-token logits [N, V] in the model's dtype."""
+        """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype."""
         return self.head(hidden_NE)
