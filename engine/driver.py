@@ -23,7 +23,7 @@ class Runner:
     """One model with its pool: evaluates chunks of trees.
 
     Args:
-        model: `forward(tokens_T, positions_T, spans_T, cache, layout) -> hidden_TE` and `logits(hidden_NE)`.
+        model: `forward(tokens_T, positions_T, spans_T, cache, layout) -> hidden_TE`, `logits(hidden_NE)` and `shape`.
         pool: the model's KV cache.
         vocab_size: tokens that exist; later ids (a padded vocabulary) get log-probability -inf.
         budget: most tokens per pass; longer prompts go in chunks.
@@ -108,13 +108,18 @@ class Ticket:
     """An Evaluate on its way: what is left to do and the rows known so far."""
 
     request: Evaluate
-    trunk_left: int
-    nodes_left: list[int]
-    asked: set[int]
+    regimes: list[tuple[bool, list[int]]]  # see `TokenTree.regimes`; all but one model have one
     answered: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
-    trunk_placed: int = 0  # by earlier passes of this request
-    nodes_placed: list[int] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Turn to the next regime's nodes."""
+        stretched, nodes = self.regimes.pop(0)
+        self.request.tree.enter(stretched)
+        self.trunk_left, self.nodes_left = self.request.tree.pending(nodes)
+        self.asked = set(nodes)
+        self.trunk_placed = 0  # by earlier passes of this request
+        self.nodes_placed: list[int] = []
 
     @property
     def left(self) -> int:
@@ -151,7 +156,9 @@ class Driver:
 
     def open_tree(self, run: Run, model: str, prompt: Sequence[int], expected: int = 0, trunk: Trunk | None = None):
         """A tree that is freed with the run."""
-        tree = TokenTree(self.runners[model].pool, prompt, expected=expected, trunk=trunk)
+        runner = self.runners[model]
+        switch = runner.model.shape.switch_length
+        tree = TokenTree(runner.pool, prompt, expected=expected, trunk=trunk, switch_length=switch)
         run.trees.append(tree)
         return tree
 
@@ -226,7 +233,9 @@ class Driver:
             if nodes:
                 ticket.answered += nodes
                 ticket.rows.append(logp_NV[mine])
-            if not ticket.left:
+            if not ticket.left and ticket.regimes:
+                ticket.begin()
+            elif not ticket.left:
                 self._resume(run, answer=ticket.answer())
 
     def _place(self, run: Run, room: int) -> Chunk | None:
@@ -283,12 +292,12 @@ class Driver:
                 request = generator.send(None)
             if not request.nodes:
                 raise ValueError("expected at least one node to evaluate")
-            trunk, nodes = request.tree.pending(request.nodes)
-            asked = set(request.nodes)
-            known = [n for n in asked if request.tree.is_evaluated(n)]
+            known = [n for n in request.nodes if request.tree.is_evaluated(n)]
             if known:
                 raise ValueError(f"nodes {known} are evaluated already; a search keeps what it was told")
-            run.ticket = Ticket(request, trunk, nodes, asked)
+            ticket = Ticket(request, request.tree.regimes(request.nodes))
+            ticket.begin()
+            run.ticket = ticket
         except StopIteration as stop:
             self._end(run, result=stop.value)
         except Exception as failure:

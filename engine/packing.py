@@ -62,7 +62,8 @@ def pack(
         tokens += [tree.token(n) for n in chunk.nodes]
         places = list(range(first, end)) + [tree.position(n) for n in chunk.nodes]
         positions += places
-        spans += [max(tree.prompt_length, p + 1) for p in places]
+        shortest = max(tree.prompt_length, tree.least_span)
+        spans += [max(shortest, p + 1) for p in places]
         slots += chunk.slots
         seen += range(first + 1, end + 1)
         seen += [end] * len(chunk.nodes)

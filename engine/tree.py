@@ -21,6 +21,7 @@ class Trunk:
     tokens: list[int]
     pages: list[int]
     cached: int = 0
+    stretched: bool = False  # evaluated as part of a sequence longer than the model's switch length
 
     def release(self, pool: PagePool) -> None:
         """Give all pages back."""
@@ -41,12 +42,23 @@ class TokenTree:
         prompt: at least one token.
         expected: tokens the trunk may grow to; a hint for contiguous memory.
         trunk: an earlier tree's trunk to take over; what it shares with the prompt is not evaluated again.
+        switch_length: see `ModelShape`. A tree holds keys and values of one kind at a time, those of sequences up to
+            this length or those of longer ones, and `regimes` and `enter` change between them.
     """
 
-    def __init__(self, pool: PagePool, prompt: Sequence[int], *, expected: int = 0, trunk: Trunk | None = None):
+    def __init__(
+        self,
+        pool: PagePool,
+        prompt: Sequence[int],
+        *,
+        expected: int = 0,
+        trunk: Trunk | None = None,
+        switch_length: int | None = None,
+    ):
         if not prompt:
             raise ValueError("expected a prompt of at least one token")
         self.pool = pool
+        self.switch_length = switch_length
         self.prompt_length = len(prompt)
         self.trunk = Trunk(list(prompt), [])
         self._runs: list[list[int]] = []  # [first page, pages] of each contiguous piece of the trunk
@@ -260,6 +272,27 @@ class TokenTree:
                 node = self._parent[node]
         return len(self.trunk.tokens) - self.trunk.cached, sorted(need)
 
+    @property
+    def least_span(self) -> int:
+        """Every token is evaluated as part of a sequence at least this long."""
+        return self.switch_length + 1 if self.trunk.stretched and self.switch_length is not None else 0
+
+    def regimes(self, nodes: Iterable[int]) -> list[tuple[bool, list[int]]]:
+        """Nodes by what their sequences need: (stretched, nodes), the kind that the tree holds now first."""
+        if self.switch_length is None:
+            return [(False, list(nodes))]
+        kinds: dict[bool, list[int]] = {self.trunk.stretched: [], not self.trunk.stretched: []}
+        for node in nodes:
+            kinds[self._position[node] >= self.switch_length].append(node)
+        return [(kind, group) for kind, group in kinds.items() if group]
+
+    def enter(self, stretched: bool) -> None:
+        """Hold keys and values of this kind from now on; those of the other are given up, to be evaluated afresh."""
+        if stretched == self.trunk.stretched:
+            return
+        self.trunk.stretched = stretched
+        self.unplace(self.trunk.cached, [n for n in self._slot_owner if n >= 0])
+
     def place(self, trunk_tokens: int, nodes: Sequence[int]) -> list[int]:
         """Take slots for the next trunk tokens and for branch nodes (parents first).
 
@@ -351,7 +384,7 @@ class TokenTree:
         limit = min(trunk.cached, len(self.trunk.tokens) - 1)  # the last prompt token must be evaluated to be answered
         while shared < limit and trunk.tokens[shared] == self.trunk.tokens[shared]:
             shared += 1
-        self.trunk.pages, self.trunk.cached = trunk.pages, shared
+        self.trunk.pages, self.trunk.cached, self.trunk.stretched = trunk.pages, shared, trunk.stretched
         trunk.pages, trunk.cached = [], 0
         for page in self.trunk.pages:
             self._note_run(page)

@@ -29,6 +29,8 @@ class ModelShape:
         steady_length: keys of sequences longer than this depend on how long the sequence was when they were computed,
             so that a longer prompt cannot take them over; None: they never do.
         scores: a scalar head: the model scores texts and generates none.
+        switch_length: sequences longer than this use other rotary factors throughout (longrope), so that a path which
+            grows past it is evaluated afresh; None: they never do.
     """
 
     layers: int
@@ -38,6 +40,7 @@ class ModelShape:
     max_positions: int | None
     steady_length: int | None = None
     scores: bool = False
+    switch_length: int | None = None
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token's keys and values take in all layers."""

@@ -36,6 +36,10 @@ class Wide:
 
     model: object
 
+    @property
+    def shape(self):
+        return self.model.shape  # type: ignore[attr-defined]
+
     def forward(self, *args):
         return self.model.forward(*args)
 
