@@ -2,14 +2,21 @@
 
 import torch
 
+from models import gpt2, llama, opt, phi, phi3
 from models.checkpoint import Checkpoint
 from models.errors import CheckpointError
-from models.llama import ARCHITECTURES, Llama
 
-FAMILIES = {name: Llama for name in ARCHITECTURES}
+Model = llama.Llama | gpt2.GPT2 | opt.OPT | phi.Phi | phi3.Phi3
+FAMILIES: dict[str, type[Model]] = {
+    **dict.fromkeys(llama.ARCHITECTURES, llama.Llama),
+    **dict.fromkeys(gpt2.ARCHITECTURES, gpt2.GPT2),
+    **dict.fromkeys(opt.ARCHITECTURES, opt.OPT),
+    **dict.fromkeys(phi.ARCHITECTURES, phi.Phi),
+    **dict.fromkeys(phi3.ARCHITECTURES, phi3.Phi3),
+}
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Llama:
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Model:
     """Build the checkpoint's model. Raises CheckpointError if the architecture is not supported."""
     family = FAMILIES.get(checkpoint.architecture)
     if family is None:

@@ -104,26 +104,31 @@ class Checkpoint:
         *,
         ignore: Sequence[re.Pattern[str]] = (),
         tied: Mapping[str, str] | None = None,
+        base: str = "",
     ) -> dict[str, str]:
         """Compares the headers with the tensors a model needs, by name and shape, and touches no data.
 
         A name that fully matches a pattern of `ignore` may be there or not. `tied` maps names to the names they share
-        their values with: one of each pair may be absent. Returns {absent name: the name to read instead} for those.
+        their values with: one of each pair may be absent. `base` begins names in a save of the whole model and is left
+        out in one of the base model, without its head: where no stored name begins with it, none is expected to.
+        Returns {absent name: the name to read instead} for those.
         Raises CheckpointError listing up to 10 tensors that are missing, extra, misshapen or of no float dtype.
         """
-        aliases = {}
+        bare = bool(base) and not any(name.startswith(base) for name in self.tensors)
+        stored = {name: name.removeprefix(base) if bare else name for name in expected}
+        known = set(stored.values())
         for one, other in (tied or {}).items():
-            if one in self.tensors and other not in self.tensors:
+            if stored[one] in self.tensors and stored[other] not in self.tensors:
                 one, other = other, one  # some checkpoints keep the head and drop the embedding
-            if one not in self.tensors and other in self.tensors:
-                aliases[one] = other
-        missing = [name for name in expected if name not in self.tensors and name not in aliases]
-        extra = [n for n in self.tensors if n not in expected and not any(p.fullmatch(n) for p in ignore)]
+            if stored[one] not in self.tensors:
+                stored[one] = stored[other]
+        missing = list(dict.fromkeys(name for name in stored.values() if name not in self.tensors))
+        extra = [n for n in self.tensors if n not in known and not any(p.fullmatch(n) for p in ignore)]
         faults = [f"missing {_show(name)}{_nearest(name, extra)}" for name in missing[:10]]
         faults += [f"unknown {_show(name)} in {_show(self.tensors[name].file.name)}" for name in extra[:10]]
         wrong = 0
-        for name, shape in expected.items():
-            info = self.tensors.get(aliases.get(name, name))
+        for name, shape in {stored[name]: shape for name, shape in expected.items()}.items():
+            info = self.tensors.get(name)
             if info is None or (info.shape == tuple(shape) and info.dtype in FLOATS.values()):
                 continue
             wrong += 1
@@ -142,7 +147,7 @@ class Checkpoint:
                 if meta
                 else "Check that config.json and the weights belong together, and that the download is complete.",
             )
-        return aliases
+        return {name: other for name, other in stored.items() if other != name}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Maps tensors: views of the file, in its dtype, whose memory goes back when the last view does.
@@ -237,7 +242,7 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
         if not path.is_file():  # a pipe would block
             raise CheckpointError("not a regular file", where=_show(path), remedy=FETCH_AGAIN)
         with path.open("rb") as file:
-            data = file.read(limit + 1)
+            data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read() allocates what it is told
         if len(data) > limit:
             raise CheckpointError(f"larger than {limit} bytes, the limit for this file", where=_show(path))
         value = json.loads(data.decode(), object_pairs_hook=_unique)
@@ -332,8 +337,10 @@ def _header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _damaged(file: Path, error: Exception) -> CheckpointError:
+def _damaged(file: Path, error: Exception) -> CheckpointError | MemoryError:
     """The error for a file that safetensors refuses, after a look at what it is instead."""
+    if "(os error 12)" in str(error):  # no address space to map it into: nothing is wrong with the file
+        return MemoryError(str(error))
     try:
         with file.open("rb") as stream:
             start = stream.read(64)
@@ -351,7 +358,7 @@ def _damaged(file: Path, error: Exception) -> CheckpointError:
             where=_show(file),
             remedy="If you trust its source: `python -m tools.convert`.",
         )
-    return CheckpointError(f"not a valid safetensors file: {error}", where=_show(file), remedy=FETCH_AGAIN)
+    return CheckpointError(f"not a valid safetensors file: {_show(error)}", where=_show(file), remedy=FETCH_AGAIN)
 
 
 def _no_weights(folder: Path) -> CheckpointError:

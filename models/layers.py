@@ -16,6 +16,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "tanh": torch.tanh,
 }
 
 
@@ -47,10 +50,14 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
 
 
+def architecture(fields: Fields) -> str:
+    """The first of the config's architectures, checked by `Checkpoint.architecture`."""
+    return str((fields.config.get("architectures") or [""])[0])
+
+
 def has_scalar_head(fields: Fields) -> bool:
     """Whether the config is of a `...ForSequenceClassification`: a reward model, which scores the text so far."""
-    names = fields.config.get("architectures") or [""]
-    return str(names[0]).endswith("ForSequenceClassification")
+    return architecture(fields).endswith("ForSequenceClassification")
 
 
 def head_shape(scores: bool, vocab_size: int, width: int) -> dict[str, tuple[int, ...]]:
@@ -70,3 +77,14 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / std(x) * weight + bias; float32 inside, whatever the dtype (Ba et al., 2016)."""
+
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, eps: float):
+        super().__init__()
+        self.weight, self.bias, self.eps = weight, bias, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)

@@ -3,7 +3,6 @@
 Shape legend: T tokens of a pass, N asked rows, E width, H query heads, G key/value heads, D head size, V vocabulary.
 """
 
-import re
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +13,8 @@ from kernels.layout import KVCache, TreeLayout
 from kernels.tree_attention import tree_attention
 from models.checkpoint import Checkpoint
 from models.fields import Fields
-from models.layers import ACTIVATIONS, ModelShape, RMSNorm, has_scalar_head, head_shape
-from models.rope import RopeConfig, RotaryEmbedding, apply_rotary
+from models.layers import ACTIVATIONS, ModelShape, RMSNorm, architecture, has_scalar_head, head_shape
+from models.rope import BUFFERS, RopeConfig, RotaryEmbedding, apply_rotary
 from models.weights import Weights
 
 ARCHITECTURES = (
@@ -25,10 +24,6 @@ ARCHITECTURES = (
     "MistralForSequenceClassification",
 )
 EMBEDDING = "model.embed_tokens.weight"
-IGNORED = (
-    re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
-    re.compile(r"model\.rotary_emb\.inv_freq"),
-)
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,10 @@ class LlamaConfig:
         """Read and check a Hugging Face config. Raises CheckpointError naming the field."""
         width = fields.int("hidden_size")
         heads = fields.int("num_attention_heads", high=2**14)
-        kv_heads = fields.int("num_key_value_heads", default=heads, high=2**14)
+        # The family is told by its architecture, as a config may lack `model_type`; transformers' defaults differ.
+        mistral = architecture(fields).startswith("Mistral")
+        absent = 8 if mistral and "num_key_value_heads" not in fields.config else heads
+        kv_heads = fields.int("num_key_value_heads", default=absent, high=2**14)
         if heads % kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
         if fields.config.get("head_dim") is None and width % heads:
@@ -65,8 +63,10 @@ class LlamaConfig:
         head_dim = fields.int("head_dim", default=width // heads, high=2**14)
         if head_dim % 2:
             raise fields.error("head_dim", "an even number")
-        mistral = fields.config.get("model_type") == "mistral"
         max_positions = fields.int("max_position_embeddings", default=4096 * 32 if mistral else 2048, high=2**31)
+        window = None
+        if mistral:  # null is none, absent is not
+            window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
         return LlamaConfig(
             vocab_size=fields.int("vocab_size"),
             width=width,
@@ -75,14 +75,14 @@ class LlamaConfig:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            norm_eps=fields.float("rms_norm_eps", default=1e-6),
+            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
             activation=fields.choice("hidden_act", set(ACTIVATIONS), default="silu"),
             attention_bias=not mistral and fields.bool("attention_bias", default=False),
             mlp_bias=not mistral and fields.bool("mlp_bias", default=False),
             tied=fields.bool("tie_word_embeddings", default=False),
             scores=has_scalar_head(fields),
             max_positions=max_positions,
-            window=fields.int("sliding_window", default=None, high=2**31) if mistral else None,
+            window=window,
             rope=RopeConfig.from_hf(fields, head_dim, max_positions),
         )
 
@@ -159,15 +159,16 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config = LlamaConfig.from_hf(checkpoint.fields)
         tied = {"lm_head.weight": EMBEDDING} if config.tied and not config.scores else {}
-        weights = Weights(checkpoint, checkpoint.check(config.tensors(), ignore=IGNORED, tied=tied), dtype, device)
+        weights = Weights(checkpoint, checkpoint.check(config.tensors(), ignore=BUFFERS, tied=tied), dtype, device)
         self.shape = ModelShape(
             config.layers,
             config.kv_heads,
             config.head_dim,
             config.vocab_size,
             config.rope.reach(config.max_positions),
-            config.rope.original_length if config.rope.kind == "dynamic" else None,
-            config.scores,
+            steady_length=config.rope.steady_length,
+            switch_length=config.rope.switch_length,
+            scores=config.scores,
         )
         self.embedding = weights.embedding(EMBEDDING)
         self.layers = nn.ModuleList(LlamaLayer(config, weights, f"model.layers.{i}") for i in range(config.layers))

@@ -6,6 +6,7 @@ Shapes: T tokens of a pass, H heads, D rotary dims of a head, F = D / 2 frequenc
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,11 @@ from torch import Tensor
 from models.errors import CheckpointError
 from models.fields import Fields
 
-KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
+KINDS = {kind: kind for kind in ("default", "dynamic", "linear", "llama3", "longrope", "yarn")}  # by their labels
+BUFFERS = (  # older checkpoints store frequencies: computed here
+    re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+    re.compile(r"model\.rotary_emb\.inv_freq"),
+)
 
 
 @dataclass(frozen=True)
@@ -33,16 +38,26 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
+    short_factor: tuple[float, ...] = ()  # longrope: divisors of the F frequencies, up to the original length
+    long_factor: tuple[float, ...] = ()  # longrope: of sequences past it, from their first token on
     attention_factor: float = 1.0  # scales cos and sin
 
     @staticmethod
     def from_hf(
-        config: Fields | Mapping[str, Any], head_dim: int, max_positions: int, *, partial: float | None = None
+        config: Fields | Mapping[str, Any],
+        head_dim: int,
+        max_positions: int,
+        *,
+        partial: float | None = None,
+        kinds: Mapping[str, str] = KINDS,
+        original: int | None = None,
     ) -> RopeConfig:
         """Reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (before).
 
         `head_dim` is the whole head, `max_positions` the config's `max_position_embeddings`. `partial` is the
         family's default share of rotated dims; without one the family rotates whole heads and other shares are refused.
+        `kinds` maps the labels that the family knows to kinds; `original` is its default for a top-level
+        `original_max_position_embeddings`.
         Raises CheckpointError for unknown kinds and for parameters without meaning.
         """
         fields = config if isinstance(config, Fields) else Fields(config, "config.json")
@@ -52,7 +67,7 @@ class RopeConfig:
         if nested := [key for key, value in rope.config.items() if isinstance(value, dict)]:
             raise rope.error(nested[0], "a plain value: rope per type of layer is not supported")
         spelling = "rope_type" if rope.str("rope_type", None) is not None else "type"
-        kind = rope.choice(spelling, KINDS, "default")
+        kind = kinds[rope.choice(spelling, kinds, "default")]
 
         def inherited(field: str) -> Fields:
             return rope if rope.config.get(field) is not None else fields
@@ -72,9 +87,9 @@ class RopeConfig:
             return RopeConfig(**base, factor=rope.float("factor", low=1e-3, high=1e6))
 
         # A top-level original length is Phi's habit, and wins.
-        top = fields.int("original_max_position_embeddings", None)
-        original = top or rope.int("original_max_position_embeddings", max_positions)
-        base["original_length"] = original
+        top = fields.int("original_max_position_embeddings", original)
+        length = top or rope.int("original_max_position_embeddings", max_positions)
+        base["original_length"] = length
         if kind == "llama3":
             low = rope.float("low_freq_factor", low=1e-6, high=1e6)
             high = rope.float("high_freq_factor", low=1e-6, high=1e6)
@@ -83,9 +98,26 @@ class RopeConfig:
             factor = rope.float("factor", low=1e-3, high=1e6)
             return RopeConfig(**base, factor=factor, low_freq_factor=low, high_freq_factor=high)
 
+        factor = rope.float("factor", max_positions / length, low=1e-3, high=1e6)
+        if kind == "longrope":
+            for name in ("short_mscale", "long_mscale"):
+                if rope.config.get(name) is not None:
+                    raise rope.error(name, "nothing: scaling by length is not supported")
+            if factor > 1 and length == 1:
+                raise CheckpointError(
+                    "original_max_position_embeddings: expected more than 1, got 1", where=fields.file
+                )
+            attention = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+            return RopeConfig(
+                **base,
+                factor=factor,
+                short_factor=_factors(rope, "short_factor", dims // 2),
+                long_factor=_factors(rope, "long_factor", dims // 2),
+                attention_factor=rope.float("attention_factor", attention),
+            )
+
         if theta == 1.0:
             raise fields.error("rope_theta", "more than 1")
-        factor = rope.float("factor", max_positions / original, low=1e-3, high=1e6)
         mscale, mscale_all = rope.float("mscale", 0.0), rope.float("mscale_all_dim", 0.0)
         attention = _mscale(factor, 1.0)
         if mscale and mscale_all:
@@ -107,6 +139,25 @@ class RopeConfig:
             return max(max_positions, int(self.original_length * self.factor))
         return max_positions
 
+    @property
+    def steady_length(self) -> int | None:
+        """Keys of longer sequences depend on how long the sequence was when they were computed; None: they never do."""
+        return self.original_length if self.kind == "dynamic" else None
+
+    @property
+    def switch_length(self) -> int | None:
+        """Longer sequences are rotated differently from their first token on; None: there is no such length."""
+        return self.original_length if self.kind == "longrope" else None
+
+
+def _factors(rope: Fields, name: str, count: int) -> tuple[float, ...]:
+    values = rope.config.get(name)
+    if type(values) is not list or len(values) != count:
+        raise rope.error(name, f"a list of {count} numbers, one for each pair of rotated dims")
+    if any(type(value) not in (int, float) or not 1e-6 <= value <= 1e9 for value in values):  # refuses NaN as well
+        raise rope.error(name, "numbers from 1e-06 to 1e+09")
+    return tuple(map(float, values))
+
 
 def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
@@ -118,17 +169,21 @@ class RotaryEmbedding:
     def __init__(self, config: RopeConfig):
         self.config = config
         self.inv_freq = _inv_freq(config)  # [F] float32
+        self.long_inv_freq = _longrope(config, config.long_factor) if config.kind == "longrope" else None
 
     def to(self, device: torch.device | str) -> RotaryEmbedding:
         """Moves the frequencies, in place."""
         self.inv_freq = self.inv_freq.to(device)
+        if self.long_inv_freq is not None:
+            self.long_inv_freq = self.long_inv_freq.to(device)
         return self
 
     def cos_sin(self, positions_T: Tensor, spans_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns cos_TD and sin_TD in `dtype`, both halves alike, for int64 positions.
 
         `spans_T` is the length of each token's sequence as it stood when the token was evaluated: the prompt's for
-        tokens of the prompt, position + 1 for generated ones. Only kind `dynamic` looks at it.
+        tokens of the prompt, position + 1 for generated ones. Only `dynamic` and `longrope` look at it. longrope
+        wants all tokens of a sequence to have spans on the same side of the original length.
         The arithmetic is float32 and only its result is cast, float64 included: so does transformers, and a float64
         run is comparable to it and to ours in lower precision.
         """
@@ -137,6 +192,8 @@ class RotaryEmbedding:
             # Per token and without a branch on the data, which would stall a GPU and break a compiled graph.
             stretched_TF = _geometric(_dynamic_theta(self.config, spans_T)[:, None], self.config.head_dim)
             inv_freq = torch.where(spans_T[:, None] > self.config.original_length, stretched_TF, inv_freq)
+        if self.long_inv_freq is not None:
+            inv_freq = torch.where(spans_T[:, None] > self.config.original_length, self.long_inv_freq, inv_freq)
         angles_TF = positions_T[:, None].float() * inv_freq
         angles_TD = torch.cat((angles_TF, angles_TF), dim=-1)
         scale = self.config.attention_factor
@@ -166,13 +223,21 @@ def _dynamic_theta(c: RopeConfig, spans_T: Tensor) -> Tensor:
 
 
 def _inv_freq(c: RopeConfig) -> Tensor:
-    """The float32 frequencies [F] that hold up to the original length. longrope's short factors will belong here."""
+    """The float32 frequencies [F] that hold up to the original length."""
+    if c.kind == "longrope":
+        return _longrope(c, c.short_factor)
     if c.kind == "yarn":
         return _yarn(c)
     inv_freq = _geometric(c.theta, c.head_dim)
     if c.kind == "linear":
         return inv_freq / c.factor
     return _llama3(c, inv_freq) if c.kind == "llama3" else inv_freq
+
+
+def _longrope(c: RopeConfig, factors: tuple[float, ...]) -> Tensor:
+    """Each frequency slowed by a factor that was searched for (LongRoPE)."""
+    steps = torch.arange(0, c.head_dim, 2, dtype=torch.float32)
+    return 1.0 / (torch.tensor(factors) * c.theta ** (steps / c.head_dim))
 
 
 def _llama3(c: RopeConfig, inv_freq: Tensor) -> Tensor:

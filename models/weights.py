@@ -23,12 +23,17 @@ class Weights:
         self.checkpoint, self.stored, self.dtype, self.device = checkpoint, stored, dtype, device
 
     def vector(self, name: str) -> Tensor:
-        """A norm's weight, say: a copy, as a view would hold on to the whole mapping."""
+        """A norm's weight or a table of positions, say: a copy, as a view would hold on to the whole mapping."""
         return self._read(name).to(self.device, self.dtype, copy=True)
 
-    def linear(self, *names: str, bias: bool = False) -> "Linear":
-        """A linear layer of one matrix, or of several that share their input; names without `.weight`."""
+    def linear(self, *names: str, bias: bool = False, transposed: bool = False) -> "Linear":
+        """A linear layer of one matrix, or of several that share their input; names without `.weight`.
+
+        Matrices are stored [out, in]; `transposed` ones [in, out].
+        """
         weights = [self._read(f"{name}.weight") for name in names]
+        if transposed:
+            weights = [weight.T for weight in weights]
         biases = [self._read(f"{name}.bias") for name in names] if bias else None
         return Linear(weights, biases, dtype=self.dtype, device=self.device)
 

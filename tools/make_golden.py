@@ -1,15 +1,16 @@
-"""Golden files: tiny random Llama checkpoints with what transformers 5 computes from them.
+"""Golden files: tiny random checkpoints of every family with what transformers 5 computes from them.
 
 Run by path, from outside the repository and with an environment that has transformers (extra `oracle`); our folder
 `kernels` would shadow a package that transformers looks for:
 
-    cd / && OMP_NUM_THREADS=1 python -P REPO/tools/make_golden.py [VARIANT ...] [--out DIR]
+    cd / && OMP_NUM_THREADS=1 python -P REPO/tools/make_golden.py [FAMILY[/VARIANT] ...] [--out DIR]
 
-Writes `tests/golden/llama/<variant>/`: the checkpoint (weights exactly representable in bfloat16, all arithmetic in
-float32), `golden.json` and `golden.safetensors`, whose tensors `logits.<i>` [rows, V] are the last rows of a full
-forward pass over `logits[i]` of golden.json. Each entry of `runs` has the prompt, the generation arguments in our
-words and Hugging Face's (`hf`), and `outputs`, best first: new tokens (end-of-sequence included, padding not), `score`
-(beams: Hugging Face's `sequences_scores`) and `logprob` (sum over the new tokens).
+The checkpoints are those of `tools/golden/<family>.py`. Writes `tests/golden/<family>/<variant>/`: the checkpoint
+(weights exactly representable in bfloat16, all arithmetic in float32), `golden.json` and `golden.safetensors`, whose
+tensors `logits.<i>` [rows, V] are the last rows of a full forward pass over `logits[i]` of golden.json. Each entry of
+`runs` has the prompt, the generation arguments in our words and Hugging Face's (`hf`), and `outputs`, best first: new
+tokens (end-of-sequence included, padding not), `score` (beams: Hugging Face's `sequences_scores`) and `logprob` (sum
+over the new tokens). Of a scalar-head model there is `scores` instead: texts and what the model says of each.
 
 What makes the files trustworthy: missing or unexpected tensors are errors (transformers would fill in noise); every
 call gets a fresh model (dynamic RoPE keeps state) and one prompt; `GenerationConfig`s are complete, the model's own is
@@ -23,67 +24,31 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
+import importlib
 import json
 import shutil
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
-_spec = importlib.util.spec_from_file_location("random_checkpoint", ROOT / "tools" / "random_checkpoint.py")
-assert _spec and _spec.loader  # by path: the repository root must not be importable here
-random_checkpoint = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(random_checkpoint)
+sys.modules["tools"] = tools = types.ModuleType("tools")  # the repository's root must not be importable here
+tools.__path__ = [str(ROOT / "tools")]
+from tools.golden.base import Variant, edit, write_tensors  # noqa: E402
 
-LIMIT = 32  # the original length of the scaled RoPE variants; prompts and answers cross it
 NOISE, TRIALS, ATTEMPTS = 1e-4, 12, 300
-SMALL = {"layers": 2, "width": 32, "mlp": 48, "heads": 4, "vocab": 104, "dtype": "bfloat16", "max_positions": 128}
-ROPE = SMALL | {"width": 48, "mlp": 64, "heads": 3}  # head size 16: frequencies on both sides of LIMIT
-LINEAR = {"factor": 4.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": LIMIT}  # fmt: skip
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LIMIT}
-YARN_EXACT = {"attention_factor": 1.3, "truncate": False, "beta_fast": 2.0, "beta_slow": 0.5}
-ABSENT = object()
-
-# variant -> (arguments of random_checkpoint.make, changes to config.json). A name ending in _v4 is its namesake's
-# twin: the same weights, the older spelling, and (asserted) the same results.
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": (SMALL, {}),
-    "gqa": (SMALL | {"kv_heads": 2, "config_style": "v4"}, {}),
-    "mqa": (SMALL | {"kv_heads": 1}, {}),
-    "head_dim": (SMALL | {"head_dim": 12, "kv_heads": 2}, {}),
-    "attention_bias": (SMALL | {"attention_bias": True, "kv_heads": 2}, {}),
-    "mlp_bias": (SMALL | {"mlp_bias": True, "config_style": "v4"}, {}),
-    "both_biases": (SMALL | {"attention_bias": True, "mlp_bias": True}, {}),
-    "tied": (SMALL | {"tied": True}, {}),
-    "tied_head_stored": (SMALL | {"tied": True}, {}),
-    "tie_flag_absent": (SMALL, {"tie_word_embeddings": ABSENT}),
-    "defaults": (SMALL | {"config_style": "v4"}, dict.fromkeys(
-        ("num_key_value_heads", "attention_bias", "mlp_bias", "tie_word_embeddings", "hidden_act"), ABSENT)
-        | {"head_dim": None}),
-    "rms_eps": (SMALL | {"rms_eps": 0.03}, {}),
-    "sharded": (SMALL | {"shards": 3}, {}),
-    "eos_list": (SMALL, {"eos_token_id": None}),
-    "float16": (SMALL | {"dtype": "float16", "config_style": "v4"}, {}),
-    "theta": (ROPE | {"rope_theta": 5e5}, {}),
-    "theta_v4": (ROPE | {"rope_theta": 5e5, "config_style": "v4"}, {}),
-    "linear": (ROPE | {"rope": {"rope_type": "linear", **LINEAR}}, {}),
-    "linear_v4": (ROPE | {"rope": {"type": "linear", **LINEAR}, "config_style": "v4"}, {}),
-    "dynamic": (ROPE | {"rope": {"rope_type": "dynamic", "factor": 4.0}, "max_positions": LIMIT}, {}),
-    "llama3": (ROPE | {"rope": LLAMA3, "rope_theta": 5e5}, {}),
-    "llama3_v4": (ROPE | {"rope": LLAMA3, "rope_theta": 5e5, "config_style": "v4"}, {}),
-    "yarn": (ROPE | {"rope": YARN, "config_style": "v4"}, {}),
-    "yarn_mscale": (ROPE | {"rope": YARN | {"mscale": 0.7, "mscale_all_dim": 2.0, "beta_fast": 1.5}}, {}),
-    "yarn_factor": (ROPE | {"rope": YARN | YARN_EXACT}, {}),
-}  # fmt: skip
 
 Run = tuple[int, float, bool | str, int, str, int]  # beams, length_penalty, early_stopping, returned, EOS, new tokens
 SHORT_GRID: list[Run] = [
@@ -111,7 +76,6 @@ FULL_GRID: list[Run] = [
     (15, -0.5, "never", 15, "own", 24),
     (15, 1.0, True, 15, "several", 1),
 ]
-FULL = ("plain", "gqa")
 
 
 class Noise(LogitsProcessor):
@@ -124,7 +88,9 @@ class Noise(LogitsProcessor):
 
 def load(folder: Path) -> Any:
     """The float32 model with eager attention; refuses checkpoints that transformers would complete with noise."""
-    model, info = AutoModelForCausalLM.from_pretrained(
+    scores = json.loads((folder / "config.json").read_text())["architectures"][0].endswith("ForSequenceClassification")
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    model, info = kind.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)  # fmt: skip
     wrong = {key: value for key, value in info.items() if value}
     assert not wrong, f"{folder.name}: {wrong}"
@@ -193,67 +159,69 @@ def run(
     raise SystemExit(f"no robust prompt in {ATTEMPTS} for {ours}: change the variant's seed")
 
 
-def edit(path: Path, changes: dict[str, Any]) -> None:
-    config = json.loads(path.read_text())
-    config = {key: value for key, value in (config | changes).items() if value is not ABSENT}
-    path.write_text(json.dumps(config, indent=2) + "\n")
+def ask(model: Any, exact: Any, ids: list[int]) -> tuple[torch.Tensor, float]:
+    """Rows of logits (of a scalar head: its one score) by a fresh model, and their distance to float64's."""
+    with torch.no_grad():
+        rows = copy.deepcopy(model)(torch.tensor([ids])).logits[0]
+        doubled = copy.deepcopy(exact)(torch.tensor([ids])).logits[0]
+    spread = rows.max(-1).values - rows.min(-1).values if rows.dim() > 1 else rows.new_ones(())
+    return rows, ((rows - doubled).abs().amax(-1) / spread).max().item()
 
 
-def write(path: Path, stored: dict[str, torch.Tensor], dtype: str) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-    random_checkpoint.write_safetensors(path, shapes, dtype, iter(stored.values()))
-
-
-def make_variant(folder: Path, name: str) -> dict[str, Any]:
+def make_variant(folder: Path, name: str, variant: Variant, seed: int) -> dict[str, Any]:
     """Write one variant's folder; returns the content of its golden.json."""
-    shape, changes = VARIANTS[name]
-    seed = list(VARIANTS).index(name.removesuffix("_v4"))
     shutil.rmtree(folder, ignore_errors=True)
-    random_checkpoint.make(folder, **shape, seed=seed)
-    edit(folder / "config.json", changes)
-    if name == "tied_head_stored":
-        mapped = load_file(folder / "model.safetensors")
-        stored = {name: tensor.clone() for name, tensor in mapped.items()}  # writing under a mapping is a bus error
-        stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
-        write(folder / "model.safetensors", stored, shape["dtype"])
+    variant.write(folder, seed)
     model = load(folder)
     exact = copy.deepcopy(model).double()
+    for module in exact.modules():
+        if hasattr(module, "reorder_and_upcast_attn"):
+            module.reorder_and_upcast_attn = False  # float32 within float64: transformers refuses
+    vocab = model.config.vocab_size
 
     generator = torch.Generator().manual_seed(seed)
-    vocab = shape["vocab"]
 
     def prompt(length: int) -> list[int]:
         return torch.randint(3, vocab, (length,), generator=generator).tolist()
 
+    golden: dict[str, Any] = {
+        "versions": {"transformers": transformers.__version__, "torch": torch.__version__}, "variant": name,
+    }  # fmt: skip
+    if variant.twin:
+        golden["twin"] = f"{folder.parent.name}/{variant.twin}"
+    if hasattr(model, "score"):
+        entries, worst = [], 0.0
+        for length, _ in variant.logits:
+            ids = prompt(length)
+            score, error = ask(model, exact, ids)
+            worst = max(worst, error)
+            entries.append({"prompt_ids": ids, "score": score.item()})
+        assert worst < 2e-5, f"{name}: scores of float32 and float64 differ by {worst:.1e}"
+        return golden | {"scores_error_to_float64": worst, "scores": entries}
+
     entries, kept, worst, peaks = [], {}, 0.0, []
-    for i, (length, rows) in enumerate([(3, 3), (17, 17), (60, 8)]):
+    for i, (length, rows) in enumerate(variant.logits):
         ids = prompt(length)
-        with torch.no_grad():
-            logits = copy.deepcopy(model)(torch.tensor([ids])).logits[0]
-            doubled = copy.deepcopy(exact)(torch.tensor([ids])).logits[0]
-        spread = logits.max(-1).values - logits.min(-1).values
-        worst = max(worst, ((logits - doubled).abs().max(-1).values / spread).max().item())
+        logits, error = ask(model, exact, ids)
+        worst = max(worst, error)
         peaks.append(logits.softmax(-1))
         kept[f"logits.{i}"] = logits[-rows:].contiguous()
         entries.append({"tensor": f"logits.{i}", "prompt_ids": ids, "rows": rows})
     assert worst < 2e-5, f"{name}: logits of float32 and float64 differ by {worst:.1e} of their spread"
-    write(folder / "golden.safetensors", kept, "float32")
+    write_tensors(folder / "golden.safetensors", kept, "float32")
 
-    # End-of-sequence ids: the likeliest tokens on average, so that beams meet them; several own ones in three variants.
+    # End-of-sequence ids: the likeliest tokens on average, so that beams meet them.
     likely = torch.cat(peaks).mean(0)[3:].argsort(descending=True, stable=True).add(3).tolist()
-    own = {"eos_list": likely[:3], "defaults": likely[1:3]}.get(name, likely[:1])
-    declared = own if len(own) > 1 else own[0]
-    if name == "defaults":  # everything in config.json
-        edit(folder / "config.json", {"eos_token_id": declared})
+    own = [likely[rank] for rank in variant.own_eos]
+    for file in variant.eos_files:
+        edit(folder / file, {"eos_token_id": own if len(own) > 1 else own[0]})
+    if "generation_config.json" not in variant.eos_files:
         (folder / "generation_config.json").unlink()
-    else:
-        edit(folder / "config.json", {} if name == "eos_list" else {"eos_token_id": declared})
-        edit(folder / "generation_config.json", {"eos_token_id": declared})
 
     lengths = iter(range(10**6))
     ids_of = {"own": own, "one": likely[1:2], "several": likely[:3], "none": None}
     runs = []
-    for beams, penalty, stopping, returned, ends, budget in FULL_GRID if name in FULL else SHORT_GRID:
+    for beams, penalty, stopping, returned, ends, budget in FULL_GRID if variant.full else SHORT_GRID:
         ids, asked = ids_of[ends], None if ends == "own" else ids_of[ends]
         ours: dict[str, Any] = {"search": "greedy" if beams == 1 else "trie", "max_new_tokens": budget,
                                 "eos_token_ids": asked, "ignore_eos": ends == "none"}  # fmt: skip
@@ -262,10 +230,10 @@ def make_variant(folder: Path, name: str) -> dict[str, Any]:
             ours |= {"beams": beams, "length_penalty": penalty, "early_stopping": str(stopping).lower(),
                      "num_return_sequences": returned}  # fmt: skip
             hf |= {"length_penalty": penalty, "early_stopping": stopping, "num_return_sequences": returned}
-        runs.append(run(model, exact, lambda: prompt((17, 40, 5)[next(lengths) % 3]), ours, hf))
-    return {
-        "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
-        "variant": name, "own_eos_token_ids": own, "logits_error_to_float64": worst,
+        draw = lambda: prompt(variant.prompts[next(lengths) % len(variant.prompts)])  # noqa: E731
+        runs.append(run(model, exact, draw, ours, hf))
+    return golden | {
+        "own_eos_token_ids": own, "logits_error_to_float64": worst,
         "mean_top_probability": torch.cat(peaks).max(-1).values.mean().item(), "logits": entries, "runs": runs,
     }  # fmt: skip
 
@@ -283,25 +251,35 @@ def dump(golden: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the golden files of tests/golden/llama with transformers.")
-    parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"default: all of {', '.join(VARIANTS)}")
-    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "golden" / "llama")
+    names = sorted(path.stem for path in (ROOT / "tools" / "golden").glob("[a-z]*.py") if path.stem != "base")
+    families: dict[str, dict[str, Variant]] = {
+        name: importlib.import_module(f"tools.golden.{name}").VARIANTS for name in names
+    }
+    everything = [f"{family}/{name}" for family, variants in families.items() for name in variants]
+    parser = argparse.ArgumentParser(description="Make the golden files of tests/golden with transformers.")
+    parser.add_argument("which", nargs="*", metavar="FAMILY[/VARIANT]", help=f"default: all of {', '.join(everything)}")
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "golden")
     arguments = parser.parse_args()
-    if unknown := set(arguments.variants) - set(VARIANTS):
-        parser.error(f"no such variant: {', '.join(sorted(unknown))}")
+    asked = arguments.which or everything
+    if unknown := [one for one in asked if one not in {*everything, *families}]:
+        parser.error(f"no such variant: {', '.join(unknown)}")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    made: dict[str, dict[str, Any]] = {}
-    for name in arguments.variants or VARIANTS:
-        folder = arguments.out / name
-        made[name] = golden = make_variant(folder, name)
+    for family, name in (one.split("/") for one in everything if one in asked or one.split("/")[0] in asked):
+        variant, variants = families[family][name], list(families[family])
+        twin = variant.twin or name.removesuffix("_v4")
+        folder = arguments.out / family / name
+        golden = make_variant(folder, name, variant, variants.index(twin))
         (folder / "golden.json").write_text(dump(golden))
-        if twin := made.get(name.removesuffix("_v4")):
-            assert twin["runs"] == golden["runs"], f"{name} differs from its twin"
+        if twin != name and (other := folder.parent / twin / "golden.json").exists():
+            expected = json.loads(other.read_text())
+            same = [expected.get(key) == golden.get(key) for key in ("runs", "scores")]
+            assert all(same), f"{name} differs from its twin {twin}"
+        runs = golden.get("runs", [])
         size = sum(path.stat().st_size for path in folder.iterdir())
-        early = sum(o["finish_reason"] == "eos" for r in golden["runs"] for o in r["outputs"])
-        print(f"{name}: {size / 1e3:.0f} kB, {len(golden['runs'])} runs, {early} outputs end in EOS, "
-              f"top probability {golden['mean_top_probability']:.2f}", file=sys.stderr)  # fmt: skip
+        early = sum(o["finish_reason"] == "eos" for r in runs for o in r["outputs"])
+        print(f"{family}/{name}: {size / 1e3:.0f} kB, {len(runs)} runs, {early} outputs end in EOS, "
+              f"top probability {golden.get('mean_top_probability', 0):.2f}", file=sys.stderr)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def _tree_attention(
                 out_TGhD[t0:t1] = 0
                 continue
             q_GND = q_TGhD[t0:t1].transpose(0, 1).reshape(G, -1, D)
-            scores = [q_GND @ key.transpose(1, 2) for key in keys]
+            scores = [_scores(q_GND, key) for key in keys]
             if W:
                 hidden_tW = hidden_TW[t0:t1]
                 if oldest_t1 is not None:
@@ -93,7 +93,7 @@ def _tree_attention(
             p_GNK = torch.softmax(scores_GNK, -1)
             if low == 0 or oldest_t1 is not None:  # a token may see nothing at all
                 p_GNK.masked_fill_(scores_GNK.amax(-1, keepdim=True) == float("-inf"), 0.0)
-            parts = p_GNK.split([value.shape[1] for value in values], -1)
+            parts = p_GNK.to(v_GSD.dtype).split([value.shape[1] for value in values], -1)
             out_GND = parts[0] @ values[0]
             if out_GND.dtype.itemsize == 2 and len(parts) > 1:
                 out_GND = out_GND.float()  # many pieces must not add up their roundings
@@ -101,6 +101,13 @@ def _tree_attention(
                 out_GND += p_GNk @ value
             out_TGhD[t0:t1] = out_GND.view(G, t1 - t0, h, D).transpose(0, 1)
     return out_TGhD.flatten(1, 2)
+
+
+def _scores(q_GND: Tensor, k_GnD: Tensor) -> Tensor:
+    """q k^T, of float16 in float32: scores may pass 65,504 where queries and keys do not."""
+    if q_GND.dtype == torch.float16:
+        q_GND, k_GnD = q_GND.float(), k_GnD.float()
+    return q_GND @ k_GnD.transpose(1, 2)
 
 
 def _first(runs: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ import torch
 
 from models.errors import CheckpointError
 from models.fields import Fields
+from models.phi3 import ROPE_KINDS
 from models.rope import RopeConfig, RotaryEmbedding, apply_rotary
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -13,6 +14,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 MSCALE = {"truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5}
 BETAS = {"beta_fast": 16, "beta_slow": 2, "attention_factor": 1.3}
 PLAIN = [1.0, 0.1, 0.01, 0.001]
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.5, 2.5, 4.0, 8.0]}
+PHI3 = {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
 
 # theta, max_position_embeddings, parameters; then inv_freq, attention scaling, and the sines of position 50
 TABLE = {
@@ -91,6 +94,52 @@ def test_dynamic_follows_the_span_of_each_token():
 
 
 @pytest.mark.parametrize(
+    ("parameters", "length", "scaling"),
+    [
+        ({}, 128, 1.1832159566199232),
+        ({"attention_factor": 1.3}, 128, 1.3),
+        ({"factor": 2.0}, 128, 1.0954451150103321),
+        ({"factor": 0.5}, 128, 1.0),
+        ({}, 16, 1.0),
+    ],
+)
+@pytest.mark.parametrize("label", ["longrope", "su", "yarn"])
+@pytest.mark.parametrize("how", ["v5", "type", "rope_type"])
+def test_longrope_picks_factors_by_the_span_of_each_token(how, label, parameters, length, scaling):
+    """Frequencies, scaling and the sines of position 20 in texts of 32 and 33 tokens: Phi3RotaryEmbedding's."""
+    config = spelled(how, 1e4, length, LONGROPE | {"rope_type": label} | parameters)
+    rope = rope_of(config | {"original_max_position_embeddings": 32}, kinds=ROPE_KINDS)
+    assert rope == rope_of(PHI3 | {"max_position_embeddings": length, "rope_scaling": LONGROPE | parameters})
+    assert (rope.kind, rope.switch_length, rope.steady_length, rope.reach(length)) == ("longrope", 32, None, length)
+    assert rope.attention_factor == pytest.approx(scaling, rel=1e-12)
+    rotary = RotaryEmbedding(rope)
+    short, long = [1.0, 0.08, 0.006666666828, 0.0005], [0.66666668653, 0.04, 0.0025, 0.000125]
+    assert rotary.long_inv_freq is not None
+    torch.testing.assert_close(rotary.inv_freq, torch.tensor(short), rtol=1e-7, atol=0)
+    torch.testing.assert_close(rotary.long_inv_freq, torch.tensor(long), rtol=1e-7, atol=0)
+    cos, sin = rotary.cos_sin(torch.tensor([20, 20, 0]), torch.tensor([32, 33, 1]), torch.float32)
+    expected = [[0.91294527, 0.99957359, 0.13293862, 0.00999983], [0.69395196, 0.71735603, 0.04997917, 0.0025]]
+    torch.testing.assert_close(sin[:2, :4], torch.tensor(expected) * scaling, rtol=3e-7, atol=1e-8)
+    torch.testing.assert_close(cos[2], torch.full((8,), scaling))  # short texts are scaled as well
+    alone = rotary.cos_sin(torch.tensor([20]), torch.tensor([33]), torch.float32)
+    assert torch.equal(alone[0][0], cos[1]) and torch.equal(alone[1][0], sin[1])  # neighbours change nothing
+
+
+def test_longrope_of_half_a_head():
+    halves = {"partial_rotary_factor": 0.5, "short_factor": [1.0, 1.25], "long_factor": [1.5, 2.5]}
+    rotary = RotaryEmbedding(rope_of(PHI3 | {"rope_parameters": LONGROPE | halves}, partial=1.0))
+    _, sin = rotary.cos_sin(torch.tensor([20, 20]), torch.tensor([32, 33]), torch.float32)
+    expected = [[1.0802114, 0.18850787] * 2, [0.82109505, 0.09455635] * 2]
+    torch.testing.assert_close(sin, torch.tensor(expected), rtol=3e-7, atol=1e-8)
+
+
+def test_phi3_takes_its_original_length_from_the_top_level_or_not_at_all():
+    nested = {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 32}, "max_position_embeddings": 8192}
+    assert rope_of(nested, original=4096).original_length == 4096  # as transformers has it
+    assert rope_of(nested).original_length == 32
+
+
+@pytest.mark.parametrize(
     ("config", "kind", "theta"),
     [
         ({}, "default", 1e4),
@@ -125,7 +174,7 @@ def test_original_length():
     [
         (
             {"rope_scaling": {"type": "su"}},
-            r"rope_scaling.type: expected one of default, dynamic, linear, llama3, yarn",
+            r"rope_scaling.type: expected one of default, dynamic, linear, llama3, longrope, yarn",
         ),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_parameters.rope_type"),
         ({"rope_scaling": "linear"}, "rope_scaling: expected an object"),
@@ -133,6 +182,13 @@ def test_original_length():
         ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "rope_scaling.factor"),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor: expected more than"),
         ({"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, "original_max_position_embeddings"),
+        ({"rope_scaling": LONGROPE | {"long_factor": None}}, "long_factor: expected a list of 4 numbers"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0] * 3}}, "long_factor: expected a list of 4 numbers"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [1.0, 1.0, "1", 1.0]}}, "short_factor: expected numbers from"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [1.0, 0.0, 1.0, 1.0]}}, "short_factor: expected numbers from"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1, 1, float("nan"), 1]}}, "long_factor: expected numbers from"),
+        ({"rope_scaling": LONGROPE | {"long_mscale": 1.2}}, "long_mscale: expected nothing"),
+        ({"rope_scaling": LONGROPE, "original_max_position_embeddings": 1}, "more than 1, got 1"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per type of layer"),
         ({"rope_theta": 0}, "rope_theta: expected a number from 1"),
         ({"rope_theta": float("inf")}, "rope_theta"),

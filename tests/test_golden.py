@@ -1,7 +1,8 @@
-"""Llama against transformers: the golden files of `tools/make_golden.py`, every variant and config spelling.
+"""Every family against transformers: the golden files of `tools/make_golden.py`, every variant and config spelling.
 
-Logits within 1e-4 of their spread, greedy and beam search token for token, scores within 1e-3. The files hold only runs
-whose tokens survive noise of 1e-4 on every log-probability, so a difference is never rounding.
+Logits within 1e-5 of their spread, greedy and beam search token for token, scores within 1e-3; classifiers' scores
+within 1e-4. The files hold only runs whose tokens survive noise of 1e-4 on every log-probability, so a difference is
+never rounding.
 """
 
 import functools
@@ -12,15 +13,31 @@ import pytest
 from safetensors.torch import load_file
 
 from engine import Engine
+from kernels import tree_attention
 from search import Greedy, Trie
 
-GOLDEN = Path(__file__).parent / "golden" / "llama"
-VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.json"))
+GOLDEN = Path(__file__).parent / "golden"
+EVERYTHING = sorted(str(path.parent.relative_to(GOLDEN)) for path in GOLDEN.glob("*/*/golden.json"))
 
 
 @functools.cache
 def golden(variant):
     return json.loads((GOLDEN / variant / "golden.json").read_text())
+
+
+VARIANTS = [variant for variant in EVERYTHING if "runs" in golden(variant)]
+CLASSIFIERS = [variant for variant in EVERYTHING if "scores" in golden(variant)]
+# Whatever depends on the sequence as a whole, and a few that do not.
+SHARED = (
+    "llama/plain",
+    "llama/gqa",
+    "llama/dynamic",
+    "llama/yarn",
+    "opt/post_norm",
+    "gpt2/plain",
+    "phi3/longrope",
+    "phi3/window",
+)
 
 
 def label(run):
@@ -60,13 +77,17 @@ def check(result, run):
     assert [output.logprob for output in result.outputs] == pytest.approx([o["logprob"] for o in expected], abs=1e-3)
 
 
+def twin_of(variant):
+    return golden(variant).get("twin") or variant.removesuffix("_v4")
+
+
 def test_the_golden_files_are_there():
-    assert len(VARIANTS) >= 20 and {"gqa", "dynamic", "yarn", "llama3", "llama3_v4", "theta_v4"} <= set(VARIANTS)
+    assert {"llama/gqa", "llama/dynamic", "llama/yarn", "llama/llama3_v4", "opt/post_norm", "gpt2/plain"} <= {*VARIANTS}
+    assert len(VARIANTS) + len(CLASSIFIERS) == len(EVERYTHING) and {*SHARED} <= {*VARIANTS}
+    assert {f"{family}/classifier" for family in ("opt", "gpt2", "phi", "phi3")} <= {*CLASSIFIERS}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits(engine_of, variant):
-    engine = engine_of(variant)
+def check_logits(engine, variant):
     stored = load_file(GOLDEN / variant / "golden.safetensors")
     for entry in golden(variant)["logits"]:
         expected_TV = stored[entry["tensor"]]
@@ -74,7 +95,12 @@ def test_logits(engine_of, variant):
         assert logits_TV.shape == (len(entry["prompt_ids"]), expected_TV.shape[1])
         error_T = (logits_TV[-entry["rows"] :] - expected_TV).abs().amax(-1)
         spread_T = expected_TV.amax(-1) - expected_TV.amin(-1)
-        assert (error_T / spread_T).max() < 1e-4
+        assert (error_T / spread_T).max() < 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits(engine_of, variant):
+    check_logits(engine_of(variant), variant)
 
 
 @pytest.mark.parametrize(("variant", "i"), RUNS)
@@ -84,7 +110,18 @@ def test_run(engine_of, variant, i):
     check(result, run)
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v in ("plain", "gqa", "dynamic", "yarn")])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_definition_of_attention(engine_of, variant, monkeypatch):
+    """The reference in the fast version's place: logits, and a beam search."""
+    monkeypatch.setitem(tree_attention.IMPLEMENTATIONS, "cpu", tree_attention.reference.tree_attention)
+    engine = engine_of(variant)
+    check_logits(engine, variant)
+    run = next(run for run in golden(variant)["runs"] if run["search"] == "trie")
+    [result] = engine.generate([run["prompt_ids"]], search=search_of(run), **options_of(run))
+    check(result, run)
+
+
+@pytest.mark.parametrize("variant", SHARED)
 def test_prompts_together_give_what_each_gives_alone(engine_of, variant):
     """Runs that differ in nothing but the prompt share their forward passes; neighbours must not be felt."""
     runs = [run for run in golden(variant)["runs"] if run["search"] == "trie"][:5]
@@ -94,7 +131,16 @@ def test_prompts_together_give_what_each_gives_alone(engine_of, variant):
         check(results[runs.index(run)], run)
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.endswith("_v4")])
-def test_both_spellings_of_a_config_give_the_same_bits(engine_of, variant):
+@pytest.mark.parametrize("variant", [v for v in EVERYTHING if twin_of(v) != v])
+def test_both_spellings_of_a_checkpoint_give_the_same_bits(engine_of, variant):
     ids = golden(variant)["logits"][-1]["prompt_ids"]
-    assert engine_of(variant).logits(ids).equal(engine_of(variant.removesuffix("_v4")).logits(ids))
+    assert engine_of(variant).logits(ids).equal(engine_of(twin_of(variant)).logits(ids))
+
+
+@pytest.mark.parametrize("variant", CLASSIFIERS)
+def test_scores(engine_of, variant):
+    entries = golden(variant)["scores"]
+    texts = [entry["prompt_ids"] for entry in entries]
+    expected = [entry["score"] for entry in entries]
+    assert engine_of(variant).scores(texts) == pytest.approx(expected, abs=1e-4, rel=1e-4)
+    assert [engine_of(variant).scores([text])[0] for text in texts] == pytest.approx(expected, abs=1e-4, rel=1e-4)

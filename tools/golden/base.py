@@ -1,0 +1,118 @@
+"""What the families share: a variant, drawing weights, writing a checkpoint folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.random_checkpoint import BOS, tokenizer_json, write_safetensors
+
+VOCAB = 104
+ABSENT: Any = object()  # as the value of a config field: leave it out
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One golden checkpoint.
+
+    Args:
+        write: called with an empty folder and a seed, puts a checkpoint there (its EOS ids are set afterwards). One
+            whose architecture ends in `ForSequenceClassification` gets scores, any other logits and searches.
+        logits: (length, rows) of each text whose last rows of logits are kept; lengths of the texts scored.
+        prompts: lengths of the searches' prompts, in turns.
+        full: the full grid of searches, not the short one.
+        own_eos: ranks of the likely tokens that are the checkpoint's EOS ids.
+        eos_files: the JSON files that say so; without generation_config.json among them that file is removed.
+        twin: a variant of the same weights spelled differently: same seed and (asserted) same results. A name that
+            ends in `_v4` is its namesake's twin.
+    """
+
+    write: Callable[[Path, int], None]
+    logits: Sequence[tuple[int, int]] = ((3, 3), (17, 17), (60, 8))
+    prompts: Sequence[int] = (17, 40, 5)
+    full: bool = False
+    own_eos: Sequence[int] = (0,)
+    eos_files: Sequence[str] = ("config.json", "generation_config.json")
+    twin: str = ""
+
+
+def edit(path: Path, changes: Mapping[str, Any]) -> None:
+    """Change fields of a JSON file; those set to ABSENT go."""
+    config = json.loads(path.read_text()) | changes
+    write_json(path, {key: value for key, value in config.items() if value is not ABSENT})
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_tensors(path: Path, stored: Mapping[str, torch.Tensor], dtype: str) -> None:
+    """A safetensors file; on rewriting one, `stored` must not be mapped from it."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    write_safetensors(path, shapes, dtype, iter(stored.values()))
+
+
+def draw_all(
+    shapes: Mapping[str, tuple[int, ...]],
+    seed: int,
+    *,
+    embeddings: Sequence[str],
+    head: str,
+    outputs: Sequence[str] = (),
+    transposed: Sequence[str] = (),
+) -> dict[str, torch.Tensor]:
+    """Random float32 tensors with activations of unit scale and logits as peaked as a trained model's.
+
+    Uniform; each depends on the seed and its name only. Deviations: norms in [0.5, 1.5], biases 0.2, matrices
+    1 / sqrt(fan-in), the head (tied: the embedding, [V, E]) sqrt(2 ln V / E).
+
+    Args:
+        embeddings: names of tables with one row per token or position (deviation 1).
+        head: the matrix that gives logits or scores.
+        outputs: ends of the names of matrices that write to the residual stream: twice as large.
+        transposed: ends of the names of matrices stored [in, out].
+    """
+    drawn = {}
+    for name, shape in shapes.items():
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        unit = torch.rand(shape, generator=generator) - 0.5
+        fan_in = shape[0] if name.endswith(tuple(transposed)) else shape[-1]
+        if name.endswith(".bias"):
+            deviation = 0.2
+        elif len(shape) == 1:
+            drawn[name] = unit + 1
+            continue
+        elif name == head:
+            deviation = math.sqrt(2 * math.log(max(shape[0], 8)) / shape[1])
+        else:
+            deviation = 1.0 if name in embeddings else (2 if name.endswith(tuple(outputs)) else 1) / math.sqrt(fan_in)
+        drawn[name] = unit * deviation * math.sqrt(12)
+    return drawn
+
+
+def write_checkpoint(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], dtype: str = "bfloat16"
+) -> None:
+    """A folder with config.json (`dtype` as transformers 5 spells it, unless given as `torch_dtype`), one file of
+    weights, and the tokenizer of `tools/random_checkpoint.py`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    spelled = {} if "torch_dtype" in config else {"dtype": dtype}
+    write_json(folder / "config.json", {**config, **spelled, "bos_token_id": BOS})
+    write_json(folder / "generation_config.json", {"bos_token_id": BOS})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(config["vocab_size"])) + "\n", encoding="utf-8")
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
+            "unk_token": "<unk>", "add_bos_token": True, "clean_up_tokenization_spaces": False,
+        },
+    )  # fmt: skip
+    write_tensors(folder / "model.safetensors", tensors, dtype)

@@ -1,0 +1,62 @@
+"""Phi: shares of rotated dims, norms of queries and keys, groups of heads, ties, spellings, a scalar head."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tools.golden.base import ABSENT, VOCAB, Variant, draw_all, write_checkpoint
+
+EMBEDDING = "model.embed_tokens.weight"
+CONFIG = {
+    "architectures": ["PhiForCausalLM"], "model_type": "phi", "vocab_size": VOCAB, "hidden_size": 24,
+    "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": None,
+    "hidden_act": "gelu_new", "max_position_embeddings": 128, "layer_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "qk_layernorm": False, "resid_pdrop": 0.1, "embd_pdrop": 0.0, "attention_dropout": 0.0, "pad_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+V4 = {"rope_parameters": ABSENT, "rope_theta": 5000.0, "rope_scaling": None, "torch_dtype": "bfloat16"}
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain_v4": V4 | {"partial_rotary_factor": 0.5},
+    "defaults": V4 | {"rope_theta": ABSENT} | dict.fromkeys(
+        ("num_key_value_heads", "hidden_act", "layer_norm_eps", "tie_word_embeddings", "qk_layernorm"), ABSENT),
+    "qk_layernorm": {"qk_layernorm": True},
+    "gqa": V4 | {"num_attention_heads": 4, "num_key_value_heads": 2, "partial_rotary_factor": 1.0},
+    "partial": {"hidden_size": 40, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.4}},
+    "dynamic": V4 | {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 32},
+    "tied": {"tie_word_embeddings": True},
+    "classifier": {"architectures": ["PhiForSequenceClassification"], "num_labels": 1, "qk_layernorm": True},
+}  # fmt: skip
+
+
+def write(name: str, folder: Path, seed: int) -> None:
+    config = {key: value for key, value in (CONFIG | CHANGES[name]).items() if value is not ABSENT}
+    width, mlp, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    kv = (config.get("num_key_value_heads") or heads) * width // heads
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (width,), "self_attn.q_proj": (width, width), "self_attn.k_proj": (kv, width),
+        "self_attn.v_proj": (kv, width), "self_attn.dense": (width, width), "mlp.fc1": (mlp, width),
+        "mlp.fc2": (width, mlp),
+    }  # fmt: skip
+    if config.get("qk_layernorm"):
+        layer |= dict.fromkeys(("self_attn.q_layernorm", "self_attn.k_layernorm"), (width // heads,))
+    parts = {f"model.layers.{i}.{part}": layer[part] for i in range(2) for part in layer}
+    parts["model.final_layernorm"] = (width,)
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (VOCAB, width)}
+    for part, shape in parts.items():
+        shapes |= {f"{part}.weight": shape, f"{part}.bias": shape[:1]}
+    tied, scores = config.get("tie_word_embeddings"), "num_labels" in config
+    if scores:
+        head, shapes["score.weight"] = "score.weight", (1, width)
+    else:
+        head, shapes["lm_head.bias"] = EMBEDDING if tied else "lm_head.weight", (VOCAB,)
+        if not tied:
+            shapes[head] = (VOCAB, width)
+    outputs = ("dense.weight", "fc2.weight")
+    write_checkpoint(folder, config, draw_all(shapes, seed, embeddings=[EMBEDDING], head=head, outputs=outputs))
+
+
+VARIANTS = {name: Variant(partial(write, name)) for name in CHANGES}
