@@ -1,10 +1,18 @@
-"""Make tests/golden/text: three tiny tokenizers with chat templates, and what transformers makes of texts and messages.
+"""Make tests/golden/text: tiny tokenizers, and what the libraries make of texts and messages.
 
-Run it where transformers 5 is installed, from a folder other than the repository's root (whose `kernels` collides with
-a package that transformers imports): `python /path/to/repository/tools/golden_text.py`.
+Three have a tokenizer.json and a chat template, three a sentencepiece tokenizer.model, two vocab.json and merges.txt.
+Texts and chats are transformers'; for sentencepiece models plain text is the sentencepiece library's, and only what
+added tokens do to the text around them is transformers' (whose conversion to another library changes some plain text).
+
+Run it where transformers 5, sentencepiece and protobuf are installed, from a folder other than the repository's root
+(whose `kernels` collides with a package that transformers imports): `python /path/to/repository/tools/golden_text.py`.
 """
 
+import contextlib
+import io
 import json
+import re
+import tempfile
 from pathlib import Path
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "text"
@@ -25,6 +33,24 @@ TEXTS = [
     "naïve café, e\u0301 combining, 你好世界, 👩‍👩‍👧‍👦🏽 🇨🇭 \u200b\ufeff",
     "".join(map(chr, range(1, 256))),
     "1234567 it's THE end.",
+    "\x00 null, \x1b[31m escape, \x7f delete, \x85 \u2028 \u2029 lines",
+    "  \u2581 two\u2581\u2581marks \u2581",
+    "\u202eright to left\u202c: שלום עולם، مرحبا بالعالم",
+    "a\u200db \u200c\u2060 👨\u200d👩\u200d👧 e\u0301\u0323 \u0e01\u0e33 ﬁ Ａ ½ \u00a0nbsp\u3000wide",
+    "\r\n\r\n\r \t\t \n ",
+    "<0x41> <0xE2> <|im_start <unk",
+    "\U0010ffff\ufffd\ufdd0\uffff",
+    "    ",
+]
+
+RENDERED = [
+    "<s>Once upon",
+    "Once<s>upon </s> a time</s>",
+    "the <x>  end <y> of<s><x>it",
+    "the fox<user>the end <user> all</s><user>",
+    "<s><s> a </s>\n",
+    "<s>",
+    "Once<s>upon<y>a time</s>the fox",
 ]
 
 LLAMA3 = (
@@ -132,6 +158,60 @@ def tokenizers_with_templates():
     yield "metaspace", metaspace, {"bos_token": None, "eos_token": "<|im_end|>", "chat_template": CHATML}
 
 
+def sentencepiece_models():
+    """Yield name, tokenizer.model, tokenizer_config and added_tokens of each fixture."""
+    from sentencepiece import SentencePieceTrainer, set_min_log_level
+
+    def trained(**options) -> bytes:
+        out = io.BytesIO()
+        options |= {"user_defined_symbols": ["<user>"], "hard_vocab_limit": False}
+        SentencePieceTrainer.train(sentence_iterator=iter(CORPUS), model_writer=out, **options)
+        return out.getvalue()
+
+    set_min_log_level(2)
+    flags = {"normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
+    added = {
+        "1": {"content": "<s>", **flags, "special": True},
+        "2": {"content": "</s>", **flags, "special": True},
+        "400": {"content": "<x>", **flags, "rstrip": True, "special": False},
+        "401": {"content": "<y>", **flags, "lstrip": True, "special": True},
+    }
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    llama = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
+    bpe = trained(model_type="bpe", vocab_size=400, **llama)
+    yield "sp_bpe", bpe, {**config, "legacy": False, "add_bos_token": True, "added_tokens_decoder": added}, {}
+    ends = {"legacy": True, "add_bos_token": False, "add_eos_token": True}
+    yield "sp_legacy", bpe, {**config, **ends}, {"<x>": 400, "<y>": 401}
+
+    with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):  # the model keeps the path
+        rules = {"ﬁ": "fi", "Ａ": "A", "½": "1/2", "▁": " ", "\t": " ", "\n": " ", "\u3000": " "}
+        lines = ("\t".join(" ".join(f"{ord(c):04X}" for c in side) for side in rule) for rule in rules.items())
+        Path("rules.tsv").write_text("\n".join(lines) + "\n")
+        unigram = trained(model_type="unigram", vocab_size=200, normalization_rule_tsv="rules.tsv")
+    yield "sp_unigram", unigram, config, {}
+
+
+def vocabularies_with_merges():
+    """Yield name, vocab and merges, tokenizer_config and added_tokens of each fixture."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers.trainers import BpeTrainer
+
+    def trained(special):
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(False)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        made = BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+        tokenizer.train_from_iterator(CORPUS, made)
+        return json.loads(tokenizer.to_str())["model"]
+
+    model = trained([])
+    model["vocab"]["<|endoftext|>"] = 400
+    yield "gpt2", model, {"tokenizer_class": "GPT2Tokenizer"}, {"<x>": 401, "<y>": 402}
+    config = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "add_prefix_space": False, "errors": "replace"}
+    named = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
+    yield "opt", trained(["<s>", "<pad>", "</s>", "<unk>"]), {**config, **named}, {}
+
+
 def _only_special(tokenizer, special):
     """The tokenizer with no added tokens but these: training makes one of every byte piece."""
     from tokenizers import Tokenizer
@@ -142,6 +222,7 @@ def _only_special(tokenizer, special):
 
 
 def main() -> None:
+    from sentencepiece import SentencePieceProcessor
     from transformers import AutoTokenizer
 
     for name, backend, config in tokenizers_with_templates():
@@ -152,11 +233,7 @@ def main() -> None:
         _write(folder / "tokenizer_config.json", config)
 
         oracle = AutoTokenizer.from_pretrained(folder)
-        texts, chats = [], []
-        for text in TEXTS:
-            ids = oracle(text).input_ids
-            decoded = oracle.decode(ids, skip_special_tokens=True), oracle.decode(ids)
-            texts.append({"text": text, "ids": ids, "decoded": decoded[0], "decoded_special": decoded[1]})
+        chats = []
         for messages in CHATS:
             for prompt in (True, False):
                 make = {"conversation": messages, "add_generation_prompt": prompt}
@@ -164,10 +241,68 @@ def main() -> None:
                 chat["text"] = oracle.apply_chat_template(**make, tokenize=False)
                 chat["ids"] = oracle.apply_chat_template(**make, return_dict=False)
                 chats.append(chat)
-        size = len(oracle)
-        odd = [[i] for i in range(0, size, 7)] + [[(7919 * k * k + s) % size for k in range(40)] for s in range(20)]
-        decodes = [{"ids": ids, "decoded": oracle.decode(ids, skip_special_tokens=True)} for ids in odd]
-        _write(GOLDEN / f"{name}.json", {"texts": texts, "chats": chats, "decodes": decodes})
+        _write(GOLDEN / f"{name}.json", {"texts": _texts(oracle), "chats": chats, "decodes": _decodes(oracle)})
+
+    for name, model, config, added in vocabularies_with_merges():
+        folder = _folder(name, config, added)
+        _write(folder / "vocab.json", model["vocab"])
+        lines = ["#version: 0.2", *(" ".join(merge) for merge in model["merges"])]
+        (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        oracle = AutoTokenizer.from_pretrained(folder)
+        rendered = [{"text": t, "ids": oracle(t, add_special_tokens=False).input_ids} for t in RENDERED]
+        _write(
+            GOLDEN / f"{name}.json", {"texts": _texts(oracle), "rendered": rendered, "decodes": _decodes(oracle)}
+        )
+
+    for name, model, config, added in sentencepiece_models():
+        folder = _folder(name, config, added)
+        (folder / "tokenizer.model").write_bytes(model)
+        oracle, library = AutoTokenizer.from_pretrained(folder), SentencePieceProcessor(model_proto=model)
+        bos = [1] if config.get("add_bos_token", True) else []
+        eos = [2] if config.get("add_eos_token") else []
+        texts = []
+        for text in TEXTS:
+            ids = [*bos, *library.encode(text), *eos]
+            texts.append({"text": text, "ids": ids, "decoded": _decoded(library, ids)})
+        # The conversion loses a space that follows an added token where another would be put before it, it takes
+        # symbols that the model itself defines for added tokens, and it knows nothing of normalization.
+        texts_with_added = [] if name == "sp_unigram" else RENDERED
+        if name == "sp_legacy":
+            texts_with_added = [t for t in RENDERED if not re.search("<user>|> ", t)]
+        rendered = [{"text": t, "ids": oracle(t, add_special_tokens=False).input_ids} for t in texts_with_added]
+        decodes = [{"ids": ids, "decoded": _decoded(library, ids)} for ids in _odd(library.get_piece_size())]
+        golden = {"texts": texts, "rendered": rendered, "decodes": decodes}
+        _write(GOLDEN / f"{name}.json", golden)
+
+
+def _folder(name: str, config: dict, added: dict) -> Path:
+    folder = GOLDEN / name
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "tokenizer_config.json", config)
+    if added:
+        _write(folder / "added_tokens.json", added)
+    return folder
+
+
+def _texts(oracle) -> list[dict]:
+    texts = []
+    for text in TEXTS:
+        ids = oracle(text).input_ids
+        decoded = oracle.decode(ids, skip_special_tokens=True), oracle.decode(ids)
+        texts.append({"text": text, "ids": ids, "decoded": decoded[0], "decoded_special": decoded[1]})
+    return texts
+
+
+def _decodes(oracle) -> list[dict]:
+    return [{"ids": ids, "decoded": oracle.decode(ids, skip_special_tokens=True)} for ids in _odd(len(oracle))]
+
+
+def _decoded(library, ids: list[int]) -> str:
+    return library.decode([i for i in ids if not (library.is_unknown(i) or library.is_control(i))])
+
+
+def _odd(size: int) -> list[list[int]]:
+    return [[i] for i in range(0, size, 7)] + [[(7919 * k * k + s) % size for k in range(40)] for s in range(20)]
 
 
 def _write(path: Path, value) -> None:

@@ -6,10 +6,15 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
+from engine import Engine, batch
 from engine.errors import CheckpointError, UsageError
 from engine.tokenizer import Tokenizer
+from engine.tokenizer_json import LibraryEncoder
+from search import Sample
+from tools import random_checkpoint
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "text"
 BYTES = {f"<0x{b:02X}>": b for b in range(256)}
@@ -68,7 +73,10 @@ def _spaces():
 
 
 BUILT = {f.__name__[1:]: f for f in (_unigram, _word_level, _word_piece, _holes, _spaces)}
-NAMES = ["bytelevel", "prepend", "metaspace", *BUILT]
+CHATTING = ["bytelevel", "prepend", "metaspace"]
+MERGES = ["gpt2", "opt"]
+MODELS = ["sp_bpe", "sp_legacy", "sp_unigram"]
+NAMES = [*CHATTING, *BUILT, *MERGES, *MODELS]
 
 
 @cache
@@ -77,8 +85,33 @@ def library(name) -> tokenizers.Tokenizer:
 
 
 @cache
+def sentencepiece(name) -> SentencePieceProcessor:
+    return SentencePieceProcessor(model_proto=(GOLDEN / name / "tokenizer.model").read_bytes())
+
+
+def library_decode(name, ids) -> str:
+    """The library's text of ids it knows, without special tokens."""
+    if name in MODELS:
+        return sentencepiece(name).decode([i for i in ids if i not in ours(name).special_ids])  # as transformers does
+    if name in MERGES:
+        pieces = [piece_of(name)[i] for i in ids if i not in ours(name).special_ids]
+        return decoders.ByteLevel().decode(pieces)
+    return library(name).decode(ids, skip_special_tokens=True)
+
+
+@cache
+def piece_of(name) -> dict[int, str]:
+    vocab = json.loads((GOLDEN / name / "vocab.json").read_text(encoding="utf-8"))
+    return {i: piece for piece, i in vocab.items()} | {401: "<x>", 402: "<y>"}
+
+
+@cache
 def ours(name) -> Tokenizer:
-    return Tokenizer(BUILT[name](), {}, {}) if name in BUILT else Tokenizer.load(GOLDEN / name)
+    return built(BUILT[name]()) if name in BUILT else Tokenizer.load(GOLDEN / name)
+
+
+def built(backend) -> Tokenizer:
+    return Tokenizer(LibraryEncoder(backend, {}, {}), {}, {})
 
 
 def streamed(stream, ids, cuts=1) -> str:
@@ -98,12 +131,15 @@ def ids_of_a_tokenizer(draw):
 @settings(max_examples=400, deadline=None)
 @given(ids_of_a_tokenizer(), st.integers(1, 5), st.integers(0, 30))
 @example(("prepend", [3 + 0xE2, 3 + 0x82, 3 + 0xAC, 3 + 0xFF]), 1, 2)
+@example(("sp_bpe", [3 + 0xE2, 3 + 0x82, 3 + 0xAC, 3 + 0xFF, 3 + 0xF0, 3 + 0x9F]), 1, 2)
+@example(("sp_bpe", [3 + 0xE2, 3 + 0x82, 400, 3 + 0xAC, 401]), 1, 2)
 @example(("spaces", [257, 259, 257, 258]), 1, 1)
 def test_streaming_equals_decoding(case, cuts, split):
     name, ids = case
     tokenizer = ours(name)
-    text = library(name).decode([i for i in ids if i < tokenizer.size], skip_special_tokens=True)
-    assert tokenizer.decode(ids) == text
+    text = tokenizer.decode(ids)
+    if not (name in MODELS and max(ids, default=0) >= sentencepiece(name).get_piece_size()):
+        assert text == library_decode(name, [i for i in ids if i < tokenizer.size])
     assert streamed(tokenizer.stream(), ids, cuts) == text
 
     prefix, rest = ids[:split], ids[split:]
@@ -116,7 +152,7 @@ def test_streaming_equals_decoding(case, cuts, split):
         assert text.endswith(whole)
 
 
-@pytest.mark.parametrize("name", ["bytelevel", "prepend", "metaspace"])
+@pytest.mark.parametrize("name", [*CHATTING, *MERGES, "sp_bpe", "sp_legacy"])
 @pytest.mark.parametrize("text", NASTY)
 def test_round_trip_without_a_half_character(name, text):
     tokenizer = ours(name)
@@ -131,7 +167,7 @@ def test_round_trip_without_a_half_character(name, text):
 
 
 def test_every_byte():
-    for name in ("bytelevel", "prepend", "metaspace"):
+    for name in [*CHATTING, *MERGES, "sp_bpe", "sp_legacy"]:
         for b in range(1, 0x110000, 997):
             if not 0xD800 <= b < 0xE000:
                 ids = ours(name).encode(chr(b), add_special=False)
@@ -156,7 +192,7 @@ def test_continuation_keeps_the_space_and_completes_the_prefix():
     assert tokenizer.decode_continuation([a, *euro], [a]) == " "
 
 
-@pytest.mark.parametrize("name", ["bytelevel", "prepend", "metaspace"])
+@pytest.mark.parametrize("name", [*CHATTING, *MERGES, "sp_bpe", "sp_legacy"])
 def test_special_tokens_in_plain_text_are_text(name):
     tokenizer = ours(name)
     for token in tokenizer.special_spellings:
@@ -164,6 +200,8 @@ def test_special_tokens_in_plain_text_are_text(name):
         assert not tokenizer.special_ids & {*ids}
         assert tokenizer.decode(ids).lstrip() == f"a{token} {token}b"
         assert tokenizer.encode_rendered([(token, True)])[0] in tokenizer.special_ids
+        cut = tokenizer.encode_rendered([(token[:1], True), (token[1:], False), (token, False), (token, True)])
+        assert len(tokenizer.special_ids & {*cut}) == 1
 
 
 def test_other_added_tokens_in_plain_text_are_tokens():
@@ -204,7 +242,7 @@ def test_flags_of_added_tokens_are_kept():
     backend.add_tokens([AddedToken("<n>!", normalized=False), AddedToken("AB", normalized=True)])
     backend.normalizer = normalizers.Lowercase()
     plain = tokenizers.Tokenizer.from_str(backend.to_str())
-    tokenizer = Tokenizer(backend, {}, {})
+    tokenizer = built(backend)
     for text in ("a <l> b <r> c", "aWb W Wc", "<n>!<n>", "ab AB", "<N>", "<l><r>\n<l>"):
         assert tokenizer.encode_rendered([(text, True)]) == plain.encode(text).ids
 
@@ -229,7 +267,7 @@ def test_truncation_and_padding_are_ignored():
     backend = _word_level()
     backend.enable_truncation(2)
     backend.enable_padding(length=8)
-    assert Tokenizer(backend, {}, {}).encode("a b a b") == [1, 2, 1, 2]
+    assert built(backend).encode("a b a b") == [1, 2, 1, 2]
 
 
 def test_named_tokens(tmp_path):
@@ -260,13 +298,13 @@ def test_empty_text_and_post_processors():
     backend = _word_level()
     backend.add_special_tokens(["<a>", "<z>"])
     backend.post_processor = processors.TemplateProcessing(single="<a> $A <z>", special_tokens=[("<a>", 5), ("<z>", 6)])
-    assert Tokenizer(backend, {}, {}).encode("a b") == [5, 1, 2, 6]
+    assert built(backend).encode("a b") == [5, 1, 2, 6]
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "has no tokenizer.json"),
+        ({}, "has no tokenizer.json, tokenizer.model or vocab.json"),
         ({"tokenizer.json": "{"}, "malformed"),
         ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1\n"}, "git-LFS pointer"),
         ({"tokenizer.json": tokenizers.Tokenizer(models.BPE()).to_str()}, "vocabulary mismatch"),
@@ -289,3 +327,192 @@ def test_post_processor_with_an_id_outside(tmp_path):
     (tmp_path / "tokenizer.json").write_text(backend.to_str())
     with pytest.raises(CheckpointError, match="post-processor"):
         Tokenizer.load(tmp_path)
+
+
+# --- sentencepiece ---
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(MODELS), st.text(max_size=20) | st.text("a ▁<user>ﬁ\tdhe\u0301", max_size=20))
+def test_plain_text_has_the_ids_of_sentencepiece(name, text):
+    tokenizer = ours(name)
+    spelled = [s for s in tokenizer.special_spellings | tokenizer.added_spellings if s in text]
+    ids = tokenizer.encode(text, add_special=False)
+    if not spelled:
+        assert ids == sentencepiece(name).encode(text)
+    assert tokenizer.decode(ids) == library_decode(name, ids) == streamed(tokenizer.stream(), ids)
+
+
+def with_config(tmp_path, name, **config) -> Tokenizer:
+    for file in (GOLDEN / name).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    old = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**old, **config}))
+    return Tokenizer.load(tmp_path)
+
+
+def test_what_follows_an_added_token(tmp_path):
+    """A text of its own in legacy mode; else a continuation, whose space is its own."""
+    library, spans = sentencepiece("sp_bpe"), [("the </s> the</s>", True), ("the", False), ("</s>the", False)]
+    bare = SentencePieceProcessor(model_proto=library.serialized_model_proto() + b"\x1a\x02\x18\x00")
+    start = [*library.encode("the "), 2]
+    legacy, modern, never = [
+        with_config(tmp_path, "sp_bpe", **config) for config in ({"legacy": True}, {}, {"add_prefix_space": False})
+    ]
+    assert legacy.encode_rendered(spans) == [*start, *library.encode(" the"), 2, *library.encode("the</s>the")]
+    assert modern.encode_rendered(spans) == [*start, *bare.encode(" the"), 2, *bare.encode("the</s>the")]
+    assert never.encode("the", add_special=False) == bare.encode("the") != library.encode("the")
+    assert never.decode(library.encode("the")) == " the"
+    assert modern.encode_rendered([("</s>the", True)]) == [2, *bare.encode("the")]
+    collapsing = ours("sp_unigram")
+    assert collapsing.encode_rendered([("</s> the", True)]) == [2, *sentencepiece("sp_unigram").encode("the")]
+
+
+def test_flags_of_tokens_beside_a_model():
+    tokenizer = ours("sp_bpe")
+    assert tokenizer.encode_rendered([("a<x> \n b", True)]) == tokenizer.encode_rendered([("a<x>b", True)])
+    assert tokenizer.encode_rendered([("a \n<y> b", True)]) == tokenizer.encode_rendered([("a<y> b", True)])
+    assert 400 in tokenizer.encode("<x>") and not {401} & {*tokenizer.encode("<y>")}  # special ones are not for users
+
+
+@pytest.mark.parametrize(
+    ("config", "ends"),
+    [
+        ({}, [1]),
+        ({"add_bos_token": None, "add_eos_token": True}, [1, 2]),
+        ({"add_bos_token": False}, []),
+        ({"bos_token": None}, []),
+    ],
+)
+def test_ends_of_a_text(tmp_path, config, ends):
+    tokenizer = with_config(tmp_path, "sp_unigram", **config)
+    assert tokenizer.encode("") == ends
+    assert tokenizer.encode_rendered([("", True)]) == []
+    assert tokenizer.bos_token_id == (None if "bos_token" in config else 1)
+
+
+def test_a_symbol_of_the_model_that_the_configuration_calls_special(tmp_path):
+    user = sentencepiece("sp_bpe").piece_to_id("<user>")
+    tokenizer = with_config(tmp_path, "sp_bpe", additional_special_tokens=["<user>"])
+    assert user in ours("sp_bpe").encode("a<user>b")
+    ids = tokenizer.encode("a<user>b<user>")
+    assert user not in ids and tokenizer.decode(ids) == "a<user>b<user>"
+    assert tokenizer.encode_rendered([("a<user>b", True)]).count(user) == 1
+    lone = with_config(tmp_path, "sp_bpe", additional_special_tokens=["ß"])
+    with pytest.raises(UsageError, match="cannot spell"):
+        lone.encode("aß")
+
+
+def test_an_added_token_in_the_place_of_a_piece(tmp_path):
+    tokens = {"7": {"content": "<new>", "special": True}, "405": {"content": "<far>", "special": False}}
+    tokenizer = with_config(tmp_path, "sp_bpe", added_tokens_decoder=tokens)
+    assert tokenizer.size == 406
+    assert tokenizer.encode_rendered([("<new><far>", True)]) == [7, 405]
+    assert tokenizer.decode([7, 403, 405], skip_special=False) == "<new><far>"
+    assert tokenizer.decode([7, 403, 405]) == "<far>"
+
+
+def test_tokenizer_json_comes_first(tmp_path):
+    tokenizer = with_config(tmp_path, "sp_bpe")
+    (tmp_path / "vocab.json").write_text("{")
+    assert Tokenizer.load(tmp_path).size == tokenizer.size
+    (tmp_path / "tokenizer.json").write_bytes((GOLDEN / "prepend" / "tokenizer.json").read_bytes())
+    assert Tokenizer.load(tmp_path).encode("Once") == ours("prepend").encode("Once")
+
+
+# --- vocab.json and merges.txt ---
+
+
+def test_beginnings_of_opt_and_gpt2(tmp_path):
+    assert ours("opt").encode("")[:1] == [2] and ours("opt").bos_token_id == ours("opt").eos_token_id == 2
+    assert ours("gpt2").encode("") == [] and ours("gpt2").eos_token_id == 400
+    both = with_config(tmp_path, "opt", add_eos_token=True, bos_token="<s>")
+    assert both.encode("") == [0, 2]
+    spaced = with_config(tmp_path, "gpt2", add_prefix_space=True)
+    assert spaced.encode("Once") == ours("gpt2").encode(" Once")
+
+
+FAULTY = [
+    ("sp_bpe", "tokenizer.model", lambda data: b"", "vocabulary mismatch: the file is empty, 0 pieces"),
+    ("sp_bpe", "tokenizer.model", lambda data: data[:1000], "malformed"),
+    ("sp_bpe", "tokenizer.model", lambda data: b"AA== 0\n", "malformed"),
+    ("sp_bpe", "tokenizer.model", lambda data: b"version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
+    ("sp_legacy", "added_tokens.json", lambda data: b'{"<s>": 7}', "'<s>' has the ids 7 and 1"),
+    ("sp_legacy", "added_tokens.json", lambda data: b'{"<x>": -1}', "expected a text and an id"),
+    ("sp_legacy", "tokenizer_config.json", lambda data: b'{"legacy": "yes"}', "legacy: expected true or false"),
+    ("sp_legacy", "tokenizer_config.json", lambda data: b'{"added_tokens_decoder": {"x": 1}}', "expected a text and"),
+    ("gpt2", "vocab.json", lambda data: data[:-9], "vocab.json|not valid JSON.*line 1"),
+    ("gpt2", "vocab.json", lambda data: data.replace(b'"!":0', b'"!":"0"'), "'!': expected an id"),
+    ("gpt2", "vocab.json", lambda data: data.replace(b'"!":0', b'"!":1'), "share the id 1"),
+    ("gpt2", "vocab.json", lambda data: data.replace(b'"!":0', b'"!!":0'), "1 of the 256 byte pieces"),
+    ("gpt2", "merges.txt", lambda data: data.replace(b"\n", b"\nh e l\n", 1), "merges.txt, line 2"),
+    ("gpt2", "merges.txt", lambda data: data.replace(b"\n", b"\n! ~\n", 1), "'!~' is not in vocab.json(.|\n)*, line 2"),
+    ("gpt2", "merges.txt", lambda data: data + b"\xff", "not UTF-8: byte"),
+    ("gpt2", "merges.txt", None, "cannot read the file"),
+]
+
+
+@pytest.mark.parametrize(("name", "file", "damage", "message"), FAULTY)
+def test_damaged_files(tmp_path, name, file, damage, message):
+    with_config(tmp_path, name)
+    path = tmp_path / file
+    damaged = damage(path.read_bytes()) if damage else None
+    path.unlink()
+    if damaged is not None:
+        path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Tokenizer.load(tmp_path)
+    assert file in str(caught.value) and str(caught.value).count("\n") <= 2
+
+
+def test_line_ends_and_absent_last_line_in_merges(tmp_path):
+    with_config(tmp_path, "gpt2")
+    path = tmp_path / "merges.txt"
+    path.write_bytes(path.read_bytes().rstrip().replace(b"\n", b"\r\n"))
+    assert Tokenizer.load(tmp_path).encode(NASTY[0] + "Once upon") == ours("gpt2").encode(NASTY[0] + "Once upon")
+
+
+# --- in an engine ---
+
+
+def checkpoint(tmp_path, name, vocab) -> Path:
+    """A random model with the tokenizer files of a fixture."""
+    random_checkpoint.make(tmp_path, layers=1, width=16, mlp=16, heads=2, vocab=vocab)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).unlink()
+    if name:
+        with_config(tmp_path, name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["sp_bpe", "gpt2", "opt", None])
+def test_engines_find_the_tokenizer(tmp_path, name):
+    engine = Engine.load(checkpoint(tmp_path, name, 480), device="cpu", threads=1)
+    if name is None:
+        with pytest.raises(CheckpointError, match="no tokenizer"):
+            _ = engine.tokenizer
+        return
+    assert engine.runner.vocab_size == engine.tokenizer.size == ours(name).size  # 480 are padding
+    result = engine.generate(["Once upon"], Sample(seed=3), max_new_tokens=12, ignore_eos=True)[0]
+    output = result.outputs[0]
+    assert max(output.token_ids) < ours(name).size
+    assert output.text == ours(name).decode(output.token_ids)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path):
+    """It works, as in transformers, until one of them is asked for."""
+    engine = Engine.load(checkpoint(tmp_path, "sp_bpe", 400), device="cpu", threads=1)
+    assert engine.tokenizer.size == 402
+    assert engine.generate(["Once"], Sample(), max_new_tokens=2)[0].outputs
+    with pytest.raises(UsageError, match="from 0 to 399, got 400"):
+        engine.generate(["Once <x>"], Sample(), max_new_tokens=2)
+
+
+def test_an_empty_model_ends_a_command_line(tmp_path, capsys):
+    folder = checkpoint(tmp_path, "sp_bpe", 480)
+    (folder / "tokenizer.model").write_bytes(b"")
+    (tmp_path / "lines").write_text("{}\n")
+    assert batch.main(["--model", str(folder), "--input", str(tmp_path / "lines"), "--device", "cpu"]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "vocabulary mismatch" in captured.err and "tokenizer.model" in captured.err

@@ -1,0 +1,279 @@
+"""Pieces of a vocabulary to text, as they come: the decoders of the tokenizer libraries, one piece at a time."""
+
+import codecs
+import copy
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+
+class Detokenizer:
+    """Turns pieces into text that never changes, as they come.
+
+    The pushed texts and the finish, joined, are what `run` makes of all pieces. Bytes of an incomplete character are
+    held back. So is a run of byte pieces (`<0xE2>`) up to its end where the library makes replacement characters of the
+    whole run for one bad byte. The work per token is constant. Decoders that look ahead without bound (WordPiece, CTC)
+    are held back to the end.
+    """
+
+    def __init__(
+        self,
+        makers: Iterable[Callable[[], "Stage"]],
+        pieces: Callable[[Iterable[int]], Iterable[str]],
+        prefix_ids: Sequence[int] = (),
+    ):
+        """`pieces` spells ids; what `prefix_ids` say is read, and not told."""
+        self._pieces = pieces
+        self._stages = [make() for make in makers]
+        self._drop = self._dropped = ""  # held-back text of the prefix: not ours if the text goes on with it
+        if prefix_ids:
+            self.push(prefix_ids)
+            self._drop = copy.deepcopy(self).finish()
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take ids, return the text that is certain now."""
+        out = []
+        for piece in self._pieces(ids):
+            pieces = [piece]
+            for stage in self._stages:
+                pieces = [new for old in pieces for new in stage.take(old)]
+            out += pieces
+        return self._new("".join(out))
+
+    def finish(self) -> str:
+        """Return what was held back; the detokenizer is used up."""
+        pieces: list[str] = []
+        for stage in self._stages:
+            pieces = [new for old in pieces for new in stage.take(old)] + list(stage.finish())
+        return self._new("".join(pieces)) + self._dropped
+
+    def _new(self, text: str) -> str:
+        if not self._drop:
+            return text
+        self._dropped += text
+        if self._drop.startswith(self._dropped) and self._drop != self._dropped:
+            return ""
+        text, self._dropped = self._dropped.removeprefix(self._drop), ""
+        self._drop = ""
+        return text
+
+
+def run(makers: Iterable[Callable[[], "Stage"]], pieces: Iterable[str]) -> str:
+    """The text of pieces that are all there."""
+    whole = Detokenizer(makers, lambda _: pieces)
+    return whole.push(()) + whole.finish()
+
+
+class Stage:
+    """A step of decoding: `take` a piece, return the pieces that are certain now; `finish` returns the rest."""
+
+    def take(self, piece: str) -> Sequence[str]:
+        raise NotImplementedError
+
+    def finish(self) -> Sequence[str]:
+        return ()
+
+
+class _Replace(Stage):
+    def __init__(self, old: str, new: str):
+        self.old, self.new = old, new
+
+    def take(self, piece: str) -> Sequence[str]:
+        return (piece.replace(self.old, self.new),)
+
+
+class _Strip(Stage):
+    """Strips up to `start` leading and `stop` trailing `content` of each piece."""
+
+    def __init__(self, content: str, start: int, stop: int):
+        self.content, self.start, self.stop = content, start, stop
+
+    def take(self, piece: str) -> Sequence[str]:
+        end = len(piece)
+        start = _run(piece, self.content, self.start)
+        while len(piece) - end < self.stop and end > start and piece[end - 1] == self.content:
+            end -= 1
+        return (piece[start:end],)
+
+
+class _StripFused(Stage):
+    """Strips up to `start` leading `content` of the whole text."""
+
+    def __init__(self, content: str, start: int):
+        self.content, self.left = content, start
+
+    def take(self, piece: str) -> Sequence[str]:
+        if self.left and piece:
+            cut = _run(piece, self.content, self.left)
+            self.left = self.left - cut if cut == len(piece) else 0
+            piece = piece[cut:]
+        return (piece,)
+
+
+class _Metaspace(Stage):
+    """Spaces for the replacement, none in the first piece if encoding prepended one."""
+
+    def __init__(self, replacement: str, prepends: bool):
+        self.replacement, self.first = replacement, prepends
+
+    def take(self, piece: str) -> Sequence[str]:
+        piece, self.first = piece.replace(self.replacement, "" if self.first else " "), False
+        return (piece,)
+
+
+class _Joined(Stage):
+    """No decoder at all: pieces with spaces between."""
+
+    first = True
+
+    def take(self, piece: str) -> Sequence[str]:
+        piece, self.first = piece if self.first else " " + piece, False
+        return (piece,)
+
+
+class _ByteFallback(Stage):
+    """Runs of byte pieces to text; a run that is not UTF-8 becomes one U+FFFD per byte."""
+
+    byte = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
+
+    def __init__(self):
+        self.run = bytearray()
+
+    def take(self, piece: str) -> Sequence[str]:
+        if found := self.byte.fullmatch(piece):
+            self.run.append(int(found[1], 16))
+            return ()
+        return (*self.finish(), piece)
+
+    def finish(self) -> Sequence[str]:
+        run, self.run = self.run, bytearray()
+        try:
+            return (run.decode(),) if run else ()
+        except UnicodeDecodeError:
+            return ("\ufffd",) * len(run)
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable ones as themselves, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + k): b for k, b in enumerate(rest)}
+
+
+BYTE_OF_CHAR = _byte_of_char()
+
+
+class _ByteLevel(Stage):
+    """Bytes spelled as characters to text; a piece with any other character stands for itself."""
+
+    def __init__(self):
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, piece: str) -> Sequence[str]:
+        try:
+            data = bytes([BYTE_OF_CHAR[c] for c in piece])
+        except KeyError:
+            data = piece.encode()
+        return (self.utf8.decode(data),)
+
+    def finish(self) -> Sequence[str]:
+        return (self.utf8.decode(b"", final=True),)
+
+
+class SentencePieces(Stage):
+    """What the sentencepiece library does: spaces for "▁", runs of byte pieces to text, and no space at the start.
+
+    A byte that is part of no character becomes U+FFFD, each one for itself.
+
+    Args:
+        strips: the text's first space is the encoder's, not the text's.
+        all_leading: strip one space of every piece until there is text.
+    """
+
+    byte = re.compile("<0x([0-9A-F]{2})>")
+
+    def __init__(self, strips: bool, all_leading: bool):
+        self.strips, self.all_leading = strips, all_leading
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("coppice.each_byte")
+
+    def take(self, piece: str) -> Sequence[str]:
+        if found := self.byte.fullmatch(piece):
+            self.strips = False
+            return (self.utf8.decode(bytes([int(found[1], 16)])),)
+        cut = self.strips and piece.startswith("▁")
+        if piece[cut:] or (cut and not self.all_leading):
+            self.strips = False
+        return (*self.finish(), piece[cut:].replace("▁", " "))
+
+    def finish(self) -> Sequence[str]:
+        return (self.utf8.decode(b"", final=True),)
+
+
+def _each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error("coppice.each_byte", _each_byte)
+
+
+class _Hold(Stage):
+    """Everything at the end, for decoders that are not known here."""
+
+    def __init__(self, decoder: Any):
+        self.decoder, self.pieces = decoder, []
+
+    def take(self, piece: str) -> Sequence[str]:
+        self.pieces.append(piece)
+        return ()
+
+    def finish(self) -> Sequence[str]:
+        return (self.decoder.decode(self.pieces),)
+
+
+def _run(text: str, char: str, most: int) -> int:
+    """How many `char` start `text`, at most `most`."""
+    n = 0
+    while n < min(most, len(text)) and text[n] == char:
+        n += 1
+    return n
+
+
+def stages_of(decoder: Any) -> list[Callable[[], Stage]]:
+    """A decoder of the tokenizers library as makers of stages."""
+    if decoder is None:
+        return [_Joined]
+    hold: list[Callable[[], Stage]] = [lambda: _Hold(decoder)]
+    stages: list[Callable[[], Stage]] = []
+    fused = False  # from here on pieces are parts of one text
+    for spec in _flat(json.loads(decoder.__getstate__())):
+        match spec:
+            case {"type": "Fuse"}:
+                fused = True
+            case {"type": "Strip", "content": str(c), "start": int(n), "stop": 0} if fused:
+                stages.append(lambda c=c, n=n: _StripFused(c, n))
+            case _ if fused:
+                return hold
+            case {"type": "Strip", "content": str(c), "start": int(n), "stop": int(m)}:
+                stages.append(lambda c=c, n=n, m=m: _Strip(c, n, m))
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
+                stages.append(lambda old=old, new=new: _Replace(old, new))
+            case {"type": "Metaspace", "replacement": str(mark), "prepend_scheme": str(scheme)}:
+                stages.append(lambda mark=mark, scheme=scheme: _Metaspace(mark, scheme != "never"))
+            case {"type": "ByteFallback"}:
+                stages.append(_ByteFallback)
+            case {"type": "ByteLevel"}:
+                stages.append(_ByteLevel)
+                fused = True
+            case _:
+                return hold
+    return stages
+
+
+def _flat(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if spec.get("type") != "Sequence":
+        yield spec
+        return
+    for part in spec["decoders"]:
+        yield from _flat(part)

@@ -1,0 +1,189 @@
+"""The small files around a tokenizer: JSON, named and added tokens, GPT-2's vocab.json and merges.txt."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from engine.detokenizer import BYTE_OF_CHAR
+from engine.errors import CheckpointError
+
+MAX_TOKENIZER_BYTES = 512 << 20
+MAX_CONFIG_BYTES = 16 << 20
+MAX_IDS = 1 << 24
+
+
+def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """A JSON object from a file; {} if the file does not exist.
+
+    Raises:
+        CheckpointError: unreadable, too long, not JSON, not an object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(read_file(path, limit))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"the file is not valid JSON: {error}", where=str(path)) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"expected a JSON object, got {type(value).__name__}", where=str(path))
+    return value
+
+
+def read_file(path: Path, limit: int = MAX_TOKENIZER_BYTES) -> bytes:
+    """A file's bytes. Raises CheckpointError: unreadable, longer than `limit`, a git-LFS pointer."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # a read of n allocates n
+    except OSError as error:
+        raise CheckpointError(f"cannot read the file: {error.strerror}", where=str(path)) from None
+    if len(data) > limit:
+        raise CheckpointError(f"the file is larger than {limit} bytes", where=str(path))
+    if data.startswith(b"version https://git-lfs"):
+        raise CheckpointError("the file is a git-LFS pointer", where=str(path), remedy="fetch it with git lfs pull")
+    return data
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json; as in transformers 5, special_tokens_map.json counts where it lists no added tokens."""
+    config = read_json(folder / "tokenizer_config.json")
+    return config if "added_tokens_decoder" in config else {**config, **read_json(folder / "special_tokens_map.json")}
+
+
+def named_tokens(config: dict[str, Any], **defaults: str) -> dict[str, str]:
+    """Named special tokens, `{"bos_token": "<s>", ...}`; `defaults` are for names that the configuration leaves out."""
+    named = {name: _content(value) for name, value in {**defaults, **config}.items() if name.endswith("_token")}
+    return {name: content for name, content in named.items() if content}
+
+
+def flag(config: dict[str, Any], name: str, default: bool) -> bool:
+    """A switch of tokenizer_config.json; null counts as absent. Raises CheckpointError."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"{name}: expected true or false, got {value!r}"[:200], where="tokenizer_config.json")
+    return default if value is None else value
+
+
+def add_flags(
+    added: dict[str, AddedToken], vocab: Iterable[str], config: dict[str, Any], names: dict[str, str]
+) -> dict[str, AddedToken]:
+    """Added tokens by spelling, with what tokenizer_config.json changes of their flags; what it names as special, and
+    is in the vocabulary, is special."""
+    for entry in _dict(config.get("added_tokens_decoder")).values():
+        if isinstance(entry, dict) and entry.get("content") in added:
+            flags = {k: entry[k] for k in ("lstrip", "rstrip", "single_word", "normalized", "special") if k in entry}
+            added[entry["content"]] = AddedToken(entry["content"], **flags)
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    contents = {_content(token) for token in (extra.values() if isinstance(extra, dict) else extra)}
+    for content in [*names.values(), *sorted(c for c in contents if c)]:
+        if content in added:
+            added[content].special = True
+        elif content in vocab:
+            added[content] = AddedToken(content, special=True, normalized=False)
+    return added
+
+
+def add_tokens(
+    folder: Path, vocab: dict[str, int], config: dict[str, Any], names: dict[str, str]
+) -> dict[str, AddedToken]:
+    """Put the tokens of added_tokens.json and of added_tokens_decoder into `vocab`, and return them with their flags.
+
+    An added token takes the place of a piece with the same id, as in transformers.
+
+    Raises:
+        CheckpointError: an entry is malformed, or gives a second id to a token.
+    """
+    added: dict[str, AddedToken] = {}
+    pieces = {i: piece for piece, i in vocab.items()}
+    listed = [(content, i, "added_tokens.json") for content, i in read_json(folder / "added_tokens.json").items()]
+    for i, entry in _dict(config.get("added_tokens_decoder")).items():
+        listed.append((_content(entry), int(i) if i.isdecimal() else i, "tokenizer_config.json"))  # type: ignore[arg-type]
+    for content, i, file in listed:
+        if not content or type(i) is not int or not 0 <= i < MAX_IDS:
+            what = f"added token: expected a text and an id below {MAX_IDS}, got {content!r} and {i!r}"
+            raise CheckpointError(what[:300], where=str(folder / file))
+        if vocab.setdefault(content, i) != i:
+            what = f"vocabulary mismatch: the added token {content!r} has the ids {i} and {vocab[content]}"
+            raise CheckpointError(what, where=str(folder / file))
+        if (old := pieces.get(i, content)) != content:
+            vocab.pop(old, None)
+            added.pop(old, None)
+        pieces[i] = content
+        added[content] = AddedToken(content, normalized=False)
+    return add_flags(added, vocab, config, names)
+
+
+def byte_level(folder: Path, config: dict[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The tokenizer of vocab.json and merges.txt, as transformers' GPT2Tokenizer makes it, and its named tokens.
+
+    BOS and EOS are added where tokenizer_config.json says so: OPT's does (`</s>`, id 2), GPT-2's does not.
+
+    Raises:
+        CheckpointError: a file is absent or malformed; the message names the line.
+    """
+    names = named_tokens(config, **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"))
+    vocab = _read_vocab(folder / "vocab.json")
+    merges = _read_merges(folder / "merges.txt", vocab)
+    added = add_tokens(folder, vocab, config, names)
+    library = tokenizers.Tokenizer(models.BPE(vocab, merges, continuing_subword_prefix="", end_of_word_suffix=""))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=flag(config, "add_prefix_space", False))
+    library.decoder = decoders.ByteLevel()
+    for token in added.values():
+        (library.add_special_tokens if token.special else library.add_tokens)([token])
+    ends = {name: flag(config, f"add_{name}", False) for name in ("bos_token", "eos_token")}
+    if wanted := {name: names[name] for name, on in ends.items() if on and names.get(name) in vocab}:
+        template = [wanted.get("bos_token"), "$A", wanted.get("eos_token")]
+        library.post_processor = processors.TemplateProcessing(
+            single=[part for part in template if part], special_tokens=[(t, vocab[t]) for t in set(wanted.values())]
+        )
+    return library, names
+
+
+def _read_vocab(path: Path) -> dict[str, int]:
+    vocab = read_json(path, MAX_TOKENIZER_BYTES)
+    seen: dict[int, str] = {}
+    for piece, i in vocab.items():
+        if type(i) is not int or not 0 <= i < MAX_IDS:
+            raise CheckpointError(f"piece {piece!r}: expected an id below {MAX_IDS}, got {i!r}"[:300], where=str(path))
+        if seen.setdefault(i, piece) != piece:
+            what = f"vocabulary mismatch: {seen[i]!r} and {piece!r} share the id {i}"
+            raise CheckpointError(what[:300], where=str(path))
+    if absent := [char for char in BYTE_OF_CHAR if char not in vocab]:
+        what = f"vocabulary mismatch: {len(absent)} of the 256 byte pieces are missing, {absent[0]!r} for one"
+        raise CheckpointError(what, where=str(path))
+    return vocab
+
+
+def _read_merges(path: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
+    try:
+        lines = read_file(path).decode().split("\n")  # and not at U+0085 and the like
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"the file is not UTF-8: byte {error.start}", where=str(path)) from None
+    merges = []
+    for n, line in enumerate(lines, 1):
+        line = line.removesuffix("\r")
+        if line.startswith("#version") or (not line and n == len(lines)):
+            continue
+        parts = line.split(" ")
+        if len(parts) != 2 or not all(parts):
+            raise CheckpointError(f"expected two pieces, got {line[:80]!r}", where=f"{path}, line {n}")
+        for piece in (*parts, "".join(parts)):
+            if piece not in vocab:
+                what = f"vocabulary mismatch: {piece[:80]!r} is not in vocab.json"
+                raise CheckpointError(what, where=f"{path}, line {n}")
+        merges.append((parts[0], parts[1]))
+    return merges
+
+
+def _content(value: Any) -> str | None:
+    """A token's spelling, written as a string or as an object."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

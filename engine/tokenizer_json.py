@@ -1,0 +1,99 @@
+"""Encoding by the tokenizers library: tokenizer.json, and vocab.json with merges.txt."""
+
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from engine.detokenizer import stages_of
+from engine.errors import CheckpointError, UsageError
+from engine.tokenizer_files import MAX_IDS, add_flags
+
+
+class LibraryEncoder:
+    """A tokenizer of the tokenizers library, made to tell tokens that are meant from tokens that are spelled.
+
+    The library matches every added token in every text, unless told to leave all special ones alone; it cannot match
+    one place and spare another in one go, and encoding pieces apart changes their ids (prefix spaces, merges). So it is
+    told to leave them all alone, and each gets an alias: a second spelling that no text can hold, as it has a random
+    number in it. Where a token is meant, its alias is written. The whole text is then encoded once.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer, config: dict[str, Any], names: dict[str, str]):
+        """`names` are the named special tokens."""
+        library.no_padding()
+        library.no_truncation()
+        self.vocab = vocab = library.get_vocab(with_added_tokens=True)
+        size = max(vocab.values(), default=-1) + 1
+        if not 0 < size <= MAX_IDS:
+            raise CheckpointError(f"vocabulary mismatch: ids up to {size - 1}, expected 1 to {MAX_IDS} tokens")
+        self.pieces: list[str | None] = [None] * size
+        for piece, i in vocab.items():
+            self.pieces[i] = piece
+
+        own = {token.content: token for token in library.get_added_tokens_decoder().values()}
+        added = add_flags(own, vocab, config, names)
+        for content, token in added.items():
+            self.pieces[vocab[content]] = content
+            # An option of the library hides special tokens from it; it is to match only aliases among those that it
+            # looks for in raw text. The others it finds after normalisation, and they are nobody's control tokens.
+            hidden = token.special or not token.normalized
+            add = library.add_special_tokens if hidden else library.add_tokens
+            add([AddedToken(content, special=hidden, normalized=not hidden, **_flags(token))])
+        library.encode_special_tokens = True
+        self.raw = {content: token for content, token in added.items() if token.special or not token.normalized}
+        special = [content for content, token in self.raw.items() if token.special]
+        unknown = library.encode("\ufdd0", add_special_tokens=False).ids  # <unk> is special, and ordinary text needs it
+        self._control_ids = {vocab[c] for c in special} - {*unknown, vocab.get(names.get("unk_token", ""))}
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+
+        nonce = secrets.token_hex(8)
+        self._alias = {vocab[content]: f"\ufdd0{nonce}:{k}\ufdd1" for k, content in enumerate(self.raw)}
+        self._break = f"\ufdd0{nonce}\ufdd1"  # a token that stands for nothing, and parts the text around it
+        # The library numbers new tokens from its count of tokens: in a vocabulary with holes that is an id in use.
+        holes = size - library.get_vocab_size(with_added_tokens=True)
+        library.add_tokens([AddedToken(f"\ufdd0{nonce}-{k}\ufdd1", normalized=False) for k in range(holes)])
+        library.add_tokens([AddedToken(self._break, normalized=False)])
+        for content, token in self.raw.items():
+            alias = self._alias[vocab[content]]
+            library.add_tokens([AddedToken(alias, special=False, normalized=False, **_flags(token))])
+        numbers = library.get_vocab(with_added_tokens=True)
+        self._meaning = {numbers[alias]: i for i, alias in self._alias.items()} | {numbers[self._break]: -1}
+        if min(self._meaning) < size:
+            raise CheckpointError("vocabulary mismatch: two tokens share an id")
+
+        self._library = library
+        self._decoder = library.decoder
+        self.stages = stages_of(self._decoder)
+        if any(not 0 <= i < size for i in self.encode([""], True)):
+            raise CheckpointError("vocabulary mismatch: the post-processor adds an id that the vocabulary lacks")
+
+    def encode(self, parts: Iterable[str | int], add_special: bool) -> list[int]:
+        """Ids of plain text and, between, ids of `raw` tokens; see `Tokenizer.encode`."""
+        text = "".join(part if isinstance(part, str) else self._alias[part] for part in parts)
+        encoding = self._library.encode(text, add_special_tokens=False)
+        if not self._control_ids.isdisjoint(encoding.ids):
+            # The model itself has the special token as a piece (Unigram models do): cut its spellings in two.
+            text = self._special.sub(lambda found: found[0][0] + self._break + found[0][1:], text)
+            encoding = self._library.encode(text, add_special_tokens=False)
+            if bad := self._control_ids.intersection(encoding.ids):
+                raise unspeakable(self.pieces[min(bad)])
+        if add_special:
+            encoding = self._library.post_process(encoding, add_special_tokens=True)
+        return [i for i in (self._meaning.get(i, i) for i in encoding.ids) if i >= 0]
+
+    def decode(self, pieces: Sequence[str]) -> str:
+        """The text of pieces."""
+        return " ".join(pieces) if self._decoder is None else self._decoder.decode(pieces)
+
+
+def unspeakable(piece: str | None) -> UsageError:
+    """The error for a text with a control token's spelling that the vocabulary has no other pieces for."""
+    return UsageError(f"the text has {piece!r} in it, which this tokenizer cannot spell as plain text")
+
+
+def _flags(token: AddedToken) -> dict[str, bool]:
+    return {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}

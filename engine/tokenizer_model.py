@@ -1,0 +1,116 @@
+"""Encoding by the sentencepiece library: tokenizer.model."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sentencepiece import SentencePieceProcessor
+
+from engine.detokenizer import SentencePieces, run
+from engine.errors import CheckpointError
+from engine.tokenizer_files import MAX_IDS, add_tokens, flag, named_tokens
+from engine.tokenizer_json import unspeakable
+
+# A protobuf message may be followed by fields that override its own: normalizer_spec { add_dummy_prefix: false }.
+NO_PREFIX = b"\x1a\x02\x18\x00"
+REMEDY = "is it a sentencepiece model? other kinds need their tokenizer.json"
+
+
+class SentencePieceEncoder:
+    """A sentencepiece model with the tokens that its checkpoint adds, as transformers' LlamaTokenizer treats them.
+
+    Plain text has the ids that the library gives it, the space before the text included. Added tokens part the text;
+    what follows one is encoded without a space before it, unless tokenizer_config.json says `legacy`: then like a text
+    of its own. `add_prefix_space: false` spares the text's first space too. BOS is added (`add_bos_token`, true unless
+    said otherwise), EOS where `add_eos_token` says so.
+    """
+
+    def __init__(self, model: bytes, folder: Path, config: dict[str, Any]):
+        if not model:
+            raise CheckpointError("vocabulary mismatch: the file is empty, 0 pieces", remedy="download the file again")
+        try:
+            whole, bare = SentencePieceProcessor(), SentencePieceProcessor()
+            whole.LoadFromSerializedProto(model)
+            bare.LoadFromSerializedProto(model + NO_PREFIX)
+            size = whole.get_piece_size()
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"the tokenizer is malformed: {error}"[:500], remedy=REMEDY) from None
+        if not 0 < size <= MAX_IDS:
+            raise CheckpointError(f"vocabulary mismatch: {size} pieces, expected 1 to {MAX_IDS}")
+        own: list[str] = [whole.id_to_piece(i) for i in range(size)]
+        ends = {"bos_token": whole.bos_id(), "eos_token": whole.eos_id(), "unk_token": whole.unk_id()}
+        self.names = names = named_tokens(config, **{name: own[i] for name, i in ends.items() if i >= 0})
+        self.vocab = vocab = {piece: i for i, piece in enumerate(own)}
+        control = [own[i] for i in range(size) if whole.is_control(i) or whole.is_unknown(i)]
+        self.raw = add_tokens(folder, vocab, config, {**names, **{piece: piece for piece in control if piece in vocab}})
+        self._token = {vocab[content]: token for content, token in self.raw.items()}
+        self.pieces: list[str | None] = [None] * (max(vocab.values()) + 1)
+        for piece, i in vocab.items():
+            self.pieces[i] = piece
+
+        special = {content: vocab[content] for content, token in self.raw.items() if token.special}
+        self._control_ids = {*special.values()} - {whole.unk_id()}
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self._bos = [vocab[names["bos_token"]]] if _adds(config, "bos_token", names, vocab, True) else []
+        self._eos = [vocab[names["eos_token"]]] if _adds(config, "eos_token", names, vocab, False) else []
+
+        shape = whole.normalize("a  b")
+        if "▁" not in shape or shape.endswith("▁"):
+            what = "a sentencepiece model that writes spaces otherwise than as ▁ before words is unsupported"
+            raise CheckpointError(what)
+        prefix, self._collapses = shape.startswith("▁"), "▁▁" not in shape
+        if not flag(config, "add_prefix_space", True):
+            whole, prefix = bare, False
+        self._first, self._bare = whole, bare
+        self._later = whole if flag(config, "legacy", False) else bare
+        self.stages = [lambda: SentencePieces(prefix or self._collapses, self._collapses)]
+
+    def encode(self, parts: Iterable[str | int], add_special: bool) -> list[int]:
+        """Ids of plain text and, between, ids of `raw` tokens; see `Tokenizer.encode`."""
+        runs = _joined(parts)
+        ids: list[int] = []
+        for k, part in enumerate(runs):
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            if k and self._token[runs[k - 1]].rstrip:  # type: ignore[index]
+                part = part.lstrip()
+            if k + 1 < len(runs) and self._token[runs[k + 1]].lstrip:  # type: ignore[index]
+                part = part.rstrip()
+            ids += self._text(part, first=not k)
+        return [*self._bos, *ids, *self._eos] if add_special else ids
+
+    def _text(self, text: str, first: bool) -> list[int]:
+        # A model that collapses spaces would strip those that start the text, but for the one that it writes itself.
+        spaced = self._collapses and text.startswith(" ")
+        processor = self._first if first or spaced else self._later
+        ids: list[int] = processor.encode(text)
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        # The model itself has the special token as a piece, or as a symbol of its own: cut its spellings in two.
+        ends = [found.start() + 1 for found in self._special.finditer(text)]
+        pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+        ids = processor.encode(pieces[0]) + [i for piece in pieces[1:] for i in self._bare.encode(piece)]
+        if bad := self._control_ids.intersection(ids):
+            raise unspeakable(self.pieces[min(bad)])
+        return ids
+
+    def decode(self, pieces: Sequence[str]) -> str:
+        """The text of pieces, as the library decodes them; `<unk>` and added tokens are their own spelling."""
+        return run(self.stages, pieces)
+
+
+def _joined(parts: Iterable[str | int]) -> list[str | int]:
+    """Parts with neighbouring texts joined, and no empty ones."""
+    runs: list[str | int] = []
+    for part in parts:
+        if isinstance(part, str) and runs and isinstance(runs[-1], str):
+            runs[-1] += part
+        elif part != "":
+            runs.append(part)
+    return runs
+
+
+def _adds(config: dict[str, Any], name: str, names: dict[str, str], vocab: dict[str, int], default: bool) -> bool:
+    return flag(config, f"add_{name}", default) and names.get(name) in vocab

@@ -1,0 +1,204 @@
+"""Pickle checkpoints (pytorch_model.bin) to safetensors, offline: `python -m tools.convert SRC DST`.
+
+Pickles can run code when they are read. Here they are read by torch's restricted unpickler, which builds tensors and
+nothing else; releases before 2.10 had holes in it and are refused. Each file is mapped, written and let go before the
+next. DST appears when it is complete, with SRC's config and tokenizer files; there is never half of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.cli import run
+from engine.errors import CheckpointError, UsageError
+from models.checkpoint import CONFIG_BYTES, DTYPES, INDEX_BYTES, Checkpoint, read_json
+
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+COPIED = (".json", ".txt", ".model", ".jinja", ".md")
+SAFE_TORCH = (2, 10)
+ASKS_FOR_MORE = re.compile(r"(?:nsupported (?:global: )?GLOBAL|unrecognized function) (\S+)")
+FETCH_AGAIN = "Download the file again."
+
+
+def convert(source: str | Path, folder: str | Path, *, progress: bool = False) -> dict[str, Any]:
+    """Write the checkpoint in `source` into the new folder `folder`, its weights as safetensors in their own dtype.
+
+    Tensors that share memory become tensors of their own, but for a head that the config ties: it is left out.
+    Returns {"path", "files", "tensors", "bytes"} (bytes of all tensors).
+
+    Raises:
+        CheckpointError: no pickle checkpoint, a damaged one, or one that asks for more than tensors.
+        UsageError: `folder` is there already, or torch is too old.
+    """
+    source, folder = Path(source), Path(folder)
+    check_torch(torch.__version__)
+    if folder.exists() or folder.is_symlink():
+        raise UsageError("the output folder is there already", where=str(folder), remedy="name a new one, or remove it")
+    if not (source / "config.json").is_file():
+        raise CheckpointError("the folder holds no config.json", where=str(source), remedy="name the model's folder")
+    tied = read_json(source / "config.json", CONFIG_BYTES).get("tie_word_embeddings") is True
+    shards = _shards(source)
+    try:
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.absolute().parent))
+    except OSError as error:
+        raise UsageError(f"the output folder cannot be made: {error.strerror}", where=str(folder)) from None
+    try:
+        weight_map: dict[str, str] = {}
+        total = 0
+        for i, (file, expected) in enumerate(shards.items(), 1):
+            tensors = _separate(_load(source / file), tied)
+            wrong = set() if expected is None else expected ^ tensors.keys()
+            if tied:
+                wrong.discard("lm_head.weight")
+            if wrong:
+                what = f"the index and the file disagree about {len(wrong)} tensors, {min(wrong)!r} for one"
+                raise CheckpointError(what, where=str(source / file), remedy=FETCH_AGAIN)
+            if twice := weight_map.keys() & tensors.keys():
+                raise CheckpointError(f"tensor {min(twice)!r} lies in two files", where=str(source / file))
+            name = file.replace("pytorch_model", "model").removesuffix(".bin") + ".safetensors"
+            save_file(tensors, partial / name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, name)
+            size = sum(t.numel() * t.element_size() for t in tensors.values())
+            total += size
+            if progress:
+                print(f"{file} -> {name} ({i}/{len(shards)}): {len(tensors)} tensors, {size:,} B", file=sys.stderr)
+            del tensors
+        if len(shards) > 1 or PICKLE not in shards:
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for path in sorted(source.iterdir()):
+            wanted = path.suffix in COPIED or path.name.startswith(("LICENSE", "NOTICE"))
+            if path.is_file() and wanted and not re.search(r"\.(bin|safetensors)\.", path.name):
+                shutil.copyfile(path, partial / path.name)
+        Checkpoint.open(partial)  # it can be read
+        partial.chmod(0o777 & ~_umask())
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return {"path": str(folder), "files": len(shards), "tensors": len(weight_map), "bytes": total}
+
+
+def check_torch(version: str) -> None:
+    """Raises UsageError if the restricted unpickler of this torch has known holes (CVE-2025-32434, CVE-2026-24747)."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if not found or (int(found[1]), int(found[2])) < SAFE_TORCH:
+        raise UsageError(
+            f"torch {version} does not read pickles safely: torch >= {SAFE_TORCH[0]}.{SAFE_TORCH[1]} is needed",
+            remedy="convert with a newer torch; the result runs with this one",
+        )
+
+
+def _shards(source: Path) -> dict[str, set[str] | None]:
+    """The files to convert, with the tensors that the index says each holds. A single file wins over an index."""
+    if (source / PICKLE).is_file():
+        return {PICKLE: None}
+    index = source / PICKLE_INDEX
+    if not index.is_file():
+        there = any(source.glob("*.safetensors"))
+        what = "the weights are safetensors already" if there else f"the folder holds neither {PICKLE} nor its index"
+        raise CheckpointError(what, where=str(source))
+    weight_map = read_json(index, INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError("weight_map: expected an object that maps tensors to files", where=str(index))
+    shards: dict[str, set[str] | None] = {}
+    for name, file in sorted(weight_map.items(), key=lambda item: (str(item[1]), item[0])):
+        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.bin", file):
+            raise CheckpointError(f"weight_map: {file!r} is no plain name of a .bin file"[:300], where=str(index))
+        if not (source / file).is_file():
+            raise CheckpointError(f"{file} is not there", where=str(index), remedy=FETCH_AGAIN)
+        names = shards.setdefault(file, set())
+        assert names is not None
+        names.add(name)
+    return shards
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    """What a pickle holds, read without running any of its code, and mapped where its format allows."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(64)
+        if start.startswith(b"version https://git-lfs"):
+            raise CheckpointError("the file is a git-LFS pointer", where=str(path), remedy="fetch it with git lfs pull")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickles that we may refuse yet
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # whatever damaged bytes make of the unpickler
+        if asked := ASKS_FOR_MORE.search(str(error)):
+            what = f"the pickle asks for more than tensors ({asked[1]}): refused, nothing of it was run"
+            raise CheckpointError(what[:300], where=str(path), remedy="Do not trust this file.") from None
+        reason = str(error).split("WeightsUnpickler error: ")[-1].strip().split("\n")[0]  # without torch's advice
+        what = f"not a readable pickle of tensors: {type(error).__name__}: {reason}"
+        raise CheckpointError(what[:300], where=str(path), remedy=FETCH_AGAIN) from None
+    if not isinstance(value, dict) or not value:
+        raise CheckpointError(f"expected tensors by name, got {type(value).__name__}", where=str(path))
+    for name, tensor in value.items():
+        usable = isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        if not usable or tensor.device.type != "cpu" or tensor.dtype not in DTYPES.values():
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise CheckpointError(f"{name!r}: expected a plain tensor, got {got}"[:300], where=str(path))
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise CheckpointError(f"{name!r}: larger than what the file holds of it"[:300], where=str(path))
+    return value
+
+
+def _separate(tensors: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
+    """Contiguous tensors of which no two share memory; a tied head that is the embedding again is left out."""
+    out: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name in sorted(tensors, key=lambda name: (name.endswith("lm_head.weight"), name)):
+        tensor = tensors[name].detach()
+        memory = tensor.untyped_storage().data_ptr()
+        if memory in seen:
+            if tied and name.endswith("lm_head.weight"):
+                continue
+            tensor = tensor.clone()
+        seen.add(memory)
+        # A view of part of a storage would otherwise be written with a stride, or refused.
+        out[name] = tensor.contiguous()
+    return out
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def main(argv: list[str] | None = None) -> int:
+    what = "Turn a checkpoint with pickled weights into one with safetensors; no code in the pickles is run."
+    parser = argparse.ArgumentParser(prog="python -m tools.convert", description=what)
+    parser.add_argument("source", metavar="SRC", help="model folder with pytorch_model.bin, or its shards and index")
+    parser.add_argument("folder", metavar="DST", help="folder to make; must not exist")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    parser.add_argument("-v", "--verbose", action="store_true", help="traceback of errors")
+    args = parser.parse_args(argv)
+
+    def work() -> int:
+        began = time.perf_counter()
+        report = convert(args.source, args.folder, progress=not args.quiet)
+        print(json.dumps({**report, "seconds": round(time.perf_counter() - began, 3)}))
+        return 0
+
+    return run(work, args.verbose)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
