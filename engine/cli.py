@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError
 from engine.loading import DTYPES
+from engine.memory import is_out_of_memory, out_of_memory
 from engine.tokenizer import check_utf8
 from engine.version import __version__
 from search.base import REGISTRY, SHARED_PARAMS, parameters
@@ -47,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """--model, --dtype, --device, --compile, --threads, --chat-template, --kv-memory."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="DIR", help="checkpoint folder: config.json, safetensors, tokenizer.json")
+    group.add_argument("--model", metavar="DIR", help="checkpoint folder: config.json, safetensors, tokenizer files")
     dtypes = ["auto", *(name for name in DTYPES if name != "float64")]
     group.add_argument("--dtype", choices=dtypes, default="auto", help="of weights and cache (auto: the checkpoint's)")
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
@@ -218,6 +219,9 @@ def run(main: Callable[[], int], verbose: bool = False) -> int:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             _discard_stdout()
             return _fail(2, f"error: the output cannot be written: {error.strerror}", verbose)
+        if is_out_of_memory(error):  # while loading, say
+            memory = out_of_memory()
+            return _fail(memory.exit_code, f"error: {memory}", verbose)
         what = f"{type(error).__name__}: {error}".rstrip(": ")
         remedy = "" if verbose else "\n-v shows where"
         return _fail(1, f"error: {what}\nthis is a bug of ours, please report it{remedy}", verbose)

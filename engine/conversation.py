@@ -1,12 +1,16 @@
 """Conversation: the turns of a chat, the prompt they make, the cache that outlives each turn; replies in figures."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.engine import Done, Engine, Event, Session
 from engine.errors import UsageError
 from engine.requests import Output, Search, SearchResult
+
+REASONS = ("eos", "stop", "length", "interrupted")
+OVERFLOW = ("drop-turns", "error")
 
 
 @dataclass(frozen=True)
@@ -17,58 +21,84 @@ class Turn:
         user: the person's text.
         reply: the model's, as it stands in the conversation.
         finish_reason: as in `Output`; "interrupted" marks a partial reply.
+        first: the oldest turn that the model still saw; those before did not fit its context.
+        cached: tokens in the cache after this turn.
     """
 
     user: str
     reply: str
     finish_reason: str
+    first: int = 0
+    cached: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """The context was full: the model no longer sees the oldest turns, `turns` of them newly."""
+
+    turns: int
 
 
 class Conversation:
     """Turns on one model. With a chat template the model reads messages; without, plain text that it continues.
 
+    All turns are remembered; when they no longer fit the context (or the cache), the model sees the latest that do,
+    whole turns and always the system message.
+
     Args:
         engine: the model.
         system: system message, for templates only.
+        on_overflow: "drop-turns" as said, "error" refuses the turn that does not fit.
 
     Raises:
         UsageError: a system message without a template.
     """
 
-    def __init__(self, engine: Engine, system: str | None = None):
-        if system is not None and engine.template is None:
-            raise UsageError(
-                "this model has no chat template, so there is no place for a system message",
-                where="--system",
-                remedy="put it into the prompt, or give --chat-template FILE",
-            )
-        self.engine, self.system = engine, system
+    def __init__(self, engine: Engine, system: str | None = None, on_overflow: str = "drop-turns"):
+        if on_overflow not in OVERFLOW:
+            raise UsageError(f"on_overflow: expected one of {', '.join(OVERFLOW)}, got {on_overflow!r}")
+        self.engine, self.on_overflow = engine, on_overflow
+        self.system: str | None = None
         self.turns: list[Turn] = []
         self.session = Session(engine)
+        if system is not None:
+            self._check_system()
+            self.system = system
 
-    def prompt_ids(self, user: str) -> list[int]:
+    @property
+    def first(self) -> int:
+        """The oldest turn that the model saw last."""
+        return self.turns[-1].first if self.turns else 0
+
+    def prompt_ids(self, user: str, first: int | None = None) -> list[int]:
         """Token ids of the conversation with the person's next text at its end.
+
+        Args:
+            user: the text.
+            first: turns before this one are left out; None leaves out those that were before.
 
         Raises:
             UsageError: the text cannot be encoded, or the template rejects it.
         """
         tokenizer, template = self.engine.tokenizer, self.engine.template
         if template is None:
-            return tokenizer.encode(self.text(user))
+            return tokenizer.encode(self.text(user, first))
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
-        for turn in self.turns:
+        for turn in self.turns[self.first if first is None else first :]:
             messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.reply}]
         return tokenizer.encode_rendered(template.render([*messages, {"role": "user", "content": user}]))
 
-    def text(self, user: str) -> str:
+    def text(self, user: str, first: int | None = None) -> str:
         """Plain completion: all text so far and the next; a new line parts the turns unless white space does."""
         text = ""
-        for turn in [*self.turns, Turn(user, "", "")]:
+        for turn in [*self.turns[self.first if first is None else first :], Turn(user, "", "")]:
             parted = not text or text[-1].isspace() or not turn.user or turn.user[0].isspace()
             text += ("" if parted else "\n") + turn.user + turn.reply
         return text
 
-    def stream(self, user: str, search: Search, *, max_new_tokens: int = 256, **options: Any) -> Iterator[Event]:
+    def stream(
+        self, user: str, search: Search, *, max_new_tokens: int = 256, **options: Any
+    ) -> Iterator[Event | Dropped]:
         """Answer; a turn that is done or interrupted joins the conversation, after an error that is as it was.
 
         Args:
@@ -79,31 +109,109 @@ class Conversation:
             UsageError: the conversation does not fit the context.
             CoppiceError: as `Engine.stream`.
         """
-        ids = self.prompt_ids(user)
-        self._check_room(len(ids), max_new_tokens)
+        before = self.first
+        first, ids = self._fit(user, search, max_new_tokens)
+        if first > before:
+            yield Dropped(first - before)
         for event in self.session.stream(ids, search, max_new_tokens=max_new_tokens, **options):
             if isinstance(event, Done):
-                best = event.result.outputs[0]
-                self.turns.append(Turn(user, self._reply(ids, best), best.finish_reason))
+                best, trunk = event.result.outputs[0], self.session.trunk
+                cached = trunk.cached if trunk else 0
+                self.turns.append(Turn(user, self._reply(ids, best), best.finish_reason, first, cached))
             yield event
+
+    def undo(self) -> Turn:
+        """Take the last turn back, and its part of the cache. Raises UsageError if there is none."""
+        if not self.turns:
+            raise UsageError("there is no turn to take back")
+        turn = self.turns.pop()
+        trunk, pool = self.session.trunk, self.engine.pool
+        kept = self.turns[-1].cached if self.turns else 0
+        if trunk is not None and kept < trunk.cached:
+            pages = -(-kept // pool.page_size)
+            for page in trunk.pages[pages:]:
+                pool.give(page)
+            del trunk.pages[pages:], trunk.tokens[kept:]
+            trunk.cached = kept
+        return turn
+
+    def set_system(self, text: str | None) -> None:
+        """Another system message from the next turn on, which then reads the conversation afresh; None: no more.
+
+        Raises:
+            UsageError: there is no template, or it rejects the message.
+        """
+        if text is not None:
+            self._check_system()
+        before, self.system = self.system, text
+        try:
+            self.prompt_ids("Hello")
+        except BaseException:
+            self.system = before
+            raise
+
+    def restore(self, turns: Iterable[Turn], system: str | None) -> None:
+        """Go on with another conversation, instead of this one. Raises UsageError: a system message, no template."""
+        if system is not None:
+            self._check_system()
+        self.reset()
+        self.turns, self.system = list(turns), system
 
     def reset(self) -> None:
         """Forget all turns and give their cache back."""
         self.turns.clear()
         self.session.close()
 
-    def _check_room(self, tokens: int, max_new_tokens: int) -> None:
-        """A later turn needs room for more than a word; the first may fill the context, as the engine checks."""
-        context = self.engine.shape.max_positions
-        if context is None or not self.turns:
-            return
-        room = max(1, min(max_new_tokens, context // 16))
-        if tokens + room > context:
+    def _check_system(self) -> None:
+        if self.engine.template is None:
             raise UsageError(
-                f"the conversation is full: with this turn it has {tokens} tokens, the model's context holds {context}",
-                where=f"an answer needs room for {room} more; the turn was not added",
-                remedy="/reset starts afresh",
+                "this model has no chat template, so there is no place for a system message",
+                remedy="put it into the prompt, or give --chat-template FILE",
             )
+
+    def _fit(self, user: str, search: Search, new: int) -> tuple[int, list[int]]:
+        """The oldest turn that may stay and the prompt from it on. With one message alone the engine has the word."""
+        first, last, context = self.first, len(self.turns), self.engine.shape.max_positions
+        ids = self.prompt_ids(user, first)
+        if first == last or self._has_room(len(ids), search, new):
+            return first, ids
+        if self.on_overflow == "error":
+            raise UsageError(
+                f"the conversation is full: with this turn it has {len(ids)} tokens, "
+                f"the model's context holds {context}",
+                where=f"an answer needs room for {self._room(new)} more; the turn was not added",
+                remedy="/reset starts afresh; --on-overflow drop-turns forgets the oldest turns instead",
+            )
+        tried: dict[int, list[int]] = {}
+
+        def fits(first: int) -> bool:
+            tried[first] = self.prompt_ids(user, first)
+            return self._has_room(len(tried[first]), search, new)
+
+        first = bisect_left(range(last), True, first + 1, last, key=fits)
+        ids = tried.get(first) or self.prompt_ids(user, first)
+        if context is not None and len(ids) > context:
+            raise UsageError(
+                f"the message is too long: without any turn before it there are {len(ids)} tokens, "
+                f"the model's context holds {context}",
+                where="it was not added; the conversation is as it was",
+                remedy="shorten it",
+            )
+        return first, ids
+
+    def _room(self, new: int) -> int:
+        """Tokens that an answer should have room for: more than a word; where turns may go, a fair share."""
+        context = self.engine.shape.max_positions
+        share = 4 if self.on_overflow == "drop-turns" else 16
+        return new if context is None else max(1, min(new, context // share))
+
+    def _has_room(self, tokens: int, search: Search, new: int) -> bool:
+        context, pool = self.engine.shape.max_positions, self.engine.pool
+        if context is not None:
+            if tokens + self._room(new) > context:
+                return False
+            new = min(new, context - tokens + 1)
+        return self.on_overflow == "error" or search.slots(tokens, new)[0] <= pool.pages * pool.page_size
 
     def _reply(self, ids: list[int], best: Output) -> str:
         if self.engine.template is not None:

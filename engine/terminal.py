@@ -1,6 +1,7 @@
-"""A chat's screen: replies on stdout, everything else on stderr, and Ctrl-C that never tears anything."""
+"""A chat's terminal: replies on stdout, everything else on stderr, edited lines, Ctrl-C that never tears anything."""
 
 import contextlib
+import glob
 import io
 import os
 import shutil
@@ -10,12 +11,24 @@ import termios
 import threading
 import time
 import unicodedata
-from collections.abc import Callable, Iterator
-from typing import TextIO
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TextIO
 
 # A model may write escape sequences; a terminal must not obey them. A pipe gets the bytes as they are.
 CONTROLS = {i: chr(0x2400 + i) for i in range(32) if i not in (9, 10)} | {127: "␡"}
 CONTROLS |= dict.fromkeys(range(128, 160), "�")
+
+
+HISTORY_LENGTH = 1000
+
+
+class Label(NamedTuple):
+    """What a status shows: text that may follow what is printed, a remark, and lines below."""
+
+    tail: str = ""
+    remark: str = ""
+    lines: Sequence[str] = ()
 
 
 class Screen:
@@ -32,7 +45,7 @@ class Screen:
 
     TICK = 0.1
     DELAY = 0.5  # what is done sooner needs no status
-    LINES = 2  # that a status may reach below the text's last line
+    LINES = 2  # that tail and remark take at most
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None, *, quiet: bool = False):
         self.out, self.err, self.quiet = out or sys.stdout, err or sys.stderr or io.StringIO(), quiet
@@ -41,7 +54,8 @@ class Screen:
         self.lively = self.tty and self.err.isatty() and not quiet and self._capable
         self.column = 0  # of the cursor, on a terminal; the width itself where the next character wraps
         self._lock = threading.RLock()
-        self._drawn = False
+        self._drawn = ""
+        self._held: str | None = None  # text that waits for the next frame, while a status is steady
         self._quiet_since = 0.0
 
     @property
@@ -51,6 +65,9 @@ class Screen:
     def text(self, text: str) -> None:
         """Print a part of a reply, at once."""
         with self._lock:
+            if self._held is not None:
+                self._held += text
+                return
             self._wipe()
             if self.tty:
                 text = text.translate(CONTROLS)
@@ -72,6 +89,7 @@ class Screen:
     def note(self, text: str, *, dim: bool = False) -> None:
         """Print lines to stderr."""
         with self._lock:
+            self._release()
             self._wipe()
             if self.column:
                 self.text("\n")
@@ -81,50 +99,78 @@ class Screen:
             self.err.flush()
 
     @contextlib.contextmanager
-    def status(self, label: Callable[[], tuple[str, str]], delay: float = DELAY) -> Iterator[None]:
+    def status(self, label: Callable[[], Label], delay: float = DELAY, *, steady: bool = False) -> Iterator[None]:
         """While this lasts, show `label()` whenever nothing was printed for `delay` seconds.
 
         Args:
-            label: asked in a thread: text that may follow what is printed (cut to what fits), and a remark.
+            label: asked in a thread; what does not fit is cut.
             delay: seconds.
+            steady: show it all the time instead: ten frames a second, for which printed text waits as well.
         """
         if not self.lively:
             yield
             return
         self._quiet_since = time.monotonic()
+        self._held = "" if steady else None
         over = threading.Event()
 
         def draw() -> None:
             while not over.wait(self.TICK):
                 with self._lock:
-                    if time.monotonic() - self._quiet_since >= delay and not over.is_set():
-                        self._draw(*label())
+                    if over.is_set():
+                        return
+                    if steady:
+                        self._release(steady=True)
+                    if steady or time.monotonic() - self._quiet_since >= delay:
+                        self._draw(label())
 
-        thread = threading.Thread(target=draw, daemon=True)
+        def watched() -> None:
+            with contextlib.suppress(OSError, ValueError):  # the terminal is gone: whoever prints next is told
+                draw()
+
+        thread = threading.Thread(target=watched, daemon=True)
         thread.start()
         try:
             yield
         finally:
             over.set()
             thread.join()
+            self._release()
             self._wipe()
 
-    def _draw(self, tail: str, remark: str) -> None:
-        width = shutil.get_terminal_size().columns
+    def _release(self, *, steady: bool = False) -> None:
+        """Print the text that waits; from now on text waits no more, unless steady."""
+        with self._lock:
+            held, self._held = self._held, None
+            if held:
+                self.text(held)
+            if steady:
+                self._held = ""
+
+    def _draw(self, label: Label) -> None:
+        width, height = shutil.get_terminal_size()
         if self.column == width:  # moving the cursor would lose the pending wrap
             return
-        tail = tail.replace("\n", " ").replace("\t", " ").translate(CONTROLS) if self.color else ""
-        # Scroll first, so that the lines below exist and the saved position stays true.
-        room = "\x1bD" * self.LINES + f"\x1b[{self.LINES}A"
-        label = clip(f"{clip(tail, self.LINES * (width - 1) - len(remark) - 1)} {remark}", self.LINES * (width - 1))
-        self.err.write(f"{room}\x1b7\x1b[J{self._dim(label)}\x1b8")
-        self.err.flush()
-        self._drawn = True
+        if lines := [*label.lines][: max(0, height - 2)]:
+            count = 1 + len(lines)
+            lines = [clip(one_line(line).translate(CONTROLS), width - 1) for line in [label.remark, *lines]]
+            shown = "".join("\r\n" + self._dim(line) for line in lines)
+        else:
+            count = self.LINES
+            tail = label.tail.replace("\n", " ").replace("\t", " ").translate(CONTROLS) if self.color else ""
+            tail = clip(tail, self.LINES * (width - 1) - len(label.remark) - 1)
+            shown = self._dim(clip(f"{tail} {label.remark}", self.LINES * (width - 1)))
+        if shown != self._drawn:
+            # Scroll first, so that the lines below exist and the saved position stays true.
+            room = "\x1bD" * count + f"\x1b[{count}A"
+            self.err.write(f"{room}\x1b7\x1b[J{shown}\x1b8")
+            self.err.flush()
+            self._drawn = shown
 
     def _wipe(self) -> None:
         with self._lock:
             if self._drawn:
-                self._drawn = False
+                self._drawn = ""
                 self.err.write("\x1b[J")
                 self.err.flush()
 
@@ -155,6 +201,78 @@ def clip(text: str, width: int) -> str:
     while end < len(text) and (room := room - cells(text[end])) >= 0:
         end += 1
     return text if end == len(text) else text[: max(0, end - 1)] + "…" * (width > 0)
+
+
+def one_line(text: str) -> str:
+    """The text with its line ends made visible."""
+    return text.replace("\r\n", "⏎").replace("\n", "⏎").replace("\t", " ")
+
+
+def history_file() -> Path | None:
+    """Where typed lines are remembered: the XDG state folder, if this account has one."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    folder = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".local" / "state"
+    return folder / "coppice" / "history" if folder.is_dir() else None
+
+
+class LineEditor:
+    """Reads lines; on a terminal with editing, completion, and a memory that outlives the process (a private file).
+
+    Without readline, a terminal or a place for the file, the rest works all the same.
+
+    Args:
+        words: completions of a line's first word.
+        path: the memory.
+    """
+
+    def __init__(self, words: Sequence[str] = (), path: Path | None = None):
+        self.path: Path | None = None
+        try:
+            if not (os.isatty(sys.stdin.fileno()) and os.isatty(sys.stdout.fileno())):
+                raise OSError
+            import readline
+        except (ImportError, AttributeError, OSError, ValueError):
+            self.readline = None
+            return
+        self.readline = readline
+        readline.set_completer_delims(" \t\n")
+        readline.set_completer(lambda text, i: self._complete(words, text, i))
+        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one text; Python turns it off
+        libedit = "libedit" in (readline.__doc__ or "")
+        readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
+        if path is not None:
+            with contextlib.suppress(OSError):  # a full disk or a foreign file is no reason not to talk
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+                if not path.is_file():  # a link to /dev/null: nothing is to be remembered
+                    return
+                readline.read_history_file(path)
+                if readline.get_current_history_length() > HISTORY_LENGTH:
+                    readline.set_history_length(HISTORY_LENGTH)
+                    readline.write_history_file(path)
+                readline.set_history_length(-1)
+                os.chmod(path, 0o600)
+                self.path = path
+
+    def ask(self, prompt: str) -> str:
+        """One line. Raises EOFError."""
+        if self.readline is None:
+            return input(prompt)
+        before = self.readline.get_current_history_length()
+        line = input(prompt)
+        if self.path and self.readline.get_current_history_length() > before:
+            with contextlib.suppress(OSError, AttributeError):  # AttributeError: libedit cannot append
+                self.readline.append_history_file(1, self.path)  # at once: a closed window asks nobody
+        return line
+
+    def _complete(self, words: Sequence[str], text: str, i: int) -> str | None:
+        line = self.readline.get_line_buffer() if self.readline else ""
+        matches: list[str] = []
+        if line.startswith(("/read ", "/load ", "/save ")):
+            matches = sorted(glob.glob(glob.escape(os.path.expanduser(text)) + "*"))
+        elif line.startswith("/") and " " not in line:
+            matches = [word + " " for word in words if word.startswith(text)]
+        return matches[i] if i < len(matches) else None
 
 
 @contextlib.contextmanager

@@ -17,8 +17,11 @@ import pytest
 import torch
 
 from engine import Done, Engine, Text, UsageError, chat
+from engine.commands import assignments
 from engine.conversation import Conversation
-from engine.terminal import Interrupt, Quit, Screen, cells, clip
+from engine.dialog import Watch
+from engine.errors import CoppiceError
+from engine.terminal import Interrupt, Label, Quit, Screen, cells, clip
 from search import Greedy, Trie
 from tools.random_checkpoint import make
 
@@ -237,7 +240,7 @@ def test_errors_withdraw_the_turn(engine, monkeypatch):
     assert conversation.turns == before and held(conversation) == pages
     logits = engine.runner.model.logits
     monkeypatch.setattr(engine.runner.model, "logits", lambda x: logits(x) * torch.nan)
-    with pytest.raises(chat.CoppiceError, match="NaN"):
+    with pytest.raises(CoppiceError, match="NaN"):
         say(conversation, "x")
     monkeypatch.undo()
     engine.pool.check_invariants(held(conversation))
@@ -247,7 +250,7 @@ def test_errors_withdraw_the_turn(engine, monkeypatch):
 
 
 def test_a_full_context_says_so_with_numbers(engine):
-    conversation = Conversation(engine)
+    conversation = Conversation(engine, on_overflow="error")
     with pytest.raises(UsageError, match=r"has \d+ tokens, the model's context holds 512\nan answer needs room for 32"):
         for _ in range(20):
             say(conversation, "word " * 10, max_new_tokens=64, ignore_eos=True)
@@ -273,15 +276,15 @@ def test_a_terminal_conversation(command, templated):
 
 def test_settings_change_all_or_nothing():
     settings = chat.Settings("trie", {"beams": 4}, 10, False, ())
-    other = settings.changed(chat.assignments('search=sample seed=3 stop="\\n\\n" ignore_eos=true'))
+    other = settings.changed(assignments('search=sample seed=3 stop="\\n\\n" ignore_eos=true'))
     assert other.shown()["seed"] == 3 and other.ignore_eos and "beams" not in other.shown()
     assert other.changed({"search": "trie"}).shown()["beams"] == 4
-    assert settings.changed(chat.assignments("""stop='["a", "b"]' early-stopping=never""")).stop == ("a", "b")
-    assert settings.changed(chat.assignments("stop=")).stop == ()
+    assert settings.changed(assignments("""stop='["a", "b"]' early-stopping=never""")).stop == ("a", "b")
+    assert settings.changed(assignments("stop=")).stop == ()
     for wrong in ("beams=0", "beams=2.5", "max_new_tokens=0", "max_new_tokens=x", "ignore_eos=1", "seed=1", "what=1",
                   "search=none", "search=[]", "beams", "=3", "'"):  # fmt: skip
         with pytest.raises(UsageError):
-            settings.changed(chat.assignments(wrong))
+            settings.changed(assignments(wrong))
 
 
 def test_other_sequences_are_numbered_on_a_terminal(command, base):
@@ -300,7 +303,7 @@ def screen(monkeypatch):
 
 
 def drawn(screen: Screen) -> str:
-    with screen.status(lambda: ("undecided text", "[… 3 tokens]"), 0.0):
+    with screen.status(lambda: Label("undecided text", "[… 3 tokens]"), 0.0):
         screen.text("settled ")
         deadline = time.monotonic() + 10
         while screen.lively and not screen._drawn and time.monotonic() < deadline:
@@ -323,7 +326,7 @@ def test_the_status_is_transient_and_on_stderr(screen, monkeypatch):
 
 def test_status_is_silent_when_all_is_quick(screen):
     shown = screen()
-    with shown.status(lambda: ("", "[loading]")):
+    with shown.status(lambda: Label("", "[loading]")):
         time.sleep(0.05)
     assert not shown.err.getvalue()
 
@@ -347,11 +350,11 @@ def test_columns(screen):
 
 
 def test_the_label_shows_what_beams_agree_on(engine):
-    watch = chat._Watch(engine, Trie(beams=4))
-    assert watch.label() == ("", "[reading the prompt]")
+    watch = Watch(engine, Trie(beams=4))
+    assert watch.label() == ("", "[reading the prompt]", ())
     for event in engine.stream("Once upon a time", watch.search, max_new_tokens=20, ignore_eos=True):
         watch.see(event)
-        tail, remark = watch.label()
+        tail, remark, _ = watch.label()
         if watch.best:
             assert remark == f"[… {len(watch.best)} tokens, 4 beams, {len(watch.best) - watch.settled} undecided]"
             assert engine.tokenizer.decode(watch.best) == watch.text + tail or not tail
@@ -397,6 +400,7 @@ def test_an_ignored_interrupt_stays_ignored():
 
 def spawn(*argv: str, **options) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    environment["XDG_STATE_HOME"] = "/nowhere"  # lines typed here are nobody's history
     environment |= options.pop("environment", {})
     return subprocess.Popen(
         [sys.executable, "-m", "engine.chat", "--kv-memory", "64M", *argv],
@@ -441,6 +445,9 @@ class Typist:
         os.close(self.master)
 
 
+REPLY = r"(?:\x1b\[\?2004l\r)?[^\x1b]{12}"  # a prompt that is drawn again has escape sequences sooner
+
+
 def test_a_person_at_a_terminal(long):
     argv = ["--model", long, "--search", "trie", "--beams", "4", "--ignore-eos", "--max-new-tokens", "50000"]
     with Typist(*argv) as typist:
@@ -450,7 +457,7 @@ def test_a_person_at_a_terminal(long):
         typist.interrupt()  # clears the line
         typist.wait_for(r"> ", poke=typist.interrupt)  # Python overlooks a signal right before readline's select()
         typist.type("Once upon a time\n")
-        typist.wait_for(r"time\r\n.{20}")
+        typist.wait_for(r"time\r\n" + REPLY)
         typist.type("/sta")  # not shown before the prompt is back
         time.sleep(0.2)
         typist.interrupt()
@@ -461,7 +468,7 @@ def test_a_person_at_a_terminal(long):
         typist.wait_for(r"tokens \(interrupted\).*1 turn.*> ")
         for _ in range(5):  # a busy machine may take more than two seconds for the two
             typist.type("go on\n")
-            typist.wait_for(r"on\r\n.{20}", poke=lambda: typist.type("go on\n"))  # an overlooked signal eats a line
+            typist.wait_for(r"on\r\n" + REPLY, poke=lambda: typist.type("go on\n"))  # an overlooked signal eats a line
             typist.interrupt()
             typist.wait_for(r"\[interrupted\]")
             typist.interrupt()

@@ -1,0 +1,295 @@
+"""What one may write with a slash. A command gets the dialog and the rest of the line; its docstring is its help."""
+
+import contextlib
+import json
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from engine import transcript
+from engine.conversation import figures, mib
+from engine.dialog import QUOTES, Dialog, candidate
+from engine.errors import UsageError
+from engine.stopping import StopStrings
+from engine.tokenizer import check_utf8
+
+MAX_PROMPT_FILE = 16 << 20
+
+
+def tell(dialog: Dialog, _: str) -> None:
+    """this list"""
+    lines = []
+    for name, command in COMMANDS.items():
+        also = ", ".join(alias for alias, real in ALIASES.items() if real == name)
+        lines.append(f"{name + USAGE.get(name, ''):18}{command.__doc__}{also and f' (also {also})'}")
+    lines += [f"{'//text':18}send /text", f"{QUOTES:18}begin and end a message of several lines"]
+    dialog.screen.note("\n".join([*lines, "Ctrl-C stops a reply, pressed twice it leaves; Ctrl-D leaves"]))
+
+
+def leave(dialog: Dialog, _: str) -> bool:
+    """leave"""
+    return True
+
+
+def reset(dialog: Dialog, _: str) -> None:
+    """forget the conversation and free its cache"""
+    dialog.conversation.reset()
+    dialog.screen.hint(f"[a new conversation{_replaces(dialog)}]")
+
+
+def undo(dialog: Dialog, _: str) -> None:
+    """take the last turn back"""
+    turn, left = dialog.conversation.undo(), len(dialog.conversation.turns)
+    dialog.screen.hint(f"[taken back: {_brief(turn.user)}; {_plural(left, 'turn')} left]")
+    dialog.keep()
+
+
+def regen(dialog: Dialog, rest: str) -> None:
+    """answer the last turn again; settings hold for this answer only, a sample's seed is one more unless given"""
+    turns, changes = dialog.conversation.turns, assignments(rest)
+    settings = dialog.settings.changed(changes)
+    shown = settings.shown()
+    before = dialog.made[1].shown() if dialog.made and turns and dialog.made[0] is turns[-1] else {}
+    if shown.get("temperature"):
+        if "seed" not in changes:
+            settings = settings.changed({"seed": (before.get("seed", shown["seed"]) + 1) % 2**63})
+        dialog.screen.hint(f"[seed {settings.shown()['seed']}]")
+    elif shown == before and turns[-1].finish_reason != "interrupted":
+        dialog.screen.hint(
+            f"[{shown['search']} draws nothing: with the same settings it gives the same answer; "
+            "/regen search=sample draws another]"
+        )
+    dialog.again(settings)
+
+
+def system(dialog: Dialog, rest: str) -> None:
+    """set the system message; alone, show it; "" takes it away"""
+    conversation = dialog.conversation
+    if not rest:
+        conversation.set_system(conversation.system)
+        dialog.screen.note("there is no system message" if conversation.system is None else conversation.system)
+        return
+    conversation.set_system(None if rest in ('""', "''") else check_utf8(rest))
+    dialog.made = None
+    dialog.screen.hint("[from the next turn on, which reads the conversation afresh]")
+
+
+def change(dialog: Dialog, rest: str) -> None:
+    """change the search, its parameters or the limits; alone, show them"""
+    if not rest:
+        lines = [f"{key:22}{literal(value)}" for key, value in dialog.settings.shown().items()]
+        dialog.screen.note("\n".join([*lines, f"searches: {', '.join(dialog.settings.searches)}"]))
+        return
+    engine, settings = dialog.engine, dialog.settings.changed(assignments(rest))
+    eos = frozenset() if settings.ignore_eos else engine.eos_token_ids
+    settings.configuration().check(engine.runner.vocab_size, eos)
+    if settings.stop:
+        StopStrings(engine.tokenizer, settings.stop)
+    dialog.settings = settings
+
+
+def show(dialog: Dialog, rest: str) -> None:
+    """show the model's configuration, the memory, the chat template or the settings"""
+    if rest == "settings":
+        change(dialog, "")
+    elif rest == "config":
+        dialog.screen.note(_config(dialog))
+    elif rest == "mem":
+        dialog.screen.note(_memory(dialog))
+    elif rest == "template":
+        template = dialog.engine.template
+        dialog.screen.note(template.source if template else "no chat template: plain completion")
+    else:
+        raise UsageError(f"/show: expected config, mem, template or settings, got {rest!r}")
+
+
+def beams(dialog: Dialog, _: str) -> None:
+    """the outputs of the last reply; the candidates, if it was interrupted"""
+    if dialog.last is None:
+        raise UsageError("there is no reply yet")
+    if dialog.candidates:
+        decode = dialog.engine.tokenizer.decode
+        lines = [f"{_plural(len(dialog.candidates), 'candidate')} when the search was interrupted, score and text:"]
+        lines += [candidate(score, decode(tokens)) for score, tokens in dialog.candidates]
+    else:
+        outputs = dialog.last.outputs
+        lines = [f"{_plural(len(outputs), 'output')} returned, score and text:"]
+        lines += [candidate(o.score, f"{o.text} ({o.finish_reason})") for o in outputs]
+    dialog.screen.note("\n".join(lines))
+
+
+def stats(dialog: Dialog, _: str) -> None:
+    """figures of the last reply, the context and the cache"""
+    lines = [figures(dialog.last)] if dialog.last else []
+    dialog.screen.note("\n".join([*lines, *_cache(dialog)]))
+
+
+def save(dialog: Dialog, rest: str) -> None:
+    """save the conversation"""
+    if not rest and dialog.file is None:
+        raise UsageError("/save: expected a file name")
+    path = transcript.save(rest or str(dialog.file), dialog.conversation, dialog.settings.shown())
+    dialog.screen.hint(f"[{_plural(len(dialog.conversation.turns), 'turn')} saved: {path}]")
+
+
+def load(dialog: Dialog, rest: str) -> None:
+    """go on with a saved conversation, in place of this one"""
+    if not rest:
+        raise UsageError("/load: expected a file name")
+    saved = transcript.load(rest)
+    dialog.conversation.restore(saved.turns, saved.system)
+    tell_loaded(dialog, saved, _replaces(dialog))
+
+
+def read(dialog: Dialog, rest: str) -> None:
+    """send what is in a file"""
+    if not rest:
+        raise UsageError("/read: expected a file name")
+    text = read_prompt(rest)
+    dialog.screen.hint(f"[{_plural(len(text), 'character')}]")
+    dialog.answer(text)
+
+
+COMMANDS: dict[str, Callable[[Dialog, str], bool | None]] = {
+    "/help": tell,
+    "/set": change,
+    "/show": show,
+    "/stats": stats,
+    "/beams": beams,
+    "/regen": regen,
+    "/undo": undo,
+    "/reset": reset,
+    "/system": system,
+    "/read": read,
+    "/save": save,
+    "/load": load,
+    "/exit": leave,
+}
+ALIASES = {"/?": "/help", "/clear": "/reset", "/quit": "/exit", "/bye": "/exit"}
+USAGE = {
+    "/set": " k=v ...",
+    "/show": " WHAT",
+    "/regen": " [k=v ...]",
+    "/system": " TEXT",
+    "/read": " FILE",
+    "/save": " FILE",
+    "/load": " FILE",
+}
+
+
+# --- what several of them use ---
+
+
+def assignments(text: str) -> dict[str, Any]:
+    """`beams=15 early-stopping=never` -> {"beams": 15, "early_stopping": "never"}. Raises UsageError."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"settings: {error}") from None
+    found = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise UsageError(f"settings: expected name=value, got {word!r}", remedy="/set alone shows the names")
+        try:
+            found[key.lstrip("-").replace("-", "_")] = json.loads(value)
+        except (ValueError, RecursionError):
+            found[key.lstrip("-").replace("-", "_")] = value
+    return found
+
+
+def literal(value: Any) -> str:
+    """A setting's value as one writes it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def read_prompt(path: str) -> str:
+    """A file's text, without the end of its last line. Raises UsageError."""
+    try:
+        with open(os.path.expanduser(path), "rb") as file:
+            data = file.read(MAX_PROMPT_FILE + 1)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the file: {getattr(error, 'strerror', error)}", where=path) from None
+    if len(data) > MAX_PROMPT_FILE:
+        raise UsageError(f"the file is larger than {MAX_PROMPT_FILE >> 20} MB", where=path)
+    text = decode_prompt(data, path)
+    if not text.strip():
+        raise UsageError("the file is empty", where=path)
+    return text
+
+
+def decode_prompt(data: bytes, where: str) -> str:
+    """A prompt as text. The end of the last line is the editor's or the shell's, as a rule. Raises UsageError."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        place = f"{where}, byte {error.start}: 0x{data[error.start]:02x}"
+        raise UsageError("the input is not valid UTF-8", where=place) from None
+    return text.removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")
+
+
+def tell_loaded(dialog: Dialog, saved: transcript.Transcript, remark: str = "") -> None:
+    """Say what was loaded, and what it was made with where that differs."""
+    dialog.screen.hint(f"[{_plural(len(saved.turns), 'turn')} loaded{remark}]")
+    if saved.turns and saved.model != dialog.engine.name:
+        dialog.screen.hint(f"[they are {saved.model}'s; {dialog.engine.name} goes on]")
+    now = json.loads(json.dumps(dialog.settings.shown()))
+    if other := [f"{key}={literal(value)}" for key, value in saved.settings.items() if now.get(key) != value]:
+        dialog.screen.hint(f"[other settings then, /set takes them back: {' '.join(map(shlex.quote, other))}]")
+
+
+def _replaces(dialog: Dialog) -> str:
+    return f"; its first new turn replaces what {dialog.file} holds" if dialog.file else ""
+
+
+def _cache(dialog: Dialog) -> list[str]:
+    pool, trunk, turns = dialog.engine.pool, dialog.conversation.session.trunk, len(dialog.conversation.turns)
+    held, context, first = trunk.cached if trunk else 0, dialog.engine.shape.max_positions, dialog.conversation.first
+    unseen = f", the model sees the last {turns - first}" if first else ""
+    return [
+        f"context  {held}{f' of {context}' if context else ''} tokens cached, {_plural(turns, 'turn')}{unseen}",
+        f"pool     {pool.used_pages} of {pool.pages} pages in use, {mib(pool.used_pages * pool.page_bytes)}",
+    ]
+
+
+def _memory(dialog: Dialog) -> str:
+    pool = dialog.engine.pool
+    lines = [
+        *_cache(dialog),
+        f"page     {_plural(pool.page_size, 'token')} of {pool.bytes_per_token} bytes; the pool may take "
+        f"{mib(pool.pages * pool.page_bytes)}: {pool.pages * pool.page_size} tokens",
+    ]
+    if dialog.last:
+        lines.append(f"peak     {mib(dialog.last.stats['kv_bytes_peak'])} of cache during the last reply")
+    with contextlib.suppress(OSError, ValueError, IndexError):  # Linux only
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        lines.append(f"process  {mib(resident)} resident, weights and libraries included")
+    return "\n".join(lines)
+
+
+def _config(dialog: Dialog) -> str:
+    engine = dialog.engine
+    keys = engine.pool.cache.k_LGSD
+    shown = {
+        "model": engine.name,
+        "dtype": str(keys.dtype).removeprefix("torch."),
+        "device": str(keys.device),
+        **{field.name: getattr(engine.shape, field.name) for field in fields(engine.shape)},
+        "usable_tokens": engine.runner.vocab_size,
+        "eos_token_ids": sorted(engine.eos_token_ids),
+        "chat_template": engine.template is not None,
+        "on_overflow": dialog.conversation.on_overflow,
+    }
+    return "\n".join(f"{key:22}{literal(value)}" for key, value in shown.items())
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
+def _brief(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 40 else text[:39] + "…"

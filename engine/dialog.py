@@ -1,0 +1,309 @@
+"""The dialog: a person's lines in, replies out, whatever happens in between."""
+
+import contextlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine import transcript
+from engine.conversation import Conversation, Dropped, Turn, figures
+from engine.engine import Done, Engine, Prefill, Progress, Text
+from engine.errors import CoppiceError, UsageError
+from engine.requests import Output, Report, Search, SearchResult
+from engine.terminal import Interrupt, Label, LineEditor, Quit, Screen, history_file, no_echo, one_line
+
+STATUS_DELAY = 0.3  # seconds without settled text before the beams' state is shown
+MOST_SHOWN = 8  # candidates under the text
+SEVERAL = {"beams": "beams", "num_return_sequences": "sequences"}  # a search's field -> what it counts
+QUOTES = '"""'
+
+Candidates = Sequence[tuple[float, Sequence[int]]]  # scores and tokens, best first
+
+
+class Settings(Protocol):
+    """The search, its parameters and the limits, as they stand; immutable."""
+
+    @property
+    def searches(self) -> Sequence[str]:
+        """Names of all there are."""
+        ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def ignore_eos(self) -> bool: ...
+
+    @property
+    def stop(self) -> Sequence[str]: ...
+
+    def configuration(self) -> Search:
+        """The search's configuration."""
+        ...
+
+    def limits(self) -> dict[str, Any]:
+        """Options of `Engine.stream`."""
+        ...
+
+    def shown(self) -> dict[str, Any]:
+        """Everything in force, by the names that users write."""
+        ...
+
+    def changed(self, changes: Mapping[str, Any]) -> "Settings":
+        """With these changes, all or none. Raises UsageError."""
+        ...
+
+
+class Dialog:
+    """Reads, answers, obeys commands.
+
+    Args:
+        conversation: with its engine.
+        settings: to begin with.
+        screen: where everything is printed.
+        interrupt: the handler of Ctrl-C.
+        commands: by name; each gets the dialog and the rest of the line, and returns whether to leave.
+        aliases: other names of commands.
+        as_json: replies as JSON lines instead of text.
+        stats: print the figures after every reply.
+        show_beams: show the live candidates under the text.
+        file: save the conversation there after every turn.
+        verbose: tracebacks.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        settings: Settings,
+        screen: Screen,
+        interrupt: Interrupt,
+        *,
+        commands: Mapping[str, Callable[["Dialog", str], bool | None]] | None = None,
+        aliases: Mapping[str, str] | None = None,
+        as_json: bool = False,
+        stats: bool = False,
+        show_beams: bool = False,
+        file: Path | None = None,
+        verbose: bool = False,
+    ):
+        self.conversation, self.settings, self.screen, self.interrupt = conversation, settings, screen, interrupt
+        self.engine: Engine = conversation.engine
+        self.commands, self.aliases = commands or {}, aliases or {}
+        self.as_json, self.stats, self.show_beams, self.verbose = as_json, stats, show_beams, verbose
+        self.file = file
+        self.replies = 0
+        self.last: SearchResult | None = None
+        self.made: tuple[Turn, Settings] | None = None  # the last turn, and what it was answered with
+        self.candidates: Candidates = ()  # of the last reply, if it was interrupted
+        self._editor: LineEditor | None = None
+
+    # --- one reply ---
+
+    def reply(self, user: str, settings: Settings | None = None) -> Output:
+        """Answer and print it as it becomes certain. Raises CoppiceError; the turn is withdrawn then.
+
+        Args:
+            user: the person's text.
+            settings: for this reply alone.
+        """
+        settings = settings or self.settings
+        watch = Watch(self.engine, settings.configuration(), self.show_beams)
+        options = settings.limits() | {"interrupted": lambda: self.interrupt.pressed and watch.stop()}
+        result = None
+        try:
+            with (
+                contextlib.closing(self.conversation.stream(user, watch.search, **options)) as events,  # type: ignore[type-var]
+                self.screen.status(watch.label, STATUS_DELAY, steady=watch.beams),
+            ):
+                for event in events:
+                    watch.see(event)
+                    if isinstance(event, Text) and not self.as_json:
+                        self.screen.text(event.text)
+                    elif isinstance(event, Dropped) and not self.screen.quiet:
+                        turns = "the oldest turn" if event.turns == 1 else f"the {event.turns} oldest turns"
+                        self.screen.note(f"[the context is full: the model no longer sees {turns}]", dim=True)
+                    elif isinstance(event, Done):
+                        result = event.result
+        except (CoppiceError, KeyboardInterrupt):
+            if not self.as_json and watch.text:
+                self.screen.end_line()
+            raise
+        assert result is not None
+        best, *others = result.outputs
+        interrupted = best.finish_reason == "interrupted"
+        self.last, self.candidates = result, watch.candidates if interrupted else ()
+        self.made = self.conversation.turns[-1], settings
+        if self.as_json:
+            self.screen.text(json.dumps(result.record(self.replies), ensure_ascii=False) + "\n")
+        else:
+            self.screen.end_line()
+        self.replies += 1
+        if not self.as_json:
+            for rank, other in enumerate(others, 2):
+                self.screen.hint(f"{rank}. {other.text}")
+        self._tell_end(best, result, settings)
+        if self.stats:
+            self.screen.note(figures(result))
+        self.keep()
+        return best
+
+    def keep(self) -> None:
+        """Save the conversation, if that was asked for. Raises UsageError."""
+        if self.file is not None:
+            transcript.save(self.file, self.conversation, self.settings.shown())
+
+    def answer(self, user: str, settings: Settings | None = None) -> None:
+        """`reply` to somebody who may type meanwhile."""
+        with no_echo():
+            self.reply(user, settings)
+
+    def again(self, settings: Settings) -> None:
+        """Answer the last turn once more; after an error it stands as it was. Raises UsageError if there is none."""
+        turns = self.conversation.turns
+        if not turns:
+            raise UsageError("there is no turn to answer again")
+        count, turn = len(turns), turns.pop()
+        try:
+            self.answer(turn.user, settings)
+        finally:
+            if len(turns) < count:
+                turns.append(turn)
+
+    def _tell_end(self, best: Output, result: SearchResult, settings: Settings) -> None:
+        if best.finish_reason == "interrupted":
+            self.screen.hint("[interrupted]")
+        elif best.finish_reason == "length":
+            full = len(best.token_ids) < settings.max_new_tokens
+            used = result.stats["prompt_tokens"] + len(best.token_ids)
+            why = f"the context of {used} tokens is full" if full else f"max_new_tokens {settings.max_new_tokens}"
+            self.screen.hint(f"[stopped: {why}]")
+
+    # --- the conversation ---
+
+    def converse(self) -> int:
+        """Prompt, answer, until the end of input. Returns the exit code."""
+        self._editor = LineEditor([*self.commands], history_file())
+        while True:
+            try:
+                if self._obey(*self._ask()):
+                    return 0
+            except EOFError:
+                self.screen.note("")
+                return 0
+            except CoppiceError as error:
+                if self.verbose:
+                    self.screen.note(traceback.format_exc().rstrip())
+                self.screen.note(f"error: {error}")
+            except Quit:
+                self.screen.note("")
+                raise
+            except KeyboardInterrupt:
+                self.screen.note("")
+
+    def _ask(self) -> tuple[str, bool]:
+        """What a person typed, and whether it stood between triple quotes: then it may have several lines."""
+        with self.interrupt.prompting():
+            line = self._line("> ")
+            if not line.lstrip().startswith(QUOTES):
+                return line, False
+            text = line.lstrip().removeprefix(QUOTES)
+            while not text.rstrip().endswith(QUOTES):
+                text += "\n" + self._line("... ")
+        return text.rstrip().removesuffix(QUOTES).removeprefix("\n").removesuffix("\n"), True
+
+    def _line(self, prompt: str) -> str:
+        if self.screen.tty:
+            return self._editor.ask(prompt) if self._editor else input(prompt)
+        self.screen.err.write(prompt)
+        self.screen.err.flush()
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n")
+
+    def _obey(self, line: str, quoted: bool) -> bool:
+        """Answer a line or do its command. Returns whether to leave."""
+        if not line.strip():
+            return False
+        if line.startswith("/") and not line.startswith("//") and not quoted:
+            name, _, rest = line.partition(" ")
+            command = self.commands.get(self.aliases.get(name, name))
+            if command is None:
+                raise UsageError(f"{name}: no such command", remedy="/help lists them; //text sends /text to the model")
+            return bool(command(self, rest.strip()))
+        self.answer(line.removeprefix("/") if line.startswith("//") and not quoted else line)
+        return False
+
+
+class Watch:
+    """What the status says of a reply under way; `label` is asked by another thread.
+
+    Args:
+        engine, search: that answer.
+        beams: show the live candidates.
+    """
+
+    PERIOD = 0.1  # seconds between two looks at the candidates
+
+    def __init__(self, engine: Engine, search: Search, beams: bool = False):
+        self.engine, self.search = engine, search
+        many = {word: n for key, word in SEVERAL.items() if (n := getattr(search, key, 1)) > 1}
+        self.kind, self.count = next(iter(many.items()), ("", 1))
+        self.beams = beams and self.count > 1
+        self.text = ""
+        self.best: list[int] = []
+        self.settled = 0
+        self.reading = ""
+        self.candidates: Candidates = ()
+        self._shown: tuple[int, Candidates] = 0, ()  # settled tokens, and the candidates at that time
+        self._report: Report | None = None
+        self._looked = 0.0
+
+    def see(self, event: object) -> None:
+        match event:
+            case Text(text):
+                self.text += text
+            case Prefill(done, total):
+                self.reading = f"[reading the prompt: {done} of {total} tokens]"
+            case Progress(report, _):
+                self.settled += len(report.settled)
+                self.best = list(report.best()) if report.best else []
+                self._report = report
+                if self.beams and time.monotonic() - self._looked >= self.PERIOD:
+                    self._shown = self.settled, self._look(MOST_SHOWN)
+                    self._looked = time.monotonic()
+
+    def stop(self) -> bool:
+        """Note the candidates while they are there: the search is stopped next."""
+        self.candidates = self._look()
+        return True
+
+    def _look(self, most: int | None = None) -> Candidates:
+        if self._report is None or self._report.beams is None:
+            return ()
+        return [(score, list(tokens)) for score, tokens in self._report.beams()[:most]]
+
+    def label(self) -> Label:
+        best, shown = self.best, self.text
+        if not best:
+            return Label("", self.reading or "[reading the prompt]")
+        if not self.kind:
+            return Label("", f"[… {len(best)} tokens]")
+        remark = f"[… {len(best)} tokens, {self.count} {self.kind}, {max(0, len(best) - self.settled)} undecided]"
+        settled, candidates = self._shown
+        if candidates:
+            decode = self.engine.tokenizer.decode_continuation
+            # A few settled tokens come along, for spaces and half characters.
+            texts = [decode(tokens[max(0, settled - 8) : settled], tokens[settled:]) for _, tokens in candidates]
+            return Label("", remark, [candidate(s, text) for (s, _), text in zip(candidates, texts, strict=True)])
+        text = self.engine.tokenizer.decode(best)
+        return Label(text[len(shown) :] if text.startswith(shown) else "", remark)
+
+
+def candidate(score: float | None, text: str) -> str:
+    """A line for one of several continuations."""
+    return f"{'' if score is None else f'{score:.4f}':>10}  {one_line(text)}"
