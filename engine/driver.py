@@ -5,6 +5,7 @@ through in chunks beside the decoding of others. When the pool runs full, the se
 later; a search that is alone is told.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import KVMemoryError, NumericsError
+from engine.interrupts import uninterrupted
 from engine.packing import Chunk, pack
 from engine.pool import PagePool
-from engine.requests import Evaluate, Report, SearchGenerator, SearchResult, Task
+from engine.requests import Evaluate, Report, SearchGenerator, SearchResult
 from engine.tree import TokenTree, Trunk
 
 
@@ -77,6 +79,26 @@ class Runner:
         logp_NV = torch.log_softmax(logits_NV, -1)
         logp_NV[:, self.vocab_size :] = float("-inf")
         return logp_NV, finite
+
+    def blame(self, chunk: Chunk) -> str:
+        """Where NaN or Inf arises first in a pass that has any: the chunk is evaluated once more, layer by layer."""
+        bad: list[str] = []
+
+        def watch(name: str, x: Tensor) -> None:
+            if not bad and not torch.isfinite(x).all():
+                bad.append(name)
+
+        layers = self.model.layers
+        hooks = [layers[0].register_forward_pre_hook(lambda _, args: watch("in the embedding", args[0]))]
+        for i, layer in enumerate(layers, 1):
+            name = f"in layer {i} of {len(layers)}"
+            hooks.append(layer.register_forward_hook(lambda _, args, out, name=name: watch(name, out)))
+        try:
+            self.forward([chunk])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return bad[0] if bad else "after the last layer"
 
 
 @dataclass
@@ -169,20 +191,28 @@ class Driver:
     @torch.inference_mode()
     def step(self) -> None:
         """Admit, evaluate once per model, resume every search that got its answer."""
-        while self.waiting and len(self.running) < self.parallel and not self._crowded:
-            self._begin(self.waiting.pop(0))
-        for runner in self.runners.values():
-            self._pass(runner)
+        with uninterrupted():
+            try:
+                while self.waiting and len(self.running) < self.parallel and not self._crowded:
+                    self._begin(self.waiting.pop(0))
+                for runner in self.runners.values():
+                    self._pass(runner)
+            except KeyboardInterrupt:  # anywhere: a tree may call slots evaluated that were only taken
+                for run in self.running:
+                    run.retire = None
+                raise
 
     def stop(self, run: Run, result: SearchResult) -> None:
         """End a search early with what it has."""
-        self._end(run, result=result)
+        with uninterrupted():
+            self._end(run, result=result)
 
     def close(self) -> None:
         """Abandon everything; all pages go back."""
-        for run in list(self.running):
-            self._end(run)
         self.waiting.clear()
+        with uninterrupted(), contextlib.ExitStack() as stack:  # all of them, also when one fails
+            for run in self.running:
+                stack.callback(self._end, run)
 
     # --- one pass ---
 
@@ -225,7 +255,8 @@ class Driver:
                     run,
                     error=NumericsError(
                         "the model computed NaN or Inf",
-                        where=f"at token {ticket.request.tree.position(ticket.request.nodes[0]) + 1} of the sequence",
+                        where=f"{runner.blame(chunk)}, "
+                        f"at token {ticket.request.tree.position(ticket.request.nodes[0]) + 1} of the sequence",
                         remedy="try --dtype float32, or check the weights",
                     ),
                 )
@@ -304,21 +335,24 @@ class Driver:
             self._end(run, error=failure)
 
     def _end(self, run: Run, result: SearchResult | None = None, error: Exception | None = None) -> None:
-        if run.generator is not None:
-            run.generator.close()
-        if result is not None:
-            result.stats = self._stats(run) | result.stats
-        if run.retire and run.trees and error is None:
-            tree = run.trees[0]
-            best = result.outputs[0].token_ids if result is not None else run.settled
-            tree.keep([tree.descend(best)])  # what is evaluated of the answer joins the trunk
-            run.retire(tree)
-        for tree in run.trees:
-            tree.release()
-        run.result, run.error, run.ticket = result, error, None
-        if run in self.running:
-            self.running.remove(run)
-        self._crowded = False
+        try:
+            if run.generator is not None:
+                run.generator.close()
+            if result is not None:
+                result.stats = self._stats(run) | result.stats
+            if run.retire and run.trees and error is None:
+                tree = run.trees[0]
+                best = result.outputs[0].token_ids if result is not None else run.settled
+                with contextlib.suppress(MemoryError, RuntimeError):  # no memory for the copy: the trunk as it was
+                    tree.keep([tree.descend(best)])  # what is evaluated of the answer joins the trunk
+                run.retire(tree)
+        finally:
+            for tree in run.trees:
+                tree.release()
+            run.result, run.error, run.ticket = result, error, None
+            if run in self.running:
+                self.running.remove(run)
+            self._crowded = False
 
     def _send_back(self, run: Run) -> None:
         """Give the pages of a search to those before it; it starts afresh, to the same result, when one has ended."""
@@ -349,6 +383,3 @@ class Driver:
             "live_nodes_peak": target.peak_live,
             "unshared_nodes_peak": target.peak_unshared,
         }
-
-
-__all__ = ["Driver", "Run", "Runner", "SearchResult", "Task"]

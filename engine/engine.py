@@ -14,13 +14,13 @@ from engine.compiling import compile_model
 from engine.driver import Driver, Run, Runner
 from engine.errors import CheckpointError, CoppiceError, UsageError
 from engine.loading import load_template, pick_device, pick_dtype
-from engine.memory import check_memory, make_pool, out_of_memory
+from engine.memory import check_memory, is_out_of_memory, make_pool, out_of_memory
 from engine.packing import Chunk
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.stopping import StopStrings, TextStream
 from engine.template import ChatTemplate
-from engine.tokenizer import Tokenizer
+from engine.tokenizer import FILES, Tokenizer
 from engine.tree import TokenTree, Trunk
 from models import load_model
 from models.checkpoint import Checkpoint
@@ -107,6 +107,8 @@ class Engine:
         name: str = "model",
         parallel: int = 16,
     ):
+        if parallel < 1:
+            raise UsageError(f"parallel: expected at least 1, got {parallel}")
         self.runner, self.shape, self.name, self.parallel = runner, shape, name, parallel
         self.template, self.eos_token_ids = template, eos_token_ids
         self._tokenizer = tokenizer
@@ -144,13 +146,13 @@ class Engine:
         """
         began = time.perf_counter()
         if threads is not None:
-            if not 1 <= threads <= 4096:
-                raise UsageError(f"threads: expected 1 to 4096, got {threads}")
+            if type(threads) is not int or not 1 <= threads <= 4096:
+                raise UsageError(f"threads: expected an integer from 1 to 4096, got {threads!r}")
             torch.set_num_threads(threads)
         place = pick_device(device)
         checkpoint = Checkpoint.open(folder)
         kind = pick_dtype(dtype, checkpoint.torch_dtype, place)
-        tokenizer = Tokenizer.load(folder) if (Path(folder) / "tokenizer.json").exists() else None
+        tokenizer = Tokenizer.load(folder) if any((Path(folder) / name).exists() for name in FILES) else None
         template = load_template(folder, chat_template, tokenizer)
         model = load_model(checkpoint, kind, place)
         if compile not in ("on", "off"):
@@ -188,7 +190,7 @@ class Engine:
             raise CheckpointError(
                 "the checkpoint has no tokenizer",
                 where=self.name,
-                remedy="add its tokenizer.json, or give prompts as token ids",
+                remedy="add its tokenizer files, or give prompts as token ids",
             )
         return self._tokenizer
 
@@ -298,6 +300,7 @@ class Engine:
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]. For checks."""
+        self._check_ids(ids)
         tree = TokenTree(self.pool, ids)
         rows = []
         try:
@@ -311,7 +314,16 @@ class Engine:
         return torch.cat(rows)
 
     def scores(self, texts: Iterable[Sequence[int]]) -> list[float]:
-        """What a scalar-head model (a reward model) says of token sequences, evaluated together."""
+        """What a scalar-head model (a reward model) says of token sequences, evaluated together.
+
+        Raises:
+            CoppiceError: the first error of any of them.
+        """
+        if not self.shape.scores:
+            raise UsageError("this checkpoint has no scalar head", where=self.name, remedy="it generates text")
+        texts = list(texts)
+        for ids in texts:
+            self._check_ids(ids)
 
         def ask(run: Run, ids: Sequence[int]) -> SearchGenerator:
             tree = driver.open_tree(run, "target", ids)
@@ -371,23 +383,20 @@ class Engine:
                 where=self.name,
                 remedy="give a checkpoint whose architecture ends in ForCausalLM",
             )
+        if not hasattr(request.search, "run"):
+            raise UsageError(f"search: expected a configuration such as search.Trie(), got {request.search!r}")
+        if not isinstance(request.prompt, Sequence):  # text is one too
+            raise UsageError(f"prompt: expected token ids or text, got {request.prompt!r}")
         ids = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
-        if not ids:
-            raise UsageError("the prompt is empty, and this tokenizer adds no token of its own to begin with")
-        vocab = self.shape.vocab_size
-        for i, token in enumerate(ids):
-            if type(token) is not int or not 0 <= token < vocab:
-                raise UsageError(f"prompt: expected token ids from 0 to {vocab - 1}, got {token!r}", where=f"token {i}")
+        self._check_ids(ids)
         new = request.max_new_tokens
         if type(new) is not int or new < 1:
             raise UsageError(f"max_new_tokens: expected an integer >= 1, got {new!r}")
         reach = self.shape.max_positions
         if reach is not None:
-            if len(ids) > reach:
-                raise UsageError(
-                    f"the prompt has {len(ids)} tokens, the model's context holds {reach}", remedy="shorten the prompt"
-                )
             new = min(new, reach - len(ids) + 1)  # the last token is never evaluated: it needs no position
+        if not isinstance(request.eos_token_ids, Iterable | None):
+            raise UsageError(f"eos_token_ids: expected a list of token ids, got {request.eos_token_ids!r}")
         eos = self.eos_token_ids if request.eos_token_ids is None else frozenset(request.eos_token_ids)
         if any(type(token) is not int or token < 0 for token in eos):
             raise UsageError(f"eos_token_ids: expected token ids, got {sorted(map(repr, eos))}")
@@ -398,13 +407,28 @@ class Engine:
         check_memory(self.pool, request.search, len(ids), new)
         return _Job(request, ids, new, eos, stops)
 
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """Raises UsageError for a prompt that is empty, has ids that the model lacks, or is longer than its context."""
+        if not ids:
+            raise UsageError(
+                "the prompt is empty, and this tokenizer adds no token of its own to begin with",
+                remedy="give at least one token to go on from",
+            )
+        vocab = self.shape.vocab_size
+        for i, token in enumerate(ids):
+            if type(token) is not int or not 0 <= token < vocab:
+                raise UsageError(f"prompt: expected token ids from 0 to {vocab - 1}, got {token!r}", where=f"token {i}")
+        reach = self.shape.max_positions
+        if reach is not None and len(ids) > reach:
+            raise UsageError(
+                f"the prompt has {len(ids)} tokens, the model's context holds {reach}", remedy="shorten the prompt"
+            )
+
     def _step(self, driver: Driver) -> None:
         try:
             driver.step()
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise out_of_memory() from error
-        except RuntimeError as error:
-            if "alloc" not in str(error) or "memory" not in str(error):
+        except Exception as error:
+            if not is_out_of_memory(error):
                 raise
             raise out_of_memory() from error
 
@@ -417,8 +441,12 @@ class Engine:
         if isinstance(run.error, CoppiceError):
             return run.error
         if run.error is not None:
-            error = CoppiceError(
-                f"the search failed: {run.error!r}", remedy="this is a bug of coppice: please report it"
+            error = (
+                out_of_memory()
+                if is_out_of_memory(run.error)
+                else CoppiceError(
+                    f"the search failed: {run.error!r}", remedy="this is a bug of coppice: please report it"
+                )
             )
             error.__cause__ = run.error
             return error

@@ -1,5 +1,6 @@
 """What fits: the pool that a budget allows, and whether a request can be served from it at all."""
 
+import errno
 import math
 import os
 from bisect import bisect_right
@@ -37,7 +38,7 @@ def make_pool(shape: ModelShape, dtype: torch.dtype, device: torch.device, kv_me
         pages = max(1, min(free // 2 // page_bytes, MOST_TOKENS // size))
     try:
         return PagePool(shape, pages, size, dtype, device)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError, OverflowError) as error:
         raise KVMemoryError(
             f"the machine cannot give {size_text(pages * page_bytes)} to the KV cache", remedy="lower --kv-memory"
         ) from error
@@ -93,6 +94,14 @@ def _most_beams(search: Any, prompt: int, new: int, case: int, room: int) -> int
         return replace(search, beams=beams, num_return_sequences=1).slots(prompt, new)[case]
 
     return bisect_right(range(1, search.beams + 1), room, key=slots)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the machine has no memory left: torch, C++ and Python each have their own way."""
+    if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+        text = str(error)
+        return ("alloc" in text and "memory" in text) or "bad_alloc" in text
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None) == errno.ENOMEM
 
 
 def out_of_memory() -> KVMemoryError:

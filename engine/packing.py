@@ -87,15 +87,18 @@ def pack(
     ancestry_TC = (
         torch.frombuffer(packed, dtype=torch.int32).view(-1, C) if C else torch.empty(len(tokens), 0, dtype=torch.int32)
     )
-    P = max(len(c.tree.trunk.pages) for c in chunks)
+    trunk_pages_RP = torch.zeros(len(chunks), max(len(c.tree.trunk.pages) for c in chunks), dtype=torch.int32)
+    for row_P, chunk in zip(trunk_pages_RP, chunks, strict=True):
+        done = 0
+        for page, count in chunk.tree.page_runs():
+            row_P[done : done + count] = torch.arange(page, page + count, dtype=torch.int32)
+            done += count
     layout = TreeLayout(
         positions_T=torch.tensor(positions, device=device),
         write_slots_T=torch.tensor(slots, device=device),
         token_starts=torch.tensor(starts, dtype=torch.int32),
         trunk_seen_T=torch.tensor(seen, dtype=torch.int32, device=device),
-        trunk_pages_RP=torch.tensor(
-            [c.tree.trunk.pages + [0] * (P - len(c.tree.trunk.pages)) for c in chunks], dtype=torch.int32, device=device
-        ),
+        trunk_pages_RP=trunk_pages_RP.to(device),
         trunk_len_R=torch.tensor([c.tree.trunk.cached for c in chunks], dtype=torch.int32, device=device),
         trunk_runs=torch.tensor(runs, dtype=torch.int32).view(-1, 3),
         branch_slots_RW=torch.tensor(

@@ -45,7 +45,7 @@ class PagePool:
         slots = (pages + self.reserved) * page_size
         size = (shape.layers, shape.kv_heads, slots, shape.head_dim)
         self.cache = KVCache(_reserve(size, dtype, device), _reserve(size, dtype, device))
-        self._state = bytearray([USED] * self.reserved + [FREE] * pages)
+        self._state = bytearray(bytes([USED]) * self.reserved + bytes(pages))  # the rest is FREE
         self.used_pages = 0
 
     @property

@@ -33,11 +33,14 @@ class Report:
         settled: tokens that the best output is now certain to go on with, after those reported before.
         best: gives the tokens of the best candidate so far.
         info: the algorithm's own figures.
+        beams: gives (score, tokens) of the candidates, best first. Like `best` it may be asked only until the search
+            goes on, and costs nothing unless it is.
     """
 
     settled: Sequence[int] = ()
     best: Callable[[], Sequence[int]] | None = None
     info: dict[str, Any] = field(default_factory=dict)
+    beams: Callable[[], Sequence[tuple[float, Sequence[int]]]] | None = None
 
 
 @dataclass(frozen=True)

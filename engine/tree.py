@@ -81,7 +81,9 @@ class TokenTree:
         self.root = 0
         # Branch slots: slot s lies in page _branch_pages[s // page_size] (-1: given back) of the pool.
         self._branch_pages: list[int] = []
+        self._lost_pages: list[int] = []  # heap of the indices that are -1
         self._page_load: list[int] = []
+        self._table: tuple[list[int], list[int]] = ([], [])  # per slot: its slot in the pool, its token's position
         self._free_slots: list[int] = []  # heap: the lowest goes first, which keeps the table short
         self._slot_owner: list[int] = []
         self.live_branches = 0
@@ -309,6 +311,7 @@ class TokenTree:
                 slot = self._take_slot()
                 taken.append(slot)
                 self._slot_owner[slot] = node
+                self._table[0][slot], self._table[1][slot] = self._pool_slot(slot), self._position[node]
                 self._slot[node] = slot
                 self._bits[node] = self._bits[self._parent[node]] | 1 << slot
         except KVMemoryError:
@@ -321,8 +324,8 @@ class TokenTree:
     def _note_peaks(self) -> None:
         self.peak_live = max(self.peak_live, self.live_tokens)
         self.peak_unshared = max(self.peak_unshared, self._paths_length)
-        pages = len(self.trunk.pages) + len(self._branch_pages) - self._branch_pages.count(-1)
-        self.peak_pages = max(self.peak_pages, pages)
+        branches = len(self._branch_pages) - len(self._lost_pages)
+        self.peak_pages = max(self.peak_pages, len(self.trunk.pages) + branches)
 
     def unplace(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
         """Undo `place` after a pass that failed."""
@@ -337,12 +340,12 @@ class TokenTree:
         return self._bits[node]
 
     def branch_table(self) -> tuple[list[int], list[int]]:
-        """Of every branch slot, its slot in the pool and its token's position; 0 where it is free."""
-        slots, positions = [], []
-        for slot, owner in enumerate(self._slot_owner):
-            slots.append(self._pool_slot(slot) if owner >= 0 else 0)
-            positions.append(self._position[owner] if owner >= 0 else 0)
-        return slots, positions
+        """Of every branch slot, its slot in the pool and its token's position; 0 where it is free. To be read only."""
+        return self._table
+
+    def page_runs(self) -> list[tuple[int, int]]:
+        """(first page, pages) of each contiguous piece of the trunk, in order."""
+        return [(first, pages) for first, pages in self._runs]
 
     def trunk_runs(self) -> list[tuple[int, int]]:
         """(first slot, length) of each contiguous piece of the evaluated trunk, in order."""
@@ -373,6 +376,7 @@ class TokenTree:
             if page >= 0:
                 self.pool.give(page)
         self._branch_pages, self._page_load, self._free_slots, self._slot_owner = [], [], [], []
+        self._lost_pages, self._table = [], ([], [])
         self.live_branches = 0
         self.pool.unclaim(self._claim)
         self._claim = range(0)
@@ -430,14 +434,16 @@ class TokenTree:
             slot = heapq.heappop(self._free_slots)
         else:
             page = self.pool.take()
-            if -1 in self._branch_pages:
-                i = self._branch_pages.index(-1)
+            if self._lost_pages:
+                i = heapq.heappop(self._lost_pages)
                 self._branch_pages[i] = page
             else:
                 i = len(self._branch_pages)
                 self._branch_pages.append(page)
                 self._page_load.append(0)
-                self._slot_owner.extend([-1] * size)
+                for column in (self._slot_owner, *self._table):
+                    column.extend([0] * size)
+                self._slot_owner[-size:] = [-1] * size
             slot = i * size
             for s in range(slot + 1, slot + size):
                 heapq.heappush(self._free_slots, s)
@@ -449,19 +455,30 @@ class TokenTree:
         size = self.pool.page_size
         i = slot // size
         self._slot_owner[slot] = -1
+        self._table[0][slot] = self._table[1][slot] = 0
         self._page_load[i] -= 1
         self.live_branches -= 1
         if self._page_load[i]:
             heapq.heappush(self._free_slots, slot)
         else:
-            self._free_slots = [s for s in self._free_slots if s // size != i]
-            heapq.heapify(self._free_slots)
+            if size > 1:
+                self._free_slots = [s for s in self._free_slots if s // size != i]
+                heapq.heapify(self._free_slots)
             self.pool.give(self._branch_pages[i])
             self._branch_pages[i] = -1
-            while self._branch_pages and self._branch_pages[-1] < 0:
-                self._branch_pages.pop()
-                self._page_load.pop()
-                del self._slot_owner[-size:]
+            heapq.heappush(self._lost_pages, i)
+            if i == len(self._branch_pages) - 1:
+                self._shorten()
+
+    def _shorten(self) -> None:
+        """Cut what is lost off the end of the table of branch slots."""
+        while self._branch_pages and self._branch_pages[-1] < 0:
+            self._branch_pages.pop()
+            self._page_load.pop()
+            for column in (self._slot_owner, *self._table):
+                del column[-self.pool.page_size :]
+        self._lost_pages = [i for i in self._lost_pages if i < len(self._branch_pages)]
+        heapq.heapify(self._lost_pages)
 
     def check_invariants(self) -> None:
         """Everything the tree keeps twice agrees; for tests."""
@@ -483,6 +500,10 @@ class TokenTree:
                 assert self._parent[n] == self.root or self._slot[self._parent[n]] >= 0
         assert len(self._child) == len(live) - 1 and len(self._leaves) == sum(not c for c in children.values())
         assert self._paths_length == sum(self._position[n] + 1 for n in self._leaves)
+        assert sorted(self._lost_pages) == [i for i, page in enumerate(self._branch_pages) if page < 0]
+        for s, n in enumerate(self._slot_owner):
+            entry = (self._pool_slot(s), self._position[n]) if n >= 0 else (0, 0)
+            assert (self._table[0][s], self._table[1][s]) == entry
         owners = [n for n in self._slot_owner if n >= 0]
         assert sorted(owners) == sorted(n for n in live if self._slot[n] >= 0)
         assert self.live_branches == len(owners) == sum(self._page_load)

@@ -61,7 +61,11 @@ class Sample:
                     node[i] = child
                 tree.keep(children)
             shared = _shared_length(sequences, settled)
-            yield Report(sequences[0][settled:shared], lambda: sequences[0])
+            yield Report(
+                sequences[0][settled:shared],
+                lambda: sequences[0],
+                beams=lambda: sorted(zip(logprobs, sequences, strict=True), key=lambda candidate: -candidate[0]),
+            )
             settled = shared
         order = sorted(range(len(sequences)), key=lambda i: -logprobs[i])
         yield Report(sequences[order[0]][settled:])

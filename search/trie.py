@@ -95,11 +95,22 @@ class Trie:
             tree.keep(live)
             certain = self._certain(tree.settled_from(settled), done[0].tokens[settled:] if done else None)
             best = done[0] if done and done[0].score >= scores[0] / step**self.length_penalty else None
-            yield Report(certain, lambda best=best, node=live[0]: best.tokens if best else tree.path(node))
+            yield Report(
+                certain,
+                lambda best=best, node=live[0]: best.tokens if best else tree.path(node),
+                beams=lambda done=done, live=live, s=scores, n=step: self._candidates(task, done, live, s, n),
+            )
             settled += len(certain)
             logp_NV = yield Evaluate(tree, live)
         yield Report(done[0].tokens[settled:])
         return SearchResult([Output(*finished) for finished in done[: self.num_return_sequences]], {"steps": step})
+
+    def _candidates(
+        self, task: Task, done: list[Finished], live: list[int], scores: list[float], step: int
+    ) -> list[tuple[float, list[int]]]:
+        """Finished and live hypotheses as they rank now; for those who watch."""
+        alive = [(s / step**self.length_penalty, task.tree.path(n)) for s, n in zip(scores, live, strict=True)]
+        return sorted([(f.score, f.tokens) for f in done] + alive, key=lambda candidate: -candidate[0])
 
     def _finish(self, task: Task, parent: int, token: int, step: int) -> str | None:
         if task.hits_stop is not None and token not in task.eos_token_ids:

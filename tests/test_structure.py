@@ -1,4 +1,4 @@
-"""The room map of docs/structure.md is complete and true.
+"""The room map of docs/structure.md is complete and true; the tests that docs/checkpoints.md names exist.
 
 Its format: the section `## Room map` holds table rows whose first cell is one path in backticks, relative to the root,
 folders with a slash at the end:
@@ -52,3 +52,17 @@ def test_everything_on_the_page_exists() -> None:
     paths = {*room_map(), *re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", PAGE)}
     absent = sorted(p for p in paths if not ((ROOT / p).is_dir() if p.endswith("/") else (ROOT / p).is_file()))
     assert not absent, f"docs/structure.md names what does not exist: {absent}"
+
+
+def test_every_guard_of_the_checkpoint_tables_exists() -> None:
+    """Node ids in backticks; a parameter of a golden test is the folder of its model."""
+    page = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
+    traps, faults = re.findall(r"^\|[ |-]+\|\n((?:\|.+\n)+)", page, re.MULTILINE)
+    for row in (traps + faults).splitlines():
+        assert "::test_" in row or "no test yet" in row, row
+    assert len(traps.splitlines()) >= 33 and re.findall(r"^\| (\d+) ", faults, re.M) == [str(n) for n in range(1, 21)]
+    for file, name, model in re.findall(r"`(tests/[\w/.]+)::(\w+)(?:\[([\w/]+)\])?`", page):
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^def {name}\(", source, re.MULTILINE), f"{file} has no {name}"
+        assert not model or (ROOT / "tests/golden" / model / "golden.json").is_file(), f"no golden model {model}"
+    assert "::" not in re.sub(r"`tests/[\w/.]+::\w+(?:\[[\w/]+\])?`", "", page), "a node id of another form"
