@@ -46,9 +46,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, --dtype, --device, --compile, --threads, --chat-template, --kv-memory."""
+    """--model, --draft, --reward, --dtype, --device, --compile, --threads, --chat-template, --kv-memory."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="DIR", help="checkpoint folder: config.json, safetensors, tokenizer files")
+    group.add_argument("--draft", metavar="DIR", help="a smaller model of the same tokenizer, for searches that draft")
+    group.add_argument("--reward", metavar="DIR", help="a model with a scalar head, for searches that rank")
     dtypes = ["auto", *(name for name in DTYPES if name != "float64")]
     group.add_argument("--dtype", choices=dtypes, default="auto", help="of weights and cache (auto: the checkpoint's)")
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
@@ -58,7 +60,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--chat-template", metavar="FILE|none", help="a Jinja file; none: plain completion (the checkpoint's own)"
     )
     group.add_argument(
-        "--kv-memory", type=parse_size, metavar="SIZE", help="of the KV cache, as 512M or 2G (half of what is free)"
+        "--kv-memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="of all KV caches, as 512M or 2G (half of what is free)",
     )
 
 
@@ -130,6 +135,8 @@ def load_engine(args: argparse.Namespace) -> Engine:
         kv_memory=args.kv_memory,
         compile=args.compile,
         chat_template=args.chat_template,
+        draft=args.draft,
+        reward=args.reward,
     )
 
 

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,6 +103,15 @@ class Runner:
 
 
 @dataclass
+class Work:
+    """What a model did for a search; `seconds` of passes that other searches shared count in full."""
+
+    passes: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
 class Run:
     """A search under way."""
 
@@ -115,8 +125,7 @@ class Run:
     ticket: "Ticket | None" = None
     result: SearchResult | None = None
     error: BaseException | None = None
-    forward_passes: int = 0
-    tokens_evaluated: int = 0
+    work: dict[str, "Work"] = field(default_factory=dict)  # by model
     started: float = 0.0
     prefilled: float = 0.0
 
@@ -195,8 +204,8 @@ class Driver:
             try:
                 while self.waiting and len(self.running) < self.parallel and not self._crowded:
                     self._begin(self.waiting.pop(0))
-                for runner in self.runners.values():
-                    self._pass(runner)
+                for name, runner in self.runners.items():
+                    self._pass(name, runner)
             except KeyboardInterrupt:  # anywhere: a tree may call slots evaluated that were only taken
                 for run in self.running:
                     run.retire = None
@@ -216,7 +225,7 @@ class Driver:
 
     # --- one pass ---
 
-    def _pass(self, runner: Runner) -> None:
+    def _pass(self, name: str, runner: Runner) -> None:
         runs = [r for r in self.running if r.ticket and r.ticket.request.tree.pool is runner.pool]
         # Short requests first: decoding goes on while a long prompt fills what is left of the budget.
         room, chunks, owners = runner.budget, [], []
@@ -238,16 +247,20 @@ class Driver:
             asked += [i for i, _ in wanted]
             answers.append([n for _, n in wanted])
             row += chunk.trunk_tokens + len(chunk.nodes)
+        began = time.perf_counter()
         try:
             logp_NV, finite = runner.evaluate([c for c, _, _ in shares], asked)
         except BaseException:
             for chunk, _, _ in shares:
                 chunk.tree.unplace(chunk.trunk_tokens, chunk.nodes)
             raise
+        seconds = time.perf_counter() - began
         row = 0
         for (chunk, run, ticket), nodes in zip(shares, answers, strict=True):
-            run.forward_passes += 1
-            run.tokens_evaluated += chunk.trunk_tokens + len(chunk.nodes)
+            work = run.work.setdefault(name, Work())
+            work.passes += 1
+            work.tokens += chunk.trunk_tokens + len(chunk.nodes)
+            work.seconds += seconds
             mine = slice(row, row + len(nodes))
             row = mine.stop
             if not all(finite[mine]):
@@ -362,7 +375,7 @@ class Driver:
             tree.release()
         self.running.remove(run)
         run.trees, run.generator, run.ticket, run.settled, run.report = [], None, None, [], Report()
-        run.forward_passes = run.tokens_evaluated = 0
+        run.work = {}
         run.prefilled = 0.0
         self.waiting.insert(0, run)
         self._crowded = True
@@ -371,15 +384,23 @@ class Driver:
         target = run.trees[0]
         now = time.perf_counter()
         prefilled = run.prefilled or now  # interrupted before
+        work = {name: run.work.get(name, Work()) for name in {"target": None, **run.work}}
+        mine = work.pop("target")
+        others: dict[str, Any] = {}
+        for name, done in work.items():
+            others[f"{name}_forward_passes"] = done.passes
+            others[f"{name}_nodes_evaluated"] = done.tokens
+            others[f"{name}_seconds"] = done.seconds
         return {
             "prompt_tokens": target.prompt_length,
             "reused_tokens": target.reused,
-            "forward_passes": run.forward_passes,
-            "nodes_evaluated": max(0, run.tokens_evaluated - (target.prompt_length - target.reused - 1)),
+            "forward_passes": mine.passes,
+            "nodes_evaluated": max(0, mine.tokens - (target.prompt_length - target.reused - 1)),
             "prefill_seconds": prefilled - run.started,
             "decode_seconds": now - prefilled,
             "kv_bytes_peak": sum(t.peak_pages * t.pool.page_bytes for t in run.trees),
             "kv_bytes_per_token": target.pool.bytes_per_token,
             "live_nodes_peak": target.peak_live,
             "unshared_nodes_peak": target.peak_unshared,
+            **others,
         }

@@ -14,10 +14,10 @@ from engine.compiling import compile_model
 from engine.driver import Driver, Run, Runner
 from engine.errors import CheckpointError, CoppiceError, UsageError
 from engine.loading import load_template, pick_device, pick_dtype
-from engine.memory import check_memory, is_out_of_memory, make_pool, out_of_memory
+from engine.memory import check_memory, is_out_of_memory, make_pools, out_of_memory
 from engine.packing import Chunk
 from engine.pool import PagePool
-from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
+from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, models_of
 from engine.stopping import StopStrings, TextStream
 from engine.template import ChatTemplate
 from engine.tokenizer import FILES, Tokenizer
@@ -93,8 +93,51 @@ class _Job:
     run: Run = field(init=False)
 
 
+@dataclass
+class _Loaded:
+    """A checkpoint in memory, without a pool yet: pools share what memory the weights of all models leave."""
+
+    folder: Path
+    checkpoint: Checkpoint
+    model: Any
+    dtype: torch.dtype
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+
+    @staticmethod
+    def open(
+        folder: str | Path, dtype: str, device: torch.device, chat_template: str | Path | None, compile: str
+    ) -> "_Loaded":
+        checkpoint = Checkpoint.open(folder)
+        kind = pick_dtype(dtype, checkpoint.torch_dtype, device)
+        tokenizer = Tokenizer.load(folder) if any((Path(folder) / name).exists() for name in FILES) else None
+        template = load_template(folder, chat_template, tokenizer)
+        model = load_model(checkpoint, kind, device)
+        if compile == "on":
+            compile_model(model)
+        return _Loaded(Path(folder), checkpoint, model, kind, tokenizer, template)
+
+    def engine(self, pool: PagePool, parallel: int) -> "Engine":
+        shape, tokenizer = self.model.shape, self.tokenizer
+        vocab_size = min(shape.vocab_size, tokenizer.size) if tokenizer else shape.vocab_size
+        eos = self.checkpoint.eos_token_ids
+        if not eos and "eos_token_id" not in self.checkpoint.config and not self.checkpoint.generation_config:
+            eos = self.model.default_eos_token_ids
+        if not eos and tokenizer and tokenizer.eos_token_id is not None:
+            eos = frozenset([tokenizer.eos_token_id])
+        return Engine(
+            Runner(self.model, pool, vocab_size),
+            shape,
+            tokenizer=tokenizer,
+            template=self.template,
+            eos_token_ids=eos,
+            name=self.folder.resolve().name,
+            parallel=parallel,
+        )
+
+
 class Engine:
-    """A model, its pool of KV pages, its tokenizer. Made by `Engine.load`."""
+    """A model, its pool of KV pages, its tokenizer; the models beside it by role. Made by `Engine.load`."""
 
     def __init__(
         self,
@@ -106,11 +149,13 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         name: str = "model",
         parallel: int = 16,
+        companions: "dict[str, Engine] | None" = None,
     ):
         if parallel < 1:
             raise UsageError(f"parallel: expected at least 1, got {parallel}")
         self.runner, self.shape, self.name, self.parallel = runner, shape, name, parallel
         self.template, self.eos_token_ids = template, eos_token_ids
+        self.companions = companions or {}
         self._tokenizer = tokenizer
         self.load_seconds = 0.0
 
@@ -125,6 +170,8 @@ class Engine:
         compile: str = "off",
         chat_template: str | Path | None = None,
         parallel: int = 16,
+        draft: str | Path | None = None,
+        reward: str | Path | None = None,
     ) -> "Engine":
         """Load a Hugging Face checkpoint folder.
 
@@ -134,10 +181,13 @@ class Engine:
                 a CPU without float16 arithmetic.
             device: "cpu", "cuda" or "auto".
             threads: CPU threads; None leaves torch's choice.
-            kv_memory: bytes of the KV pool; None takes up to half of the free memory.
+            kv_memory: bytes of the KV pools together, which all hold as many tokens; None takes up to half of the free
+                memory.
             compile: "on" runs the layers through torch.compile.
             chat_template: a template file, "none" for plain completion, None for the checkpoint's own.
             parallel: most searches at once.
+            draft: folder of a smaller model of the same tokenizer, for searches that draft.
+            reward: folder of a model with a scalar head, for searches that rank.
 
         Raises:
             CheckpointError: the folder is not a checkpoint that can be run.
@@ -149,34 +199,19 @@ class Engine:
             if type(threads) is not int or not 1 <= threads <= 4096:
                 raise UsageError(f"threads: expected an integer from 1 to 4096, got {threads!r}")
             torch.set_num_threads(threads)
-        place = pick_device(device)
-        checkpoint = Checkpoint.open(folder)
-        kind = pick_dtype(dtype, checkpoint.torch_dtype, place)
-        tokenizer = Tokenizer.load(folder) if any((Path(folder) / name).exists() for name in FILES) else None
-        template = load_template(folder, chat_template, tokenizer)
-        model = load_model(checkpoint, kind, place)
         if compile not in ("on", "off"):
             raise UsageError(f"compile: expected on or off, got {compile!r}")
-        if compile == "on":
-            compile_model(model)
-        pool = make_pool(model.shape, kind, place, kv_memory)
-        vocab_size = min(model.shape.vocab_size, tokenizer.size) if tokenizer else model.shape.vocab_size
-        eos = checkpoint.eos_token_ids
-        if not eos and "eos_token_id" not in checkpoint.config and not checkpoint.generation_config:
-            eos = model.default_eos_token_ids
-        if not eos and tokenizer and tokenizer.eos_token_id is not None:
-            eos = frozenset([tokenizer.eos_token_id])
-        engine = Engine(
-            Runner(model, pool, vocab_size),
-            model.shape,
-            tokenizer=tokenizer,
-            template=template,
-            eos_token_ids=eos,
-            name=Path(folder).resolve().name,
-            parallel=parallel,
-        )
-        engine.load_seconds = time.perf_counter() - began
-        return engine
+        place = pick_device(device)
+        loaded = [_Loaded.open(folder, dtype, place, chat_template, compile)]
+        names = {"draft": draft, "reward": reward}
+        roles = [role for role in names if names[role] is not None]
+        loaded += [_Loaded.open(names[role] or "", dtype, place, None, compile) for role in roles]
+        pools = make_pools([(part.model.shape, part.dtype) for part in loaded], place, kv_memory)
+        target, *others = [part.engine(pool, parallel) for part, pool in zip(loaded, pools, strict=True)]
+        for role, engine in zip(roles, others, strict=True):
+            target.add(role, engine)
+        target.load_seconds = time.perf_counter() - began
+        return target
 
     @property
     def pool(self) -> PagePool:
@@ -193,6 +228,40 @@ class Engine:
                 remedy="add its tokenizer files, or give prompts as token ids",
             )
         return self._tokenizer
+
+    def add(self, role: str, engine: "Engine") -> None:
+        """Let searches ask another model too.
+
+        Args:
+            role: "draft" or "reward".
+            engine: holds the model; it may be used by itself as well.
+
+        Raises:
+            UsageError: it cannot play that role: a reward model without a scalar head, a draft with one, or with
+                another tokenizer.
+        """
+        if role not in ("draft", "reward"):
+            raise UsageError(f"role: expected draft or reward, got {role!r}")
+        if role == "reward" and not engine.shape.scores:
+            raise UsageError(
+                "the reward model has no scalar head",
+                where=engine.name,
+                remedy="give a checkpoint whose architecture ends in ForSequenceClassification",
+            )
+        if role == "draft":
+            mine, its = self._tokenizer, engine._tokenizer
+            differ = mine.difference(its) if mine and its else ""
+            if not (mine and its) and self.shape.vocab_size != engine.shape.vocab_size:
+                differ = f"{self.shape.vocab_size} tokens in one, {engine.shape.vocab_size} in the other"
+            if engine.shape.scores:
+                raise UsageError("the draft is a reward model: it generates none", where=engine.name)
+            if differ:
+                raise UsageError(
+                    "the draft has another tokenizer than the model",
+                    where=f"{engine.name}: {differ}",
+                    remedy="drafts must be made of the same tokens",
+                )
+        self.companions[role] = engine
 
     # --- asking ---
 
@@ -345,7 +414,8 @@ class Engine:
     # --- inside ---
 
     def _driver(self) -> Driver:
-        return Driver({"target": self.runner}, self.parallel)
+        runners = {"target": self.runner, **{role: engine.runner for role, engine in self.companions.items()}}
+        return Driver(runners, self.parallel)
 
     def _submit(
         self,
@@ -403,6 +473,12 @@ class Engine:
         if request.ignore_eos:
             eos = frozenset()
         stops = StopStrings(self.tokenizer, request.stop) if request.stop else None
+        for role in models_of(request.search):
+            if role not in self.companions:
+                raise UsageError(f"this search needs a {role} model", remedy=f"give --{role} DIR")
+            beside = self.companions[role].shape.max_positions
+            if role == "draft" and beside is not None:  # it reads the same tokens
+                new = min(new, max(1, beside - len(ids) + 1))
         request.search.check(self.runner.vocab_size, eos)
         check_memory(self.pool, request.search, len(ids), new)
         return _Job(request, ids, new, eos, stops)

@@ -4,7 +4,7 @@ import errno
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,16 @@ PAGE_SIZE = {"cpu": 1, "cuda": 16}  # tokens; single ones waste nothing, larger 
 MOST_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
 
 
-def make_pool(shape: ModelShape, dtype: torch.dtype, device: torch.device, kv_memory: int | None) -> PagePool:
-    """The pool that fits `kv_memory` bytes, or a share of what is free. Raises KVMemoryError."""
+def make_pools(
+    models: Sequence[tuple[ModelShape, torch.dtype]], device: torch.device, kv_memory: int | None
+) -> list[PagePool]:
+    """A pool for each model, all of as many tokens, within `kv_memory` bytes together or a share of what is free.
+
+    Raises:
+        KVMemoryError: the bytes do not hold a page for each, or the machine cannot give them.
+    """
     size = PAGE_SIZE[device.type]
-    page_bytes = size * shape.kv_bytes_per_token(dtype)
+    page_bytes = size * sum(shape.kv_bytes_per_token(dtype) for shape, dtype in models)
     if kv_memory is not None:
         pages = kv_memory // page_bytes
         if pages < 1:
@@ -37,7 +43,7 @@ def make_pool(shape: ModelShape, dtype: torch.dtype, device: torch.device, kv_me
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         pages = max(1, min(free // 2 // page_bytes, MOST_TOKENS // size))
     try:
-        return PagePool(shape, pages, size, dtype, device)
+        return [PagePool(shape, pages, size, dtype, device) for shape, dtype in models]
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:
         raise KVMemoryError(
             f"the machine cannot give {size_text(pages * page_bytes)} to the KV cache", remedy="lower --kv-memory"

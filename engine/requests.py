@@ -109,7 +109,10 @@ SearchGenerator = Generator[Evaluate | Report, Any, SearchResult]
 
 
 class Search(Protocol):
-    """A search's configuration: a frozen dataclass, checked when made."""
+    """A search's configuration: a frozen dataclass, checked when made.
+
+    One that asks other models than the target has an attribute `models` with their roles: "draft", "reward".
+    """
 
     def run(self, task: Task) -> SearchGenerator:
         """Start the algorithm."""
@@ -122,3 +125,8 @@ class Search(Protocol):
     def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         """Refuse what this model cannot serve. Raises UsageError."""
         ...
+
+
+def models_of(search: Search) -> Sequence[str]:
+    """The roles of the models that a search asks beside the target."""
+    return getattr(search, "models", ())

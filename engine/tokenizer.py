@@ -139,6 +139,15 @@ class Tokenizer:
                 start = found.end()
         yield text[start:]
 
+    def difference(self, other: "Tokenizer") -> str:
+        """Where two tokenizers disagree on what an id means; empty if they do not."""
+        mine, its = self._encoder.pieces, other._encoder.pieces
+        for i in range(max(len(mine), len(its))):
+            a, b = (pieces[i] if i < len(pieces) else None for pieces in (mine, its))
+            if a != b:
+                return f"token {i} is {a!r} in one, {b!r} in the other"
+        return ""
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids` alone. Ids past `size` have no text; incomplete UTF-8 becomes U+FFFD.
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import Engine, Evaluate, KVMemoryError, NumericsError, Output, Report, SearchResult
 from engine.driver import Driver, Run, Runner
-from engine.engine import make_pool
+from engine.engine import make_pools
 from engine.pool import PagePool
 from tools.random_checkpoint import make
 
@@ -445,7 +445,8 @@ def poisoned(checkpoint, tmp_path_factory):
 @pytest.mark.parametrize("budget", [256, 3])
 def test_nan_ends_one_search_and_touches_no_other(poisoned, loaded, budget):
     bench = Bench(loaded("float32"), "float32")
-    pool = make_pool(poisoned.shape, torch.float32, torch.device("cpu"), 40 * 16 * poisoned.pool.bytes_per_token)
+    memory = 40 * 16 * poisoned.pool.bytes_per_token
+    [pool] = make_pools([(poisoned.shape, torch.float32)], torch.device("cpu"), memory)
     driver = Driver({"target": Runner(poisoned.runner.model, pool, VOCAB, budget=budget)}, parallel=3)
     walks = walks_of(11, 6, steps=4)
     for i in (0, 3):

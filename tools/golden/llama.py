@@ -20,6 +20,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.5, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LIMIT}
 YARN_EXACT = {"attention_factor": 1.3, "truncate": False, "beta_fast": 2.0, "beta_slow": 0.5}
 
+MISTRAL = {"model_type": "mistral", "sliding_window": 16}
 # variant -> (arguments of random_checkpoint.make, changes to config.json).
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": (SMALL, {}),
@@ -49,6 +50,10 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "yarn": (ROPE | {"rope": YARN, "config_style": "v4"}, {}),
     "yarn_mscale": (ROPE | {"rope": YARN | {"mscale": 0.7, "mscale_all_dim": 2.0, "beta_fast": 1.5}}, {}),
     "yarn_factor": (ROPE | {"rope": YARN | YARN_EXACT}, {}),
+    "classifier": (SMALL | {"kv_heads": 2}, {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}),
+    "mistral": (SMALL | {"kv_heads": 2}, MISTRAL | {"architectures": ["MistralForCausalLM"]}),
+    "mistral_classifier": (SMALL | {"kv_heads": 2}, MISTRAL | {
+        "architectures": ["MistralForSequenceClassification"], "num_labels": 1}),
 }  # fmt: skip
 
 
@@ -56,10 +61,13 @@ def write(name: str, folder: Path, seed: int) -> None:
     shape, changes = SHAPES[name]
     random_checkpoint.make(folder, **shape, seed=seed)
     edit(folder / "config.json", changes)
-    if name == "tied_head_stored":
+    if name == "tied_head_stored" or "classifier" in name:
         mapped = load_file(folder / "model.safetensors")
         stored = {name: tensor.clone() for name, tensor in mapped.items()}  # writing under a mapping is a bus error
-        stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
+        if "classifier" in name:
+            stored["score.weight"] = stored.pop("lm_head.weight")[:1].clone()
+        else:
+            stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
         write_tensors(folder / "model.safetensors", stored, shape["dtype"])
 
 
