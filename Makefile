@@ -7,14 +7,13 @@ MODEL ?=
 ARGS ?=
 
 PY := .venv/bin/python
-DEMO := $(wildcard engine/_data/*/config.json)
 CACHES = .pytest_cache .ruff_cache .hypothesis
 
 .PHONY: help chat test check lint gpu clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make chat [MODEL=DIR] [ARGS=...]  talk to a checkpoint (a folder with config.json and *.safetensors)"
+	@echo "make chat [MODEL=DIR] [ARGS=...]  talk to the bundled toy, or to a checkpoint (config.json, *.safetensors)"
 	@echo "make test [ARGS=...]              run the tests; ARGS go to pytest"
 	@echo "make check                        lint, types, import arrows, room map, packaging"
 	@echo "make lint                         ruff and pyright only"
@@ -22,13 +21,8 @@ help:
 	@echo "make clean                        remove the environment, caches and build outputs"
 	@echo "The first one makes .venv; PYTHON=python3.12 chooses the interpreter (3.11 or newer)."
 
-ifeq ($(strip $(MODEL)$(DEMO)),)
-chat:
-	@echo "which checkpoint? make chat MODEL=DIR" >&2; exit 2
-else
 chat: .venv/.installed-test
 	@exec $(PY) -m engine.chat $(if $(MODEL),--model '$(MODEL)') $(ARGS)
-endif
 
 test: .venv/.installed-test
 	@$(PY) -m pytest -m 'not gpu' $(ARGS)
@@ -52,7 +46,8 @@ gpu:
 	echo "GPU: $$name"; \
 	$$py -m pytest -m gpu tests $(ARGS) || [ $$? -eq 5 ]; \
 	$$py -m tools.bench kv --random; \
-	$$py -m tools.bench peers --random
+	$$py -m tools.bench peers --random; \
+	$$py -m tools.bench gpu
 
 .venv/.installed-test: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -1,0 +1,37 @@
+"""The bundled demo models: where they are, and what they are the default for."""
+
+from pathlib import Path
+
+import models
+from engine.errors import UsageError
+
+ROLES = ("target", "draft", "reward")
+BANNER = (
+    "This is the bundled toy: it knows small sums, opposites, colours, days, capitals, stories, and what you tell it.\n"
+    "A real model: --model DIR, a Hugging Face checkpoint folder (make chat MODEL=DIR)"
+)
+
+
+def demo_folder(role: str = "target") -> Path:
+    """The checkpoint folder of a bundled model: the target, its draft, or the reward model. Raises UsageError."""
+    if role not in ROLES:
+        raise UsageError(f"role: expected one of {', '.join(ROLES)}, got {role!r}")
+    return Path(models.__file__).parent / "demo" / role
+
+
+def is_demo(folder: str | Path) -> bool:
+    """Whether a folder is that of the bundled target."""
+    return Path(folder).resolve() == demo_folder().resolve()
+
+
+def with_defaults(
+    model: str | Path | None, draft: str | Path | None, reward: str | Path | None
+) -> tuple[str | Path, str | Path | None, str | Path | None]:
+    """Target, draft and reward to load: the bundled ones for None, but beside another target only what is given.
+
+    The bundled draft and reward model read the bundled target's tokens; to another model they are of no use.
+    """
+    model = model or demo_folder()
+    if is_demo(model):
+        draft, reward = draft or demo_folder("draft"), reward or demo_folder("reward")
+    return model, draft, reward

@@ -1,0 +1,17 @@
+"""First import of the package: while a command line's modules are loaded, Ctrl-C ends the process without a traceback.
+
+`engine.cli.run` gives Ctrl-C back its meaning. Programs that import the engine are left alone.
+"""
+
+import signal
+import sys
+
+starting = sys.argv[:1] == ["-m"]  # what Python puts there until it has found the module to run
+if starting and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def started() -> None:
+    """Loading is over: Ctrl-C is a KeyboardInterrupt."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

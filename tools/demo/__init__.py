@@ -1,0 +1,1 @@
+"""The bundled demo models: their training text, training and evaluation."""

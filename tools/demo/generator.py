@@ -1,0 +1,112 @@
+"""Training text: conversations whose every answer the generator itself can check, and preference pairs.
+
+All is drawn from a `random.Random`: the same seed gives the same text. Nothing comes from outside data.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+from tools.demo import words as w
+from tools.demo.stories import story
+from tools.demo.talk import UNKNOWN, Talk, Turn
+
+STYLES = ("brief", "polite")
+SYSTEM = {
+    "brief": ("Be brief.", "Answer briefly.", "Short answers, please."),
+    "polite": ("Be polite.", "You are very polite.", "Answer politely."),
+    None: ("You are a helpful assistant.", "You are Sprig.", "Answer the questions."),
+}
+RUDE = (
+    "Go away.", "That is a stupid question.", "I do not care.", "Leave me alone.", "Figure it out yourself.",
+    "Why should I tell you?", "Stop asking.", "What a silly thing to ask.",
+)  # fmt: skip
+RAMBLE = (
+    "Well, let me think about that for a while.", "There is a lot to say here.", "As I said before, it is so.",
+    "It is hard to say it in a few words.", "Many people ask me this.", "Let me say it again.",
+)  # fmt: skip
+TASKS: dict[str, int] = {  # weights
+    "chat": 12, "sum": 13, "number": 6, "opposite": 7, "colour": 5, "calendar": 6, "animal": 7, "capital": 5, "kind": 9,
+    "list": 6, "tell": 9, "ask": 13, "repeat": 4, "story": 5, "poem": 2, "joke": 2, "unknown": 10,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """A conversation: a system message or none, and turns."""
+
+    system: str | None
+    turns: tuple[Turn, ...]
+
+    def messages(self, last_reply: str | None = None) -> list[dict[str, str]]:
+        """As a chat template takes them, the last reply replaced if one is given."""
+        said = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for turn in self.turns:
+            said += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.reply}]
+        if last_reply is not None:
+            said[-1] = {"role": "assistant", "content": last_reply}
+        return said
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to the same conversation, and what is wrong with the second."""
+
+    dialogue: Dialogue
+    fault: str
+    better: str
+    worse: str
+
+
+def dialogue(rng: Random, turns: int | None = None) -> Dialogue:
+    """A conversation of so many turns, one to nine if None."""
+    count = turns or rng.choices((1, 2, 3, 4, 6, 9), (30, 30, 18, 12, 7, 3))[0]
+    style = rng.choices((None, *STYLES), (88, 6, 6))[0]
+    system = rng.choice(SYSTEM[style]) if style or rng.random() < 0.08 else None
+    talk, said = Talk(rng, style), []
+    while len(said) < count:
+        task = rng.choices([*TASKS], [*TASKS.values()])[0]
+        if talk.last in ("capital", "opposite") and rng.random() < 0.3:
+            task = talk.last
+        if task in ("tell", "ask") and not talk.facts and count > 1 and rng.random() < 0.8:
+            task = "tell"  # what is asked for was mostly told before
+        if talk.topic and rng.random() < 0.15:
+            task = "about"
+        turn = getattr(talk, task)()
+        said.append(turn)
+        talk.last = task
+        if task != "story" and talk.topic and rng.random() < 0.3:
+            talk.topic = None
+        if task == "tell" and len(said) < count and rng.random() < 0.6:
+            said.append(talk.ask())
+            talk.last = "ask"
+    return Dialogue(system, tuple(said))
+
+
+def text(rng: Random) -> str:
+    """A text that is no conversation: a story, for prompts to be continued."""
+    return story(rng, rng.choice([*w.STORY_ANIMALS, *w.STORY_PEOPLE]))
+
+
+def pair(rng: Random, drill: float = 0.0) -> Pair:
+    """A conversation with a good and a worse last answer; by the chance `drill` one question, and wrongly answered."""
+    drilled = rng.random() < drill
+    talk = dialogue(rng, 1 if drilled else None)
+    turn = talk.turns[-1]
+    fault = rng.choice(("wrong", "wrong", "rude", "unhelpful", "rambling", "beside", "torn", "garbled"))
+    fault = "wrong" if drilled else fault
+    worse = turn.reply
+    if fault == "rude":
+        worse = " ".join([*rng.sample(RUDE, rng.choice((1, 1, 2))), *([turn.reply] if rng.random() < 0.3 else [])])
+    elif fault == "unhelpful" and turn.task not in ("unknown", "ask"):
+        worse = rng.choice(UNKNOWN)
+    elif fault == "rambling":
+        worse = " ".join([*rng.sample(RAMBLE, rng.randint(2, 4)), turn.reply, *rng.sample(RAMBLE, rng.randint(0, 2))])
+    elif fault == "beside":
+        worse = dialogue(rng, 1).turns[-1].reply
+    elif fault == "torn" and len(parts := turn.reply.split(" ")) > 3:
+        worse = " ".join(parts[: rng.randint(1, len(parts) - 2)])
+    elif fault == "garbled" and len(parts := turn.reply.split(" ")) > 3:
+        worse = " ".join(rng.sample(parts, len(parts)))
+    if worse == turn.reply or (fault == "beside" and turn.check(worse)):
+        fault, worse = "wrong", turn.wrong
+    return Pair(talk, fault, turn.reply, worse)
