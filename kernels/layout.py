@@ -12,7 +12,7 @@ One tree of the pass, its trunk of 5 tokens in pages of 4, its branches in the s
     b               ancestry(b) = bit 1 (b)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,15 +28,23 @@ class TreeLayout:
 
     positions_T: Tensor  # int64, trunk length + depth: never a slot's place in memory
     write_slots_T: Tensor  # int64, the slot that takes each token's key and value
-    token_starts: Tensor  # int32 [R + 1], on the host: tree r owns tokens starts[r] .. starts[r + 1] - 1
+    token_starts: Tensor  # int32 [R + 1]: tree r owns tokens starts[r] .. starts[r + 1] - 1. "cpu" reads it on the host
     trunk_seen_T: Tensor  # int32, how many trunk tokens each token sees: all, or its own prefix during prefill
     trunk_pages_RP: Tensor  # int32, page numbers, filled up with 0
     trunk_len_R: Tensor  # int32
-    trunk_runs: Tensor  # int32 [n, 3], on the host: (tree, first slot, length) of each contiguous piece, in order
+    trunk_runs: Tensor  # int32 [n, 3], on the host: (tree, first slot, length) of each piece, in order; for "cpu" only
     branch_slots_RW: Tensor  # int64, holes and padding are NULL_SLOT
     branch_positions_RW: Tensor  # int32, position of the token in each branch slot (sliding windows)
     ancestry_TC: Tensor  # int32 words, bit i: this token sees branch slot i of its tree
     page_size: int
+    impl: str = "cpu"  # which implementation of the operators the engine chose
+
+    def to(self, device: torch.device | str) -> "TreeLayout":
+        """The same layout on a device, but for `trunk_runs`."""
+        if self.positions_T.device == torch.device(device):
+            return self
+        moving = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name != "trunk_runs"}
+        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in moving.items()})
 
     def branch_mask_TW(self) -> Tensor:
         """The ancestry bits unpacked: bool [T, W]."""

@@ -1,6 +1,12 @@
-"""Property tests are the same on every machine and at every load."""
+"""Property tests are the same on every machine and at every load; without a GPU, Triton kernels are interpreted."""
 
+import os
+
+import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")

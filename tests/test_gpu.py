@@ -1,11 +1,13 @@
 """The engine on a CUDA device gives what it gives on the CPU. Run by `make gpu`."""
 
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine import Engine
+from engine.graphs import GraphRunner
 from search import Greedy, Sample, Trie
 
 pytestmark = [
@@ -27,3 +29,54 @@ def test_cuda_equals_cpu(variant):
         got = cuda.generate(prompts, search, max_new_tokens=20)
         assert [[o.token_ids for o in r.outputs] for r in got] == [[o.token_ids for o in r.outputs] for r in want]
     cuda.pool.check_invariants([])
+
+
+def test_steps_come_from_graphs():
+    engine = Engine.load(GOLDEN / "gqa", dtype="float32", device="cuda")
+    assert isinstance(engine.runner, GraphRunner) and engine.runner.impl == "triton" and engine.pool.page_size == 16
+    prompts = [list(range(5, 60)), [9], [7, 20, 33]]
+    first = engine.generate(prompts, Trie(beams=4), max_new_tokens=20, ignore_eos=True)
+    steps = engine.runner._steps
+    assert any(step.replay for step in steps.values())
+    again = engine.generate(prompts, Trie(beams=4), max_new_tokens=20, ignore_eos=True)
+    assert [r.outputs[0].token_ids for r in again] == [r.outputs[0].token_ids for r in first]
+    assert len(steps) <= 12
+
+
+def test_what_a_step_waits_for():
+    """One transfer to the host: whether all is finite, and the best candidates. Nothing else stops the GPU."""
+    engine = Engine.load(GOLDEN / "gqa", dtype="float32", device="cuda")
+
+    def ask(new_tokens):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                engine.generate([[7, 20, 33]], Trie(beams=4), max_new_tokens=new_tokens, ignore_eos=True)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return sum("synchroniz" in str(w.message) for w in told)
+
+    for _ in range(3):  # until every graph is recorded
+        ask(40)
+    assert ask(40) - ask(20) <= 20
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_is_near(dtype):
+    exact = Engine.load(GOLDEN / "gqa", dtype="float64", device="cpu").logits(list(range(5, 80)))
+    errors = {}
+    for device in ("cpu", "cuda"):
+        logits = Engine.load(GOLDEN / "gqa", dtype=dtype, device=device).logits(list(range(5, 80)))
+        errors[device] = float((logits.cpu() - exact).pow(2).mean().sqrt())
+    assert errors["cuda"] <= 2 * errors["cpu"]
+
+
+def test_compiled_layers_in_graphs():
+    eager = Engine.load(GOLDEN / "gqa", dtype="float32", device="cuda")
+    compiled = Engine.load(GOLDEN / "gqa", dtype="float32", device="cuda", compile="on")
+    prompts = [list(range(5, 60)), [9]]
+    for _ in range(2):
+        want = eager.generate(prompts, Trie(beams=4), max_new_tokens=12)
+        got = compiled.generate(prompts, Trie(beams=4), max_new_tokens=12)
+        assert [r.outputs[0].token_ids for r in got] == [r.outputs[0].token_ids for r in want]

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.kv_write import cpu, reference
 
-IMPLEMENTATIONS = {"reference": reference.kv_write, "cpu": cpu.kv_write}
+IMPLEMENTATIONS = ("reference", "cpu", "triton")
 
 
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, *, impl: str = "cpu") -> None:
@@ -15,17 +15,22 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
         k_GSD, v_GSD: one layer's cache.
         k_TGD, v_TGD: new rows, in the cache's dtype.
         slots_T: int64; distinct, but for padding tokens, which share TRASH_SLOT.
-        impl: "reference" or "cpu" (fast PyTorch, any device).
+        impl: "reference" (the definition), "cpu" (fast PyTorch, any device) or "triton" (GPU kernels).
 
     Raises:
-        ValueError: shapes that do not fit together, unknown impl.
+        ValueError: shapes that do not fit together, unknown impl, or what the implementation cannot do.
     """
     G, _, D = k_GSD.shape
     if k_TGD.shape != (slots_T.shape[0], G, D) or v_TGD.shape != k_TGD.shape:
         raise ValueError(f"expected rows {[slots_T.shape[0], G, D]}, got k {list(k_TGD.shape)}, v {list(v_TGD.shape)}")
     if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected one of {sorted(IMPLEMENTATIONS)}, got {impl!r}")
-    if impl == "cpu" and torch.compiler.is_compiling():
-        torch.ops.coppice.kv_write_cpu(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
+        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    if impl == "triton":
+        from kernels.kv_write import triton  # absent on some machines, and slow to import
+
+        run = torch.ops.coppice.kv_write_triton if torch.compiler.is_compiling() else triton.kv_write
+    elif impl == "cpu":
+        run = torch.ops.coppice.kv_write_cpu if torch.compiler.is_compiling() else cpu.kv_write
     else:
-        IMPLEMENTATIONS[impl](k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
+        run = reference.kv_write
+    run(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)

@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels.layout import TreeLayout
 from kernels.tree_attention import cpu, reference
 
-IMPLEMENTATIONS = {"reference": reference.tree_attention, "cpu": cpu.tree_attention}
+IMPLEMENTATIONS = ("reference", "cpu", "triton")
 
 
 def tree_attention(
@@ -17,7 +17,7 @@ def tree_attention(
     *,
     scale: float,
     window: int | None = None,
-    impl: str = "cpu",
+    impl: str | None = None,
 ) -> Tensor:
     """Softmax attention of each token over the trunk tokens and branch nodes that it sees.
 
@@ -27,13 +27,14 @@ def tree_attention(
         layout: the pass.
         scale: factor of the dot products.
         window: a token at position p sees only positions > p - window; None sees all.
-        impl: "reference" (the definition) or "cpu" (fast PyTorch, any device).
+        impl: "reference" (the definition), "cpu" (fast PyTorch, any device) or "triton" (GPU kernels); None takes the
+            layout's.
 
     Returns:
         [T, H, D] in q's dtype; zeros for a token that sees nothing.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together, unknown impl.
+        ValueError: shapes or dtypes that do not fit together, unknown impl, or what the implementation cannot do.
     """
     T, H, D = q_THD.shape
     if k_GSD.shape != v_GSD.shape or k_GSD.shape[2] != D or H % k_GSD.shape[0]:
@@ -44,9 +45,16 @@ def tree_attention(
         raise ValueError(f"expected one dtype, got q {q_THD.dtype}, k {k_GSD.dtype}, v {v_GSD.dtype}")
     if layout.positions_T.shape[0] != T:
         raise ValueError(f"expected a layout of {T} tokens, got {layout.positions_T.shape[0]}")
+    impl = impl or layout.impl
     if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected one of {sorted(IMPLEMENTATIONS)}, got {impl!r}")
-    if impl == "cpu" and torch.compiler.is_compiling():  # opaque to the compiler; called straight when eager
+        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    if impl == "triton":
+        from kernels.tree_attention import triton  # absent on some machines, and slow to import
+
+        if torch.compiler.is_compiling():  # opaque to the compiler; called straight when eager
+            return torch.ops.coppice.tree_attention_triton(*triton.operands(q_THD, k_GSD, v_GSD, layout), scale, window)
+        return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window)
+    if impl == "cpu" and torch.compiler.is_compiling():
         return torch.ops.coppice.tree_attention_cpu(
             q_THD,
             k_GSD,
@@ -61,4 +69,5 @@ def tree_attention(
             scale,
             window,
         )
-    return IMPLEMENTATIONS[impl](q_THD, k_GSD, v_GSD, layout, scale, window)
+    run = cpu.tree_attention if impl == "cpu" else reference.tree_attention
+    return run(q_THD, k_GSD, v_GSD, layout, scale, window)

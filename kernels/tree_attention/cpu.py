@@ -3,17 +3,35 @@
 Per tree and tile of queries: scores over the trunk's contiguous runs, read in place, and over the gathered branch
 slots stand side by side in one buffer, one softmax runs over it, and the weighted values are added up piece by
 piece. Query heads that share a key/value head are rows of one matrix product, so each key is read once per tile.
+What depends on the layout alone is worked out once per pass, not once per layer.
 """
 
+from functools import lru_cache
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.layout import TreeLayout, unpack_bits
+from kernels.layout import WORD, TreeLayout, unpack_bits
 
 LONG_RUN = 64  # tokens; a matrix product of its own pays from about here on
 TILE_SCORES = 1 << 19  # scores alive at once: 2 MB in float32, whatever the prompt's length
+TILE_SLOTS = 1 << 11  # gathered at once where every token has branch slots of its own
+NARROW = 512  # branch slots: up to here all tokens take them all
+
+
+class Tile(NamedTuple):
+    """Queries of one tree that are answered together. N = tokens x query heads per key/value head."""
+
+    first: int  # token
+    last: int  # the one after the last
+    pieces: list[slice | Tensor]  # where the trunk rows that any of them sees lie in the cache, in order
+    branch_slots: Tensor | None  # [W], the same for all; or [t, W], each token's own
+    branch_bias_NW: Tensor | None  # 0 for an ancestor, -inf for the others
+    masked: slice  # the trunk rows, counted from the first piece's first, that not all of them see
+    hidden_NK: Tensor | None  # of those, who does not see which
+    blind_N1: Tensor | None  # sees nothing at all (padding); None where all see something
 
 
 def tree_attention(
@@ -51,86 +69,184 @@ def _tree_attention(
     window: int | None,
 ) -> Tensor:
     H, D = q_THD.shape[1:]
-    G, h = k_GSD.shape[0], H // k_GSD.shape[0]
-    q_TGhD = (q_THD * scale).unflatten(1, (G, h))
-    out_TGhD = torch.empty_like(q_TGhD)
-    hidden_TW = ~unpack_bits(ancestry_TC)
-    W = hidden_TW.shape[1]
-    starts, runs = token_starts.tolist(), trunk_runs.tolist()
-    for r, (first, last) in enumerate(pairwise(starts)):
-        if first == last:
+    G = k_GSD.shape[0]
+    dtype = torch.float32 if q_THD.dtype == torch.float16 else q_THD.dtype  # of the scores: they may pass 65,504
+    layout = (positions_T, token_starts, trunk_seen_T, trunk_runs, branch_slots_RW, branch_positions_RW, ancestry_TC)
+    q_TGhD = (q_THD * scale).unflatten(1, (G, H // G))
+    parts = []
+    for tile in _tiles(*layout, H, H // G, window, dtype):
+        q_GND = q_TGhD[tile.first : tile.last].transpose(0, 1).reshape(G, -1, D).to(dtype)
+        keys, values = _rows(k_GSD, tile), _rows(v_GSD, tile)
+        if not keys:
+            parts.append(torch.zeros_like(q_THD[tile.first : tile.last]))
+            continue
+        if dtype.itemsize == 2:  # their product would copy a view of the cache transposed, which takes thrice as long
+            keys = [key.contiguous() for key in keys]
+        scores = [q_GND @ key.to(dtype).transpose(1, 2) for key in keys[: len(tile.pieces)]]
+        if tile.branch_bias_NW is not None:
+            scores.append(_branch_scores(tile.branch_bias_NW, q_GND, keys[-1].to(dtype)))
+        scores_GNK = torch.cat(scores, -1) if len(scores) > 1 else scores[0]
+        if tile.hidden_NK is not None:
+            scores_GNK[..., tile.masked].masked_fill_(tile.hidden_NK, float("-inf"))
+        p_GNK = torch.softmax(scores_GNK, -1).to(v_GSD.dtype)
+        if tile.blind_N1 is not None:
+            p_GNK.masked_fill_(tile.blind_N1, 0.0)
+        out_GND = _mix(p_GNK, values)
+        parts.append(out_GND.view(G, -1, H // G, D).transpose(0, 1).contiguous().view(-1, H, D))
+    out_THD = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return out_THD.to(q_THD.dtype)
+
+
+def _branch_scores(bias_NW: Tensor, q_GND: Tensor, key: Tensor) -> Tensor:
+    """q k^T + bias: keys [G, W, D] for all queries, or [G, t * W, D], W for each token."""
+    if key.shape[1] == bias_NW.shape[1]:
+        return torch.baddbmm(bias_NW, q_GND, key.transpose(1, 2))
+    (G, N, D), W = q_GND.shape, bias_NW.shape[1]
+    t = key.shape[1] // W
+    scores = q_GND.reshape(G * t, N // t, D) @ key.view(G * t, W, D).transpose(1, 2)
+    return scores.view(G, N, W).add_(bias_NW)
+
+
+def _mix(p_GNK: Tensor, values: list[Tensor]) -> Tensor:
+    """The weighted sum of values that lie in pieces; the last may hold values of each token's own."""
+    widths = [value.shape[1] for value in values]
+    widths[-1] = p_GNK.shape[-1] - sum(widths[:-1])
+    if widths == [values[0].shape[1]]:
+        return p_GNK @ values[0]
+    parts = list(p_GNK.split(widths, -1))
+    own_GND = None
+    if widths[-1] != values[-1].shape[1]:
+        own_GND = _own_values(parts.pop(), values[-1])
+        if not parts:
+            return own_GND
+    out_GND = parts[0] @ values[0]
+    if out_GND.dtype.itemsize == 2:
+        out_GND = out_GND.float()  # many pieces must not add up their roundings
+        for p_GNk, value in zip(parts[1:], values[1:], strict=False):
+            out_GND += p_GNk @ value
+    else:
+        for p_GNk, value in zip(parts[1:], values[1:], strict=False):
+            out_GND.baddbmm_(p_GNk, value)
+    return out_GND if own_GND is None else out_GND.add_(own_GND)
+
+
+def _own_values(p_GNW: Tensor, value: Tensor) -> Tensor:
+    """The weighted sum of values [G, t * W, D], W for each token."""
+    (G, N, W), D = p_GNW.shape, value.shape[2]
+    t = value.shape[1] // W
+    return (p_GNW.reshape(G * t, N // t, W) @ value.view(G * t, W, D)).view(G, N, D)
+
+
+def _rows(cache_GSD: Tensor, tile: Tile) -> list[Tensor]:
+    """Keys or values that a tile sees, [G, n, D] each: long runs in place, the rest gathered."""
+    rows = [cache_GSD[:, p] if isinstance(p, slice) else cache_GSD.index_select(1, p) for p in tile.pieces]
+    if tile.branch_slots is not None:
+        rows.append(cache_GSD.index_select(1, tile.branch_slots.flatten()))
+    return rows
+
+
+# Keyed by the tensors' identity: all layers of a pass share one layout, and nothing writes to one that "cpu" reads.
+@lru_cache(maxsize=1)
+def _tiles(
+    positions_T: Tensor,
+    token_starts: Tensor,
+    trunk_seen_T: Tensor,
+    trunk_runs: Tensor,
+    branch_slots_RW: Tensor,
+    branch_positions_RW: Tensor,
+    ancestry_TC: Tensor,
+    heads: int,
+    group: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> list[Tile]:
+    """Cut a pass into tiles; `group` query heads share a key/value head."""
+    starts, runs, tiles = token_starts.tolist(), trunk_runs.tolist(), []
+    for r, (start, end) in enumerate(pairwise(starts)):
+        if start == end:
             continue
         trunk = [(slot, length) for tree, slot, length in runs if tree == r]
-        branch_k_GWD = k_GSD.index_select(1, branch_slots_RW[r])
-        branch_v_GWD = v_GSD.index_select(1, branch_slots_RW[r])
-        tile = max(16, TILE_SCORES // max(1, H * (sum(length for _, length in trunk) + W)))
-        for t0 in range(first, last, tile):
-            t1 = min(t0 + tile, last)
-            seen_t, oldest_t1 = trunk_seen_T[t0:t1], None
+        columns, visible_TW = _columns(ancestry_TC[start:end])
+        W, own = visible_TW.shape[1], columns.dim() == 2
+        size = max(16, TILE_SCORES // max(1, heads * (sum(length for _, length in trunk) + W)))
+        if own:
+            size = max(1, min(size, TILE_SLOTS // W))
+        for first in range(start, end, size):
+            last = min(first + size, end)
+            mine = slice(first - start, last - start)
+            seen_t1, visible_tW = trunk_seen_T[first:last, None], visible_TW[mine]
+            columns_W = columns[mine] if own else columns
+            low, high = (int(x) for x in torch.aminmax(seen_t1))
+            oldest, masked = 0, low  # trunk rows before `oldest` are seen by nobody, from there to `masked` by all
+            oldest_t1 = torch.zeros_like(seen_t1)
             if window is not None:
-                oldest_t1 = (positions_T[t0:t1] - window + 1).unsqueeze(1)
-            low, high = (int(x) for x in torch.aminmax(seen_t))
-            runs_t = _first(trunk, high)  # the upper triangle of a prefill is never computed
-            keys = _pieces(k_GSD, runs_t) + [branch_k_GWD] * bool(W)
-            values = _pieces(v_GSD, runs_t) + [branch_v_GWD] * bool(W)
-            if not keys:
-                out_TGhD[t0:t1] = 0
-                continue
-            q_GND = q_TGhD[t0:t1].transpose(0, 1).reshape(G, -1, D)
-            scores = [_scores(q_GND, key) for key in keys]
-            if W:
-                hidden_tW = hidden_TW[t0:t1]
-                if oldest_t1 is not None:
-                    hidden_tW = hidden_tW | (branch_positions_RW[r] < oldest_t1)
-                scores[-1].view(G, t1 - t0, h, W).masked_fill_(hidden_tW.unsqueeze(1), float("-inf"))
-            scores_GNK = torch.cat(scores, -1) if len(scores) > 1 else scores[0]
-            if low < high or oldest_t1 is not None:
-                place_K = torch.arange(high, device=q_THD.device)
-                hidden_tK = place_K >= seen_t.unsqueeze(1)
-                if oldest_t1 is not None:
-                    hidden_tK |= place_K < oldest_t1
-                scores_GNK[..., :high].unflatten(1, (-1, h)).masked_fill_(hidden_tK.unsqueeze(1), float("-inf"))
-            p_GNK = torch.softmax(scores_GNK, -1)
-            if low == 0 or oldest_t1 is not None:  # a token may see nothing at all
-                p_GNK.masked_fill_(scores_GNK.amax(-1, keepdim=True) == float("-inf"), 0.0)
-            parts = p_GNK.to(v_GSD.dtype).split([value.shape[1] for value in values], -1)
-            out_GND = parts[0] @ values[0]
-            if out_GND.dtype.itemsize == 2 and len(parts) > 1:
-                out_GND = out_GND.float()  # many pieces must not add up their roundings
-            for p_GNk, value in zip(parts[1:], values[1:], strict=True):
-                out_GND += p_GNk @ value
-            out_TGhD[t0:t1] = out_GND.view(G, t1 - t0, h, D).transpose(0, 1)
-    return out_TGhD.flatten(1, 2)
+                oldest_t1 = (positions_T[first:last, None] - window + 1).clamp(min=0)
+                visible_tW = visible_tW & (branch_positions_RW[r][columns_W] >= oldest_t1)
+                oldest, latest = (min(high, int(x)) for x in torch.aminmax(oldest_t1))
+                masked = oldest if latest > oldest else max(low, oldest)
+            hidden_NK = None
+            if masked < high:  # the upper triangle of a prefill is never computed
+                place_K = torch.arange(masked, high, device=seen_t1.device)
+                hidden_NK = ((place_K >= seen_t1) | (place_K < oldest_t1)).repeat_interleave(group, 0)
+            blind_t1 = (seen_t1 <= oldest_t1) & ~visible_tW.any(-1, keepdim=True)
+            bias_tW = torch.zeros(visible_tW.shape, dtype=dtype, device=seen_t1.device)
+            bias_tW.masked_fill_(~visible_tW, float("-inf"))
+            tiles.append(
+                Tile(
+                    first,
+                    last,
+                    _pieces(trunk, oldest, high, seen_t1.device),
+                    branch_slots_RW[r][columns_W] if W else None,
+                    bias_tW.repeat_interleave(group, 0) if W else None,
+                    slice(masked - oldest, high - oldest),
+                    hidden_NK,
+                    blind_t1.repeat_interleave(group, 0) if blind_t1.any() else None,
+                )
+            )
+    return tiles
 
 
-def _scores(q_GND: Tensor, k_GnD: Tensor) -> Tensor:
-    """q k^T, of float16 in float32: scores may pass 65,504 where queries and keys do not."""
-    if q_GND.dtype == torch.float16:
-        q_GND, k_GnD = q_GND.float(), k_GnD.float()
-    return q_GND @ k_GnD.transpose(1, 2)
+def _columns(words_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """Which branch slots the tokens of a tree see: columns [W] of its table and bool [T, W].
+
+    Of a wide table (many long branches side by side) only those that any token sees; and if tokens have little in
+    common, as when each grows a branch of its own, columns [T, W] of each token's own.
+    """
+    T, C = words_TC.shape
+    if C * WORD <= NARROW:
+        return torch.arange(C * WORD, device=words_TC.device), unpack_bits(words_TC)
+    token_n, word_n = words_TC.nonzero(as_tuple=True)
+    n_m, bit_m = unpack_bits(words_TC[token_n, word_n].unsqueeze(1)).nonzero(as_tuple=True)
+    token_m, column_m = token_n[n_m], word_n[n_m] * WORD + bit_m
+    count_T = torch.bincount(token_m, minlength=T)
+    seen_W = torch.zeros(C * WORD, dtype=torch.bool, device=words_TC.device)
+    seen_W[column_m] = True
+    most, W = int(count_T.max()), int(seen_W.sum())
+    if T * most < W * (1 + T // 8):  # rows to gather, against those of all columns and an eighth of the scores
+        place_m = torch.arange(len(token_m), device=words_TC.device) - (count_T.cumsum(0) - count_T)[token_m]
+        columns_TW = torch.zeros(T, most, dtype=torch.int64, device=words_TC.device)
+        columns_TW[token_m, place_m] = column_m
+        return columns_TW, torch.arange(most, device=words_TC.device) < count_T.unsqueeze(1)
+    visible_TW = torch.zeros(T, W, dtype=torch.bool, device=words_TC.device)
+    visible_TW[token_m, (seen_W.cumsum(0) - 1)[column_m]] = True
+    return seen_W.nonzero().squeeze(1), visible_TW
 
 
-def _first(runs: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """The runs that hold the first `count` tokens of a trunk."""
-    pieces = []
+def _pieces(runs: list[tuple[int, int]], start: int, end: int, device: torch.device) -> list[slice | Tensor]:
+    """Trunk rows start .. end - 1 of (first slot, length) runs: long ones in place, short neighbours gathered."""
+    cut, place = [], 0
     for slot, length in runs:
-        if count <= 0:
-            break
-        pieces.append((slot, min(length, count)))
-        count -= length
-    return pieces
-
-
-def _pieces(cache_GSD: Tensor, runs: list[tuple[int, int]]) -> list[Tensor]:
-    """The trunk's rows, [G, n, D] each: long runs in place; neighbouring short ones, of a crowded pool, gathered."""
-    pieces = []
-    for long, group in groupby(runs, key=lambda run: run[1] >= LONG_RUN):
-        group = list(group)
+        first, last = max(start, place), min(end, place + length)
+        if first < last:
+            cut.append((slot + first - place, last - first))
+        place += length
+    pieces: list[slice | Tensor] = []
+    for long, neighbours in groupby(cut, key=lambda run: run[1] >= LONG_RUN):
+        group = list(neighbours)
         if long or len(group) == 1:
-            pieces += [cache_GSD[:, slot : slot + n] for slot, n in group]
+            pieces += [slice(slot, slot + n) for slot, n in group]
         else:
-            slots = torch.cat([torch.arange(slot, slot + n, device=cache_GSD.device) for slot, n in group])
-            pieces.append(cache_GSD.index_select(1, slots))
+            pieces.append(torch.cat([torch.arange(slot, slot + n, device=device) for slot, n in group]))
     return pieces
 
 
@@ -139,4 +255,4 @@ torch.library.custom_op("coppice::tree_attention_cpu", _tree_attention, mutates_
 
 @torch.library.register_fake("coppice::tree_attention_cpu")
 def _(q_THD, *_args):
-    return torch.empty_like(q_THD)
+    return q_THD.new_empty(q_THD.shape)

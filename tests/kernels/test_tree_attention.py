@@ -1,11 +1,17 @@
-"""Tree attention and KV writes: the fast version against the definition, over random forests.
+"""Tree attention and KV writes: the fast versions against the definition, over random forests.
 
-Every slot that is not live, and the trash slot, holds NaN: whoever reads one is found out.
+Every slot that is not live, and the trash slot, holds NaN: whoever reads one is found out. Triton kernels run in the
+interpreter where there is no GPU, and compiled by `make gpu`.
 """
 
 import dataclasses
+import importlib.util
 import itertools
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +21,18 @@ from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, KVCache, TreeLayout, unp
 from kernels.tree_attention import cpu, reference, tree_attention
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+GPU_DTYPES = DTYPES[1:]  # what the Triton kernels take
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled on this machine's GPU")
+on_gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+TRITON = [pytest.param("cpu", marks=(needs_triton, interpreted), id="interpreted"), pytest.param("cuda", marks=on_gpu)]
+EVERY_IMPL = [  # (impl, device)
+    pytest.param("reference", "cpu", id="reference"),
+    pytest.param("cpu", "cpu", id="cpu"),
+    pytest.param("triton", "cpu", marks=(needs_triton, interpreted), id="interpreted"),
+    pytest.param("triton", "cuda", marks=on_gpu, id="cuda"),
+]
+FAST = EVERY_IMPL[1:]
 
 
 @dataclasses.dataclass
@@ -137,6 +155,12 @@ def naive(q_THD, k_GSD, v_GSD, layout, scale, window):
     return out
 
 
+def run(impl, device, q, k, v, layout, scale, window=None):
+    """An implementation on a device; the result on the host."""
+    moved = [x.to(device) for x in (q, k, v)]
+    return tree_attention(*moved, layout.to(device), scale=scale, window=window, impl=impl).cpu()
+
+
 FORESTS = {
     "one token, nothing before it": ([(1, 1, 0, 0)], {}),
     "a page border": ([(15, 15, 0, 0), (16, 16, 0, 0), (17, 17, 0, 0), (16, 1, 0, 0), (17, 1, 0, 0)], {}),
@@ -197,9 +221,40 @@ def random_trees(rng):
     return trees
 
 
+@pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize("name", FORESTS)
+def test_triton_equals_definition(name, device):
+    trees, shape = FORESTS[name]
+    f = forest(hash_of(name), trees, **shape)
+    own = slice(0, len(f.q_THD) - shape.get("padding", 0))
+    for window, dtype in zip((None, 7, 64), GPU_DTYPES, strict=True):
+        (q, k, v), wide = cast(f, dtype)
+        exact = naive(*wide, f.layout, 0.3, window)
+        out = run("triton", device, q, k, v, f.layout, 0.3, window)
+        tolerance = max(4 * torch.finfo(dtype).eps, 1e-5)
+        torch.testing.assert_close(out[own].double(), exact[own], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize(
+    ("prefix", "queries"),
+    [(0, 1), (0, 15), (1, 128), (15, 1), (16, 15), (17, 64), (63, 3), (255, 33), (1000, 15), (4096, 1), (4096, 128)],
+)
+def test_triton_over_prefix_lengths(prefix, queries, device):
+    f = forest(prefix + queries, [(prefix, 0, queries + 20, queries)], head_dim=32)
+    (q, k, v), wide = cast(f, torch.bfloat16)
+    exact = reference.tree_attention(*wide, f.layout, 0.2, None)
+    plain = (naive(q, k, v, f.layout, 0.2, None).double() - exact).abs()
+    ours = (run("triton", device, q, k, v, f.layout, 0.2).double() - exact).abs()
+    assert ours.max() <= 2 * plain.max() and ours.pow(2).mean() <= 4 * plain.pow(2).mean()
+
+
+@pytest.mark.parametrize(("impl", "device"), FAST)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("seed", range(6))
-def test_error_is_at_most_twice_that_of_plain_pytorch(seed, dtype):
+def test_error_is_at_most_twice_that_of_plain_pytorch(seed, dtype, impl, device):
+    if impl == "triton" and dtype not in GPU_DTYPES:
+        pytest.skip("not a dtype of the Triton kernels")
     rng = random.Random(seed)
     heads, kv_heads = rng.choice([(4, 4), (4, 2), (6, 1), (8, 2)])
     f = forest(seed, random_trees(rng), heads=heads, kv_heads=kv_heads, head_dim=rng.choice([8, 16, 24, 33, 64]),
@@ -210,21 +265,22 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(seed, dtype):
     scale = q.shape[-1] ** -0.5
     exact = reference.tree_attention(*wide, f.layout, scale, window)
     plain = (naive(q, k, v, f.layout, scale, window).double() - exact).abs()
-    ours = (tree_attention(q, k, v, f.layout, scale=scale, window=window).double() - exact).abs()
+    ours = (run(impl, device, q, k, v, f.layout, scale, window).double() - exact).abs()
     tiny = torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.01)  # float64 is its own yardstick
     assert ours.max() <= 2 * plain.max() + tiny
     assert ours.pow(2).mean().sqrt() <= 2 * plain.pow(2).mean().sqrt() + tiny
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_a_trunk_in_many_pieces_loses_no_precision(dtype):
+@pytest.mark.parametrize(("impl", "device"), FAST)
+@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=str)
+def test_a_trunk_in_many_pieces_loses_no_precision(dtype, impl, device):
     """Adding up 75 pieces in low precision would."""
     f = forest(5, [(600, 20, 0, 0), (600, 0, 33, 15)], page=8, head_dim=64)
     (q, k, v), wide = cast(f, dtype)
     k[...], wide[1] = k * 0.05, (k * 0.05).double()  # flat distributions: every piece counts
     exact = reference.tree_attention(*wide, f.layout, 0.125, None)
     plain = (naive(q, k, v, f.layout, 0.125, None).double() - exact).abs()
-    ours = (tree_attention(q, k, v, f.layout, scale=0.125).double() - exact).abs()
+    ours = (run(impl, device, q, k, v, f.layout, 0.125).double() - exact).abs()
     assert ours.max() <= 2 * plain.max() + 0.01 * torch.finfo(dtype).eps
     assert ours.mean() <= 2 * plain.mean() + 0.01 * torch.finfo(dtype).eps
 
@@ -239,40 +295,83 @@ def test_tiles_do_not_show(monkeypatch):
     torch.testing.assert_close(tiled[:-4], whole[:-4], rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("device", TRITON)
+def test_splits_of_the_keys_do_not_show(device, monkeypatch):
+    from kernels import gpu
+    from kernels.tree_attention import triton
+
+    f = forest(6, [(300, 0, 70, 20), (90, 30, 0, 0), (1, 0, 33, 4)], heads=8, padding=3)
+    (q, k, v), wide = cast(f, torch.float32)
+    exact = naive(*wide, f.layout, 0.25, None)[:-3]
+    for processors in (1, 9, 60):
+        monkeypatch.setattr(triton, "properties", lambda _, n=processors: gpu.Properties(n, False))
+        out = run("triton", device, q, k, v, f.layout, 0.25)[:-3]
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", TRITON)
+def test_a_page_table_may_lie_by_columns(device):
+    f = forest(6, [(700, 0, 70, 20), (90, 30, 0, 0)])
+    (q, k, v), _ = cast(f, torch.float32)
+    columns = dataclasses.replace(f.layout, trunk_pages_RP=f.layout.trunk_pages_RP.T.contiguous().T)
+    assert run("triton", device, q, k, v, columns, 0.25).equal(run("triton", device, q, k, v, f.layout, 0.25))
+
+
+@pytest.mark.parametrize("device", TRITON)
+def test_a_reused_slot_is_its_new_token(device):
+    f = forest(9, [(50, 0, 40, 20)], head_dim=24)
+    (q, k, v), _ = cast(f, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randn(20, 2, 24, generator=generator).to(device) for _ in range(2)]
+    k, v, layout = k.to(device), v.to(device), f.layout.to(device)
+    before = tree_attention(q.to(device), k, v, layout, scale=0.25, impl="triton")
+    kv_write(k, v, *rows, layout.write_slots_T, impl="triton")
+    after = tree_attention(q.to(device), k, v, layout, scale=0.25, impl="triton")
+    expected = naive(q, k.cpu(), v.cpu(), f.layout, 0.25, None)
+    torch.testing.assert_close(after.cpu(), expected)
+    assert not torch.isclose(before, after).all(-1).any()
+
+
+@pytest.mark.parametrize(("impl", "device"), EVERY_IMPL)
 @pytest.mark.parametrize("trees", [[(45, 0, 18, 6)], [(45, 9, 0, 0)], [(3, 3, 0, 0)]], ids=str)
-def test_a_token_that_sees_nothing_gets_zeros(impl, trees):
+def test_a_token_that_sees_nothing_gets_zeros(impl, device, trees):
     f = forest(1, trees, padding=3)
     (q, k, v), _ = cast(f, torch.float32)
-    out = tree_attention(q.nan_to_num(0.5), k, v, f.layout, scale=0.25, impl=impl)
+    if impl != "triton":  # whose padding may be NaN
+        q = q.nan_to_num(0.5)
+    out = run(impl, device, q, k, v, f.layout, 0.25)
     assert out[-3:].eq(0).all() and out.isfinite().all()
 
 
-def test_a_token_outside_its_own_window_gets_zeros():
+@pytest.mark.parametrize(("impl", "device"), EVERY_IMPL)
+def test_a_token_outside_its_own_window_gets_zeros(impl, device):
     """Window 0 hides even the token itself; nothing of the masked softmax may come through as NaN."""
     f = forest(1, [(45, 4, 0, 0), (20, 0, 12, 5)])
     (q, k, v), _ = cast(f, torch.float32)
     layout = dataclasses.replace(f.layout, branch_positions_RW=torch.zeros_like(f.layout.branch_positions_RW))
-    assert tree_attention(q, k, v, layout, scale=0.25, window=0).eq(0).all()
+    assert run(impl, device, q, k, v, layout, 0.25, 0).eq(0).all()
 
 
-def test_queries_are_not_changed_and_may_be_strided():
+@pytest.mark.parametrize(("impl", "device"), FAST)
+def test_queries_are_not_changed_and_may_be_strided(impl, device):
     f = forest(2, [(45, 0, 18, 6), (30, 30, 0, 0)])
-    (q, k, v), _ = cast(f, torch.float32)
-    wide = torch.randn(len(q), q.shape[1] + 3, q.shape[2])
+    q, k, v = (x.to(device) for x in cast(f, torch.float32)[0])
+    layout = dataclasses.replace(f.layout.to(device), impl=impl)
+    wide = torch.randn(len(q), q.shape[1] + 3, q.shape[2], device=device)
     wide[:, 1 : 1 + q.shape[1]] = q
     view = wide[:, 1 : 1 + q.shape[1]]
     kept = wide.clone()
-    out = tree_attention(view, k, v, f.layout, scale=1.0)  # scale 1: the product with it must not alias q
-    assert wide.equal(kept) and out.equal(tree_attention(q, k, v, f.layout, scale=1.0))
+    out = tree_attention(view, k, v, layout, scale=1.0)  # scale 1: the product with it must not alias q
+    assert wide.equal(kept) and out.equal(tree_attention(q, k, v, layout, scale=1.0))
     transposed = q.transpose(0, 1).contiguous().transpose(0, 1)
-    torch.testing.assert_close(tree_attention(transposed, k, v, f.layout, scale=1.0), out)
+    torch.testing.assert_close(tree_attention(transposed, k, v, layout, scale=1.0), out)
 
 
-def test_large_scores_do_not_overflow_float16():
+@pytest.mark.parametrize(("impl", "device"), FAST)
+def test_large_scores_do_not_overflow_float16(impl, device):
     f = forest(2, [(45, 0, 18, 6)], head_dim=64)
     (q, k, v), _ = cast(f, torch.float16)
-    assert tree_attention(q * 60, k * 60, v, f.layout, scale=0.125).isfinite().all()
+    assert run(impl, device, q * 60, k * 60, v, f.layout, 0.125).isfinite().all()
 
 
 def test_front_checks_its_arguments():
@@ -298,13 +397,32 @@ def test_front_checks_its_arguments():
         kv_write(k, v, rows, rows, f.layout.write_slots_T, impl="fast")
 
 
-@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("device", TRITON)
+def test_triton_refuses_what_it_cannot_do(device):
+    f = forest(2, [(20, 0, 18, 6)])
+    (q, k, v), _ = cast(f, torch.float32)
+    layout = dataclasses.replace(f.layout.to(device), impl="triton")
+    q, k, v = q.to(device), k.to(device), v.to(device)
+    with pytest.raises(ValueError, match="expected float16, bfloat16 or float32"):
+        tree_attention(q.double(), k.double(), v.double(), layout, scale=1.0)
+    with pytest.raises(ValueError, match="head size of at most 256"):
+        tree_attention(*(x.repeat(1, 1, 17) for x in (q, k, v)), layout, scale=1.0)
+    with pytest.raises(ValueError, match="contiguous slots"):
+        tree_attention(q, k, v.repeat(1, 1, 2)[..., :16], layout, scale=1.0)
+    with pytest.raises(ValueError, match="contiguous slots"):
+        kv_write(k.repeat(1, 1, 2)[..., :16], v, k[:, :6].transpose(0, 1), v[:, :6].transpose(0, 1),
+                 layout.write_slots_T, impl="triton")  # fmt: skip
+    with pytest.raises(ValueError, match=r"expected C.* tensors.*got"):
+        tree_attention(*(x.to("meta") for x in (q, k, v)), layout, scale=1.0)
+
+
+@pytest.mark.parametrize(("impl", "device"), EVERY_IMPL)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kv_write(impl, dtype):
+def test_kv_write(impl, device, dtype):
     generator = torch.Generator().manual_seed(0)
-    k, v = (torch.full((3, 40, 5), float("nan"), dtype=dtype) for _ in range(2))
-    rows_k, rows_v = (torch.randn(9, 3, 7, generator=generator).to(dtype)[..., :5] for _ in range(2))  # strided
-    slots = torch.tensor([17, 3, 39, TRASH_SLOT, 8, 30, TRASH_SLOT, 29, 2])
+    k, v = (torch.full((3, 40, 5), float("nan"), dtype=dtype, device=device) for _ in range(2))
+    rows_k, rows_v = (torch.randn(9, 3, 7, generator=generator).to(device, dtype)[..., :5] for _ in range(2))  # strided
+    slots = torch.tensor([17, 3, 39, TRASH_SLOT, 8, 30, TRASH_SLOT, 29, 2], device=device)
     kv_write(k, v, rows_k, rows_v, slots, impl=impl)
     for t, slot in enumerate(slots.tolist()):
         if slot != TRASH_SLOT:
@@ -313,11 +431,13 @@ def test_kv_write(impl, dtype):
     assert k[:, untouched].isnan().all() and v[:, untouched].isnan().all()
 
 
-def test_kv_write_into_one_layer_of_a_cache():
+@pytest.mark.parametrize(("impl", "device"), EVERY_IMPL)
+def test_kv_write_into_one_layer_of_a_cache(impl, device):
     """Layers are views of one tensor; a write must stay in its own."""
-    whole = torch.zeros(2, 3, 20, 4)
-    rows = torch.randn(4, 3, 4)
-    kv_write(whole[1], torch.zeros(3, 20, 4), rows, rows, torch.tensor([4, 9, 6, 19]))
+    whole = torch.zeros(2, 3, 20, 4, device=device)
+    rows = torch.randn(4, 3, 4, device=device)
+    slots = torch.tensor([4, 9, 6, 19], device=device)
+    kv_write(whole[1], torch.zeros_like(whole[1]), rows, rows, slots, impl=impl)
     assert whole[0].eq(0).all() and whole[1].transpose(0, 1)[[4, 9, 6, 19]].equal(rows)
 
 
@@ -334,6 +454,49 @@ def test_custom_ops(name):
     rows = torch.randn(len(q), k.shape[0], k.shape[2])
     slots = torch.arange(2, 2 + len(q))
     torch.library.opcheck(torch.ops.coppice.kv_write_cpu.default, (arguments[1], arguments[2], rows, rows, slots))
+
+
+@pytest.mark.parametrize("device", TRITON)
+def test_triton_custom_ops(device):
+    import kernels.kv_write.triton  # noqa: F401 (registers the operator)
+    from kernels.tree_attention import triton
+
+    f = forest(4, [(45, 0, 18, 6), (30, 30, 0, 0)])
+    q, k, v = (x.nan_to_num(0).to(device) for x in cast(f, torch.float32)[0])
+    arguments = triton.operands(q, k, v, f.layout.to(device))
+    for window in (None, 9):
+        torch.library.opcheck(torch.ops.coppice.tree_attention_triton.default, (*arguments, 0.25, window))
+    rows = torch.randn(len(q), k.shape[0], k.shape[2], device=device)
+    slots = torch.arange(2, 2 + len(q), device=device)
+    torch.library.opcheck(torch.ops.coppice.kv_write_triton.default, (k, v, rows, rows, slots))
+
+
+@pytest.mark.parametrize("device", TRITON)
+def test_triton_is_opaque_to_the_compiler(device):
+    f = forest(4, [(45, 0, 18, 6), (30, 30, 0, 0)])
+    q, k, v = (x.to(device) for x in cast(f, torch.float32)[0])
+    layout = dataclasses.replace(f.layout.to(device), impl="triton")
+
+    def layer(q, k, v, layout):
+        kv_write(k, v, q[:, :2] * 2, q[:, 2:] * 2, layout.write_slots_T, impl=layout.impl)
+        return tree_attention(q + 1, k, v, layout, scale=0.25) * 2
+
+    expected = layer(q, k.clone(), v.clone(), layout)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k.clone(), v.clone(), layout), expected)
+
+
+@needs_triton
+def test_triton_kernels_compile_without_a_gpu():
+    """To machine code of three generations of GPU, within their registers and shared memory."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_kernels.py")
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, script], env=environment | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_unpack_bits_goes_through_the_sign_bit():

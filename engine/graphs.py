@@ -1,0 +1,191 @@
+"""CUDA graphs: a step of decoding as one launch, recorded once per bucket of sizes.
+
+A small pass is padded to a bucket of (tokens, words of ancestry bits, trees) and written into fixed memory by one copy;
+everything between it and the log-probabilities then runs from a graph: embedding, layers, head, softmax. Lengths and
+page tables are data, so they need no buckets. The first pass of a bucket runs as it is, which warms everything up, the
+second is recorded. Prompts and passes larger than the largest bucket are no graphs: they keep a GPU busy by themselves.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.driver import Answers, Read, Runner
+from engine.errors import UsageError
+from engine.packing import Chunk, Pass, pack
+from engine.pool import PagePool
+from kernels.layout import WORD
+
+TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
+WORDS = (1, 2, 4, 8, 16)  # 32 branch slots each
+TREES = (1, 2, 4, 8, 16)
+BUDGET = 2048  # most tokens of a pass on a GPU, which a few hundred would leave half idle
+
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+log = logging.getLogger(__name__)
+
+
+def make_runner(model, pool: PagePool, vocab_size: int) -> Runner:
+    """The runner that suits the device: plain on a CPU; Triton kernels and CUDA graphs on a GPU.
+
+    Raises:
+        UsageError: a GPU, but no triton, or a model that its kernels cannot serve.
+    """
+    cache = pool.cache.k_LGSD
+    if cache.device.type == "cpu":
+        return Runner(model, pool, vocab_size)
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError("a GPU needs the package triton", remedy="install it, or use --device cpu")
+    from kernels.tree_attention.triton import DTYPES, LARGEST_HEAD
+
+    if cache.dtype not in DTYPES or cache.shape[-1] > LARGEST_HEAD:
+        raise UsageError(
+            f"a GPU cannot serve {cache.dtype} and heads of {cache.shape[-1]}",
+            where=f"its kernels take float16, bfloat16, float32 and heads of at most {LARGEST_HEAD}",
+            remedy="use another --dtype, or --device cpu",
+        )
+    return GraphRunner(model, pool, vocab_size, impl="triton", budget=BUDGET)
+
+
+class GraphRunner(Runner):
+    """A runner whose small passes are CUDA graphs.
+
+    Args:
+        record: calls a function, recording what it would do on the device; returns what does it.
+        options: as of `Runner`.
+    """
+
+    def __init__(self, model, pool: PagePool, vocab_size: int, *, record: Recorder | None = None, **options):
+        super().__init__(model, pool, vocab_size, **options)
+        self.record = record or _recorder()
+        self._steps: dict[tuple[int, int, int], _Step] = {}
+        self._told: set[str] = set()
+        self._outputs: tuple[Tensor, ...] = ()  # what `answer` returns, of as many rows as the largest bucket has
+        most = 4096 + TOKENS[-1] * (5 * 2 + 1 + WORDS[-1]) + TREES[-1] * (WORDS[-1] * WORD * 3 + pool.pages)
+        self.host = torch.empty(most, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self.memory = torch.empty(most, dtype=torch.int32, device=self.device)
+
+    @torch.inference_mode()
+    def evaluate(self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Read] = ()) -> Answers:
+        """As `Runner.evaluate`."""
+        if reason := self._unfit(chunks, asked):
+            if reason not in self._told:
+                self._told.add(reason)
+                log.info("without a CUDA graph: %s", reason)
+            return super().evaluate(chunks, asked, reads)
+        p = pack(
+            chunks,
+            self.pool.page_size,
+            token_buckets=TOKENS,
+            word_buckets=WORDS,
+            tree_buckets=TREES,
+            impl=self.impl,
+        )
+        key = len(p.tokens_T), p.layout.ancestry_TC.shape[1], len(p.layout.trunk_len_R)
+        if key not in self._steps:
+            self._steps[key] = _Step(self, p)
+        step = self._steps[key]
+        step(p, asked)
+        rows_N = step.rows_T[: len(asked)]
+        logp_NV, finite_N = (x.index_select(0, rows_N) for x in self._outputs)  # copies: the next pass fills the same
+        return self.fetch(logp_NV, finite_N, reads)  # after which the host's memory may be written again
+
+    def _unfit(self, chunks: Sequence[Chunk], asked: Sequence[int]) -> str:
+        """Why a pass cannot be a graph; empty if it can."""
+        if not asked or any(c.trunk_tokens > 1 for c in chunks):
+            return "a pass that reads a prompt"
+        if sum(c.trunk_tokens + len(c.nodes) for c in chunks) > TOKENS[-1]:
+            return f"a pass of more than {TOKENS[-1]} tokens"
+        if max(len(c.tree.branch_table()[0]) if c.nodes else 0 for c in chunks) > WORDS[-1] * WORD:
+            return f"a tree of more than {WORDS[-1] * WORD} branch slots"
+        return f"a pass of more than {TREES[-1]} trees" if len(chunks) > TREES[-1] else ""
+
+    def run(self, p: Pass) -> None:
+        """All that is recorded."""
+        hidden_TE = self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
+        results = self.answer(hidden_TE)
+        if not self._outputs:
+            self._outputs = tuple(x.new_empty(TOKENS[-1], *x.shape[1:]) for x in results)
+        for place, result in zip(self._outputs, results, strict=True):
+            place[: len(result)] = result
+
+
+class _Step:
+    """One bucket: its inputs at fixed places of the runner's memory, and how to run it."""
+
+    def __init__(self, runner: GraphRunner, like: Pass):
+        self.runner, self.warm = runner, False
+        self.replay: Callable[[], None] | None = None
+        *fields, pages_PR = _fields(like, torch.empty_like(like.tokens_T))
+        fields.append(pages_PR.new_empty(runner.pool.pages, pages_PR.shape[1], device="meta"))  # as a trunk may get
+        self.starts, at = [], 0
+        for x in fields:
+            self.starts.append(at)
+            at += -(-x.numel() * x.itemsize // 16) * 4  # aligned, as kernels like it
+        self.host = [_view(runner.host, at, x) for at, x in zip(self.starts, fields, strict=True)]
+        device = [_view(runner.memory, at, x) for at, x in zip(self.starts, fields, strict=True)]
+        self.inputs, self.rows_T = _rebuild(like, device)
+
+    def __call__(self, p: Pass, asked: Sequence[int]) -> None:
+        rows_T = torch.tensor([*asked, *[0] * (len(p.tokens_T) - len(asked))])
+        *fields, pages_PR = _fields(p, rows_T)
+        for there, x in zip(self.host, fields, strict=False):
+            there.copy_(x)
+        self.host[-1][: len(pages_PR)] = pages_PR
+        end = self.starts[-1] + pages_PR.numel()
+        self.runner.memory[:end].copy_(self.runner.host[:end], non_blocking=True)
+        if not self.warm:
+            self.warm = True
+            self.runner.run(self.inputs)
+            return
+        if self.replay is None:
+            self.replay = self.runner.record(lambda: self.runner.run(self.inputs))
+        self.replay()
+
+
+def _fields(p: Pass, rows_T: Tensor) -> list[Tensor]:
+    """What changes from pass to pass; the page table last and by columns, so that its length moves nothing."""
+    x = p.layout
+    tokens = [p.tokens_T, p.positions_T, p.spans_T, rows_T, x.write_slots_T, x.trunk_seen_T, x.ancestry_TC]
+    return [*tokens, x.token_starts, x.trunk_len_R, x.branch_slots_RW, x.branch_positions_RW, x.trunk_pages_RP.T]
+
+
+def _rebuild(p: Pass, fields: list[Tensor]) -> tuple[Pass, Tensor]:
+    """A pass like p made of what `_fields` lists, and its rows_T."""
+    tokens_T, positions_T, spans_T, rows_T, write_slots_T, trunk_seen_T, ancestry_TC = fields[:7]
+    token_starts, trunk_len_R, branch_slots_RW, branch_positions_RW, trunk_pages_PR = fields[7:]
+    layout = replace(
+        p.layout,
+        positions_T=positions_T,
+        write_slots_T=write_slots_T,
+        token_starts=token_starts,
+        trunk_seen_T=trunk_seen_T,
+        trunk_pages_RP=trunk_pages_PR.T,
+        trunk_len_R=trunk_len_R,
+        branch_slots_RW=branch_slots_RW,
+        branch_positions_RW=branch_positions_RW,
+        ancestry_TC=ancestry_TC,
+    )
+    return Pass(tokens_T, positions_T, spans_T, layout), rows_T
+
+
+def _view(memory: Tensor, at: int, like: Tensor) -> Tensor:
+    """A piece of a buffer of 32-bit words as a tensor of this shape and dtype."""
+    return memory[at : at + like.numel() * like.itemsize // 4].view(like.dtype).view(like.shape)
+
+
+def _recorder() -> Recorder:
+    """Records CUDA graphs that share their memory, as no two of them run at once."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            run()
+        return graph.replay
+
+    return record

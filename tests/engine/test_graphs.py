@@ -1,0 +1,159 @@
+"""Passes in buckets, from fixed memory, repeated instead of run: the same results, whatever else is in that memory.
+
+Without a GPU the graph is a stand-in that runs the function again; that real ones do as much is checked by `make gpu`
+(tests/test_gpu.py).
+"""
+
+import importlib.util
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import Engine
+from engine.driver import Runner
+from engine.errors import UsageError
+from engine.graphs import TOKENS, TREES, WORDS, GraphRunner, make_runner
+from engine.packing import Chunk, pack
+from engine.pool import PagePool
+from engine.tree import TokenTree
+from kernels.layout import NULL_SLOT
+from search import Greedy, Sample, Trie
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "llama"
+needs_interpreter = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs triton, and no GPU",
+)
+
+
+class Recorder:
+    """Repeats by running again."""
+
+    def __init__(self):
+        self.recorded = self.replayed = 0
+
+    def __call__(self, run):
+        self.recorded += 1
+
+        def replay():
+            self.replayed += 1
+            run()
+
+        return replay
+
+
+def engines(variant, impl, **options):
+    """A plain engine and one in graphs, of pages of 16 slots full of NaN."""
+    plain = Engine.load(GOLDEN / variant, dtype="float32", device="cpu", kv_memory=1 << 22)
+    pool = PagePool(plain.shape, 200, 16)
+    for cache in (pool.cache.k_LGSD, pool.cache.v_LGSD):
+        cache.fill_(float("nan"))
+        cache[:, :, NULL_SLOT] = 0
+    runner = GraphRunner(plain.runner.model, pool, plain.runner.vocab_size, impl=impl, record=Recorder(), **options)
+    runner.host.fill_(2**31 - 1)
+    runner.memory.fill_(2**31 - 1)
+    return plain, Engine(runner, plain.shape, eos_token_ids=plain.eos_token_ids)
+
+
+def check(plain, graphs, prompts, search, **options):
+    wanted = plain.generate(prompts, search, **options)
+    got = graphs.generate(prompts, search, **options)
+    for w, g in zip(wanted, got, strict=True):
+        assert [o.token_ids for o in g.outputs] == [o.token_ids for o in w.outputs]
+        assert [o.logprob for o in g.outputs] == pytest.approx([o.logprob for o in w.outputs], abs=1e-3)
+    graphs.pool.check_invariants([])
+
+
+@pytest.mark.parametrize("variant", ["gqa", "dynamic"])
+@pytest.mark.parametrize("search", [Greedy(), Trie(beams=5), Sample(seed=3, num_return_sequences=3)], ids=repr)
+def test_graphs_give_what_plain_passes_give(variant, search):
+    plain, graphs = engines(variant, "reference")
+    prompts = [[7, 20, 33], list(range(5, 60)), [9], list(range(80, 97))]
+    check(plain, graphs, prompts, search, max_new_tokens=12)
+    check(plain, graphs, prompts[1:2], search, max_new_tokens=12)
+    record = graphs.runner.record
+    assert record.recorded == len([s for s in graphs.runner._steps.values() if s.replay])
+    assert 0 < record.recorded < record.replayed
+
+
+def test_few_graphs_are_enough():
+    """Depth, prompt and position make no new ones."""
+    _, graphs = engines("plain", "reference")
+    graphs.generate([list(range(3, 30))], Trie(beams=4), max_new_tokens=30, ignore_eos=True)
+    made = set(graphs.runner._steps)
+    graphs.generate([list(range(30, 12, -1))], Trie(beams=4), max_new_tokens=60, ignore_eos=True)
+    assert all(words <= 2 and trees == 1 for _, words, trees in made) and len(set(graphs.runner._steps) - made) <= 1
+
+
+def test_larger_passes_run_as_they_are_and_say_so_once(caplog, monkeypatch):
+    plain, graphs = engines("plain", "reference")
+    monkeypatch.setattr("engine.graphs.TOKENS", (1, 2, 4))
+    with caplog.at_level(logging.INFO, "engine.graphs"):
+        check(plain, graphs, [list(range(5, 35)), list(range(8, 50))], Trie(beams=3), max_new_tokens=5)
+    assert [r.message for r in caplog.records] == [
+        "without a CUDA graph: a pass that reads a prompt",
+        "without a CUDA graph: a pass of more than 4 tokens",
+    ]
+
+
+def test_what_is_no_graph(monkeypatch):
+    _, graphs = engines("plain", "reference")
+    runner, tree = graphs.runner, TokenTree(graphs.pool, [5])
+    root = [Chunk(tree, 1, [], tree.place(1, []))]
+    assert runner._unfit(root, [0]) == "" and "prompt" in runner._unfit(root, [])
+    assert "prompt" in runner._unfit([Chunk(tree, 2, [], [2, 3])], [0])
+    assert f"more than {TREES[-1]} trees" in runner._unfit(root * (TREES[-1] + 1), [0])
+    nodes = tree.grow([tree.root] * 40, range(6, 46))
+    leaves = [Chunk(tree, 0, nodes, tree.place(0, nodes))]
+    assert runner._unfit(leaves, [0]) == ""
+    monkeypatch.setattr("engine.graphs.WORDS", (1,))
+    assert "more than 32 branch slots" in runner._unfit(leaves, [0])
+    monkeypatch.setattr("engine.graphs.TOKENS", (1, 39))
+    assert "more than 39 tokens" in runner._unfit(leaves, [0])
+    tree.release()
+
+
+def test_buckets():
+    """Padding tokens belong to the last tree and see nothing; padding trees have no tokens."""
+    _, graphs = engines("plain", "reference")
+    trees = [TokenTree(graphs.pool, list(range(5, 5 + n))) for n in (3, 20, 4)]
+    chunks = [Chunk(t, n, [], t.place(n, [])) for t, n in zip(trees, (3, 20, 4), strict=True)]
+    x = pack(chunks, 16, token_buckets=TOKENS, word_buckets=WORDS, tree_buckets=TREES, impl="triton").layout
+    assert x.token_starts.tolist() == [0, 3, 23, 32, 32] and x.trunk_len_R.tolist() == [3, 20, 4, 0]
+    assert x.trunk_seen_T[27:].eq(0).all() and x.branch_slots_RW.eq(NULL_SLOT).all()
+    assert x.trunk_pages_RP.shape == (4, 2) and x.ancestry_TC.shape == (32, 1) and x.impl == "triton"
+    for tree in trees:
+        tree.release()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("search", ["greedy", "trie"])
+def test_triton_kernels_find_the_golden_tokens(search):
+    golden = json.loads((GOLDEN / "gqa" / "golden.json").read_text())
+    run = min((r for r in golden["runs"] if r["search"] == search), key=lambda r: r["max_new_tokens"])
+    plain, graphs = engines("gqa", "triton")
+    names = ("beams", "length_penalty", "early_stopping", "num_return_sequences") if search == "trie" else ()
+    beams = {name: run[name] for name in names}
+    options = {n: run[n] for n in ("max_new_tokens", "eos_token_ids", "ignore_eos")}
+    [result] = graphs.generate([run["prompt_ids"]], (Trie if beams else Greedy)(**beams), **options)
+    assert [o.token_ids for o in result.outputs] == [o["token_ids"] for o in run["outputs"]]
+    ids = run["prompt_ids"]
+    torch.testing.assert_close(graphs.logits(ids), plain.logits(ids), rtol=1e-4, atol=1e-4)
+
+
+def test_which_runner(monkeypatch):
+    plain, _ = engines("plain", "reference")
+    assert type(make_runner(None, plain.pool, 9)) is Runner
+    if importlib.util.find_spec("triton"):
+        for head, dtype in ((8, torch.float64), (264, torch.float32)):
+            pool = PagePool(replace(plain.shape, head_dim=head), 4, 16, dtype, "meta")
+            with pytest.raises(UsageError, match="cannot serve"):
+                make_runner(None, pool, 9)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="needs the package triton"):
+        make_runner(None, PagePool(plain.shape, 4, 16, torch.float32, "meta"), 9)

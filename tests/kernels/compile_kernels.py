@@ -1,0 +1,58 @@
+"""Compiles the Triton kernels to machine code for GPUs that need not be here. Run without TRITON_INTERPRET."""
+
+import itertools
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.kv_write import triton as kv_write
+from kernels.tree_attention import triton as tree_attention
+
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+SHARED = {80: 166_912, 86: 101_376, 90: 232_448}  # bytes that one program may have
+
+
+def compile(kernel, capability, types, constants, **options):
+    """Compile for arguments of these types, pointers and strides aligned as PyTorch's are."""
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
+    aligned = [i for i, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name.startswith("stride_")]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert compiled.metadata.shared <= SHARED[capability], (capability, constants, compiled.metadata.shared)
+    return compiled
+
+
+def attend(capability, rows, head, dtype, *, windowed=False, split=True, trees=1):
+    sizes = tree_attention._sizes(rows, head, dtype, roomy=capability != 86)
+    options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
+    e = NAMES[dtype]
+    types = {name: f"*{e}" for name in ("q_ptr", "k_ptr", "v_ptr")}
+    types |= {"share_ptr": "*fp32" if split else f"*{e}", "log_ptr": "*fp32", "scale": "fp32"}
+    types |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "stride_kg": "i64", "stride_vg": "i64"}
+    types |= {f"{name}_ptr": "*i32" for name in ("starts", "seen", "pages", "places", "words")}
+    constants = {"WINDOWED": windowed, "SPLIT": split, "R2": trees, "GROUP": 4, "HEADS": 32, "PAGE": 16, "D": head}
+    constants |= {"D2": max(16, triton.next_power_of_2(head))}
+    compiled = compile(tree_attention._attend, capability, types, constants | sizes, **options)
+    if dtype != torch.float32 and capability == 90 and not head % 8:
+        assert "cp.async.cg" in compiled.asm["ptx"], "keys and values are not fetched ahead, 16 bytes at a time"
+
+
+for capability in SHARED:
+    for rows, head in itertools.product((16, 64, 2048), (64, 128)):
+        attend(capability, rows, head, torch.bfloat16, split=rows < 2048)
+attend(90, 16, 80, torch.float16, windowed=True, trees=16)
+attend(90, 16, 96, torch.bfloat16)
+attend(90, 16, 33, torch.float16)
+attend(90, 2048, 256, torch.bfloat16, split=False)
+attend(90, 16, 128, torch.float32)
+types = {"share_ptr": "*fp32", "log_ptr": "*fp32", "out_ptr": "*bf16"}
+compile(tree_attention._merge, 90, types, {"D": 128, "D2": 128, "K2": 16, "K": 16}, num_warps=2)
+types = {"slots_ptr": "*i64"} | {f"{name}_ptr": "*bf16" for name in ("k", "v", "new_k", "new_v")}
+compile(kv_write._write, 90, types, {"G": 32, "D": 128, "BLOCK": kv_write.BLOCK})
