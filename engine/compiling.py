@@ -1,20 +1,45 @@
 """The one place that compiles: layers through torch.compile, operators over trees opaque to it."""
 
+import os
 import shutil
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 
+LEAST = (2,)  # tokens of a pass, and words of ancestry: torch would make graphs of their own for sizes 0 and 1
 
-def compile_model(model: nn.Module) -> None:
-    """Compile every layer of a model in place, one graph for all, sizes dynamic.
 
-    Without a C++ compiler on a CPU it warns and leaves the model eager.
+def compile_model(model: nn.Module) -> bool:
+    """Compile every layer of a model in place, one graph for all, sizes dynamic, when it is first called.
+
+    What was compiled is kept on disk (TORCHINDUCTOR_CACHE_DIR; by default in the user's cache folder), where later
+    runs find it. Without a C++ compiler on a CPU it warns and leaves the model eager.
+
+    Returns:
+        whether it is compiled.
     """
-    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+    if not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++")):
         warnings.warn("no C++ compiler was found: --compile on has no effect", stacklevel=2)
-        return
+        return False
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "coppice" / "compiled"))
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for layer in model.layers:  # type: ignore[union-attr]
         layer.compile(dynamic=True)  # type: ignore[operator]
+    return True
+
+
+def warm_up(model: nn.Module, run: Callable[[], object]) -> None:
+    """Run a compiled model once, which compiles it; where that fails it warns and leaves the model eager."""
+    from torch._dynamo.exc import BackendCompilerFailed  # here, as it takes a second to import
+
+    try:
+        run()
+    except BackendCompilerFailed as error:  # a compiler that does not work, no place to write to
+        reason = str(error).strip().partition("\n")[0]
+        warnings.warn(f"--compile on has no effect: {reason}", stacklevel=2)
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer._compiled_call_impl = None  # type: ignore[assignment]

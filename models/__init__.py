@@ -16,8 +16,12 @@ FAMILIES: dict[str, type[Model]] = {
 }
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Model:
-    """Build the checkpoint's model. Raises CheckpointError if the architecture is not supported."""
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = "none") -> Model:
+    """Build the checkpoint's model; see `Weights` for the arguments.
+
+    Raises:
+        CheckpointError: the architecture is not supported, or the folder does not hold what it needs.
+    """
     family = FAMILIES.get(checkpoint.architecture)
     if family is None:
         raise CheckpointError(
@@ -25,4 +29,4 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device)
             where=str(checkpoint.folder / "config.json"),
             remedy=f"supported: {', '.join(sorted(FAMILIES))}",
         )
-    return family(checkpoint, dtype, device).eval()
+    return family(checkpoint, dtype, device, quant).eval()

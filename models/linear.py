@@ -53,8 +53,10 @@ class Linear(nn.Module):
         self.bias = torch.cat([b.to(device, dtype) for b in biases]) if biases is not None else None
         if self.packed:
             self.weights = [torch.ops.mkldnn._reorder_linear_weight(_stack(weights, dtype), self.ROWS_HINT)]
-        else:
+        elif device.type == "cpu":
             self.weights = [w.to(device, dtype) for w in weights]
+        else:  # one product instead of several
+            self.weights = [_stack(weights, dtype).to(device)]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
@@ -74,7 +76,7 @@ def _stack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The weights below each other, cast on the way, so that there is never a cast copy besides."""
     if len(weights) == 1:
         return weights[0].to(dtype)
-    whole = torch.empty(sum(w.shape[0] for w in weights), weights[0].shape[1], dtype=dtype)
+    whole = weights[0].new_empty(sum(w.shape[0] for w in weights), weights[0].shape[1], dtype=dtype)
     for part, w in zip(whole.split([w.shape[0] for w in weights]), weights, strict=True):
         part.copy_(w)
     return whole

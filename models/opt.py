@@ -130,7 +130,7 @@ class OPTLayer(nn.Module):
     def attention(self, x_TE: Tensor, k_HSD: Tensor, v_HSD: Tensor, layout: TreeLayout) -> Tensor:
         c = self.config
         q_THD, k_THD, v_THD = self.qkv(x_TE).unflatten(-1, (3, c.heads, c.head_dim)).unbind(1)
-        kv_write(k_HSD, v_HSD, k_THD, v_THD, layout.write_slots_T)
+        kv_write(k_HSD, v_HSD, k_THD, v_THD, layout.write_slots_T, impl=layout.impl)
         return self.out(tree_attention(q_THD, k_HSD, v_HSD, layout, scale=c.head_dim**-0.5).flatten(1))
 
     def mlp(self, x_TE: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class OPT(nn.Module):
 
     default_eos_token_ids = frozenset([2])  # where no file of the checkpoint says anything
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = "none"):
         """Load from a checkpoint.
 
         Raises:
@@ -158,7 +158,7 @@ class OPT(nn.Module):
         self.config = config = OPTConfig.from_hf(checkpoint.fields)
         tied = {"lm_head.weight": EMBEDDING} if config.tied and not config.scores else {}
         stored = checkpoint.check(config.tensors(), ignore=IGNORED, tied=tied, base=BASE)
-        weights = Weights(checkpoint, stored, dtype, device)
+        weights = Weights(checkpoint, stored, dtype, device, quant)
         self.shape = ModelShape(
             config.layers,
             config.heads,

@@ -125,7 +125,7 @@ class PhiLayer(nn.Module):
         q_THD, k_TGD, v_TGD = rows_THD.split([c.heads, c.kv_heads, c.kv_heads], 1)
         q_THD = apply_rotary(self.q_norm(q_THD), cos_TD, sin_TD)
         k_TGD = apply_rotary(self.k_norm(k_TGD), cos_TD, sin_TD)
-        kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T)
+        kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=layout.impl)
         return self.out(tree_attention(q_THD, k_GSD, v_GSD, layout, scale=c.head_dim**-0.5).flatten(1))
 
 
@@ -138,7 +138,7 @@ class Phi(nn.Module):
 
     default_eos_token_ids = frozenset([2])  # where no file of the checkpoint says anything
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = "none"):
         """Load from a checkpoint.
 
         Raises:
@@ -147,7 +147,8 @@ class Phi(nn.Module):
         super().__init__()
         self.config = config = PhiConfig.from_hf(checkpoint.fields)
         tied = {"lm_head.weight": EMBEDDING} if config.tied and not config.scores else {}
-        weights = Weights(checkpoint, checkpoint.check(config.tensors(), ignore=BUFFERS, tied=tied), dtype, device)
+        stored = checkpoint.check(config.tensors(), ignore=BUFFERS, tied=tied)
+        weights = Weights(checkpoint, stored, dtype, device, quant)
         self.shape = ModelShape(
             config.layers,
             config.kv_heads,

@@ -114,9 +114,9 @@ class Phi3Layer(nn.Module):
     ) -> Tensor:
         c = self.config
         rows_THD = self.qkv(x_TE).unflatten(-1, (c.heads + 2 * c.kv_heads, c.head_dim))
-        q_THD, k_TGD, v_TGD = rows_THD.split([c.heads, c.kv_heads, c.kv_heads], 1)
-        q_THD, k_TGD = apply_rotary(q_THD, cos_TD, sin_TD), apply_rotary(k_TGD, cos_TD, sin_TD)
-        kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T)
+        turned_THD, v_TGD = rows_THD.split([c.heads + c.kv_heads, c.kv_heads], 1)
+        q_THD, k_TGD = apply_rotary(turned_THD, cos_TD, sin_TD).split([c.heads, c.kv_heads], 1)
+        kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=layout.impl)
         mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=c.head_dim**-0.5, window=c.window)
         return self.out(mixed_THD.flatten(1))
 
@@ -126,7 +126,7 @@ class Phi3(nn.Module):
 
     default_eos_token_ids = frozenset([32000])  # where no file of the checkpoint says anything
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = "none"):
         """Load from a checkpoint.
 
         Raises:
@@ -135,7 +135,8 @@ class Phi3(nn.Module):
         super().__init__()
         self.config = config = Phi3Config.from_hf(checkpoint.fields)
         tied = {"lm_head.weight": EMBEDDING} if config.tied and not config.scores else {}
-        weights = Weights(checkpoint, checkpoint.check(config.tensors(), ignore=BUFFERS, tied=tied), dtype, device)
+        stored = checkpoint.check(config.tensors(), ignore=BUFFERS, tied=tied)
+        weights = Weights(checkpoint, stored, dtype, device, quant)
         self.shape = ModelShape(
             config.layers,
             config.kv_heads,

@@ -202,12 +202,14 @@ class RotaryEmbedding:
 
 def apply_rotary(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Rotates the first D dims of each head (pairs i and i + D/2); dims past them pass through."""
-    cos, sin = cos_TD.unsqueeze(-2), sin_TD.unsqueeze(-2)
-    dims = cos.shape[-1]
-    turned = x_THD if dims == x_THD.shape[-1] else x_THD[..., :dims]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return turned if dims == x_THD.shape[-1] else torch.cat((turned, x_THD[..., dims:]), dim=-1)
+    dims = cos_TD.shape[-1]
+    head = x_THD[..., :dims]
+    out = head * cos_TD.unsqueeze(-2)
+    (first, second), (out_first, out_second) = head.chunk(2, -1), out.chunk(2, -1)
+    sin = sin_TD[:, None, : dims // 2]
+    out_first.addcmul_(second, sin, value=-1)
+    out_second.addcmul_(first, sin)
+    return out if dims == x_THD.shape[-1] else torch.cat((out, x_THD[..., dims:]), dim=-1)
 
 
 def _geometric(theta: float | Tensor, dims: int) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.checkpoint import Checkpoint
+from models.int8 import Int8Linear
 from models.linear import Linear
 
 
@@ -17,16 +18,24 @@ class Weights:
         checkpoint: checked already.
         stored: the name a tensor is stored under, where it is not its own (`Checkpoint.check` returns this).
         dtype, device: to compute in.
+        quant: "int8" for matrices in int8, "none" for `dtype`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, stored: Mapping[str, str], dtype: torch.dtype, device: torch.device):
-        self.checkpoint, self.stored, self.dtype, self.device = checkpoint, stored, dtype, device
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        stored: Mapping[str, str],
+        dtype: torch.dtype,
+        device: torch.device,
+        quant: str = "none",
+    ):
+        self.checkpoint, self.stored, self.dtype, self.device, self.quant = checkpoint, stored, dtype, device, quant
 
     def vector(self, name: str) -> Tensor:
         """A norm's weight or a table of positions, say: a copy, as a view would hold on to the whole mapping."""
         return self._read(name).to(self.device, self.dtype, copy=True)
 
-    def linear(self, *names: str, bias: bool = False, transposed: bool = False) -> "Linear":
+    def linear(self, *names: str, bias: bool = False, transposed: bool = False) -> Linear | Int8Linear:
         """A linear layer of one matrix, or of several that share their input; names without `.weight`.
 
         Matrices are stored [out, in]; `transposed` ones [in, out].
@@ -35,6 +44,8 @@ class Weights:
         if transposed:
             weights = [weight.T for weight in weights]
         biases = [self._read(f"{name}.bias") for name in names] if bias else None
+        if self.quant == "int8" and sum(map(len, weights)) > 1:  # a scalar head saves nothing and loses the most
+            return Int8Linear(weights, biases, dtype=self.dtype)
         return Linear(weights, biases, dtype=self.dtype, device=self.device)
 
     def embedding(self, name: str) -> "Embedding":

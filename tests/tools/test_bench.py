@@ -164,7 +164,7 @@ def test_the_recorded_command_names_no_folder_of_this_machine(tmp_path):
     assert str(tmp_path) not in found and os.sep + "bin" not in found and found.endswith("either/or --save")
 
 
-@pytest.mark.parametrize("command", [[], ["kv"], ["peers"]])
+@pytest.mark.parametrize("command", [[], ["kv"], ["peers"], ["speed"]])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([*command, "--help"])

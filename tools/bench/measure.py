@@ -36,6 +36,18 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the tensors that a model's modules hold; what a CPU reads from the checkpoint's file is none of them."""
+    total = 0
+    for module in model.modules():
+        for value in [*vars(module).values(), *module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            for x in value if isinstance(value, list) else [value]:
+                if isinstance(x, torch.Tensor):
+                    packed = x.layout == torch._mkldnn  # type: ignore[attr-defined]
+                    total += int(torch.ops.mkldnn._nbytes(x)) if packed else x.numel() * x.itemsize
+    return total
+
+
 # --- memory of a process ---
 
 

@@ -22,6 +22,7 @@ from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
 
 PEERS = ("coppice", "transformers", "ctranslate2")
 ROOT = Path(__file__).parents[2]
+COPIED = ("kv_bytes_peak", "kv_bytes_per_token", "live_nodes_peak", "score")
 WARM_UP = (8, 4)  # tokens of prompt, new tokens
 
 
@@ -157,7 +158,7 @@ def measure(python: str, spec: dict[str, Any], prompt: list[int], new_tokens: in
         "growth_sampled": sampled,
         "tokens": answers[0]["tokens"],
         "repeatable": same,
-        **{k: answers[0][k] for k in ("kv_bytes_peak", "live_nodes_peak", "score") if k in answers[0]},
+        **{k: answers[0][k] for k in COPIED if k in answers[0]},
     }
 
 

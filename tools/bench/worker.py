@@ -12,6 +12,7 @@ import platform
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,33 @@ class Coppice:
 
     def __init__(self, spec: dict[str, Any]):
         sys.path.insert(0, spec["root"])
+        if "cache" in spec:  # of compiled code
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = spec["cache"]
         import torch
 
-        from engine import Engine
+        from engine import Engine, Request
         from engine.version import __version__
         from search import Trie
+        from tools.bench.measure import weight_bytes
 
-        self.engine = Engine.load(spec["folder"], dtype=spec["dtype"], device="cpu", threads=spec["threads"])
-        self.search = Trie(beams=spec["beams"])
+        dtype, quant = ("bfloat16", "int8") if spec["dtype"] == "int8" else (spec["dtype"], "none")
+        self.engine = Engine.load(spec["folder"], dtype=dtype, quant=quant, device="cpu", threads=spec["threads"],
+                                  compile=spec.get("compile", "off"))  # fmt: skip
+        self.request, self.search = Request, Trie(beams=spec["beams"])
         self.versions = {"coppice": __version__, "torch": str(torch.__version__)}
         touch(torch, self.engine.runner.model)
+        self.facts = {"weight_bytes": weight_bytes(self.engine.runner.model)}
 
     def generate(self, prompt: list[int], new_tokens: int) -> dict[str, Any]:
-        [result] = self.engine.generate([prompt], self.search, max_new_tokens=new_tokens, ignore_eos=True)
+        request = self.request(prompt, self.search, max_new_tokens=new_tokens, ignore_eos=True)
+        ends: list[float] = []  # of passes
+        [(_, result)] = self.engine.serve([request], on_step=lambda _: ends.append(time.perf_counter()))
+        if isinstance(result, Exception):
+            raise result
         s = result.stats
+        steps = [b - a for a, b in pairwise(ends)][-(s["steps"] - 1) :]
         times = {"prefill_seconds": s["prefill_seconds"], "decode_seconds": s["decode_seconds"], "steps": s["steps"]}
-        kv = {"kv_bytes_peak": s["kv_bytes_peak"], "live_nodes_peak": s["live_nodes_peak"]}
+        kv = {k: s[k] for k in ("kv_bytes_peak", "kv_bytes_per_token", "live_nodes_peak")} | {"step_seconds": steps}
         return {"tokens": result.outputs[0].token_ids, "score": result.outputs[0].score, **times, **kv}
 
 
@@ -161,7 +173,8 @@ def main() -> None:
         say({"absent": f"{error.name} is not installed"})
         return
     trim()
-    say({"load_seconds": time.perf_counter() - begin, "versions": engine.versions})
+    facts = getattr(engine, "facts", {})
+    say({"load_seconds": time.perf_counter() - begin, "versions": engine.versions, **facts})
     for line in sys.stdin:
         job = json.loads(line)
         begin = time.perf_counter()

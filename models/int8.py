@@ -1,0 +1,83 @@
+"""Int8 linear layers: weights quantised per output channel when loaded, activations per token as they come.
+
+A product of two int8 numbers is exact in int32, and every token has a scale of its own, so a token's result does not
+depend on those beside it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+CHUNK = 1 << 22  # weights that are floats at once while a matrix is quantised
+
+
+def why_no_int8(device: torch.device) -> str | None:
+    """What int8 linear layers lack on this machine; None: nothing."""
+    if device.type != "cpu":
+        return "int8 weights run on a CPU only"
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qlinear_pointwise"):
+        return "this torch was built without oneDNN's int8 products"
+    if not torch.cpu._is_vnni_supported():
+        return "this processor has no int8 products (AVX-VNNI or AVX512-VNNI)"
+    return None
+
+
+class Int8Linear(nn.Module):
+    """y = x W^T + b with W as int8 times a scale per row; see `models.linear.Linear` for the arguments.
+
+    x is rounded to 255 steps, each row by its own largest magnitude.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None, *, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+        weight_OI, scale_O = quantize(weights)
+        self.weight = torch.ops.onednn.qlinear_prepack(weight_OI, None)
+        self.scale_O = scale_O / 127  # the rows of x are scaled to -127 .. 127
+        self.zero_O = torch.zeros(len(scale_O), dtype=torch.int32)
+        self.bias = torch.cat([b.to(dtype) for b in biases]) if biases is not None else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., sum of outs]."""
+        if torch.compiler.is_compiling():
+            return torch.ops.coppice.int8_linear(x, self.weight, self.scale_O, self.zero_O, self.bias)
+        return int8_linear(x, self.weight, self.scale_O, self.zero_O, self.bias)
+
+
+def quantize(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Matrices of equal width, below each other, as int8 [out, in] and a float32 scale per row.
+
+    Rows are read in chunks, so that there is never a float copy of a matrix.
+    """
+    out, width = sum(len(w) for w in weights), weights[0].shape[1]
+    rows_OI, scale_O = torch.empty(out, width, dtype=torch.int8), torch.empty(out)
+    step, first = max(1, CHUNK // width), 0
+    for weight in weights:
+        for part in weight.split(step):
+            last = first + len(part)
+            part = part.float()
+            scale_O[first:last] = part.abs().amax(-1) / 127
+            steps = scale_O[first:last].clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+            rows_OI[first:last] = (part / steps).round_()
+            first = last
+    return rows_OI, scale_O
+
+
+def int8_linear(x: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, bias: Tensor | None) -> Tensor:
+    """The product; scale_O is that of the weights over 127."""
+    top = x.abs().amax(-1, keepdim=True)
+    # oneDNN is quick with unsigned x alone: 128 stands for 0. A row of zeros makes NaN here and is 0 again at the end.
+    steps = (x * (127 / top.float())).add_(128.5).int().to(torch.uint8)
+    kind = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    product = (steps, 1.0, 128, weight, scale_O, zero_O, None, 1.0, 0, kind, "none", [], "")
+    y = torch.ops.onednn.qlinear_pointwise(*product).to(x.dtype)
+    return y.mul_(top) if bias is None else torch.addcmul(bias, y, top)
+
+
+torch.library.custom_op("coppice::int8_linear", int8_linear, mutates_args=())
+
+
+@torch.library.register_fake("coppice::int8_linear")
+def _(x, weight, scale_O, zero_O, bias):
+    return x.new_empty(*x.shape[:-1], scale_O.shape[0])

@@ -1,0 +1,61 @@
+"""--compile on: the same results, code kept on disk, a warning where there is no compiler."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import Engine, compiling
+from search import Trie
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "tests/golden/llama/gqa"
+SCRIPT = """
+import sys
+from engine import Engine
+from search import Trie
+eager, compiled = (Engine.load(sys.argv[1], dtype="float32", compile=c, kv_memory=1 << 22) for c in ("off", "on"))
+for prompt, beams, new in (([5], 1, 4), (list(range(3, 40)), 3, 40)):
+    [[a], [b]] = [e.generate([prompt], Trie(beams=beams), max_new_tokens=new, ignore_eos=True)
+                  for e in (eager, compiled)]
+    assert a.outputs[0].token_ids == b.outputs[0].token_ids
+    assert abs(a.outputs[0].logprob - b.outputs[0].logprob) < 1e-3
+import torch
+print("graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"])
+"""
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+def test_one_graph_for_all_sizes_with_the_results_of_eager(tmp_path):
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(MODEL)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["graphs", "1"]
+    assert any((tmp_path / "coppice" / "compiled").iterdir())
+
+
+def test_without_a_compiler_it_warns_and_runs(monkeypatch):
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler was found"):
+        engine = Engine.load(MODEL, dtype="float32", compile="on", kv_memory=1 << 22)
+    assert engine.runner.token_buckets is None
+    assert engine.generate([[5, 6]], Trie(beams=2), max_new_tokens=2)
+
+
+def test_a_compiler_that_fails_is_warned_of_and_left_out():
+    layer = torch.nn.Linear(2, 2)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([layer])
+    layer._compiled_call_impl = lambda x: pytest.fail("still compiled")
+
+    def fail():
+        raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, RuntimeError("exit 1"), None)
+
+    with pytest.warns(UserWarning, match="--compile on has no effect"):
+        compiling.warm_up(model, fail)
+    assert layer(torch.ones(2)).shape == (2,)

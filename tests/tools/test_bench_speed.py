@@ -1,0 +1,87 @@
+"""The speed benchmark on tiny shapes: it runs, its floors and verdicts are computed, never written down."""
+
+import json
+
+import pytest
+import torch
+
+from models.checkpoint import Checkpoint
+from models.int8 import why_no_int8
+from tools.bench import host, limits, speed
+from tools.bench.__main__ import main
+from tools.random_checkpoint import make
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("speed") / "tiny"
+    make(folder, layers=2, width=64, mlp=96, heads=4, vocab=300)
+    return str(folder)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(limits, "BYTES", 1 << 16)
+    monkeypatch.setattr(limits, "GEMM", (4, 8, 16))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is measured instead")
+def test_it_runs_and_saves_by_machine(model, quick, capsys, tmp_path):
+    page = tmp_path / "page.md"
+    command = ["speed", "--model", model, "--prompt-tokens", "6", "--new-tokens", "4", "--beams", "1", "2",
+               "--runs", "1", "--depths", "3", "9", "--dtypes", "float32", "--compile", "off", "--threads", "1",
+               "--peers", "--save", str(page)]  # fmt: skip
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["beams"] for row in found["results"]] == [1, 2]
+    for row in found["results"]:
+        assert row["steps"] == 4 and row["weight_bytes"] > 0 and 0 < row["floor_step_seconds"] < row["floor_seconds"]
+    verdicts = {v["name"]: v for v in found["verdicts"]}
+    assert verdicts["total time, float32: transformers / ours"]["met"] is None
+    wide = verdicts["step, float32: 2 beams / 1"]
+    one, two = (row["steps_per_second"]["median"] for row in found["results"])
+    assert wide["value"] == pytest.approx(one / two) and wide["met"] == (one / two <= wide["target"])
+    assert set(found["depths"]) == {"3", "9"} and all(found["host_seconds"].values())
+    assert found["bench"].startswith("speed-") and f"<!-- bench:{found['bench']} -->" in page.read_text()
+
+
+def test_verdicts_are_comparisons():
+    assert speed.Verdict("a", 2.0, 1.9).met is True
+    assert speed.Verdict("a", 2.0, 1.9, at_most=True).met is False
+    assert speed.Verdict("a", None, 1.9).met is None
+    text = speed.verdict_table([speed.Verdict("host", 4e-4, 5e-4, True, "ms"), speed.Verdict("x", None, 8.0)])
+    assert "0.40 ms | at most 0.50 ms | yes" in text and "not measured" in text
+
+
+def test_work_counts_every_matrix_but_the_embedding(model):
+    work = limits.Work.of(Checkpoint.open(model))
+    inner, head = 2 * (4 * 64 * 64 + 3 * 64 * 96), 300 * 64
+    assert (work.matrices, work.head, work.attention) == (inner + head, head, 2 * 64)
+    # Bound by bytes, then by operations.
+    assert work.step_seconds(1, 10, 1000, bandwidth=10.0, rate=1e12) == 100
+    assert work.step_seconds(3, 10, 0, 1e12, rate=2.0) == 3 * (inner + head + 2 * 10 * 128)
+    assert work.prompt_seconds(7, 2.0) == 7 * (inner + 7 * 128)
+
+
+def test_how_ours_and_others_stand():
+    ours = {"peer": "coppice", "dtype": "float32", "prompt": 6, "beams": 2, "seconds": {"median": 2.0}, "steps": 4,
+            "weight_bytes": 100, "kv_bytes_per_token": 10}  # fmt: skip
+    other = ours | {"peer": "transformers", "seconds": {"median": 9.0}}
+    lone = other | {"beams": 3}
+    rows = [ours, other, lone]
+    for row in rows:
+        speed.against(row, rows, limits.Work(50, 20, 4), 10.0, {"float32": 1e9})
+    assert other["x_total"] == 4.5 and lone["x_total"] is None
+    assert ours["floor_step_seconds"] == (100 + 8 * 10) / 10.0
+
+
+def test_the_idle_model_measures_the_host_alone():
+    times = host.step_seconds(2, [5, 20])
+    assert set(times) == {5, 20} and all(0 < t < 1 for t in times.values())
+
+
+@pytest.mark.skipif(bool(why_no_int8(torch.device("cpu"))), reason=str(why_no_int8(torch.device("cpu"))))
+def test_int8_errors_are_those_of_the_logits(model):
+    found = speed.int8_errors(model, list(range(3, 30)))
+    assert 0 < found["mean"] < found["max"] and 0 < found["kl"] < 0.5 and 0.5 < found["top1"] <= 1
+    assert "off by" in speed.error_text(found)[0] and speed.error_text(None) == []

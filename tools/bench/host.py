@@ -1,0 +1,52 @@
+"""What a step costs besides the model: trees, packing, driver, search, on a model that computes nothing.
+
+What is left of the operators are those on [beams, vocabulary], with a small vocabulary.
+"""
+
+import statistics
+import time
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from engine.driver import Runner
+from engine.engine import Engine
+from engine.memory import make_pools
+from models.layers import ModelShape
+from search import Trie
+
+VOCAB, TABLE = 512, 97  # made-up logits repeat after so many rows
+AROUND = 50  # steps on either side of a depth
+
+
+class Idle:
+    """A model of one narrow layer that is never computed; its logits come from a table."""
+
+    shape = ModelShape(layers=1, kv_heads=1, head_dim=2, vocab_size=VOCAB, max_positions=None)
+    layers = ()
+
+    def __init__(self):
+        table = torch.randn(TABLE, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
+        self.rows = table.repeat(3, 1)
+        self.passes = 0
+
+    def forward(self, tokens_T: Tensor, *_: object) -> Tensor:
+        return torch.empty(len(tokens_T), 1)
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        self.passes = (self.passes + 31) % TABLE
+        return self.rows[self.passes : self.passes + len(hidden_NE)]
+
+
+def step_seconds(beams: int, depths: list[int], prompt: int = 16) -> dict[int, float]:
+    """Seconds of a step of trie beam search around each depth, medians."""
+    [pool] = make_pools([(Idle.shape, torch.float32)], torch.device("cpu"), 1 << 24)
+    engine = Engine(Runner(Idle(), pool, VOCAB), Idle.shape)
+    times: list[float] = []
+    options = {"max_new_tokens": max(depths) + AROUND + 1, "ignore_eos": True}
+    for event in engine.stream(list(range(prompt)), Trie(beams=beams), **options):
+        del event
+        times.append(time.perf_counter())
+    steps = [b - a for a, b in pairwise(times)]
+    return {depth: statistics.median(steps[max(0, depth - AROUND) : depth + AROUND]) for depth in depths}

@@ -1,0 +1,304 @@
+"""Speed of trie beam search against the machine's limits and other engines, and whether it is as fast as we want it.
+
+On a machine with a GPU this is `gpu`. Every engine gets a process of its own, as in `peers`.
+"""
+
+import argparse
+import random
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from engine import Engine
+from models.checkpoint import Checkpoint
+from models.int8 import why_no_int8
+from tools.bench import gpu, host, limits, peers
+from tools.bench.checkpoints import add_flags, checkpoint
+from tools.bench.measure import cores, progress
+from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
+
+KINDS = ("float32", "bfloat16", "int8")
+DEPTHS = (100, 1000)
+AROUND = 32  # steps on either side of a depth
+CHECKED = 256  # tokens whose logits are compared
+# What is wanted, and the rates of the machine that steps per second were set on.
+TOTAL, TOTAL_CT2 = 8.0, 4.0
+STEPS = {"float32": (22.0, 150e9), "bfloat16": (30.0, 420e9)}
+LONG, WIDE, DEEP, HOST, INT8, INT8_BYTES = 0.7, 2.0, 0.9, 0.5e-3, 1.25, 0.30
+
+LEGEND = """*floor*: the least that a step can take here, by the bytes of weights and live keys and values at the
+measured bandwidth, or by its operations at the measured rate of a large product in that dtype, whichever is more; *of
+floor*: floor / measured. *x total*: the other engine's seconds over ours in the same dtype. int8: weights in
+int8, the rest in bfloat16; CTranslate2's own int8 stands beside it."""
+
+
+class Verdict(NamedTuple):
+    """A figure that is wanted; `value` is None where it was not measured."""
+
+    name: str
+    value: float | None
+    target: float
+    at_most: bool = False
+    unit: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        if self.value is None:
+            return None
+        return self.value <= self.target if self.at_most else self.value >= self.target
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("speed", help="against the machine's limits and other engines", description=__doc__)
+    add_flags(parser)
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[512, 2048], help="peers run the first")
+    parser.add_argument("--new-tokens", type=int, default=64, help="end-of-sequence is ignored (%(default)s)")
+    parser.add_argument("--beams", type=int, nargs="+", default=[1, 4, 15])
+    parser.add_argument("--dtypes", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME", help=" ".join(KINDS))
+    parser.add_argument("--depths", type=int, nargs=2, default=list(DEPTHS), help="new tokens to compare steps at")
+    parser.add_argument("--runs", type=int, default=3, help="medians are of so many (%(default)s)")
+    names = peers.PEERS[1:]
+    parser.add_argument("--peers", nargs="*", choices=names, default=list(names), metavar="NAME", help=" ".join(names))
+    parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has the peers (this one)")
+    parser.add_argument("--compile", choices=["off", "on"], default="on", help="also measure that (%(default)s)")
+    parser.add_argument("--threads", type=int, default=cores(), help="(%(default)s)")
+    add_save_flag(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Measure and report."""
+    if torch.cuda.is_available():
+        parser = argparse.ArgumentParser()
+        gpu.add_parser(parser.add_subparsers())
+        return gpu.run(parser.parse_args(["gpu"] if args.save is None else ["gpu", "--save", args.save]), argv)
+    made = stamp(argv)
+    torch.set_num_threads(args.threads)
+    kinds = [kind for kind in args.dtypes if kind != "int8" or not why_no_int8(torch.device("cpu"))]
+    for kind in set(args.dtypes) - set(kinds):
+        progress(f"{kind}: {why_no_int8(torch.device('cpu'))}")
+    bandwidth, rates = limits.read_bandwidth(), {kind: limits.gemm_rate(kind) for kind in kinds}
+    with checkpoint(args) as (folder, name), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        bench = Bench(args, folder, scratch)
+        rows = [bench.row("coppice", kind, b, n) for n in args.prompt_tokens for kind in kinds for b in args.beams]
+        for peer in args.peers:
+            for kind in kinds if peer == "ctranslate2" else [k for k in kinds if k != "int8"]:
+                rows += [bench.row(peer, kind, beams, args.prompt_tokens[0]) for beams in args.beams]
+        work = limits.Work.of(Checkpoint.open(folder))
+        for row in rows:
+            if "seconds" in row:
+                made["versions"] |= row["versions"]
+                against(row, rows, work, bandwidth, rates)
+        depths = bench.depths(kinds[0])
+        idle = host.step_seconds(max(args.beams), args.depths)
+        errors = int8_errors(folder, bench.prompt(CHECKED)) if "int8" in kinds else None
+        compiled = [bench.compiled(kind) for kind in kinds] if args.compile == "on" else []
+    found = verdicts(rows, rates, depths, idle, args)
+    setting = (
+        f"{name}; {args.new_tokens} new tokens, {args.threads} threads, medians of {args.runs} runs. Memory is read at "
+        f"{bandwidth / 1e9:.1f} GB/s; large products run at "
+        f"{', '.join(f'{rate / 1e9:.0f} GFLOP/s ({kind})' for kind, rate in rates.items())}."
+    )
+    body = "\n\n".join(
+        [setting, result_table(rows), LEGEND, verdict_table(found), *compiled_text(compiled), *error_text(errors)]
+    )
+    result = {
+        "model": name, "threads": args.threads, "new_tokens": args.new_tokens, "bandwidth": bandwidth, "rates": rates,
+        "results": rows, "depths": depths, "host_seconds": idle, "int8_errors": errors, "compiled": compiled,
+        "verdicts": [verdict._asdict() | {"met": verdict.met} for verdict in found],
+    }  # fmt: skip
+    kind_of_machine = re.sub(r"\W+", "-", f"{made['machine']['cpu']} {args.threads} threads".lower()).strip("-")
+    finish(f"speed-{kind_of_machine}", made, body, result, args.save)
+    return result
+
+
+class Bench:
+    """One checkpoint, measured in processes of their own."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, scratch: str):
+        self.args, self.folder, self.scratch = args, folder, scratch
+        self.vocab = Checkpoint.open(folder).config["vocab_size"]
+
+    def prompt(self, tokens: int) -> list[int]:
+        draw = random.Random(self.args.seed)
+        return [draw.randrange(min(3, self.vocab - 1), self.vocab) for _ in range(tokens)]
+
+    def spec(self, engine: str, kind: str, beams: int, **more: Any) -> dict[str, Any]:
+        return {"engine": engine, "folder": str(self.folder.resolve()), "dtype": kind, "threads": self.args.threads,
+                "beams": beams, "scratch": self.scratch, "root": str(peers.ROOT), **more}  # fmt: skip
+
+    def row(self, engine: str, kind: str, beams: int, tokens: int) -> dict[str, Any]:
+        """Figures of an engine, as of `peers`."""
+        python = self.args.peer_python if engine != "coppice" and self.args.peer_python else sys.executable
+        spec, prompt = self.spec(engine, kind, beams), self.prompt(tokens)
+        measured = peers.measure(python, spec, prompt, self.args.new_tokens, self.args.runs)
+        row = {"peer": engine, "dtype": kind, "prompt": tokens, "beams": beams, **measured}
+        progress(f"{engine} {kind}, prompt {tokens}, beams {beams}: {peers.outcome(row)}")
+        return row
+
+    def depths(self, kind: str) -> dict[int, float]:
+        """Steps per second of the widest search around each depth."""
+        with peers.Worker(sys.executable, self.spec("coppice", kind, max(self.args.beams))) as worker:
+            worker.answer()
+            job = {"prompt": self.prompt(self.args.prompt_tokens[0]), "new_tokens": max(self.args.depths) + AROUND}
+            steps = worker.ask(job)["step_seconds"]
+        around = {d: steps[max(0, d - AROUND) : d + AROUND] for d in self.args.depths}
+        progress(f"depths: {', '.join(f'{d}: {1 / statistics.median(s):.1f} steps/s' for d, s in around.items())}")
+        return {depth: 1 / statistics.median(some) for depth, some in around.items()}
+
+    def compiled(self, kind: str) -> dict[str, Any]:
+        """--compile on: seconds to the first text without and with code on disk, and steps per second."""
+        found: dict[str, Any] = {"dtype": kind}
+        job = {"prompt": self.prompt(self.args.prompt_tokens[0]), "new_tokens": self.args.new_tokens}
+        spec = self.spec("coppice", kind, max(self.args.beams), compile="on", cache=f"{self.scratch}/code-{kind}")
+        for state in ("cold", "warm"):
+            with peers.Worker(sys.executable, spec) as worker:
+                loaded = worker.answer()["load_seconds"]
+                found[state] = loaded + worker.ask(job | {"new_tokens": 2})["seconds"]
+                found["steps_per_second"] = 1 / statistics.median(worker.ask(job)["step_seconds"])
+        progress(f"compiled, {kind}: {compiled_text([found])[0]}")
+        return found
+
+
+def against(
+    row: dict[str, Any], rows: list[dict[str, Any]], work: limits.Work, bandwidth: float, rates: dict[str, float]
+) -> None:
+    """Add to a row of ours its floors, to another engine's how it stands against ours."""
+    mine = pick(rows, "coppice", row["dtype"], row["prompt"], row["beams"])
+    if row is not mine:
+        row["x_total"] = row["seconds"]["median"] / mine["seconds"]["median"] if mine else None
+        return
+    steps, rate = row["steps"], rates[row["dtype"]]
+    context = row["prompt"] + steps // 2
+    moved = row["weight_bytes"] + context * row["kv_bytes_per_token"]
+    row["floor_step_seconds"] = work.step_seconds(row["beams"], context, moved, bandwidth, rate)
+    row["floor_seconds"] = work.prompt_seconds(row["prompt"], rate) + (steps - 1) * row["floor_step_seconds"]
+
+
+def pick(rows: list[dict[str, Any]], peer: str, kind: str, prompt: int, beams: int) -> dict[str, Any] | None:
+    """The row of a setting, if it was measured."""
+    wanted = {"peer": peer, "dtype": kind, "prompt": prompt, "beams": beams}
+    return next((row for row in rows if "seconds" in row and wanted.items() <= row.items()), None)
+
+
+def int8_errors(folder: Path, prompt: list[int]) -> dict[str, float]:
+    """What int8 weights do to the logits after each token of a prompt, float32 for the rest."""
+    exact, rough = (
+        Engine.load(folder, dtype="float32", quant=quant, device="cpu", kv_memory=1 << 28).logits(prompt)
+        for quant in ("none", "int8")
+    )
+    logp, logq = torch.log_softmax(exact, -1), torch.log_softmax(rough, -1)
+    return {
+        "max": float((exact - rough).abs().max()),
+        "mean": float((exact - rough).abs().mean()),
+        "spread": float(exact.std(-1).mean()),
+        "kl": float((logp.exp() * (logp - logq)).sum(-1).mean()),
+        "top1": float((exact.argmax(-1) == rough.argmax(-1)).float().mean()),
+    }
+
+
+# --- verdicts ---
+
+
+def verdicts(
+    rows: list[dict[str, Any]], rates: dict[str, float], depths: dict[int, float], idle: dict[int, float],
+    args: argparse.Namespace,
+) -> list[Verdict]:  # fmt: skip
+    """Everything that is wanted of a CPU, with what was found."""
+    prompt, wide, narrow = args.prompt_tokens[0], max(args.beams), min(args.beams)
+
+    def speed(kind: str, tokens: int = prompt, beams: int = wide) -> float | None:
+        row = pick(rows, "coppice", kind, tokens, beams)
+        return row["steps_per_second"]["median"] if row and row["steps_per_second"] else None
+
+    def bytes_of(kind: str) -> int | None:
+        row = pick(rows, "coppice", kind, prompt, wide)
+        return row["weight_bytes"] if row else None
+
+    found = []
+    for peer, kind, target in (
+        ("transformers", "float32", TOTAL), ("transformers", "bfloat16", TOTAL), ("ctranslate2", "float32", TOTAL_CT2),
+    ):  # fmt: skip
+        row = pick(rows, peer, kind, prompt, wide)
+        found.append(Verdict(f"total time, {kind}: {peer} / ours", row["x_total"] if row else None, target))
+    for kind, (steps, rate) in STEPS.items():
+        if kind in rates:
+            what = f"decode, {kind}: steps/s ({steps:.0f} at {rate / 1e9:.0f} GFLOP/s)"
+            found.append(Verdict(what, speed(kind), steps * rates[kind] / rate))
+    for kind in (k for k in STEPS if k in rates and len(args.prompt_tokens) > 1):
+        name = f"decode, {kind}: prompt {args.prompt_tokens[-1]} / prompt {prompt}"
+        found.append(Verdict(name, ratio(speed(kind, args.prompt_tokens[-1]), speed(kind)), LONG))
+    found += [
+        Verdict(f"step, float32: {wide} beams / {narrow}",
+                ratio(speed("float32", beams=narrow), speed("float32")), WIDE, at_most=True),
+        Verdict(f"decode at depth {args.depths[1]} / {args.depths[0]}",
+                ratio(depths[args.depths[1]], depths[args.depths[0]]), DEEP),
+        *(Verdict(f"host, {wide} beams, depth {depth}", idle[depth], HOST, True, "ms") for depth in args.depths),
+        Verdict("decode: int8 / bfloat16", ratio(speed("int8"), speed("bfloat16")), INT8),
+        Verdict("weights: int8 / float32", ratio(bytes_of("int8"), bytes_of("float32")), INT8_BYTES, at_most=True),
+    ]  # fmt: skip
+    return found
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+# --- report ---
+
+
+def result_table(rows: list[dict[str, Any]]) -> str:
+    head = ["engine", "dtype", "prompt", "beams", "total s", "prefill s", "steps/s", "floor ms", "of floor",
+            "weights MB", "growth MB", "x total"]  # fmt: skip
+    lines = []
+    for row in rows:
+        line = [row["peer"], row["dtype"], row["prompt"], row["beams"]]
+        if "seconds" not in row:
+            lines.append([*line, peers.outcome(row), *[""] * (len(head) - 5)])
+            continue
+        floor, speed, share = row.get("floor_step_seconds"), row["steps_per_second"], ""
+        if floor and speed:
+            share = f"{floor * speed['median']:.2f}"
+        lines.append([
+            *line, f"{row['seconds']['median']:.2f}", f"{row['prefill_seconds']['median']:.2f}",
+            f"{speed['median']:.1f}" if speed else "", f"{floor * 1e3:.1f}" if floor else "", share,
+            megabytes(row["weight_bytes"]) if "weight_bytes" in row else "", megabytes(peers.growth(row)),
+            f"{row['x_total']:.1f}" if row.get("x_total") else "",
+        ])  # fmt: skip
+    return table(head, lines)
+
+
+def verdict_table(found: Sequence[Verdict]) -> str:
+    lines = []
+    for v in found:
+        scale = 1e3 if v.unit == "ms" else 1
+        value = "not measured" if v.value is None else f"{v.value * scale:.2f} {v.unit}".strip()
+        sign = "at most" if v.at_most else "at least"
+        met = {True: "yes", False: "no", None: ""}[v.met]
+        lines.append([v.name, value, f"{sign} {v.target * scale:.2f} {v.unit}".strip(), met])
+    return table(["wanted", "measured", "target", "met"], lines)
+
+
+def compiled_text(compiled: Sequence[dict[str, Any]]) -> list[str]:
+    texts = [
+        f"{c['dtype']}: {c['steps_per_second']:.1f} steps/s, to the second token {c['cold']:.1f} s from the start, "
+        f"{c['warm']:.1f} s with code on disk"
+        for c in compiled
+    ]
+    return [f"--compile on, most beams: {'; '.join(texts)}."] if texts else []
+
+
+def error_text(errors: dict[str, float] | None) -> list[str]:
+    if errors is None:
+        return []
+    return [
+        f"int8 against float32, logits after {CHECKED} random tokens: off by {errors['mean']:.3f} on average, "
+        f"{errors['max']:.2f} at most (they spread by {errors['spread']:.2f}); KL {errors['kl']:.4f}; the most "
+        f"probable token is the same for {errors['top1']:.0%}."
+    ]
