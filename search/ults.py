@@ -1,0 +1,347 @@
+"""ULTS: a most probable sequence by best-first search, guided by beliefs about what cannot be seen yet.
+
+"Uncertainty-guided likelihood-tree search" (algorithm 2), with its errata mended: finished leaves are never selected
+nor among the samples that nodes carry, the stop test is strict, everything is in log space. A node's samples are keyed
+by its path, so that they do not depend on the order of evaluation. `ults_prior` has the beliefs, `ults_boundary` the
+rules of selection.
+"""
+
+import math
+from collections.abc import Generator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.errors import KVMemoryError, UsageError
+from engine.tree import TokenTree
+from search import ults_prior
+from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
+from search.ults_boundary import RULES, Boundary, Family
+from search.ults_prior import Rest, Vectors
+
+GATHERED = 32  # completions, and at most so many tokens of each, that a search gathers for want of a prior
+UNDER_WAY: set[Path | None] = set()  # files whose vectors are being gathered in this process
+WATCHED = 8  # open nodes shown to those who watch
+
+
+class Leaf(NamedTuple):
+    """A finished path, on the host: it holds no slots."""
+
+    tokens: list[int]
+    logprob: float
+    score: float
+    reason: str
+
+
+@register("ults")
+@dataclass(frozen=True)
+class ULTS:
+    """Uncertainty-guided tree search: sequences as probable as beam search finds, from fewer evaluated nodes.
+
+    Args:
+        select: which open node is next: flat (the maximum in most samples), descendant (from the root down, children
+            compared by their best descendants) or posterior (likewise, by the maxima over all their descendants).
+        k_max: most nodes evaluated per level; 0 for no limit.
+        children: most probable tokens by which a node goes on.
+        epsilon: stop when something better exists with at most this probability.
+        samples: posterior samples per node.
+        budget: most nodes evaluated in all; 0 for no limit.
+        batch: nodes evaluated per round, in one forward pass; 1 is the paper's.
+        prior: auto (softmax vectors of the model, gathered once and kept), dirichlet, or a file of tools.ults_prior.
+        alpha: concentration of the Dirichlet over the vocabulary.
+        fit: how beliefs are kept: pools of draws, or beta distributions.
+        fixed_length: true excludes end-of-sequence, the other tokens renormalised.
+        length_penalty: an output's score is its log-likelihood / length ** length_penalty; 0 is the paper's.
+        num_return_sequences: outputs to find; something better is better than the last of them.
+        seed: of the samples.
+    """
+
+    select: str = "flat"
+    k_max: int = 10
+    children: int = 20
+    epsilon: float = 0.1
+    samples: int = 1000
+    budget: int = 0
+    batch: int = 8
+    prior: str = "auto"
+    alpha: float = 1e-4
+    fit: str = "pools"
+    fixed_length: bool = False
+    length_penalty: float = 0.0
+    num_return_sequences: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, low, high in (
+            ("k_max", 0, 1 << 20), ("children", 1, 4096), ("samples", 1, 1 << 16), ("budget", 0, 1 << 40),
+            ("batch", 1, 1024), ("num_return_sequences", 1, 4096), ("seed", 0, 2**63 - 1),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise UsageError(f"{name}: expected an integer from {low} to {high}, got {value!r}")
+        for name, low, high in (("epsilon", 0, 1), ("alpha", 1e-9, 1e6), ("length_penalty", -20, 20)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not low <= value <= high:
+                raise UsageError(f"{name}: expected a number from {low} to {high}, got {value!r}")
+        for name, words in (("select", [*RULES]), ("fit", ["pools", "beta"])):
+            if getattr(self, name) not in words:
+                raise UsageError(f"{name}: expected {' or '.join(words)}, got {getattr(self, name)!r}")
+        if type(self.fixed_length) is not bool:
+            raise UsageError(f"fixed_length: expected true or false, got {self.fixed_length!r}")
+        if type(self.prior) is not str or not self.prior:
+            raise UsageError(f"prior: expected auto, dirichlet or a file, got {self.prior!r}")
+        if self.fit == "beta" and self.length_penalty:
+            raise UsageError("fit: a beta distribution knows no lengths", remedy="use pools with length_penalty")
+
+    def run(self, task: Task) -> SearchGenerator:
+        tree = task.tree
+        origin = Family.above(tree.trunk.tokens[-1], self.seed, self.samples)
+        boundary = RULES[self.select](origin, partial(self._ceiling, task.max_new_tokens))
+        winners, nodes = [(origin, 0)], [tree.root]  # L <- {x0}
+        leaves: list[Leaf] = []  # the best found, best first; c* is the last one's score
+        used = [1] + [0] * task.max_new_tokens  # nodes evaluated per level
+        rounds = dropped = settled = 0
+        logp_NV = yield Evaluate(tree, nodes)
+        rest, prior = yield from self._belief(task)
+        while True:
+            # Expand: L <- (L without x) and children(x); the best complete paths so far.
+            rounds += 1
+            for family, finished in self._expand(task, rest, winners, nodes, logp_NV):
+                boundary.add(family)
+                leaves = sorted(leaves + finished, key=lambda leaf: -leaf.score)[: self.num_return_sequences]
+            # Stop when P(c* < v*) <= epsilon.
+            bar = leaves[-1].score if len(leaves) == self.num_return_sequences else -math.inf
+            better = boundary.exceeding(bar)
+            certain = _common(tree.settled_from(settled), leaves[0].tokens[settled:] if leaves else None)
+            yield self._report(task, boundary, leaves, certain, sum(used), better)
+            settled += len(certain)
+            room = self.budget - sum(used) if self.budget else self.batch
+            if better <= self.epsilon or room <= 0:
+                break
+            # Select the most frequent winners; the k_max-th of a level is the last that it has.
+            winners = []
+            for family, child in boundary.winners():
+                winners.append((family, child))
+                boundary.close(family, [child])
+                used[family.level] += 1
+                if used[family.level] == self.k_max:
+                    boundary.close_levels(family.level)
+                    for vain in [f for f, _ in winners if f.level < family.level]:  # their children would be closed
+                        used[vain.level] -= 1
+                    winners = [(f, c) for f, c in winners if f.level >= family.level]
+                if len(winners) == min(self.batch, room):
+                    break
+            try:
+                nodes, logp_NV, lost = yield from _evaluate(tree, boundary, winners, used)
+            except KVMemoryError:
+                if not leaves:
+                    raise
+                break
+            dropped += lost
+        outputs = [Output(*leaf) for leaf in leaves]
+        if not outputs:  # the budget is spent
+            outputs = [Output(path, None, None, "interrupted") for _, path in self._open_paths(task, boundary, 1)]
+        yield Report(outputs[0].token_ids[settled:])
+        figures = {"rounds": rounds, "nodes_evaluated": sum(used), "better_exists": better}
+        return SearchResult(outputs, figures | {"dropped_subtrees": dropped, "prior": prior})
+
+    def _expand(
+        self, task: Task, rest: Rest, winners: list[tuple[Family, int]], nodes: list[int], logp_NV: Tensor
+    ) -> list[tuple[Family, list[Leaf]]]:
+        """The families of evaluated nodes, with their posterior samples; and the leaves among the children."""
+        excluded_N = [0.0] * len(nodes)
+        if self.fixed_length and task.eos_token_ids:
+            eos = [token for token in sorted(task.eos_token_ids) if token < logp_NV.shape[1]]
+            logp_NV = logp_NV.index_fill(1, torch.tensor(eos, dtype=torch.int64, device=logp_NV.device), -math.inf)
+            mass_N1 = logp_NV.logsumexp(1, keepdim=True)
+            logp_NV, excluded_N = logp_NV - mass_N1, mass_N1[:, 0].tolist()
+        found: list[tuple[Family, list[Leaf]]] = []
+        rows = zip(winners, nodes, _most_probable(logp_NV, self.children), excluded_N, strict=True)
+        for (above, place), node, (logps, tokens), excluded in rows:
+            sums = [above.sums[place] + logp for logp in logps]
+            key = ults_prior.key(above.key, above.tokens[place])
+            family = Family(node, above.level + 1, key, above, place, tokens, sums, above.excluded + excluded)
+            ends = self._ends(task, family)
+            family.open = set(range(len(tokens))).difference(ends)
+            path = task.tree.path(node) if ends else []
+            finished = [
+                Leaf([*path, tokens[c]], sums[c] + family.excluded, self._score(sums[c], family.level), reason)
+                for c, reason in ends.items()
+            ]
+            found.append((family, finished))
+        self._sample([family for family, _ in found], rest, task.max_new_tokens)
+        return found
+
+    def _ends(self, task: Task, family: Family) -> dict[int, str]:
+        """Why children are leaves; of those that are."""
+        ends = {}
+        if task.hits_stop is not None:
+            path = task.tree.path(family.node)
+            ends |= {c: "stop" for c, token in enumerate(family.tokens) if task.hits_stop([*path, token])}
+        if family.level == task.max_new_tokens:
+            ends = {c: ends.get(c, "length") for c in range(len(family.tokens))}
+        if not task.eos_token_ids.isdisjoint(family.tokens):
+            ends |= {c: "eos" for c, token in enumerate(family.tokens) if token in task.eos_token_ids}
+        return ends
+
+    def _sample(self, families: list[Family], rest: Rest, depth: int) -> None:
+        """v = c * Delta of every open child; -inf for the others."""
+        C = max(len(f.tokens) for f in families)
+        nodes = [(min(f.level, depth - 1), f.key, f.tokens + [0] * (C - len(f.tokens))) for f in families]
+        value, length = rest(nodes)  # leaves have no Delta, what they are given is not used
+        value += torch.tensor([f.sums[c] if c in f.open else -math.inf for f in families for c in range(C)]).unsqueeze(
+            1
+        )
+        if length is not None:
+            level_C = torch.tensor([f.level for f in families]).repeat_interleave(C)
+            value /= (level_C.unsqueeze(1) + length) ** self.length_penalty
+        elif self.length_penalty:
+            value /= depth**self.length_penalty
+        for family, value_CN in zip(families, value.view(len(families), C, -1), strict=True):
+            family.value_CN = value_CN
+
+    def _belief(self, task: Task) -> Generator[Evaluate | Report, Tensor, tuple[Rest, str]]:
+        """The distributions of Delta, and where their prior is from."""
+        depth, source = task.max_new_tokens, self.prior
+        if source == "dirichlet" or depth == 1:  # below the first level there is nothing to believe
+            vectors = ults_prior.dirichlet(float(self.alpha), task.vocab_size)
+        elif source == "auto":
+            vectors, source = yield from self._own_vectors(task)
+        else:
+            vectors = Vectors.load(Path(source).expanduser())
+        rest = ults_prior.fit(
+            vectors,
+            depth,
+            self.children,
+            self.samples,
+            task.eos_token_ids,
+            self.fixed_length,
+            float(self.length_penalty),
+            self.fit == "beta",
+        )
+        return rest, source
+
+    def _own_vectors(self, task: Task) -> Generator[Evaluate | Report, Tensor, tuple[Vectors, str]]:
+        """The model's softmax vectors along texts of its own, kept from an earlier run or gathered now.
+
+        They depend on the model and not on the prompt, so that no answer depends on those before it.
+        """
+        if task.open_tree is None:
+            raise UsageError("prior: there is no model to gather one from", remedy="give dirichlet or a file")
+        path = ults_prior.cache_file(task.model_key, task.max_new_tokens, self.children, task.eos_token_ids)
+        tree = task.open_tree("target", [task.start_token])
+        node = tree.root
+        while path in UNDER_WAY:  # one of many searches gathers, the others keep step with it
+            yield Evaluate(tree, [node])
+            [node] = tree.grow([node], [task.start_token])
+            tree.keep([node])
+        tree.release()
+        if path and (known := ults_prior.cached(path)):
+            return known, "cached"
+        kept = f", to be kept in {path}" if path else ""
+        yield Report(info={"note": f"gathering a prior of softmax vectors from the model{kept}"})
+        if path:
+            UNDER_WAY.add(path)
+        try:
+            tree = task.open_tree("target", [task.start_token])
+            length = min(task.max_new_tokens, GATHERED)
+            vectors, complete = yield from ults_prior.gather(tree, length, task.eos_token_ids, GATHERED)
+            with suppress(OSError):  # a cache that cannot be written costs the next search its time, no more
+                if path and complete:
+                    vectors.save(path)
+        finally:
+            UNDER_WAY.difference_update([path])
+        return vectors, "gathered"
+
+    def _score(self, logprob: float, length: int) -> float:
+        return logprob / length**self.length_penalty
+
+    def _ceiling(self, longest: int, logprob: float, length: int) -> float:
+        return max(self._score(logprob, length), self._score(logprob, longest))
+
+    # --- for those who watch ---
+
+    def _report(
+        self, task: Task, boundary: Boundary, leaves: list[Leaf], certain: list[int], nodes: int, better: float
+    ) -> Report:
+        """How it stands: the best leaf, what nothing open can exceed, how probable it is that something will."""
+        bound = boundary.bound()
+        info = {"nodes": nodes, "best": leaves[0].score if leaves else None, "bound": bound, "better_exists": better}
+        return Report(
+            certain,
+            lambda: leaves[0].tokens if leaves else self._open_paths(task, boundary, 1)[0][1],
+            info,
+            lambda: [(leaf.score, leaf.tokens) for leaf in leaves] + self._open_paths(task, boundary, WATCHED),
+        )
+
+    def _open_paths(self, task: Task, boundary: Boundary, most: int) -> list[tuple[float, list[int]]]:
+        return [(mean, [*task.tree.path(f.node), f.tokens[c]]) for mean, f, c in boundary.leaders(most)]
+
+    # --- what it needs ---
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        nodes = min(self.k_max * (new_tokens - 1) or 1 << 40, self.budget or 1 << 40)
+        return prompt_tokens + new_tokens - 1, prompt_tokens + nodes
+
+    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        if self.fixed_length and all(token in eos_token_ids for token in range(vocab_size)):
+            raise UsageError("fixed_length: every token of the vocabulary ends the text")
+
+
+def _evaluate(
+    tree: TokenTree, boundary: Boundary, winners: list[tuple[Family, int]], used: list[int]
+) -> Generator[Evaluate, Tensor, tuple[list[int], Tensor, int]]:
+    """Ask for the winners. While the pool is full the least promising open subtree is dropped, at last a winner.
+
+    Returns:
+        the winners' nodes, their rows, and how many subtrees were dropped.
+
+    Raises:
+        KVMemoryError: not even one winner fits.
+    """
+    dropped = 0
+    while True:
+        nodes = tree.grow([f.node for f, _ in winners], [f.tokens[c] for f, c in winners])
+        if boundary.shrunk or dropped:
+            tree.keep([*(f.node for f in boundary.families), *nodes])
+            boundary.shrunk = False
+        try:
+            return nodes, (yield Evaluate(tree, nodes)), dropped
+        except KVMemoryError:
+            dropped += 1
+            if least := boundary.least_promising([f for f, _ in winners]):
+                boundary.close(least, list(least.open))
+                continue
+            family, _ = winners.pop()
+            used[family.level] -= 1
+            if not winners:
+                raise
+
+
+def _most_probable(logp_NV: Tensor, k: int) -> list[tuple[list[float], list[int]]]:
+    """Log-probabilities and tokens of the k best of every row, best first, ties to the lower token; -inf left out."""
+    top = logp_NV.topk(min(k + 1, logp_NV.shape[1]))
+    packed = torch.cat([top.values.double(), top.indices.double()], 1).tolist()  # one synchronisation
+    half, rows = len(packed[0]) // 2, []
+    for i, row in enumerate(packed):
+        logps, tokens = row[:half], [int(token) for token in row[half:]]
+        if len(set(logps)) < half or logps[-1] == -math.inf:  # which of the equals topk chose is not defined
+            token_K = (logp_NV[i] >= max(logps[-1], -3e38)).nonzero().view(-1)
+            found = zip(logp_NV[i, token_K].double().tolist(), token_K.tolist(), strict=True)
+            ranked = sorted(found, key=lambda pair: (-pair[0], pair[1]))
+            logps, tokens = [logp for logp, _ in ranked], [token for _, token in ranked]
+        rows.append((logps[:k], tokens[:k]))
+    return rows
+
+
+def _common(stem: list[int], rival: list[int] | None) -> list[int]:
+    """What all open nodes' paths share, as far as the best leaf agrees."""
+    if rival is None:
+        return stem
+    n = next((i for i, (a, b) in enumerate(zip(stem, rival, strict=False)) if a != b), min(len(stem), len(rival)))
+    return stem[:n]

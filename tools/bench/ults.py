@@ -1,0 +1,392 @@
+"""ULTS beside beam search: on toy trees, on a model, and what the search itself costs. Figures need the extra `viz`."""
+
+import argparse
+import importlib.util
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import Engine
+from engine.engine import Request
+from engine.errors import UsageError
+from engine.pool import PagePool
+from engine.requests import Evaluate, Search, SearchGenerator, SearchResult, Task
+from engine.tree import TokenTree
+from search import ULTS, Sample, Trie
+from search.ults_prior import Vectors
+from tools.bench.checkpoints import add_flags, checkpoint
+from tools.bench.measure import progress
+from tools.bench.report import add_save_flag, finish, stamp, table
+from tools.toy_trees import SHAPE, ToyTree
+from tools.ults_prior import Collect
+
+DOCS = Path(__file__).parents[2] / "docs"
+ALPHAS, EPSILONS = (0.1, 0.2, 0.5, 0.8), (0.05, 0.1, 0.3)
+LIMIT_MS, NODES_RATIO = 0.3, 0.75  # what is wanted
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("ults", help="ULTS beside beam search", description=__doc__)
+    parts = parser.add_subparsers(required=True, metavar="PART")
+
+    toy = parts.add_parser("toy", help="the paper's toy problem")
+    toy.add_argument("--trees", type=int, default=200, help="per alpha (%(default)s)")
+    toy.set_defaults(run=run_toy)
+
+    overhead = parts.add_parser("overhead", help="milliseconds of search per evaluated node, without a model")
+    overhead.add_argument("--k-max", type=int, default=20, help="(%(default)s)")
+    overhead.add_argument("--depth", type=int, default=20, help="(%(default)s)")
+    overhead.add_argument("--samples", type=int, default=1000, help="(%(default)s)")
+    overhead.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    overhead.add_argument("--vocab", type=int, default=32000, help="(%(default)s)")
+    overhead.add_argument("--runs", type=int, default=5, help="medians are of so many (%(default)s)")
+    overhead.set_defaults(run=run_overhead)
+
+    model = parts.add_parser("model", help="log-likelihood against nodes and time on a checkpoint")
+    add_flags(model)
+    model.add_argument("--prompts", type=int, default=20, help="drawn from the model itself (%(default)s)")
+    model.add_argument("--prompt-tokens", type=int, default=32, help="(%(default)s)")
+    model.add_argument(
+        "--depths", type=int, nargs="+", default=[20, 40], help="new tokens; end-of-sequence is excluded"
+    )
+    model.add_argument("--beams", type=int, nargs="+", default=[1, 2, 3, 4, 5, 7, 10, 15, 20])
+    model.add_argument("--k-max", type=int, nargs="+", default=[2, 3, 4, 5, 10, 20])
+    model.add_argument("--select", nargs="+", default=["flat", "descendant"])
+    model.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    model.add_argument("--children", type=int, default=20, help="(%(default)s)")
+    model.add_argument("--epsilon", type=float, default=0.1, help="(%(default)s)")
+    model.add_argument("--prior", help="auto, dirichlet or a file (vectors of other prompts drawn from the model)")
+    model.add_argument("--dtype", default="float32", choices=["auto", "float32", "bfloat16", "float16"])
+    model.add_argument("--threads", type=int)
+    model.set_defaults(run=run_model)
+    for part in (toy, overhead, model):
+        add_save_flag(part)
+
+
+def page(save: str | None) -> str | None:
+    """`--save` without a file means docs/ults.md."""
+    return str(DOCS / "ults.md") if save == "" else save
+
+
+# --- toy trees ---
+
+
+def run_toy(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Mean nodes and log-likelihood of every rule beside beam search."""
+    need_figures(args.save)
+    made, rows, curves, optima = stamp(argv), [], {}, {}
+    for alpha in ALPHAS:
+        trees = [ToyTree(seed, alpha) for seed in range(args.trees)]
+        optima[alpha] = statistics.fmean(tree.optimum() for tree in trees)
+        found = [[tree.beam_search(beams) for tree in trees] for beams in range(1, 8)]
+        curves[alpha] = [(statistics.fmean(n for _, n in f), statistics.fmean(v for v, _ in f)) for f in found]
+        for select, fit, epsilon in itertools.product(("flat", "descendant", "posterior"), ("beta", "pools"), EPSILONS):
+            search = ULTS(
+                select=select, fit=fit, epsilon=epsilon, k_max=0, children=8, batch=1, prior="dirichlet", alpha=alpha
+            )
+            rows.append(
+                {"alpha": alpha, "select": select, "fit": fit, "epsilon": epsilon, **measure_toy(search, trees)}
+            )
+            beam = abscissa(curves[alpha], rows[-1]["value"])
+            rows[-1]["of_beam"] = rows[-1]["nodes"] / beam if beam else None
+        progress(f"alpha {alpha}: done")
+    figure = save_figure("ults-toy", lambda plt: draw_toy(plt, rows, curves, optima), args.save)
+    body = "\n\n".join([
+        f"{args.trees} trees per alpha, branching 8, depth 5, no limit per level, one node per round; mean nodes / "
+        "mean log-likelihood.",
+        table(["", *(f"alpha {a}" for a in ALPHAS)], [
+            ["optimum", *(f"{optima[a]:.4f}" for a in ALPHAS)],
+            *[[f"beam {k + 1}", *(f"{curves[a][k][0]:.0f} / {curves[a][k][1]:.4f}" for a in ALPHAS)] for k in range(7)],
+            *[[f"{select} {fit} eps {eps}", *(f"{r['nodes']:.2f} / {r['value']:.4f}" for r in group)]
+              for (select, fit, eps), group in grouped(rows, "select", "fit", "epsilon")],
+        ]),
+        "Optima found, and nodes as a share of what beam search (interpolated) needs for the same log-likelihood:",
+        table(["", *(f"alpha {a}" for a in ALPHAS)], [
+            [f"{select} {fit} eps {eps}", *(f"{r['found']:.3f}, {share(r['of_beam'])}" for r in group)]
+            for (select, fit, eps), group in grouped(rows, "select", "fit", "epsilon")
+        ]),
+        figure,
+    ])  # fmt: skip
+    finish("ults-toy", made, body, {"optima": optima, "beam": curves, "results": rows}, page(args.save))
+    return {"results": rows}
+
+
+def measure_toy(search: ULTS, trees: Sequence[ToyTree]) -> dict[str, float]:
+    results = [tree.search(search) for tree in trees]
+    nodes = [r.stats["nodes_evaluated"] for r in results]
+    values = [r.outputs[0].logprob or 0.0 for r in results]
+    found = [value > tree.optimum() - 1e-5 for value, tree in zip(values, trees, strict=True)]
+    return {
+        "nodes": statistics.fmean(nodes),
+        "nodes_error": statistics.stdev(nodes) / len(nodes) ** 0.5,
+        "value": statistics.fmean(values),
+        "found": statistics.fmean(found),
+    }
+
+
+def draw_toy(plt: Any, rows: list[dict[str, Any]], curves: dict[float, list], optima: dict[float, float]) -> Any:
+    figure, axes = plt.subplots(1, len(ALPHAS), figsize=(15, 3.8), layout="constrained")
+    for axis, alpha in zip(axes, ALPHAS, strict=True):
+        axis.plot(*zip(*curves[alpha], strict=True), "o-", color="black", label="beam search, 1 to 7 beams")
+        for (select, fit), group in grouped([r for r in rows if r["alpha"] == alpha], "select", "fit"):
+            points = sorted((r["nodes"], r["value"]) for r in group)
+            axis.plot(*zip(*points, strict=True), "s-" if fit == "beta" else "^-", ms=4, label=f"{select}, {fit}")
+        axis.axhline(optima[alpha], color="grey", lw=0.8, ls=":", label="optimum")
+        axis.set(title=f"alpha {alpha}", xlabel="nodes evaluated")
+    axes[0].set_ylabel("mean log-likelihood")
+    axes[-1].legend(fontsize=7)
+    return figure
+
+
+# --- the search alone ---
+
+
+def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Time between an answer and the next question, per evaluated node; tables stand for the model."""
+    made, rows = stamp(argv), []
+    generator = torch.Generator().manual_seed(0)
+    rows_RV = torch.log_softmax(torch.randn(256, args.vocab, generator=generator) * 4, -1)
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        prior = Path(folder) / "prior.safetensors"
+        Vectors.of(rows_RV).save(prior)
+        for select, batch in itertools.product(("flat", "descendant", "posterior"), args.batches):
+            search = ULTS(
+                select=select, k_max=args.k_max, batch=batch, samples=args.samples, prior=str(prior), epsilon=0.0
+            )
+            think(search, args.depth, rows_RV)
+            found = [think(search, args.depth, rows_RV) for _ in range(args.runs)]
+            nodes = found[0][1].stats["nodes_evaluated"]
+            ms = sorted(seconds / nodes * 1e3 for seconds, _ in found)
+            rows.append({"select": select, "batch": batch, "nodes": nodes, "rounds": found[0][1].stats["rounds"],
+                         "ms": statistics.median(ms), "min": ms[0], "max": ms[-1]})  # fmt: skip
+            progress(f"{select}, batch {batch}: {rows[-1]['ms']:.3f} ms per node")
+    body = "\n\n".join([
+        f"Search alone, a table of softmax vectors over {args.vocab} tokens for a model: {args.samples} samples, k_max "
+        f"{args.k_max}, 20 children, depth {args.depth}, medians of {args.runs} runs; at most {LIMIT_MS} ms is wanted.",
+        table(["rule", "batch", "nodes", "rounds", "ms per node", "least-most"],
+              [[r["select"], r["batch"], r["nodes"], r["rounds"], f"{r['ms']:.3f}", f"{r['min']:.3f}-{r['max']:.3f}"]
+               for r in rows]),
+    ])  # fmt: skip
+    finish("ults-overhead", made, body, {"results": rows}, page(args.save))
+    return {"results": rows}
+
+
+def think(search: ULTS, depth: int, rows_RV: torch.Tensor) -> tuple[float, SearchResult]:
+    """A search over rows drawn by path; the seconds that it took, without those of the answers."""
+    tree = TokenTree(PagePool(SHAPE, 1 << 14, 1), [0])
+    generator = search.run(Task(tree, depth, frozenset(), rows_RV.shape[1]))
+    answer, answering, began = None, 0.0, time.perf_counter()
+    while True:
+        try:
+            request = generator.send(answer)
+        except StopIteration as end:
+            return time.perf_counter() - began - answering, end.value
+        answer, asked = None, time.perf_counter()
+        if isinstance(request, Evaluate):
+            tree.place(*tree.pending(request.nodes))
+            answer = rows_RV[[hash(tuple(tree.path(n))) % len(rows_RV) for n in request.nodes]]
+            answering += time.perf_counter() - asked
+
+
+# --- a model ---
+
+
+@dataclass(frozen=True)
+class WithoutEos:
+    """Another search, on the model without its end-of-sequence tokens, the others renormalised."""
+
+    search: Search
+
+    def run(self, task: Task) -> SearchGenerator:
+        generator = self.search.run(replace(task, eos_token_ids=frozenset()))
+        eos, answer = sorted(task.eos_token_ids), None
+        while True:
+            try:
+                request = generator.send(answer)
+            except StopIteration as end:
+                return end.value
+            answer = yield replace(request, read=None) if isinstance(request, Evaluate) else request
+            if isinstance(request, Evaluate) and eos:
+                answer = torch.log_softmax(
+                    answer.index_fill(1, torch.tensor(eos, device=answer.device), -torch.inf), -1
+                )
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        return self.search.slots(prompt_tokens, new_tokens)
+
+    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self.search.check(vocab_size, frozenset())
+
+
+def run_model(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Mean log-likelihood, nodes, passes and seconds of both searches over the same prompts."""
+    need_figures(args.save)
+    made, rows = stamp(argv), []
+    with checkpoint(args) as (folder, name), tempfile.TemporaryDirectory() as scratch:
+        engine = Engine.load(folder, dtype=args.dtype, threads=args.threads)
+        prompts = draw_prompts(engine, args.prompts, args.prompt_tokens, args.seed)
+        for depth in args.depths:
+            prior = args.prior or str(gather(engine, args, depth, Path(scratch)))
+            searches: list[tuple[dict[str, Any], Search]] = [
+                ({"search": "beam", "k": k}, WithoutEos(Trie(beams=k, length_penalty=0.0))) for k in args.beams
+            ]
+            for select, batch, k in itertools.product(args.select, args.batches, args.k_max):
+                search = ULTS(
+                    select=select, batch=batch, k_max=k, children=args.children, epsilon=args.epsilon, prior=prior,
+                    fixed_length=True,
+                )  # fmt: skip
+                rows_of = {"search": f"{select}, batch {batch}", "select": select, "batch": batch, "k": k}
+                searches.append((rows_of, search))
+            engine.generate(prompts[:1], searches[-1][1], max_new_tokens=depth)  # beliefs are fitted once a process
+            for row, search in searches:
+                rows.append({"depth": depth, **row, **measure(engine, prompts, search, depth)})
+                progress(
+                    "depth {depth}, {search}, k {k}: {value:.3f}, {nodes:.1f} nodes, {ms:.1f} ms".format(**rows[-1])
+                )
+    for row in rows:
+        beams = [r for r in rows if r["depth"] == row["depth"] and r["search"] == "beam"]
+        for key in ("nodes", "ms", "passes"):
+            beam = abscissa([(r[key], r["value"]) for r in beams], row["value"])
+            row[f"{key}_of_beam"] = row[key] / beam if beam and row["search"] != "beam" else None
+    figure = save_figure(f"ults-{engine.name}", lambda plt: draw_model(plt, rows, args.depths), args.save)
+    body = model_report(name, engine, rows, args) + f"\n\n{figure}"
+    finish(f"ults-model-{engine.name}", made, body, {"model": name, "results": rows}, page(args.save))
+    return {"results": rows}
+
+
+def draw_prompts(engine: Engine, count: int, tokens: int, seed: int) -> list[list[int]]:
+    """Texts that the model itself writes, end-of-sequence excluded."""
+    search = WithoutEos(Sample(seed=seed, num_return_sequences=count))
+    [result] = engine.generate([[engine.start_token]], search, max_new_tokens=tokens - 1)
+    return [[engine.start_token, *output.token_ids] for output in result.outputs]
+
+
+def gather(engine: Engine, args: argparse.Namespace, depth: int, folder: Path) -> Path:
+    """A prior from as many other prompts as give 1000 vectors, as in the paper."""
+    found: list[Vectors] = []
+    prompts = draw_prompts(engine, -(-1000 // depth), args.prompt_tokens, args.seed + 1)
+    for i, prompt in enumerate(prompts):
+        collect = WithoutEos(Collect(found, 1, i))
+        engine.generate([prompt], collect, max_new_tokens=depth)
+    path = folder / f"prior-{depth}.safetensors"
+    Vectors.cat(found).save(path)
+    return path
+
+
+def measure(engine: Engine, prompts: Iterable[list[int]], search: Search, depth: int) -> dict[str, float]:
+    """Means over prompts, one at a time; milliseconds from the first log-probabilities on."""
+    results = []
+    for prompt in prompts:
+        for _, outcome in engine.serve([Request(prompt, search, max_new_tokens=depth)]):
+            if not isinstance(outcome, SearchResult):
+                raise outcome
+            results.append(outcome)
+    values = [r.outputs[0].score or 0.0 for r in results]
+    return {
+        "value": statistics.fmean(values),
+        "nodes": statistics.fmean(r.stats["nodes_evaluated"] for r in results),
+        "passes": statistics.fmean(r.stats["forward_passes"] for r in results),
+        "ms": statistics.fmean(r.stats["decode_seconds"] for r in results) * 1e3,
+        "value_error": statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0,
+    }
+
+
+def model_report(name: str, engine: Engine, rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    parts = [
+        f"{name}, {engine.runner.device.type}, {args.prompts} prompts of {args.prompt_tokens} tokens drawn from the "
+        f"model, fixed length, epsilon {args.epsilon}, {args.children} children, prior: "
+        f"{args.prior or 'softmax vectors of other such prompts'}. Means over prompts; ms from the first "
+        "log-probabilities to the end. *of beam*: share of what beam search (interpolated between its points) needs "
+        "for the same log-likelihood; - where it does not reach it, or even one beam exceeds it."
+    ]
+    for depth in args.depths:
+        shown = [r for r in rows if r["depth"] == depth]
+        parts.append(f"Depth {depth}:")
+        parts.append(table(
+            ["search", "k", "log-likelihood", "nodes", "passes", "ms", "nodes of beam", "ms of beam"],
+            [[r["search"], r["k"], f"{r['value']:.3f}", f"{r['nodes']:.1f}", f"{r['passes']:.1f}", f"{r['ms']:.1f}",
+              share(r["nodes_of_beam"]), share(r["ms_of_beam"])] for r in shown],
+        ))  # fmt: skip
+        for (search,), group in grouped([r for r in shown if r["search"] != "beam"], "search"):
+            nodes = [r["nodes_of_beam"] for r in group if r["nodes_of_beam"]]
+            times = [r["ms_of_beam"] for r in group if r["ms_of_beam"]]
+            if nodes:
+                verdict = "at most" if statistics.fmean(nodes) <= NODES_RATIO else "more than"
+                parts.append(
+                    f"{search}: on average {share(statistics.fmean(nodes))} of beam search's nodes ({verdict} "
+                    f"{NODES_RATIO:.0%}) and {share(statistics.fmean(times))} of its time, over {len(nodes)} of "
+                    f"{len(group)} settings."
+                )
+    return "\n\n".join(parts)
+
+
+def draw_model(plt: Any, rows: list[dict[str, Any]], depths: Sequence[int]) -> Any:
+    keys = {"nodes": "nodes evaluated", "passes": "forward passes", "ms": "milliseconds"}
+    figure, axes = plt.subplots(
+        len(depths), len(keys), figsize=(14, 4 * len(depths)), layout="constrained", squeeze=False
+    )
+    for row, depth in zip(axes, depths, strict=True):
+        for axis, (key, label) in zip(row, keys.items(), strict=True):
+            for (search,), group in grouped([r for r in rows if r["depth"] == depth], "search"):
+                points = sorted((r[key], r["value"]) for r in group)
+                style = {"color": "black", "marker": "o"} if search == "beam" else {"marker": "s"}
+                axis.plot(*zip(*points, strict=True), ms=4, label=search, **style)
+            axis.set(title=f"{depth} tokens", xlabel=label, xscale="log")
+        row[0].set_ylabel("mean log-likelihood")
+    axes[0][0].legend(fontsize=8)
+    return figure
+
+
+# --- both ---
+
+
+def abscissa(curve: Sequence[tuple[float, float]], value: float) -> float | None:
+    """Where a curve, through points (x, value), first reaches a value; None where it does not or begins above it."""
+    curve = sorted(curve)
+    for (x0, v0), (x1, v1) in itertools.pairwise(curve):
+        if v0 <= value <= v1:
+            return x0 + (x1 - x0) * (value - v0) / (v1 - v0) if v1 > v0 else x0
+    return None
+
+
+def grouped(rows: Iterable[dict[str, Any]], *keys: str) -> list[tuple[tuple, list[dict[str, Any]]]]:
+    """Rows by the values of keys, in order of appearance."""
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return list(groups.items())
+
+
+def share(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.0%}"
+
+
+def need_figures(save: str | None) -> None:
+    """Raises UsageError before anything is measured, if the figure could not be drawn."""
+    if save is not None and not importlib.util.find_spec("matplotlib"):
+        raise UsageError("figures need matplotlib", remedy="pip install coppice[viz]")
+
+
+def save_figure(name: str, draw: Any, save: str | None) -> str:
+    """With `--save`, draw NAME.svg beside the page; how the page shows it."""
+    if save is None:
+        return ""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = name  # the same figure gives the same file
+    from matplotlib import pyplot
+
+    figure = draw(pyplot)
+    path = Path(page(save) or "").with_name(f"{name}.svg")
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    progress(f"saved: {path.name}")
+    return f"![{name}]({path.name})"
