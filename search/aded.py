@@ -1,0 +1,221 @@
+"""ADED: drafts from n-grams, verified by the model: the tokens of plain decoding in fewer forward passes.
+
+"Adaptive Draft-Verification for Efficient Large Language Model Decoding", errata mended. Every node of a draft gets one
+draw, keyed by its position, and the longest drafted path of draws is taken, so that the output is what `greedy` or
+`sample` gives, token for token, whatever was drafted. `search/drafters.py` makes drafts, `search/draft_size.py` says
+how much of them is worth evaluating, `search/ngrams.py` keeps what was counted beforehand.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from engine.errors import KVMemoryError, UsageError
+from engine.sampling import Warp, draw
+from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, likeliest, register
+from search.draft_size import MOST, DraftSize
+from search.drafters import MCTS, Backoff, Draft, Drafter
+from search.ngrams import NGramStore, add_to_store, count, open_store
+
+MS = 1000
+OBSERVED = 24  # likeliest nodes of a draft after which the drafter is told what the model thinks
+
+
+@register("aded")
+@dataclass(frozen=True)
+class ADED:
+    """The tokens of greedy, or of sample with its parameters, in fewer passes: n-gram drafts that the model verifies.
+
+    Args:
+        temperature, top_k, top_p, seed: given any of them, the tokens are those of `sample` with these; else greedy's.
+        drafter: "backoff": the likeliest paths of a back-off n-gram; "mcts": the paper's search of a tri-gram matrix;
+            or a function that makes a `Drafter` for a request.
+        nodes: of a draft, at most; auto: as many as bring the most tokens per second.
+        adapt: whether the drafter learns from the request's own text.
+        store: file of counted n-grams to start from (python -m tools.ngrams).
+        save: file of n-grams that every answer is added to.
+        iterations: mcts: simulations per draft.
+        candidates: mcts: most visited nodes that become drafts.
+        depth: mcts: tokens that a simulation looks ahead.
+        successors: mcts: likeliest successors of a pair of tokens that are kept.
+        c1: mcts: weight of exploration.
+        c2: mcts: visits at which exploration starts to grow.
+        window: mcts: last tokens whose tri-grams are strengthened at every step.
+        increment: mcts: by how much.
+        cap: mcts: up to what.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    drafter: str | Callable[[], Drafter] = "backoff"
+    nodes: int | str = "auto"
+    adapt: bool = True
+    store: str | Path | None = None
+    save: str | Path | None = None
+    iterations: int = 150
+    candidates: int = 24
+    depth: int = 4
+    successors: int = 12
+    c1: float = 32.0
+    c2: float = 8.0
+    window: int = 16
+    increment: float = 0.04
+    cap: float = 3.0
+
+    def __post_init__(self):
+        self._warp()
+        if not callable(self.drafter) and self.drafter not in ("backoff", "mcts"):
+            raise UsageError(f"drafter: expected backoff or mcts, got {self.drafter!r}")
+        if self.nodes != "auto":
+            self._check("nodes", int, 0, 1024, "auto or ")
+        if not isinstance(self.adapt, bool):
+            raise UsageError(f"adapt: expected true or false, got {self.adapt!r}")
+        for name in ("store", "save"):
+            if not isinstance(getattr(self, name), str | Path | None):
+                raise UsageError(f"{name}: expected a file, got {getattr(self, name)!r}")
+        if self.seed is not None:
+            self._check("seed", int, 0, 2**63 - 1)
+        for name in ("iterations", "candidates", "depth", "successors", "window"):
+            self._check(name, int, 0 if name == "window" else 1, 1 << 16)
+        for name, low in (("c1", 0), ("c2", 1e-6), ("increment", 0), ("cap", 0)):
+            self._check(name, float, low, 1e6)
+        self._open_store()
+
+    def _check(self, name: str, kind: type, low: float, high: float, also: str = "") -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int | kind) or isinstance(value, bool) or not low <= value <= high:
+            what = "an integer" if kind is int else "a number"
+            raise UsageError(f"{name}: expected {also}{what} from {low} to {high}, got {value!r}")
+
+    def run(self, task: Task) -> SearchGenerator:
+        tree, warp, drafter, size = task.tree, self._warp(), self._drafter(task), self._size(task)
+        prompt, tokens, logprob = list(tree.trunk.tokens), [], 0.0
+        accepted: list[int] = []  # per step
+        drafted, draft_seconds, verify_seconds = 0, 0.0, 0.0
+        reason, fresh = None, prompt
+        while reason is None:
+            began = time.thread_time()
+            drafter.learn(fresh)  # 2.
+            reach = self._reach(task, len(tokens))
+            wanted = size.wanted() if reach else 0
+            draft = drafter.draft(wanted, reach) if wanted else Draft()  # 3., 4.
+            nodes = self._plant(task, draft, size.choose(draft), reach)
+            row = {node: i for i, node in enumerate(dict.fromkeys([tree.root, *nodes.values()]))}
+            draft_seconds += (took := time.thread_time() - began)
+            try:
+                logp_NV = yield Evaluate(tree, list(row))  # 5.
+            except KVMemoryError:
+                if len(row) == 1:
+                    raise
+                tree.keep([tree.root])
+                row, nodes = {tree.root: 0}, {}
+                logp_NV = yield Evaluate(tree, [tree.root])
+            began = time.thread_time()
+            node, fresh = tree.root, []
+            while node in row:  # 6.
+                token = self._pick(logp_NV[row[node]], warp, tree.position(node) + 1)
+                logprob += float(logp_NV[row[node], token])
+                tokens.append(token)
+                fresh.append(token)
+                reason = task.finish_reason(tokens)  # 7.
+                if reason:
+                    break
+                [node] = tree.grow([node], [token])  # the drafted node, if that was drafted
+            if drafter.curiosity:
+                tops, chances = likeliest(logp_NV[: 1 + OBSERVED], drafter.curiosity)
+                for place, drafted_node in [(-1, tree.root), *nodes.items()][: 1 + OBSERVED]:
+                    i = row[drafted_node]
+                    drafter.observe(place, dict(zip(tops[i], chances[i], strict=True)))
+            if wanted:
+                size.learn(draft, fresh)
+            drafted += len(row) - 1
+            accepted.append(len(fresh) - 1)
+            if not reason:
+                tree.keep([node])
+            verify_seconds += time.thread_time() - began
+            if wanted:
+                size.settle(took + time.thread_time() - began, len(row) - 1, len(fresh))
+            yield Report(fresh, lambda: tokens, {"drafted": len(row) - 1, "accepted": accepted[-1]})
+        if self.save is not None:
+            add_to_store(self.save, count(prompt[-2:] + tokens), task.vocab_size, self._fingerprint(task))
+        steps = len(accepted)
+        return SearchResult(
+            [Output(tokens, logprob, logprob, reason)],
+            {
+                "steps": steps,
+                "accept_length": len(tokens) / steps,
+                "accepted_by_depth": [sum(n > depth for n in accepted) for depth in range(max(accepted))],
+                "draft_nodes": drafted,
+                "draft_ms": draft_seconds / steps * MS,
+                "verify_ms": verify_seconds / steps * MS,
+            },
+        )
+
+    def _warp(self) -> Warp | None:
+        """None: the best token."""
+        if (self.temperature, self.top_k, self.top_p, self.seed) == (None,) * 4:
+            return None
+        given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return Warp(**{name: value for name, value in given.items() if value is not None})
+
+    def _pick(self, logp_V: Tensor, warp: Warp | None, position: int) -> int:
+        """The token after a node: plain decoding's at this position."""
+        if warp is None:
+            return int(logp_V.argmax())
+        return draw(warp(logp_V.unsqueeze(0)), self.seed or 0, [0], [position])[0]
+
+    def _drafter(self, task: Task) -> Drafter:
+        if callable(self.drafter):
+            return self.drafter()
+        store = self._open_store()
+        if store is not None:
+            store.check(task.vocab_size, self._fingerprint(task))
+        if self.drafter == "backoff":
+            return Backoff(store, self.adapt)
+        names = ("iterations", "candidates", "depth", "successors", "c1", "c2", "window", "increment", "cap")
+        return MCTS(store, self.adapt, **{name: getattr(self, name) for name in names})
+
+    def _open_store(self) -> NGramStore | None:
+        if self.store is None or (self.store == self.save and not Path(self.store).exists()):  # what is not there yet
+            return None
+        return open_store(self.store)
+
+    @staticmethod
+    def _fingerprint(task: Task) -> str:
+        return task.tokenizer.fingerprint if task.tokenizer is not None else ""
+
+    def _size(self, task: Task) -> DraftSize:
+        return DraftSize(task.seconds) if self.nodes == "auto" else DraftSize(None, int(self.nodes))
+
+    @staticmethod
+    def _reach(task: Task, done: int) -> int:
+        """How many tokens ahead a node is worth evaluating: the limit's last token needs no successor, and a draft
+        across the model's switch length would have the whole text evaluated twice."""
+        tree, reach = task.tree, task.max_new_tokens - done - 1
+        at = tree.position(tree.root)
+        if tree.switch_length is not None and at < tree.switch_length:
+            reach = min(reach, tree.switch_length - 1 - at)
+        return reach
+
+    @staticmethod
+    def _plant(task: Task, draft: Draft, n: int, reach: int) -> dict[int, int]:
+        """Place in the draft -> node of the tree, of the first n without those that nothing could follow."""
+        tree, nodes = task.tree, {}
+        last = tree.position(tree.root) + reach
+        for place, (token, parent) in enumerate(zip(draft.tokens[:n], draft.parents, strict=False)):
+            above = nodes.get(parent) if parent >= 0 else tree.root
+            if above is not None and token not in task.eos_token_ids and tree.position(above) < last:
+                [nodes[place]] = tree.grow([above], [token])
+        return nodes
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        least = prompt_tokens + new_tokens - 1  # drafts are dropped if there is no room for them
+        return least, least + (MOST if self.nodes == "auto" else int(self.nodes))
+
+    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        pass

@@ -1,0 +1,311 @@
+"""Drafters: how a text goes on, guessed from n-grams, as a tree of tokens with chances.
+
+`MCTS` is the paper's (ADED: tri-gram matrix, PUCT search); `Backoff` expands the likeliest path first. Both start from
+a store of counts, which they never change, and learn from one request: what they know beyond the store is theirs alone,
+so no request depends on those before it.
+"""
+
+import heapq
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from search.ngrams import BITS, NONE, NGramStore
+
+NODES = 64  # of a draft of the paper's
+KEPT = 16  # successors that a context of this request keeps when it has seen twice as many
+
+
+@dataclass
+class Draft:
+    """A tree of tokens below a context, likeliest first: any number of nodes from the front is a tree too.
+
+    Args:
+        tokens: of the nodes.
+        parents: their places in the draft, always before them; -1: the context itself.
+        scores: estimated chance that the model will go this way, at most the parent's.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+
+class Drafter(Protocol):
+    """Guesses how a text goes on. Its guesses depend on nothing but what it was told, in that order.
+
+    `distribution` makes a drafter a draft model of known probabilities, for searches that need those (DSBD's q):
+    nothing but the context decides it between two calls of `learn` or `observe`.
+
+    Attributes:
+        curiosity: how many of the model's likeliest tokens `observe` wants to be told; 0: it need not be called.
+    """
+
+    curiosity: int
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """The text goes on with these: the prompt, then what was generated."""
+        ...
+
+    def draft(self, nodes: int, depth: int) -> Draft:
+        """Guess up to `nodes` nodes, at most `depth` (>= 1) tokens ahead."""
+        ...
+
+    def observe(self, node: int, chances: Mapping[int, float]) -> None:
+        """The model's likeliest tokens after a node of the last draft (-1: after the text), with their probabilities.
+
+        Told of the likeliest evaluated nodes, also those off the way that the text takes, and before `learn`.
+        """
+        ...
+
+    def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
+        """Probabilities of the token after the text and the tokens `ahead`, adding up to 1; empty: nothing is known."""
+        ...
+
+
+class Backoff:
+    """Best-first expansion of a back-off n-gram model: this text's 4-grams, tri-grams, bi-grams, then the store's.
+
+    The chance of a token is mixed from all orders: each passes on what it does not claim to know to the next shorter
+    one. Every n-gram of the text counts once; what the model thought probable, once per evaluated node, as far as that.
+
+    Args:
+        store: counts to start from.
+        adapt: learn from this text; without, the store says everything.
+    """
+
+    ORDERS = tuple((1 << BITS * n) - 1 for n in (3, 2, 1))  # masks of a context's last n tokens
+    DOUBT = 0.5  # occurrences that an order leaves to the shorter ones, for itself and for each successor it knows
+    FLOOR = 1 / 256  # what is less likely is no draft
+    LOOKS = 4  # of the model's likeliest tokens, to learn from
+    LEAST = 0.1  # chance at which one of them is learnt
+
+    def __init__(self, store: NGramStore | None = None, adapt: bool = True):
+        self.store, self.adapt = store, adapt
+        self.curiosity = self.LOOKS if adapt else 0
+        self.context = 0  # the last three tokens, each plus one, as digits: a shorter context is a smaller number
+        self.seen: dict[int, dict[int, float]] = {}  # context of 1 to 3 tokens -> successor -> how often
+        self.contexts: list[int] = []  # of the last draft's nodes
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self.adapt:
+                self._count(self.context, token, 1.0)
+            self.context = (self.context << BITS | token + 1) & self.ORDERS[0]
+
+    def observe(self, node: int, chances: Mapping[int, float]) -> None:
+        if self.adapt:
+            for token, chance in chances.items():
+                if chance < self.LEAST:
+                    break
+                self._count(self.contexts[node] if node >= 0 else self.context, token, chance)
+
+    def _count(self, context: int, token: int, weight: float) -> None:
+        last = 0
+        for mask in self.ORDERS:
+            if (part := context & mask) != last:  # a text's first tokens have no long contexts
+                last = part
+                seen = self.seen.get(part)
+                if seen is None:
+                    self.seen[part] = {token: weight}
+                    continue
+                seen[token] = seen.pop(token, 0.0) + weight  # the latest last
+                if len(seen) > 2 * KEPT:
+                    latest = sorted(reversed(seen.items()), key=lambda entry: -entry[1])[:KEPT]
+                    self.seen[part] = dict(reversed(latest))
+
+    def draft(self, nodes: int, depth: int) -> Draft:
+        draft, self.contexts = Draft(), []
+        tokens, parents, scores, contexts = draft.tokens, draft.parents, draft.scores, self.contexts
+        heap: list[tuple[float, int, int, int, int]] = []  # likeliest first, then the older parent, the lower token
+        parent, context, chance, level = -1, self.context, 1.0, 0
+        while True:
+            if level < depth:
+                for token, p in self._mix(context, self.FLOOR / chance).items():
+                    if chance * p > self.FLOOR:
+                        heapq.heappush(heap, (-chance * p, parent, token, context, level + 1))
+            if not heap or len(tokens) == nodes:
+                return draft
+            chance, above, token, context, level = heapq.heappop(heap)
+            parent, chance = len(tokens), -chance
+            context = (context << BITS | token + 1) & self.ORDERS[0]
+            tokens.append(token)
+            parents.append(above)
+            scores.append(chance)
+            contexts.append(context)
+
+    def _mix(self, context: int, floor: float = 0.0) -> dict[int, float]:
+        """Chances of the tokens after a context; shorter orders that could add no more than `floor` are left out."""
+        chances: dict[int, float] = {}
+        left, doubt, last = 1.0, self.DOUBT, 0
+        for mask in self.ORDERS:
+            part = context & mask
+            if part != last and (seen := self.seen.get(part)):
+                total = sum(seen.values())
+                share = left / (total + doubt * (1 + len(seen)))
+                for token, n in seen.items():
+                    chances[token] = chances.get(token, 0.0) + share * n
+                left -= share * total
+                if left <= floor:
+                    return chances
+            last = part
+        if self.store is not None and last:
+            before = (context & self.ORDERS[1]) >> BITS
+            pair = self.store.after_pair(before - 1, last - 1) if before else NONE
+            for after in (pair, self.store.after(last - 1)):
+                share = left / (after.total + doubt * (1 + len(after.tokens)))
+                for token, n in zip(after.tokens, after.counts, strict=True):
+                    chances[token] = chances.get(token, 0.0) + share * n
+                left -= share * after.total
+        return chances
+
+    def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
+        context = self.context
+        for token in ahead:
+            context = (context << BITS | token + 1) & self.ORDERS[0]
+        chances = self._mix(context)
+        total = math.fsum(chances.values())
+        return {token: chance / total for token, chance in chances.items()}
+
+
+class MCTS:
+    """The paper's draft maker: a Monte Carlo tree search over a tri-gram matrix.
+
+    Args:
+        store: counts that the matrix starts from, as probabilities (eq. 1).
+        adapt: whether the last tokens' tri-grams are strengthened at every step.
+        iterations, candidates, depth, successors, c1, c2, window, increment, cap: see `search.aded.ADED`.
+    """
+
+    curiosity = 0
+
+    def __init__(
+        self,
+        store: NGramStore | None = None,
+        adapt: bool = True,
+        *,
+        iterations: int = 150,
+        candidates: int = 24,
+        depth: int = 4,
+        successors: int = 12,
+        c1: float = 32.0,
+        c2: float = 8.0,
+        window: int = 16,
+        increment: float = 0.04,
+        cap: float = 3.0,
+    ):
+        self.store, self.adapt = store, adapt
+        self.iterations, self.candidates, self.depth, self.successors = iterations, candidates, depth, successors
+        self.c1, self.c2 = c1, c2
+        self.window, self.increment, self.cap = window, increment, cap
+        self.text: list[int] = []
+        self.matrix: dict[tuple[int, int], dict[int, float]] = {}  # what differs from the store's
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        self.text += tokens
+        if not self.adapt:
+            return
+        last = self.text[-self.window :] if self.window else []
+        for a, b, c in zip(last, last[1:], last[2:], strict=False):
+            row = self.matrix.setdefault((a, b), dict(self._row(a, b)))  # copied on the first write
+            row[c] = min(self.cap, row.get(c, 0.0) + self.increment)
+
+    def observe(self, node: int, chances: Mapping[int, float]) -> None:
+        pass
+
+    def _row(self, a: int, b: int) -> list[tuple[int, float]]:
+        """P(c | a, b): the likeliest first, ties to the lower token."""
+        if (row := self.matrix.get((a, b))) is not None:
+            return sorted(row.items(), key=lambda entry: (-entry[1], entry[0]))
+        after = self.store.after_pair(a, b) if self.store is not None else NONE
+        return [(t, n / after.total) for t, n in zip(after.tokens, after.counts, strict=True)][: self.successors]
+
+    def draft(self, nodes: int, depth: int) -> Draft:
+        if len(self.text) < 2:
+            return Draft()
+        rng = random.Random(len(self.text))  # of the roll-outs: the same for the same text
+        limit = min(self.depth, depth)
+        # The search tree; node 0 is the text.
+        pair, prior, parent = [(self.text[-2], self.text[-1])], [0.0], [-1]
+        children: list[range | None] = [None]
+        visits, value = [0], [0.0]
+        for _ in range(self.iterations):
+            node, path = 0, [0]
+            while len(path) <= limit and children[node]:  # select
+                node = self._select(node, children, prior, visits, value)
+                path.append(node)
+            if len(path) <= limit and children[node] is None:  # expand
+                row = self._row(*pair[node])
+                children[node] = range(len(pair), len(pair) + len(row))
+                for token, p in row:
+                    pair.append((pair[node][1], token))
+                    prior.append(p)
+                    parent.append(node)
+                    children.append(None)
+                    visits.append(0)
+                    value.append(0.0)
+                if row:
+                    node = len(pair) - len(row)
+                    path.append(node)
+            score = 1 + sum(prior[n] for n in path) + self._roll_out(pair[node], limit + 1 - len(path), rng)
+            for n in path:  # back up
+                visits[n] += 1
+                value[n] += score
+        return self._best(pair, parent, children, visits, min(nodes, NODES), depth)
+
+    def _select(self, node: int, children: list, prior: list[float], visits: list[int], value: list[float]) -> int:
+        """The child of the highest PUCT score (eq. 2), one not visited yet before all others."""
+        total = visits[node]
+        weight = (self.c1 + math.log((total + self.c2 + 1) / self.c2)) * math.sqrt(total)  # eq. 3
+        best, highest = -1, -math.inf
+        for child in children[node]:
+            n = visits[child]
+            if not n:
+                return child
+            score = value[child] / n + weight * prior[child] / (1 + n)
+            if score > highest:
+                best, highest = child, score
+        return best
+
+    def _roll_out(self, pair: tuple[int, int], steps: int, rng: random.Random) -> float:
+        """Sum of P along a path drawn by P."""
+        total = 0.0
+        for _ in range(steps):
+            row = self._row(*pair)
+            if not row:
+                break
+            [(token, p)] = rng.choices(row, [p for _, p in row])
+            total += p
+            pair = (pair[1], token)
+        return total
+
+    def _best(self, pair: list, parent: list[int], children: list, visits: list[int], most: int, depth: int) -> Draft:
+        """The most visited nodes, each with its likeliest successor; those visited least are cut first."""
+        order = sorted(range(1, len(pair)), key=lambda n: (-visits[n], n))[: self.candidates]
+        level, score = {0: 0}, {0: 1.0}
+        found: list[tuple[float, int, int, int]] = []  # -score, its parent's place in the tree, token, place
+        for n in order:
+            if not visits[n]:
+                continue
+            level[n], score[n] = level[parent[n]] + 1, visits[n] / visits[0]
+            found.append((-score[n], parent[n], pair[n][1], n))
+        chosen = {n for *_, n in found}
+        for n in list(chosen):
+            row = self._row(*pair[n]) if level[n] < depth else []
+            if row and not any(pair[c][1] == row[0][0] for c in children[n] or () if c in chosen):
+                found.append((-score[n] * min(1.0, row[0][1]), n, row[0][0], len(pair) + n))
+        place, draft = {0: -1}, Draft()
+        for chance, above, token, n in sorted(found, key=lambda entry: (entry[0], entry[3]))[:most]:
+            place[n] = len(draft.tokens)
+            draft.tokens.append(token)
+            draft.parents.append(place[above])
+            draft.scores.append(-chance)
+        return draft
+
+    def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
+        last = [*self.text[-2:], *ahead][-2:]
+        row = self._row(*last) if len(last) == 2 else []
+        total = math.fsum(p for _, p in row)
+        return {token: p / total for token, p in row}

@@ -1,0 +1,254 @@
+"""Stores of counted tri-grams: 12 bytes for each, sorted, read where they lie in the file.
+
+The file, in the machine's byte order: a header (`HEADER`), then the keys of all entries, ascending, 64 bits each, then
+their counts, 32 bits each. The key of tri-gram (a, b, c) is the number abc in base 2^21. Under c = REST stands what
+successors of (a, b) were left out, all together, so that the counts after a bi-gram add up to its own (eq. 1 of ADED).
+"""
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import mmap
+import os
+import struct
+import tempfile
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.errors import UsageError
+
+BITS = 21
+REST = (1 << BITS) - 1
+MAGIC, VERSION = b"COPPICE3", 1
+HEADER = struct.Struct("=8sHHIQ32sII")  # magic, order, version, vocabulary, entries, tokenizer, checksums
+ORDER = 0x0102
+SUCCESSORS = 12  # the paper's t: kept per bi-gram
+REMEDY = "count one for this model: python -m tools.ngrams --model DIR --input FILES --output FILE"
+
+Run = tuple[Tensor, Tensor]  # keys, ascending and distinct, and their counts: int64
+
+
+class Successors(NamedTuple):
+    """Tokens that followed a context, most frequent first, and how often; `total` includes those left out."""
+
+    tokens: list[int]
+    counts: list[int]
+    total: int
+
+
+NONE = Successors([], [], 0)
+
+
+class NGramStore:
+    """A store, mapped into memory. Made by `open_store`.
+
+    Args:
+        path: the file.
+
+    Raises:
+        UsageError: it cannot be read, is no store, or is damaged.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                # A private writable mapping: torch wants writable memory, the file stays as it is.
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size >= HEADER.size else b""
+        except (OSError, ValueError) as error:
+            raise UsageError(f"the n-gram store cannot be read: {error}", where=str(path), remedy=REMEDY) from error
+        if bytes(data[:8]) != MAGIC:
+            raise UsageError("this is no n-gram store", where=str(path), remedy=REMEDY)
+        header = HEADER.unpack(data[: HEADER.size])
+        _, order, version, self.vocab_size, entries, fingerprint, body, head = header
+        if (order, version) != (ORDER, VERSION):
+            raise UsageError("the n-gram store is of another version or machine", where=str(path), remedy=REMEDY)
+        whole = head == zlib.crc32(data[: HEADER.size - 4]) and size == HEADER.size + 12 * entries
+        if not whole or body != zlib.crc32(memoryview(data)[HEADER.size :]):
+            raise UsageError("the n-gram store is damaged: not what was written", where=str(path), remedy=REMEDY)
+        self.fingerprint = fingerprint.hex() if any(fingerprint) else ""
+        view = memoryview(data)
+        self._data, split = data, HEADER.size + 8 * entries
+        self.keys, self.counts = view[HEADER.size : split].cast("q"), view[split:].cast("I")
+
+    def __len__(self) -> int:
+        """Entries: tri-grams, and one for the left-out successors of a bi-gram that has such."""
+        return len(self.keys)
+
+    def check(self, vocab_size: int, fingerprint: str) -> None:
+        """Refuse a model whose tokens mean something else. Raises UsageError."""
+        if self.fingerprint != fingerprint or self.vocab_size > vocab_size:
+            what = "the n-gram store was counted with another model's tokenizer"
+            raise UsageError(what, where=str(self.path), remedy=REMEDY)
+
+    @functools.lru_cache(maxsize=1 << 16)  # noqa: B019  (a process has few stores, each for good)
+    def after_pair(self, a: int, b: int) -> Successors:
+        """What follows the tokens a, b."""
+        key = (a << BITS | b) << BITS
+        start, end = bisect_left(self.keys, key), bisect_left(self.keys, key + REST + 1)
+        if start == end:
+            return NONE
+        tokens, counts = [k & REST for k in self.keys[start:end]], self.counts[start:end].tolist()
+        total = sum(counts)
+        ranked = sorted((-n, t) for n, t in zip(counts, tokens, strict=True) if t != REST)
+        return Successors([t for _, t in ranked], [-n for n, _ in ranked], total)
+
+    @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
+    def after(self, b: int) -> Successors:
+        """What follows the token b: the 12 most frequent, by the tri-grams that begin with the pair."""
+        start, end = bisect_left(self.keys, b << 2 * BITS), bisect_left(self.keys, (b + 1) << 2 * BITS)
+        if start == end:
+            return NONE
+        keys, counts = self.run(start, end)
+        tokens, place = torch.unique_consecutive(keys >> BITS & REST, return_inverse=True)
+        sums = torch.zeros_like(tokens).scatter_add_(0, place, counts)
+        order = torch.argsort(sums, descending=True, stable=True)[:SUCCESSORS]
+        return Successors(tokens[order].tolist(), sums[order].tolist(), int(sums.sum()))
+
+    def run(self, start: int = 0, end: int | None = None) -> Run:
+        """Entries as tensors."""
+        end = len(self) if end is None else end
+        if start == end:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        first = HEADER.size + 8 * len(self)
+        keys = torch.frombuffer(self._data, dtype=torch.int64, count=end - start, offset=HEADER.size + 8 * start)
+        counts = torch.frombuffer(self._data, dtype=torch.int32, count=end - start, offset=first + 4 * start)
+        return keys, counts.long()
+
+
+def open_store(path: str | Path) -> NGramStore:
+    """The store in a file, checked once for as long as the file stays the same. Raises UsageError."""
+    try:
+        stat = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the n-gram store cannot be read: {error}", where=str(path), remedy=REMEDY) from error
+    return _open(os.path.realpath(path), stat.st_mtime_ns, stat.st_size, stat.st_ino)
+
+
+@functools.lru_cache(maxsize=4)
+def _open(path: str, *_: int) -> NGramStore:
+    return NGramStore(path)
+
+
+# --- counting ---
+
+
+def count(tokens: Sequence[int] | Tensor) -> Run:
+    """The tri-grams of one text."""
+    t = torch.as_tensor(tokens, dtype=torch.int64)
+    keys = ((t[:-2] << BITS | t[1:-1]) << BITS) | t[2:] if len(t) > 2 else t[:0]
+    return torch.unique(keys, return_counts=True)
+
+
+def merge(runs: Sequence[Run], successors: int = SUCCESSORS, *, block: int = 1 << 21) -> Iterator[Run]:
+    """Add counts up, a range of keys at a time; the memory it takes does not grow with the runs.
+
+    Args:
+        runs: counted apart, or of stores.
+        successors: kept per bi-gram, the most frequent; at least 4. 0 keeps all.
+        block: entries at a time, about.
+
+    Yields:
+        runs, ascending.
+    """
+    step = max(1, block // 64 // max(1, len(runs)))
+    samples = torch.cat([keys[step - 1 :: step] for keys, _ in runs]).sort().values
+    borders = (samples[63::64] >> BITS << BITS).unique().tolist()  # a context is never split
+    for low, high in itertools.pairwise([0, *borders, (1 << 3 * BITS) - 1]):
+        parts = []
+        for keys, counts in runs:
+            start, end = torch.searchsorted(keys, torch.tensor([low, high])).tolist()
+            parts.append((keys[start:end], counts[start:end]))
+        keys, place = torch.unique(torch.cat([k for k, _ in parts]), return_inverse=True)
+        counts = torch.zeros_like(keys).scatter_add_(0, place, torch.cat([c for _, c in parts]))
+        if len(keys):
+            yield _cut(keys, counts, successors) if successors else (keys, counts)
+
+
+def _cut(keys: Tensor, counts: Tensor, successors: int) -> Run:
+    """Leave the most frequent successors of each bi-gram (ties: the lower token), and the rest as one entry."""
+    rest = keys & REST == REST
+    order = torch.argsort(torch.where(rest, -1, counts), descending=True, stable=True)
+    order = order[torch.argsort(keys[order] >> BITS, stable=True)]
+    _, place, sizes = torch.unique_consecutive(keys[order] >> BITS, return_inverse=True, return_counts=True)
+    rank = torch.arange(len(keys)) - (sizes.cumsum(0) - sizes)[place]
+    out = torch.empty_like(rest)
+    out[order] = rank >= successors
+    keys, place = torch.unique(torch.where(out, keys | REST, keys), return_inverse=True)
+    return keys, torch.zeros_like(keys).scatter_add_(0, place, counts)
+
+
+# --- writing ---
+
+
+def write_store(path: str | Path, runs: Iterable[Run], vocab_size: int, fingerprint: str) -> int:
+    """Write a store in one go: it is there whole or not at all.
+
+    Args:
+        path: of the file.
+        runs: ascending, one after the other; counts above 2^31 - 1 are written as that.
+        vocab_size: tokens are less than this.
+        fingerprint: of the tokenizer; empty for none.
+
+    Returns:
+        entries written.
+
+    Raises:
+        UsageError: the file cannot be written, or the vocabulary is too large.
+    """
+    if vocab_size >= REST:
+        raise UsageError(f"n-gram stores hold vocabularies of less than {REST} tokens, this has {vocab_size}")
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with open(temporary, "wb") as file, tempfile.TemporaryFile(dir=path.parent) as tail:
+            file.write(bytes(HEADER.size))
+            entries, checksum = 0, 0
+            for keys, counts in runs:
+                entries += len(keys)
+                checksum = _append(file, keys, checksum)
+                _append(tail, counts.clamp(max=2**31 - 1).int(), 0)
+            tail.seek(0)
+            while piece := tail.read(1 << 20):
+                file.write(piece)
+                checksum = zlib.crc32(piece, checksum)
+            tokenizer = bytes.fromhex(fingerprint) or bytes(32)
+            header = HEADER.pack(MAGIC, ORDER, VERSION, vocab_size, entries, tokenizer, checksum, 0)[:-4]
+            file.seek(0)
+            file.write(header + struct.pack("=I", zlib.crc32(header)))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UsageError(f"the n-gram store cannot be written: {error}", where=str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return entries
+
+
+def _append(file: IO[bytes], values: Tensor, checksum: int) -> int:
+    values = values.contiguous()
+    piece = ctypes.string_at(values.data_ptr(), values.nbytes) if len(values) else b""
+    file.write(piece)
+    return zlib.crc32(piece, checksum)
+
+
+def add_to_store(path: str | Path, run: Run, vocab_size: int, fingerprint: str) -> None:
+    """Add counts to a store; a file that is not there yet starts with them.
+
+    Raises:
+        UsageError: what is there is no store of this tokenizer, or it cannot be written.
+    """
+    runs = [run]
+    if Path(path).exists():
+        store = open_store(path)
+        store.check(vocab_size, fingerprint)
+        runs.append(store.run())
+    write_store(path, merge(runs), vocab_size, fingerprint)

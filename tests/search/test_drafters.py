@@ -1,0 +1,273 @@
+"""Drafters and the size of drafts: what is counted, what is guessed, when guessing pays; each request on its own."""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from engine.errors import UsageError
+from engine.pool import PagePool
+from engine.requests import Report, Task
+from engine.timing import PassTime
+from engine.tree import TokenTree
+from models.layers import ModelShape
+from search import ADED
+from search.base import likeliest
+from search.draft_size import DraftSize
+from search.drafters import MCTS, Backoff, Draft
+from search.ngrams import count, merge, open_store, write_store
+
+TEXT = [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 2, 3, 1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    rng, text = random.Random(3), [0]
+    for _ in range(4000):  # a language in which some things follow others
+        text.append((text[-1] * 3 + rng.choice([0, 0, 0, 1, 7, rng.randrange(40)])) % 40)
+    return text
+
+
+@pytest.fixture(scope="module")
+def store(corpus, tmp_path_factory):
+    path = tmp_path_factory.mktemp("store") / "s"
+    write_store(path, merge([count(corpus)]), 40, "")
+    return open_store(path)
+
+
+def check(draft, nodes, depth):
+    """A draft is a tree, parents first and never less likely, at most so large and so deep."""
+    assert len(draft.tokens) == len(draft.parents) == len(draft.scores) <= nodes
+    level = {-1: 0}
+    for i, parent in enumerate(draft.parents):
+        assert parent < i
+        level[i] = level[parent] + 1
+        assert 0 < draft.scores[i] <= (draft.scores[parent] if parent >= 0 else 1)
+    assert max(level.values()) <= depth
+    assert draft.scores == sorted(draft.scores, reverse=True)
+    edges = list(zip(draft.parents, draft.tokens, strict=True))
+    assert len(edges) == len(set(edges))
+
+
+@pytest.mark.parametrize("make", [Backoff, MCTS])
+@pytest.mark.parametrize("adapt", [True, False])
+def test_drafts_are_trees_and_the_same_every_time(make, adapt, corpus, store):
+    before = store.keys.tolist(), store.counts.tolist()
+    told = []
+    for _ in range(2):
+        drafter, rng, drafts = make(store, adapt), random.Random(1), []
+        drafter.learn(corpus[:50])
+        for at in range(50, 90):
+            nodes, depth = rng.choice([(1, 1), (24, 3), (64, 9)])
+            drafts.append(drafter.draft(nodes, depth))
+            check(drafts[-1], nodes, depth)
+            for node in range(-1, len(drafts[-1].tokens), 3):
+                drafter.observe(node, {7: 0.6, 9: 0.2, 11: 0.01})
+            drafter.learn(corpus[at : at + 1])
+            chances = drafter.distribution([7, 1])
+            assert sum(chances.values()) == pytest.approx(1) or not chances
+        told.append(drafts)
+    assert told[0] == told[1] and any(draft.tokens for draft in told[0])
+    assert (store.keys.tolist(), store.counts.tolist()) == before  # what a request learns is its own
+
+
+@pytest.mark.parametrize("make", [Backoff, MCTS])
+def test_nothing_known_nothing_drafted(make):
+    assert make().draft(24, 4) == Draft() and make().distribution() == {}
+    drafter = make(adapt=False)
+    drafter.learn(TEXT)
+    assert drafter.draft(24, 4) == Draft()
+    drafter = make()
+    drafter.learn([5])
+    assert drafter.draft(24, 4) == Draft()
+
+
+def test_backoff_counts_every_gram_once_and_tries_the_longest_first():
+    drafter = Backoff()
+    drafter.learn(TEXT)
+    d = Backoff.DOUBT
+    # Followed 1 2 3 so far: 1 once, 5 once; 2 3 and 3: 1 twice, 5 once.
+    share4, share3 = 1 / (2 + 3 * d), (1 - 2 / (2 + 3 * d)) / (3 + 3 * d)
+    share2 = (1 - 2 * share4 - 3 * share3) / (3 + 3 * d)
+    chances = drafter._mix(drafter.context)
+    assert chances == pytest.approx({1: share4 + 2 * share3 + 2 * share2, 5: share4 + share3 + share2})
+    draft = drafter.draft(2, 3)
+    assert draft.tokens == [1, 2] and draft.parents == [-1, 0]  # the likeliest path
+    assert drafter.distribution([1, 2])[3] > drafter.distribution([1, 2])[4]
+
+
+def test_backoff_learns_from_what_the_model_thinks():
+    drafter = Backoff()
+    drafter.learn([1, 2, 3])
+    assert drafter.draft(4, 4) == Draft()
+    drafter.observe(-1, {8: 0.6, 9: 0.3, 10: 0.01})
+    drafter.learn([9])
+    drafter.learn([1, 2, 3])
+    draft = drafter.draft(9, 1)
+    assert draft.tokens[:2] == [9, 8] and 10 not in draft.tokens
+
+
+def test_the_matrix_is_eq_1_then_strengthened(corpus, store):
+    drafter = MCTS(store, window=3)
+    pairs, triples = (
+        Counter(itertools.pairwise(corpus[:-1])),
+        Counter(zip(corpus, corpus[1:], corpus[2:], strict=False)),
+    )
+    for (a, b), n in list(pairs.items())[:200]:
+        expected = sorted(((-m / n, c) for (x, y, c), m in triples.items() if (x, y) == (a, b)))[:12]
+        assert drafter._row(a, b) == [(c, pytest.approx(-p)) for p, c in expected]
+    a, b, c = corpus[:3]
+    p = dict(drafter._row(a, b))[c]
+    for _ in range(2):
+        drafter.learn([a, b, c])
+    assert dict(drafter._row(a, b))[c] == pytest.approx(p + 0.08)
+    for _ in range(100):
+        drafter.learn([a, b, c])
+    assert dict(drafter._row(a, b))[c] == 3.0
+    assert dict(MCTS(store)._row(a, b))[c] == p
+
+
+def test_mcts_visits_what_is_likely_and_cuts_at_64(store, corpus):
+    drafter = MCTS(store, candidates=64, iterations=600)
+    drafter.learn(corpus[:40])
+    draft = drafter.draft(1000, 4)
+    assert len(draft.tokens) == 64
+    likely = [token for token, _ in drafter._row(*corpus[38:40])]
+    first = [token for token, parent in zip(draft.tokens, draft.parents, strict=True) if parent < 0]
+    assert first[0] == likely[0] and set(first) <= set(likely)
+
+
+def test_likeliest():
+    generator = torch.Generator().manual_seed(0)
+    for V in (5, 100, 128, 300, 1000, 4096, 5003):
+        logp_NV = torch.log_softmax(torch.randn(9, V, generator=generator) * 3, -1)
+        logp_NV[3, 2:] = -torch.inf
+        for k in (1, 4, 7):
+            tokens, chances = likeliest(logp_NV, k)
+            expected = torch.topk(logp_NV, min(k, V))
+            assert torch.tensor(chances).allclose(expected.values.exp())
+            finite = expected.values.isfinite()
+            assert torch.tensor(tokens)[finite].equal(expected.indices[finite])
+
+
+# --- how much of a draft ---
+
+
+def play(truth, right, cost, host=0.0, steps=400):
+    """Seconds per token, where plain decoding takes 1, of a text whose guesses come true with a chance of their own."""
+    rng, size = random.Random(0), DraftSize(lambda tokens: 1 + cost * (tokens - 1))
+    seconds, tokens, nodes = 0.0, 0, 0
+    for _ in range(steps):
+        draft = Draft()
+        if wanted := size.wanted():
+            draft = Draft([1] * wanted, list(range(-1, wanted - 1)), [truth ** (i + 1) for i in range(wanted)])
+        n = size.choose(draft) if wanted else 0
+        came = 0
+        while rng.random() < right:
+            came += 1
+        path = [1] * min(came, n) + [1 if came > n else 2]
+        took = host * len(draft.tokens)
+        seconds += 1 + cost * n + took
+        tokens += len(path)
+        nodes += n
+        if wanted:
+            size.learn(draft, path)
+            size.settle(took, n, len(path))
+    return seconds / tokens, nodes / steps
+
+
+@pytest.mark.parametrize("claim", [0.9, 0.5, 0.2])
+@pytest.mark.parametrize("cost", [0.02, 0.1, 1.0])
+@pytest.mark.parametrize("host", [0.0, 0.02])
+def test_drafts_that_never_come_true_cost_less_than_5_percent(claim, cost, host):
+    assert play(claim, 0.0, cost, host)[0] < 1.05
+
+
+def test_drafts_that_come_true_pay():
+    assert play(0.9, 0.9, 0.02)[0] < 0.25 and play(0.5, 0.9, 0.02)[0] < 0.25  # too shy, found out
+    assert play(0.9, 0.5, 0.02)[0] < 0.62
+    assert play(0.9, 0.5, 2.0)[1] < 0.1  # never worth it
+    wide, narrow = play(0.8, 0.8, 0.01)[1], play(0.8, 0.8, 0.2)[1]
+    assert wide > 2 * narrow > 0
+
+
+def test_without_a_clock_everything_is_evaluated():
+    size = DraftSize(None, 24)
+    draft = Draft([1] * 24, [-1] * 24, [0.01] * 24)
+    for _ in range(50):
+        assert size.wanted() == 24 and size.choose(draft) == 24
+        size.learn(draft, [2])
+        size.settle(1.0, 24, 1)
+
+
+def test_pass_times_are_learnt():
+    for one, more in ((1.0, 0.02), (0.001, 0.5), (5.0, 0.0)):
+        rng, time = random.Random(0), PassTime()
+        assert time.seconds(10) == 0
+        for _ in range(600):
+            tokens = rng.choice([1, 1, 2, 8, 24, 64])
+            hiccup = 10 if rng.random() < 0.02 else 1
+            time.note(tokens, one * (1 + more * (tokens - 1)) * rng.uniform(0.95, 1.05) * hiccup)
+        for tokens in (1, 8, 24, 64):
+            assert time.seconds(tokens) == pytest.approx(one * (1 + more * (tokens - 1)), rel=0.2)
+        assert time.charge(5, 0, 0) == pytest.approx(time.seconds(5))
+        alone = time.charge(1, 3, 3)
+        assert alone == pytest.approx(time.seconds(4) / 4)
+        assert time.charge(9, 3, 3) - alone == pytest.approx(time.seconds(12) - time.seconds(4))
+
+
+# --- the search with its own drafters ---
+
+
+def decode(configuration, text, tokenizer=None, new=60):
+    """Greedy decoding of a model that recites `text`."""
+    shape = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
+    tree = TokenTree(PagePool(shape, 400, 1), text[:2])
+    generator = configuration.run(Task(tree, new, frozenset(), 40, None, None, tokenizer, lambda tokens: 1.0))
+    answer = None
+    while True:
+        try:
+            request = generator.send(answer)
+        except StopIteration as end:
+            return end.value
+        answer = None
+        if not isinstance(request, Report):
+            tree.place(*tree.pending(request.nodes))
+            answer = torch.full((len(request.nodes), 40), -torch.inf)
+            for row, node in zip(answer, request.nodes, strict=True):
+                row[text[tree.position(node) + 1]] = 0.0
+
+
+@pytest.mark.parametrize("drafter", ["backoff", "mcts"])
+def test_a_store_saves_passes_and_requests_do_not_feel_each_other(drafter, corpus, store):
+    text = corpus[2000:2100]
+    names = ("steps", "accept_length", "accepted_by_depth", "draft_nodes")
+    runs = [decode(ADED(drafter=drafter, store=store.path, nodes=24), text) for _ in range(2)]
+    other = decode(ADED(drafter=drafter, nodes=24), text)
+    again = decode(ADED(drafter=drafter, store=store.path, nodes=24), text)
+    for result in (*runs, other, again):
+        assert result.outputs[0].token_ids == text[2:62]
+    seen = [[result.stats[name] for name in names] for result in (*runs, again)]
+    assert seen[0] == seen[1] == seen[2]
+    assert runs[0].stats["accept_length"] > other.stats["accept_length"]
+    assert runs[0].stats["draft_ms"] > 0 and runs[0].stats["verify_ms"] > 0
+
+
+def test_answers_are_saved_and_used(corpus, tmp_path):
+    text, path = corpus[100:200], tmp_path / "learnt"
+    both = ADED(store=path, save=path, nodes=24)  # nothing there yet: starts empty
+    first = decode(both, text)
+    assert open_store(path).run()[0].tolist() == count(text[:62])[0].tolist()
+    second = decode(both, text)
+    assert second.stats["steps"] < first.stats["steps"]
+    assert sum(open_store(path).counts) == 2 * 60
+    with pytest.raises(UsageError, match="another model's tokenizer"):
+
+        class Other:
+            fingerprint = "ab" * 32
+
+        decode(both, text, Other())
+    with pytest.raises(UsageError, match="cannot be read"):
+        ADED(store=tmp_path / "absent")

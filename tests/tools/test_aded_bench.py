@@ -1,0 +1,27 @@
+"""The benchmark of drafts on tiny shapes: every method runs, recites what was recorded, and equals the plain one."""
+
+import json
+
+from tools.bench.__main__ import main
+from tools.random_checkpoint import make
+
+
+def test_all_methods_write_the_same(tmp_path, capsys):
+    for name, width, vocab in (("writer", 32, 300), ("reader", 64, 320)):
+        make(tmp_path / name, layers=1, width=width, mlp=64, heads=2, vocab=vocab)
+    short = ["--corpus-tokens", "600", "--prompts", "1", "--new-tokens", "10", "--runs", "1", "--iterations", "5", "9"]
+    page = tmp_path / "page.md"
+    assert main(["aded", "--model", str(tmp_path / "writer"), *short, "--sizes", "1x64", "--save", str(page)]) == 0
+    own = json.loads(capsys.readouterr().out.splitlines()[-1])
+    reader = ["--model", str(tmp_path / "reader"), "--recorded", str(tmp_path / "writer")]
+    assert main(["aded", *reader, *short]) == 0
+    recited = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for found in (own, recited):
+        rows = {(row["method"], row["text"]): row for row in found["results"]}
+        assert {("mcts, 5 iterations", "own"), ("mcts, 9 iterations", "own"), ("backoff, auto", "noise")} <= set(rows)
+        for (method, _), row in rows.items():
+            assert row["same"] and row["accept_length"] >= 1 and row["tokens_per_second"]["min"] > 0
+            assert method != "autoregressive" or row["accept_length"] == row["ratio"] == 1
+        assert rows["backoff, 24", "own"]["nodes"] > 0
+    assert [row["method"] for row in own["sizes"]] == ["autoregressive", "backoff, auto"]
+    assert "| greedy chain " in page.read_text()

@@ -1,0 +1,266 @@
+"""ADED beside plain decoding: accept length, nodes and tokens per second of its drafters, and where it begins to pay.
+
+The texts are greedy answers of a model that can write: of the model itself, or (`--recorded DIR`) of another, recited
+by the one that is measured. A reciting model does all its work, but its answers along the text are replaced by the
+text's, and its answers elsewhere by nothing in particular: drafters learn less from it than from a model that writes.
+"""
+
+import argparse
+import math
+import random
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine import Engine, Request
+from engine.errors import UsageError
+from engine.requests import Evaluate, Search, SearchGenerator, Task
+from search import ADED, Greedy, Sample
+from search.drafters import MCTS, Draft
+from search.ngrams import count, merge, open_store, write_store
+from tools.bench.checkpoints import add_flags, checkpoint
+from tools.bench.measure import progress, spread
+from tools.bench.report import add_save_flag, finish, stamp, table
+from tools.random_checkpoint import make
+
+SLOWEST, SPEEDUP, HOST_MS = 0.95, 1.5, 0.5  # what is wanted
+LEGEND = f"""*x*: tokens per second over autoregressive decoding's, in the same run; on noise (a text of random tokens)
+at least {SLOWEST} is wanted, and {SPEEDUP} on the model's own kind of text where its passes are what takes the time.
+*accept length*: tokens per step. *nodes*: of drafts, evaluated per step. *draft ms*, *verify ms*: processor time of a
+step; at most {HOST_MS} together is wanted of backoff at 24 to 48 nodes; what plain decoding does there too (choosing
+tokens, pruning) is in it. *spread*: tokens per second, least to most. *same*: whether the tokens are the text's."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The paper's baseline: no tree, only the likeliest successor of the likeliest successor."""
+
+    matrix: MCTS
+    curiosity: int = 0
+    DEPTH = 4
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        self.matrix.learn(tokens)
+
+    def observe(self, node: int, chances: Any) -> None:
+        pass
+
+    def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
+        return self.matrix.distribution(ahead)
+
+    def draft(self, nodes: int, depth: int) -> Draft:
+        draft = Draft()
+        while len(draft.tokens) < min(self.DEPTH, depth) and (known := self.distribution(draft.tokens)):
+            draft.parents.append(len(draft.tokens) - 1)
+            draft.tokens.append(next(iter(known)))
+            draft.scores.append(0.5 ** len(draft.tokens))
+        return draft
+
+
+@dataclass(frozen=True)
+class Recite:
+    """A search on a model whose likeliest next token is the text's."""
+
+    search: Search
+    text: Sequence[int]
+    writer: Engine  # whose tokens the text is made of
+
+    def run(self, task: Task) -> SearchGenerator:
+        task = replace(task, tokenizer=self.writer.tokenizer)
+        generator, tree, answer = self.search.run(task), task.tree, None
+        try:
+            while True:
+                request = generator.send(answer)
+                answer = yield request
+                if isinstance(request, Evaluate):
+                    answer.fill_(-math.log(answer.shape[1]))
+                    on_path = {tree.root}
+                    for i, node in enumerate(request.nodes):
+                        at = tree.position(node) - tree.prompt_length
+                        if node == tree.root or (tree.parent(node) in on_path and tree.token(node) == self.text[at]):
+                            on_path.add(node)
+                            answer[i, self.text[at + 1]] = 0.0
+        except StopIteration as end:
+            return end.value
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        return self.search.slots(prompt_tokens, new_tokens)
+
+    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self.search.check(vocab_size, eos_token_ids)
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("aded", help="n-gram drafts beside plain decoding", description=__doc__)
+    add_flags(parser)
+    parser.add_argument("--recorded", metavar="DIR", help="the checkpoint that writes the texts (the measured one)")
+    parser.add_argument("--store", metavar="FILE", help="counted n-grams of its kind of text (from texts it draws)")
+    told = "tokens it draws to count, if there is no --store (%(default)s)"
+    parser.add_argument("--corpus-tokens", type=int, default=200_000, metavar="N", help=told)
+    parser.add_argument("--prompts", type=int, default=8, help="drawn too, 16 tokens each (%(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of each answer (%(default)s)")
+    parser.add_argument("--iterations", type=int, nargs="+", default=[30, 75, 150, 300], help="of mcts")
+    told = "random Llamas of L layers and width W that recite the same texts, to find where drafts begin to pay"
+    parser.add_argument("--sizes", nargs="*", default=[], metavar="LxW", help=told)
+    parser.add_argument("--runs", type=int, default=3, help="medians are of so many (%(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="(%(default)s)")
+    parser.add_argument("--threads", type=int)
+    add_save_flag(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Measure and report."""
+    made = stamp(argv)
+    with ExitStack() as stack:
+        folder, name = stack.enter_context(checkpoint(args))
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        engine = Engine.load(folder, dtype=args.dtype, threads=args.threads)
+        writer = Engine.load(args.recorded, dtype=args.dtype, threads=args.threads) if args.recorded else engine
+        if args.recorded and writer.runner.vocab_size > engine.runner.vocab_size:
+            raise UsageError("--recorded: its vocabulary is larger than that of the model that is to recite")
+        prompts, texts = write(writer, args)
+        store = args.store or corpus(writer, args, scratch / "store")
+        methods = list_methods(store, args.iterations)
+        reciting = writer if args.recorded else None
+        rows = [{"text": "own", **row} for row in compare(engine, methods, prompts, texts, reciting, args.runs)]
+        rng = random.Random(args.seed)
+        noise = [[rng.randrange(engine.runner.vocab_size) for _ in text] for text in texts]
+        plain = [(n, s) for n, s in methods if n in ("autoregressive", "backoff, auto", "backoff, auto, no store")]
+        rows += [{"text": "noise", **row} for row in compare(engine, plain, prompts, noise, writer, args.runs)]
+        sizes = []
+        for size in args.sizes:
+            layers, width = map(int, size.split("x"))
+            there = scratch / size
+            facts = make(
+                there,
+                layers=layers,
+                width=width,
+                mlp=width * 8 // 3,
+                heads=max(1, width // 64),
+                kv_heads=None,
+                vocab=writer.runner.vocab_size,
+                seed=args.seed,
+            )
+            other = Engine.load(there, dtype=args.dtype, threads=args.threads)
+            for row in compare(other, plain[:2], prompts, texts, writer, args.runs):
+                sizes.append({"size": size, "parameters": facts["parameters"], **row})
+        entries = len(open_store(store))
+    columns = ["method", "text", "accept length", "nodes", "draft ms", "verify ms", "tokens/s", "spread", "x", "same"]
+    body = "\n\n".join([
+        f"{name}, {args.dtype}, {engine.runner.device.type}; {len(prompts)} prompts of {len(prompts[0])} tokens, "
+        f"{args.new_tokens} new tokens each, one at a time; texts by "
+        f"{Path(args.recorded).resolve().name if args.recorded else 'the model itself'}; store of {entries:,} entries.",
+        table(columns, [cells(row) for row in rows]),
+        *([table(["size", "parameters", *columns], [[row["size"], f"{row['parameters'] / 1e6:.1f}M", *cells(row)]
+                 for row in sizes])] if sizes else []),
+        LEGEND,
+    ])  # fmt: skip
+    result = {"model": name, "results": rows, "sizes": sizes}
+    finish("aded", made, body, result, args.save)
+    return result
+
+
+def list_methods(store: str | Path, iterations: Sequence[int]) -> list[tuple[str, Search]]:
+    """What is compared; autoregressive first."""
+    counted = open_store(store)
+    backoff = {f"backoff, {nodes}": ADED(store=store, nodes=nodes) for nodes in ("auto", 24, 48)}
+    mcts = {f"mcts, {n} iterations": ADED(drafter="mcts", store=store, nodes=64, iterations=n) for n in iterations}
+    return list({
+        "autoregressive": Greedy(),
+        "greedy chain": ADED(drafter=lambda: Chain(MCTS(counted)), nodes=Chain.DEPTH),
+        **mcts,
+        "mcts, not adapting": ADED(drafter="mcts", store=store, nodes=64, adapt=False),
+        "mcts, no store": ADED(drafter="mcts", nodes=64),
+        "mcts, auto": ADED(drafter="mcts", store=store),
+        **backoff,
+        "backoff, 24, not adapting": ADED(store=store, nodes=24, adapt=False),
+        "backoff, 24, no store": ADED(nodes=24),
+        "backoff, auto, no store": ADED(),
+    }.items())  # fmt: skip
+
+
+def write(writer: Engine, args: argparse.Namespace) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, drawn, and the model's greedy answers to them."""
+    progress("writing the texts")
+    first = [writer.tokenizer.bos_token_id or 0]
+    drawn = [
+        writer.generate([first], Sample(seed=args.seed + 1 + i), max_new_tokens=15, ignore_eos=True)[0]
+        for i in range(args.prompts)
+    ]
+    prompts = [first + result.outputs[0].token_ids for result in drawn]
+    answers = writer.generate(prompts, Greedy(), max_new_tokens=args.new_tokens, ignore_eos=True)
+    return prompts, [answer.outputs[0].token_ids for answer in answers]
+
+
+def corpus(writer: Engine, args: argparse.Namespace, path: Path) -> Path:
+    """A store of texts that the model draws; none of them is measured."""
+    progress(f"drawing {args.corpus_tokens} tokens to count")
+    first, length, runs, left = [writer.tokenizer.bos_token_id or 0], 256, [], args.corpus_tokens
+    seeds = range(1 << 20, (1 << 20) + -(-args.corpus_tokens // length))
+    requests = (Request(first, Sample(seed=seed), max_new_tokens=length, ignore_eos=True) for seed in seeds)
+    for _, result in writer.serve(requests):
+        if isinstance(result, Exception):
+            raise result
+        runs.append(count(result.outputs[0].token_ids[:left]))
+        left -= len(result.outputs[0].token_ids)
+    write_store(path, merge(runs), writer.tokenizer.size, writer.tokenizer.fingerprint)
+    return path
+
+
+def compare(
+    engine: Engine,
+    methods: Sequence[tuple[str, Search]],
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    writer: Engine | None,
+    runs: int,
+) -> list[dict[str, Any]]:
+    """All methods in turns, one prompt at a time; texts of a writer are recited."""
+    speeds: dict[str, list[float]] = {name: [] for name, _ in methods}
+    rows: dict[str, dict[str, Any]] = {}
+    for i in range(runs + 1):  # the first warms up
+        for name, search in methods:
+            progress(f"run {i} of {runs}: {name}")
+            stats, same = [], True
+            for prompt, text in zip(prompts, texts, strict=True):
+                asked = Recite(search, text, writer) if writer else search
+                [result] = engine.generate([prompt], asked, max_new_tokens=len(text), ignore_eos=True)
+                stats.append(result.stats)
+                same &= result.outputs[0].token_ids == list(text)
+            tokens = sum(len(text) - 1 for text in texts)  # the first comes with the prompt
+            if i:
+                speeds[name].append(tokens / sum(s["decode_seconds"] for s in stats))
+            steps = sum(s.get("steps", s["new_tokens"]) for s in stats)
+            rows[name] = {
+                "method": name,
+                "same": same,
+                "accept_length": sum(map(len, texts)) / steps,
+                "nodes": sum(s.get("draft_nodes", 0) for s in stats) / steps,
+                **{key: statistics.fmean(s.get(key, 0.0) for s in stats) for key in ("draft_ms", "verify_ms")},
+            }
+    base = methods[0][0]
+    for name, row in rows.items():
+        row["tokens_per_second"] = spread(speeds[name])
+        row["ratio"] = statistics.median(a / b for a, b in zip(speeds[name], speeds[base], strict=True))
+    return list(rows.values())
+
+
+def cells(row: dict[str, Any]) -> list[object]:
+    speed = row["tokens_per_second"]
+    host = [f"{row[key]:.2f}" if row["method"] != "autoregressive" else "" for key in ("draft_ms", "verify_ms")]
+    return [
+        row["method"],
+        row.get("text", "own"),
+        f"{row['accept_length']:.2f}",
+        f"{row['nodes']:.1f}",
+        *host,
+        f"{speed['median']:.1f}",
+        f"{speed['min']:.0f}-{speed['max']:.0f}",
+        f"{row['ratio']:.2f}",
+        "yes" if row["same"] else "no",
+    ]

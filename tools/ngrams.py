@@ -1,0 +1,111 @@
+"""Count the tri-grams of texts into a store for `--search aded`: `python -m tools.ngrams --model DIR --input FILES...`.
+
+Texts are read in pieces, each tokenised by itself; counts that do not fit into memory wait in files beside the output.
+An input that is itself a store of the same tokenizer is added.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from engine import cli
+from engine.errors import UsageError
+from engine.tokenizer import Tokenizer
+from models.checkpoint import Checkpoint
+from search.ngrams import MAGIC, REST, SUCCESSORS, Run, count, merge, open_store, write_store
+
+PIECE = 1 << 18  # characters tokenised at once
+HELD = 1 << 22  # distinct tri-grams of a piece of work, about; 16 bytes each, and as much again while they are merged
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = cli.Parser("python -m tools.ngrams", __doc__ or "")
+    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint folder; its tokenizer is what counts")
+    parser.add_argument("--input", required=True, nargs="+", metavar="FILE", help="UTF-8 texts or stores; -: stdin")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the store; replaced if it is there")
+    told = f"likeliest successors kept per pair of tokens, at least 4; 0: all ({SUCCESSORS})"
+    parser.add_argument("--successors", type=int, default=SUCCESSORS, metavar="N", help=told)
+    parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
+    parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks")
+    args = parser.parse_args(argv)
+    return cli.run(lambda: build(args), args.verbose)
+
+
+def build(args: argparse.Namespace) -> int:
+    """Count, merge, write."""
+    if args.successors and not 4 <= args.successors < REST:
+        raise UsageError(f"--successors: expected 0 or an integer >= 4, got {args.successors}")
+    Checkpoint.open(args.model)
+    tokenizer = Tokenizer.load(args.model)
+    began, tokens = time.monotonic(), 0
+
+    def tell(text: str, end: str = "\r") -> None:
+        if not args.quiet:
+            print(f"{text}, {tokens:,} tokens, {time.monotonic() - began:.0f} s\x1b[K", file=sys.stderr, end=end)
+
+    try:
+        spill = tempfile.TemporaryDirectory(prefix="ngrams-", dir=Path(args.output).parent)
+    except OSError as error:
+        raise UsageError(f"--output: {error.strerror}", where=args.output) from error
+    with spill as folder:
+        done: list[Run] = []  # in files of `folder`
+        held: list[Run] = []
+
+        def settle() -> None:
+            """Merge what is held, and put it into a file if it is much."""
+            runs = list(merge(held, successors=0)) if held else []
+            held.clear()
+            if sum(len(keys) for keys, _ in runs) > HELD // 2:
+                path = Path(folder) / str(len(done))
+                write_store(path, runs, tokenizer.size, tokenizer.fingerprint)
+                done.append(open_store(path).run())
+            else:
+                held.extend(runs)
+
+        for name in args.input:
+            if name != "-" and is_store(name):
+                store = open_store(name)
+                store.check(tokenizer.size, tokenizer.fingerprint)
+                done.append(store.run())
+                continue
+            for text in pieces(name):
+                ids = tokenizer.encode(text, add_special=False)
+                tokens += len(ids)
+                held.append(count(ids))
+                if sum(len(keys) for keys, _ in held) > HELD:
+                    settle()
+                tell(f"counting {Path(name).name}")
+        settle()
+        tell("merging")
+        entries = write_store(args.output, merge(done + held, args.successors), tokenizer.size, tokenizer.fingerprint)
+    tell(f"{Path(args.output).name}: {entries:,} entries, {Path(args.output).stat().st_size / 1e6:.1f} MB", "\n")
+    return 0
+
+
+def is_store(name: str) -> bool:
+    """Whether a file says that it is a store."""
+    try:
+        with open(name, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise UsageError(f"--input: {error.strerror}", where=name) from error
+
+
+def pieces(name: str) -> Iterator[str]:
+    """A text in pieces that end with a line, if its lines are not too long for that."""
+    try:
+        with open(0 if name == "-" else name, encoding="utf-8", closefd=name != "-") as file:
+            while text := file.read(PIECE):
+                yield text + file.readline(PIECE)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--input: not valid UTF-8: {error.reason}", where=name) from error
+    except OSError as error:
+        raise UsageError(f"--input: {error.strerror}", where=name) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
