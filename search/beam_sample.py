@@ -1,0 +1,164 @@
+"""Beam sampling: the next list of beams is drawn, with replacement, from all continuations of the present one.
+
+The list is a multiset: a beam that was drawn n times is one node with n entries and n times the weight. Entries that
+end leave the list, which is shorter by them from then on. DSBD draws the same lists with fewer passes of the target;
+this is its baseline and its oracle.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from engine.errors import UsageError
+from engine.sampling import Warp, uniforms
+from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
+from search.joint import Joint, Rows, p_beam, pick
+
+
+@register("beam-sample")
+@dataclass(frozen=True)
+class BeamSample:
+    """Beam sampling: beams drawn together from their joint distribution, with replacement.
+
+    Args:
+        beams: entries of the list; those that finish leave it.
+        temperature, top_k, top_p: see `engine.sampling.Warp`; of the joint distribution over beams and tokens.
+        seed: of the keyed draws.
+        length_penalty: a finished beam scores logprob / length ** length_penalty.
+        num_return_sequences: outputs to return, at most `beams`; there are fewer if entries coincide.
+    """
+
+    beams: int = 4
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    length_penalty: float = 1.0
+    num_return_sequences: int = 1
+
+    def __post_init__(self):
+        check_ranges(self, seed=(0, 2**63 - 1), beams=(1, 4096), num_return_sequences=(1, self.beams))
+        check_sampling(self)
+
+    def run(self, task: Task) -> SearchGenerator:
+        tree, warp = task.tree, Warp(self.temperature, self.top_k, self.top_p)
+        beams = Beams(task, self.length_penalty)
+        while beams.live:
+            rows = Rows((yield Evaluate(tree, [beam.node for beam in beams.live])))
+            joint = p_beam(rows, range(len(beams.live)), [b.weight for b in beams.live], warp, task.vocab_size)
+            numbers = uniforms(self.seed, 0, tree.position(beams.live[0].node) + 1)
+            beams.advance(joint, pick(joint.probs, islice(numbers, self.beams - beams.ended)))
+            yield beams.report()
+        return beams.result(self.num_return_sequences, {"steps": beams.steps})
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        return prompt_tokens + new_tokens - 1, prompt_tokens + self.beams * (new_tokens - 1)
+
+    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        pass
+
+
+def check_ranges(config: Any, **ranges: tuple[int, int]) -> None:
+    """Refuse fields that are no integers in their range. Raises UsageError."""
+    for name, (low, high) in ranges.items():
+        value = getattr(config, name)
+        if type(value) is not int or not low <= value <= high:
+            raise UsageError(f"{name}: expected an integer from {low} to {high}, got {value!r}")
+
+
+def check_sampling(config: Any) -> None:
+    """Refuse a warp or a length penalty that is none. Raises UsageError."""
+    Warp(config.temperature, config.top_k, config.top_p)
+    penalty = config.length_penalty
+    if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not abs(penalty) <= 20:
+        raise UsageError(f"length_penalty: expected a number from -20 to 20, got {penalty!r}")
+
+
+# --- the list ---
+
+
+@dataclass(frozen=True)
+class Beam:
+    """Entries of the list that are the same sequence: its last node, its log-probability, how many they are."""
+
+    node: int
+    logprob: float
+    count: int = 1
+
+    @property
+    def weight(self) -> float:
+        """In the logarithm."""
+        return self.logprob + math.log(self.count)
+
+
+def extend(task: Task, beams: Sequence[Beam], joint: Joint, drawn: Sequence[int]) -> tuple[list[Beam], list[Any]]:
+    """Beams by one token each, as drawn from their joint distribution; equal ones folded.
+
+    Returns:
+        those that go on, in the order drawn; those that end, as (tokens, logprob, finish reason, entries).
+    """
+    going, ended = [], []
+    for i in dict.fromkeys(drawn):
+        row, token = joint.cell(i)
+        node, logprob, count = beams[row].node, beams[row].logprob + float(joint.logps[i]), drawn.count(i)
+        length = task.tree.position(node) + 2 - task.tree.prompt_length
+        if task.hits_stop is not None or token in task.eos_token_ids or length >= task.max_new_tokens:
+            path = [*task.tree.path(node), token]
+            if reason := task.finish_reason(path):
+                ended.append((path, logprob, reason, count))
+                continue
+        going.append(Beam(task.tree.grow([node], [token])[0], logprob, count))
+    return going, ended
+
+
+class Beams:
+    """The list as it grows, and what has left it."""
+
+    def __init__(self, task: Task, length_penalty: float):
+        self.task, self.length_penalty = task, length_penalty
+        self.live = [Beam(task.tree.root, 0.0)]
+        self.done: list[Output] = []
+        self.ended = 0  # entries that left
+        self.steps = 0
+        self._settled = 0  # tokens reported as certain
+
+    def advance(self, joint: Joint, drawn: Sequence[int]) -> None:
+        """Put what was drawn in the place of the live beams."""
+        self.live, ended = extend(self.task, self.live, joint, drawn)
+        self.steps += 1
+        for tokens, logprob, reason, count in ended:
+            self.done.append(Output(tokens, logprob, self._score(logprob, len(tokens)), reason))
+            self.ended += count
+        self.done.sort(key=lambda output: -(output.score or 0))  # stable: older first
+
+    def report(self) -> Report:
+        """Free what no live beam descends from; tell what is certain, and the candidates to whoever asks."""
+        done, live, steps, tree = self.done, self.live, self.steps, self.task.tree
+        if live:
+            tree.keep([beam.node for beam in live])
+        certain = tree.settled_from(self._settled) if live else done[0].token_ids[self._settled :]
+        if live and done:
+            certain = shared(certain, done[0].token_ids[self._settled :])
+        self._settled += len(certain)
+
+        def ranked() -> list[tuple[float, list[int]]]:
+            alive = [(self._score(beam.logprob, steps), tree.path(beam.node)) for beam in live]
+            told = [(output.score or 0.0, output.token_ids) for output in done] + alive
+            return sorted(told, key=lambda candidate: -candidate[0])
+
+        return Report(certain, lambda: ranked()[0][1], {"width": sum(beam.count for beam in live)}, ranked)
+
+    def result(self, n: int, stats: dict[str, Any]) -> SearchResult:
+        """The n best of what has left."""
+        return SearchResult(self.done[:n], stats)
+
+    def _score(self, logprob: float, length: int) -> float:
+        return logprob / length**self.length_penalty
+
+
+def shared(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    """What two sequences begin with."""
+    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return list(a[:n])

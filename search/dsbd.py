@@ -1,0 +1,294 @@
+"""DSBD: beams drawn as beam sampling draws them, several steps for one pass of the target model.
+
+"Dynamic-Width Speculative Beam Decoding for LLM Inference" (section 3, algorithm 1), errata mended: a draft is accepted
+with probability p'/q (printed upside down); q is renormalised over the drafts whose parents are still there, and, when
+drafts are drawn without replacement, over what had not been drawn; the width never depends on which tokens were drawn.
+
+A round: the draft model beam-samples a forest of up to gamma layers below the beams; one pass of the target tells the
+true probabilities of all of it; layer by layer, drafts are accepted so that the list of beams is distributed as if
+drawn from the target's p_beam. The first layer that falls short is completed by draws from the residual distribution
+and from p_beam, and ends the round; after the last layer the list grows once more by draws from p_beam alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from engine.errors import KVMemoryError, UsageError
+from engine.sampling import Warp, uniforms
+from search.base import SearchGenerator, Task, register
+from search.beam_sample import Beam, Beams, check_ranges, check_sampling
+from search.drafters import Backoff
+from search.forest import Forester, Known, Layer, ModelForester, NGramForester, know, rows_of
+from search.joint import Joint, p_beam, pick
+from search.ngrams import NGramStore, open_store
+from search.verify import (
+    IID,
+    KINDS,
+    WITHOUT,
+    Drafted,
+    Verdict,
+    acceptances,
+    accepted_counts,
+    distinct_counts,
+    dynamic_width,
+    verify,
+)
+
+VERIFYING = 1  # stream of keyed numbers
+
+
+@register("dsbd")
+@dataclass(frozen=True)
+class DSBD:
+    """Dynamic-width speculative beam decoding: beam sampling with drafts of a smaller model (--draft).
+
+    Args:
+        draft_beams: W_S, drafts per layer.
+        gamma: layers drafted per round.
+        width: W_L, entries of the list after every layer; 0 chooses them layer by layer (dynamic width).
+        threshold: t, the probability with which a layer should be accepted at its dynamic width.
+        min_width: W_min, the least dynamic width.
+        bonus_width: entries drawn after the last layer when the width is dynamic; 0: as many as draft beams.
+        drafts: iid draws with replacement (the paper's theorem); without-replacement; distinct draws with replacement
+            until enough different ones are drawn, but a rejected one never again before another is accepted.
+        keep: all beams, or 1: after each round only the most probable one goes on (one path of memory, but a selection:
+            what it draws from is no longer p_beam).
+        temperature, top_k, top_p: see `engine.sampling.Warp`; of joint distributions, the draft's likewise.
+        seed: of the keyed draws.
+        length_penalty: a finished beam scores logprob / length ** length_penalty.
+        num_return_sequences: outputs to return; there are fewer if fewer different ones finish.
+        drafter: "model": the draft model; "ngram": a back-off n-gram that learns from the text (no --draft needed).
+        store: file of counted n-grams for it to start from (python -m tools.ngrams).
+    """
+
+    draft_beams: int = 4
+    gamma: int = 3
+    width: int = 0
+    threshold: float = 0.7
+    min_width: int = 1
+    bonus_width: int = 0
+    drafts: str = WITHOUT
+    keep: int | str = "all"
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    length_penalty: float = 1.0
+    num_return_sequences: int = 1
+    drafter: str = "model"
+    store: str | Path | None = None
+
+    def __post_init__(self):
+        check_ranges(self, seed=(0, 2**63 - 1), draft_beams=(1, 256), gamma=(1, 64), width=(0, 256), min_width=(1, 256))
+        check_ranges(self, bonus_width=(0, 256))
+        check_ranges(self, num_return_sequences=(1, self.entries))
+        check_sampling(self)
+        if type(self.threshold) not in (int, float) or not 0 <= self.threshold <= 1:
+            raise UsageError(f"threshold: expected a number from 0 to 1, got {self.threshold!r}")
+        if self.drafts not in KINDS:
+            raise UsageError(f"drafts: expected one of {', '.join(KINDS)}, got {self.drafts!r}")
+        if self.drafter not in ("model", "ngram"):
+            raise UsageError(f"drafter: expected model or ngram, got {self.drafter!r}")
+        if self.store is not None and (self.drafter == "model" or not isinstance(self.store, str | Path)):
+            raise UsageError(f"store: expected a file, with the drafter ngram, got {self.store!r}")
+        self._store()
+        if type(self.keep) not in (int, str) or self.keep not in ("all", 1):
+            raise UsageError(f"keep: expected all or 1, got {self.keep!r}")
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """What is asked beside the target."""
+        return ("draft",) if self.drafter == "model" else ()
+
+    @property
+    def entries(self) -> int:
+        """Most entries that the list can have; as they finish, they count against it."""
+        return self.width or max(self.draft_beams, self.min_width, self.bonus_width)
+
+    def run(self, task: Task) -> SearchGenerator:
+        tree, beams, stats = task.tree, Beams(task, self.length_penalty), Stats(self.gamma)
+        draft = self._draft(task)
+        known: Known = {}
+        while beams.live:
+            layers, leaves = yield from draft.forest(beams.live)
+            forest = [beam.node for layer in layers for beam in layer.beams] + [beam.node for beam in leaves]
+            nodes = [beam.node for beam in beams.live] + forest
+            try:
+                yield from know(tree, nodes, known)
+            except KVMemoryError:
+                if not layers:
+                    raise
+                layers = []  # there is no room for drafts: a step of beam sampling
+                tree.keep([beam.node for beam in beams.live])
+                yield from know(tree, [beam.node for beam in beams.live], known)
+            stats.rounds += 1
+            self._verify(task, beams, layers, known, stats)
+            if self.keep == 1 and beams.live:
+                best = max(beams.live, key=lambda beam: beam.logprob)
+                beams.live = [Beam(best.node, best.logprob)]
+            report = beams.report()
+            known = {beam.node: known[beam.node] for beam in beams.live if beam.node in known}
+            draft.follow(beams.live)
+            yield report
+        return beams.result(self.num_return_sequences, stats.told(beams.steps))
+
+    def _store(self) -> NGramStore | None:
+        return open_store(self.store) if self.store is not None else None
+
+    def _draft(self, task: Task) -> Forester:
+        options = (
+            task,
+            Warp(self.temperature, self.top_k, self.top_p),
+            self.draft_beams,
+            self.gamma,
+            self.drafts,
+            self.seed,
+        )
+        if self.drafter == "ngram":
+            if store := self._store():
+                store.check(task.vocab_size, task.tokenizer.fingerprint if task.tokenizer is not None else "")
+            return NGramForester(Backoff(store), *options)
+        assert task.open_tree is not None
+        return ModelForester(task.open_tree("draft", task.tree.trunk.tokens), *options)
+
+    def _verify(self, task: Task, beams: Beams, layers: list[Layer], known: Known, stats: "Stats") -> None:
+        """Algorithm 1: replace the list of beams, layer by layer, until a layer falls short or none is left."""
+        warp = Warp(self.temperature, self.top_k, self.top_p)
+        for depth, layer in enumerate([*layers, None]):
+            live = beams.live
+            rows, which = rows_of([beam.node for beam in live], known)
+            p = p_beam(rows, which, [beam.weight for beam in live], warp, task.vocab_size)  # line 12
+            numbers = uniforms(self.seed, VERIFYING, task.tree.position(live[0].node) + 1)
+            room = self.entries - beams.ended
+            if layer is None:  # lines 32 to 34
+                width = min(room, self.width or self.bonus_width or self.draft_beams)
+                beams.advance(p, pick(p.probs, islice(numbers, width)))
+                stats.bonus(width)
+                return
+            place = {beam.node: row for row, beam in enumerate(layer.beams)}
+            parents = [place[beam.node] for beam in live]
+            width, verdict = self.judge(p, layer, parents, room, numbers)
+            beams.advance(p, verdict.entries)
+            stats.layer(depth, width, verdict)
+            if verdict.accepted < width or not beams.live:
+                return
+
+    def judge(
+        self, p: Joint, layer: Layer, parents: Sequence[int], room: int, numbers: Iterator[float]
+    ) -> tuple[int, Verdict]:
+        """Lines 10 to 31 for one layer.
+
+        Args:
+            p: p_beam, given the accepted beams of the layer above.
+            layer: as it was drafted.
+            parents: of each accepted beam its place among the beams that the layer was drafted from.
+            room: the most entries that may be taken.
+            numbers: keyed.
+
+        Returns:
+            the width that was wanted, and the layer's new entries; they fall short if fewer than that were accepted.
+        """
+        mass, q = layer.q.of_rows(parents), layer.q.at(p, parents)
+        back = {row: i for i, row in enumerate(parents)}
+        drafts = []
+        for j in layer.drawn:
+            row, token = layer.q.cell(j)
+            if row in back:
+                drafts.append(Drafted(j, p.find(back[row], token), float(layer.q.probs[j])))
+        width = self.width
+        if not width:
+            # Without replacement the number of lost parents tells something of the tokens drawn: it must not matter.
+            m, whole = (len(drafts), mass) if self.drafts == IID else (self.draft_beams, 1.0)
+            if self.drafts == WITHOUT:
+                counts = distinct_counts(p.probs, q, m)
+            else:
+                counts = accepted_counts(acceptances(p.probs, q, m, whole))
+            width = max(self.min_width, dynamic_width(counts, self.threshold))  # equation (6)
+        width = min(width, room)
+        return width, verify(p.probs, q, drafts, mass, width, numbers, self.drafts)
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        least = prompt_tokens + new_tokens - 1
+        return least, prompt_tokens + self.entries * (new_tokens - 1) + self.gamma * self.draft_beams
+
+    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        pass
+
+
+@register("speculative")
+@dataclass(frozen=True)
+class Speculative:
+    """Speculative sampling: draws from the model's distribution, several tokens per pass with a draft (--draft).
+
+    Args:
+        gamma: tokens drafted per round.
+        temperature, top_k, top_p: see `engine.sampling.Warp`.
+        seed: of the keyed draws.
+    """
+
+    gamma: int = 4
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    models = ("draft",)
+
+    def __post_init__(self):
+        self.as_dsbd()
+
+    def as_dsbd(self) -> DSBD:
+        """DSBD with one draft and one beam, which is the same."""
+        options = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "seed": self.seed}
+        return DSBD(draft_beams=1, width=1, gamma=self.gamma, drafts=IID, length_penalty=0, **options)
+
+    def run(self, task: Task) -> SearchGenerator:
+        return self.as_dsbd().run(task)
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        return self.as_dsbd().slots(prompt_tokens, new_tokens)
+
+    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        pass
+
+
+# --- figures ---
+
+
+class Stats:
+    """What rounds came to, layer by layer."""
+
+    def __init__(self, gamma: int):
+        self.rounds = self.bonuses = self.bonus_widths = 0
+        self.seen, self.full, self.widths, self.accepted, self.tried = ([0] * gamma for _ in range(5))
+
+    def layer(self, depth: int, width: int, verdict: Verdict) -> None:
+        """A drafted layer was verified."""
+        self.seen[depth] += 1
+        self.full[depth] += verdict.accepted == width
+        self.widths[depth] += width
+        self.accepted[depth] += verdict.accepted
+        self.tried[depth] += verdict.tried
+
+    def bonus(self, width: int) -> None:
+        """All layers were accepted, and one was drawn after them."""
+        self.bonuses += 1
+        self.bonus_widths += width
+
+    def told(self, steps: int) -> dict[str, Any]:
+        """The figures, as docs/stats.md has them."""
+
+        def mean(sums: Sequence[int], counts: Sequence[int]) -> list[float | None]:
+            return [round(a / n, 4) if n else None for a, n in zip(sums, counts, strict=True)]
+
+        return {
+            "steps": steps,
+            "rounds": self.rounds,
+            "layers_accepted": sum(self.full),
+            "tokens_per_target_forward": steps / self.rounds,
+            "rounds_per_layer": [*self.seen, self.bonuses],
+            "width_per_layer": mean([*self.widths, self.bonus_widths], [*self.seen, self.bonuses]),
+            "acceptance_per_layer": mean(self.accepted, self.tried),
+        }

@@ -1,0 +1,431 @@
+"""DSBD, speculative sampling and beam sampling as searches, over tables: distribution, bookkeeping, ends, memory."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from engine.errors import KVMemoryError, UsageError
+from engine.pool import PagePool
+from engine.requests import Report, Task
+from engine.sampling import Warp, uniforms
+from engine.tree import TokenTree
+from models.layers import ModelShape
+from search import DSBD, BeamSample, Greedy, Speculative, make_search
+from search.joint import Rows, p_beam, pick
+
+SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
+
+
+def table(seed, vocab, agree=None, width=None):
+    """A toy model: float32 log-probabilities after a path; near another model's if it is to agree with that."""
+
+    @cache
+    def row(path):
+        rng = random.Random(f"{seed} {path}")
+        logits = torch.tensor([rng.gauss(0, 1.2) for _ in range(vocab)])
+        if agree is not None:
+            logits = agree(path)[:vocab] + 0.3 * logits
+        padded = torch.full((width or vocab,), float("-inf"))
+        padded[:vocab] = logits
+        return torch.log_softmax(padded, -1)
+
+    return row
+
+
+class Bench:
+    """Runs a search over tables, and checks trees and requests as it goes."""
+
+    def __init__(self, target, draft=None, vocab=5, pages=400):
+        self.models = {"target": target, "draft": draft or target}
+        self.vocab = vocab
+        self.pools = {name: PagePool(SHAPE, pages, 1) for name in self.models}
+
+    def run(self, search, max_new, eos=(), stops=None, prompt=(1, 2, 3), stop_after=None):
+        self.trees = {}
+
+        def open_tree(name, tokens):
+            self.trees[name] = TokenTree(self.pools[name], list(tokens))
+            return self.trees[name]
+
+        self.passes = Counter()
+        self.widest, self.settled, self.reports = Counter(), [], 0
+        task = Task(open_tree("target", prompt), max_new, frozenset(eos), self.vocab, stops, open_tree)
+        generator = search.run(task)
+        answer = error = None
+        try:
+            while True:
+                request = generator.throw(error) if error else generator.send(answer)
+                answer = error = None
+                if isinstance(request, Report):
+                    self.settled += request.settled
+                    self.reports += 1
+                    assert request.best is None or list(request.best())[: len(self.settled)] == self.settled
+                    if request.beams:
+                        self.shown = list(request.beams())
+                        assert [s for s, _ in self.shown] == sorted((s for s, _ in self.shown), reverse=True)
+                    for tree in self.trees.values():
+                        tree.check_invariants()
+                    if self.reports == stop_after:
+                        generator.close()
+                        return None
+                    continue
+                [name] = [name for name, tree in self.trees.items() if tree is request.tree]
+                assert request.nodes and not any(request.tree.is_evaluated(n) for n in request.nodes)
+                assert len(set(request.nodes)) == len(request.nodes)
+                try:
+                    request.tree.place(*request.tree.pending(request.nodes))
+                except KVMemoryError as full:
+                    error = full
+                    continue
+                self.passes[name] += 1
+                self.widest[name] = max(self.widest[name], len(request.nodes))
+                answer = torch.stack([self.models[name](tuple(request.tree.path(n))) for n in request.nodes])
+        except StopIteration as end:
+            return end.value
+        finally:
+            for name, tree in self.trees.items():
+                tree.release()
+                self.pools[name].check_invariants([])
+
+
+def teacher(model, tokens):
+    """The log-probability of a sequence."""
+    return sum(float(model(tuple(tokens[:i]))[t]) for i, t in enumerate(tokens))
+
+
+TARGET = table("t", 5)
+NEAR = table("n", 5, agree=TARGET)
+FAR = table("f", 5)
+SEARCHES = [
+    BeamSample(beams=3, num_return_sequences=3),
+    DSBD(draft_beams=3, num_return_sequences=3),
+    DSBD(draft_beams=3, width=2, drafts="iid", gamma=4),
+    DSBD(draft_beams=4, min_width=2, threshold=0.9, drafts="distinct", num_return_sequences=4),
+    DSBD(draft_beams=3, keep=1),
+    DSBD(draft_beams=3, width=2, drafter="ngram"),
+    DSBD(draft_beams=3, width=3, bonus_width=1, top_k=6, gamma=1),
+    DSBD(draft_beams=3, top_p=0.8, temperature=0.7, length_penalty=0, bonus_width=2),
+    Speculative(),
+    Speculative(gamma=2, top_k=2),
+]
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=str)
+def test_outputs_are_what_they_say(search):
+    for draft, eos, stops in itertools.product(
+        (NEAR, FAR), ((), (4,), (0, 2, 4)), (None, lambda path: path[-2:] == [1, 3])
+    ):
+        bench = Bench(TARGET, draft)
+        for seed, max_new in ((1, 1), (2, 2), (3, 7), (4, 20)):
+            search = replace(search, seed=seed)
+            result = bench.run(search, max_new, eos, stops)
+            outputs = result.outputs
+            assert bench.settled == outputs[0].token_ids
+            assert len(outputs) <= getattr(search, "num_return_sequences", 1)
+            assert len({tuple(o.token_ids) for o in outputs}) == len(outputs)
+            assert [o.score for o in outputs] == sorted((o.score for o in outputs), reverse=True)
+            penalty = getattr(search, "length_penalty", 0)
+            for o in outputs:
+                assert o.logprob == pytest.approx(teacher(TARGET, o.token_ids), abs=1e-5)
+                assert o.score == pytest.approx(o.logprob / len(o.token_ids) ** penalty)
+                ends = [
+                    t in eos or (stops is not None and stops(o.token_ids[: i + 1])) for i, t in enumerate(o.token_ids)
+                ]
+                assert not any(ends[:-1]) and len(o.token_ids) <= max_new
+                last = "eos" if o.token_ids[-1] in eos else "stop" if ends[-1] else "length"
+                assert o.finish_reason == last and (last != "length" or len(o.token_ids) == max_new)
+
+
+def by_hand(search, max_new, eos, prompt=3):
+    """Beam sampling straight from its definition, on paths, with the keyed numbers of the search."""
+    live, done, left = {(): 0.0}, [], search.beams
+    entries = {(): 1}
+    for step in range(max_new):
+        paths = list(live)
+        rows = Rows(torch.stack([TARGET(path) for path in paths]))
+        weights = [live[path] + math.log(entries[path]) for path in paths]
+        joint = p_beam(rows, range(len(paths)), weights, Warp(search.temperature, search.top_k, search.top_p), 5)
+        drawn = pick(joint.probs, itertools.islice(uniforms(search.seed, 0, prompt + step), left))
+        cells = [joint.cell(i) for i in drawn]
+        grown = Counter((*paths[row], token) for row, token in cells)
+        live, entries = {}, {}
+        for path, count in grown.items():
+            if path[-1] in eos or len(path) == max_new:
+                done.append(path)
+                left -= count
+            else:
+                live[path], entries[path] = teacher(TARGET, path), count
+        if not live:
+            break
+    return sorted(done, key=lambda path: -teacher(TARGET, path) / len(path) ** search.length_penalty)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.7}, {"temperature": 0.5}], ids=str)
+def test_beam_sampling_by_hand(options):
+    for seed in range(10):
+        search = BeamSample(beams=4, seed=seed, num_return_sequences=4, **options)
+        result = Bench(TARGET).run(search, 8, (4,))
+        assert [tuple(o.token_ids) for o in result.outputs] == by_hand(search, 8, (4,))
+        assert result.stats["steps"] == max(len(o.token_ids) for o in Bench(TARGET).run(search, 8, (4,)).outputs)
+
+
+# --- the distribution of whole searches ---
+
+
+def chi_square_holds(counts, probabilities):
+    """At an error rate of 1e-4; cells that expect fewer than five are taken together."""
+    total = sum(counts.values())
+    assert all(probabilities.get(cell, 0) > 0 for cell in counts)
+    large = {cell: p * total for cell, p in probabilities.items() if p * total >= 5}
+    pairs = [(counts[cell], expected) for cell, expected in large.items()]
+    pairs.append((total - sum(n for n, _ in pairs), total - sum(e for _, e in pairs)))
+    if pairs[-1][1] < 5:
+        (n, e), pairs = pairs[-1], pairs[:-1]
+        pairs[-1] = (pairs[-1][0] + n, pairs[-1][1] + e)
+    d = len(pairs) - 1
+    assert d
+    bound = d * (1 - 2 / (9 * d) + 3.72 * math.sqrt(2 / (9 * d))) ** 3  # Wilson-Hilferty
+    return sum((n - e) ** 2 / e for n, e in pairs) < bound
+
+
+SMALL, SMALL_NEAR, SMALL_FAR = table("s", 3), table("sn", 3, agree=table("s", 3)), table("sf", 3)
+
+
+def exact(width, max_new, eos, model=SMALL, warp=Warp()):  # noqa: B008
+    """The law of beam sampling's best output: all lists of draws, step by step."""
+    law = Counter()
+
+    def step(beams, done, left, probability):
+        if not beams:
+            best = max(done, key=lambda path: teacher(model, path) / len(path))
+            law[best] += probability
+            return
+        rows = Rows(torch.stack([model(path) for path, _ in beams]))
+        joint = p_beam(rows, range(len(beams)), [teacher(model, p) + math.log(n) for p, n in beams], warp, 3)
+        for drawn in itertools.combinations_with_replacement(range(len(joint.probs)), left):
+            counts = Counter(drawn)
+            ways = math.factorial(left) / math.prod(map(math.factorial, counts.values()))
+            grown = {}
+            for i, n in counts.items():
+                row, token = joint.cell(i)
+                grown[*beams[row][0], token] = n
+            over = {p: n for p, n in grown.items() if p[-1] in eos or len(p) == max_new}
+            going = [(p, n) for p, n in grown.items() if p not in over]
+            step(
+                going,
+                [*done, *over],
+                left - sum(over.values()),
+                probability * ways * math.prod(joint.probs[i] for i in drawn),
+            )
+
+    step([((), 1)], [], width, 1.0)
+    return law
+
+
+RUNS = 2000
+
+
+@pytest.mark.parametrize(
+    "search, draft",
+    [
+        (BeamSample(beams=2), SMALL_NEAR),
+        (DSBD(draft_beams=3, width=2, gamma=2), SMALL_NEAR),
+        (DSBD(draft_beams=2, width=2, gamma=3, drafts="iid"), SMALL_FAR),
+        (DSBD(draft_beams=2, width=2, gamma=2, drafts="distinct"), SMALL_NEAR),
+        (DSBD(draft_beams=2, width=2, gamma=2, drafter="ngram"), None),
+    ],
+    ids=str,
+)
+def test_whole_searches_have_the_law_of_beam_sampling(search, draft):
+    law, counts = exact(2, 3, (2,)), Counter()
+    assert sum(law.values()) == pytest.approx(1)
+    bench = Bench(SMALL, draft, 3)
+    for seed in range(RUNS):
+        [output] = bench.run(replace(search, seed=seed), 3, (2,)).outputs
+        counts[tuple(output.token_ids)] += 1
+    assert chi_square_holds(counts, law)
+
+
+@pytest.mark.parametrize("draft", [SMALL_NEAR, SMALL_FAR])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=str)
+def test_speculative_sampling_has_the_law_of_sampling(draft, options):
+    warp, law, counts = Warp(**options), Counter(), Counter()
+    for path in itertools.product(range(3), repeat=3):
+        logp = sum(float(warp(SMALL(path[:i]).unsqueeze(0))[0, t]) for i, t in enumerate(path))
+        law[path] = math.exp(logp)
+    bench = Bench(SMALL, draft, 3)
+    for seed in range(RUNS):
+        [output] = bench.run(Speculative(seed=seed, gamma=2, **options), 3).outputs
+        counts[tuple(output.token_ids)] += 1
+    assert chi_square_holds(counts, law)
+
+
+# --- what must hold of every run ---
+
+
+@pytest.mark.parametrize("draft", [NEAR, FAR])
+def test_temperature_zero_is_greedy(draft):
+    """T = top-1: one repeated beam, whatever is drafted."""
+    bench = Bench(TARGET, draft)
+    greedy = bench.run(Greedy(), 15, (4,)).outputs[0].token_ids
+    for search in (Speculative(temperature=0), BeamSample(beams=3, temperature=0), DSBD(temperature=0, width=3),
+                   DSBD(temperature=0, drafts="iid"), DSBD(top_k=1, keep=1)):  # fmt: skip
+        assert bench.run(search, 15, (4,)).outputs[0].token_ids == greedy
+
+
+def test_a_draft_that_is_the_target_is_accepted_whole():
+    for gamma in (1, 3, 6):
+        bench = Bench(TARGET, TARGET)
+        result = bench.run(DSBD(draft_beams=3, drafts="iid", gamma=gamma), 4 * (gamma + 1))
+        assert bench.passes["target"] == result.stats["rounds"] == 4
+        assert result.stats["layers_accepted"] == 4 * gamma and result.stats["tokens_per_target_forward"] == gamma + 1
+        assert result.stats["acceptance_per_layer"] == [1.0] * gamma
+        assert result.stats["width_per_layer"] == [3.0] * (gamma + 1)
+        assert result.stats["rounds_per_layer"] == [4] * (gamma + 1)
+    bench = Bench(TARGET, TARGET)
+    result = bench.run(Speculative(gamma=3), 16)
+    assert bench.passes["target"] == 4 and result.stats["layers_accepted"] == 12
+
+
+def test_figures_of_a_bad_draft():
+    bench = Bench(TARGET, table("opposite", 5, agree=lambda path: -3 * TARGET(path)))
+    result = bench.run(DSBD(draft_beams=2, width=2), 24)
+    told = result.stats
+    assert bench.passes["target"] == told["rounds"] and told["steps"] == 24
+    assert told["layers_accepted"] == 24 - told["rounds"]
+    assert told["tokens_per_target_forward"] == 24 / told["rounds"] < 2
+    seen = told["rounds_per_layer"]
+    assert seen[0] >= told["rounds"] - 1 and seen == sorted(seen[:-1], reverse=True) + seen[-1:]
+    assert all(w in (2.0, None) for w in told["width_per_layer"]) and told["acceptance_per_layer"][0] < 0.5
+
+
+def test_drafts_do_not_depend_on_what_else_runs():
+    """Keyed numbers: the same run twice, and after others, is the same; another seed is not."""
+    bench = Bench(TARGET, NEAR)
+    outputs = [bench.run(DSBD(seed=s, draft_beams=3), 20).outputs for s in (5, 6, 5, 2**63 - 1)]
+    assert outputs[0] == outputs[2] and len({tuple(o[0].token_ids) for o in outputs}) == 3
+
+
+def test_the_one_beam_mode_keeps_one_path():
+    bench = Bench(TARGET, NEAR)
+    bench.run(DSBD(draft_beams=4, keep=1, gamma=2), 30)
+    tree = bench.trees["target"]
+    assert tree.peak_live <= 3 + 30 + 2 * 4
+    bench.run(DSBD(draft_beams=4, width=4, gamma=2, temperature=1.5), 30)
+    assert bench.widest["target"] <= 4 + 2 * 4
+
+
+def test_the_one_beam_kept_is_the_most_probable_of_the_round():
+    for seed in range(10):
+        bench = Bench(TARGET, NEAR)
+        bench.run(DSBD(draft_beams=4, width=4, seed=seed), 12, stop_after=1)
+        best = max(bench.shown, key=lambda candidate: candidate[0])
+        bench.run(DSBD(draft_beams=4, width=4, seed=seed, keep=1), 12, stop_after=1)
+        assert bench.shown == [best]
+
+
+def test_padded_vocabularies_of_different_widths():
+    wide = table("t", 5, width=9)
+    narrow = table("n", 4, agree=TARGET)
+    for seed in range(5):
+        same = Bench(TARGET, NEAR).run(DSBD(seed=seed), 12).outputs
+        assert Bench(wide, table("n", 5, agree=TARGET, width=7)).run(DSBD(seed=seed), 12).outputs == same
+        for output in Bench(wide, narrow).run(DSBD(seed=seed, draft_beams=3), 12).outputs:  # never drafts token 4
+            assert output.logprob == pytest.approx(teacher(TARGET, output.token_ids), abs=1e-5)
+
+
+# --- memory, interruption ---
+
+
+@pytest.mark.parametrize("search", [DSBD(draft_beams=4, width=1), Speculative(gamma=5)], ids=str)
+def test_a_full_pool_costs_drafts_not_the_search(search):
+    """As little room as one path needs: rounds that do not fit are made without drafts."""
+    least, _ = search.slots(3, 12)
+    bench = Bench(TARGET, NEAR, pages=least)
+    result = bench.run(search, 12)
+    assert len(result.outputs[0].token_ids) == 12
+    assert result.outputs[0].logprob == pytest.approx(teacher(TARGET, result.outputs[0].token_ids), abs=1e-5)
+
+
+def test_beams_that_do_not_fit_are_an_error():
+    with pytest.raises(KVMemoryError):
+        Bench(TARGET, NEAR, pages=8).run(DSBD(draft_beams=4, width=4, temperature=2.0), 20)
+    with pytest.raises(KVMemoryError):
+        Bench(TARGET, NEAR, pages=8).run(BeamSample(beams=4), 20)
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_interrupted(after):
+    assert Bench(TARGET, NEAR).run(DSBD(), 20, stop_after=after) is None  # the bench checks the pools
+
+
+def test_slots():
+    assert BeamSample(beams=3).slots(10, 5) == (14, 22)
+    assert DSBD(draft_beams=4, gamma=2).slots(10, 5) == (14, 34)
+    assert Speculative(gamma=3).slots(10, 5) == (14, 17)
+    for search in SEARCHES:
+        bench = Bench(TARGET, FAR)
+        bench.run(search, 15)
+        assert bench.trees["target"].peak_live <= search.slots(3, 15)[1]
+
+
+# --- configuration ---
+
+
+def test_configurations_are_checked():
+    wrong = {
+        "draft_beams": [0, True, 1.5, 257],
+        "gamma": [0, 65, "3"],
+        "width": [-1, None],
+        "min_width": [0],
+        "bonus_width": [-1],
+        "threshold": [-0.1, 1.1, "x", math.nan, True],
+        "drafts": ["with", None, 1],
+        "drafter": ["backoff", None],
+        "store": ["a file", 3],
+        "keep": [2, 0, True, 1.0, "one", None],
+        "seed": [-1, 2**64],
+        "top_p": [0],
+        "length_penalty": [21, "1", math.nan],
+        "num_return_sequences": [0, 5],
+    }
+    for name, value in [(name, value) for name, values in wrong.items() for value in values]:
+        with pytest.raises(UsageError, match=f"{name}: expected"):
+            DSBD(**{name: value})
+    for name, value in (
+        ("beams", 0),
+        ("num_return_sequences", 5),
+        ("seed", -1),
+        ("top_k", -1),
+        ("length_penalty", None),
+    ):
+        with pytest.raises(UsageError, match=f"{name}: expected"):
+            BeamSample(**{name: value})
+    for name, value in (("gamma", 0), ("temperature", -1), ("seed", -1)):
+        with pytest.raises(UsageError, match=f"{name}: expected"):
+            Speculative(**{name: value})
+
+
+def test_ngrams_are_a_draft(tmp_path):
+    """Text that repeats itself is drafted from what has been said; no draft model is needed."""
+    target = table("loop", 5, agree=lambda path: 12.0 * torch.nn.functional.one_hot(torch.tensor(len(path) % 4), 5))
+    bench = Bench(target, pages=600)
+    result = bench.run(DSBD(draft_beams=2, drafter="ngram", drafts="iid"), 80)
+    assert set(bench.trees) == {"target"} and DSBD(drafter="ngram").models == ()
+    assert result.stats["tokens_per_target_forward"] > 2 and result.stats["layers_accepted"] > 30
+    with pytest.raises(UsageError, match="n-gram store"):
+        DSBD(drafter="ngram", store=str(tmp_path / "absent"))
+
+
+def test_made_by_name():
+    params = {"dsbd_draft_beams": 5, "dsbd_keep": 1, "dsbd_drafts": "iid", "top_k": 10}
+    assert make_search("dsbd", params) == DSBD(draft_beams=5, keep=1, drafts="iid", top_k=10)
+    assert make_search("speculative", {"speculative_gamma": 2}) == Speculative(gamma=2)
+    assert make_search("beam-sample", {"beams": 3}) == BeamSample(beams=3)
+    assert DSBD().models == Speculative().models == ("draft",)

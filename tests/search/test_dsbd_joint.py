@@ -1,0 +1,193 @@
+"""Joint distributions over beams and tokens against the plain warp of all cells; DSBD on real models."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from engine import Engine
+from engine.errors import UsageError
+from engine.sampling import Warp, uniforms
+from search import DSBD, BeamSample, Greedy, Speculative
+from search.joint import Joint, Rows, block_size, p_beam, pick
+from search.verify import KINDS, Drafted, acceptances, draw, verify
+from tools.random_checkpoint import make
+
+WARPS = [Warp(*w) for w in itertools.product((1.0, 0.7, 1.5), (0, 1, 7, 40), (1.0, 0.9, 0.4))] + [Warp(0), Warp(1e-6)]
+
+
+def rows_of(n, vocab, seed, sharp=2.0, width=None):
+    logits = torch.randn(n, vocab, generator=torch.Generator().manual_seed(seed)) * sharp
+    padded = torch.full((n, width or vocab), float("-inf"))
+    padded[:, :vocab] = logits
+    return torch.log_softmax(padded, -1)
+
+
+def plainly(logp_NV, weights, warp, vocab):
+    """Probabilities of all cells, by the definition."""
+    scores = (logp_NV[:, :vocab].double() + torch.tensor(weights, dtype=torch.float64).unsqueeze(1)).view(1, -1)
+    return torch.log_softmax(warp(scores)[0], -1).exp()
+
+
+def in_full(joint, n):
+    if joint.cells is None:
+        return joint.probs
+    full = torch.zeros(n * joint.vocab, dtype=torch.float64)
+    full[joint.cells] = torch.tensor(joint.probs, dtype=torch.float64)
+    return full
+
+
+@pytest.mark.parametrize("vocab, width", [(640, 640), (640, 704), (641, 641), (20, 20), (3000, 3100)])
+@pytest.mark.parametrize("sharp", [0.3, 3.0])
+def test_p_beam(vocab, width, sharp):
+    for warp in WARPS:
+        logp_NV, weights = rows_of(4, vocab, vocab, sharp, width), [-3.0, -1.5, -40.0]
+        joint = p_beam(Rows(logp_NV), [2, 0, 3], weights, warp, vocab)
+        expected = plainly(logp_NV[[2, 0, 3]], weights, warp, vocab)
+        found = in_full(joint, 3)
+        assert float((found - expected).abs().max()) < 1e-6 and float(found.sum()) == pytest.approx(1)
+        for i in pick(joint.probs, itertools.islice(uniforms(1, 2, 3), 3)):
+            row, token = joint.cell(i)
+            assert joint.find(row, token) == i
+            assert float(joint.logps[i]) == float(logp_NV[[2, 0, 3][row], token])
+
+
+def test_ties_at_the_border_of_top_k_stay():
+    logp_NV = torch.full((2, 1024), -20.0)
+    logp_NV[0, [5, 300, 900]] = logp_NV[1, 7] = -1.0
+    joint = p_beam(Rows(logp_NV), [0, 1], [0.0, 0.0], Warp(top_k=2), 1024)
+    assert joint.cells == [5, 300, 900, 1024 + 7] and joint.probs == pytest.approx([0.25] * 4)
+    assert p_beam(Rows(logp_NV), [0, 1], [0.0, 0.0], Warp(0), 1024).cells == [5]
+
+
+def test_the_large_cells_are_found_without_the_others(monkeypatch):
+    """The way through block maxima is taken, and all cells are not."""
+    logp_NV = rows_of(5, 32000, 1, 4.0)
+    expected = [p_beam(Rows(logp_NV), range(5), [0.0] * 5, warp, 32000) for warp in (Warp(1, 20), Warp(1, 0, 0.5))]
+    monkeypatch.setattr(Warp, "__call__", lambda *_: pytest.fail("all cells were warped"))
+    for warp, joint in zip((Warp(1, 20), Warp(1, 0, 0.5)), expected, strict=True):
+        assert p_beam(Rows(logp_NV), range(5), [0.0] * 5, warp, 32000).cells == joint.cells
+
+
+def test_block_sizes():
+    assert block_size(32000) == 128 and 50272 % block_size(50272) == 0 and block_size(50257) == 128
+
+
+def test_lists_and_tensors_are_the_same():
+    """A layer over all cells of a vocabulary, as tensors, and the same as lists: equal decisions."""
+    p, q = (p_beam(Rows(rows_of(2, 800, seed)), [0, 1], [0.0, -0.5], Warp(), 800) for seed in (1, 2))
+    assert p.cells is None and isinstance(p.probs, torch.Tensor)
+    few = [Joint(800, x.probs.tolist(), x.logps.tolist(), list(range(1600))) for x in (p, q)]
+    for other, mine in itertools.product((q, few[1]), (p, few[0])):
+        assert other.of_rows([1]) == pytest.approx(float(q.probs[800:].sum()))
+        again = other.at(mine, [1, 0])
+        assert torch.as_tensor(again, dtype=torch.float64).allclose(torch.cat([q.probs[800:], q.probs[:800]]))
+    for kind, seed in itertools.product(KINDS, range(20)):
+        drawn = draw(q.probs, 4, kind, uniforms(seed, 0, 0))
+        assert draw(few[1].probs, 4, kind, uniforms(seed, 0, 0)) == drawn
+        drafts = [Drafted(j, j, float(q.probs[j])) for j in drawn]
+        verdicts = [verify(x.probs, y.probs, drafts, 1.0, 3, uniforms(seed, 1, 0), kind) for x, y in ((p, q), few)]
+        assert verdicts[0] == verdicts[1]
+    assert acceptances(p.probs, q.probs, 3, 1.0) == pytest.approx(acceptances(few[0].probs, few[1].probs, 3, 1.0))
+
+
+def test_pick():
+    numbers = [0.0001, 0.2999, 0.3001, 0.9999]
+    assert pick([0.0, 0.3, 0.0, 0.7, 0.0], numbers) == [1, 1, 3, 3]
+    assert pick(torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0], dtype=torch.float64), numbers) == [1, 1, 3, 3]
+
+
+def test_uniforms():
+    numbers = list(itertools.islice(uniforms(1, 2, 3), 20_000))
+    assert numbers == list(itertools.islice(uniforms(1, 2, 3), 20_000)) and 0 < min(numbers) < max(numbers) < 1
+    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1 + 2**32, 2, 3)):
+        assert len(set(numbers) & set(itertools.islice(uniforms(*other), 20_000))) < 5
+    steps = [(i + 1) / len(numbers) for i in range(len(numbers))]
+    assert max(abs(a - b) for a, b in zip(sorted(numbers), steps, strict=True)) < 2.23 / math.sqrt(len(numbers))
+
+
+# --- real models ---
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dsbd")
+    shapes = {"target": {"layers": 2, "width": 48, "seed": 1}, "draft": {"layers": 1, "width": 32, "seed": 2}}
+    for name, shape in shapes.items():
+        make(folder / name, mlp=64, heads=4, vocab=320, scale=0.6, **shape)
+    make(folder / "other", layers=1, width=32, mlp=64, heads=4, vocab=300)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folders):
+    return Engine.load(folders / "target", draft=folders / "draft", dtype="float32", kv_memory=1 << 22)
+
+
+SEARCHES = [
+    BeamSample(beams=3, num_return_sequences=3),
+    DSBD(num_return_sequences=3),
+    DSBD(draft_beams=3, width=3, drafts="iid", top_k=12),
+    DSBD(draft_beams=3, drafts="distinct", keep=1, top_p=0.8),
+    DSBD(drafter="ngram", gamma=2),
+    Speculative(temperature=0.8),
+]
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=str)
+def test_teacher_forcing(engine, search):
+    prompts = [[1, *random.Random(i).choices(range(3, 320), k=5 + i)] for i in range(4)]
+    results = engine.generate(prompts, search, max_new_tokens=24)
+    for prompt, result in zip(prompts, results, strict=True):
+        for output in result.outputs:
+            logp = torch.log_softmax(engine.logits([*prompt, *output.token_ids]), -1).double()
+            forced = sum(float(logp[len(prompt) - 1 + i, t]) for i, t in enumerate(output.token_ids))
+            assert output.logprob == pytest.approx(forced, abs=1e-4)
+        alone = engine.generate([prompt], search, max_new_tokens=24)[0]
+        assert [o.token_ids for o in alone.outputs] == [o.token_ids for o in result.outputs]
+    for part in (engine, engine.companions["draft"]):
+        part.pool.check_invariants([])
+
+
+def test_drafted_figures(engine):
+    [result] = engine.generate([[1, 5, 9]], DSBD(), max_new_tokens=30, ignore_eos=True)
+    stats = result.stats
+    assert stats["forward_passes"] == stats["rounds"] and stats["draft_forward_passes"] >= stats["rounds"] - 1
+    assert stats["target_seconds"] > 0 and stats["draft_seconds"] > 0 and stats["steps"] == 30 == stats["new_tokens"]
+    assert stats["prefill_seconds"] > 0 and stats["prefill_seconds"] + stats["decode_seconds"] > stats["target_seconds"]
+
+
+def test_greedy_by_speculation(engine):
+    [greedy] = engine.generate([[1, 5, 9]], Greedy(), max_new_tokens=40)
+    [drafted] = engine.generate([[1, 5, 9]], Speculative(temperature=0), max_new_tokens=40)
+    assert drafted.outputs[0].token_ids == greedy.outputs[0].token_ids
+
+
+def test_interrupted(engine):
+    events = engine.stream([1, 5, 9], DSBD(), max_new_tokens=60, interrupted=lambda: next(steps) > 5)
+    steps = itertools.count()
+    done = list(events)[-1]
+    assert done.result.outputs[0].finish_reason == "interrupted"
+    for part in (engine, engine.companions["draft"]):
+        part.pool.check_invariants([])
+
+
+def test_little_memory_makes_others_wait(engine, folders):
+    """Four requests in pools that hold little more than one of them: the same answers."""
+    prompts, search = [[1, 5 + i, 9] for i in range(4)], DSBD(draft_beams=3)
+    room = 90 * sum(part.pool.bytes_per_token for part in (engine, engine.companions["draft"]))
+    small = Engine.load(folders / "target", draft=folders / "draft", dtype="float32", kv_memory=room)
+    tight, wide = (e.generate(prompts, search, max_new_tokens=30) for e in (small, engine))
+    assert [r.outputs[0].token_ids for r in tight] == [r.outputs[0].token_ids for r in wide]
+    small.pool.check_invariants([])
+
+
+def test_other_tokenizers_are_refused(folders):
+    with pytest.raises(UsageError, match="another tokenizer"):
+        Engine.load(folders / "target", draft=folders / "other")
+    plain = Engine.load(folders / "target")
+    with pytest.raises(UsageError, match="needs a draft model"):
+        plain.generate([[1, 2]], DSBD())
+    assert plain.generate([[1, 2]], DSBD(drafter="ngram"), max_new_tokens=3)[0].outputs

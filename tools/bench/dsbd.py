@@ -1,0 +1,370 @@
+"""DSBD beside beam sampling and speculative sampling: log-likelihood against tokens per second; its own overhead."""
+
+import argparse
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import Engine
+from engine.engine import Request
+from engine.errors import CoppiceError, UsageError
+from engine.packing import Chunk
+from engine.pool import PagePool
+from engine.requests import Evaluate, Search, Task
+from engine.tree import TokenTree
+from models.checkpoint import Checkpoint
+from models.layers import ModelShape
+from search import DSBD, BeamSample, Sample, Speculative
+from tools.bench.measure import progress, spread
+from tools.bench.report import add_save_flag, finish, stamp, table
+from tools.random_checkpoint import make
+
+DOCS = Path(__file__).parents[2] / "docs"
+LIMIT_MS = 0.5  # wanted: bookkeeping per round
+SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
+WIDTH, DRAFT_WIDTH = 768, 256  # of the simulated pair
+
+FRONT_LEGEND = """*logprob/token*: mean log-probability per token of the best output under the target, with its standard
+error over prompts; every output has the same length (end-of-sequence is ignored). *tokens/s*: new tokens of the best
+output over wall time, prompt included, one request at a time. *tokens/pass*: tokens by which the beams grew per pass of
+the target. *front*: no other row of its kind is both better and faster. *speedup at equal quality*: the fastest row of
+DSBD that is at least as good, over the row of beam sampling."""
+OVERHEAD_LEGEND = f"""Time inside the search per round (draft layers, verification, trees; median of runs, least to
+most), rows of log-probabilities ready made; at most {LIMIT_MS} ms is wanted at W = 5, vocabulary 32000, with the warps
+of the paper (top-k 10 to 20, top-p 0.8 to 0.9). Without any warp all 160,000 cells of a layer stay possible."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("dsbd", help="DSBD beside beam sampling", description=__doc__)
+    parts = parser.add_subparsers(required=True, metavar="PART")
+
+    front = parts.add_parser("front", help="log-likelihood against tokens per second on a pair of models")
+    pair = front.add_argument_group("pair")
+    pair.add_argument("--model", metavar="DIR", help="the target")
+    pair.add_argument("--draft", metavar="DIR")
+    pair.add_argument("--simulate", type=float, metavar="X", help="instead: a 134M random target that a 10M draft "
+                      "agrees with, but for what context adds to its logits, of deviation X (try 0.8)")  # fmt: skip
+    front.add_argument("--prompts", type=int, default=24, help="drawn from the target (%(default)s)")
+    front.add_argument("--prompt-tokens", type=int, default=16, help="(%(default)s)")
+    front.add_argument("--new-tokens", type=int, default=64, help="(%(default)s)")
+    front.add_argument("--gamma", type=int, nargs="+", default=[3], help="(3)")
+    front.add_argument("--draft-beams", type=int, nargs="+", default=[2, 3, 4, 5, 6])
+    front.add_argument("--threshold", type=float, nargs="+", default=[0.7, 0.9])
+    front.add_argument("--min-width", type=int, nargs="+", default=[1, 2, 3])
+    front.add_argument("--beams", type=int, nargs="+", default=[1, 2, 3, 4], help="of beam sampling")
+    front.add_argument("--drafts", nargs="+", default=[DSBD.drafts], help="ways of drawing (the default)")
+    front.add_argument("--temperature", type=float, default=1.0)
+    front.add_argument("--top-k", type=int, default=20, help="(%(default)s)")
+    front.add_argument("--top-p", type=float, default=0.9, help="(%(default)s)")
+    front.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    front.add_argument("--threads", type=int)
+    front.add_argument("--figure", nargs="?", const="", metavar="FILE", help="an SVG, docs/dsbd-NAME.svg by default")
+    add_save_flag(front)
+    front.set_defaults(run=run_front)
+
+    overhead = parts.add_parser("overhead", help="milliseconds of search per round, without a model")
+    overhead.add_argument("--beams", type=int, default=5, help="drafts per layer, and the fixed width (%(default)s)")
+    overhead.add_argument("--gamma", type=int, default=3, help="(%(default)s)")
+    overhead.add_argument("--vocab", type=int, default=32000, help="(%(default)s)")
+    overhead.add_argument("--new-tokens", type=int, default=64, help="(%(default)s)")
+    overhead.add_argument("--runs", type=int, default=9, help="(%(default)s)")
+    overhead.add_argument("--threads", type=int)
+    add_save_flag(overhead)
+    overhead.set_defaults(run=run_overhead)
+
+
+def save_to(args: argparse.Namespace) -> str | None:
+    """The page to write: docs/dsbd.md unless another is named."""
+    return str(DOCS / "dsbd.md") if args.save == "" else args.save
+
+
+# --- quality against speed ---
+
+
+def run_front(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Measure and report."""
+    made = stamp(argv)
+    with pair(args) as (engine, name, label, sizes):
+        prompts = draw_prompts(engine, args.prompts, args.prompt_tokens)
+        rows = measure(engine, searches(args), prompts, args.new_tokens)
+    for kind in ("beam-sample", "dsbd", "speculative"):
+        mark_front([row for row in rows if row["search"] == kind])
+    ratios = speedups(rows)
+    body = "\n\n".join([
+        f"{label} ({sizes[0] / 1e6:.1f}M and {sizes[1] / 1e6:.1f}M parameters); {args.prompts} prompts of "
+        f"{args.prompt_tokens} tokens, {args.new_tokens} new tokens; temperature {args.temperature:g}, "
+        f"top-k {args.top_k}, top-p {args.top_p:g}.",
+        table(
+            ["search", "logprob/token", "s.e.", "tokens/s", "tokens/pass", "draft s", "target s", "front"],
+            [[row["label"], f"{row['quality']:.4f}", f"{row['error']:.4f}", f"{row['speed']:.1f}",
+              f"{row['tokens_per_pass']:.2f}", f"{row['draft_seconds']:.1f}", f"{row['target_seconds']:.1f}",
+              "*" if row["front"] else ""] for row in rows],
+        ),
+        table(["beam sampling", "logprob/token", "tokens/s", "DSBD at least as good", "speedup at equal quality"],
+              [[r["beams"], f"{r['quality']:.4f}", f"{r['speed']:.1f}", r["by"], r["text"]] for r in ratios]),
+        FRONT_LEGEND,
+    ])  # fmt: skip
+    result = {"model": label, "rows": rows, "speedups": ratios}
+    if args.figure is not None:
+        path = Path(args.figure) if args.figure else DOCS / f"dsbd-{name}.svg"
+        paint(path, rows, label)
+        body += f"\n\n![log-likelihood against tokens per second]({path.name})"
+    finish(f"dsbd-{name}", made, body, result, save_to(args))
+    return result
+
+
+def searches(args: argparse.Namespace) -> list[tuple[str, Search]]:
+    """Every configuration with its label."""
+    warp = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    found: list[tuple[str, Search]] = [(f"beam-sample W={n}", BeamSample(beams=n, **warp)) for n in args.beams]
+    found += [(f"speculative gamma={n}", Speculative(gamma=n, **warp)) for n in args.gamma]
+    for gamma, kind, n in ((g, k, n) for g in args.gamma for k in args.drafts for n in args.draft_beams):
+        for t, least in ((t, w) for t in args.threshold for w in args.min_width if w <= n):
+            label = f"dsbd W_S={n} t={t:g} W_min={least}"
+            label += f" gamma={gamma}" if len(args.gamma) > 1 else ""
+            label += f" {kind}" if len(args.drafts) > 1 else ""
+            options = {"gamma": gamma, "threshold": t, "min_width": least, "drafts": kind}
+            found.append((label, DSBD(draft_beams=n, **options, **warp)))
+    return found
+
+
+def draw_prompts(engine: Engine, n: int, tokens: int) -> list[list[int]]:
+    """Beginnings that the target itself might write."""
+    start = engine.tokenizer.encode("") or [engine.tokenizer.bos_token_id or 0]
+    requests = [Request(start, Sample(seed=seed), tokens - len(start), ignore_eos=True) for seed in range(n)]
+    outcomes = dict(engine.serve(requests))
+    prompts = []
+    for i in range(n):
+        if isinstance(outcome := outcomes[i], CoppiceError):
+            raise outcome
+        prompts.append(start + outcome.outputs[0].token_ids)
+    return prompts
+
+
+def measure(
+    engine: Engine, searches: Sequence[tuple[str, Search]], prompts: Sequence[list[int]], new_tokens: int
+) -> list[dict[str, Any]]:
+    """All searches in turn on every prompt, so that what the machine does meanwhile meets all of them."""
+    found: dict[str, list[Any]] = {label: [] for label, _ in searches}
+    for _, search in (searches[0], searches[-1]):
+        engine.generate(prompts[:1], search, max_new_tokens=8, ignore_eos=True)  # warm up
+    for i, prompt in enumerate(prompts):
+        progress(f"prompt {i + 1} of {len(prompts)}")
+        for label, search in searches:
+            seeded = replace(search, seed=i)  # type: ignore[type-var]
+            began = time.perf_counter()
+            [result] = engine.generate([prompt], seeded, max_new_tokens=new_tokens, ignore_eos=True)
+            found[label].append((time.perf_counter() - began, result))
+    rows = []
+    for label, runs in found.items():
+        qualities = [r.outputs[0].logprob / len(r.outputs[0].token_ids) for _, r in runs]
+        seconds, tokens = sum(s for s, _ in runs), sum(len(r.outputs[0].token_ids) for _, r in runs)
+        passes = sum(r.stats["forward_passes"] for _, r in runs)
+        rows.append({
+            "label": label,
+            "search": label.split()[0],
+            "quality": statistics.mean(qualities),
+            "error": statistics.stdev(qualities) / math.sqrt(len(qualities)) if len(qualities) > 1 else 0.0,
+            "speed": tokens / seconds,
+            "seconds": seconds,
+            "tokens_per_pass": tokens / passes,
+            "draft_seconds": sum(r.stats.get("draft_seconds", 0.0) for _, r in runs),
+            "target_seconds": sum(r.stats.get("target_seconds", s) for s, r in runs),
+            "front": False,
+        })  # fmt: skip
+    return rows
+
+
+def mark_front(rows: Sequence[dict[str, Any]]) -> None:
+    """Mark those that no other beats in both."""
+    for row in rows:
+        beaten = any(
+            o["quality"] >= row["quality"] and o["speed"] >= row["speed"] and o is not row
+            and (o["quality"], o["speed"]) != (row["quality"], row["speed"])
+            for o in rows
+        )  # fmt: skip
+        row["front"] = not beaten
+
+
+def speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For every row of beam sampling, the fastest of DSBD that is at least as good."""
+    found = []
+    for row in (row for row in rows if row["search"] == "beam-sample"):
+        good = [o for o in rows if o["search"] == "dsbd" and o["quality"] >= row["quality"]]
+        best = max(good, key=lambda o: o["speed"], default=None)
+        ratio = best["speed"] / row["speed"] if best else None
+        text, by = (f"{ratio:.2f}", best["label"]) if best and ratio else ("none", "")
+        beams = row["label"].split("=")[1]
+        found.append({"beams": beams, "quality": row["quality"], "speed": row["speed"], "by": by, "ratio": ratio})
+        found[-1]["text"] = text
+    return found
+
+
+def paint(path: Path, rows: Sequence[dict[str, Any]], label: str) -> None:
+    """The figure: points, and the fronts as lines. Equal rows give equal bytes."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("figures need matplotlib", remedy="pip install 'coppice[viz]'") from None
+    with matplotlib.rc_context({"svg.hashsalt": "coppice"}):
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.subplots()
+        for kind, color in (("dsbd", "tab:blue"), ("beam-sample", "tab:orange"), ("speculative", "tab:green")):
+            mine = [row for row in rows if row["search"] == kind]
+            x, y = [row["speed"] for row in mine], [row["quality"] for row in mine]
+            axes.scatter(x, y, s=18, color=color, alpha=0.5)
+            front = sorted((row["speed"], row["quality"]) for row in mine if row["front"])
+            axes.plot([s for s, _ in front], [q for _, q in front], color=color, marker="o", label=kind)
+        axes.set(xlabel="tokens per second", ylabel="log-probability per token", title=label)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(path, metadata={"Date": None})
+    progress(f"saved: {path.name}")
+
+
+# --- pairs ---
+
+
+@contextmanager
+def pair(args: argparse.Namespace) -> Iterator[tuple[Engine, str, str, list[int]]]:
+    """The engine with its draft, a short name and what to call the pair in a report, parameters of both."""
+    options = {"dtype": args.dtype, "threads": args.threads, "parallel": 1}
+    if args.simulate is None:
+        if args.model is None or args.draft is None:
+            raise UsageError("which pair?", remedy="give --model DIR and --draft DIR, or --simulate 0.8")
+        names = [Path(folder).resolve().name for folder in (args.model, args.draft)]
+        sizes = [parameters(folder) for folder in (args.model, args.draft)]
+        engine = Engine.load(args.model, draft=args.draft, **options)
+        yield engine, "-".join(names), f"{names[0]}, drafts by {names[1]}", sizes
+        return
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        progress("making the pair")
+        target, draft = simulate(Path(folder), args.simulate)
+        label = f"simulated pair, context logits of deviation {args.simulate:g}"
+        yield Engine.load(target, draft=draft, **options), "simulated", label, [parameters(target), parameters(draft)]
+
+
+def parameters(folder: str | Path) -> int:
+    """Numbers in a checkpoint."""
+    return sum(math.prod(tensor.shape) for tensor in Checkpoint.open(folder).tensors.values())
+
+
+def simulate(folder: Path, deviation: float, *, layers: int = 12, vocab: int = 32000) -> tuple[Path, Path]:
+    """A random target, and a draft that knows what the last token alone says of the next.
+
+    The first part of the target's residual stream is left as the embedding made it, and its layers write into the rest
+    only: logits are those of a bi-gram model, of the usual deviation, plus what context adds, of the deviation given.
+    The draft has the embedding's part and the head's columns for it, and layers that cost time but write nothing. Both
+    do all the work of models of their shapes; only their agreement is made.
+    """
+    target, draft = folder / "target", folder / "draft"
+    make(target, layers=layers, width=WIDTH, heads=12, vocab=vocab)
+    make(draft, layers=2, width=DRAFT_WIDTH, mlp=DRAFT_WIDTH * 8 // 3, heads=4, vocab=vocab, seed=1)
+    weights, small = (load_file(path / "model.safetensors") for path in (target, draft))
+    weights["model.embed_tokens.weight"][:, DRAFT_WIDTH:] = 0
+    for tensors, rows in ((weights, slice(0, DRAFT_WIDTH)), (small, slice(None))):
+        for name, tensor in tensors.items():
+            if "o_proj" in name or "down_proj" in name:
+                tensor *= 0.02  # so that context hardly changes the scale of the final norm; the head makes up for it
+                tensor[rows] = 0
+            elif name == "model.norm.weight":
+                tensor.fill_(1)
+    small["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:, :DRAFT_WIDTH].clone()
+    save_file(weights, target / "model.safetensors")
+    save_file(small, draft / "model.safetensors")
+    text = torch.randint(3, vocab, (256,), generator=torch.Generator().manual_seed(0)).tolist()
+    own_TE, all_TE = hidden(draft, text), hidden(target, text)
+    head = weights["lm_head.weight"]
+    last, context = head[:, :DRAFT_WIDTH], head[:, DRAFT_WIDTH:]
+    last *= math.sqrt(2 * math.log(vocab)) / float((all_TE[:, :DRAFT_WIDTH] @ last.T).std())
+    context *= deviation / float((all_TE[:, DRAFT_WIDTH:] @ context.T).std())
+    scale = float(all_TE[:, :DRAFT_WIDTH].norm() / own_TE.norm())
+    small["lm_head.weight"] = last * scale
+    save_file(weights, target / "model.safetensors")
+    save_file(small, draft / "model.safetensors")
+    return target, draft
+
+
+@torch.inference_mode()
+def hidden(folder: Path, ids: Sequence[int]) -> torch.Tensor:
+    """The rows that go into a model's head."""
+    engine = Engine.load(folder)
+    tree = TokenTree(engine.pool, ids)
+    try:
+        return engine.runner.forward([Chunk(tree, len(ids), [], tree.place(len(ids), []))])[: len(ids)].clone()
+    finally:
+        tree.release()
+
+
+# --- overhead ---
+
+
+def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Measure and report."""
+    made = stamp(argv)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    rows = []
+    for warp in ({"top_k": 20}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}, {}):
+        for width in (0, args.beams):
+            config = DSBD(draft_beams=args.beams, gamma=args.gamma, width=width, **warp)
+            runs = [overhead(config, args.vocab, args.new_tokens, seed) for seed in range(args.runs)]
+            rows.append({
+                "warp": ", ".join(f"{name} {x:g}".replace("_", "-") for name, x in warp.items()) or "none",
+                "width": width or "dynamic",
+                "ms": spread([1000 * seconds / rounds for seconds, rounds, _ in runs]),
+                "steps_per_round": sum(steps for *_, steps in runs) / sum(rounds for _, rounds, _ in runs),
+            })  # fmt: skip
+    body = "\n\n".join([
+        f"W_S = {args.beams}, gamma = {args.gamma}, vocabulary {args.vocab}, {torch.get_num_threads()} threads.",
+        table(
+            ["warp", "width", "ms per round", "least", "most", "steps per round"],
+            [[row["warp"], row["width"], *(f"{row['ms'][key]:.2f}" for key in ("median", "min", "max")),
+              f"{row['steps_per_round']:.2f}"] for row in rows],
+        ),
+        OVERHEAD_LEGEND,
+    ])  # fmt: skip
+    result = {"rows": rows, "limit_ms": LIMIT_MS}
+    finish("dsbd-overhead", made, body, result, save_to(args))
+    return result
+
+
+@torch.inference_mode()
+def overhead(config: DSBD, vocab: int, new_tokens: int, seed: int) -> tuple[float, int, int]:
+    """Seconds inside the search, rounds and steps of a run over ready-made rows, the draft's a blur of the target's."""
+    random = torch.Generator().manual_seed(seed)
+    logits_NV = torch.randn(64, vocab, generator=random) * 2
+    logits_NV.scatter_add_(1, torch.randint(vocab, (64, 8), generator=random), torch.full((64, 8), 14.0))
+    blurred_NV = logits_NV + 0.5 * torch.randn(64, vocab, generator=random)
+    answers = {"target": torch.log_softmax(logits_NV, -1), "draft": torch.log_softmax(blurred_NV, -1)}
+    trees = {}
+
+    def open_tree(name: str, prompt: Sequence[int]) -> TokenTree:
+        trees[name] = TokenTree(PagePool(SHAPE, 4096, 1), list(prompt))
+        return trees[name]
+
+    task = Task(open_tree("target", [1, 2, 3]), new_tokens, frozenset(), vocab, None, open_tree)
+    generator, answer, seconds = replace(config, seed=seed).run(task), None, 0.0
+    while True:
+        began = time.perf_counter()
+        try:
+            request = generator.send(answer)
+        except StopIteration as end:
+            return seconds + time.perf_counter() - began, end.value.stats["rounds"], end.value.stats["steps"]
+        seconds += time.perf_counter() - began
+        answer = None
+        if isinstance(request, Evaluate):
+            tree = request.tree
+            tree.place(*tree.pending(request.nodes))
+            name = "target" if tree is trees["target"] else "draft"
+            answer = answers[name][[(tree.token(node) * 7 + tree.position(node)) % 64 for node in request.nodes]]
