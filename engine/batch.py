@@ -288,7 +288,7 @@ def make_request(record: dict[str, Any], engine: Engine, args: argparse.Namespac
     if isinstance(name, str) and name != args.search and name in REGISTRY:
         inherited = {key: value for key, value in inherited.items() if key in parameters(name)}
     search = make_search(name, inherited | own)
-    return Request(_prompt(given[0], record[given[0]], engine), search, **options)
+    return Request(_prompt(given[0], record[given[0]], engine), search, messages=record.get("messages"), **options)
 
 
 def _prompt(key: str, value: Any, engine: Engine) -> Sequence[int]:
@@ -490,6 +490,7 @@ class Meter:
     def __init__(self, engine: Engine, args: argparse.Namespace, source: IO[bytes]):
         self.engine = engine
         self.terminal = sys.stderr is not None and sys.stderr.isatty()
+        self.quiet, self.notes = args.quiet or sys.stderr is None, set()  # what searches told, once each
         self.on = not args.quiet and (self.terminal or args.verbose)
         self.began = time.monotonic()
         self.shown, self.drawn = self.began, False
@@ -507,6 +508,11 @@ class Meter:
 
     def step(self, driver: Driver) -> None:
         """A step is made."""
+        for note in [r.report.info["note"] for r in driver.running if "note" in r.report.info]:
+            if not self.quiet and note not in self.notes:
+                self.clear()
+                self.notes.add(note)
+                print(note, file=sys.stderr)
         if not self.on:
             return
         live = self.engine.pool.used_pages * self.engine.pool.page_bytes

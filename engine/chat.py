@@ -1,4 +1,4 @@
-"""The chat: `python -m engine.chat --model DIR`. On a terminal a conversation, with piped input one reply."""
+"""The chat: `python -m engine.chat`. On a terminal a conversation, with piped input one reply."""
 
 import argparse
 import contextlib
@@ -17,6 +17,7 @@ import torch
 from engine import cli, transcript
 from engine.commands import ALIASES, COMMANDS, decode_prompt, literal, read_prompt, tell_loaded
 from engine.conversation import OVERFLOW, Conversation
+from engine.demo import BANNER, demo_folder, is_demo
 from engine.dialog import Dialog
 from engine.engine import Engine
 from engine.errors import UsageError
@@ -82,7 +83,7 @@ class Settings:
 # --- texts ---
 
 
-def banner(engine: Engine, settings: Settings, folder: str) -> str:
+def banner(engine: Engine, settings: Settings, folder: str | Path) -> str:
     """What a person should know before the first prompt."""
     count = sum(math.prod(tensor.shape) for tensor in Checkpoint.open(folder).tensors.values())
     dtype = str(engine.pool.cache.k_LGSD.dtype).removeprefix("torch.")
@@ -98,6 +99,8 @@ def banner(engine: Engine, settings: Settings, folder: str) -> str:
     ]
     if engine.template is None:
         lines.append("no chat template: plain completion. Each prompt is continued, the text so far is its context.")
+    if is_demo(folder):
+        lines.append(BANNER)
     return "\n".join([*lines, "/help lists the commands; Ctrl-C stops a reply, Ctrl-D leaves"])
 
 
@@ -127,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
     prompts.add_argument(
         "-p", "--prompt", metavar="TEXT", help="one reply to this (piped input is appended; -: that alone), then exit"
     )
-    prompts.add_argument("--prompt-file", metavar="FILE", help="likewise, to a file's text")
+    prompts.add_argument("--prompt-file", metavar="FILE", help="likewise, to a file's text (-: piped input)")
     group.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
     group.add_argument(
         "--on-overflow",
@@ -146,10 +149,12 @@ def parser() -> argparse.ArgumentParser:
 
 def one_shot(args: argparse.Namespace) -> str | None:
     """The only prompt, from the flags and from piped input; None on a terminal. Raises UsageError."""
-    given = read_prompt(args.prompt_file) if args.prompt_file is not None else args.prompt
-    if given == "-" and args.prompt_file is None:
+    given, piped_alone = args.prompt, "-" in (args.prompt, args.prompt_file)
+    if piped_alone:
         given = None
-    elif sys.stdin is not None and sys.stdin.isatty():
+    elif args.prompt_file is not None:
+        given = read_prompt(args.prompt_file)
+    if not piped_alone and sys.stdin is not None and sys.stdin.isatty():
         return given
     piped = decode_prompt(sys.stdin.buffer.read() if sys.stdin is not None else b"", "stdin")
     if given is not None:
@@ -198,7 +203,7 @@ def chat(args: argparse.Namespace) -> int:
             conversation.restore(saved.turns, saved.system if args.system is None else args.system)
         if prompt is not None:
             return cli.INTERRUPTED if dialog.reply(prompt).finish_reason == "interrupted" else 0
-        screen.hint(banner(engine, settings, args.model))
+        screen.hint(banner(engine, settings, args.model or demo_folder()))
         if saved is not None:
             tell_loaded(dialog, saved)
         return dialog.converse()

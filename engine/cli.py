@@ -11,10 +11,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from engine.demo import with_defaults
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError
 from engine.loading import DTYPES
 from engine.memory import is_out_of_memory, out_of_memory
+from engine.startup import started
 from engine.tokenizer import check_utf8
 from engine.version import __version__
 from search.base import REGISTRY, SHARED_PARAMS, parameters
@@ -46,13 +48,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, --draft, --reward, --dtype, --device, --compile, --threads, --chat-template, --kv-memory."""
+    """--model, --draft, --reward, --dtype, --quant, --device, --compile, --threads, --chat-template, --kv-memory."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="DIR", help="checkpoint folder: config.json, safetensors, tokenizer files")
-    group.add_argument("--draft", metavar="DIR", help="a smaller model of the same tokenizer, for searches that draft")
-    group.add_argument("--reward", metavar="DIR", help="a model with a scalar head, for searches that rank")
+    group.add_argument("--model", metavar="DIR", help="folder: config.json, safetensors, tokenizer (the bundled demo)")
+    group.add_argument("--draft", metavar="DIR", help="a smaller one of the same tokenizer, to draft (the demo's)")
+    group.add_argument("--reward", metavar="DIR", help="one with a scalar head, to rank (the demo's)")
     dtypes = ["auto", *(name for name in DTYPES if name != "float64")]
     group.add_argument("--dtype", choices=dtypes, default="auto", help="of weights and cache (auto: the checkpoint's)")
+    group.add_argument("--quant", choices=["none", "int8"], default="none", help="weights as int8, on a CPU (none)")
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
     group.add_argument("--compile", choices=["off", "on"], default="off", help="torch.compile (off)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's choice)")
@@ -73,10 +76,14 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--search", action=_SearchName, default="greedy", metavar="NAME", help="the algorithm; list tells them (greedy)"
     )
-    defaults = {key: getattr(cls, f) for name, cls in REGISTRY.items() for key, f in parameters(name).items()}
+    defaults: dict[str, dict[str, list[str]]] = {}  # parameter -> default -> searches
+    for name, cls in REGISTRY.items():
+        for key, f in parameters(name).items():
+            defaults.setdefault(key, {}).setdefault(str(getattr(cls, f)).lower(), []).append(name)
 
     def add(group: argparse._ArgumentGroup, key: str, help: str, **options: Any) -> None:
-        default = str(defaults[key]).lower()
+        default, *others = sorted(defaults[key], key="none".__eq__)  # what most have comes first
+        default += "".join(f"; {', '.join(defaults[key][other])}: {other}" for other in others)
         group.add_argument("--" + key.replace("_", "-"), help=f"{help} ({default})", **options)
 
     add(group, "beams", "live hypotheses", type=int, metavar="N")
@@ -125,18 +132,18 @@ def limits(args: argparse.Namespace) -> dict[str, Any]:
 
 def load_engine(args: argparse.Namespace) -> Engine:
     """The engine that the model flags ask for. Raises CoppiceError."""
-    if args.model is None:
-        raise UsageError("no model is given", remedy="give --model DIR, the folder of a Hugging Face checkpoint")
+    model, draft, reward = with_defaults(args.model, args.draft, args.reward)
     return Engine.load(
-        args.model,
+        model,
         dtype=args.dtype,
         device=args.device,
         threads=args.threads,
         kv_memory=args.kv_memory,
         compile=args.compile,
+        quant=args.quant,
         chat_template=args.chat_template,
-        draft=args.draft,
-        reward=args.reward,
+        draft=draft,
+        reward=reward,
     )
 
 
@@ -211,6 +218,7 @@ def run(main: Callable[[], int], verbose: bool = False) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # whatever the locale
     try:
+        started()
         code = main()
         if sys.stdout is not None:
             sys.stdout.flush()

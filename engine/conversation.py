@@ -83,10 +83,14 @@ class Conversation:
         tokenizer, template = self.engine.tokenizer, self.engine.template
         if template is None:
             return tokenizer.encode(self.text(user, first))
+        return tokenizer.encode_rendered(template.render(self.messages(user, first)))
+
+    def messages(self, user: str, first: int | None = None) -> list[dict[str, str]]:
+        """What a template renders, with the person's next text at its end; arguments as in `prompt_ids`."""
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
         for turn in self.turns[self.first if first is None else first :]:
             messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.reply}]
-        return tokenizer.encode_rendered(template.render([*messages, {"role": "user", "content": user}]))
+        return [*messages, {"role": "user", "content": user}]
 
     def text(self, user: str, first: int | None = None) -> str:
         """Plain completion: all text so far and the next; a new line parts the turns unless white space does."""
@@ -113,6 +117,8 @@ class Conversation:
         first, ids = self._fit(user, search, max_new_tokens)
         if first > before:
             yield Dropped(first - before)
+        if self.engine.template is not None:
+            options["messages"] = self.messages(user, first)
         for event in self.session.stream(ids, search, max_new_tokens=max_new_tokens, **options):
             if isinstance(event, Done):
                 best, trunk = event.result.outputs[0], self.session.trunk
@@ -126,7 +132,8 @@ class Conversation:
             raise UsageError("there is no turn to take back")
         turn = self.turns.pop()
         trunk, pool = self.session.trunk, self.engine.pool
-        kept = self.turns[-1].cached if self.turns else 0
+        same = self.turns and self.turns[-1].first == turn.first  # otherwise the cache holds another prompt
+        kept = self.turns[-1].cached if same else 0
         if trunk is not None and kept < trunk.cached:
             pages = -(-kept // pool.page_size)
             for page in trunk.pages[pages:]:
@@ -239,7 +246,9 @@ def figures(result: SearchResult) -> str:
         f"cache    {mib(peak)} at its peak, for {live} live tokens of {unit} bytes; "
         f"a cache for each branch would have held {unshared} tokens",
     ]
-    return "\n".join(lines + [f"{key:8} {value}" for key, value in stats.items()])
+    # Lists are for programs.
+    others = [f"{key:8} {value}" for key, value in stats.items() if not isinstance(value, list)]
+    return "\n".join(lines + others)
 
 
 def mib(size: int) -> str:

@@ -18,10 +18,10 @@ from engine.terminal import Interrupt, Label, LineEditor, Quit, Screen, history_
 
 STATUS_DELAY = 0.3  # seconds without settled text before the beams' state is shown
 MOST_SHOWN = 8  # candidates under the text
-SEVERAL = {"beams": "beams", "num_return_sequences": "sequences"}  # a search's field -> what it counts
+SEVERAL = {"beams": "beams", "n": "utterances", "num_return_sequences": "sequences"}  # a search's field: its count
 QUOTES = '"""'
 
-Candidates = Sequence[tuple[float, Sequence[int]]]  # scores and tokens, best first
+Candidates = Sequence[tuple[float | None, Sequence[int]]]  # scores and tokens, best first
 
 
 class Settings(Protocol):
@@ -229,8 +229,9 @@ class Dialog:
         """Answer a line or do its command. Returns whether to leave."""
         if not line.strip():
             return False
-        if line.startswith("/") and not line.startswith("//") and not quoted:
-            name, _, rest = line.partition(" ")
+        typed = line.lstrip()
+        if typed.startswith("/") and not typed.startswith("//") and not quoted:
+            name, _, rest = typed.partition(" ")
             command = self.commands.get(self.aliases.get(name, name))
             if command is None:
                 raise UsageError(f"{name}: no such command", remedy="/help lists them; //text sends /text to the model")
@@ -272,6 +273,7 @@ class Watch:
             case Progress(report, _):
                 self.settled += len(report.settled)
                 self.best = list(report.best()) if report.best else []
+                self.reading = f"[{report.info['note']}]" if "note" in report.info else self.reading
                 self._report = report
                 if self.beams and time.monotonic() - self._looked >= self.PERIOD:
                     self._shown = self.settled, self._look(MOST_SHOWN)
@@ -287,13 +289,20 @@ class Watch:
             return ()
         return [(score, list(tokens)) for score, tokens in self._report.beams()[:most]]
 
+    def _figures(self) -> str:
+        """The search's own, as it reports them."""
+        info = self._report.info if self._report else {}
+        words = {key.replace("_", " "): value for key, value in info.items() if isinstance(value, int | float)}
+        return "".join(f", {key} {value:.4g}" for key, value in words.items())
+
     def label(self) -> Label:
         best, shown = self.best, self.text
         if not best:
             return Label("", self.reading or "[reading the prompt]")
         if not self.kind:
-            return Label("", f"[… {len(best)} tokens]")
-        remark = f"[… {len(best)} tokens, {self.count} {self.kind}, {max(0, len(best) - self.settled)} undecided]"
+            return Label("", f"[… {len(best)} tokens{self._figures()}]")
+        undecided = max(0, len(best) - self.settled)
+        remark = f"[… {len(best)} tokens, {self.count} {self.kind}, {undecided} undecided{self._figures()}]"
         settled, candidates = self._shown
         if candidates:
             decode = self.engine.tokenizer.decode_continuation

@@ -19,7 +19,11 @@ from engine.interrupts import uninterrupted
 from engine.packing import Chunk, pack
 from engine.pool import PagePool
 from engine.requests import Evaluate, Report, SearchGenerator, SearchResult
+from engine.timing import PassTime
 from engine.tree import TokenTree, Trunk
+
+Read = tuple[slice, Callable[[Tensor], Tensor]]  # rows among those asked for, and what to make of them
+Answers = tuple[Tensor, list[bool], list[list[float]]]
 
 
 class Runner:
@@ -30,7 +34,7 @@ class Runner:
         pool: the model's KV cache.
         vocab_size: tokens that exist; later ids (a padded vocabulary) get log-probability -inf.
         budget: most tokens per pass; longer prompts go in chunks.
-        token_buckets, word_buckets: see `pack`; for compiled models.
+        impl, token_buckets, word_buckets: see `pack`; buckets are for compiled models.
     """
 
     def __init__(
@@ -40,12 +44,14 @@ class Runner:
         vocab_size: int,
         *,
         budget: int = 256,
+        impl: str = "cpu",
         token_buckets: Sequence[int] | None = None,
         word_buckets: Sequence[int] | None = None,
     ):
         self.model, self.pool, self.vocab_size, self.budget = model, pool, vocab_size, budget
-        self.token_buckets, self.word_buckets = token_buckets, word_buckets
+        self.impl, self.token_buckets, self.word_buckets = impl, token_buckets, word_buckets
         self.device = pool.cache.k_LGSD.device
+        self.time = PassTime()
 
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
         """Pack and run the model: hidden rows of every token of the pass."""
@@ -55,31 +61,45 @@ class Runner:
             self.device,
             token_buckets=self.token_buckets,
             word_buckets=self.word_buckets,
+            impl=self.impl,
         )
         return self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
 
-    def evaluate(self, chunks: Sequence[Chunk], asked: Sequence[int]) -> tuple[Tensor, list[bool]]:
+    def evaluate(self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Read] = ()) -> Answers:
         """One forward pass.
 
         Args:
             chunks: placed shares of trees.
             asked: rows of the pass whose next-token log-probabilities are wanted.
+            reads: what to make of which of these rows, see `Evaluate`.
 
         Returns:
-            float32 log-probabilities [len(asked), V] (scores [len(asked), 1] of a scalar-head model), and for each
-            row whether all of its logits were finite.
+            float32 log-probabilities [len(asked), V] (scores [len(asked), 1] of a scalar-head model), for each row
+            whether all of its logits were finite, and the numbers of each read.
         """
         hidden_TE = self.forward(chunks)
         if not asked:
-            return torch.empty(0, 0), []
+            return torch.empty(0, 0), [], []
         rows_NE = hidden_TE if len(asked) == len(hidden_TE) else hidden_TE[torch.tensor(asked, device=self.device)]
-        logits_NV = self.model.logits(rows_NE).float()
-        finite = torch.isfinite(logits_NV.sum(-1)).tolist()  # a sum is finite only if its terms are
+        return self.fetch(*self.answer(rows_NE), reads)
+
+    @staticmethod
+    def fetch(logp_NV: Tensor, finite_N: Tensor, reads: Sequence[Read]) -> Answers:
+        """Bring what the host wants to know to it: the one time in a step that it waits for a GPU."""
+        parts = [finite_N.double(), *(read(logp_NV[rows]) for rows, read in reads)]
+        numbers = iter(torch.cat(parts).tolist())
+        finite, *pieces = ([next(numbers) for _ in range(len(part))] for part in parts)
+        return logp_NV, [x == 1 for x in finite], pieces
+
+    def answer(self, hidden_NE: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities (or scores) of hidden rows, and whether each row is finite, on the device."""
+        logits_NV = self.model.logits(hidden_NE).float()
+        finite_N = torch.isfinite(logits_NV.sum(-1))  # a sum is finite only if its terms are
         if logits_NV.shape[1] == 1:
-            return logits_NV, finite
+            return logits_NV, finite_N
         logp_NV = torch.log_softmax(logits_NV, -1)
         logp_NV[:, self.vocab_size :] = float("-inf")
-        return logp_NV, finite
+        return logp_NV, finite_N
 
     def blame(self, chunk: Chunk) -> str:
         """Where NaN or Inf arises first in a pass that has any: the chunk is evaluated once more, layer by layer."""
@@ -123,6 +143,7 @@ class Run:
     trees: list[TokenTree] = field(default_factory=list)
     generator: SearchGenerator | None = None
     ticket: "Ticket | None" = None
+    company: tuple[int, int] = (0, 0)  # in its latest pass: tokens of other searches, and how many these were
     result: SearchResult | None = None
     error: BaseException | None = None
     work: dict[str, "Work"] = field(default_factory=dict)  # by model
@@ -142,6 +163,7 @@ class Ticket:
     regimes: list[tuple[bool, list[int]]]  # see `TokenTree.regimes`; all but one model have one
     answered: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
+    numbers: list[float] | None = None  # what the request's `read` makes of them
 
     def begin(self) -> None:
         """Turn to the next regime's nodes."""
@@ -156,12 +178,12 @@ class Ticket:
     def left(self) -> int:
         return self.trunk_left + len(self.nodes_left)
 
-    def answer(self) -> Tensor:
-        """One row per node asked for, in the order asked."""
+    def answer(self) -> Tensor | tuple[Tensor, list[float]]:
+        """One row per node asked for, in the order asked; with the numbers, if there are any."""
         rows_NV = self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows)
         nodes = list(self.request.nodes)
         if nodes == self.answered:
-            return rows_NV
+            return rows_NV if self.numbers is None else (rows_NV, self.numbers)
         place = {node: i for i, node in enumerate(self.answered)}
         return rows_NV[torch.tensor([place[n] for n in nodes], device=rows_NV.device)]
 
@@ -226,6 +248,7 @@ class Driver:
     # --- one pass ---
 
     def _pass(self, name: str, runner: Runner) -> None:
+        entered = time.perf_counter()
         runs = [r for r in self.running if r.ticket and r.ticket.request.tree.pool is runner.pool]
         # Short requests first: decoding goes on while a long prompt fills what is left of the budget.
         room, chunks, owners = runner.budget, [], []
@@ -239,6 +262,8 @@ class Driver:
             return
         asked: list[int] = []
         answers: list[list[int]] = []
+        reads: list[Read] = []
+        readers: list[Ticket] = []
         row = 0
         for chunk, _, ticket in shares:
             nodes = [ticket.request.tree.root] if chunk.trunk_tokens and not ticket.trunk_left else []
@@ -246,15 +271,24 @@ class Driver:
             wanted = [(first + i, n) for i, n in enumerate([*nodes, *chunk.nodes]) if n in ticket.asked]
             asked += [i for i, _ in wanted]
             answers.append([n for _, n in wanted])
+            if ticket.request.read is not None and answers[-1] == list(ticket.request.nodes):  # all of it in this pass
+                reads.append((slice(len(asked) - len(wanted), len(asked)), ticket.request.read))
+                readers.append(ticket)
             row += chunk.trunk_tokens + len(chunk.nodes)
         began = time.perf_counter()
         try:
-            logp_NV, finite = runner.evaluate([c for c, _, _ in shares], asked)
+            logp_NV, finite, numbers = runner.evaluate([c for c, _, _ in shares], asked, reads)
         except BaseException:
             for chunk, _, _ in shares:
                 chunk.tree.unplace(chunk.trunk_tokens, chunk.nodes)
             raise
         seconds = time.perf_counter() - began
+        for ticket, told in zip(readers, numbers, strict=True):
+            ticket.numbers = told
+        if all(chunk.trunk_tokens <= 1 for chunk, _, _ in shares):  # prompts follow another curve
+            runner.time.note(row, time.perf_counter() - entered)
+        for chunk, run, _ in shares:
+            run.company = row - chunk.trunk_tokens - len(chunk.nodes), len(shares) - 1
         row = 0
         for (chunk, run, ticket), nodes in zip(shares, answers, strict=True):
             work = run.work.setdefault(name, Work())
@@ -321,12 +355,12 @@ class Driver:
             return
         self._resume(run)
 
-    def _resume(self, run: Run, answer: Tensor | None = None, error: Exception | None = None) -> None:
+    def _resume(self, run: Run, answer: Any = None, error: Exception | None = None) -> None:
         """Let the search go on to its next Evaluate, or to its end."""
         generator = run.generator
         assert generator is not None
         run.ticket = None
-        if answer is not None and not run.prefilled:
+        if answer is not None and not run.prefilled and "target" in run.work:  # a draft may be asked first
             run.prefilled = time.perf_counter()
         try:
             request = generator.throw(error) if error is not None else generator.send(answer)
@@ -386,11 +420,13 @@ class Driver:
         prefilled = run.prefilled or now  # interrupted before
         work = {name: run.work.get(name, Work()) for name in {"target": None, **run.work}}
         mine = work.pop("target")
-        others: dict[str, Any] = {}
+        others: dict[str, Any] = {"target_seconds": mine.seconds} if work else {}
         for name, done in work.items():
             others[f"{name}_forward_passes"] = done.passes
             others[f"{name}_nodes_evaluated"] = done.tokens
             others[f"{name}_seconds"] = done.seconds
+            pool = self.runners[name].pool
+            others[f"{name}_live_nodes_peak"] = max(t.peak_live for t in run.trees if t.pool is pool)
         return {
             "prompt_tokens": target.prompt_length,
             "reused_tokens": target.reused,

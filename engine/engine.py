@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.compiling import compile_model
+from engine.compiling import LEAST, compile_model, warm_up
 from engine.driver import Driver, Run, Runner
 from engine.errors import CheckpointError, CoppiceError, UsageError
-from engine.loading import load_template, pick_device, pick_dtype
+from engine.graphs import make_runner
+from engine.loading import check_quant, load_template, model_key, pick_device, pick_dtype
 from engine.memory import check_memory, is_out_of_memory, make_pools, out_of_memory
 from engine.packing import Chunk
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, models_of
+from engine.rewards import Answer, Messages, RewardFunction, make_judge
 from engine.stopping import StopStrings, TextStream
 from engine.template import ChatTemplate
 from engine.tokenizer import FILES, Tokenizer
@@ -38,6 +40,10 @@ class Request:
         eos_token_ids: tokens that end an output; None takes the checkpoint's.
         ignore_eos: no token ends an output.
         stop: strings that end an output; they are cut off its text.
+        messages: what the prompt was rendered from, for a reward model with a chat template; it reads a plain prompt
+            as a user's only message.
+        reward: (prompt, texts) -> scores, to rank by instead of a reward model. The prompt is `messages`, if there are
+            any, else its text.
     """
 
     prompt: Sequence[int] | str
@@ -46,6 +52,8 @@ class Request:
     eos_token_ids: Iterable[int] | None = None
     ignore_eos: bool = False
     stop: Sequence[str] = ()
+    messages: Messages | None = None
+    reward: RewardFunction | None = None
 
 
 @dataclass(frozen=True)
@@ -101,21 +109,22 @@ class _Loaded:
     checkpoint: Checkpoint
     model: Any
     dtype: torch.dtype
+    quant: str
+    compiled: bool
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
 
     @staticmethod
     def open(
-        folder: str | Path, dtype: str, device: torch.device, chat_template: str | Path | None, compile: str
+        folder: str | Path, dtype: str, device: torch.device, chat_template: str | Path | None, quant: str, compile: str
     ) -> "_Loaded":
         checkpoint = Checkpoint.open(folder)
         kind = pick_dtype(dtype, checkpoint.torch_dtype, device)
         tokenizer = Tokenizer.load(folder) if any((Path(folder) / name).exists() for name in FILES) else None
         template = load_template(folder, chat_template, tokenizer)
-        model = load_model(checkpoint, kind, device)
-        if compile == "on":
-            compile_model(model)
-        return _Loaded(Path(folder), checkpoint, model, kind, tokenizer, template)
+        model = load_model(checkpoint, kind, device, quant)
+        compiled = compile == "on" and compile_model(model)
+        return _Loaded(Path(folder), checkpoint, model, kind, quant, compiled, tokenizer, template)
 
     def engine(self, pool: PagePool, parallel: int) -> "Engine":
         shape, tokenizer = self.model.shape, self.tokenizer
@@ -125,8 +134,8 @@ class _Loaded:
             eos = self.model.default_eos_token_ids
         if not eos and tokenizer and tokenizer.eos_token_id is not None:
             eos = frozenset([tokenizer.eos_token_id])
-        return Engine(
-            Runner(self.model, pool, vocab_size),
+        engine = Engine(
+            make_runner(self.model, pool, vocab_size),
             shape,
             tokenizer=tokenizer,
             template=self.template,
@@ -134,6 +143,12 @@ class _Loaded:
             name=self.folder.resolve().name,
             parallel=parallel,
         )
+        engine.model_key = model_key(self.checkpoint, self.dtype, self.quant)
+        engine.start_token = min([t for t in [self.checkpoint.bos_token_id] if t is not None] or eos or [0])
+        if self.compiled and engine.runner.device.type == "cpu":
+            engine.runner.token_buckets = engine.runner.word_buckets = LEAST
+            warm_up(self.model, lambda: engine.logits([engine.start_token] * 5))
+        return engine
 
 
 class Engine:
@@ -156,6 +171,8 @@ class Engine:
         self.runner, self.shape, self.name, self.parallel = runner, shape, name, parallel
         self.template, self.eos_token_ids = template, eos_token_ids
         self.companions = companions or {}
+        self.reward: RewardFunction | None = None  # instead of a model
+        self.model_key, self.start_token = "", 0  # see `Task`
         self._tokenizer = tokenizer
         self.load_seconds = 0.0
 
@@ -168,10 +185,11 @@ class Engine:
         threads: int | None = None,
         kv_memory: int | None = None,
         compile: str = "off",
+        quant: str = "none",
         chat_template: str | Path | None = None,
         parallel: int = 16,
         draft: str | Path | None = None,
-        reward: str | Path | None = None,
+        reward: str | Path | RewardFunction | None = None,
     ) -> "Engine":
         """Load a Hugging Face checkpoint folder.
 
@@ -183,11 +201,12 @@ class Engine:
             threads: CPU threads; None leaves torch's choice.
             kv_memory: bytes of the KV pools together, which all hold as many tokens; None takes up to half of the free
                 memory.
-            compile: "on" runs the layers through torch.compile.
+            compile: "on" runs the layers through torch.compile: loading takes seconds more, steps a little less.
+            quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products.
             chat_template: a template file, "none" for plain completion, None for the checkpoint's own.
             parallel: most searches at once.
             draft: folder of a smaller model of the same tokenizer, for searches that draft.
-            reward: folder of a model with a scalar head, for searches that rank.
+            reward: folder of a model with a scalar head, for searches that rank; or a function, see `Request`.
 
         Raises:
             CheckpointError: the folder is not a checkpoint that can be run.
@@ -202,14 +221,17 @@ class Engine:
         if compile not in ("on", "off"):
             raise UsageError(f"compile: expected on or off, got {compile!r}")
         place = pick_device(device)
-        loaded = [_Loaded.open(folder, dtype, place, chat_template, compile)]
-        names = {"draft": draft, "reward": reward}
+        check_quant(quant, place)
+        loaded = [_Loaded.open(folder, dtype, place, chat_template, quant, compile)]
+        names = {"draft": draft, "reward": None if callable(reward) else reward}
         roles = [role for role in names if names[role] is not None]
-        loaded += [_Loaded.open(names[role] or "", dtype, place, None, compile) for role in roles]
+        loaded += [_Loaded.open(names[role] or "", dtype, place, None, quant, compile) for role in roles]
         pools = make_pools([(part.model.shape, part.dtype) for part in loaded], place, kv_memory)
         target, *others = [part.engine(pool, parallel) for part, pool in zip(loaded, pools, strict=True)]
         for role, engine in zip(roles, others, strict=True):
             target.add(role, engine)
+        if callable(reward):
+            target.add("reward", reward)
         target.load_seconds = time.perf_counter() - began
         return target
 
@@ -229,12 +251,12 @@ class Engine:
             )
         return self._tokenizer
 
-    def add(self, role: str, engine: "Engine") -> None:
+    def add(self, role: str, engine: "Engine | RewardFunction") -> None:
         """Let searches ask another model too.
 
         Args:
             role: "draft" or "reward".
-            engine: holds the model; it may be used by itself as well.
+            engine: holds the model; it may be used by itself as well. A function takes a reward model's place.
 
         Raises:
             UsageError: it cannot play that role: a reward model without a scalar head, a draft with one, or with
@@ -242,6 +264,11 @@ class Engine:
         """
         if role not in ("draft", "reward"):
             raise UsageError(f"role: expected draft or reward, got {role!r}")
+        if not isinstance(engine, Engine):
+            if role != "reward" or not callable(engine):
+                raise UsageError(f"{role}: expected an Engine{' or a function' * (role == 'reward')}, got {engine!r}")
+            self.reward = engine
+            return
         if role == "reward" and not engine.shape.scores:
             raise UsageError(
                 "the reward model has no scalar head",
@@ -262,6 +289,8 @@ class Engine:
                     remedy="drafts must be made of the same tokens",
                 )
         self.companions[role] = engine
+        if role == "reward":
+            self.reward = None
 
     # --- asking ---
 
@@ -431,6 +460,11 @@ class Engine:
 
         def start(run: Run) -> SearchGenerator:
             tree = driver.open_tree(run, "target", job.ids, len(job.ids) + job.limit, trunk)
+            judge = None
+            if "reward" in models_of(request.search):
+                answer = Answer(self._tokenizer, job.ids, request.messages, job.eos, job.stops)
+                reward = request.reward or self.reward or self.companions["reward"]
+                judge = make_judge(reward, self, answer, lambda prompt: driver.open_tree(run, "reward", prompt))
             return request.search.run(
                 Task(
                     tree,
@@ -439,6 +473,11 @@ class Engine:
                     self.runner.vocab_size,
                     job.stops,
                     lambda model, prompt: driver.open_tree(run, model, prompt),
+                    self._tokenizer,
+                    lambda tokens: self.runner.time.charge(tokens, *run.company),
+                    model_key=self.model_key,
+                    start_token=self.start_token,
+                    judge=judge,
                 )
             )
 
@@ -458,6 +497,11 @@ class Engine:
         if not isinstance(request.prompt, Sequence):  # text is one too
             raise UsageError(f"prompt: expected token ids or text, got {request.prompt!r}")
         ids = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+        if not ids and isinstance(request.prompt, str):
+            raise UsageError(
+                "the prompt is empty, and this tokenizer adds no token of its own to begin with",
+                remedy="give at least one token to go on from",
+            )
         self._check_ids(ids)
         new = request.max_new_tokens
         if type(new) is not int or new < 1:
@@ -473,9 +517,14 @@ class Engine:
         if request.ignore_eos:
             eos = frozenset()
         stops = StopStrings(self.tokenizer, request.stop) if request.stop else None
+        if not callable(request.reward or len):
+            raise UsageError(f"reward: expected a function of (prompt, texts), got {request.reward!r}")
         for role in models_of(request.search):
+            if role == "reward" and (request.reward or self.reward):
+                continue
             if role not in self.companions:
-                raise UsageError(f"this search needs a {role} model", remedy=f"give --{role} DIR")
+                kind = {"draft": "a smaller one of the same tokenizer", "reward": "one with a scalar head"}[role]
+                raise UsageError(f"this search needs a {role} model", remedy=f"give --{role} DIR, {kind}")
             beside = self.companions[role].shape.max_positions
             if role == "draft" and beside is not None:  # it reads the same tokens
                 new = min(new, max(1, beside - len(ids) + 1))
@@ -486,10 +535,7 @@ class Engine:
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Raises UsageError for a prompt that is empty, has ids that the model lacks, or is longer than its context."""
         if not ids:
-            raise UsageError(
-                "the prompt is empty, and this tokenizer adds no token of its own to begin with",
-                remedy="give at least one token to go on from",
-            )
+            raise UsageError("the prompt is empty", remedy="give at least one token to go on from")
         vocab = self.shape.vocab_size
         for i, token in enumerate(ids):
             if type(token) is not int or not 0 <= token < vocab:

@@ -1,5 +1,7 @@
 """Choices made when an engine is loaded: device, dtype, chat template."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import torch
@@ -7,9 +9,12 @@ import torch
 from engine.errors import UsageError
 from engine.template import ChatTemplate
 from engine.tokenizer import Tokenizer
+from models.checkpoint import Checkpoint
+from models.int8 import why_no_int8
 from models.linear import can_pack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+SAMPLED, PIECE = 16, 1 << 14  # places of a weights file that tell it from others, and bytes read at each
 
 
 def pick_device(name: str) -> torch.device:
@@ -34,8 +39,29 @@ def pick_dtype(name: str, own: torch.dtype, device: torch.device) -> torch.dtype
     return DTYPES[name]
 
 
+def check_quant(name: str, device: torch.device) -> None:
+    """Refuse a quantisation that is unknown, or that this machine cannot run. Raises UsageError."""
+    if name not in ("none", "int8"):
+        raise UsageError(f"quant: expected none or int8, got {name!r}")
+    if name == "int8" and (reason := why_no_int8(device)):
+        raise UsageError(f"quant: {reason}", remedy="leave out --quant int8; --dtype bfloat16 halves the weights")
+
+
 def load_template(folder: str | Path, choice: str | Path | None, tokenizer: Tokenizer | None) -> ChatTemplate | None:
     """The chat template to use: a file, none, or the checkpoint's own."""
     if choice == "none" or tokenizer is None:
         return None
     return ChatTemplate.load(folder, tokenizer) if choice is None else ChatTemplate.from_file(choice, tokenizer)
+
+
+def model_key(checkpoint: Checkpoint, dtype: torch.dtype, quant: str) -> str:
+    """A name for a model as it is computed: the folder's, and a hash of configuration, dtype and samples of weights."""
+    digest = hashlib.sha256(json.dumps([checkpoint.config, str(dtype), quant], sort_keys=True).encode())
+    for path in sorted({info.file for info in checkpoint.tensors.values()}):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for i in range(SAMPLED):
+                file.seek(max(0, size - PIECE) * i // (SAMPLED - 1))
+                digest.update(file.read(PIECE))
+    return f"{checkpoint.folder.resolve().name}-{digest.hexdigest()[:16]}"

@@ -1,5 +1,6 @@
 """Packing: the pending tokens of many trees become the tensors of one forward pass."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,9 @@ class Pass:
     layout: TreeLayout
 
 
+NO_TABLE = (array("q"), array("i"))
+
+
 def bucket(n: int, buckets: Sequence[int] | None) -> int:
     """The smallest bucket that holds n; n itself without buckets or above the largest."""
     return next((b for b in buckets or () if b >= n), n)
@@ -42,6 +46,8 @@ def pack(
     *,
     token_buckets: Sequence[int] | None = None,
     word_buckets: Sequence[int] | None = None,
+    tree_buckets: Sequence[int] | None = None,
+    impl: str = "cpu",
 ) -> Pass:
     """Lay out chunks, already placed, one after the other.
 
@@ -49,8 +55,9 @@ def pack(
         chunks: one per tree.
         page_size: of the pool that all trees share.
         device: where the tensors go.
-        token_buckets, word_buckets: sizes that T and the ancestry words are padded to, so that compiled graphs are
-            reused. Padding tokens see nothing, and write where nothing reads.
+        token_buckets, word_buckets, tree_buckets: sizes that T, the ancestry words and R are padded to, so that
+            compiled graphs are reused. Padding tokens see nothing, and write where nothing reads.
+        impl: of the operators, see `kernels.tree_attention`.
     """
     tokens, positions, spans, slots, seen, bits = [], [], [], [], [], []
     starts, runs, tables = [0], [], []
@@ -71,7 +78,7 @@ def pack(
         bits += [tree.ancestry(n) for n in chunk.nodes]
         starts.append(len(tokens))
         runs += [(r, slot, length) for slot, length in tree.trunk_runs()]
-        tables.append(tree.branch_table() if chunk.nodes else ([], []))
+        tables.append(tree.branch_table() if chunk.nodes else NO_TABLE)
     padding = bucket(len(tokens), token_buckets) - len(tokens)
     if padding:
         tokens += [0] * padding
@@ -81,31 +88,45 @@ def pack(
         seen += [0] * padding
         bits += [0] * padding
         starts[-1] += padding
+    lengths = [c.tree.trunk.cached for c in chunks]
+    empty = bucket(len(chunks), tree_buckets) - len(chunks)
+    starts += starts[-1:] * empty
+    tables += [NO_TABLE] * empty
+    lengths += [0] * empty
     C = bucket(-(-max(len(t) for t, _ in tables) // WORD), word_buckets)
     W = C * WORD
     packed = bytearray(b"".join(b.to_bytes(C * 4, "little") for b in bits))
     ancestry_TC = (
         torch.frombuffer(packed, dtype=torch.int32).view(-1, C) if C else torch.empty(len(tokens), 0, dtype=torch.int32)
     )
-    trunk_pages_RP = torch.zeros(len(chunks), max(len(c.tree.trunk.pages) for c in chunks), dtype=torch.int32)
-    for row_P, chunk in zip(trunk_pages_RP, chunks, strict=True):
+    trunk_pages_RP = torch.zeros(len(lengths), max(len(c.tree.trunk.pages) for c in chunks), dtype=torch.int32)
+    for row_P, chunk in zip(trunk_pages_RP, chunks, strict=False):
         done = 0
         for page, count in chunk.tree.page_runs():
             row_P[done : done + count] = torch.arange(page, page + count, dtype=torch.int32)
             done += count
     layout = TreeLayout(
-        positions_T=torch.tensor(positions, device=device),
-        write_slots_T=torch.tensor(slots, device=device),
+        positions_T=torch.tensor(positions),
+        write_slots_T=torch.tensor(slots),
         token_starts=torch.tensor(starts, dtype=torch.int32),
-        trunk_seen_T=torch.tensor(seen, dtype=torch.int32, device=device),
-        trunk_pages_RP=trunk_pages_RP.to(device),
-        trunk_len_R=torch.tensor([c.tree.trunk.cached for c in chunks], dtype=torch.int32, device=device),
+        trunk_seen_T=torch.tensor(seen, dtype=torch.int32),
+        trunk_pages_RP=trunk_pages_RP,
+        trunk_len_R=torch.tensor(lengths, dtype=torch.int32),
         trunk_runs=torch.tensor(runs, dtype=torch.int32).view(-1, 3),
-        branch_slots_RW=torch.tensor(
-            [t + [NULL_SLOT] * (W - len(t)) for t, _ in tables], dtype=torch.int64, device=device
-        ),
-        branch_positions_RW=torch.tensor([p + [0] * (W - len(p)) for _, p in tables], dtype=torch.int32, device=device),
-        ancestry_TC=ancestry_TC.to(device),
+        branch_slots_RW=_rows([slots for slots, _ in tables], W, NULL_SLOT, torch.int64),
+        branch_positions_RW=_rows([positions for _, positions in tables], W, 0, torch.int32),
+        ancestry_TC=ancestry_TC,
         page_size=page_size,
-    )
-    return Pass(torch.tensor(tokens, device=device), layout.positions_T, torch.tensor(spans, device=device), layout)
+        impl=impl,
+    ).to(device)
+    tokens_T, spans_T = (torch.tensor(x).to(device, non_blocking=True) for x in (tokens, spans))
+    return Pass(tokens_T, layout.positions_T, spans_T, layout)
+
+
+def _rows(columns: Sequence[array], width: int, filler: int, dtype: torch.dtype) -> Tensor:
+    """Arrays of integers as the rows of a tensor."""
+    rows = torch.full((len(columns), width), filler, dtype=dtype)
+    for row, column in zip(rows, columns, strict=True):
+        if column:
+            row[: len(column)] = torch.frombuffer(column, dtype=dtype)
+    return rows

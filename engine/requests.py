@@ -9,6 +9,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from engine.tokenizer import Tokenizer
 from engine.tree import TokenTree
 
 
@@ -19,10 +22,14 @@ class Evaluate:
 
     Nodes must be live and not evaluated yet; ancestors that are not evaluated either are evaluated in the same pass.
     On a tree of a scalar-head model the answer is a score per node, [N, 1].
+
+    `read` makes of the rows, on their device, float64 numbers that the search is going to look at. A driver may then
+    send (rows, the numbers as a list) instead of rows, having brought everything to the host at once.
     """
 
     tree: TokenTree
     nodes: Sequence[int]
+    read: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -33,14 +40,14 @@ class Report:
         settled: tokens that the best output is now certain to go on with, after those reported before.
         best: gives the tokens of the best candidate so far.
         info: the algorithm's own figures.
-        beams: gives (score, tokens) of the candidates, best first. Like `best` it may be asked only until the search
-            goes on, and costs nothing unless it is.
+        beams: gives (score, tokens) of the candidates, best first; a score of None is not known yet. Like `best` it
+            may be asked only until the search goes on, and costs nothing unless it is.
     """
 
     settled: Sequence[int] = ()
     best: Callable[[], Sequence[int]] | None = None
     info: dict[str, Any] = field(default_factory=dict)
-    beams: Callable[[], Sequence[tuple[float, Sequence[int]]]] | None = None
+    beams: Callable[[], Sequence[tuple[float | None, Sequence[int]]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,12 @@ class Task:
         vocab_size: tokens that can be generated; ids from here on have log-probability -inf.
         hits_stop: whether new tokens, given from the prompt's end on, contain a stop string; None without any.
         open_tree: (model name, prompt) -> a tree of another model, "draft" or "reward"; freed with the search.
+        tokenizer: the target model's; None without one.
+        seconds: what a pass in which this search evaluates so many tokens of the target costs it, as measured of late;
+            0 before anything was. It may guide how much is tried at once, never what comes out. None: not known.
+        model_key: what to keep things that were learnt of the target model under, from run to run; "" for nothing.
+        start_token: what a text of the target model begins with.
+        judge: tells the rewards of responses; for searches whose `models` name "reward".
     """
 
     tree: TokenTree
@@ -95,6 +108,11 @@ class Task:
     vocab_size: int
     hits_stop: Callable[[Sequence[int]], bool] | None = None
     open_tree: Callable[[str, Sequence[int]], TokenTree] | None = None
+    tokenizer: Tokenizer | None = None
+    seconds: Callable[[int], float] | None = None
+    model_key: str = ""
+    start_token: int = 0
+    judge: "Judge | None" = None
 
     def finish_reason(self, tokens: Sequence[int]) -> str | None:
         """Why a sequence ends with its last token, or None if it goes on."""
@@ -103,6 +121,18 @@ class Task:
         if self.hits_stop is not None and self.hits_stop(tokens):
             return "stop"
         return "length" if len(tokens) >= self.max_new_tokens else None
+
+
+class Judge(Protocol):
+    """Rewards: how good responses are, also those that only begin. Higher is better."""
+
+    def rewards(self, responses: Sequence[Sequence[int]]) -> Generator[Evaluate, Any, list[float]]:
+        """The rewards of responses, given as new tokens; to be asked with `yield from`."""
+        ...
+
+    def keep(self, responses: Sequence[Sequence[int]]) -> None:
+        """Only these, or what they grow to, will be asked for again: what the others hold is freed."""
+        ...
 
 
 SearchGenerator = Generator[Evaluate | Report, Any, SearchResult]

@@ -5,7 +5,9 @@ the argmax of warped log-probabilities plus that vector. Nothing is streamed fro
 not depend on batching, pruning or drafting.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -58,11 +60,25 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _mix(x):
+def _mix(x: int) -> int:
     """A bijection of 32-bit integers whose output bits each depend on all input bits (two multiply-xorshift rounds)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
     return x ^ (x >> 16)
+
+
+def _mix_all(x: Tensor) -> Tensor:
+    """`_mix` of every element."""
+    x = (x >> 16).bitwise_xor_(x).mul_(0x7FEB352D).bitwise_and_(MASK)
+    x = (x >> 15).bitwise_xor_(x).mul_(0x846CA68B).bitwise_and_(MASK)
+    return (x >> 16).bitwise_xor_(x)
+
+
+def _key(words: Iterable[int], one: int = 0x9E3779B9, two: int = 0x5BD1E995) -> tuple[int, int]:
+    """64 bits out of 32-bit words: no two draws of a lifetime share a vector."""
+    for word in words:
+        one, two = _mix((one + word) & MASK), _mix((two ^ word) * 5 + one & MASK)
+    return one, two
 
 
 def gumbel(seed: int, sequence: int, position: int, size: int, device: torch.device | str = "cpu") -> Tensor:
@@ -71,18 +87,28 @@ def gumbel(seed: int, sequence: int, position: int, size: int, device: torch.dev
     Counter-based: 32 uniform bits per token from integer arithmetic on (seed, sequence, position, token), the same on
     every device and for every `size` that includes the token.
     """
-    one, two = 0x9E3779B9, 0x5BD1E995  # 64 bits of key: no two draws of a lifetime share a vector
-    for word in (seed & MASK, (seed >> 32) & MASK, sequence & MASK, position & MASK):
-        one, two = _mix((one + word) & MASK), _mix((two ^ word) * 5 + one & MASK)
-    token = torch.arange(size, dtype=torch.int64, device=device)
-    bits = _mix((_mix(token ^ one) + two) & MASK)
-    uniform = (bits.double() + 0.5) / (1 << 32)
-    return -torch.log(-torch.log(uniform)).float()
+    return gumbels(seed, [sequence], [position], size, device)[0]
 
 
-def draw(logp_NV: Tensor, seed: int, sequences: list[int], positions: list[int]) -> list[int]:
+def gumbels(
+    seed: int, sequences: Sequence[int], positions: Sequence[int], size: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """The Gumbel vectors of many draws, float32 [N, size]: rows as `gumbel` gives them."""
+    start = _key((seed & MASK, seed >> 32 & MASK))
+    keys = [_key((s & MASK, p & MASK), *start) for s, p in zip(sequences, positions, strict=True)]
+    token_V = torch.arange(size, dtype=torch.int64, device=device)
+    one_N1, two_N1 = torch.tensor(keys, dtype=torch.int64, device=device).unsqueeze(2).unbind(1)
+    bits_NV = _mix_all(_mix_all(token_V ^ one_N1).add_(two_N1).bitwise_and_(MASK))
+    uniform_NV = bits_NV.double().add_(0.5).div_(1 << 32)
+    return uniform_NV.log_().neg_().log_().neg_().float()
+
+
+def draw(logp_NV: Tensor, seed: int, sequences: Sequence[int], positions: Sequence[int]) -> list[int]:
     """One token per row of warped log-probabilities, keyed by (seed, sequence, position)."""
-    noise_NV = torch.stack(
-        [gumbel(seed, s, p, logp_NV.shape[1], logp_NV.device) for s, p in zip(sequences, positions, strict=True)]
-    )
-    return (logp_NV + noise_NV).argmax(-1).tolist()
+    return (logp_NV + gumbels(seed, sequences, positions, logp_NV.shape[1], logp_NV.device)).argmax(-1).tolist()
+
+
+def uniforms(seed: int, stream: int, position: int) -> Iterator[float]:
+    """Endless numbers in (0, 1), keyed likewise: for searches that make several decisions at one position."""
+    one, two = _key((seed & MASK, seed >> 32 & MASK, stream & MASK, position & MASK))
+    return ((_mix((_mix(i ^ one) + two) & MASK) + 0.5) / (1 << 32) for i in count())

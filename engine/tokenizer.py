@@ -7,6 +7,9 @@ batch_decode of the new tokens); `decode_continuation(prefix_ids, ids)` is what 
 differs where a decoder strips the space that starts a text.
 """
 
+import functools
+import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -138,6 +141,11 @@ class Tokenizer:
                 yield self._encoder.vocab[found[0]]
                 start = found.end()
         yield text[start:]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers whose ids all mean the same: 64 hexadecimal digits."""
+        return hashlib.sha256(json.dumps(self._encoder.pieces).encode()).hexdigest()
 
     def difference(self, other: "Tokenizer") -> str:
         """Where two tokenizers disagree on what an id means; empty if they do not."""

@@ -1,16 +1,23 @@
 """Encoding by the tokenizers library: tokenizer.json, and vocab.json with merges.txt."""
 
+import json
 import re
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 
 from engine.detokenizer import stages_of
 from engine.errors import CheckpointError, UsageError
 from engine.tokenizer_files import MAX_IDS, add_flags
+
+# What spells SentencePiece's spaces: one before the text, then all of them.
+SPACES = [
+    {"type": "Prepend", "prepend": "▁"},
+    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+]
 
 
 class LibraryEncoder:
@@ -46,6 +53,10 @@ class LibraryEncoder:
         library.encode_special_tokens = True
         self.raw = {content: token for content, token in added.items() if token.special or not token.normalized}
         special = [content for content, token in self.raw.items() if token.special]
+        self._prefix = ""
+        if _normalizers(library) == SPACES and all(self.raw[content].normalized for content in special):
+            # Such tokens are found in text that has its prefix already: no other follows them. Aliases are found before.
+            library.normalizer, self._prefix = normalizers.Replace(" ", "▁"), "▁"  # type: ignore[assignment]
         unknown = library.encode("\ufdd0", add_special_tokens=False).ids  # <unk> is special, and ordinary text needs it
         self._control_ids = {vocab[c] for c in special} - {*unknown, vocab.get(names.get("unk_token", ""))}
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
@@ -73,7 +84,9 @@ class LibraryEncoder:
 
     def encode(self, parts: Iterable[str | int], add_special: bool) -> list[int]:
         """Ids of plain text and, between, ids of `raw` tokens; see `Tokenizer.encode`."""
-        text = "".join(part if isinstance(part, str) else self._alias[part] for part in parts)
+        parts = [part for part in parts if part != ""]
+        text = self._prefix if parts and isinstance(parts[0], str) else ""
+        text += "".join(part if isinstance(part, str) else self._alias[part] for part in parts)
         encoding = self._library.encode(text, add_special_tokens=False)
         if not self._control_ids.isdisjoint(encoding.ids):
             # The model itself has the special token as a piece (Unigram models do): cut its spellings in two.
@@ -93,6 +106,12 @@ class LibraryEncoder:
 def unspeakable(piece: str | None) -> UsageError:
     """The error for a text with a control token's spelling that the vocabulary has no other pieces for."""
     return UsageError(f"the text has {piece!r} in it, which this tokenizer cannot spell as plain text")
+
+
+def _normalizers(library: tokenizers.Tokenizer) -> list[Any]:
+    if library.normalizer is None:
+        return []
+    return json.loads(library.normalizer.__getstate__()).get("normalizers", [])
 
 
 def _flags(token: AddedToken) -> dict[str, bool]:

@@ -1,6 +1,7 @@
 """TokenTree: the tokens of one search, those that all share (the trunk) and those that compete (the branches)."""
 
 import heapq
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -72,7 +73,8 @@ class TokenTree:
         self._parent: list[int] = [-1]
         self._position: list[int] = [len(prompt) - 1]
         self._slot: list[int] = [IN_TRUNK]
-        self._bits: list[int] = [0]  # ancestors in branch slots, itself included
+        self._bits: dict[int, int] = {}  # of the latest nodes: ancestors in branch slots, itself included
+        self._spent: list[int] = []  # nodes whose bits went into those of the latest: to be dropped next
         self._children: list[int] = [0]
         self._child_sum: list[int] = [0]  # sum of the live children's ids: the child itself when there is one
         self._child: dict[tuple[int, int], int] = {}
@@ -83,7 +85,7 @@ class TokenTree:
         self._branch_pages: list[int] = []
         self._lost_pages: list[int] = []  # heap of the indices that are -1
         self._page_load: list[int] = []
-        self._table: tuple[list[int], list[int]] = ([], [])  # per slot: its slot in the pool, its token's position
+        self._table = (array("q"), array("i"))  # per slot: its slot in the pool, its token's position
         self._free_slots: list[int] = []  # heap: the lowest goes first, which keeps the table short
         self._slot_owner: list[int] = []
         self.live_branches = 0
@@ -144,6 +146,11 @@ class TokenTree:
         return self.trunk.cached + self.live_branches
 
     @property
+    def room(self) -> int:
+        """Tokens that all pages of the pool hold, whoever has them now."""
+        return self.pool.pages * self.pool.page_size
+
+    @property
     def pages_held(self) -> list[int]:
         return self.trunk.pages + [p for p in self._branch_pages if p >= 0]
 
@@ -180,7 +187,6 @@ class TokenTree:
         self._parent.append(parent)
         self._position.append(position)
         self._slot.append(NO_SLOT)
-        self._bits.append(0)
         self._children.append(0)
         self._child_sum.append(0)
         self._child[parent, token] = node
@@ -213,7 +219,7 @@ class TokenTree:
         if self._slot[node] >= 0:
             self._release_slot(self._slot[node])
         self._slot[node] = FREED
-        self._bits[node] = 0
+        self._bits.pop(node, None)
         del self._leaves[node]
         self._paths_length -= self._position[node] + 1
         del self._child[parent, self._token[node]]
@@ -244,21 +250,21 @@ class TokenTree:
             source = [self._pool_slot(self._slot[n]) for n in evaluated]
             target = [self._trunk_slot(start + i) for i in range(len(evaluated))]
             device = self.pool.cache.k_LGSD.device
-            source_n, target_n = torch.tensor(source, device=device), torch.tensor(target, device=device)
+            source_n, target_n = (torch.tensor(x).to(device, non_blocking=True) for x in (source, target))
             for cache in (self.pool.cache.k_LGSD, self.pool.cache.v_LGSD):
                 cache.index_copy_(2, target_n, cache.index_select(2, source_n))
             promoted = 0
             for n in evaluated:
                 promoted |= 1 << self._slot[n]
                 self._release_slot(self._slot[n])
-            for n in self._slot_owner:
-                if n >= 0:
-                    self._bits[n] &= ~promoted
+            for n in self._bits:
+                self._bits[n] &= ~promoted
             self.trunk.cached = start + len(evaluated)
         for n in stem:
             self.trunk.tokens.append(self._token[n])
             del self._child[self._parent[n], self._token[n]]
-            self._slot[n], self._bits[n] = IN_TRUNK, 0
+            self._slot[n] = IN_TRUNK
+            self._bits.pop(n, None)
         self.root = stem[-1]
 
     # --- what the packer asks ---
@@ -305,6 +311,8 @@ class TokenTree:
             KVMemoryError: the pool is full; nothing was taken.
         """
         start, taken = self.trunk.cached, []
+        for node in self._spent:
+            self._bits.pop(node, None)
         try:
             self._reserve_trunk(start + trunk_tokens)
             for node in nodes:
@@ -313,10 +321,11 @@ class TokenTree:
                 self._slot_owner[slot] = node
                 self._table[0][slot], self._table[1][slot] = self._pool_slot(slot), self._position[node]
                 self._slot[node] = slot
-                self._bits[node] = self._bits[self._parent[node]] | 1 << slot
+                self._bits[node] = self.ancestry(self._parent[node]) | 1 << slot
         except KVMemoryError:
             self.unplace(0, nodes[: len(taken)])
             raise
+        self._spent = [self._parent[node] for node in nodes]
         self.trunk.cached = start + trunk_tokens
         self._note_peaks()
         return [self._trunk_slot(start + i) for i in range(trunk_tokens)] + [self._pool_slot(s) for s in taken]
@@ -331,15 +340,20 @@ class TokenTree:
         """Undo `place` after a pass that failed."""
         for node in nodes:
             self._release_slot(self._slot[node])
-            self._slot[node], self._bits[node] = NO_SLOT, 0
+            self._slot[node] = NO_SLOT
+            self._bits.pop(node, None)
         self.trunk.cached -= trunk_tokens
         self._trim_trunk(-(-self.trunk.cached // self.pool.page_size))
 
     def ancestry(self, node: int) -> int:
         """The node's ancestors among the branch slots and itself: bit s is slot s."""
-        return self._bits[node]
+        bits = 0  # a bit per slot and node would add up to more than the cache: only the latest nodes have theirs
+        while self._slot[node] != IN_TRUNK and node not in self._bits:
+            bits |= 1 << self._slot[node]
+            node = self._parent[node]
+        return bits | self._bits.get(node, 0)
 
-    def branch_table(self) -> tuple[list[int], list[int]]:
+    def branch_table(self) -> tuple["array[int]", "array[int]"]:
         """Of every branch slot, its slot in the pool and its token's position; 0 where it is free. To be read only."""
         return self._table
 
@@ -376,7 +390,7 @@ class TokenTree:
             if page >= 0:
                 self.pool.give(page)
         self._branch_pages, self._page_load, self._free_slots, self._slot_owner = [], [], [], []
-        self._lost_pages, self._table = [], ([], [])
+        self._lost_pages, self._table = [], (array("q"), array("i"))
         self.live_branches = 0
         self.pool.unclaim(self._claim)
         self._claim = range(0)
@@ -496,7 +510,7 @@ class TokenTree:
             assert (n in self._leaves) == (not children[n]), n
             if n != self.root and self._slot[n] >= 0:
                 assert self._slot_owner[self._slot[n]] == n
-                assert self._bits[n] == (self._bits[self._parent[n]] | 1 << self._slot[n])
+                assert self.ancestry(n) == (self.ancestry(self._parent[n]) | 1 << self._slot[n])
                 assert self._parent[n] == self.root or self._slot[self._parent[n]] >= 0
         assert len(self._child) == len(live) - 1 and len(self._leaves) == sum(not c for c in children.values())
         assert self._paths_length == sum(self._position[n] + 1 for n in self._leaves)

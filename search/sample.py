@@ -4,7 +4,11 @@ Sequence i's token at position p is argmax(warped log-probabilities + Gumbel(see
 so a sequence is the same however many are drawn beside it. Sequences share nodes as long as they agree.
 """
 
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+
+from torch import Tensor
 
 from engine.errors import UsageError
 from engine.sampling import Warp, draw
@@ -30,46 +34,27 @@ class Sample:
 
     def __post_init__(self):
         Warp(self.temperature, self.top_k, self.top_p)
-        for name, low, high in (("seed", 0, 2**63), ("num_return_sequences", 1, 4096)):
+        for name, low, high in (("seed", 0, 2**63 - 1), ("num_return_sequences", 1, 4096)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise UsageError(f"{name}: expected an integer from {low} to {high}, got {value!r}")
 
     def run(self, task: Task) -> SearchGenerator:
-        warp = Warp(self.temperature, self.top_k, self.top_p)
-        tree = task.tree
-        sequences: list[list[int]] = [[] for _ in range(self.num_return_sequences)]
-        logprobs = [0.0] * len(sequences)
-        reasons: list[str | None] = [None] * len(sequences)
-        node = [tree.root] * len(sequences)  # the last node of each sequence
+        drawn = Utterances(task, self.num_return_sequences, Warp(self.temperature, self.top_k, self.top_p), self.seed)
+        everything = range(self.num_return_sequences)
         settled = 0
-        while alive := [i for i, reason in enumerate(reasons) if reason is None]:
-            frontier = list(dict.fromkeys(node[i] for i in alive))
-            logp_NV = yield Evaluate(tree, frontier)
-            row = [frontier.index(node[i]) for i in alive]
-            position = tree.position(frontier[0]) + 1
-            drawn = draw(warp(logp_NV)[row], self.seed, alive, [position] * len(alive))
-            told = logp_NV[row, drawn].tolist()
-            for i, token, logp in zip(alive, drawn, told, strict=True):
-                sequences[i].append(token)
-                logprobs[i] += logp
-                reasons[i] = task.finish_reason(sequences[i])
-            going = [i for i in alive if reasons[i] is None]
-            if going:
-                children = tree.grow([node[i] for i in going], [sequences[i][-1] for i in going])
-                for i, child in zip(going, children, strict=True):
-                    node[i] = child
-                tree.keep(children)
-            shared = _shared_length(sequences, settled)
+        while drawn.live:
+            yield from drawn.extend()
+            shared = drawn.shared_length(everything, settled)
             yield Report(
-                sequences[0][settled:shared],
-                lambda: sequences[0],
-                beams=lambda: sorted(zip(logprobs, sequences, strict=True), key=lambda candidate: -candidate[0]),
+                drawn.tokens[0][settled:shared],
+                lambda: drawn.tokens[0],
+                beams=lambda: sorted(zip(drawn.logprobs, drawn.tokens, strict=True), key=itemgetter(0), reverse=True),
             )
             settled = shared
-        order = sorted(range(len(sequences)), key=lambda i: -logprobs[i])
-        yield Report(sequences[order[0]][settled:])
-        return SearchResult([Output(sequences[i], logprobs[i], logprobs[i], reasons[i] or "") for i in order])
+        order = sorted(everything, key=lambda i: -drawn.logprobs[i])
+        yield Report(drawn.tokens[order[0]][settled:])
+        return SearchResult([drawn.output(i, drawn.logprobs[i]) for i in order])
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         return prompt_tokens + new_tokens - 1, prompt_tokens + self.num_return_sequences * (new_tokens - 1)
@@ -78,9 +63,57 @@ class Sample:
         pass
 
 
-def _shared_length(sequences: list[list[int]], start: int) -> int:
-    """How many tokens all sequences begin with, at least `start` of them known to be shared."""
-    length = start
-    while all(len(s) > length and s[length] == sequences[0][length] for s in sequences):
-        length += 1
-    return length
+class Utterances:
+    """Sequences drawn side by side on the task's tree; nodes are shared as long as tokens agree.
+
+    Args:
+        task: its tree takes the tokens.
+        count: sequences, numbered from 0.
+        warp, seed: of the keyed draws.
+
+    Attributes:
+        tokens, logprobs, reasons: of each sequence; the reason it ended, None as long as it goes on.
+        live: sequences that go on, in order.
+    """
+
+    def __init__(self, task: Task, count: int, warp: Warp, seed: int):
+        self.task, self.tree, self.warp, self.seed = task, task.tree, warp, seed
+        self.tokens: list[list[int]] = [[] for _ in range(count)]
+        self.logprobs = [0.0] * count
+        self.reasons: list[str | None] = [None] * count
+        self.live = list(range(count))
+        self._node = [self.tree.root] * count  # the last of each
+
+    def extend(self) -> Generator[Evaluate, Tensor, None]:
+        """Draw one more token of every live sequence. A KVMemoryError leaves everything as it was."""
+        rows = {node: row for row, node in enumerate(dict.fromkeys(self._node[i] for i in self.live))}
+        logp_NV = yield Evaluate(self.tree, list(rows))
+        row = [rows[self._node[i]] for i in self.live]
+        position = self.tree.position(self._node[self.live[0]]) + 1
+        drawn = draw(self.warp(logp_NV)[row], self.seed, self.live, [position] * len(self.live))
+        for i, token, logp in zip(self.live, drawn, logp_NV[row, drawn].tolist(), strict=True):
+            self.tokens[i].append(token)
+            self.logprobs[i] += logp
+            self.reasons[i] = self.task.finish_reason(self.tokens[i])
+        self.live = [i for i in self.live if self.reasons[i] is None]
+        nodes = self.tree.grow([self._node[i] for i in self.live], [self.tokens[i][-1] for i in self.live])
+        for i, node in zip(self.live, nodes, strict=True):
+            self._node[i] = node
+        self.retain(self.live)
+
+    def retain(self, live: Sequence[int]) -> None:
+        """Only these of the live sequences go on; the slots of the others are freed."""
+        self.live = list(live)
+        if self.live:
+            self.tree.keep(self._node[i] for i in self.live)
+
+    def shared_length(self, among: Sequence[int], start: int) -> int:
+        """How many tokens these sequences all begin with, at least `start` of them known to be shared."""
+        length, first = start, self.tokens[among[0]]
+        while all(self.tokens[i][length : length + 1] == first[length : length + 1] != [] for i in among):
+            length += 1
+        return length
+
+    def output(self, i: int, score: float) -> Output:
+        """Sequence i as an answer."""
+        return Output(self.tokens[i], self.logprobs[i], score, self.reasons[i] or "")

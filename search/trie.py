@@ -10,16 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.errors import UsageError
-from search.base import (
-    Evaluate,
-    Output,
-    Report,
-    SearchGenerator,
-    SearchResult,
-    Task,
-    best_candidates,
-    register,
-)
+from search.base import Output, Report, SearchGenerator, SearchResult, Task, evaluate_best, register
 
 EARLY_STOPPING = {False: "false", True: "true", "false": "false", "true": "true", "never": "never"}
 
@@ -70,9 +61,8 @@ class Trie:
         live, scores = [tree.root], [0.0]  # 1.
         done: list[Finished] = []
         settled = 0  # tokens reported as certain
-        logp_NV = yield Evaluate(tree, live)
         for step in range(1, task.max_new_tokens + 1):
-            sums, rows, tokens = best_candidates(logp_NV, scores, candidates)  # 2.
+            sums, rows, tokens = yield from evaluate_best(tree, live, scores, candidates)  # 2.
             reasons = [self._finish(task, live[r], token, step) for r, token in zip(rows, tokens, strict=True)]  # 3.
             for rank, (s, row, token, reason) in enumerate(zip(sums, rows, tokens, reasons, strict=True)):  # 4.
                 if reason and rank < self.beams:
@@ -101,7 +91,6 @@ class Trie:
                 beams=lambda done=done, live=live, s=scores, n=step: self._candidates(task, done, live, s, n),
             )
             settled += len(certain)
-            logp_NV = yield Evaluate(tree, live)
         yield Report(done[0].tokens[settled:])
         return SearchResult([Output(*finished) for finished in done[: self.num_return_sequences]], {"steps": step})
 

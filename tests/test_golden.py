@@ -13,7 +13,6 @@ import pytest
 from safetensors.torch import load_file
 
 from engine import Engine
-from kernels import tree_attention
 from search import Greedy, Trie
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -113,8 +112,8 @@ def test_run(engine_of, variant, i):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_definition_of_attention(engine_of, variant, monkeypatch):
     """The reference in the fast version's place: logits, and a beam search."""
-    monkeypatch.setitem(tree_attention.IMPLEMENTATIONS, "cpu", tree_attention.reference.tree_attention)
     engine = engine_of(variant)
+    monkeypatch.setattr(engine.runner, "impl", "reference")
     check_logits(engine, variant)
     run = next(run for run in golden(variant)["runs"] if run["search"] == "trie")
     [result] = engine.generate([run["prompt_ids"]], search=search_of(run), **options_of(run))

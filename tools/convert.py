@@ -148,15 +148,31 @@ def _load(path: Path) -> dict[str, Tensor]:
         what = f"not a readable pickle of tensors: {type(error).__name__}: {reason}"
         raise CheckpointError(what[:300], where=str(path), remedy=FETCH_AGAIN) from None
     if not isinstance(value, dict) or not value:
-        raise CheckpointError(f"expected tensors by name, got {type(value).__name__}", where=str(path))
+        got = "a dictionary without any" if isinstance(value, dict) else type(value).__name__
+        raise CheckpointError(f"expected tensors by name, got {got}", where=str(path))
     for name, tensor in value.items():
-        usable = isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        if not usable or tensor.device.type != "cpu" or tensor.dtype not in DTYPES.values():
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise CheckpointError(f"{name!r}: expected a plain tensor, got {got}"[:300], where=str(path))
+        if problem := _problem(name, tensor):
+            raise CheckpointError(f"{name!r}: {problem}"[:300], where=str(path))
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise CheckpointError(f"{name!r}: larger than what the file holds of it"[:300], where=str(path))
     return value
+
+
+def _problem(name: Any, tensor: Any) -> str:
+    """Why this cannot be a tensor of a safetensors file; empty if it can."""
+    if not isinstance(name, str):
+        return f"expected a name, got {type(name).__name__}"
+    if name == "__metadata__" or not name.isprintable():
+        return "this cannot be the name of a tensor in a safetensors file"
+    if isinstance(tensor, dict):
+        return "expected a tensor, got a dictionary: this is a training checkpoint, of which the model is a part"
+    if not isinstance(tensor, Tensor):
+        return f"expected a tensor, got {type(tensor).__name__}"
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return f"expected plain data, got a tensor of layout {tensor.layout} on {tensor.device}"
+    if tensor.dtype not in DTYPES.values():
+        return f"expected one of the dtypes of safetensors, got {tensor.dtype}"
+    return "" if tensor.numel() else f"expected data, got the empty shape {list(tensor.shape)}"
 
 
 def _separate(tensors: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:

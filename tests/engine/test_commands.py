@@ -230,6 +230,7 @@ def test_the_oldest_turns_go_and_the_system_message_stays(conversation, engine):
     while len(conversation.turns) > 3:
         conversation.undo()
     assert conversation.first == 0  # what had been dropped for later turns is seen again
+    assert engine.pool.used_pages == 0  # the cache was of a prompt that began elsewhere
 
 
 def test_what_fits_is_seen(conversation):

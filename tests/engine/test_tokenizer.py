@@ -516,3 +516,18 @@ def test_an_empty_model_ends_a_command_line(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "vocabulary mismatch" in captured.err and "tokenizer.model" in captured.err
+
+
+def test_no_prefix_follows_a_token_that_is_found_in_text_with_its_prefix():
+    """Llama 1 as many have converted it: the tokens are `normalized`; transformers puts no space after them either."""
+    vocab = BYTES | {"<s>": 256, "▁": 257, "a": 258, "▁a": 259}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "a")], byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.add_special_tokens([AddedToken("<s>", normalized=True)])
+    whole = tokenizers.Tokenizer.from_str(backend.to_str())
+    encoder = LibraryEncoder(backend, {}, {})
+    for text in ("a", " a", "  a a", "\na", "▁a", " ", ""):
+        assert encoder.encode([text], False) == whole.encode(text).ids
+    assert encoder.encode([256, "a"], False) == whole.encode("<s>a").ids == [256, 258]
+    assert encoder.encode([256, " a"], False) == whole.encode("<s> a").ids == [256, 259]
+    assert encoder.encode(["a", 256, "a"], False) == [259, 256, 258]

@@ -1,0 +1,298 @@
+"""Rewards: what a reward model reads of a prompt and the beginnings of its answers, on a tree that grows along.
+
+The model reads the conversation in its own chat template, if it has one, and in its own tokens, if they differ. A
+response is read as it stands; what the template puts after a message (the closing) is added for the reading alone.
+"""
+
+import json
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from engine.errors import CheckpointError, KVMemoryError, UsageError
+from engine.requests import Evaluate
+from engine.stopping import StopStrings
+from engine.template import Span
+from engine.tokenizer import Tokenizer
+from engine.tree import TokenTree
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+RewardFunction = Callable[[Any, list[str]], Iterable[float]]
+"""(prompt, texts) -> a score for each text. The prompt is the request's messages if it has any, else its text."""
+
+Messages = Sequence[Mapping[str, Any]]
+HALF = "\ufffd"  # a character whose bytes are not all there yet
+CONTEXT = 8  # tokens before a text that tell a decoder whether a space starts it
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Responses to one prompt, as the target's tokens and as text.
+
+    Args:
+        tokenizer: of the target.
+        prompt: its ids.
+        messages: what they were rendered from; None for a plain prompt.
+        eos: ids that end a response and are no part of it.
+        stops: likewise, as text.
+    """
+
+    tokenizer: Tokenizer | None
+    prompt: Sequence[int]
+    messages: Messages | None = None
+    eos: frozenset[int] = frozenset()
+    stops: StopStrings | None = None
+
+    def body(self, tokens: Sequence[int]) -> Sequence[int]:
+        """A response without what ended it."""
+        return tokens[:-1] if tokens and tokens[-1] in self.eos else tokens
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """A response as an output has it."""
+        assert self.tokenizer is not None
+        text = self.tokenizer.decode(self.body(tokens))
+        return self.stops.cut(text) if self.stops else text
+
+    def continuation(self, tokens: Sequence[int]) -> str:
+        """What a response adds to the prompt's text."""
+        assert self.tokenizer is not None
+        text = self.tokenizer.decode_continuation(self.prompt[-CONTEXT:], self.body(tokens))
+        return self.stops.cut(text) if self.stops else text
+
+    @property
+    def prompt_text(self) -> str:
+        """The prompt, special tokens left out."""
+        assert self.tokenizer is not None
+        return self.tokenizer.decode(self.prompt)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a reward model reads: ids of the prompt and a response, and those that close it."""
+
+    whole: Callable[[Sequence[int]], list[int]]  # of a response in the target's tokens
+    closing: list[int]
+
+    @staticmethod
+    def write(answer: Answer, target: "Engine", reward: "Engine") -> "Script":
+        """Raises UsageError: the two models have no tokens in common and no text either."""
+        mine, its = answer.tokenizer, reward._tokenizer
+        same = not mine.difference(its) if mine and its else target.shape.vocab_size == reward.shape.vocab_size
+        if not same and not (mine and its):
+            raise UsageError(
+                "the reward model has another vocabulary than the model, and one of them has no tokenizer",
+                where=f"{reward.shape.vocab_size} tokens, {target.shape.vocab_size} tokens",
+                remedy="add the tokenizer files",
+            )
+        if reward.template is not None and mine and its:
+            before, after, mark = _around(reward.template.render, reward.template.source, answer, reward.name)
+            opened = its.encode_rendered([*before, mark])
+            closed = its.encode_rendered([*before, mark, *after])
+            closing = closed[shared_length(opened, closed) :]
+            if not same:
+                read = its.encode_rendered
+                return Script(lambda tokens: read([*before, (answer.text(tokens).rstrip(HALF), False)]), closing)
+            alike = answer.messages and target.template and target.template.source == reward.template.source
+            start = list(answer.prompt) if alike else its.encode_rendered(before)
+        elif same:
+            start, closing = list(answer.prompt), []
+        else:
+            assert its is not None
+            head, closing = _specials(its)
+            text = answer.prompt_text if answer.messages is None else _plain(answer.messages)
+            continued = answer.continuation if answer.messages is None else answer.text
+
+            def whole(tokens: Sequence[int]) -> list[int]:
+                return head + its.encode(text + continued(tokens).rstrip(HALF), add_special=False)
+
+            return Script(whole, closing)
+        if not answer.stops:
+            return Script(lambda tokens: start + list(answer.body(tokens)), closing)
+        stops, decode = answer.stops, its.decode if its else None
+
+        def uncut(tokens: Sequence[int]) -> list[int]:
+            """The tokens before the one that begins the stop string."""
+            body = list(answer.body(tokens))
+            if decode and stops(body):
+                text = stops.cut(decode(body))
+                while not text.startswith(decode(body)):
+                    body.pop()
+            return start + body
+
+        return Script(uncut, closing)
+
+
+class ModelJudge:
+    """Rewards by a model with a scalar head. What it has read stays in its cache until it is dropped.
+
+    Args:
+        script: what it reads.
+        open_tree: prompt -> a tree on the reward model's pool.
+        reach: tokens that its context and its cache hold; of a longer text it reads the beginning.
+
+    Raises:
+        UsageError: not even the prompt is as short.
+    """
+
+    def __init__(self, script: Script, open_tree: Callable[[Sequence[int]], TokenTree], reach: int):
+        self.script, self.open_tree, self.reach = script, open_tree, reach
+        self.tree: TokenTree | None = None
+        self._score: dict[int, float] = {}  # of every live node that was evaluated
+        self._ids: dict[tuple[int, ...], list[int]] = {}  # of the responses asked for last
+        prompt = len(script.whole([])) + len(script.closing)
+        if prompt > reach:
+            raise UsageError(
+                f"the prompt has {prompt} tokens for the reward model, its context and cache hold {reach}",
+                remedy="shorten the prompt, or give --kv-memory more",
+            )
+
+    def rewards(self, responses: Sequence[Sequence[int]]) -> Generator[Evaluate, Tensor, list[float]]:
+        """The rewards of responses as they stand, all at once or, if the cache is too small for that, in parts."""
+        room = self.reach - len(self.script.closing)
+        self._ids = {tuple(tokens): self.script.whole(tokens)[:room] for tokens in responses}
+        texts = [self._ids[tuple(tokens)] for tokens in responses]
+        if self.tree is None or not all(_begins(ids, self.tree.trunk.tokens) for ids in texts):
+            self._open(texts)
+        return (yield from self._ask(texts))
+
+    def keep(self, responses: Sequence[Sequence[int]]) -> None:
+        """Only these will be asked for again, or what they grow to."""
+        if self.tree is not None:
+            texts = [self._ids.get(tuple(tokens)) or self.script.whole(tokens) for tokens in responses]
+            self._keep([self.tree.descend(ids[self.tree.prompt_length :]) for ids in texts])
+
+    def _open(self, texts: Sequence[Sequence[int]]) -> None:
+        """Start over from what all texts and the prompt begin with: other tokens may stand where they meet."""
+        if self.tree is not None:
+            self.tree.release()
+        prompt = self.script.whole([])
+        prompt = prompt[: min(shared_length(prompt, ids) for ids in texts)]
+        if not prompt:
+            raise UsageError(
+                "the reward model reads the prompt in other tokens, depending on what follows",
+                remedy="give a longer prompt",
+            )
+        self.tree, self._score = self.open_tree(prompt), {}
+
+    def _ask(self, texts: Sequence[Sequence[int]]) -> Generator[Evaluate, Tensor, list[float]]:
+        tree = self.tree
+        assert tree is not None
+        ends, closed, paths = [], [], {} if tree.root in self._score else {tree.root: None}
+        for ids in texts:
+            text = tree.grow_path(tree.root, ids[tree.prompt_length :])
+            ends.append(text[-1] if text else tree.root)
+            closing = tree.grow_path(ends[-1], self.script.closing)
+            closed.append(closing[-1] if closing else ends[-1])
+            paths |= dict.fromkeys(text + closing)
+        new = [node for node in paths if node not in self._score]
+        held = tree.live_branches
+        try:
+            if new:  # every node is asked, so that whatever is evaluated has its score
+                rows_N1 = yield Evaluate(tree, new)
+                self._score.update(zip(new, rows_N1[:, 0].tolist(), strict=True))
+        except KVMemoryError:
+            if not held and len(texts) == 1:
+                raise
+            self._keep([])  # what was read before has to be read again
+            if held:
+                return (yield from self._ask(texts))
+            half = len(texts) // 2
+            return (yield from self._ask(texts[:half])) + (yield from self._ask(texts[half:]))
+        scores = [self._score[node] for node in closed]
+        self._keep(ends)
+        return scores
+
+    def _keep(self, nodes: Sequence[int]) -> None:
+        tree = self.tree
+        assert tree is not None
+        tree.keep([tree.root, *nodes])  # the root too: the trunk stays the prompt, since a text's end may still change
+        self._score = {node: score for node, score in self._score.items() if tree.is_live(node)}
+
+
+class FunctionJudge:
+    """Rewards by a Python function."""
+
+    def __init__(self, function: RewardFunction, answer: Answer):
+        self.function, self.answer = function, answer
+
+    def rewards(self, responses: Sequence[Sequence[int]]) -> Generator[Evaluate, Tensor, list[float]]:
+        """The rewards of responses as they stand. Raises UsageError: the function fails or answers something else."""
+        prompt = self.answer.prompt_text if self.answer.messages is None else list(self.answer.messages)
+        texts = [self.answer.text(tokens) for tokens in responses]
+        try:
+            scores = [float(score) for score in self.function(prompt, texts)]
+        except Exception as error:
+            raise UsageError(f"the reward function failed: {error!r}") from error
+        if len(scores) != len(texts) or not all(map(math.isfinite, scores)):
+            raise UsageError(
+                f"the reward function was given {len(texts)} texts: expected as many finite numbers, "
+                f"got {len(scores)}: {scores[:5]}"
+            )
+        return scores
+        yield  # a generator, as every judge
+
+    def keep(self, responses: Sequence[Sequence[int]]) -> None:
+        """It remembers nothing."""
+
+
+def make_judge(
+    reward: "Engine | RewardFunction", target: "Engine", answer: Answer, open_tree: Callable[[Sequence[int]], TokenTree]
+) -> ModelJudge | FunctionJudge:
+    """What gives a search its rewards.
+
+    Args:
+        reward: a model with a scalar head, or a function.
+        target: the model that writes.
+        answer: its responses.
+        open_tree: prompt -> a tree on the reward model's pool.
+    """
+    if not hasattr(reward, "runner"):
+        target.tokenizer  # noqa: B018  (raises where there is none)
+        return FunctionJudge(reward, answer)  # type: ignore[arg-type]
+    pool = reward.pool  # type: ignore[union-attr]
+    held = pool.pages * pool.page_size - 2 * (pool.page_size - 1)  # trunk and branches may each leave a page half empty
+    reach = min(held, reward.shape.max_positions or held)  # type: ignore[union-attr]
+    return ModelJudge(Script.write(answer, target, reward), open_tree, reach)  # type: ignore[arg-type]
+
+
+def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many elements two sequences begin with in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _begins(ids: Sequence[int], start: Sequence[int]) -> bool:
+    return list(ids[: len(start)]) == list(start)
+
+
+def _around(
+    render: Callable[..., list[Span]], source: str, answer: Answer, where: str
+) -> tuple[list[Span], list[Span], Span]:
+    """What the template puts before and after the assistant's message, and the message that stood there."""
+    messages = [{"role": "user", "content": answer.prompt_text}] if answer.messages is None else list(answer.messages)
+    mark = "RESPONSE"
+    while mark in source + json.dumps(messages):
+        mark += "X"
+    spans = render([*messages, {"role": "assistant", "content": mark}], add_generation_prompt=False)
+    place = next((i for i, (text, _) in enumerate(spans) if mark in text), None)
+    if place is None:
+        raise CheckpointError("the reward model's chat template leaves the assistant's message out", where=where)
+    text, control = spans[place]
+    before, after = text.split(mark, 1)
+    return [*spans[:place], (before, control)], [(after, control), *spans[place + 1 :]], (mark, False)
+
+
+def _specials(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """What the tokenizer adds before and after a text."""
+    bare, dressed = tokenizer.encode("x", add_special=False), tokenizer.encode("x")
+    start = next(i for i in range(len(dressed)) if dressed[i : i + len(bare)] == bare)
+    return dressed[:start], dressed[start + len(bare) :]
+
+
+def _plain(messages: Messages) -> str:
+    """A conversation for a model that has no template: its texts, a line each."""
+    return "".join(f"{message['content']}\n" for message in messages)

@@ -1,0 +1,277 @@
+"""Best-of-N, and speculative best-of-N: most utterances are given up early, by the rewards of their beginnings.
+
+"Accelerating Best-of-N via Speculative Rejection", algorithm 1; comments number its steps. Mended: accepted are exactly
+N - floor(alpha N) utterances, ranked by reward, then by number; an utterance that ended by itself need not be given up
+(`keep_finished`). Any number of decision points; or one whenever the cache is full (the paper's section 6.3 and its
+successor); or rates chosen as section 7 suggests, from how well earlier rewards foretold later ones.
+
+All utterances are one tree and their draws are keyed: those that survive are best-of-N's own, token for token.
+"""
+
+import math
+import re
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from engine.errors import KVMemoryError, UsageError
+from engine.sampling import Warp
+from search.base import Evaluate, Report, SearchGenerator, SearchResult, Task, register
+from search.sample import Utterances
+from search.sbon_rates import accepted, accepted_by_risk, expected_lengths, foretold
+
+MOST = 4096  # utterances
+
+
+@register("bon")
+@dataclass(frozen=True)
+class BoN:
+    """Best-of-N: the sample that a reward model likes best.
+
+    Args:
+        n: utterances to draw.
+        temperature, top_k, top_p: see `engine.sampling.Warp`.
+        seed: of the keyed draws.
+        num_return_sequences: utterances to return, best first.
+    """
+
+    n: int = 100
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    num_return_sequences: int = 1
+    models = ("reward",)
+
+    def __post_init__(self):
+        Warp(self.temperature, self.top_k, self.top_p)
+        for name, low, high in (("n", 1, MOST), ("seed", 0, 2**63 - 1), ("num_return_sequences", 1, self.n)):
+            _check(name, getattr(self, name), int, low, high)
+
+    def run(self, task: Task) -> SearchGenerator:
+        race = Race(task, self, self.n)
+        while race.drawn.live:
+            yield from race.drawn.extend()
+            yield race.report()
+        return (yield from race.end())
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        return prompt_tokens + new_tokens - 1, prompt_tokens + self.n * (new_tokens - 1)
+
+    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        pass
+
+
+@register("sbon")
+@dataclass(frozen=True)
+class SBoN(BoN):
+    """Speculative best-of-N: as bon, but most utterances are given up early, by the rewards of their beginnings.
+
+    Args:
+        n: utterances to start with.
+        tau: tokens of each utterance before it is judged (the decision token).
+        alpha: share of the utterances that is given up then (the rejection rate).
+        schedule: several decision points, as 64:0.9,256:0.5 (tokens:rate); "memory": start as many utterances, up to
+            n, as the cache holds beginnings of tau tokens, and give up alpha of them whenever it is full; "adaptive":
+            at tau, 2 tau, 4 tau, ... tokens give up as many as `risk` allows; empty: tau and alpha alone.
+        risk: of losing the best utterance, by the adaptive schedule.
+        keep_finished: an utterance that ended is never given up; false: the paper's rule.
+    """
+
+    tau: int = 32
+    alpha: float = 0.8
+    schedule: str = ""
+    risk: float = 0.05
+    keep_finished: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check("tau", self.tau, int, 1, 2**31)
+        _check("alpha", self.alpha, float, 0, 1)
+        _check("risk", self.risk, float, 0, 1)
+        if not isinstance(self.keep_finished, bool):
+            raise UsageError(f"keep_finished: expected true or false, got {self.keep_finished!r}")
+        if isinstance(self.schedule, int) and not isinstance(self.schedule, bool):
+            raise UsageError(f"schedule: expected tokens and rate, as {self.schedule}:0.5, got {self.schedule}")
+        if not isinstance(self.schedule, str):
+            raise UsageError(f"schedule: expected a text, got {self.schedule!r}")
+        self.points()
+
+    def points(self) -> dict[int, float]:
+        """The rate at each decision point that is set in advance. Raises UsageError."""
+        if self.schedule in ("memory", "adaptive"):
+            return {}
+        points: dict[int, float] = {}
+        for part in self.schedule.split(",") if self.schedule else [f"{self.tau}:{self.alpha}"]:
+            found = re.fullmatch(r"\s*(\d{1,9})\s*:\s*(\d*\.?\d+(?:e-?\d+)?)\s*", part, re.ASCII)
+            tokens, rate = (int(found[1]), float(found[2])) if found else (0, 0.0)
+            if not (tokens > max(points, default=0) and 0 <= rate <= 1):
+                raise UsageError(
+                    f"schedule: expected tokens:rate, ..., with rising tokens >= 1 and rates from 0 to 1, got {part!r}",
+                    remedy="for example 64:0.9,256:0.5; or memory, or adaptive",
+                )
+            points[tokens] = rate
+        return points
+
+    def run(self, task: Task) -> SearchGenerator:
+        started, points = self.n, self.points()
+        if self.schedule == "memory":
+            started = max(1, min(self.n, (task.tree.room - task.tree.prompt_length) // self.tau))
+        race = Race(task, self, started, self.keep_finished)
+        while race.drawn.live:
+            try:
+                yield from race.drawn.extend()  # 1., 4.
+            except KVMemoryError as error:
+                if self.schedule != "memory":
+                    error.remedy += "; or --sbon-schedule memory, which makes do with what there is"
+                if self.schedule != "memory" or len(race.running) == 1:
+                    raise
+                count = min(accepted(len(race.running), self.alpha), len(race.running) - 1)
+                yield from race.decide(lambda count=count: count)
+                continue
+            tokens = race.length
+            if race.drawn.live and points.get(tokens):  # a rate of 0 asks nothing
+                count = accepted(len(race.running), points[tokens], self.num_return_sequences)
+                yield from race.decide(lambda count=count: count)
+            elif race.drawn.live and self.schedule == "adaptive" and _doubles(tokens, self.tau):
+                yield from race.decide(lambda: self._accepted_by_risk(race))
+            yield race.report()
+        return (yield from race.end())
+
+    def _accepted_by_risk(self, race: "Race") -> int:
+        """As few as lose the best with a chance of `risk` over all decision points, each its equal share.
+
+        Rewards are taken to be a Gaussian process whose correlation falls by the same factor whenever the text doubles
+        (a random walk's by sqrt(1/2)); the factor is measured between this decision point and the one before, at the
+        lower end of its error.
+        """
+        before, now = race.rewards_before, race.rewards
+        if not before:
+            return len(race.running)  # the first only measures
+        both = [i for i in race.running if i in before]
+        per_doubling = foretold([before[i] for i in both], [now[i] for i in both])
+        limit, tokens = race.task.max_new_tokens, race.length
+        ended = sum(reason is not None for reason in race.drawn.reasons)
+        drawn = sum(map(len, race.drawn.tokens))
+        length = min(limit, tokens + drawn / ended) if ended else limit  # of an utterance that still goes on
+        correlation = per_doubling ** math.log2(length / tokens)
+        decisions = max(1, math.ceil(math.log2(limit / self.tau)) - 1)
+        count = accepted_by_risk(len(race.running), correlation, self.risk / decisions)
+        return max(count, min(self.num_return_sequences, len(race.running)))
+
+
+@dataclass
+class Race:
+    """Utterances under way and what is known of them.
+
+    Attributes:
+        running: numbers of those that may still win, but for `spared`.
+        spared: ended by themselves, ranked below a cut, kept nonetheless.
+        given_up: the rejected.
+        rewards: the latest of each; final for those that ended.
+        rewards_before: as they were at the decision point before, of those that went on after it.
+    """
+
+    task: Task
+    config: BoN
+    count: int
+    keep_finished: bool = True
+    running: list[int] = field(init=False)
+    spared: list[int] = field(default_factory=list)
+    given_up: list[int] = field(default_factory=list)
+    rewards: dict[int, float] = field(default_factory=dict)
+    rewards_before: dict[int, float] = field(default_factory=dict)
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    settled: int = 0
+
+    def __post_init__(self):
+        c = self.config
+        self.drawn = Utterances(self.task, self.count, Warp(c.temperature, c.top_k, c.top_p), c.seed)
+        self.running = list(range(self.count))
+        self._final: set[int] = set()
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest utterances: those that go on."""
+        return max(map(len, self.drawn.tokens))
+
+    def judge(self) -> Generator[Evaluate, Tensor, None]:
+        """Ask for the rewards of all that run and whose reward is not final yet."""
+        assert self.task.judge is not None
+        asked = [i for i in self.running if i not in self._final]
+        told = yield from self.task.judge.rewards([self.drawn.tokens[i] for i in asked])
+        self.rewards.update(zip(asked, told, strict=True))
+        self._final.update(i for i in asked if self.drawn.reasons[i] is not None)
+
+    def decide(self, count: Callable[[], int]) -> Generator[Evaluate, Tensor, None]:
+        """Rank what runs and give up all but the `count` best (asked for once the rewards are known)."""
+        yield from self.judge()  # 2.
+        ranked = sorted(self.running, key=lambda i: (-self.rewards[i], i))
+        accept = count()  # 3.
+        best, rest = ranked[:accept], ranked[accept:]
+        spared = [i for i in rest if self.keep_finished and self.drawn.reasons[i] is not None]
+        live = len(self.drawn.live)
+        self.drawn.retain([i for i in self.drawn.live if i in best])
+        assert self.task.judge is not None
+        self.task.judge.keep([self.drawn.tokens[i] for i in self.drawn.live])
+        self.decisions.append({
+            "tokens": self.length, "live": live, "went_on": len(self.drawn.live),
+            "utterances": self.running, "rewards": [self.rewards[i] for i in self.running],
+        })  # fmt: skip
+        self.running = sorted(best)
+        self.spared += spared
+        self.given_up += [i for i in rest if i not in spared]
+        self.rewards_before = {i: self.rewards[i] for i in self.drawn.live}
+
+    def report(self) -> Report:
+        """How it stands: certain is what all that may win agree on."""
+        candidates = sorted(self.running + self.spared)
+        shared = self.drawn.shared_length(candidates, self.settled)
+        certain = self.drawn.tokens[candidates[0]][self.settled : shared]
+        self.settled = shared
+
+        def ranked() -> list[int]:
+            return sorted(candidates, key=lambda i: (-self.rewards.get(i, -math.inf), i))
+
+        return Report(
+            certain,
+            lambda: self.drawn.tokens[ranked()[0]],
+            {"live": len(self.drawn.live)},
+            lambda: [(self.rewards.get(i), self.drawn.tokens[i]) for i in ranked()],
+        )
+
+    def end(self) -> Generator[Evaluate | Report, Any, SearchResult]:
+        """The final rewards and the best of the candidates."""
+        yield from self.judge()  # 5.
+        order = sorted(self.running + self.spared, key=lambda i: (-self.rewards[i], i))  # 6.
+        yield Report(self.drawn.tokens[order[0]][self.settled :])
+        outputs = [self.drawn.output(i, self.rewards[i]) for i in order[: self.config.num_return_sequences]]
+        return SearchResult(outputs, self._stats(order))
+
+    def _stats(self, order: Sequence[int]) -> dict[str, Any]:
+        lengths = [len(tokens) for tokens in self.drawn.tokens]
+        cut_off = [i for i in self.given_up if self.drawn.reasons[i] is None]
+        done, whole = sum(lengths), sum(expected_lengths(lengths, cut_off))
+        return {
+            "utterances": self.count,
+            "tokens_drawn": done,
+            "tokens_saved": round(whole - done),
+            "token_rate": done / whole,
+            "winner": order[0],
+            "decisions": self.decisions,
+            "rewards": [[i, self.rewards[i]] for i in sorted(order)],
+        }
+
+
+def _doubles(tokens: int, tau: int) -> bool:
+    times, rest = divmod(tokens, tau)
+    return not rest and times > 0 and not times & (times - 1)
+
+
+def _check(name: str, value: object, kind: type, low: float, high: float) -> None:
+    number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    if not (number and low <= value <= high):  # type: ignore[operator]
+        what = "an integer" if kind is int else "a number"
+        raise UsageError(f"{name}: expected {what} from {low} to {high}, got {value!r}")

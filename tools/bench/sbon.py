@@ -1,0 +1,284 @@
+"""Speculative best-of-N beside best-of-N: time, reward and memory. Figures need the extra `viz`."""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from engine import Engine
+from engine.demo import with_defaults
+from engine.errors import CoppiceError, UsageError
+from engine.requests import Search, SearchResult
+from search import BoN, SBoN
+from tools.bench.measure import progress
+from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
+from tools.sbon_counterfactual import as_request, draw
+
+DOCS = Path(__file__).parents[2] / "docs"
+SPEEDUP, SCORE, SLOWER = 2.0, 98.0, 1.3  # what is wanted
+TABLE = """Per prompt, all on the same keyed draws. *speedup*: seconds of the first row over its own, the mean over the
+prompts; *score*: 100 for the first row's reward, 0 for the worst of its utterances; *tokens*: generated, against the
+first row's; *peak*: bytes of the pages held when most were, generator and reward model together. BoM is best-of-M with
+M = N / speedup, which takes about the time that SBoN takes."""
+MEMORY = """Pools hold the prompt and {kept} utterances of {length} tokens, generator's and reward model's alike; rows
+marked with a star do not fit and had all the memory they wanted. *reward*: mean over prompts and seeds; *gain*: over
+the first row, in standard deviations of the rewards of one prompt's utterances; *time*: over the first row's."""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("sbon", help="speculative best-of-N beside best-of-N", description=__doc__)
+    parts = parser.add_subparsers(required=True, metavar="PART")
+    one = parts.add_parser("table", help="speedup and score (the paper's table 1)")
+    one.add_argument("--n", type=int, default=100, help="utterances (%(default)s)")
+    one.add_argument("--tau", type=int, default=12, help="decision token (%(default)s)")
+    one.add_argument("--alpha", type=float, default=0.7, help="rejection rate (%(default)s)")
+    one.add_argument("--schedule", default="", help="instead of tau and alpha, as --sbon-schedule")
+    one.set_defaults(run=run_table)
+    two = parts.add_parser("memory", help="many started and few kept in the memory of the few (the paper's figure 4)")
+    two.add_argument("--started", type=int, default=250, help="(%(default)s)")
+    two.add_argument("--kept", type=int, default=20, help="(%(default)s)")
+    two.add_argument("--tau", type=int, help="decision token (as late as the memory allows)")
+    two.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
+    two.set_defaults(run=run_memory)
+    for part, prompts in ((one, 50), (two, 20)):
+        part.add_argument("--model", metavar="DIR", help="(the bundled demo)")
+        part.add_argument("--reward", metavar="DIR", help="(the demo's)")
+        part.add_argument(
+            "--input", metavar="FILE", help="prompts as engine.batch reads them (fresh ones for the demo)"
+        )
+        part.add_argument("--prompts", type=int, default=prompts, help="how many (%(default)s)")
+        part.add_argument("--max-new-tokens", type=int, default=96, help="(%(default)s)")
+        part.add_argument("--temperature", type=float, default=1.5, help="(%(default)s)")
+        part.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+        part.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+        part.add_argument("--threads", type=int)
+        add_save_flag(part)
+
+
+# --- the paper's table 1 ---
+
+
+def run_table(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Measure and report."""
+    made, engine = stamp(argv), load(args)
+    records = prompts(args)
+    options = {"temperature": args.temperature, "seed": args.seed}
+    searches: dict[str, Search] = {
+        f"Bo{args.n}": BoN(n=args.n, **options),
+        "SBoN": SBoN(n=args.n, tau=args.tau, alpha=args.alpha, schedule=args.schedule, **options),
+        f"Bo{args.n // 4}": BoN(n=args.n // 4, **options),
+    }
+    told: dict[str, list[dict[str, float]]] = {name: [] for name in searches}
+    wholes = []
+    ask(engine, records[0], BoN(n=args.n, **options), args)  # warm
+    for turn, record in enumerate(records):
+        names = list(searches)
+        order = names[turn % len(names) :] + names[: turn % len(names)]  # nobody is always first
+        runs = {name: ask(engine, record, searches[name], args) for name in order}
+        wholes.append(Whole.of(*runs[names[0]]))
+        for name in names:
+            told[name].append(compared(*runs[name], wholes[-1]))
+        row = told["SBoN"][-1]
+        progress(f"prompt {turn + 1} of {len(records)}: SBoN x {row['speedup']:.2f}, score {row['score']:.1f}")
+    m = max(1, round(args.n / fmean(row["speedup"] for row in told["SBoN"])))
+    lesser = BoN(n=m, **options)
+    told[f"BoM, M = {m}"] = [
+        compared(*ask(engine, record, lesser, args), whole) for record, whole in zip(records, wholes, strict=True)
+    ]
+    rows = [{"search": name, **averages(values)} for name, values in told.items()]
+    body = "\n\n".join([
+        f"{engine.name}, {len(records)} prompts, up to {args.max_new_tokens} tokens, temperature {args.temperature}. "
+        f"SBoN: {args.schedule or f'tau {args.tau}, alpha {args.alpha}'}, finished utterances kept.",
+        table(
+            ["", "speedup", "score", "worst score", "best kept", "tokens", "seconds", "reward passes", "peak MB"],
+            [[r["search"], f"{r['speedup']:.2f}", f"{r['score']:.1f}", f"{r['worst']:.1f}", f"{r['kept']:.0%}",
+              f"{r['tokens']:.2f}", f"{r['seconds']:.2f}", f"{r['reward_passes']:.0f}", megabytes(r["bytes"])]
+             for r in rows],
+        ),
+        TABLE,
+    ])  # fmt: skip
+    result = {"model": engine.name, "prompts": len(records), "rows": rows}
+    finish("sbon-table", made, body, result, page(args.save))
+    ours = rows[1]
+    if ours["speedup"] < SPEEDUP or ours["score"] < SCORE:
+        progress(f"SBoN: x {ours['speedup']:.2f} at a score of {ours['score']:.1f}; {SPEEDUP} at {SCORE} is wanted")
+    return result
+
+
+class Whole(NamedTuple):
+    """Best-of-N on a prompt: what the others are measured by."""
+
+    seconds: float
+    best: float
+    worst: float
+    drawn: int
+
+    @staticmethod
+    def of(seconds: float, result: SearchResult) -> "Whole":
+        rewards = [reward for _, reward in result.stats["rewards"]]
+        return Whole(seconds, max(rewards), min(rewards), result.stats["tokens_drawn"])
+
+
+def compared(seconds: float, result: SearchResult, whole: Whole) -> dict[str, float]:
+    """A run against best-of-N's."""
+    reward, span = result.outputs[0].score or 0.0, whole.best - whole.worst
+    return {
+        "seconds": seconds,
+        "speedup": whole.seconds / seconds,
+        "reward": reward,
+        "score": 100 * (1 - (whole.best - reward) / span) if span else 100.0,
+        "kept": math.isclose(reward, whole.best, abs_tol=1e-4),
+        "tokens": result.stats["tokens_drawn"] / whole.drawn,
+        "reward_passes": result.stats["reward_forward_passes"],
+        "bytes": result.stats["kv_bytes_peak"],
+    }
+
+
+def averages(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Means over the prompts, and the worst score."""
+    names = ("speedup", "score", "kept", "tokens", "seconds", "reward", "reward_passes", "bytes")
+    return {name: fmean(row[name] for row in rows) for name in names} | {"worst": min(row["score"] for row in rows)}
+
+
+# --- the paper's figure 4 ---
+
+
+def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Measure and report."""
+    made, free = stamp(argv), load(args)
+    records = prompts(args)
+    longest = max(len(as_request(r, free, BoN()).prompt) for r in records)
+    room = longest + args.kept * args.max_new_tokens
+    unit = sum(e.pool.bytes_per_token for e in (free, free.companions["reward"]))
+    tight = load(args, kv_memory=room * unit)
+    tau = args.tau or (args.kept * args.max_new_tokens) // args.started
+    alpha = 1 - args.kept / args.started
+    rows: list[dict[str, Any]] = []
+    spreads: list[float] = []
+    plans: list[tuple[str, Engine, Search]] = [
+        (f"Bo{args.kept}", tight, BoN(n=args.kept)),
+        (f"SBoN {args.started} -> {args.kept} at {tau}", tight, SBoN(n=args.started, tau=tau, alpha=alpha)),
+        (
+            f"SBoN {args.started} -> {args.kept} when full",
+            tight,
+            SBoN(n=args.started, tau=tau, alpha=alpha, schedule="memory"),
+        ),
+        (f"SBoN {args.started}, halved when full", tight, SBoN(n=args.started, tau=tau, alpha=0.5, schedule="memory")),
+        *((f"Bo{n}*", free, BoN(n=n)) for n in (args.kept * 2**i for i in range(1, 5))),
+    ]
+    ask(tight, records[0], plans[0][2], args)  # warm
+    for name, engine, search in plans:
+        seconds, rewards, peak = [], [], []
+        for seed in range(args.seed, args.seed + args.seeds):
+            for record in records:
+                took, result = ask(engine, record, replace(search, temperature=args.temperature, seed=seed), args)  # type: ignore[type-var]
+                seconds.append(took)
+                rewards.append(result.outputs[0].score or 0.0)
+                peak.append(result.stats["kv_bytes_peak"])
+                if (engine, search) == (free, plans[-1][2]):
+                    spreads.append(stdev(r for _, r in result.stats["rewards"]))
+        rows.append({"search": name, "seconds": fmean(seconds), "reward": fmean(rewards), "bytes": max(peak)})
+        progress(f"{name}: reward {rows[-1]['reward']:.3f}, {rows[-1]['seconds']:.2f} s")
+    first = rows[0]
+    for row in rows:
+        row |= {"gain": (row["reward"] - first["reward"]) / fmean(spreads), "time": row["seconds"] / first["seconds"]}
+    told = [timeline(engine, records[0], search, args) for _, engine, search in plans[:4]]
+    told.append(timeline(free, records[0], SBoN(n=100, tau=tau, alpha=0.8), args))
+    told.append(timeline(free, records[0], BoN(n=100), args))
+    names = [*(name for name, *_ in plans[:4]), f"SBoN 100 -> 20 at {tau}", "Bo100"]
+    if args.save is not None:
+        draw(
+            str(Path(page(args.save) or "").with_name("sbon_memory.svg")),
+            (9, 3.8),
+            lambda figure: paint(figure, names, told, room),
+        )
+    body = "\n\n".join([
+        f"{tight.name}, {len(records)} prompts, {args.seeds} seeds, up to {args.max_new_tokens} tokens.",
+        table(
+            ["", "reward", "gain", "seconds", "time", "peak MB"],
+            [[r["search"], f"{r['reward']:.3f}", f"{r['gain']:.2f}", f"{r['seconds']:.2f}", f"{r['time']:.2f}",
+              megabytes(r["bytes"])] for r in rows],
+        ),
+        MEMORY.format(kept=args.kept, length=args.max_new_tokens),
+        "![live tokens over the steps of one prompt](sbon_memory.svg)",
+    ])  # fmt: skip
+    result = {"model": tight.name, "room": room, "rows": rows, "timelines": dict(zip(names, told, strict=True))}
+    finish("sbon-memory", made, body, result, page(args.save))
+    if rows[1]["reward"] <= first["reward"] or rows[1]["time"] > SLOWER:
+        progress(
+            f"{rows[1]['search']}: gain {rows[1]['gain']:.2f} at {rows[1]['time']:.2f} x the time; {SLOWER} is wanted"
+        )
+    return result
+
+
+def timeline(engine: Engine, record: dict[str, Any], search: Search, args: argparse.Namespace) -> list[tuple[int, int]]:
+    """Tokens held by the generator and by the reward model, after every step."""
+    pools, held = [engine.pool, engine.companions["reward"].pool], []
+    request = as_request(record, engine, search, max_new_tokens=args.max_new_tokens)
+    for _, outcome in engine.serve(
+        [request], on_step=lambda _: held.append(tuple(p.used_pages * p.page_size for p in pools))
+    ):
+        if isinstance(outcome, CoppiceError):
+            raise outcome
+    return held
+
+
+def paint(figure: Any, names: Sequence[str], told: Sequence[list[tuple[int, int]]], room: int) -> None:
+    """Live tokens over time, of both models."""
+    for place, (axes, title) in enumerate(
+        zip(figure.subplots(1, 2, sharey=True), ("generator", "reward model"), strict=True)
+    ):
+        for name, held in zip(names, told, strict=True):
+            axes.plot([tokens[place] for tokens in held], label=name, lw=1.2)
+        axes.axhline(room, color="grey", ls="--", lw=1, label="what the small pools hold")
+        axes.set(title=title, xlabel="step", ylabel="tokens in the cache" if not place else "")
+    axes.legend(fontsize=7)
+
+
+# --- both ---
+
+
+def page(save: str | None) -> str | None:
+    """Where `--save` writes without a file: this search's own page."""
+    return save if save is None else save or str(DOCS / "sbon.md")
+
+
+def load(args: argparse.Namespace, **options: Any) -> Engine:
+    """The two models. Raises UsageError without a reward model."""
+    model, _, reward = with_defaults(args.model, None, args.reward)
+    if reward is None:
+        raise UsageError("no reward model", remedy="give --reward DIR")
+    return Engine.load(model, reward=reward, dtype=args.dtype, threads=args.threads, **options)
+
+
+def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Those of the file; else requests for stories, fresh from the demo's generator."""
+    if args.input:
+        with open(args.input, encoding="utf-8") as source:
+            return [json.loads(line) for line in source if line.strip()][: args.prompts]
+    from tools.demo.generator import dialogue
+
+    found: list[dict[str, Any]] = []
+    for i in range(1 << 20):
+        talk = dialogue(Random(f"sbon:{args.seed}:{i}"))
+        if talk.turns[-1].task == "story" and len(talk.turns) <= 3:
+            found.append({"messages": talk.messages()[:-1]})
+        if len(found) == args.prompts:
+            break
+    return found
+
+
+def ask(engine: Engine, record: dict[str, Any], search: Search, args: argparse.Namespace) -> tuple[float, SearchResult]:
+    """Seconds and result."""
+    request = as_request(record, engine, search, max_new_tokens=args.max_new_tokens)
+    began = time.perf_counter()
+    [(_, outcome)] = engine.serve([request])
+    if isinstance(outcome, CoppiceError):
+        raise outcome
+    return time.perf_counter() - began, outcome

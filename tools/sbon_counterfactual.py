@@ -1,0 +1,368 @@
+"""What speculative best-of-N would have done: `python -m tools.sbon_counterfactual COMMAND`.
+
+From one set of complete utterances with the rewards of their beginnings, every decision token tau and rejection rate
+alpha at once, by bootstrap (the paper's section 6.2, its token rate corrected: an accepted utterance counts whole, a
+rejected one up to tau). `collect` draws the utterances with the engine, `analyse` computes tables and figures,
+`gaussian` does the same for rewards from a Gaussian model with a known correlation.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine import Engine, Request, cli
+from engine.demo import with_defaults
+from engine.errors import CoppiceError, UsageError
+from engine.requests import SearchGenerator, SearchResult, Task
+from search.sbon import BoN, Race
+from search.sbon_rates import accepted, kendall
+from tools.bench.measure import progress
+from tools.bench.report import table
+
+ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+GAUSSIAN_ALPHAS, RHOS = (0.5, 0.8, 0.9, 0.95), (0.0, 0.5, 0.7, 0.9, 1.0)
+GROUP = 100  # utterances of one search
+
+
+# --- collecting ---
+
+
+@dataclass(frozen=True)
+class Collect(BoN):
+    """Best-of-N that also asks for the reward of every beginning of a multiple of `every` tokens; in its stats."""
+
+    every: int = 16
+
+    def run(self, task: Task) -> SearchGenerator:
+        race = Race(task, self, self.n)
+        partial: list[list[float]] = [[] for _ in range(self.n)]
+        while race.drawn.live:
+            yield from race.drawn.extend()
+            yield race.report()
+            if race.drawn.live and race.length % self.every == 0:
+                yield from race.judge()
+                for i in race.drawn.live:
+                    partial[i].append(race.rewards[i])
+        result: SearchResult = yield from race.end()
+        lengths = [len(tokens) for tokens in race.drawn.tokens]
+        rows = zip(lengths, partial, (race.rewards[i] for i in range(self.n)), strict=True)
+        result.stats["collected"] = [{"length": n, "partial": p, "final": r} for n, p, r in rows]
+        return result
+
+
+def collect(args: argparse.Namespace) -> None:
+    """Draw utterances to the prompts of a file and write them, a line per prompt."""
+    model, _, reward = with_defaults(args.model, None, args.reward)
+    engine = Engine.load(model, reward=reward, threads=args.threads, kv_memory=args.kv_memory)
+    with open(args.input, encoding="utf-8") as source, open(args.output, "w", encoding="utf-8") as sink:
+        for number, line in enumerate(filter(str.strip, source)):
+            record = json.loads(line)
+            utterances: list[dict[str, Any]] = []
+            while len(utterances) < args.n:
+                search = Collect(n=min(GROUP, args.n - len(utterances)), every=args.every, temperature=args.temperature,
+                                 seed=args.seed + len(utterances) // GROUP)  # fmt: skip
+                request = as_request(record, engine, search, max_new_tokens=args.max_new_tokens)
+                for _, outcome in engine.serve([request]):
+                    if isinstance(outcome, CoppiceError):
+                        raise outcome
+                    utterances += outcome.stats["collected"]
+            told = {"id": record.get("id", number), "every": args.every, "utterances": utterances}
+            sink.write(json.dumps(told) + "\n")
+            sink.flush()
+            progress(f"prompt {number + 1}: {len(utterances)} utterances")
+
+
+def as_request(record: dict[str, Any], engine: Engine, search: Any, **options: Any) -> Request:
+    """The request of a line of `engine.batch` input: messages or a prompt."""
+    messages = record.get("messages")
+    if messages is None:
+        return Request(record["prompt"], search, **options)
+    if engine.template is None:
+        raise UsageError("the input has messages, the model no chat template")
+    prompt = engine.tokenizer.encode_rendered(engine.template.render(messages))
+    return Request(prompt, search, messages=messages, **options)
+
+
+# --- computing ---
+
+
+@dataclass(frozen=True)
+class Utterances:
+    """M complete utterances of one prompt, and P rewards of their beginnings, every so many tokens."""
+
+    length_M: Tensor
+    partial_MP: Tensor
+    final_M: Tensor
+    every: int
+
+    @staticmethod
+    def of(record: dict[str, Any]) -> "Utterances":
+        rows = record["utterances"]
+        length_M = torch.tensor([row["length"] for row in rows], dtype=torch.float64)
+        final_M = torch.tensor([row["final"] for row in rows], dtype=torch.float64)
+        partial_MP = final_M.unsqueeze(1).repeat(1, max(1, max(len(row["partial"]) for row in rows)))
+        for values, row in zip(partial_MP, rows, strict=True):
+            values[: len(row["partial"])] = torch.tensor(row["partial"], dtype=torch.float64)
+        return Utterances(length_M, partial_MP, final_M, record["every"])
+
+
+def counterfactual(
+    partial_BN: Tensor, final_BN: Tensor, length_BN: Tensor, tau: float, alpha: float, keep_finished: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """B runs of speculative best-of-N over N utterances each, all at once.
+
+    Args:
+        partial_BN, final_BN: rewards at the decision token (the final one where an utterance ended before) and at the
+            end.
+        length_BN: tokens.
+        tau, alpha, keep_finished: as of `search.SBoN`.
+
+    Returns:
+        corrected token rate, normalised score (best-of-N's best is 100, its worst 0) and whether the best was kept [B].
+    """
+    B, N = partial_BN.shape
+    order_BN = partial_BN.argsort(dim=1, descending=True, stable=True)
+    accepted_BN = torch.zeros(B, N, dtype=torch.bool).scatter_(1, order_BN[:, : accepted(N, alpha)], True)
+    drawn_BN = torch.where(accepted_BN, length_BN, length_BN.clamp(max=tau))
+    candidates_BN = accepted_BN | (length_BN <= tau) if keep_finished else accepted_BN
+    best_B, worst_B = final_BN.amax(1), final_BN.amin(1)
+    ours_B = final_BN.masked_fill(~candidates_BN, -math.inf).amax(1)
+    range_B = best_B - worst_B
+    score_B = torch.where(range_B > 0, 100 * (1 - (best_B - ours_B) / range_B), 100.0)
+    return drawn_BN.sum(1) / length_BN.sum(1), score_B, ours_B == best_B
+
+
+def fewer(final_BN: Tensor, m: int) -> Tensor:
+    """The normalised score of best-of-M against best-of-N, over the first M of the N [B]."""
+    best_B, worst_B = final_BN.amax(1), final_BN.amin(1)
+    range_B = best_B - worst_B
+    return torch.where(range_B > 0, 100 * (final_BN[:, :m].amax(1) - worst_B) / range_B, 100.0)
+
+
+def pearson(x: Tensor, y: Tensor) -> float:
+    """Their correlation; nan where one is constant."""
+    return float(torch.corrcoef(torch.stack([x, y]))[0, 1])
+
+
+def _deviation(x: Tensor, dim: int) -> Tensor:
+    return x.std(dim, correction=0)
+
+
+def bootstrap(
+    prompts: Sequence[Utterances], n: int, trials: int, keep_finished: bool, seed: int
+) -> list[dict[str, Any]]:
+    """A row for each tau and alpha, averaged over the prompts and `trials` draws of n utterances of each."""
+    generator = torch.Generator().manual_seed(seed)
+    sums: dict[tuple[int, float], list[tuple[float, float, float]]] = {}
+    for prompt in prompts:
+        drawn_BN = torch.randint(len(prompt.length_M), (trials, n), generator=generator)
+        length_BN, final_BN = prompt.length_M[drawn_BN], prompt.final_M[drawn_BN]
+        for p in range(prompt.partial_MP.shape[1]):
+            tau, partial_BN = (p + 1) * prompt.every, prompt.partial_MP[:, p][drawn_BN]
+            for alpha in ALPHAS:
+                told = counterfactual(partial_BN, final_BN, length_BN, tau, alpha, keep_finished)
+                sums.setdefault((tau, alpha), []).append(tuple(float(x.double().mean()) for x in told))  # type: ignore[arg-type]
+    rows = []
+    for (tau, alpha), values in sorted(sums.items()):
+        values += [(1.0, 100.0, 1.0)] * (len(prompts) - len(values))  # all utterances of the others ended before
+        rate, score, kept = (math.fsum(column) / len(values) for column in zip(*values, strict=True))
+        rows.append({"tau": tau, "alpha": alpha, "token_rate": rate, "speedup": 1 / rate, "score": score, "kept": kept})
+    return rows
+
+
+def correlations(prompts: Sequence[Utterances]) -> list[dict[str, float]]:
+    """Of partial and final rewards, mean and deviation over the prompts, by tau."""
+    rows = []
+    for p in range(max(prompt.partial_MP.shape[1] for prompt in prompts)):
+        told = []
+        for prompt in prompts:
+            if p < prompt.partial_MP.shape[1]:
+                x, y = prompt.partial_MP[:, p], prompt.final_M
+                told.append((pearson(x, y), kendall(x.tolist(), y.tolist())))
+        told = [pair for pair in told if not math.isnan(pair[0])]
+        if told:
+            mean_2, std_2 = (f(torch.tensor(told, dtype=torch.float64), 0).tolist() for f in (torch.mean, _deviation))
+            row = dict(zip(("pearson", "kendall", "pearson_std", "kendall_std"), mean_2 + std_2, strict=True))
+            rows.append({"tau": (p + 1) * prompts[0].every, "prompts": len(told)} | row)
+    return rows
+
+
+def gaussian_table(n: int, trials: int, seed: int) -> Iterator[dict[str, float]]:
+    """Chance of keeping the best and mean score for jointly Gaussian partial and final rewards, by rho and alpha."""
+    generator = torch.Generator().manual_seed(seed)
+    for rho in RHOS:
+        z = torch.randn(2, trials, n, generator=generator, dtype=torch.float64)
+        partial, length = rho * z[0] + math.sqrt(1 - rho**2) * z[1], torch.full((trials, n), 2.0)
+        for alpha in GAUSSIAN_ALPHAS:
+            _, score, kept = counterfactual(partial, z[0], length, 1, alpha, False)
+            row = {"rho": rho, "alpha": alpha}
+            for name, values in (("kept", kept.double()), ("score", score)):
+                row |= {name: float(values.mean()), f"{name}_se": float(values.std() / trials**0.5)}
+            yield row
+
+
+def gaussian_fewer(n: int, m: int, trials: int, seed: int) -> float:
+    """The mean score of best-of-M against best-of-N for Gaussian rewards."""
+    z = torch.randn(trials, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return float(fewer(z, m).mean())
+
+
+# --- telling ---
+
+
+def analyse(args: argparse.Namespace) -> None:
+    """Tables, a JSON line, and the figure."""
+    with open(args.file, encoding="utf-8") as source:
+        prompts = [Utterances.of(json.loads(line)) for line in source if line.strip()]
+    if not prompts or len({prompt.every for prompt in prompts}) > 1:
+        raise UsageError("expected at least one line, all with rewards at the same tokens", where=args.file)
+    rows = bootstrap(prompts, args.n, args.trials, not args.faithful, args.seed)
+    related = correlations(prompts)
+    lesser = {m: math.fsum(float(fewer(p.final_M[torch.randint(len(p.final_M), (args.trials, args.n),
+              generator=torch.Generator().manual_seed(args.seed))], m).mean()) for p in prompts) / len(prompts)
+              for m in (1, args.n // 4, args.n // 2)}  # fmt: skip
+    mode = "the paper's rule" if args.faithful else "finished utterances kept"
+    print(f"N = {args.n}, {len(prompts)} prompts, {args.trials} bootstrap trials each, {mode}\n")
+    taus = sorted({row["tau"] for row in rows})
+    found = {(row["tau"], row["alpha"]): row for row in rows}
+    for name, form in (("score", "{:.1f}"), ("token_rate", "{:.3f}")):
+        body = [[tau, *(form.format(found[tau, a][name]) for a in ALPHAS)] for tau in taus]
+        print(f"{name} by tau and alpha\n" + table(["tau", *map(str, ALPHAS)], body) + "\n")
+    body = [[r["tau"], *(f"{r[c]:.3f} ± {r[c + '_std']:.3f}" for c in ("pearson", "kendall"))] for r in related]
+    print("correlation of partial and final rewards\n" + table(["tau", "Pearson", "Kendall"], body) + "\n")
+    print("\n".join(f"best-of-{m}: score {score:.1f}" for m, score in lesser.items() if m))
+    if args.figure:
+        draw(args.figure, (11, 8), lambda figure: figure_of(figure, prompts, rows, related))
+    print(json.dumps({"n": args.n, "prompts": len(prompts), "trials": args.trials, "keep_finished": not args.faithful,
+                      "rows": rows, "correlations": related, "best_of": lesser}))  # fmt: skip
+
+
+def gaussian(args: argparse.Namespace) -> None:
+    """The Gaussian table, a JSON line, and the figure."""
+    rows = list(gaussian_table(args.n, args.trials, args.seed))
+    lesser = gaussian_fewer(args.n, args.n // 4, args.trials, args.seed)
+    found = {(row["rho"], row["alpha"]): row for row in rows}
+    cells = {key: f"{row['kept']:.3f} / {row['score']:.1f}" for key, row in found.items()}
+    body = [[rho, *(cells[rho, a] for a in GAUSSIAN_ALPHAS)] for rho in RHOS]
+    print(f"N = {args.n}, {args.trials} trials: chance of keeping the best / mean score, by correlation and alpha\n")
+    print(table(["rho", *map(str, GAUSSIAN_ALPHAS)], body))
+    print(f"\nbest-of-{args.n // 4}: score {lesser:.1f}")
+    if args.figure:
+        draw(args.figure, (8.5, 3.6), lambda figure: gaussian_figure(figure, rows, lesser, args.n))
+    print(json.dumps({"n": args.n, "trials": args.trials, "rows": rows, "fewer": {args.n // 4: lesser}}))
+
+
+def draw(path: str, size: tuple[float, float], paint: Callable[[Any], None]) -> None:
+    """Paint a figure into a file; the same figure gives the same bytes."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("figures need matplotlib", remedy="pip install 'coppice[viz]'") from None
+    with matplotlib.rc_context({"svg.hashsalt": "coppice"}):
+        figure = Figure(figsize=size, layout="constrained")
+        paint(figure)
+        figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
+    progress(f"saved: {Path(path).name}")
+
+
+def figure_of(
+    figure: Any, prompts: Sequence[Utterances], rows: list[dict[str, Any]], related: list[dict[str, float]]
+) -> None:
+    """Heat maps of score and token rate (the paper's figure 3), partial against final rewards (2), correlations (5)."""
+    ((scores, rates), (scatter, lines)) = figure.subplots(2, 2)
+    taus = sorted({row["tau"] for row in rows})
+    for axes, name, form in ((scores, "score", ".1f"), (rates, "token_rate", ".2f")):
+        values = [[next(r[name] for r in rows if (r["tau"], r["alpha"]) == (t, a)) for t in taus] for a in ALPHAS]
+        axes.imshow(values, aspect="auto", origin="lower", cmap="viridis")
+        axes.set(title=name.replace("_", " "), xlabel="decision token", ylabel="rejection rate",
+                 xticks=range(len(taus)), xticklabels=taus, yticks=range(len(ALPHAS)), yticklabels=ALPHAS)  # fmt: skip
+        low, high = min(map(min, values)), max(map(max, values))
+        for y, line in enumerate(values):
+            for x, value in enumerate(line):
+                color = "white" if value < (low + high) / 2 else "black"
+                axes.text(x, y, f"{value:{form}}", ha="center", va="center", fontsize=7, color=color)
+    middle = taus[min(len(taus) - 1, 1)]
+    prompt = max(prompts, key=lambda p: float((p.length_M > middle).sum()))
+    x, y = prompt.partial_MP[:, min(middle // prompt.every, prompt.partial_MP.shape[1]) - 1], prompt.final_M
+    best = int(y.argmax())
+    slope = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum().clamp(min=1e-12))
+    ends = torch.stack([x.min(), x.max()])
+    scatter.scatter(x.tolist(), y.tolist(), s=6, alpha=0.5)
+    scatter.plot(ends.tolist(), (y.mean() + slope * (ends - x.mean())).tolist(), color="tab:blue")
+    scatter.scatter([float(x[best])], [float(y[best])], color="tab:red", label="best")
+    scatter.axvline(float(x[best]), color="tab:red", ls="--", lw=1)
+    scatter.set(title=f"one prompt, {len(y)} utterances", xlabel=f"reward at {middle} tokens", ylabel="final reward")
+    scatter.legend()
+    for name in ("pearson", "kendall"):
+        xs, ys, spread = ([r[key] for r in related] for key in ("tau", name, f"{name}_std"))
+        lines.errorbar(xs, ys, spread, marker="o", ms=3, capsize=2, label=name)
+    lines.set(title="correlation of partial and final rewards", xlabel="tokens")
+    lines.legend()
+
+
+def gaussian_figure(figure: Any, rows: list[dict[str, float]], lesser: float, n: int) -> None:
+    """Chance of keeping the best and score, over the correlation."""
+    for axes, name, title in zip(
+        figure.subplots(1, 2), ("kept", "score"), ("chance of keeping the best", "mean score"), strict=True
+    ):
+        for alpha in GAUSSIAN_ALPHAS:
+            mine = [row for row in rows if row["alpha"] == alpha]
+            axes.errorbar([r["rho"] for r in mine], [r[name] for r in mine], [2 * r[f"{name}_se"] for r in mine],
+                          marker="o", ms=3, capsize=2, label=f"alpha {alpha}")  # fmt: skip
+        axes.set(title=f"{title}, N = {n}", xlabel="correlation of partial and final rewards")
+    axes.axhline(lesser, color="grey", ls="--", lw=1, label=f"best-of-{n // 4}")
+    axes.legend(fontsize=8)
+
+
+# --- the command line ---
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.sbon_counterfactual", description=__doc__)
+    parser.add_argument("-v", "--verbose", action="store_true", help="show where an error comes from")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    one = commands.add_parser("collect", help="draw utterances with the rewards of their beginnings")
+    one.add_argument("--model", metavar="DIR", help="(the bundled demo)")
+    one.add_argument("--reward", metavar="DIR", help="(the demo's)")
+    one.add_argument("--input", required=True, metavar="FILE", help="JSON Lines with messages or a prompt each")
+    one.add_argument("--output", required=True, metavar="FILE")
+    one.add_argument("--n", type=int, default=1000, help="utterances of each prompt (%(default)s)")
+    one.add_argument("--every", type=int, default=16, help="tokens between two rewards (%(default)s)")
+    one.add_argument("--max-new-tokens", type=int, default=256, help="(%(default)s)")
+    one.add_argument("--temperature", type=float, default=1.0, help="(%(default)s)")
+    one.add_argument("--threads", type=int)
+    one.add_argument("--kv-memory", type=cli.parse_size, metavar="SIZE")
+    one.set_defaults(run=collect)
+    two = commands.add_parser("analyse", help="tables and figures of what was collected")
+    two.add_argument("file", metavar="FILE")
+    two.add_argument("--faithful", action="store_true", help="the paper's rule: finished utterances may be rejected")
+    two.set_defaults(run=analyse)
+    three = commands.add_parser("gaussian", help="the same for Gaussian rewards of known correlation")
+    three.set_defaults(run=gaussian)
+    for command, trials in ((two, 200), (three, 20000)):
+        command.add_argument("--n", type=int, default=100, help="utterances of a run (%(default)s)")
+        command.add_argument("--trials", type=int, default=trials, help="(%(default)s)")
+        command.add_argument("--figure", metavar="FILE", help="draw it too (svg, png, pdf)")
+    for command in (one, two, three):
+        command.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    args = parser.parse_args(argv)
+
+    def work() -> int:
+        args.run(args)
+        return 0
+
+    return cli.run(work, args.verbose)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
