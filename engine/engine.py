@@ -497,11 +497,6 @@ class Engine:
         if not isinstance(request.prompt, Sequence):  # text is one too
             raise UsageError(f"prompt: expected token ids or text, got {request.prompt!r}")
         ids = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
-        if not ids and isinstance(request.prompt, str):
-            raise UsageError(
-                "the prompt is empty, and this tokenizer adds no token of its own to begin with",
-                remedy="give at least one token to go on from",
-            )
         self._check_ids(ids)
         new = request.max_new_tokens
         if type(new) is not int or new < 1:
@@ -535,7 +530,9 @@ class Engine:
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Raises UsageError for a prompt that is empty, has ids that the model lacks, or is longer than its context."""
         if not ids:
-            raise UsageError("the prompt is empty", remedy="give at least one token to go on from")
+            bare = self._tokenizer is not None and not self._tokenizer.encode("")
+            why = ", and this tokenizer adds no token of its own to begin with" if bare else ""
+            raise UsageError("the prompt is empty" + why, remedy="give at least one token to go on from")
         vocab = self.shape.vocab_size
         for i, token in enumerate(ids):
             if type(token) is not int or not 0 <= token < vocab:

@@ -55,7 +55,7 @@ class LibraryEncoder:
         special = [content for content, token in self.raw.items() if token.special]
         self._prefix = ""
         if _normalizers(library) == SPACES and all(self.raw[content].normalized for content in special):
-            # Such tokens are found in text that has its prefix already: no other follows them. Aliases are found before.
+            # Such tokens are found in text that has its prefix already: no other follows them. Aliases come before.
             library.normalizer, self._prefix = normalizers.Replace(" ", "▁"), "▁"  # type: ignore[assignment]
         unknown = library.encode("\ufdd0", add_special_tokens=False).ids  # <unk> is special, and ordinary text needs it
         self._control_ids = {vocab[c] for c in special} - {*unknown, vocab.get(names.get("unk_token", ""))}

@@ -160,6 +160,6 @@ assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
 started()
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    subprocess.run([sys.executable, "-c", code.replace('"-m"', '"-c"').replace("== signal.SIG_DFL", "!= signal.SIG_DFL")],
-                   check=True, timeout=60)  # fmt: skip
+    library = code.replace('"-m"', '"-c"').replace("== signal.SIG_DFL", "!= signal.SIG_DFL")
+    for program in (code, library):
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
