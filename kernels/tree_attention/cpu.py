@@ -80,12 +80,7 @@ def _tree_attention(
         if not keys:
             parts.append(torch.zeros_like(q_THD[tile.first : tile.last]))
             continue
-        if dtype.itemsize == 2:  # their product would copy a view of the cache transposed, which takes thrice as long
-            keys = [key.contiguous() for key in keys]
-        scores = [q_GND @ key.to(dtype).transpose(1, 2) for key in keys[: len(tile.pieces)]]
-        if tile.branch_bias_NW is not None:
-            scores.append(_branch_scores(tile.branch_bias_NW, q_GND, keys[-1].to(dtype)))
-        scores_GNK = torch.cat(scores, -1) if len(scores) > 1 else scores[0]
+        scores_GNK = _scores(q_GND, [key.to(dtype) for key in keys], tile.branch_bias_NW)
         if tile.hidden_NK is not None:
             scores_GNK[..., tile.masked].masked_fill_(tile.hidden_NK, float("-inf"))
         p_GNK = torch.softmax(scores_GNK, -1).to(v_GSD.dtype)
@@ -95,6 +90,23 @@ def _tree_attention(
         parts.append(out_GND.view(G, -1, H // G, D).transpose(0, 1).contiguous().view(-1, H, D))
     out_THD = torch.cat(parts) if len(parts) > 1 else parts[0]
     return out_THD.to(q_THD.dtype)
+
+
+def _scores(q_GND: Tensor, keys: list[Tensor], bias_NW: Tensor | None) -> Tensor:
+    """q k^T over keys that lie in pieces, side by side; with a bias the last piece is the branches'."""
+    shared = bias_NW is None or keys[-1].shape[1] == bias_NW.shape[1]
+    if q_GND.dtype.itemsize == 2:  # a product copies a view of the cache transposed, which takes thrice as long
+        if shared:
+            scores_GNK = q_GND @ torch.cat(keys, 1).transpose(1, 2)
+            if bias_NW is not None:
+                scores_GNK[..., -bias_NW.shape[1] :] += bias_NW
+            return scores_GNK
+        keys = [key.contiguous() for key in keys]
+    trunk = keys if bias_NW is None else keys[:-1]
+    scores = [q_GND @ key.transpose(1, 2) for key in trunk]
+    if bias_NW is not None:
+        scores.append(_branch_scores(bias_NW, q_GND, keys[-1]))
+    return torch.cat(scores, -1) if len(scores) > 1 else scores[0]
 
 
 def _branch_scores(bias_NW: Tensor, q_GND: Tensor, key: Tensor) -> Tensor:
