@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from engine.cli import (
@@ -22,6 +22,7 @@ from engine.cli import (
     add_limit_flags,
     add_model_flags,
     add_search_flags,
+    add_trace_flag,
     add_verbosity_flags,
     limits,
     load_engine,
@@ -33,6 +34,8 @@ from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError
 from engine.requests import SearchResult
 from engine.tokenizer import check_utf8
+from engine.trace import Traces
+from engine.trace_page import check_target, saving
 from search.base import REGISTRY, make_search, parameters
 
 DESCRIPTION = "Answer prompts: JSON Lines in, JSON Lines out, in input order, each line as soon as it is ready."
@@ -70,6 +73,7 @@ def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdo
     group.add_argument("--input", default="-", metavar="FILE", help="- is stdin (-)")
     group.add_argument("--output", default="-", metavar="FILE", help="must be new or empty; - is stdout (-)")
     group.add_argument("--resume", action="store_true", help="go on where FILE ends")
+    add_trace_flag(group, "one page, on which the latest lines can be chosen by their ids")
     add_verbosity_flags(parser)
     args = parser.parse_args(argv)
     return run(lambda: batch(args, stdin, stdout), args.verbose)
@@ -78,14 +82,18 @@ def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdo
 def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] | None) -> int:
     """Serve the input to its end. Raises CoppiceError for what is wrong with the whole run."""
     make_search(args.search, search_params(args))  # a wrong command line is told before anything is loaded
+    traces = None
+    if args.trace is not None:
+        check_target(args.trace, args.input, args.output)
+        traces = Traces()
     source = _open_input(args, stdin)
     # A pipe is left to the end of the process: closing it would wait for the thread that reads it.
     with source if source.seekable() else nullcontext(), closing(Sink.open(args, source, stdout)) as sink:
         engine = load_engine(args)
         meter = Meter(engine, args, source)
-        records = Records(source, engine, args, sink.kept)
+        records = Records(source, engine, args, sink.kept, traces)
         try:
-            with closing(engine.serve(records, on_step=meter.step)) as outcomes:
+            with saving(traces, args.trace), closing(engine.serve(records, on_step=meter.step)) as outcomes:
                 for i, outcome in outcomes:
                     meter.count(outcome)
                     sink.put(i, answer(records.finish(i), outcome))
@@ -127,10 +135,18 @@ class Records:
         engine: for its tokenizer and template.
         args: of the command line.
         kept: ids of the records that are answered already.
+        traces: where to record what is done for the others.
     """
 
-    def __init__(self, source: IO[bytes], engine: Engine, args: argparse.Namespace, kept: Sequence[str | int]):
-        self.source, self.engine, self.args, self.kept = source, engine, args, kept
+    def __init__(
+        self,
+        source: IO[bytes],
+        engine: Engine,
+        args: argparse.Namespace,
+        kept: Sequence[str | int],
+        traces: Traces | None = None,
+    ):
+        self.source, self.engine, self.args, self.kept, self.traces = source, engine, args, kept, traces
         self.index = 0  # records read
         self._places: dict[int, Place] = {}  # under way
 
@@ -164,7 +180,10 @@ class Records:
                 continue
             self._places[index - len(self.kept)] = Place(identity, number)
             try:
-                yield error or make_request(record or {}, self.engine, self.args)
+                request = error or make_request(record or {}, self.engine, self.args)
+                if self.traces and isinstance(request, Request):
+                    request = replace(request, trace=self.traces.new(identity))
+                yield request
             except CoppiceError as fault:
                 yield fault
 

@@ -23,6 +23,8 @@ from engine.engine import Engine
 from engine.errors import UsageError
 from engine.requests import Search
 from engine.terminal import Interrupt, Label, Screen
+from engine.trace import Traces
+from engine.trace_page import check_target
 from engine.version import __version__
 from models.checkpoint import Checkpoint
 from search.base import REGISTRY, make_search, parameters
@@ -143,6 +145,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--show-beams", action="store_true", help="the live candidates under the text, on a terminal")
     group.add_argument("--stats", action="store_true", help="figures after each reply, on stderr")
     group.add_argument("--json", action="store_true", help="replies as JSON lines, as engine.batch writes them")
+    cli.add_trace_flag(group, "of the latest replies, written after each")
     cli.add_verbosity_flags(parser)
     return parser
 
@@ -173,6 +176,8 @@ def chat(args: argparse.Namespace) -> int:
     saved = transcript.load(args.load) if args.load is not None else None
     if args.save is not None:
         check_save(args.save, args.load)
+    if args.trace is not None:
+        check_target(args.trace, args.save, args.load, args.prompt_file)
     prompt = one_shot(args)
     # Whatever the locale. Bytes that are not UTF-8 come in as surrogates, which are refused when the text is encoded.
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stderr, "backslashreplace")):
@@ -197,6 +202,8 @@ def chat(args: argparse.Namespace) -> int:
             stats=args.stats,
             show_beams=args.show_beams,
             file=args.save,
+            traces=Traces() if args.trace is not None else Traces(0) if prompt is None else None,  # 0: the last
+            trace_file=args.trace,
             verbose=args.verbose,
         )
         if saved is not None:

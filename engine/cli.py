@@ -119,6 +119,12 @@ def add_verbosity_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", action="version", version=f"coppice {__version__}")
 
 
+def add_trace_flag(group: argparse._ArgumentGroup, what: str) -> None:
+    """--trace."""
+    told = f"write what the search did as a page for a browser: {what}; FILE.json: as data for tools.tree"
+    group.add_argument("--trace", metavar="FILE", help=told)
+
+
 def search_params(args: argparse.Namespace) -> dict[str, Any]:
     """The search parameters that were given, for `search.make_search`."""
     keys = {key for name in REGISTRY for key in parameters(name)}

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from engine import transcript
+from engine import trace_page, transcript
 from engine.conversation import figures, mib
 from engine.dialog import QUOTES, Dialog, candidate
 from engine.errors import UsageError
@@ -121,6 +121,17 @@ def beams(dialog: Dialog, _: str) -> None:
     dialog.screen.note("\n".join(lines))
 
 
+def tree(dialog: Dialog, rest: str) -> None:
+    """write a page that shows the search of the last reply step by step (tree.html unless a FILE is named)"""
+    records = dialog.traces.records()[-1:] if dialog.traces else []
+    if not records:
+        raise UsageError("there is no reply yet")
+    path = Path(rest or "tree.html").expanduser()
+    trace_page.check_target(path, dialog.file)
+    trace_page.write(path, records)
+    dialog.screen.note(f"{path.resolve().as_uri()}\n[open it in a browser]")
+
+
 def stats(dialog: Dialog, _: str) -> None:
     """figures of the last reply, the context and the cache"""
     lines = [figures(dialog.last)] if dialog.last else []
@@ -159,6 +170,7 @@ COMMANDS: dict[str, Callable[[Dialog, str], bool | None]] = {
     "/show": show,
     "/stats": stats,
     "/beams": beams,
+    "/tree": tree,
     "/regen": regen,
     "/undo": undo,
     "/reset": reset,
@@ -172,6 +184,7 @@ ALIASES = {"/?": "/help", "/clear": "/reset", "/quit": "/exit", "/bye": "/exit"}
 USAGE = {
     "/set": " k=v ...",
     "/show": " WHAT",
+    "/tree": " [FILE]",
     "/regen": " [k=v ...]",
     "/system": " TEXT",
     "/read": " FILE",

@@ -15,11 +15,14 @@ from engine.engine import Done, Engine, Prefill, Progress, Text
 from engine.errors import CoppiceError, UsageError
 from engine.requests import Output, Report, Search, SearchResult
 from engine.terminal import Interrupt, Label, LineEditor, Quit, Screen, history_file, no_echo, one_line
+from engine.trace import Traces
+from engine.trace_page import saving
 
 STATUS_DELAY = 0.3  # seconds without settled text before the beams' state is shown
 MOST_SHOWN = 8  # candidates under the text
 SEVERAL = {"beams": "beams", "n": "utterances", "num_return_sequences": "sequences"}  # a search's field: its count
 QUOTES = '"""'
+NAMED = 60  # characters of a prompt that name its trace
 
 Candidates = Sequence[tuple[float | None, Sequence[int]]]  # scores and tokens, best first
 
@@ -72,6 +75,8 @@ class Dialog:
         stats: print the figures after every reply.
         show_beams: show the live candidates under the text.
         file: save the conversation there after every turn.
+        traces: of the latest replies.
+        trace_file: write them there after every reply.
         verbose: tracebacks.
     """
 
@@ -88,13 +93,15 @@ class Dialog:
         stats: bool = False,
         show_beams: bool = False,
         file: Path | None = None,
+        traces: Traces | None = None,
+        trace_file: str | None = None,
         verbose: bool = False,
     ):
         self.conversation, self.settings, self.screen, self.interrupt = conversation, settings, screen, interrupt
         self.engine: Engine = conversation.engine
         self.commands, self.aliases = commands or {}, aliases or {}
         self.as_json, self.stats, self.show_beams, self.verbose = as_json, stats, show_beams, verbose
-        self.file = file
+        self.file, self.traces, self.trace_file = file, traces, trace_file
         self.replies = 0
         self.last: SearchResult | None = None
         self.made: tuple[Turn, Settings] | None = None  # the last turn, and what it was answered with
@@ -113,9 +120,12 @@ class Dialog:
         settings = settings or self.settings
         watch = Watch(self.engine, settings.configuration(), self.show_beams)
         options = settings.limits() | {"interrupted": lambda: self.interrupt.pressed and watch.stop()}
+        if self.traces is not None:
+            options["trace"] = self.traces.new(" ".join(user.split())[:NAMED])
         result = None
         try:
             with (
+                saving(self.traces, self.trace_file),
                 contextlib.closing(self.conversation.stream(user, watch.search, **options)) as events,  # type: ignore[type-var]
                 self.screen.status(watch.label, STATUS_DELAY, steady=watch.beams),
             ):

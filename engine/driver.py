@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from engine.packing import Chunk, pack
 from engine.pool import PagePool
 from engine.requests import Evaluate, Report, SearchGenerator, SearchResult
 from engine.timing import PassTime
+from engine.trace import RecordedTree, Trace
 from engine.tree import TokenTree, Trunk
 
 Read = tuple[slice, Callable[[Tensor], Tensor]]  # rows among those asked for, and what to make of them
@@ -147,6 +149,7 @@ class Run:
     result: SearchResult | None = None
     error: BaseException | None = None
     work: dict[str, "Work"] = field(default_factory=dict)  # by model
+    trace: Trace | None = None  # records what is done
     started: float = 0.0
     prefilled: float = 0.0
 
@@ -211,7 +214,8 @@ class Driver:
         """A tree that is freed with the run."""
         runner = self.runners[model]
         switch = runner.model.shape.switch_length
-        tree = TokenTree(runner.pool, prompt, expected=expected, trunk=trunk, switch_length=switch)
+        make = TokenTree if run.trace is None else partial(RecordedTree, run.trace, model)
+        tree = make(runner.pool, prompt, expected=expected, trunk=trunk, switch_length=switch)
         run.trees.append(tree)
         return tree
 
@@ -311,6 +315,8 @@ class Driver:
             if nodes:
                 ticket.answered += nodes
                 ticket.rows.append(logp_NV[mine])
+                if run.trace is not None:
+                    run.trace.told(chunk.tree, nodes, logp_NV[mine])
             if not ticket.left and ticket.regimes:
                 ticket.begin()
             elif not ticket.left:
@@ -362,11 +368,15 @@ class Driver:
         run.ticket = None
         if answer is not None and not run.prefilled and "target" in run.work:  # a draft may be asked first
             run.prefilled = time.perf_counter()
+        if run.trace is not None:
+            run.trace.resume()
         try:
             request = generator.throw(error) if error is not None else generator.send(answer)
             while isinstance(request, Report):
                 run.settled += request.settled
                 run.report = request
+                if run.trace is not None:
+                    run.trace.reported(request)
                 request = generator.send(None)
             if not request.nodes:
                 raise ValueError("expected at least one node to evaluate")
@@ -376,6 +386,8 @@ class Driver:
             ticket = Ticket(request, request.tree.regimes(request.nodes))
             ticket.begin()
             run.ticket = ticket
+            if run.trace is not None:
+                run.trace.asked(request)
         except StopIteration as stop:
             self._end(run, result=stop.value)
         except Exception as failure:
@@ -387,6 +399,8 @@ class Driver:
                 run.generator.close()
             if result is not None:
                 result.stats = self._stats(run) | result.stats
+            if run.trace is not None:
+                run.trace.finish(result, error)
             if run.retire and run.trees and error is None:
                 tree = run.trees[0]
                 best = result.outputs[0].token_ids if result is not None else run.settled
@@ -411,6 +425,8 @@ class Driver:
         run.trees, run.generator, run.ticket, run.settled, run.report = [], None, None, [], Report()
         run.work = {}
         run.prefilled = 0.0
+        if run.trace is not None:
+            run.trace.restart()
         self.waiting.insert(0, run)
         self._crowded = True
 

@@ -23,6 +23,7 @@ from engine.rewards import Answer, Messages, RewardFunction, make_judge
 from engine.stopping import StopStrings, TextStream
 from engine.template import ChatTemplate
 from engine.tokenizer import FILES, Tokenizer
+from engine.trace import Trace
 from engine.tree import TokenTree, Trunk
 from models import load_model
 from models.checkpoint import Checkpoint
@@ -44,6 +45,7 @@ class Request:
             as a user's only message.
         reward: (prompt, texts) -> scores, to rank by instead of a reward model. The prompt is `messages`, if there are
             any, else its text.
+        trace: records what the search does, to be looked at; one for each request.
     """
 
     prompt: Sequence[int] | str
@@ -54,6 +56,7 @@ class Request:
     stop: Sequence[str] = ()
     messages: Messages | None = None
     reward: RewardFunction | None = None
+    trace: Trace | None = None
 
 
 @dataclass(frozen=True)
@@ -462,7 +465,10 @@ class Engine:
             tree = driver.open_tree(run, "target", job.ids, len(job.ids) + job.limit, trunk)
             judge = None
             if "reward" in models_of(request.search):
-                answer = Answer(self._tokenizer, job.ids, request.messages, job.eos, job.stops)
+                given = request.prompt
+                if not isinstance(given, str):
+                    given = self._tokenizer.decode(job.ids) if self._tokenizer else ""
+                answer = Answer(self._tokenizer, job.ids, request.messages, job.eos, job.stops, given)
                 reward = request.reward or self.reward or self.companions["reward"]
                 judge = make_judge(reward, self, answer, lambda prompt: driver.open_tree(run, "reward", prompt))
             return request.search.run(
@@ -481,7 +487,11 @@ class Engine:
                 )
             )
 
-        job.run = driver.submit(Run(start, retire=retire))
+        if request.trace is not None:
+            models = {"target": self, **self.companions}
+            names = {role: engine.name for role, engine in models.items()}
+            request.trace.begin(request.search, job.ids, names, {role: e._tokenizer for role, e in models.items()})
+        job.run = driver.submit(Run(start, retire=retire, trace=request.trace))
         return job
 
     def _prepare(self, request: Request) -> _Job:

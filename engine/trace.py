@@ -1,0 +1,378 @@
+"""What a search did, step by step: recorded while it runs if somebody wants to see it (`--trace`, `/tree`).
+
+A step is all that happens between two answers: the search reads the log-probabilities it was told, grows nodes, keeps
+some (the others are dropped, the stem that all share joins the trunk), asks; its nodes take slots and are evaluated.
+A `RecordedTree` is a TokenTree that notes what is done to it, so that nothing is spent where nobody records.
+docs/tree.md says what the record holds.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from engine.requests import Evaluate, Report, Search, SearchResult
+from engine.tokenizer import Tokenizer
+from engine.tree import TokenTree
+
+MOST_NODES = 20_000  # of one request; a record ends with the last step that they suffice for
+MOST_NUMBERS = 1 << 24  # of log-probability rows held for children that are yet to be grown: 64 MB
+TOP = 8  # next tokens noted per evaluated node
+CANDIDATES = 16  # noted per step
+SHOWN = 400  # last tokens of a prompt that are told as text
+TAIL = 64  # tokens of a candidate that are no nodes
+ANCHOR = "x"  # stands before a token, so that a space that begins it is not lost
+
+
+class RecordedTree(TokenTree):
+    """A TokenTree whose nodes remember the steps at which things happened to them; the others' memory is as before."""
+
+    def __init__(self, trace: "Trace", model: str, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.trace, self.model = trace, model
+        self.judged = model == "target" and not trace.trees  # here drafts are verified
+        trace.trees.append(self)
+        # A column each, a row per node: the step, or None.
+        self.born: list[int] = [trace.step]
+        self.evaluated: list[int | None] = [None]
+        self.dropped: list[int | None] = [None]
+        self.settled: list[int | None] = [None]
+        self.accepted: list[int | None] = [None]
+        self.logp: list[float | None] = [None]
+        self.drafted: dict[int, None] = {}  # all drafts; `undecided` are those that no keep() has decided on
+        self.undecided: list[int] = []
+        self.scores: dict[int, float] = {}  # by a scalar head
+        self.top: dict[int, list[list[float]]] = {}  # [token, log-probability] of the likeliest next tokens
+        self.slots: list[list[int]] = []  # [step, slot in the pool, node], -1 where it is given back before its time
+        self.paging: list[list[int]] = []  # [step, place, page]: the trunk's pages; -1: given back
+        self.reach: list[list[int]] = []  # [step, tokens of the trunk that are evaluated]
+        self.ended: int | None = None
+        self._stem: list[int] = []  # settled nodes, in order
+        self._index: dict[tuple[int, int], int] = {}  # (parent, token) -> node, the dropped ones too
+        self._rows: dict[int, tuple[Tensor, int]] = {}  # evaluated nodes: where their log-probabilities are
+        self._waiting: dict[int, list[int]] = {}  # parent -> children whose probability is not known yet
+        self._pages: list[int] = []
+        self._note_trunk()
+
+    def _grow_one(self, parent: int, token: int) -> int:
+        node = super()._grow_one(parent, token)
+        if self.trace.takes(1):
+            self.born.append(self.trace.step)
+            for column in (self.evaluated, self.dropped, self.settled, self.accepted, self.logp):
+                column.append(None)
+            self._index[parent, token] = node
+            self._waiting.setdefault(parent, []).append(node)
+        return node
+
+    def keep(self, nodes: Iterable[int]) -> None:
+        self.look_up()
+        super().keep(nodes)
+        if self.trace.on:
+            for node in self.undecided:
+                if self.dropped[node] is None:
+                    self.accepted[node] = self.trace.step
+            self.undecided = []
+
+    def _free(self, node: int) -> int:
+        parent = super()._free(node)
+        if self.trace.on:
+            self.dropped[node] = self.trace.step
+            self._rows.pop(node, None)
+            self._waiting.pop(node, None)
+        return parent
+
+    def _promote(self) -> None:
+        before = self.root
+        super()._promote()
+        if self.trace.on and self.root != before:
+            stem = [self.root]
+            while self._parent[stem[-1]] != before:
+                stem.append(self._parent[stem[-1]])
+            for node in reversed(stem):
+                self.settled[node] = self.trace.step
+                self._rows.pop(self._parent[node], None)
+            self._stem += reversed(stem)
+            self._note_trunk()
+
+    def place(self, trunk_tokens: int, nodes: Sequence[int]) -> list[int]:
+        start = self.trunk.cached
+        slots = super().place(trunk_tokens, nodes)
+        if self.trace.on:
+            for node in [*self._of_trunk(start, start + trunk_tokens), *nodes]:
+                self.evaluated[node] = self.trace.step if self.evaluated[node] is None else self.evaluated[node]
+            self.slots += [[self.trace.step, s, n] for n, s in zip(nodes, slots[trunk_tokens:], strict=True)]
+            self._note_trunk()
+        return slots
+
+    def unplace(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
+        slots, end = [self._pool_slot(self._slot[node]) for node in nodes], self.trunk.cached
+        super().unplace(trunk_tokens, nodes)
+        if self.trace.on:
+            for node in [*self._of_trunk(end - trunk_tokens, end), *nodes]:
+                if self.evaluated[node] == self.trace.step:  # nodes of a pass that failed never were
+                    self.evaluated[node] = None
+            self.slots += [[self.trace.step, slot, -1] for slot in slots]
+            self._note_trunk()
+
+    def _drop_branches(self) -> None:
+        super()._drop_branches()
+        if self.trace.on and self.ended is None:
+            self.ended = self.trace.step
+
+    def _of_trunk(self, start: int, end: int) -> list[int]:
+        """The nodes among the trunk's tokens from `start` to `end`; the prompt has one, the first root."""
+        nodes, first = [0, *self._stem], self.prompt_length - 1
+        return nodes[max(0, start - first) : max(0, end - first)]
+
+    def _note_trunk(self) -> None:
+        pages, step = self.trunk.pages, self.trace.step
+        same = next((i for i, (a, b) in enumerate(zip(self._pages, pages, strict=False)) if a != b), None)
+        same = min(len(pages), len(self._pages)) if same is None else same
+        self.paging += [[step, i, -1] for i in range(len(pages), len(self._pages))]
+        self.paging += [[step, i, pages[i]] for i in range(same, len(pages))]
+        self._pages[same:] = pages[same:]
+        if not self.reach or self.reach[-1][1] != self.trunk.cached:
+            self.reach.append([step, self.trunk.cached])
+
+    # --- probabilities, candidates ---
+
+    def told(self, nodes: Sequence[int], rows_NV: Tensor) -> None:
+        """The model has answered for these nodes."""
+        if rows_NV.shape[1] == 1:
+            self.scores.update(zip(nodes, rows_NV[:, 0].tolist(), strict=True))
+            return
+        best = rows_NV.topk(min(TOP, rows_NV.shape[1]))
+        for i, (node, logps, tokens) in enumerate(zip(nodes, best.values.tolist(), best.indices.tolist(), strict=True)):
+            self.top[node] = [[t, round(x, 4)] for t, x in zip(tokens, logps, strict=True) if math.isfinite(x)]
+            self._rows[node] = rows_NV, i
+        self.look_up()
+        while len(self._rows) * rows_NV.shape[1] > MOST_NUMBERS:
+            self._rows.pop(next(iter(self._rows)))
+
+    def look_up(self) -> None:
+        """Find the probabilities of the nodes that have come since."""
+        if not self._waiting:
+            return
+        wanted: dict[int, tuple[Tensor, list[int], list[int]]] = {}  # by answer: its rows, whose they are, children
+        for parent in [parent for parent in self._waiting if parent in self._rows]:
+            rows_NV, i = self._rows[parent]
+            _, places, nodes = wanted.setdefault(id(rows_NV), (rows_NV, [], []))
+            children = self._waiting.pop(parent)
+            places += [i] * len(children)
+            nodes += children
+        for rows_NV, places, nodes in wanted.values():
+            found = rows_NV[places, [self._token[node] for node in nodes]].tolist()
+            for node, logp in zip(nodes, found, strict=True):
+                self.logp[node] = round(logp, 4) if math.isfinite(logp) else None
+
+    def find(self, tokens: Sequence[int]) -> list[Any]:
+        """Generated tokens as [node, the tokens after it]; drafts on the way are accepted, whatever became of them."""
+        trunk = self.settled_from(0)
+        node, start = (self.root, len(trunk)) if list(tokens[: len(trunk)]) == trunk else (0, 0)
+        while start < len(tokens) and (node, tokens[start]) in self._index:
+            node = self._index[node, tokens[start]]
+            start += 1
+            if node in self.drafted and self.accepted[node] is None:
+                self.accepted[node] = self.trace.step
+        return [node, list(tokens[start : start + TAIL])]
+
+    def record(self, end: int) -> dict[str, Any]:
+        """Everything before step `end`, of what can be written as JSON."""
+        count = sum(step < end for step in self.born)  # nodes are in the order of their steps
+
+        def steps(column: Sequence[int | None]) -> list[int | None]:
+            return [step if step is not None and step < end else None for step in column[:count]]
+
+        def early(events: list[list[int]]) -> list[list[int]]:
+            return [event for event in events if event[0] < end]
+
+        return {
+            "model": self.model,
+            "page_size": self.pool.page_size,
+            "prompt_tokens": self.prompt_length,
+            "reused_tokens": self.reused,
+            "token": self._token[:count],
+            "parent": self._parent[:count],
+            "logp": self.logp[:count],
+            "born": self.born[:count],
+            **{key: steps(getattr(self, key)) for key in ("evaluated", "dropped", "settled", "accepted")},
+            "drafted": [node for node in self.drafted if node < count],
+            "scores": {node: score for node, score in self.scores.items() if node < count and math.isfinite(score)},
+            "top": {node: top for node, top in self.top.items() if node < count},
+            "slots": early(self.slots),
+            "pages": early(self.paging),
+            "cached": early(self.reach),
+            "ended": self.ended,
+        }
+
+
+class Trace:
+    """The record of one request; give it as `Request.trace`, read `record` when the request is done.
+
+    Args:
+        name: what the page calls it.
+        most: nodes, of all trees together; what comes after is not recorded.
+    """
+
+    def __init__(self, name: str | int = "", most: int = MOST_NODES):
+        self.name, self.most = name, most
+        self.record: dict[str, Any] | None = None  # plain lists and dictionaries, once the search has ended
+        self.trees: list[RecordedTree] = []
+        self.steps: list[dict[str, Any]] = []
+        self._about: dict[str, Any] = {}
+        self._tokenizers: Mapping[str, Tokenizer | None] = {}
+        self._restarts = 0
+        self._afresh()
+
+    def _afresh(self) -> None:
+        self.trees.clear()
+        self.step, self.steps, self.on, self.nodes = 0, [], True, 0
+        self._cut: int | None = None  # the step that is not recorded to its end
+        self._began = time.perf_counter()
+
+    def begin(
+        self, search: Search, prompt: Sequence[int], models: Mapping[str, str], tokenizers: Mapping[str, Any]
+    ) -> None:
+        """A request is submitted. Raises ValueError if this is not the first."""
+        if self._about:
+            raise ValueError("a trace records one request: give each its own")
+        plain = {k: x if isinstance(x, bool | int | float | str | None) else str(x) for k, x in vars(search).items()}
+        self._about = {"search": type(search).__name__, "params": plain, "models": dict(models)}
+        self._tokenizers, self._prompt = tokenizers, list(prompt)
+
+    # --- what the driver tells ---
+
+    def resume(self) -> None:
+        """The search goes on: another step."""
+        self.step = len(self.steps)
+        seconds = round(time.perf_counter() - self._began, 6)
+        self.steps.append({"seconds": seconds, "settled": 0, "info": {}, "beams": []})
+
+    def asked(self, request: Evaluate) -> None:
+        """The search wants to know these nodes.
+
+        Drafts are those asked for together with their own children, before any keep() has chosen them.
+        """
+        tree = request.tree
+        if not self.on or not isinstance(tree, RecordedTree):
+            return
+        tree.look_up()
+        self.steps[-1]["asks"] = [self.trees.index(tree), len(request.nodes)]
+        asked = set(request.nodes)
+        if tree.judged and any(tree.parent(node) in asked for node in asked):
+            tree.undecided = [node for node in request.nodes if node not in tree._kept and node != tree.root]
+            tree.drafted |= dict.fromkeys(tree.undecided)
+
+    def told(self, tree: TokenTree, nodes: Sequence[int], rows_NV: Tensor) -> None:
+        """The model has answered."""
+        if self.on and isinstance(tree, RecordedTree):
+            tree.told(nodes, rows_NV)
+
+    def reported(self, report: Report) -> None:
+        """The search tells how it stands."""
+        if not self.on:
+            return
+        step, tree = self.steps[-1], self.trees[0]
+        step["settled"] += len(report.settled)
+        step["info"] = {k: _finite(x) for k, x in report.info.items() if isinstance(x, bool | int | float | str | None)}
+        beams = report.beams() if report.beams else [(None, report.best())] if report.best else []
+        step["beams"] = [[_finite(score), *tree.find(tokens)] for score, tokens in beams[:CANDIDATES]]
+
+    def takes(self, nodes: int) -> bool:
+        """Whether there is room for more nodes."""
+        self.nodes += nodes
+        if self.on and self.nodes > self.most:
+            self.on, self._cut = False, self.step
+        return self.on
+
+    def restart(self) -> None:
+        """The search was sent back for want of memory and starts afresh."""
+        self._restarts += 1
+        self._afresh()
+
+    def finish(self, result: SearchResult | None, error: BaseException | None) -> None:
+        """The search has ended, one way or another."""
+        if self.record is not None or not self._about:
+            return
+        end = len(self.steps) if self._cut is None else self._cut
+        outputs: list[dict[str, Any]] = []
+        for tree in self.trees if self.on else []:
+            tree.look_up()
+        for output in (result.outputs if result else [])[:CANDIDATES]:
+            place = self.trees[0].find(output.token_ids) if self.on and self.trees else [0, []]
+            keys = ("logprob", "score", "finish_reason")
+            outputs.append({"node": place[0], "tail": place[1]} | {key: getattr(output, key) for key in keys})
+            if (tokenizer := self._tokenizers.get("target")) is not None:
+                outputs[-1]["text"] = tokenizer.decode(output.token_ids)
+        self.on = False
+        self.record = {
+            **self._about,
+            "name": self.name,
+            "end": f"{type(error).__name__}: {error}" if error else "done" if result else "interrupted",
+            "truncated": None if end == len(self.steps) else {"steps": len(self.steps), "nodes": self.most},
+            "restarts": self._restarts,
+            "steps": self.steps[:end],
+            "trees": [tree.record(end) | self._trunk(tree) for tree in self.trees if tree.born[0] < end],
+            "outputs": outputs,
+            "stats": result.stats if result else {},
+        }
+        self.record["texts"] = self._texts(self.record)
+        self.trees, self.steps = [], []
+
+    # --- tokens as text ---
+
+    def _trunk(self, tree: RecordedTree) -> dict[str, Any]:
+        tokenizer = self._tokenizers.get(tree.model)
+        prompt = (self._prompt if tree is self.trees[0] else tree.trunk.tokens)[: tree.prompt_length]
+        return {"prompt": tokenizer.decode(prompt[-SHOWN:], skip_special=False) if tokenizer else ""}
+
+    def _texts(self, record: dict[str, Any]) -> dict[str, dict[int, str]]:
+        """By model, the texts of all tokens that occur."""
+        texts: dict[str, dict[int, str]] = {}
+        for tree in record["trees"]:
+            seen = texts.setdefault(tree["model"], {})
+            tokens = {*tree["token"], *(token for top in tree["top"].values() for token, _ in top)}
+            if tree is record["trees"][0]:
+                places = [[o["node"], o["tail"]] for o in record["outputs"]]
+                places += [beam[1:] for step in record["steps"] for beam in step["beams"]]
+                tokens |= {token for _, tail in places for token in tail}
+            if tokenizer := self._tokenizers.get(tree["model"]):
+                before = tokenizer.encode(ANCHOR, add_special=False)
+                seen.update((token, token_text(tokenizer, before, token)) for token in sorted(tokens - seen.keys()))
+        return texts
+
+
+def token_text(tokenizer: Tokenizer, before: Sequence[int], token: int) -> str:
+    """A token by itself: what it adds to a text, or how it is spelled if that is no text."""
+    text = "" if token in tokenizer.special_ids else tokenizer.decode_continuation(before, [token])
+    return text if text and "\ufffd" not in text else "".join(tokenizer._pieces([token], False))
+
+
+def _finite(x: Any) -> Any:
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+class Traces:
+    """Traces of many requests, for one file; the oldest go when they have too many nodes together.
+
+    Args:
+        most: nodes of all of them.
+    """
+
+    def __init__(self, most: int = 5 * MOST_NODES):
+        self.most, self.left_out = most, 0
+        self._all: list[Trace] = []
+
+    def new(self, name: str | int) -> Trace:
+        """For the next request."""
+        while sum(trace.nodes for trace in self._all) > self.most:
+            self._all.pop(0)
+            self.left_out += 1
+        self._all.append(Trace(name))
+        return self._all[-1]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Of all requests that have ended."""
+        return [trace.record for trace in self._all if trace.record is not None]

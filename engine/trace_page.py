@@ -1,0 +1,126 @@
+"""Traces as a page to look at, one HTML file that needs nothing else; or as JSON for `python -m tools.tree`."""
+
+import base64
+import contextlib
+import hashlib
+import html
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.errors import UsageError
+from engine.trace import Traces
+from engine.version import __version__
+
+FORMAT = "coppice trace 1"
+MOST_BYTES = 1 << 28  # read of a file
+KEYS = {"search", "name", "params", "models", "steps", "trees", "outputs", "texts", "stats"}  # of a request, at least
+MARKS = (f'{{"format": "{FORMAT[:-1]}'.encode(), b"<!doctype html><!-- coppice trace ")  # what our files begin with
+PARTS = Path(__file__).parent  # trace_page.html, .css, .js
+
+
+def page(requests: Sequence[dict[str, Any]], left_out: int = 0) -> str:
+    """The HTML page of some requests' records (`Trace.record`), `left_out` of them having come before and gone."""
+    style, script = ((PARTS / f"trace_page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    names = [f"{len(requests)} requests"] if len(requests) != 1 else [requests[0]["search"], str(requests[0]["name"])]
+    title = " · ".join(["coppice", *filter(None, names)])
+    # What a model wrote is data: escaped as JSON, in an element that no browser runs, and nothing but the page's own
+    # script and style is allowed to act, nor any connection.
+    policy = f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'"
+    policy += "; base-uri 'none'; form-action 'none'"
+    values = {
+        "mark": FORMAT,
+        "policy": policy,
+        "title": html.escape(title),
+        "style": style,
+        "script": script,
+        "data": _json(requests, left_out).translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"}),
+    }
+    parts = (PARTS / "trace_page.html").read_text(encoding="utf-8").split("@@")
+    return "".join(part if i % 2 == 0 else values[part] for i, part in enumerate(parts))
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _json(requests: Sequence[dict[str, Any]], left_out: int) -> str:
+    whole = {"format": FORMAT, "coppice": __version__, "left_out": left_out, "requests": requests}
+    return json.dumps(whole, separators=(",", ":")).replace('{"format":', '{"format": ', 1)
+
+
+# --- files ---
+
+
+def check_target(path: str | Path, *others: str | Path | None) -> None:
+    """Refuse, before anything is loaded, a file that cannot be written, is one of the others, or is no trace of ours.
+
+    Raises:
+        UsageError: that.
+    """
+    target = Path(path)
+    try:
+        real = target.resolve()
+        if any(other not in (None, "-") and Path(other or "").resolve() == real for other in others):
+            raise UsageError("the trace needs a file of its own", where=str(path))
+        if not target.exists():
+            if not target.parent.is_dir():
+                raise UsageError("cannot write the trace: there is no such folder", where=str(target.parent))
+            if not os.access(target.parent, os.W_OK | os.X_OK):
+                raise UsageError("cannot write the trace: the folder cannot be written to", where=str(target.parent))
+        elif target.is_dir():
+            raise UsageError("cannot write the trace: this is a folder", where=str(path))
+        elif not os.access(target, os.W_OK):
+            raise UsageError("cannot write the trace: no permission", where=str(path))
+        elif target.is_file() and target.stat().st_size and not _is_ours(target):
+            remedy = "give another name, or delete it"
+            raise UsageError("the file is there already, and is no trace", where=str(path), remedy=remedy)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
+
+
+def _is_ours(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(64).startswith(MARKS)
+
+
+def write(path: str | Path, requests: Sequence[dict[str, Any]], left_out: int = 0) -> None:
+    """Write JSON if the name ends so, else a page. Raises UsageError."""
+    text = _json(requests, left_out) + "\n" if Path(path).suffix == ".json" else page(requests, left_out)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
+
+
+@contextlib.contextmanager
+def saving(traces: Traces | None, path: str | Path | None) -> Iterator[None]:
+    """At the end of the block, however it ends, write what was traced; nothing without a path."""
+    try:
+        yield
+    except BaseException:
+        if traces and path is not None:
+            with contextlib.suppress(UsageError):  # what ended the block is the one to be told
+                write(path, traces.records(), traces.left_out)
+        raise
+    if traces and path is not None:
+        write(path, traces.records(), traces.left_out)
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """A trace written as JSON: {"requests": [...], "left_out": N, ...}. Raises UsageError."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
+    try:
+        whole = json.loads(data)
+        if len(data) > MOST_BYTES or whole["format"] != FORMAT or not all(r.keys() >= KEYS for r in whole["requests"]):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        remedy = "--trace FILE.json of engine.chat, engine.batch or tools.tree writes one"
+        raise UsageError(f"this is no {FORMAT}", where=str(path), remedy=remedy) from None
+    return whole

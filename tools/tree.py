@@ -1,0 +1,90 @@
+"""See what a search did: `python -m tools.tree -p TEXT --search NAME` answers a prompt and writes a page to look at.
+
+`python -m tools.tree FILE.json ...` makes such a page of traces that were written as data (`--trace FILE.json`).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from engine import cli
+from engine.conversation import Conversation
+from engine.engine import Done, Prefill, Progress
+from engine.errors import UsageError
+from engine.trace import Traces
+from engine.trace_page import check_target, load, saving, write
+from search.base import make_search
+
+PROMPT = "Tell me a story about a fox."
+EPILOG = """\
+The page needs nothing but a browser, and no network. The last line on stdout is JSON: file, requests, steps, nodes.
+Example: python -m tools.tree --search trie --beams 15 --max-new-tokens 48 -o tree.html"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = cli.Parser("python -m tools.tree", __doc__ or "", EPILOG)
+    parser.add_argument("traces", nargs="*", metavar="FILE.json", help="traces to show, instead of a new search")
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help=f"what to answer ({PROMPT})")
+    parser.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
+    told = "the page, or FILE.json for the data alone (tree.html)"
+    parser.add_argument("-o", "--output", default="tree.html", metavar="FILE", help=told)
+    cli.add_model_flags(parser)
+    cli.add_search_flags(parser)
+    cli.add_limit_flags(parser)
+    cli.add_verbosity_flags(parser)
+    args = parser.parse_args(argv)
+    return cli.run(lambda: show(args) if args.traces else answer(args), args.verbose)
+
+
+def answer(args: argparse.Namespace) -> int:
+    """Run a search on a prompt, with its page."""
+    search = make_search(args.search, cli.search_params(args))
+    check_target(args.output)
+    conversation, traces = Conversation(cli.load_engine(args), args.system), Traces()
+    user, steps, text = args.prompt or PROMPT, 0, ""
+    lively = not args.quiet and sys.stderr.isatty()
+    events: Any = conversation.stream(user, search, trace=traces.new(user), **cli.limits(args))
+    with saving(traces, args.output), closing(conversation.session), closing(events):
+        for event in events:
+            at = ""
+            if isinstance(event, Prefill):
+                at = f"reading the prompt: {event.done} of {event.total} tokens"
+            elif isinstance(event, Progress):
+                steps += 1
+                at = f"{steps} steps"
+            elif isinstance(event, Done):
+                text = event.result.outputs[0].text
+            if lively and at:
+                print(f"\r{at}\x1b[K", file=sys.stderr, end="", flush=True)
+    print("\r\x1b[K" * lively, file=sys.stderr, end="", flush=True)
+    print(text)
+    return finish(args, traces.records())
+
+
+def show(args: argparse.Namespace) -> int:
+    """A page of traces that are there."""
+    if args.prompt is not None:
+        raise UsageError("--prompt: there is nothing to answer where traces are given")
+    check_target(args.output, *args.traces)
+    wholes = [load(path) for path in args.traces]
+    records = [record for whole in wholes for record in whole["requests"]]
+    write(args.output, records, sum(whole["left_out"] for whole in wholes))
+    return finish(args, records)
+
+
+def finish(args: argparse.Namespace, records: list[dict[str, Any]]) -> int:
+    """Say what was written."""
+    steps = sum(len(record["steps"]) for record in records)
+    nodes = sum(len(tree["token"]) for record in records for tree in record["trees"])
+    if not args.quiet:
+        print(f"written: {args.output}; open it in a browser", file=sys.stderr)
+    print(json.dumps({"file": args.output, "requests": len(records), "steps": steps, "nodes": nodes}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
