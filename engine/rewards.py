@@ -40,6 +40,7 @@ class Answer:
         messages: what they were rendered from; None for a plain prompt.
         eos: ids that end a response and are no part of it.
         stops: likewise, as text.
+        prompt_text: as it was given; of a prompt given as ids, what they decode to without special tokens.
     """
 
     tokenizer: Tokenizer | None
@@ -47,6 +48,7 @@ class Answer:
     messages: Messages | None = None
     eos: frozenset[int] = frozenset()
     stops: StopStrings | None = None
+    prompt_text: str = ""
 
     def body(self, tokens: Sequence[int]) -> Sequence[int]:
         """A response without what ended it."""
@@ -63,12 +65,6 @@ class Answer:
         assert self.tokenizer is not None
         text = self.tokenizer.decode_continuation(self.prompt[-CONTEXT:], self.body(tokens))
         return self.stops.cut(text) if self.stops else text
-
-    @property
-    def prompt_text(self) -> str:
-        """The prompt, special tokens left out."""
-        assert self.tokenizer is not None
-        return self.tokenizer.decode(self.prompt)
 
 
 @dataclass(frozen=True)
@@ -179,7 +175,10 @@ class ModelJudge:
             )
         self.tree, self._score = self.open_tree(prompt), {}
 
-    def _ask(self, texts: Sequence[Sequence[int]]) -> Generator[Evaluate, Tensor, list[float]]:
+    def _ask(
+        self, texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]] = ()
+    ) -> Generator[Evaluate, Tensor, list[float]]:
+        """Rewards of texts; what has been read of the others stays as long as there is room."""
         tree = self.tree
         assert tree is not None
         ends, closed, paths = [], [], {} if tree.root in self._score else {tree.root: None}
@@ -190,24 +189,34 @@ class ModelJudge:
             closed.append(closing[-1] if closing else ends[-1])
             paths |= dict.fromkeys(text + closing)
         new = [node for node in paths if node not in self._score]
-        held = tree.live_branches
         try:
             if new:  # every node is asked, so that whatever is evaluated has its score
                 rows_N1 = yield Evaluate(tree, new)
                 self._score.update(zip(new, rows_N1[:, 0].tolist(), strict=True))
         except KVMemoryError:
-            if not held and len(texts) == 1:
-                raise
-            self._keep([])  # what was read before has to be read again
-            if held:
+            held = tree.live_branches
+            self._keep(map(self._reached, texts))  # what was read of the others has to be read again
+            if tree.live_branches < held:
                 return (yield from self._ask(texts))
-            half = len(texts) // 2
-            return (yield from self._ask(texts[:half])) + (yield from self._ask(texts[half:]))
+            if len(texts) == 1:
+                raise
+            first, second = texts[: len(texts) // 2], texts[len(texts) // 2 :]
+            scores = yield from self._ask(first, second)
+            return scores + (yield from self._ask(second, first))
         scores = [self._score[node] for node in closed]
-        self._keep(ends)
+        self._keep([*ends, *map(self._reached, others)])
         return scores
 
-    def _keep(self, nodes: Sequence[int]) -> None:
+    def _reached(self, ids: Sequence[int]) -> int:
+        """The last node of a text that the cache holds."""
+        tree = self.tree
+        assert tree is not None
+        node = tree.descend(ids[tree.prompt_length :])
+        while node != tree.root and not tree.is_evaluated(node):
+            node = tree.parent(node)
+        return node
+
+    def _keep(self, nodes: Iterable[int]) -> None:
         tree = self.tree
         assert tree is not None
         tree.keep([tree.root, *nodes])  # the root too: the trunk stays the prompt, since a text's end may still change

@@ -103,9 +103,14 @@ def gumbels(
     return uniform_NV.log_().neg_().log_().neg_().float()
 
 
+def draws(logp_NV: Tensor, seed: int, sequences: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """One token per row of warped log-probabilities, keyed by (seed, sequence, position): int64 [N] on the device."""
+    return (logp_NV + gumbels(seed, sequences, positions, logp_NV.shape[1], logp_NV.device)).argmax(-1)
+
+
 def draw(logp_NV: Tensor, seed: int, sequences: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """One token per row of warped log-probabilities, keyed by (seed, sequence, position)."""
-    return (logp_NV + gumbels(seed, sequences, positions, logp_NV.shape[1], logp_NV.device)).argmax(-1).tolist()
+    """`draws`, on the host."""
+    return draws(logp_NV, seed, sequences, positions).tolist()
 
 
 def uniforms(seed: int, stream: int, position: int) -> Iterator[float]:

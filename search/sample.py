@@ -7,11 +7,13 @@ so a sequence is the same however many are drawn beside it. Sequences share node
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.errors import UsageError
-from engine.sampling import Warp, draw
+from engine.sampling import Warp, draws
 from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
 
 
@@ -84,14 +86,21 @@ class Utterances:
         self.live = list(range(count))
         self._node = [self.tree.root] * count  # the last of each
 
-    def extend(self) -> Generator[Evaluate, Tensor, None]:
+    def extend(self) -> Generator[Evaluate, Any, None]:
         """Draw one more token of every live sequence. A KVMemoryError leaves everything as it was."""
         rows = {node: row for row, node in enumerate(dict.fromkeys(self._node[i] for i in self.live))}
-        logp_NV = yield Evaluate(self.tree, list(rows))
         row = [rows[self._node[i]] for i in self.live]
-        position = self.tree.position(self._node[self.live[0]]) + 1
-        drawn = draw(self.warp(logp_NV)[row], self.seed, self.live, [position] * len(self.live))
-        for i, token, logp in zip(self.live, drawn, logp_NV[row, drawn].tolist(), strict=True):
+        positions = [self.tree.position(self._node[self.live[0]]) + 1] * len(self.live)
+
+        def read(logp_NV: Tensor) -> Tensor:
+            """The tokens drawn, and their log-probabilities."""
+            row_n = torch.tensor(row).to(logp_NV.device, non_blocking=True)
+            token_n = draws(self.warp(logp_NV)[row_n], self.seed, self.live, positions)
+            return torch.cat([token_n.double(), logp_NV[row_n, token_n].double()])
+
+        answer = yield Evaluate(self.tree, list(rows), read)
+        told = answer[1] if isinstance(answer, tuple) else read(answer).tolist()
+        for i, token, logp in zip(self.live, map(int, told), told[len(row) :], strict=False):
             self.tokens[i].append(token)
             self.logprobs[i] += logp
             self.reasons[i] = self.task.finish_reason(self.tokens[i])

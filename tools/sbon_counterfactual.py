@@ -7,12 +7,14 @@ rejected one up to tau). `collect` draws the utterances with the engine, `analys
 """
 
 import argparse
+import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
+from random import Random
 from typing import Any
 
 import torch
@@ -24,8 +26,10 @@ from engine.errors import CoppiceError, UsageError
 from engine.requests import SearchGenerator, SearchResult, Task
 from search.sbon import BoN, Race
 from search.sbon_rates import accepted, kendall
+from tools.bench.figures import draw
 from tools.bench.measure import progress
-from tools.bench.report import table
+from tools.bench.report import finish, stamp, table
+from tools.demo.generator import dialogue
 
 ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 GAUSSIAN_ALPHAS, RHOS = (0.5, 0.8, 0.9, 0.95), (0.0, 0.5, 0.7, 0.9, 1.0)
@@ -58,26 +62,52 @@ class Collect(BoN):
         return result
 
 
-def collect(args: argparse.Namespace) -> None:
-    """Draw utterances to the prompts of a file and write them, a line per prompt."""
+def collect(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Draw utterances to prompts and write them, a line per prompt."""
     model, _, reward = with_defaults(args.model, None, args.reward)
     engine = Engine.load(model, reward=reward, threads=args.threads, kv_memory=args.kv_memory)
-    with open(args.input, encoding="utf-8") as source, open(args.output, "w", encoding="utf-8") as sink:
-        for number, line in enumerate(filter(str.strip, source)):
-            record = json.loads(line)
-            utterances: list[dict[str, Any]] = []
-            while len(utterances) < args.n:
-                search = Collect(n=min(GROUP, args.n - len(utterances)), every=args.every, temperature=args.temperature,
-                                 seed=args.seed + len(utterances) // GROUP)  # fmt: skip
-                request = as_request(record, engine, search, max_new_tokens=args.max_new_tokens)
-                for _, outcome in engine.serve([request]):
-                    if isinstance(outcome, CoppiceError):
-                        raise outcome
-                    utterances += outcome.stats["collected"]
-            told = {"id": record.get("id", number), "every": args.every, "utterances": utterances}
+    with open(args.output, "w", encoding="utf-8") as sink:
+        for number, record in enumerate(prompts(args)):
+            told = {"id": record.get("id", number), **draw_utterances(engine, record, args)}
             sink.write(json.dumps(told) + "\n")
             sink.flush()
-            progress(f"prompt {number + 1}: {len(utterances)} utterances")
+            progress(f"prompt {number + 1}: {args.n} utterances")
+
+
+def draw_utterances(engine: Engine, record: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Utterances to a prompt, with the rewards of their beginnings: what `Utterances.of` reads."""
+    utterances: list[dict[str, Any]] = []
+    while len(utterances) < args.n:
+        search = Collect(n=min(GROUP, args.n - len(utterances)), every=args.every, temperature=args.temperature,
+                         seed=args.seed + len(utterances) // GROUP)  # fmt: skip
+        request = as_request(record, engine, search, max_new_tokens=args.max_new_tokens)
+        for _, outcome in engine.serve([request]):
+            if isinstance(outcome, CoppiceError):
+                raise outcome
+            utterances += outcome.stats["collected"]
+    return {"every": args.every, "utterances": utterances}
+
+
+def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The first of the file; else requests for stories, fresh from the demo's generator, others for each seed."""
+    if args.input:
+        with open(args.input, encoding="utf-8") as source:
+            return [json.loads(line) for line in source if line.strip()][: args.prompts]
+    found: list[dict[str, Any]] = []
+    for i in itertools.count():
+        talk = dialogue(Random(f"sbon:{args.seed}:{i}"))
+        if talk.turns[-1].task == "story" and len(talk.turns) <= 3:
+            found.append({"messages": talk.messages()[:-1]})
+        if len(found) == args.prompts:
+            return found
+    raise AssertionError
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser, count: int) -> None:
+    """What `prompts` reads, but for the seed."""
+    told = "JSON Lines with messages or a prompt each (fresh ones for the demo)"
+    parser.add_argument("--input", metavar="FILE", help=told)
+    parser.add_argument("--prompts", type=int, default=count, help="how many (%(default)s)")
 
 
 def as_request(record: dict[str, Any], engine: Engine, search: Any, **options: Any) -> Request:
@@ -218,8 +248,8 @@ def gaussian_fewer(n: int, m: int, trials: int, seed: int) -> float:
 # --- telling ---
 
 
-def analyse(args: argparse.Namespace) -> None:
-    """Tables, a JSON line, and the figure."""
+def analyse(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """A table, a JSON line, and the figure."""
     with open(args.file, encoding="utf-8") as source:
         prompts = [Utterances.of(json.loads(line)) for line in source if line.strip()]
     if not prompts or len({prompt.every for prompt in prompts}) > 1:
@@ -230,22 +260,35 @@ def analyse(args: argparse.Namespace) -> None:
               generator=torch.Generator().manual_seed(args.seed))], m).mean()) for p in prompts) / len(prompts)
               for m in (1, args.n // 4, args.n // 2)}  # fmt: skip
     mode = "the paper's rule" if args.faithful else "finished utterances kept"
-    print(f"N = {args.n}, {len(prompts)} prompts, {args.trials} bootstrap trials each, {mode}\n")
-    taus = sorted({row["tau"] for row in rows})
-    found = {(row["tau"], row["alpha"]): row for row in rows}
-    for name, form in (("score", "{:.1f}"), ("token_rate", "{:.3f}")):
-        body = [[tau, *(form.format(found[tau, a][name]) for a in ALPHAS)] for tau in taus]
-        print(f"{name} by tau and alpha\n" + table(["tau", *map(str, ALPHAS)], body) + "\n")
-    body = [[r["tau"], *(f"{r[c]:.3f} ± {r[c + '_std']:.3f}" for c in ("pearson", "kendall"))] for r in related]
-    print("correlation of partial and final rewards\n" + table(["tau", "Pearson", "Kendall"], body) + "\n")
-    print("\n".join(f"best-of-{m}: score {score:.1f}" for m, score in lesser.items() if m))
+    each = math.fsum(len(p.length_M) for p in prompts) / len(prompts)
+    body = [
+        f"N = {args.n}, {len(prompts)} prompts of {each:.0f} utterances, {args.trials} bootstrap trials each, {mode}. "
+        "Score / token rate by decision token and rejection rate, and the correlation of partial and final rewards:",
+        grid(rows, related),
+        "Best-of-M instead: " + ", ".join(f"M = {m}: score {score:.1f}" for m, score in lesser.items() if m) + ".",
+    ]
+    for best in sorted((r for r in rows if r["score"] >= args.score), key=lambda r: r["token_rate"])[:1]:
+        body.append(f"Fewest tokens at a score of {args.score:g} or more: tau {best['tau']}, alpha {best['alpha']}, "
+                    f"token rate {best['token_rate']:.3f}, score {best['score']:.1f}.")  # fmt: skip
     if args.figure:
         draw(args.figure, (11, 8), lambda figure: figure_of(figure, prompts, rows, related))
-    print(json.dumps({"n": args.n, "prompts": len(prompts), "trials": args.trials, "keep_finished": not args.faithful,
-                      "rows": rows, "correlations": related, "best_of": lesser}))  # fmt: skip
+        body.append(f"![score and token rate, partial and final rewards]({PurePath(args.figure).name})")
+    result = {"n": args.n, "prompts": len(prompts), "trials": args.trials, "keep_finished": not args.faithful,
+              "rows": rows, "correlations": related, "best_of": lesser}  # fmt: skip
+    made = stamp(argv, "tools.sbon_counterfactual")
+    finish("sbon-counterfactual", made, "\n\n".join(body), result, args.save)
 
 
-def gaussian(args: argparse.Namespace) -> None:
+def grid(rows: Sequence[dict[str, Any]], related: Sequence[dict[str, float]]) -> str:
+    """A line for each decision token."""
+    found = {(row["tau"], row["alpha"]): f"{row['score']:.1f} / {row['token_rate']:.2f}" for row in rows}
+    told = {r["tau"]: [f"{r[name]:.2f} ± {r[name + '_std']:.2f}" for name in ("pearson", "kendall")] for r in related}
+    taus = sorted({row["tau"] for row in rows})
+    lines = [[tau, *(found[tau, alpha] for alpha in ALPHAS), *told.get(tau, ["", ""])] for tau in taus]
+    return table(["tau", *(f"alpha {alpha}" for alpha in ALPHAS), "Pearson", "Kendall"], lines)
+
+
+def gaussian(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """The Gaussian table, a JSON line, and the figure."""
     rows = list(gaussian_table(args.n, args.trials, args.seed))
     lesser = gaussian_fewer(args.n, args.n // 4, args.trials, args.seed)
@@ -258,20 +301,6 @@ def gaussian(args: argparse.Namespace) -> None:
     if args.figure:
         draw(args.figure, (8.5, 3.6), lambda figure: gaussian_figure(figure, rows, lesser, args.n))
     print(json.dumps({"n": args.n, "trials": args.trials, "rows": rows, "fewer": {args.n // 4: lesser}}))
-
-
-def draw(path: str, size: tuple[float, float], paint: Callable[[Any], None]) -> None:
-    """Paint a figure into a file; the same figure gives the same bytes."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("figures need matplotlib", remedy="pip install 'coppice[viz]'") from None
-    with matplotlib.rc_context({"svg.hashsalt": "coppice"}):
-        figure = Figure(figsize=size, layout="constrained")
-        paint(figure)
-        figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-    progress(f"saved: {Path(path).name}")
 
 
 def figure_of(
@@ -334,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     one = commands.add_parser("collect", help="draw utterances with the rewards of their beginnings")
     one.add_argument("--model", metavar="DIR", help="(the bundled demo)")
     one.add_argument("--reward", metavar="DIR", help="(the demo's)")
-    one.add_argument("--input", required=True, metavar="FILE", help="JSON Lines with messages or a prompt each")
+    add_prompt_flags(one, 50)
     one.add_argument("--output", required=True, metavar="FILE")
     one.add_argument("--n", type=int, default=1000, help="utterances of each prompt (%(default)s)")
     one.add_argument("--every", type=int, default=16, help="tokens between two rewards (%(default)s)")
@@ -345,6 +374,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     one.set_defaults(run=collect)
     two = commands.add_parser("analyse", help="tables and figures of what was collected")
     two.add_argument("file", metavar="FILE")
+    two.add_argument("--score", type=float, default=98, help="the least that is wanted (%(default)s)")
+    two.add_argument("--save", metavar="FILE", help="also write the section sbon-counterfactual of this page")
     two.add_argument("--faithful", action="store_true", help="the paper's rule: finished utterances may be rejected")
     two.set_defaults(run=analyse)
     three = commands.add_parser("gaussian", help="the same for Gaussian rewards of known correlation")
@@ -355,10 +386,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--figure", metavar="FILE", help="draw it too (svg, png, pdf)")
     for command in (one, two, three):
         command.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = parser.parse_args(words)
 
     def work() -> int:
-        args.run(args)
+        args.run(args, words)
         return 0
 
     return cli.run(work, args.verbose)

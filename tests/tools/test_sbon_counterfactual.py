@@ -138,10 +138,13 @@ def test_the_commands(tmp_path, capsys):
     file.write_text("\n".join(lines) + "\n")
     told = {}
     for mode in ([], ["--faithful"]):
-        assert main(["analyse", str(file), "--n", "20", "--trials", "20", *mode]) == 0
+        assert main(["analyse", str(file), "--n", "20", "--trials", "20", "--score", "90", *mode]) == 0
         out = capsys.readouterr().out
         told[bool(mode)] = json.loads(out.splitlines()[-1])
-        assert "score by tau and alpha" in out and "best-of-5: score" in out
+        assert "alpha 0.95" in out and "M = 5: score" in out
+        rows = [row for row in told[bool(mode)]["rows"] if row["score"] >= 90]
+        cheapest = min(rows, key=lambda row: row["token_rate"])
+        assert f"90 or more: tau {cheapest['tau']}, alpha {cheapest['alpha']}," in out
     for ours, papers in zip(told[False]["rows"], told[True]["rows"], strict=True):
         assert ours["token_rate"] == papers["token_rate"] and ours["score"] >= papers["score"]
     assert main(["gaussian", "--n", "20", "--trials", "50"]) == 0
