@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.errors import KVMemoryError, UsageError
 from engine.sampling import Warp, draw
-from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, likeliest, register
+from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, likely, register
 from search.draft_size import MOST, DraftSize
 from search.drafters import MCTS, Backoff, Draft, Drafter
 from search.ngrams import NGramStore, add_to_store, count, open_store
@@ -37,13 +37,13 @@ class ADED:
         adapt: whether the drafter learns from the request's own text.
         store: file of counted n-grams to start from (python -m tools.ngrams).
         save: file of n-grams that every answer is added to.
-        iterations: mcts: simulations per draft.
-        candidates: mcts: most visited nodes that become drafts.
-        depth: mcts: tokens that a simulation looks ahead.
-        successors: mcts: likeliest successors of a pair of tokens that are kept.
+        iterations: mcts: simulations per draft; s in the paper, as the letters that follow.
+        candidates: mcts: most visited nodes that become drafts; n.
+        depth: mcts: tokens that a simulation looks ahead; l.
+        successors: mcts: likeliest successors of a pair of tokens that are kept; t.
         c1: mcts: weight of exploration.
         c2: mcts: visits at which exploration starts to grow.
-        window: mcts: last tokens whose tri-grams are strengthened at every step.
+        window: mcts: last tokens whose tri-grams are strengthened at every step; this and the next two are the code's.
         increment: mcts: by how much.
         cap: mcts: up to what.
     """
@@ -84,6 +84,8 @@ class ADED:
             self._check(name, int, 0 if name == "window" else 1, 1 << 16)
         for name, low in (("c1", 0), ("c2", 1e-6), ("increment", 0), ("cap", 0)):
             self._check(name, float, low, 1e6)
+        if self.save is not None and not Path(self.save).absolute().parent.is_dir():
+            raise UsageError("save: expected a file in a folder that is there", where=str(self.save))
         self._open_store()
 
     def _check(self, name: str, kind: type, low: float, high: float, also: str = "") -> None:
@@ -94,13 +96,16 @@ class ADED:
 
     def run(self, task: Task) -> SearchGenerator:
         tree, warp, drafter, size = task.tree, self._warp(), self._drafter(task), self._size(task)
+        if self.save is not None and Path(self.save).exists():  # before the work is done
+            open_store(self.save).check(task.vocab_size, self._fingerprint(task))
         prompt, tokens, logprob = list(tree.trunk.tokens), [], 0.0
         accepted: list[int] = []  # per step
-        drafted, draft_seconds, verify_seconds = 0, 0.0, 0.0
-        reason, fresh = None, prompt
+        reason, drafted, verify_seconds = None, 0, 0.0
+        began = time.thread_time()
+        drafter.learn(prompt)
+        draft_seconds = time.thread_time() - began
         while reason is None:
             began = time.thread_time()
-            drafter.learn(fresh)  # 2.
             reach = self._reach(task, len(tokens))
             wanted = size.wanted() if reach else 0
             draft = drafter.draft(wanted, reach) if wanted else Draft()  # 3., 4.
@@ -116,21 +121,26 @@ class ADED:
                 row, nodes = {tree.root: 0}, {}
                 logp_NV = yield Evaluate(tree, [tree.root])
             began = time.thread_time()
+            curious = wanted and drafter.curiosity < 1
+            known = likely(logp_NV[: 1 + OBSERVED], drafter.curiosity) if curious else []
             node, fresh = tree.root, []
-            while node in row:  # 6.
-                token = self._pick(logp_NV[row[node]], warp, tree.position(node) + 1)
-                logprob += float(logp_NV[row[node], token])
+            while (i := row.get(node)) is not None:  # 6.
+                logps = known[i] if i < len(known) else {}
+                if warp is None and logps:
+                    token = max(logps, key=logps.__getitem__)  # of equals the lower
+                else:
+                    token = self._pick(logp_NV[i], warp, tree.position(node) + 1)
+                logprob += logps[token] if token in logps else float(logp_NV[i, token])
                 tokens.append(token)
                 fresh.append(token)
                 reason = task.finish_reason(tokens)  # 7.
                 if reason:
                     break
                 [node] = tree.grow([node], [token])  # the drafted node, if that was drafted
-            if drafter.curiosity:
-                tops, chances = likeliest(logp_NV[: 1 + OBSERVED], drafter.curiosity)
-                for place, drafted_node in [(-1, tree.root), *nodes.items()][: 1 + OBSERVED]:
-                    i = row[drafted_node]
-                    drafter.observe(place, dict(zip(tops[i], chances[i], strict=True)))
+            for _, (place, drafted_node) in zip(known, [(-1, tree.root), *nodes.items()], strict=False):
+                drafter.observe(place, known[row[drafted_node]])
+            if not reason:
+                drafter.learn(fresh)  # 2.
             if wanted:
                 size.learn(draft, fresh)
             drafted += len(row) - 1
@@ -138,8 +148,7 @@ class ADED:
             if not reason:
                 tree.keep([node])
             verify_seconds += time.thread_time() - began
-            if wanted:
-                size.settle(took + time.thread_time() - began, len(row) - 1, len(fresh))
+            size.settle(took + time.thread_time() - began, wanted > 0, len(row) - 1, len(fresh))
             yield Report(fresh, lambda: tokens, {"drafted": len(row) - 1, "accepted": accepted[-1]})
         if self.save is not None:
             add_to_store(self.save, count(prompt[-2:] + tokens), task.vocab_size, self._fingerprint(task))
@@ -181,7 +190,8 @@ class ADED:
         return MCTS(store, self.adapt, **{name: getattr(self, name) for name in names})
 
     def _open_store(self) -> NGramStore | None:
-        if self.store is None or (self.store == self.save and not Path(self.store).exists()):  # what is not there yet
+        learnt = self.save is not None and self.store is not None and Path(self.store) == Path(self.save)
+        if self.store is None or (learnt and not Path(self.store).exists()):  # nothing was learnt yet
             return None
         return open_store(self.store)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ __all__ = [
     "Task",
     "best_candidates",
     "evaluate_best",
-    "likeliest",
+    "likely",
     "make_search",
     "register",
 ]
@@ -140,23 +141,23 @@ def _ranked(logp_NV: Tensor, scores: list[float], packed: list[float]) -> tuple[
     return [s for s, _ in found], [i // V for _, i in found], [i % V for _, i in found]
 
 
-def likeliest(logp_NV: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
-    """The k most probable tokens of each row, best first, and their probabilities; among equals, any.
+def likely(logp_NV: Tensor, least: float) -> list[dict[int, float]]:
+    """Of each row, the log-probabilities of the tokens at least as probable as `least`, lower tokens first.
 
-    The k best lie in the k columns of largest maxima when a row is folded to a width of 128, and maxima of columns are
-    several times faster than sorting or searching all of a row.
+    Largest values of blocks are found many times faster than places in a row: these are looked for in few blocks.
     """
     N, V = logp_NV.shape
-    k, width = min(k, V), 128
-    rows = V // width
-    if rows < 2 or k > width:
-        values_NK, tokens_NK = torch.topk(logp_NV, k)
-    else:
-        folded_NRC = logp_NV[:, : rows * width].unflatten(1, (rows, width))
-        columns_NK = torch.topk(folded_NRC.amax(1), k).indices
-        found_NRK = folded_NRC.gather(2, columns_NK.unsqueeze(1).expand(N, rows, k))
-        candidates = torch.cat([found_NRK.flatten(1), logp_NV[:, rows * width :]], 1)
-        values_NK, place_NK = torch.topk(candidates, k)
-        inside_NK = (place_NK // k) * width + columns_NK.gather(1, place_NK % k)
-        tokens_NK = torch.where(place_NK < rows * k, inside_NK, place_NK - rows * k + rows * width)
-    return tokens_NK.tolist(), values_NK.exp().tolist()
+    width, bound = 128, math.log(max(least, 1e-38))
+    whole = V // width * width
+    found: list[dict[int, float]] = [{} for _ in range(N)]
+    for start, end, size in ((0, whole, width), (whole, V, V - whole)):
+        if start < end:
+            blocks_NBS = logp_NV[:, start:end].unflatten(1, (-1, size))
+            row_M, block_M = (blocks_NBS.amax(2) >= bound).nonzero().unbind(1)
+            near_MS = blocks_NBS[row_M, block_M]
+            m_K, place_K = (near_MS >= bound).nonzero().unbind(1)
+            tokens_K = block_M[m_K] * size + place_K + start
+            columns = row_M[m_K], tokens_K, near_MS[m_K, place_K]
+            for row, token, logp in zip(*(column.tolist() for column in columns), strict=True):
+                found[row][token] = logp
+    return found

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
+from engine.timing import PassTime
 from search.drafters import Draft
 
 MOST = 64  # nodes of a draft
@@ -11,9 +12,10 @@ MOST = 64  # nodes of a draft
 class DraftSize:
     """Chooses how many nodes of each draft to evaluate, from what drafts have been worth and what evaluating costs.
 
-    n nodes bring 1 + (the chances of all of them) tokens, and take seconds(1 + n) and the host's work on them. Drafters
-    are too sure of themselves, so their chances are corrected by how often guesses of that kind came true. While
-    drafting has been losing time, no drafts are made, but for one now and then, ever less often.
+    n nodes bring 1 + (the chances of all of them) tokens, and take seconds(1 + n) and the host's work, which is
+    measured for the steps with drafts, by their nodes, and for those without. Drafters are too sure of themselves, so
+    their chances are corrected by how often guesses of that kind came true. Drafts may lose a small part of the time,
+    and a little more at first; where that is used up, the next one waits.
 
     Args:
         seconds: of a pass by its tokens, see `Task.seconds`; None evaluates everything that is drafted.
@@ -25,36 +27,38 @@ class DraftSize:
     PRIOR = 2.0  # guesses that a kind starts with, as true as they claim to be
     MEMORY = 0.98  # what an outcome still weighs after the next one
     RATE = 0.1  # how far a step moves what is expected of the next
-    RARELY = 64  # steps without a draft while drafting does not pay, at most
+    LOSS = 0.02  # of the time, that drafts may lose
+    FIRST, MOST_SAVED, MOST_LOST = 2.0, 4.0, 1.28  # steps' time: to lose at first, and to be remembered
 
     def __init__(self, seconds: Callable[[int], float] | None, most: int = MOST):
         self.seconds, self.most = seconds, most
         self.wish = most if seconds is None else 15  # nodes to draft
         self.true = [self.PRIOR * (kind + 0.5) / self.KINDS for kind in range(self.KINDS)]
         self.tried = [self.PRIOR] * self.KINDS
-        self.host = 0.0  # the search's own seconds per node
-        self.saved = 0.0  # seconds by a draft, of late
-        self.pause = self.paused = 0
+        self.host = PassTime()  # the search's own seconds in a step with a draft
+        self.alone = 0.0  # and in one without
+        self.credit = self.FIRST  # steps' time that drafts may lose
 
     def wanted(self) -> int:
         """How many nodes to draft now."""
-        if self.paused:
-            self.paused -= 1
-            return 0
-        return self.wish
+        return self.wish if self.credit > 0 else 0
 
     def choose(self, draft: Draft) -> int:
         """How many nodes of a draft to evaluate."""
         if self.seconds is None or not (plain := self.seconds(1)) or not draft.tokens:
             return len(draft.tokens)
         chances: list[float] = []
-        for parent, chance in zip(draft.parents, _given_parent(draft), strict=True):
-            chances.append(self._correct(chance) * (chances[parent] if parent >= 0 else 1.0))
-        best, rate, gain, before = 0, 1 / plain, 1.0, 0
+        came = [true / tried for true, tried in zip(self.true, self.tried, strict=True)]
+        worth = [c / ((kind + 0.5) / self.KINDS) for kind, c in enumerate(came)]  # of what guesses of a kind claim
+        for parent, score in zip(draft.parents, draft.scores, strict=True):
+            given, chance = (chances[parent], score / draft.scores[parent]) if parent >= 0 else (1.0, score)
+            chances.append(given * min(1.0, chance * worth[self._kind(chance)]))
+        best, rate, gain, before = 0, 1 / (plain + self.host.seconds(1)), 1.0, 0
         for n in self.SIZES:
             gain, before = gain + math.fsum(chances[before:n]), n
-            if n <= len(chances) and gain / (self.seconds(1 + n) + self.host * n) > rate:
-                best, rate = n, gain / (self.seconds(1 + n) + self.host * n)
+            cost = self.seconds(1 + n) + self.host.seconds(1 + n)
+            if n <= len(chances) and gain / cost > rate:
+                best, rate = n, gain / cost
         self.wish = min(self.most, 2 * best + 7)
         return best
 
@@ -63,39 +67,26 @@ class DraftSize:
         if self.seconds is None:
             return
         depth = {-1: 0}  # of what came true
-        for node, (token, parent, chance) in enumerate(
-            zip(draft.tokens, draft.parents, _given_parent(draft), strict=True)
-        ):
+        for node, (token, parent, score) in enumerate(zip(draft.tokens, draft.parents, draft.scores, strict=True)):
             level = depth.get(parent, len(tokens))
             if level < len(tokens):
-                kind = self._kind(chance)
+                kind = self._kind(score / draft.scores[parent] if parent >= 0 else score)
                 self.tried[kind] = self.MEMORY * self.tried[kind] + 1
                 self.true[kind] = self.MEMORY * self.true[kind] + (token == tokens[level])
                 if token == tokens[level]:
                     depth[node] = level + 1
 
-    def settle(self, host: float, nodes: int, tokens: int) -> None:
-        """A draft of so many evaluated nodes has brought so many tokens, and took the host so many seconds."""
-        if nodes:
-            self.host += self.RATE * (host / nodes - self.host)
-        if self.seconds is not None and (plain := self.seconds(1)):
-            saved = tokens * plain - self.seconds(1 + nodes) - host
-            self.saved += self.RATE * (saved - self.saved)
-            self.pause = min(self.RARELY, 2 * self.pause + 1) if self.saved < 0 else 0
-            self.paused = self.pause
+    def settle(self, host: float, drafted: bool, nodes: int, tokens: int) -> None:
+        """A step, with a draft or without, has evaluated so many nodes of one, brought so many tokens, and took the
+        host so many seconds."""
+        if drafted:
+            self.host.note(1 + nodes, host)
+        else:
+            self.alone += self.RATE * (host - self.alone)
+        if self.seconds is not None and self.seconds(1):
+            plain = self.seconds(1) + self.alone
+            saved = tokens - (self.seconds(1 + nodes) + host) / plain if drafted else 0.0
+            self.credit = max(-self.MOST_LOST, min(self.MOST_SAVED, self.credit + saved + self.LOSS * tokens))
 
     def _kind(self, chance: float) -> int:
         return min(self.KINDS - 1, int(chance * self.KINDS))
-
-    def _correct(self, chance: float) -> float:
-        kind = self._kind(chance)
-        claimed = (kind + 0.5) / self.KINDS
-        return min(1.0, chance / claimed * self.true[kind] / self.tried[kind])
-
-
-def _given_parent(draft: Draft) -> list[float]:
-    """Each node's chance if its parent comes true."""
-    return [
-        score / draft.scores[parent] if parent >= 0 else score
-        for score, parent in zip(draft.scores, draft.parents, strict=True)
-    ]

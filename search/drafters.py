@@ -5,11 +5,12 @@ a store of counts, which they never change, and learn from one request: what the
 so no request depends on those before it.
 """
 
-import heapq
+import functools
 import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
 from typing import Protocol
 
 from search.ngrams import BITS, NONE, NGramStore
@@ -40,10 +41,10 @@ class Drafter(Protocol):
     nothing but the context decides it between two calls of `learn` or `observe`.
 
     Attributes:
-        curiosity: how many of the model's likeliest tokens `observe` wants to be told; 0: it need not be called.
+        curiosity: how likely the model must hold a token for `observe` to be told; 1: it need not be called.
     """
 
-    curiosity: int
+    curiosity: float
 
     def learn(self, tokens: Sequence[int]) -> None:
         """The text goes on with these: the prompt, then what was generated."""
@@ -53,8 +54,8 @@ class Drafter(Protocol):
         """Guess up to `nodes` nodes, at most `depth` (>= 1) tokens ahead."""
         ...
 
-    def observe(self, node: int, chances: Mapping[int, float]) -> None:
-        """The model's likeliest tokens after a node of the last draft (-1: after the text), with their probabilities.
+    def observe(self, node: int, logps: Mapping[int, float]) -> None:
+        """What the model holds for likely after a node of the last draft (-1: after the text): log-probabilities.
 
         Told of the likeliest evaluated nodes, also those off the way that the text takes, and before `learn`.
         """
@@ -79,12 +80,11 @@ class Backoff:
     ORDERS = tuple((1 << BITS * n) - 1 for n in (3, 2, 1))  # masks of a context's last n tokens
     DOUBT = 0.5  # occurrences that an order leaves to the shorter ones, for itself and for each successor it knows
     FLOOR = 1 / 256  # what is less likely is no draft
-    LOOKS = 4  # of the model's likeliest tokens, to learn from
-    LEAST = 0.1  # chance at which one of them is learnt
+    LEAST = 0.1  # chance at which what the model thinks is learnt
 
     def __init__(self, store: NGramStore | None = None, adapt: bool = True):
         self.store, self.adapt = store, adapt
-        self.curiosity = self.LOOKS if adapt else 0
+        self.curiosity = self.LEAST if adapt else 1.0
         self.context = 0  # the last three tokens, each plus one, as digits: a shorter context is a smaller number
         self.seen: dict[int, dict[int, float]] = {}  # context of 1 to 3 tokens -> successor -> how often
         self.contexts: list[int] = []  # of the last draft's nodes
@@ -92,26 +92,24 @@ class Backoff:
     def learn(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             if self.adapt:
-                self._count(self.context, token, 1.0)
+                self._count(self.context, {token: 1.0})
             self.context = (self.context << BITS | token + 1) & self.ORDERS[0]
 
-    def observe(self, node: int, chances: Mapping[int, float]) -> None:
-        if self.adapt:
-            for token, chance in chances.items():
-                if chance < self.LEAST:
-                    break
-                self._count(self.contexts[node] if node >= 0 else self.context, token, chance)
+    def observe(self, node: int, logps: Mapping[int, float]) -> None:
+        if self.adapt and logps:
+            context = self.contexts[node] if node >= 0 else self.context
+            self._count(context, {token: math.exp(logp) for token, logp in logps.items()})
 
-    def _count(self, context: int, token: int, weight: float) -> None:
+    def _count(self, context: int, weights: dict[int, float]) -> None:
         last = 0
         for mask in self.ORDERS:
             if (part := context & mask) != last:  # a text's first tokens have no long contexts
                 last = part
-                seen = self.seen.get(part)
-                if seen is None:
-                    self.seen[part] = {token: weight}
+                if (seen := self.seen.get(part)) is None:
+                    self.seen[part] = weights.copy()
                     continue
-                seen[token] = seen.pop(token, 0.0) + weight  # the latest last
+                for token, weight in weights.items():
+                    seen[token] = seen.pop(token, 0.0) + weight  # the latest last
                 if len(seen) > 2 * KEPT:
                     latest = sorted(reversed(seen.items()), key=lambda entry: -entry[1])[:KEPT]
                     self.seen[part] = dict(reversed(latest))
@@ -120,15 +118,17 @@ class Backoff:
         draft, self.contexts = Draft(), []
         tokens, parents, scores, contexts = draft.tokens, draft.parents, draft.scores, self.contexts
         heap: list[tuple[float, int, int, int, int]] = []  # likeliest first, then the older parent, the lower token
+        best = [self.FLOOR] * nodes  # heap of the chances of the likeliest found: what is below all of them is no draft
         parent, context, chance, level = -1, self.context, 1.0, 0
         while True:
-            if level < depth:
-                for token, p in self._mix(context, self.FLOOR / chance).items():
-                    if chance * p > self.FLOOR:
-                        heapq.heappush(heap, (-chance * p, parent, token, context, level + 1))
+            if level < depth and len(tokens) < nodes:
+                for token, p in self._mix(context, best[0] / chance).items():
+                    if (reached := chance * p) >= best[0]:
+                        heapreplace(best, reached)
+                        heappush(heap, (-reached, parent, token, context, level + 1))
             if not heap or len(tokens) == nodes:
                 return draft
-            chance, above, token, context, level = heapq.heappop(heap)
+            chance, above, token, context, level = heappop(heap)
             parent, chance = len(tokens), -chance
             context = (context << BITS | token + 1) & self.ORDERS[0]
             tokens.append(token)
@@ -136,8 +136,8 @@ class Backoff:
             scores.append(chance)
             contexts.append(context)
 
-    def _mix(self, context: int, floor: float = 0.0) -> dict[int, float]:
-        """Chances of the tokens after a context; shorter orders that could add no more than `floor` are left out."""
+    def _mix(self, context: int, least: float = 0.0) -> dict[int, float]:
+        """Chances of the tokens after a context; those that are below `least` may be missing."""
         chances: dict[int, float] = {}
         left, doubt, last = 1.0, self.DOUBT, 0
         for mask in self.ORDERS:
@@ -145,20 +145,25 @@ class Backoff:
             if part != last and (seen := self.seen.get(part)):
                 total = sum(seen.values())
                 share = left / (total + doubt * (1 + len(seen)))
-                for token, n in seen.items():
-                    chances[token] = chances.get(token, 0.0) + share * n
-                left -= share * total
-                if left <= floor:
-                    return chances
+                for token in chances:
+                    if token in seen:
+                        chances[token] += share * seen[token]
+                rest = left - share * total
+                if left >= least:
+                    enough = (least - rest) / share  # times seen, for shorter contexts to bring it to `least`
+                    for token, n in seen.items():
+                        if n >= enough and token not in chances:
+                            chances[token] = share * n
+                left = rest
             last = part
-        if self.store is not None and last:
-            before = (context & self.ORDERS[1]) >> BITS
-            pair = self.store.after_pair(before - 1, last - 1) if before else NONE
-            for after in (pair, self.store.after(last - 1)):
-                share = left / (after.total + doubt * (1 + len(after.tokens)))
-                for token, n in zip(after.tokens, after.counts, strict=True):
-                    chances[token] = chances.get(token, 0.0) + share * n
-                left -= share * after.total
+        if self.store is not None and last and (chances or left >= least):
+            stored = counted((context & self.ORDERS[1]) >> BITS, last, self.store)
+            for token in chances:
+                chances[token] += left * stored.get(token, 0.0)
+            for token, p in stored.items():  # likeliest first
+                if left * p < least:
+                    break
+                chances.setdefault(token, left * p)
         return chances
 
     def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
@@ -170,6 +175,19 @@ class Backoff:
         return {token: chance / total for token, chance in chances.items()}
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def counted(before: int, last: int, store: NGramStore) -> dict[int, float]:
+    """What a store says of the token after two, given plus one (0: there is none), mixed as the text's orders are."""
+    chances: dict[int, float] = {}
+    left = 1.0
+    for after in (store.after_pair(before - 1, last - 1) if before else NONE, store.after(last - 1)):
+        share = left / (after.total + Backoff.DOUBT * (1 + len(after.tokens)))
+        for token, n in zip(after.tokens, after.counts, strict=True):
+            chances[token] = chances.get(token, 0.0) + share * n
+        left -= share * after.total
+    return dict(sorted(chances.items(), key=lambda entry: (-entry[1], entry[0])))
+
+
 class MCTS:
     """The paper's draft maker: a Monte Carlo tree search over a tri-gram matrix.
 
@@ -179,7 +197,7 @@ class MCTS:
         iterations, candidates, depth, successors, c1, c2, window, increment, cap: see `search.aded.ADED`.
     """
 
-    curiosity = 0
+    curiosity = 1.0
 
     def __init__(
         self,
@@ -209,10 +227,11 @@ class MCTS:
             return
         last = self.text[-self.window :] if self.window else []
         for a, b, c in zip(last, last[1:], last[2:], strict=False):
-            row = self.matrix.setdefault((a, b), dict(self._row(a, b)))  # copied on the first write
+            if (row := self.matrix.get((a, b))) is None:
+                row = self.matrix[a, b] = dict(self._row(a, b))  # copied on the first write
             row[c] = min(self.cap, row.get(c, 0.0) + self.increment)
 
-    def observe(self, node: int, chances: Mapping[int, float]) -> None:
+    def observe(self, node: int, logps: Mapping[int, float]) -> None:
         pass
 
     def _row(self, a: int, b: int) -> list[tuple[int, float]]:

@@ -32,7 +32,7 @@ ORDER = 0x0102
 SUCCESSORS = 12  # the paper's t: kept per bi-gram
 REMEDY = "count one for this model: python -m tools.ngrams --model DIR --input FILES --output FILE"
 
-Run = tuple[Tensor, Tensor]  # keys, ascending and distinct, and their counts: int64
+Run = tuple[Tensor, Tensor]  # keys, ascending and distinct: int64; and their counts: int64, or int32 of a store
 
 
 class Successors(NamedTuple):
@@ -93,7 +93,8 @@ class NGramStore:
     def after_pair(self, a: int, b: int) -> Successors:
         """What follows the tokens a, b."""
         key = (a << BITS | b) << BITS
-        start, end = bisect_left(self.keys, key), bisect_left(self.keys, key + REST + 1)
+        start = bisect_left(self.keys, key)
+        end = bisect_left(self.keys, key + REST + 1, start)
         if start == end:
             return NONE
         tokens, counts = [k & REST for k in self.keys[start:end]], self.counts[start:end].tolist()
@@ -109,19 +110,19 @@ class NGramStore:
             return NONE
         keys, counts = self.run(start, end)
         tokens, place = torch.unique_consecutive(keys >> BITS & REST, return_inverse=True)
-        sums = torch.zeros_like(tokens).scatter_add_(0, place, counts)
+        sums = torch.zeros_like(tokens).scatter_add_(0, place, counts.long())
         order = torch.argsort(sums, descending=True, stable=True)[:SUCCESSORS]
         return Successors(tokens[order].tolist(), sums[order].tolist(), int(sums.sum()))
 
     def run(self, start: int = 0, end: int | None = None) -> Run:
-        """Entries as tensors."""
+        """Entries as tensors, where they lie."""
         end = len(self) if end is None else end
         if start == end:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
         first = HEADER.size + 8 * len(self)
         keys = torch.frombuffer(self._data, dtype=torch.int64, count=end - start, offset=HEADER.size + 8 * start)
         counts = torch.frombuffer(self._data, dtype=torch.int32, count=end - start, offset=first + 4 * start)
-        return keys, counts.long()
+        return keys, counts
 
 
 def open_store(path: str | Path) -> NGramStore:
@@ -168,7 +169,7 @@ def merge(runs: Sequence[Run], successors: int = SUCCESSORS, *, block: int = 1 <
             start, end = torch.searchsorted(keys, torch.tensor([low, high])).tolist()
             parts.append((keys[start:end], counts[start:end]))
         keys, place = torch.unique(torch.cat([k for k, _ in parts]), return_inverse=True)
-        counts = torch.zeros_like(keys).scatter_add_(0, place, torch.cat([c for _, c in parts]))
+        counts = torch.zeros_like(keys).scatter_add_(0, place, torch.cat([c for _, c in parts]).long())
         if len(keys):
             yield _cut(keys, counts, successors) if successors else (keys, counts)
 
