@@ -2,18 +2,23 @@
 
 ULTS, section 3.4. Nodes are kept by family, the children of one evaluated node: a family's samples are made, compared
 and dropped together, and a whole boundary is compared through one row per family. When nodes leave or come, only the
-families that they belong to are looked through again.
+families that they belong to are looked through again. Samples are keyed and so need not be kept: fresh memory costs
+more than drawing them once more.
 """
 
 import heapq
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
+
+NOTHING = torch.empty(0)
+AT_ONCE = 8  # families looked through together
 
 
 @dataclass(eq=False)
@@ -29,7 +34,8 @@ class Family:
         sums: log-likelihoods of the paths to them.
         excluded: sum of the logs by which renormalising (without end-of-sequence) raised those.
         open: children that may be evaluated yet.
-        value_CN: their posterior samples; -inf for others, unless a rule lets evaluated children carry samples.
+        sum_C: their sums; -inf for others.
+        place_C: where on the tapes of `Rest` their samples begin.
     """
 
     node: int
@@ -40,10 +46,12 @@ class Family:
     tokens: list[int]
     sums: list[float]
     excluded: float
-    open: set[int] = field(default_factory=set)
-    value_CN: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    open: set[int]
+    sum_C: Tensor = NOTHING
+    place_C: Tensor = NOTHING
     below: "dict[int, Family]" = field(default_factory=dict)  # children that were evaluated
-    wins: list[float] = field(default_factory=list)  # of the children, by a recursive rule
+    value_CN: Tensor = NOTHING  # their samples, where a rule lets evaluated children carry some too
+    wins: list[float] = field(default_factory=list)
 
     @property
     def winner(self) -> int:
@@ -53,7 +61,7 @@ class Family:
     @staticmethod
     def above(token: int, key: int, samples: int) -> "Family":
         """A family whose only child is the root."""
-        return Family(-1, 0, key, None, 0, [token], [0.0], 0.0, value_CN=torch.zeros(1, samples))
+        return Family(-1, 0, key, None, 0, [token], [0.0], 0.0, set(), value_CN=torch.zeros(1, samples))
 
 
 class Boundary(ABC):
@@ -62,33 +70,42 @@ class Boundary(ABC):
     Args:
         origin: the family whose only child is the root.
         ceiling: of a path's log-likelihood and level, the best score that any way on can have.
+        sample: makes the posterior samples [F, C, N] of families, -inf for children that are not open; they hold until
+            it is asked again.
     """
 
-    def __init__(self, origin: Family, ceiling: Callable[[float, int], float]):
-        self.origin, self.ceiling = origin, ceiling
+    def __init__(
+        self,
+        origin: Family,
+        ceiling: Callable[[float, int], float],
+        sample: Callable[[Sequence[Family]], Tensor],
+    ):
+        self.origin, self.ceiling, self.sample = origin, ceiling, sample
         self.families: dict[Family, None] = {}  # those with open children, in the order they came
         self.shrunk = False  # a family has left since this was last set
+        self.bar = -math.inf  # the score to beat
         self._changed: dict[Family, None] = {}
         self._most: list[tuple[float, int, int, Family]] = []  # heap: each family's most probable open child
         self._count = 0
 
-    def add(self, family: Family) -> None:
-        """A node was evaluated."""
-        if family.parent is not None:
-            family.parent.below[family.place] = family
-        self._changed[family] = None
-        if family.open:
-            self.families[family] = None
-            self._push(family)
-        else:
-            self.shrunk = True
+    def add(self, families: Sequence[Family]) -> None:
+        """Nodes were evaluated."""
+        for family in families:
+            if family.parent is not None:
+                family.parent.below[family.place] = family
+            self._changed[family] = None
+            if family.open:
+                self.families[family] = None
+                self._push(family)
+            else:
+                self.shrunk = True
 
     def close(self, family: Family, children: Collection[int]) -> None:
         """Open nodes leave: they are evaluated next, or given up."""
         if len(children) == 1:
-            family.value_CN[next(iter(children))] = -math.inf
+            family.sum_C[next(iter(children))] = -math.inf
         else:
-            family.value_CN.index_fill_(0, torch.tensor([*children]), -math.inf)
+            family.sum_C.index_fill_(0, torch.tensor([*children]), -math.inf)
         family.open.difference_update(children)
         self._changed[family] = None
         if not family.open:
@@ -122,16 +139,21 @@ class Boundary(ABC):
                 inner.add(above)
                 above = above.parent
         tips = [f for f in self.families if f not in inner]
-        return min(tips, key=lambda f: float(f.value_CN.amax(0).mean()), default=None)
+        return min(tips, key=lambda f: float(self.sample([f])[0].amax(0).mean()), default=None)
 
+    @torch.inference_mode()
     def leaders(self, most: int) -> list[tuple[float, Family, int]]:
         """Families' most probable open nodes by the mean of their samples, best first: (mean, family, child)."""
-        found = [(float(f.value_CN[min(f.open)].mean()), f, min(f.open)) for f in self.families]
+        found = [(float(self.sample([f])[0, min(f.open)].mean()), f, min(f.open)) for f in self.families]
         return sorted(found, key=lambda leader: -leader[0])[:most]
 
     @abstractmethod
-    def winners(self) -> Iterator[tuple[Family, int]]:
-        """Open nodes in the order in which they are to be evaluated; each is closed before the next is asked for."""
+    def winners(self, most: int) -> Iterator[tuple[Family, int]]:
+        """Open nodes in the order in which they are to be evaluated; each is closed before the next is asked for.
+
+        Args:
+            most: how many will be asked for.
+        """
 
     @abstractmethod
     def _update(self) -> Tensor:
@@ -139,56 +161,82 @@ class Boundary(ABC):
 
     def exceeding(self, bar: float) -> float:
         """The probability that something open is better: the share of samples of the best above the bar."""
+        self.bar = bar
         best_N = self._update()
         return int((best_N > bar).sum()) / len(best_N)
 
 
 class Flat(Boundary):
-    """Equation (1) over the whole boundary: the node that is the maximum in most samples."""
+    """Equation (1) over the whole boundary: the node that is the maximum, finished leaves included, in most samples."""
 
-    def __init__(self, origin: Family, ceiling: Callable[[float, int], float]):
-        super().__init__(origin, ceiling)
+    def __init__(self, origin: Family, *rest: Any):
+        super().__init__(origin, *rest)
         self._rows: dict[Family, int] = {}
+        self._families: list[Family] = []  # of the rows; those of free ones have left
         self._free: list[int] = []
-        self._best_FN = torch.full((64, origin.value_CN.shape[1]), -math.inf)  # a family's maxima; -inf in free rows
-        self._best_N = self._best_FN[0]
+        self._best_RN = torch.full((64, origin.value_CN.shape[1]), -math.inf)  # a family's maxima; -inf in free rows
+        self._best_N = self._best_RN[0]
 
     def _update(self) -> Tensor:
         if not self._changed:
             return self._best_N
         for family in self._changed:
-            if family not in self.families:
-                if family in self._rows:
-                    self._free.append(self._rows.pop(family))
-                    self._best_FN[self._free[-1]] = -math.inf
-                continue
-            if family not in self._rows:
-                self._rows[family] = self._free.pop() if self._free else len(self._rows)
-                if self._rows[family] == len(self._best_FN):
-                    self._best_FN = torch.cat([self._best_FN, torch.full_like(self._best_FN, -math.inf)])
-            torch.amax(family.value_CN, 0, out=self._best_FN[self._rows[family]])
+            if family in self.families and family not in self._rows:
+                if self._free:
+                    row = self._free.pop()
+                    self._families[row] = family
+                else:
+                    row = len(self._families)
+                    self._families.append(family)
+                self._rows[family] = row
+            elif family not in self.families and family in self._rows:
+                self._free.append(self._rows.pop(family))
+                self._best_RN[self._free[-1]] = -math.inf
+        while len(self._families) > len(self._best_RN):
+            self._best_RN = torch.cat([self._best_RN, torch.full_like(self._best_RN, -math.inf)])
+        for some in _groups([f for f in self._changed if f in self.families], AT_ONCE):
+            rows_F = torch.tensor([self._rows[f] for f in some])
+            self._best_RN.index_copy_(0, rows_F, self.sample(some).amax(1))
         self._changed.clear()
-        self._best_N = self._best_FN.amax(0)
+        self._best_N = self._best_RN[: max(1, len(self._families))].amax(0)
         return self._best_N
 
-    def winners(self) -> Iterator[tuple[Family, int]]:
+    def winners(self, most: int) -> Iterator[tuple[Family, int]]:
         best_N = self._update()
-        wins_F = wins(self._best_FN, best_N)
-        # A family has its children's wins together: it is looked into when no single node is known to have as many.
-        queue = [(-wins_F[row], i, -1, family) for i, (family, row) in enumerate(self._rows.items()) if wins_F[row]]
-        heapq.heapify(queue)
-        while queue:
-            _, i, child, family = heapq.heappop(queue)
-            if child < 0:
-                for child, won in enumerate(wins(family.value_CN, best_N)):
-                    if won:
-                        heapq.heappush(queue, (-won, i, child, family))
-            elif child in family.open:  # not given up meanwhile
+        best_N = best_N.masked_fill(best_N <= self.bar, math.inf)  # there the best leaf wins
+        won_R, row_R = _wins(self._best_RN[: len(self._families)], best_N).sort(descending=True, stable=True)
+        ranked = [(-won, row) for won, row in zip(won_R.tolist(), row_R.tolist(), strict=True) if won]
+        groups = _groups(ranked, max(2, min(most, AT_ONCE)))
+        group = next(groups, None)
+        queue: list[tuple[float, int, int]] = []
+        while group or queue:
+            # A family has its children's wins together: it is looked into when no single node is known to have more.
+            if group and (not queue or group[0][0] <= queue[0][0]):
+                rows = [row for _, row in group]
+                wins_FC = _wins(self.sample([self._families[row] for row in rows]), best_N).tolist()
+                for row, wins_C in zip(rows, wins_FC, strict=True):
+                    for child, won in enumerate(wins_C):
+                        if won:
+                            heapq.heappush(queue, (-won, row, child))
+                group = next(groups, None)
+                continue
+            _, row, child = heapq.heappop(queue)
+            family = self._families[row]
+            if child in family.open:  # not given up meanwhile
                 yield family, child
 
 
 class Recursive(Boundary):
     """From the root down, to the child that is the maximum in most samples; evaluated nodes carry samples too."""
+
+    def add(self, families: Sequence[Family]) -> None:
+        super().add(families)
+        for family, value_CN in zip(families, self.sample(families), strict=True):
+            family.value_CN = value_CN.clone()
+
+    def close(self, family: Family, children: Collection[int]) -> None:
+        super().close(family, children)
+        family.value_CN.index_fill_(0, torch.tensor([*children]), -math.inf)
 
     @staticmethod
     @abstractmethod
@@ -207,7 +255,7 @@ class Recursive(Boundary):
             if family is self.origin:
                 continue
             best_N = family.value_CN.amax(0)
-            family.wins = wins(family.value_CN, best_N)  # all 0 if nothing is open below: the maxima are -inf
+            family.wins = _wins(family.value_CN, best_N).tolist()  # all 0 if nothing is open below: the maxima are -inf
             samples_N = self.carried(family.value_CN, best_N, family.winner)
             assert family.parent
             family.parent.value_CN[family.place] = samples_N
@@ -216,7 +264,7 @@ class Recursive(Boundary):
                 heapq.heappush(queue, (-family.parent.level, i, family.parent))
         return self.origin.value_CN[0]
 
-    def winners(self) -> Iterator[tuple[Family, int]]:
+    def winners(self, most: int) -> Iterator[tuple[Family, int]]:
         self._update()
         family = root = self.origin.below[0]
         while family.winner in family.below:
@@ -254,9 +302,13 @@ class Posterior(Recursive):
         return best_N
 
 
-def wins(value_RN: Tensor, best_N: Tensor) -> list[float]:
+def _wins(value_RN: Tensor, best_N: Tensor) -> Tensor:
     """In how many samples each row is the best."""
-    return (value_RN - best_N).ge_(0).sum(1).tolist()  # float arithmetic throughout: making booleans is slower
+    return (value_RN - best_N).ge_(0).sum(-1)  # float arithmetic throughout: making booleans is slower
+
+
+def _groups(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    return (items[i : i + most] for i in range(0, len(items), most))
 
 
 RULES: dict[str, type[Boundary]] = {"flat": Flat, "descendant": Descendant, "posterior": Posterior}

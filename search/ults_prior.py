@@ -28,8 +28,9 @@ from engine.tree import TokenTree
 WIDTH = 64  # largest entries of a softmax vector that are kept: smaller ones do not decide a maximum
 DRAWS = 4096  # of Delta per level: N of algorithm 1
 POOL = 1 << 14  # length of the tape of draws per level that nodes read their samples from
+TINY = 1e-5  # a mean of Delta from which on a Beta's b is no longer to be told
 STICKS, LEFT = 512, 1e-9  # entries of a Dirichlet vector that are drawn at most, or until so little is left
-NO_TOKEN = -1
+LARGEST = 1 << 28  # bytes of a file
 REMEDY = "make one with python -m tools.ults_prior"
 STRIDE = 0x9E3779B1  # odd: siblings whose tokens differ by less than POOL read different windows
 WORD = (1 << 64) - 1
@@ -44,7 +45,7 @@ class Vectors:
 
     Args:
         logp_RK: float32, the largest log-probabilities of R vectors, descending.
-        tokens_RK: int64, whose they are; NO_TOKEN where that is no particular one.
+        tokens_RK: int64, whose they are.
     """
 
     logp_RK: Tensor
@@ -65,14 +66,21 @@ class Vectors:
         path.parent.mkdir(parents=True, exist_ok=True)
         content = safetensors.torch.save({"logp": self.logp_RK.contiguous(), "tokens": self.tokens_RK.contiguous()})
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, path)
+            try:
+                file.write(content)
+                file.flush()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
 
     @staticmethod
     def load(path: Path) -> "Vectors":
         """Read what `save` wrote. Raises UsageError."""
         try:
             stat = path.stat()
+            if stat.st_size > LARGEST:
+                raise UsageError(f"prior: {path} is too large for one: {stat.st_size} bytes", remedy=REMEDY)
             return _load(path, stat.st_mtime_ns, stat.st_size)
         except OSError as error:
             raise UsageError(f"prior: {path}: {error.strerror}", remedy=REMEDY) from None
@@ -87,8 +95,10 @@ def _load(path: Path, _modified: int, _size: int) -> Vectors:
     logp, tokens = found.get("logp", torch.empty(0)), found.get("tokens", torch.empty(0))
     if logp.dim() != 2 or not logp.numel() or logp.shape != tokens.shape or logp.dtype != torch.float32:
         raise UsageError(f"prior: {path}: expected float32 logp [R, K] and int64 tokens [R, K]", remedy=REMEDY)
-    if tokens.dtype != torch.int64 or not (logp <= 1e-4).all() or not (logp.diff(dim=1) <= 0).all():
+    if tokens.dtype != torch.int64 or not (logp[:, 1:] <= logp[:, :-1]).all() or not logp[:, 0].isfinite().all():
         raise UsageError(f"prior: {path}: expected log-probabilities, descending in each row", remedy=REMEDY)
+    if not (logp.double().exp().sum(1) < 1.001).all():
+        raise UsageError(f"prior: {path}: probabilities of a row add up to more than 1", remedy=REMEDY)
     return Vectors(logp, tokens)
 
 
@@ -109,7 +119,10 @@ def dirichlet(alpha: float, branching: int, rows: int = DRAWS) -> Vectors:
     both_RS = torch.logaddexp(broken_RS, left_RS)
     before_RS = torch.cat([torch.zeros(rows, 1), (left_RS - both_RS).cumsum(1)[:, :-1]], 1)
     logp_RK = (before_RS + broken_RS - both_RS).sort(1, descending=True).values[:, :WIDTH].float()
-    return Vectors(logp_RK, torch.full_like(logp_RK, NO_TOKEN, dtype=torch.int64))
+    # Every token is as likely to be the largest entry's, and so on: different ones in a row, from a random place.
+    first_R1 = torch.randint(branching, (rows, 1), generator=generator)
+    token_V = torch.randperm(branching, generator=generator)
+    return Vectors(logp_RK, token_V[(first_R1 + torch.arange(logp_RK.shape[1])) % branching])
 
 
 def _log_gamma(shape: Tensor, generator: torch.Generator) -> Tensor:
@@ -208,21 +221,24 @@ class Rest:
     length_LP: Tensor | None
     samples: int
 
-    def __call__(self, families: Sequence[tuple[int, int, Sequence[int]]]) -> tuple[Tensor, Tensor | None]:
-        """log Delta [C, N] of nodes one family after the other, and the lengths.
+    def places(self, nodes: Sequence[tuple[int, int]], token_FC: Tensor) -> Tensor:
+        """Where on the tapes the windows [F, C] of children begin: that depends on the level, the parent and the token.
 
         Args:
-            families: level, key of the parent's path, and tokens: the draws depend on these and on nothing else.
+            nodes: level of the children and key of the parent's path, for each family.
+            token_FC: int64, the children.
         """
-        width, mask = self.log_LP.shape[1], POOL - 1
-        offset_C = torch.tensor(
-            [level * width + (key + token * STRIDE & mask) for level, key, tokens in families for token in tokens]
-        )
+        start_F1 = torch.tensor([[level * self.log_LP.shape[1]] for level, _ in nodes])
+        key_F1 = torch.tensor([[key & POOL - 1] for _, key in nodes])
+        return start_F1 + (key_F1 + token_FC * STRIDE & POOL - 1)
+
+    def draws(self, place_C: Tensor, out_CN: Tensor) -> tuple[Tensor, Tensor | None]:
+        """log Delta [C, N] of the nodes at places, written to `out_CN`; and the lengths."""
         shape = (self.log_LP.numel() - self.samples + 1, self.samples)  # every window there is, without a copy
-        log_CN = self.log_LP.as_strided(shape, (1, 1)).index_select(0, offset_C)
+        log_CN = torch.index_select(self.log_LP.as_strided(shape, (1, 1)), 0, place_C, out=out_CN)
         if self.length_LP is None:
             return log_CN, None
-        return log_CN, self.length_LP.as_strided(shape, (1, 1)).index_select(0, offset_C)
+        return log_CN, self.length_LP.as_strided(shape, (1, 1)).index_select(0, place_C)
 
 
 @lru_cache(maxsize=16)
@@ -265,7 +281,8 @@ def fit(
     if not R:
         raise UsageError("prior: every softmax vector of it ends the text for certain")
     lengths = bool(length_penalty) and not fixed_length
-    log_LP, length_LP = torch.zeros(depth, POOL + samples), torch.zeros(depth, POOL + samples)
+    log_LP = torch.zeros(depth, POOL + samples)
+    length_LP = torch.zeros_like(log_LP) if lengths else None
     below_D, lengths_D = torch.zeros(DRAWS), torch.zeros(DRAWS)  # Delta = 1 at the leaves
     for level in range(depth - 1, 0, -1):
         row_D, which_DK = pick(R, DRAWS), pick(DRAWS, DRAWS, K)
@@ -279,22 +296,54 @@ def fit(
         if beta:
             below_D = _beta_draws(below_D, generator)
         tape_P = pick(DRAWS, POOL + samples)
-        log_LP[level], length_LP[level] = below_D[tape_P], lengths_D[tape_P]
-    return Rest(log_LP, length_LP if lengths else None, samples)
+        log_LP[level] = below_D[tape_P]
+        if length_LP is not None:
+            length_LP[level] = lengths_D[tape_P]
+    return Rest(log_LP, length_LP, samples)
 
 
 def _beta_draws(log_D: Tensor, generator: torch.Generator) -> Tensor:
-    """As many draws of log x, x from the Beta(a, b) on [0, 1] under which the given ones are the most probable."""
-    x = log_D.double().exp().clamp(1e-12, 1 - 1e-6)
-    targets = torch.stack([x.log().mean(), (1 - x).log().mean()])  # sufficient statistics
-    spread = x.mean() * (1 - x.mean()) / x.var().clamp(min=1e-30) - 1  # start: the moments
+    """Draws of log x, x from the Beta(a, b) on [0, 1] under which the given ones are the most probable.
+
+    They have the ranks of those given, so that whatever goes with these still fits.
+    """
+    log_x = log_D.double().clamp(max=-1e-6)
+    if log_x.std() < 1e-4:  # as good as known
+        return log_D
+    log_mean = log_x.logsumexp(0) - math.log(len(log_x))
+    if log_mean > math.log(TINY):
+        ab = _beta_fit(log_x)
+        draws = _log_gamma(ab.expand(len(log_x), 2), generator)
+        draws = draws[:, 0] - draws.logsumexp(1)
+    else:  # b is beyond all bounds: x = mean * Gamma(a) / a, of the same sufficient statistics
+        a = _gamma_fit(log_mean - log_x.mean())
+        draws = (_log_gamma(a.expand(len(log_x)), generator) - a.log() + log_mean).clamp(max=0)
+    return torch.empty_like(log_D).scatter_(0, log_D.argsort(), draws.sort().values.float())
+
+
+def _beta_fit(log_x: Tensor) -> Tensor:
+    """(a, b) by Newton on their logs, from the moments; a step that overshoots is cut."""
+    x = log_x.exp()
+    targets = torch.stack([log_x.mean(), (-x).log1p().mean()])  # sufficient statistics
+    spread = x.mean() * (1 - x.mean()) / x.var().clamp(min=1e-30) - 1
     ab = torch.stack([x.mean(), 1 - x.mean()]) * spread.clamp(1e-3, 1e9)
-    for _ in range(100):  # Newton on log a, log b, halved where it overshoots
+    for _ in range(100):
         gradient = targets - torch.digamma(ab) + torch.digamma(ab.sum())
         curvature = torch.polygamma(1, ab.sum()) - torch.diag(torch.polygamma(1, ab))
         step = torch.linalg.solve(curvature * ab * ab[:, None], -gradient * ab)
         ab = ab * step.clamp(-1, 1).exp()
         if float(step.abs().max()) < 1e-9:
             break
-    draws = _log_gamma(ab.expand(len(log_D), 2), generator)
-    return (draws[:, 0] - draws.logsumexp(1)).float()
+    return ab
+
+
+def _gamma_fit(gap: Tensor) -> Tensor:
+    """The shape a of a Gamma whose log of the mean exceeds the mean of the log by `gap`: log a - digamma(a)."""
+    a = 0.5 / gap.clamp(min=1e-9)  # exact for large a, and too small for others
+    for _ in range(100):
+        excess, slope = a.log() - torch.digamma(a) - gap, 1 - a * torch.polygamma(1, a)  # by log a
+        step = (-excess / slope).clamp(-1, 1)
+        a = a * step.exp()
+        if float(step.abs()) < 1e-9:
+            break
+    return a

@@ -1,7 +1,8 @@
 """Gather a prior for ULTS: softmax vectors of a model along its own continuations of prompts.
 
 The search does so by itself, from the beginning of a text, when it has no prior. Vectors from prompts like those to
-come are the better prior: `--ults-prior FILE`.
+come are the better prior: searches of the same depth find it where they would keep their own, others are given it with
+`--ults-prior FILE`.
 """
 
 import argparse
@@ -17,8 +18,9 @@ import torch
 from engine import batch, cli
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError
+from search import ULTS
 from search.base import Output, SearchGenerator, SearchResult, Task
-from search.ults_prior import Vectors, gather
+from search.ults_prior import Vectors, cache_file, gather
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli.add_model_flags(parser)
     group = parser.add_argument_group("prior")
     group.add_argument("--input", required=True, metavar="FILE", help="JSON Lines with prompts, as engine.batch reads")
-    group.add_argument("--output", required=True, metavar="FILE", help="safetensors to write")
+    group.add_argument("--output", metavar="FILE", help="safetensors to write (where searches of this depth look)")
     group.add_argument("--depth", type=int, default=20, metavar="N", help="tokens of a continuation (%(default)s)")
+    children = "without --output: of those searches (%(default)s)"
+    group.add_argument("--children", type=int, default=ULTS.children, metavar="N", help=children)
     group.add_argument("--completions", type=int, default=1, metavar="N", help="per prompt (%(default)s)")
     group.add_argument("--vectors", type=int, default=1000, metavar="N", help="kept, drawn from all (%(default)s)")
     group.add_argument("--ignore-eos", action="store_true", help="for fixed-length search: no token ends a text")
@@ -67,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def collect(args: argparse.Namespace) -> int:
     """Gather, say how far it is, write."""
-    for name, low in (("depth", 1), ("completions", 1), ("vectors", 1), ("seed", 0)):
+    for name, low in (("depth", 1), ("children", 1), ("completions", 1), ("vectors", 1), ("seed", 0)):
         if getattr(args, name) < low:
             raise UsageError(f"--{name}: expected an integer >= {low}, got {getattr(args, name)}")
     engine = cli.load_engine(args)
@@ -88,14 +92,17 @@ def collect(args: argparse.Namespace) -> int:
     drawn = random.Random(args.seed).sample(range(len(vectors.logp_RK)), min(args.vectors, len(vectors.logp_RK)))
     kept = torch.tensor(sorted(drawn))
     vectors = Vectors(vectors.logp_RK[kept], vectors.tokens_RK[kept])
+    eos = frozenset() if args.ignore_eos else engine.eos_token_ids
+    output = Path(args.output) if args.output else cache_file(engine.model_key, args.depth, args.children, eos)
+    assert output is not None
     try:
-        vectors.save(Path(args.output))
+        vectors.save(output)
     except OSError as error:
-        raise UsageError(f"{args.output}: {error.strerror}") from None
+        raise UsageError(f"{output}: {error.strerror}") from None
     if not args.quiet:
         quartiles = torch.quantile(vectors.logp_RK[:, 0].exp(), torch.tensor([0.25, 0.5, 0.75])).tolist()
         shown = ", ".join(f"{q:.3f}" for q in quartiles)
-        print(f"{args.output}: {len(kept)} vectors; quartiles of the largest probability {shown}", file=sys.stderr)
+        print(f"{output}: {len(kept)} vectors; quartiles of the largest probability {shown}", file=sys.stderr)
     return 0
 
 

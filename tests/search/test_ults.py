@@ -14,7 +14,8 @@ from engine.errors import KVMemoryError
 from engine.pool import PagePool
 from engine.requests import Report, Task
 from engine.tree import TokenTree
-from search import ULTS
+from search import ULTS, ults_prior
+from search.ults import _most_probable
 from search.ults_boundary import RULES, Boundary
 from tools.random_checkpoint import make
 from tools.toy_trees import SHAPE, ToyTree, checksum
@@ -267,13 +268,14 @@ def test_samples_do_not_depend_on_the_order_of_evaluation(monkeypatch):
     seen = {}
     add = Boundary.add
 
-    def note(self, family):
-        path, above = [], family
-        while above.parent is not None:
-            path.append(above.parent.tokens[above.place])
-            above = above.parent
-        seen.setdefault(tuple(path[::-1][1:]), []).append(family.value_CN.clone())
-        add(self, family)
+    def note(self, families):
+        for family in families:
+            path, above = [], family
+            while above.parent is not None:
+                path.append(above.parent.tokens[above.place])
+                above = above.parent
+            seen.setdefault(tuple(path[::-1][1:]), []).append(self.sample([family])[0].clone())
+        add(self, families)
 
     monkeypatch.setattr(Boundary, "add", note)
     for batch, epsilon in ((1, 0.0), (4, 0.0), (1, 0.5)):
@@ -290,6 +292,16 @@ def test_children_tie_to_the_lower_token():
 
     _, asked, _ = follow(ULTS(children=2, prior="dirichlet", k_max=0, epsilon=0), row=tied, eos=())
     assert {token for paths in asked for path in paths for token in path} == {1, 2}
+
+
+@pytest.mark.parametrize("vocab", [32000, 25600, 25601, 300])
+def test_the_most_probable_children_of_long_rows(vocab):
+    logp_NV = torch.log_softmax(torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab)), -1)
+    logp_NV[1, 100:120] = logp_NV[1].max()  # equals, the last of them in
+    logp_NV[2, 5:] = -math.inf
+    for row_V, (logps, tokens) in zip(logp_NV, _most_probable(logp_NV, 10), strict=True):
+        ranked = sorted((-logp, token) for token, logp in enumerate(row_V.tolist()) if logp > -math.inf)[:10]
+        assert [(-logp, token) for logp, token in zip(logps, tokens, strict=True)] == ranked
 
 
 def test_impossible_tokens_are_no_children():
@@ -373,9 +385,7 @@ def test_configurations_are_checked(name, values):
             ULTS(**{name: value})
 
 
-def test_beta_beliefs_have_no_lengths():
-    with pytest.raises(UsageError, match="knows no lengths"):
-        ULTS(fit="beta", length_penalty=1.0)
+def test_something_must_be_left_of_the_vocabulary():
     with pytest.raises(UsageError, match="every token"):
         ULTS(fixed_length=True).check(2, frozenset([0, 1]))
 
@@ -433,7 +443,8 @@ def test_log_likelihood_is_the_teacher_forced_one(engine, select, options):
 
 
 def test_interrupted_the_best_is_kept(engine):
-    search = ULTS(k_max=0, prior="dirichlet", alpha=0.5, batch=1, num_return_sequences=100)  # from several families
+    options = {"prior": "dirichlet", "alpha": 0.5, "fit": "pools"}
+    search = ULTS(k_max=0, batch=1, num_return_sequences=100, **options)  # from several families
 
     def bests(rounds):
         reports = []
@@ -499,6 +510,42 @@ def test_of_many_searches_one_gathers(engine):
         [alone] = engine.generate([prompt], ULTS(k_max=3), max_new_tokens=6)
         assert alone.outputs == result.outputs
     engine.pool.check_invariants([])
+
+
+def test_two_streams_at_once_do_not_wait_for_each_other(engine):
+    """One of them may never be asked for more."""
+    first = engine.stream(PROMPT, ULTS(k_max=3), max_new_tokens=8)
+    assert any(isinstance(e, Progress) and "note" in e.report.info for e in itertools.islice(first, 20))
+    second = list(engine.stream(PROMPT, ULTS(k_max=3), max_new_tokens=8))[-1].result
+    assert second.stats["prior"] == "gathered"
+    assert list(first)[-1].result.outputs == second.outputs
+    assert engine.pool.used_pages == 0
+
+
+def test_no_room_for_a_prior_is_no_error(engine, tmp_path, monkeypatch):
+    """What the model says of the prompt must do."""
+
+    def full(*_):
+        raise KVMemoryError("full")
+        yield
+
+    monkeypatch.setattr(ults_prior, "gather", full)
+    [result] = engine.generate([PROMPT], ULTS(k_max=3), max_new_tokens=8)
+    assert result.stats["prior"] == "the prompt" and len(result.outputs[0].token_ids) == 8
+    assert engine.pool.used_pages == 0 and not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_epsilon_of_one_still_finds_a_leaf():
+    result, *_ = follow(ULTS(prior="dirichlet", epsilon=1.0), eos=())
+    assert result.outputs[0].finish_reason == "length" and result.outputs[0].logprob is not None
+
+
+def test_only_end_of_sequence_is_possible():
+    def ends(path, seed):
+        return torch.tensor([0.0] + [-math.inf] * 5) if path else row(path, seed)
+
+    result, asked, _ = follow(ULTS(prior="dirichlet", fixed_length=True, k_max=0), row=ends)
+    assert asked and result.outputs[0].finish_reason == "interrupted"
 
 
 def test_without_a_cache_folder_it_works_all_the_same(engine, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine import UsageError
-from search import ults_prior
+from search import ULTS, ults_prior
 from search.ults_prior import POOL, Vectors, dirichlet, fit, key
 
 
@@ -99,7 +99,7 @@ def test_delta_by_length():
 def test_delta_of_two_vectors_is_distributed_as_it_must():
     """Two levels above the leaves: products of independent draws of (0.9, 0.1) and (0.6, 0.4)."""
     vectors = Vectors(torch.tensor([[0.9, 0.1], [0.6, 0.4]]).log(), torch.zeros(2, 2, dtype=torch.int64))
-    rest = fit(vectors, depth=3, children=2, samples=10)
+    rest = fit(vectors, depth=3, children=2, samples=10, beta=False)
     last = rest.log_LP[2].exp()
     assert last.unique().tolist() == pytest.approx([0.6, 0.9])
     assert float((last > 0.8).float().mean()) == pytest.approx(0.5, abs=0.04)
@@ -120,18 +120,23 @@ def test_fewer_children_promise_less():
 def test_beta_beliefs_stay_within_bounds():
     rest = fit(dirichlet(0.1, 8), 5, 8, 1000, beta=True)
     assert bool((rest.log_LP <= 0).all()) and not rest.log_LP.isnan().any()
-    pools = fit(dirichlet(0.1, 8), 5, 8, 1000)
+    pools = fit(dirichlet(0.1, 8), 5, 8, 1000, beta=False)
     assert float(rest.log_LP[4].exp().mean()) == pytest.approx(float(pools.log_LP[4].exp().mean()), abs=0.03)
 
 
 def test_samples_are_keyed():
     rest = fit(dirichlet(0.5, 8), 5, 8, 1000)
-    log_CN, lengths = rest([(1, key(5, 1), [3]), (2, key(5, 1), [3]), (1, key(5, 1), [3]), (4, key(9, 9), [7])])
+
+    def draws(nodes, tokens):
+        places_C = rest.places(nodes, torch.tensor(tokens)).view(-1)
+        return rest.draws(places_C, torch.empty(len(places_C), 1000))
+
+    log_CN, lengths = draws([(1, key(5, 1)), (2, key(5, 1)), (1, key(5, 1)), (4, key(9, 9))], [[3], [3], [3], [7]])
     assert lengths is None and log_CN.shape == (4, 1000)
     assert log_CN[0].equal(log_CN[2]) and not log_CN[0].equal(log_CN[1])
     for n, row in zip([1, 2, 1, 4], log_CN, strict=True):
         assert bool(torch.isin(row, rest.log_LP[n]).all())
-    many = rest([(1, key(1, n), [0, 1]) for n in range(1000)])[0].double()
+    many = draws([(1, key(1, n)) for n in range(1000)], [[0, 1]] * 1000)[0].double()
     alone, pairs = many.mean(1), torch.corrcoef(many[:100])
     assert (
         float((alone.mean() - rest.log_LP[1].double().mean()).abs()) < 4 * float(alone.std()) / math.sqrt(2000) + 0.01
@@ -147,6 +152,33 @@ def test_keys_do_not_collide():
 
 def test_the_last_level_alone():
     assert fit(one_vector(0.5, 0.5), depth=1, children=2, samples=5).log_LP.shape[0] == 1
+
+
+def test_few_possible_tokens(tmp_path):
+    """A vocabulary that is mostly excluded: the rest of a row is -inf."""
+    logp = torch.full((4, 100), -math.inf)
+    logp[:, :3] = torch.log_softmax(torch.randn(4, 3), -1)
+    Vectors.of(logp).save(tmp_path / "prior")
+    rest = fit(Vectors.load(tmp_path / "prior"), depth=5, children=20, samples=10)
+    assert bool((rest.log_LP <= 0).all()) and bool(rest.log_LP.isfinite().all())
+
+
+def test_any_token_may_be_the_largest_entry_of_a_dirichlet_draw():
+    vectors = dirichlet(0.5, 10)
+    assert all(len(set(row)) == 10 for row in vectors.tokens_RK.tolist())
+    counts = torch.bincount(vectors.tokens_RK[:, 0], minlength=10).double()
+    assert float(((counts - counts.mean()) ** 2 / counts.mean()).sum()) < 33.7  # chi-square, 9 degrees, 1e-4
+
+
+@pytest.mark.parametrize(("mean", "deviation"), [(-1, 0.5), (-10, 2), (-40, 6), (-800, 20), (-30, 0), (-1e-9, 0)])
+def test_beta_beliefs_of_deep_trees(mean, deviation):
+    """Likelihoods far below the least float: the mean log and the log mean are those of the draws."""
+    given = (torch.randn(4096, generator=torch.Generator().manual_seed(0)) * deviation + mean).clamp(max=0)
+    drawn = ults_prior._beta_draws(given, torch.Generator().manual_seed(5))
+    assert bool((drawn <= 0).all()) and bool((drawn[given.argsort()].diff() >= 0).all())
+    spread = 4 * float(drawn.std()) / 64 + 1e-3
+    assert float(drawn.mean()) == pytest.approx(float(given.mean()), abs=spread)
+    assert float(drawn.logsumexp(0)) == pytest.approx(float(given.logsumexp(0)), abs=0.5)
 
 
 def test_files(tmp_path):
@@ -168,6 +200,8 @@ def test_files(tmp_path):
         lambda t: {"logp": t["logp"], "tokens": t["tokens"].int()},
         lambda t: {"logp": t["logp"][0], "tokens": t["tokens"][0]},
         lambda t: {"logp": t["logp"] + 20, "tokens": t["tokens"]},
+        lambda t: {"logp": t["logp"] * 0, "tokens": t["tokens"]},
+        lambda t: {"logp": t["logp"] - math.inf, "tokens": t["tokens"]},
         lambda t: {"logp": t["logp"].flip(1).contiguous(), "tokens": t["tokens"]},
         lambda t: {"logp": t["logp"] * math.nan, "tokens": t["tokens"]},
         lambda t: {"logp": t["logp"][:0], "tokens": t["tokens"][:0]},
@@ -187,6 +221,22 @@ def test_files_that_hold_something_else(tmp_path, change):
     assert ults_prior.cached(path) is None
 
 
+def test_a_file_that_is_too_large(tmp_path):
+    with (tmp_path / "model").open("wb") as file:
+        file.truncate(1 << 40)  # of holes
+    with pytest.raises(UsageError, match="too large"):
+        Vectors.load(tmp_path / "model")
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path):
+    (tmp_path / "prior" / "below").mkdir(parents=True)  # what is there cannot be replaced
+    with pytest.raises(OSError, match="prior"):
+        Vectors.of(torch.log_softmax(torch.randn(5, 100), -1)).save(tmp_path / "prior")
+    assert [p.name for p in tmp_path.iterdir()] == ["prior"]
+
+
 def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(UsageError, match="No such file"):
+        ULTS(prior=str(tmp_path / "absent")).check(10, frozenset())
     with pytest.raises(UsageError, match="No such file"):
         Vectors.load(tmp_path / "absent")

@@ -53,6 +53,19 @@ def test_no_more_vectors_than_asked_for(folder, tmp_path):
     assert len(Vectors.load(out).logp_RK) == 5
 
 
+def test_without_an_output_searches_find_it(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = write(tmp_path / "in.jsonl", {"prompt_ids": [1, 7]}, {"prompt_ids": [1, 8]})
+    argv = ["--model", str(folder), "--input", source, "--depth", "6", "--children", "5", "--kv-memory", "1M"]
+    assert main(argv) == 0
+    [kept] = (tmp_path / "cache" / "coppice" / "ults").iterdir()
+    assert str(kept) in capsys.readouterr().err
+    engine = Engine.load(folder, kv_memory=1 << 20)
+    for depth, children, prior in ((6, 5, "cached"), (7, 5, "gathered"), (6, 4, "gathered")):
+        [result] = engine.generate([[1, 5, 6]], ULTS(children=children), max_new_tokens=depth)
+        assert result.stats["prior"] == prior
+
+
 @pytest.mark.parametrize(
     ("content", "flags", "says"),
     [
