@@ -13,8 +13,8 @@ from typing import Any
 
 from engine.errors import UsageError
 from engine.sampling import Warp, uniforms
-from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
-from search.joint import Joint, Rows, p_beam, pick
+from search.base import Output, Report, SearchGenerator, SearchResult, Task, register
+from search.joint import Joint, Known, Reader, pick
 
 
 @register("beam-sample")
@@ -43,11 +43,13 @@ class BeamSample:
         check_sampling(self)
 
     def run(self, task: Task) -> SearchGenerator:
-        tree, warp = task.tree, Warp(self.temperature, self.top_k, self.top_p)
-        beams = Beams(task, self.length_penalty)
+        tree, beams = task.tree, Beams(task, self.length_penalty)
+        reader = Reader(Warp(self.temperature, self.top_k, self.top_p), task.vocab_size)
         while beams.live:
-            rows = Rows((yield Evaluate(tree, [beam.node for beam in beams.live])))
-            joint = p_beam(rows, range(len(beams.live)), [b.weight for b in beams.live], warp, task.vocab_size)
+            known: Known = {}
+            nodes = [beam.node for beam in beams.live]
+            yield from reader.know(tree, nodes, known)
+            joint = reader.p_beam(known, nodes, [beam.weight for beam in beams.live])
             numbers = uniforms(self.seed, 0, tree.position(beams.live[0].node) + 1)
             beams.advance(joint, pick(joint.probs, islice(numbers, self.beams - beams.ended)))
             yield beams.report()
@@ -99,17 +101,18 @@ def extend(task: Task, beams: Sequence[Beam], joint: Joint, drawn: Sequence[int]
     Returns:
         those that go on, in the order drawn; those that end, as (tokens, logprob, finish reason, entries).
     """
-    going, ended = [], []
+    tree, going, ended = task.tree, [], []
+    before = {beam.node: beam.logprob for beam in beams}
+    last = tree.position(beams[0].node) + 2 - tree.prompt_length >= task.max_new_tokens or task.hits_stop is not None
     for i in dict.fromkeys(drawn):
-        row, token = joint.cell(i)
-        node, logprob, count = beams[row].node, beams[row].logprob + float(joint.logps[i]), drawn.count(i)
-        length = task.tree.position(node) + 2 - task.tree.prompt_length
-        if task.hits_stop is not None or token in task.eos_token_ids or length >= task.max_new_tokens:
-            path = [*task.tree.path(node), token]
+        node, token = joint.cell(i)
+        logprob, count = before[node] + float(joint.logps[i]), drawn.count(i)
+        if last or token in task.eos_token_ids:
+            path = [*tree.path(node), token]
             if reason := task.finish_reason(path):
                 ended.append((path, logprob, reason, count))
                 continue
-        going.append(Beam(task.tree.grow([node], [token])[0], logprob, count))
+        going.append(Beam(tree.grow([node], [token])[0], logprob, count))
     return going, ended
 
 

@@ -6,8 +6,9 @@ drafts are drawn without replacement, over what had not been drawn; the width ne
 
 A round: the draft model beam-samples a forest of up to gamma layers below the beams; one pass of the target tells the
 true probabilities of all of it; layer by layer, drafts are accepted so that the list of beams is distributed as if
-drawn from the target's p_beam. The first layer that falls short is completed by draws from the residual distribution
-and from p_beam, and ends the round; after the last layer the list grows once more by draws from p_beam alone.
+drawn from the target's p_beam. A layer that falls short is completed by draws from the residual distribution and from
+p_beam, and ends the round, unless what was drawn happens to have been drafted as well; after the last layer the list
+grows once more by draws from p_beam alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,8 +22,8 @@ from engine.sampling import Warp, uniforms
 from search.base import SearchGenerator, Task, register
 from search.beam_sample import Beam, Beams, check_ranges, check_sampling
 from search.drafters import Backoff
-from search.forest import Forester, Known, Layer, ModelForester, NGramForester, know, rows_of
-from search.joint import Joint, p_beam, pick
+from search.forest import Forester, Layer, ModelForester, NGramForester
+from search.joint import Joint, Known, Reader, pick
 from search.ngrams import NGramStore, open_store
 from search.verify import (
     IID,
@@ -32,12 +33,12 @@ from search.verify import (
     Verdict,
     acceptances,
     accepted_counts,
-    distinct_counts,
     dynamic_width,
     verify,
 )
 
-VERIFYING = 1  # stream of keyed numbers
+VERIFYING = 0  # stream of keyed numbers
+GO_ON, END = "go-on", "end"
 
 
 @register("dsbd")
@@ -52,8 +53,9 @@ class DSBD:
         threshold: t, the probability with which a layer should be accepted at its dynamic width.
         min_width: W_min, the least dynamic width.
         bonus_width: entries drawn after the last layer when the width is dynamic; 0: as many as draft beams.
-        drafts: iid draws with replacement (the paper's theorem); without-replacement; distinct draws with replacement
-            until enough different ones are drawn, but a rejected one never again before another is accepted.
+        drafts: iid, drawn with replacement (the paper's theorem); without-replacement.
+        short: what follows a layer of which fewer drafts than wanted were accepted: "go-on", if what was drawn instead
+            happens to have been drafted too; "end" (the paper), the next round.
         keep: all beams, or 1: after each round only the most probable one goes on (one path of memory, but a selection:
             what it draws from is no longer p_beam).
         temperature, top_k, top_p: see `engine.sampling.Warp`; of joint distributions, the draft's likewise.
@@ -71,6 +73,7 @@ class DSBD:
     min_width: int = 1
     bonus_width: int = 0
     drafts: str = WITHOUT
+    short: str = GO_ON
     keep: int | str = "all"
     temperature: float = 1.0
     top_k: int = 0
@@ -90,6 +93,8 @@ class DSBD:
             raise UsageError(f"threshold: expected a number from 0 to 1, got {self.threshold!r}")
         if self.drafts not in KINDS:
             raise UsageError(f"drafts: expected one of {', '.join(KINDS)}, got {self.drafts!r}")
+        if self.short not in (GO_ON, END):
+            raise UsageError(f"short: expected {GO_ON} or {END}, got {self.short!r}")
         if self.drafter not in ("model", "ngram"):
             raise UsageError(f"drafter: expected model or ngram, got {self.drafter!r}")
         if self.store is not None and (self.drafter == "model" or not isinstance(self.store, str | Path)):
@@ -110,22 +115,23 @@ class DSBD:
 
     def run(self, task: Task) -> SearchGenerator:
         tree, beams, stats = task.tree, Beams(task, self.length_penalty), Stats(self.gamma)
-        draft = self._draft(task)
+        reader = Reader(Warp(self.temperature, self.top_k, self.top_p), task.vocab_size)
+        draft = self._draft(task, reader)
         known: Known = {}
         while beams.live:
             layers, leaves = yield from draft.forest(beams.live)
+            live = [beam.node for beam in beams.live]
             forest = [beam.node for layer in layers for beam in layer.beams] + [beam.node for beam in leaves]
-            nodes = [beam.node for beam in beams.live] + forest
             try:
-                yield from know(tree, nodes, known)
+                stats.passes += yield from reader.know(tree, live + forest, known)
             except KVMemoryError:
                 if not layers:
                     raise
                 layers = []  # there is no room for drafts: a step of beam sampling
-                tree.keep([beam.node for beam in beams.live])
-                yield from know(tree, [beam.node for beam in beams.live], known)
+                tree.keep(live)
+                stats.passes += yield from reader.know(tree, live, known)
             stats.rounds += 1
-            self._verify(task, beams, layers, known, stats)
+            self._verify(task, beams, layers, reader, known, stats)
             if self.keep == 1 and beams.live:
                 best = max(beams.live, key=lambda beam: beam.logprob)
                 beams.live = [Beam(best.node, best.logprob)]
@@ -138,15 +144,8 @@ class DSBD:
     def _store(self) -> NGramStore | None:
         return open_store(self.store) if self.store is not None else None
 
-    def _draft(self, task: Task) -> Forester:
-        options = (
-            task,
-            Warp(self.temperature, self.top_k, self.top_p),
-            self.draft_beams,
-            self.gamma,
-            self.drafts,
-            self.seed,
-        )
+    def _draft(self, task: Task, reader: Reader) -> Forester:
+        options = (task, reader, self.draft_beams, self.gamma, self.drafts, self.seed)
         if self.drafter == "ngram":
             if store := self._store():
                 store.check(task.vocab_size, task.tokenizer.fingerprint if task.tokenizer is not None else "")
@@ -154,26 +153,26 @@ class DSBD:
         assert task.open_tree is not None
         return ModelForester(task.open_tree("draft", task.tree.trunk.tokens), *options)
 
-    def _verify(self, task: Task, beams: Beams, layers: list[Layer], known: Known, stats: "Stats") -> None:
+    def _verify(
+        self, task: Task, beams: Beams, layers: list[Layer], reader: Reader, known: Known, stats: "Stats"
+    ) -> None:
         """Algorithm 1: replace the list of beams, layer by layer, until a layer falls short or none is left."""
-        warp = Warp(self.temperature, self.top_k, self.top_p)
         for depth, layer in enumerate([*layers, None]):
-            live = beams.live
-            rows, which = rows_of([beam.node for beam in live], known)
-            p = p_beam(rows, which, [beam.weight for beam in live], warp, task.vocab_size)  # line 12
-            numbers = uniforms(self.seed, VERIFYING, task.tree.position(live[0].node) + 1)
+            live = [beam.node for beam in beams.live]
+            p = reader.p_beam(known, live, [beam.weight for beam in beams.live])  # line 12
+            numbers = uniforms(self.seed, VERIFYING, task.tree.position(live[0]) + 1)
             room = self.entries - beams.ended
             if layer is None:  # lines 32 to 34
                 width = min(room, self.width or self.bonus_width or self.draft_beams)
                 beams.advance(p, pick(p.probs, islice(numbers, width)))
                 stats.bonus(width)
                 return
-            place = {beam.node: row for row, beam in enumerate(layer.beams)}
-            parents = [place[beam.node] for beam in live]
-            width, verdict = self.judge(p, layer, parents, room, numbers)
+            width, verdict = self.judge(p, layer, live, room, numbers)
             beams.advance(p, verdict.entries)
-            stats.layer(depth, width, verdict)
-            if verdict.accepted < width or not beams.live:
+            accepted = verdict.accepted == width
+            drafted = self.short == GO_ON and all(beam.node in known for beam in beams.live)
+            stats.layer(depth, width, verdict, accepted or drafted)
+            if not (accepted or drafted) or not beams.live:
                 return
 
     def judge(
@@ -184,28 +183,24 @@ class DSBD:
         Args:
             p: p_beam, given the accepted beams of the layer above.
             layer: as it was drafted.
-            parents: of each accepted beam its place among the beams that the layer was drafted from.
+            parents: nodes of these accepted beams.
             room: the most entries that may be taken.
             numbers: keyed.
 
         Returns:
             the width that was wanted, and the layer's new entries; they fall short if fewer than that were accepted.
         """
-        mass, q = layer.q.of_rows(parents), layer.q.at(p, parents)
-        back = {row: i for i, row in enumerate(parents)}
+        mass, q = layer.q.of_nodes(parents), layer.q.at(p)
         drafts = []
         for j in layer.drawn:
-            row, token = layer.q.cell(j)
-            if row in back:
-                drafts.append(Drafted(j, p.find(back[row], token), float(layer.q.probs[j])))
+            node, token = layer.q.cell(j)
+            if node in parents:
+                drafts.append(Drafted(p.find(node, token), float(layer.q.probs[j])))
         width = self.width
         if not width:
             # Without replacement the number of lost parents tells something of the tokens drawn: it must not matter.
             m, whole = (len(drafts), mass) if self.drafts == IID else (self.draft_beams, 1.0)
-            if self.drafts == WITHOUT:
-                counts = distinct_counts(p.probs, q, m)
-            else:
-                counts = accepted_counts(acceptances(p.probs, q, m, whole))
+            counts = accepted_counts(acceptances(p.probs, q, m, whole))
             width = max(self.min_width, dynamic_width(counts, self.threshold))  # equation (6)
         width = min(width, room)
         return width, verify(p.probs, q, drafts, mass, width, numbers, self.drafts)
@@ -261,13 +256,13 @@ class Stats:
     """What rounds came to, layer by layer."""
 
     def __init__(self, gamma: int):
-        self.rounds = self.bonuses = self.bonus_widths = 0
+        self.rounds = self.passes = self.bonuses = self.bonus_widths = 0
         self.seen, self.full, self.widths, self.accepted, self.tried = ([0] * gamma for _ in range(5))
 
-    def layer(self, depth: int, width: int, verdict: Verdict) -> None:
-        """A drafted layer was verified."""
+    def layer(self, depth: int, width: int, verdict: Verdict, whole: bool) -> None:
+        """A drafted layer was verified; `whole`: the round may go on below it."""
         self.seen[depth] += 1
-        self.full[depth] += verdict.accepted == width
+        self.full[depth] += whole
         self.widths[depth] += width
         self.accepted[depth] += verdict.accepted
         self.tried[depth] += verdict.tried
@@ -287,7 +282,7 @@ class Stats:
             "steps": steps,
             "rounds": self.rounds,
             "layers_accepted": sum(self.full),
-            "tokens_per_target_forward": steps / self.rounds,
+            "tokens_per_target_forward": steps / self.passes,
             "rounds_per_layer": [*self.seen, self.bonuses],
             "width_per_layer": mean([*self.widths, self.bonus_widths], [*self.seen, self.bonuses]),
             "acceptance_per_layer": mean(self.accepted, self.tried),

@@ -4,20 +4,18 @@ import math
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from engine.errors import KVMemoryError
-from engine.sampling import Warp, uniforms
+from engine.sampling import uniforms
 from engine.tree import TokenTree
 from search.base import Evaluate, Task
 from search.beam_sample import Beam, extend
 from search.drafters import Drafter
-from search.joint import Joint, Rows, p_beam
+from search.joint import Joint, Known, Reader, Row
 from search.verify import draw
 
-DRAFTING = 0  # stream of keyed numbers
-Known = dict[int, tuple[Rows, int]]  # by node: where its row is
+DRAFTING = 1  # stream of keyed numbers for the first layer of a round, keyed by where it begins; more for those below
 
 
 class Layer(NamedTuple):
@@ -33,15 +31,15 @@ class Forester:
 
     Args:
         task: the target's.
-        warp: of joint distributions.
+        reader: of rows.
         width: drafts per layer.
         gamma: layers, at most.
         kind: how drafts are drawn, see `search.verify.draw`.
         seed: of the keyed draws.
     """
 
-    def __init__(self, task: Task, warp: Warp, width: int, gamma: int, kind: str, seed: int):
-        self.task, self.warp, self.width, self.gamma, self.kind, self.seed = task, warp, width, gamma, kind, seed
+    def __init__(self, task: Task, reader: Reader, width: int, gamma: int, kind: str, seed: int):
+        self.task, self.reader, self.width, self.gamma, self.kind, self.seed = task, reader, width, gamma, kind, seed
 
     def forest(self, beams: Sequence[Beam]) -> Generator[Evaluate, Tensor, tuple[list[Layer], list[Beam]]]:
         """Beam sampling below the target's beams, whose weights are the target's.
@@ -57,7 +55,7 @@ class Forester:
             q = yield from self.joint(heads)
             if q is None:
                 break
-            numbers = uniforms(self.seed, DRAFTING, start + len(layers))
+            numbers = uniforms(self.seed, DRAFTING + len(layers), start)
             layers.append(Layer(heads, q, draw(q.probs, self.width, self.kind, numbers)))
             heads, _ = extend(self.task, heads, q, layers[-1].drawn)
         return layers, heads
@@ -81,11 +79,14 @@ class ModelForester(Forester):
         self.known: Known = {}
 
     def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Tensor, Joint | None]:
+        twins = [self._twin(beam.node) for beam in heads]
         try:
-            rows, which = yield from know(self.tree, [self._twin(beam.node) for beam in heads], self.known)
+            yield from self.reader.know(self.tree, twins, self.known)
         except KVMemoryError:
             return None
-        return p_beam(rows, which, [beam.weight for beam in heads], self.warp, self.task.vocab_size)
+        nodes = [beam.node for beam in heads]
+        known = {node: self.known[twin] for node, twin in zip(nodes, twins, strict=True)}
+        return self.reader.p_beam(known, nodes, [beam.weight for beam in heads])
 
     def follow(self, beams: Sequence[Beam]) -> None:
         self.twins = {beam.node: self._twin(beam.node) for beam in beams}
@@ -111,39 +112,18 @@ class NGramForester(Forester):
 
     def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Tensor, Joint | None]:
         yield from ()  # nothing to evaluate
-        told = [self.drafter.distribution(self.task.tree.path(beam.node)[self.learnt :]) for beam in heads]
-        tokens = sorted({token for row in told for token, chance in row.items() if chance > 0})
-        if not tokens:
+        known: Known = {}
+        for beam in heads:
+            chances = self.drafter.distribution(self.task.tree.path(beam.node)[self.learnt :])
+            ranked = sorted(((chance, token) for token, chance in chances.items() if chance > 0), reverse=True)
+            if ranked:
+                known[beam.node] = Row([math.log(chance) for chance, _ in ranked], [token for _, token in ranked])
+        told = [beam for beam in heads if beam.node in known]
+        if not told:
             return None
-        column = {token: i for i, token in enumerate(tokens)}
-        table = [[-math.inf] * len(tokens) for _ in told]
-        for line, row in zip(table, told, strict=True):
-            for token, chance in row.items():
-                if chance > 0:
-                    line[column[token]] = math.log(chance)
-        q = p_beam(Rows(torch.tensor(table)), range(len(told)), [b.weight for b in heads], self.warp, len(tokens))
-        probs, logps = (x.tolist() if isinstance(x, Tensor) else x for x in (q.probs, q.logps))
-        cells = [(i if q.cells is None else q.cells[i], p, logps[i]) for i, p in enumerate(probs) if p > 0]
-        places = [cell // q.vocab * self.task.vocab_size + tokens[cell % q.vocab] for cell, _, _ in cells]
-        return Joint(self.task.vocab_size, [p for _, p, _ in cells], [logp for _, _, logp in cells], places)
+        return self.reader.p_beam(known, [beam.node for beam in told], [beam.weight for beam in told])
 
     def follow(self, beams: Sequence[Beam]) -> None:
         fresh = self.task.tree.settled_from(self.learnt) if beams else []
         self.drafter.learn(fresh)
         self.learnt += len(fresh)
-
-
-def know(tree: TokenTree, nodes: Sequence[int], known: Known) -> Generator[Evaluate, Tensor, tuple[Rows, list[int]]]:
-    """Evaluate what is not known yet; returns rows that hold those of all `nodes`, and which they are."""
-    if new := [node for node in dict.fromkeys(nodes) if node not in known]:
-        fresh = Rows((yield Evaluate(tree, new)))
-        known.update((node, (fresh, i)) for i, node in enumerate(new))
-    return rows_of(nodes, known)
-
-
-def rows_of(nodes: Sequence[int], known: Known) -> tuple[Rows, list[int]]:
-    """Rows that hold those of all `nodes`, and which they are."""
-    found = [known[node] for node in nodes]
-    if all(rows is found[0][0] for rows, _ in found):
-        return found[0][0], [i for _, i in found]
-    return Rows(torch.stack([rows.logp_NV[i] for rows, i in found])), list(range(len(nodes)))

@@ -4,229 +4,288 @@ The next list of beams is drawn from all continuations of the present one, equat
 
     p_beam(i, v) = p(beam i) p(v | beam i) / sum,
 
-warped once, as one distribution. Where the warp leaves few cells (beam, token) they are found by the maxima of blocks,
-so that the rows are read once and never sorted, and kept in lists; otherwise all cells are, as a tensor.
+warped once, as one distribution. Where the warp leaves few cells (beam, token) the largest log-probabilities of each
+row tell which: they come to the host with the answer, so that the rows are read once and never sorted, and what is made
+of them are lists. Otherwise all cells are kept, as a tensor of the host.
 """
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, islice
-from typing import Any
+from itertools import accumulate, chain
+from operator import neg
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.sampling import Warp
+from engine.tree import TokenTree
+from search.base import Evaluate
 
 FEW = 1024  # cells that are kept in lists
-NUCLEUS = (256, 4096)  # how many of the largest cells are looked at for top-p before all of them are sorted
+NUCLEUS = 64  # tokens of a row that are looked at for top-p before all are; vocabularies no larger are known whole
+MOST = 256  # tokens of a row that are looked at for top-k
+BLOCK = 128  # tokens of a block, about: reading maxima, and then blocks, costs least
 Probabilities = list[float] | Tensor
 
 
-class Rows:
-    """Next-token log-probabilities of nodes, [N, V]; the largest are found by the maxima of blocks."""
+class Row(NamedTuple):
+    """What is known of the token after a node.
 
-    def __init__(self, logp_NV: Tensor):
-        self.logp_NV = logp_NV
+    Args:
+        logps: the greatest log-probabilities, best first.
+        places, blocks: of what tokens these are: places[i] counts through blocks of the vocabulary, of this size, one
+            after the other; no blocks: they are the tokens.
+        size: of a block.
+        bound: no other token has a greater log-probability; -inf: there are no others.
+        log_mass: log(sum(exp(logp / temperature))) of all tokens.
+        logp_NV, index: where all of them are.
+    """
 
-    @cached_property
-    def blocks_MB(self) -> Tensor:
-        """All rows, cut into blocks."""
-        size = block_size(self.logp_NV.shape[1])
-        short = -self.logp_NV.shape[1] % size
-        padded = torch.nn.functional.pad(self.logp_NV, (0, short), value=float("-inf")) if short else self.logp_NV
-        return padded.reshape(-1, size)
+    logps: Sequence[float]
+    places: Sequence[float]
+    blocks: Sequence[float] = ()
+    size: int = 1
+    bound: float = -math.inf
+    log_mass: float = 0.0
+    logp_NV: Tensor | None = None
+    index: int = 0
 
-    @cached_property
-    def maxima_NM(self) -> Tensor:
-        """The largest of each block."""
-        return self.blocks_MB.amax(-1).view(len(self.logp_NV), -1)
+    def tokens(self, n: int) -> list[int]:
+        """The n best."""
+        size, blocks, places = self.size, self.blocks, list(map(int, self.places[:n]))
+        return [int(blocks[i // size]) * size + i % size for i in places] if blocks else places
 
-    def largest(
-        self, which: Sequence[int], offsets: Sequence[float], k: int
-    ) -> tuple[list[int], list[int], list[float]] | None:
-        """The cells with the k largest sums of a row's offset and a log-probability.
 
-        Returns:
-            places in `which`, tokens, log-probabilities, in no order; None if there are no k such cells, or if others
-            equal the least of them.
+Known = dict[int, Row]  # by node
+
+
+class Reader:
+    """Makes rows of log-probabilities known as far as a warp needs it.
+
+    Args:
+        warp: of joint distributions.
+        vocab: tokens that exist; columns from there on are -inf.
+    """
+
+    def __init__(self, warp: Warp, vocab: int):
+        self.warp, self.vocab = warp, vocab
+        k = 1 if warp.temperature == 0 else warp.top_k
+        self.size = (k + 1 if k < MOST else 0) if k else NUCLEUS if warp.top_p < 1 else 0
+        self.whole = warp.top_p < 1 and not k  # wants the mass of all tokens
+
+    def know(self, tree: TokenTree, nodes: Iterable[int], known: Known) -> Generator[Evaluate, Tensor, bool]:
+        """Evaluate those of the nodes that are not known yet; returns whether there were any."""
+        if new := sorted({node for node in nodes if node not in known}):  # the order in which answers come
+            answer = yield Evaluate(tree, new, self.read)
+            logp_NV, numbers = answer if isinstance(answer, tuple) else (answer, self.read(answer).tolist())
+            known.update(zip(new, self.rows(logp_NV, numbers), strict=True))
+        return bool(new)
+
+    def read(self, logp_NV: Tensor) -> Tensor:
+        """What the host is going to look at, on the rows' device, as float64: see `rows`.
+
+        The k largest lie in the k blocks with the largest maxima, so that a row is read once and hardly sorted.
         """
-        (N, M), size = self.maxima_NM.shape, self.blocks_MB.shape[1]
-        if k >= len(which) * M:
+        N, V = logp_NV.shape
+        k, size = self._shape(V)
+        if size == 1:
+            parts = list(torch.topk(logp_NV, k))
+        else:
+            if short := -V % size:
+                logp_NV = torch.nn.functional.pad(logp_NV, (0, short), value=-math.inf)
+            blocks_MB = logp_NV.reshape(-1, size)
+            block_NK = torch.topk(blocks_MB.amax(-1).view(N, -1), k).indices
+            first_N1 = multiples(N, len(blocks_MB) // N, logp_NV.device)
+            found_NF = blocks_MB.index_select(0, (block_NK + first_N1).view(-1)).view(N, -1)
+            parts = [*torch.topk(found_NF, k), block_NK]
+        if self._mass(V):
+            parts.append(torch.logsumexp(logp_NV / (self.warp.temperature or 1), -1, keepdim=True))
+        return torch.cat(parts, 1).double().view(-1)  # float32 until here: whole numbers are below 2^24
+
+    def rows(self, logp_NV: Tensor, numbers: Sequence[float]) -> list[Row]:
+        """Rows, with what `read` told of them."""
+        N, V = logp_NV.shape
+        k, size = self._shape(V)
+        rows, step = [], len(numbers) // N
+        for i in range(N):
+            mine = numbers[i * step : (i + 1) * step]
+            blocks = mine[2 * k : 3 * k] if size > 1 else ()
+            bound = -math.inf if k == V else mine[k - 1] if k else math.inf
+            mass = mine[-1] if self._mass(V) else 0.0
+            rows.append(Row(mine[:k], mine[k : 2 * k], blocks, size, bound, mass, logp_NV, i))
+        return rows
+
+    def _shape(self, V: int) -> tuple[int, int]:
+        """How many of a row's largest to find, and in blocks of what size; 1: without blocks."""
+        k = V if V <= NUCLEUS else min(self.size, V)
+        size = block_size(V, BLOCK) or BLOCK
+        return k, size if 0 < k < V // size else 1
+
+    def _mass(self, V: int) -> bool:
+        """Whether rows tell of their masses: they are normalised unless warped or cut."""
+        return self.whole and V > NUCLEUS and (self.warp.temperature != 1 or self.vocab < V)
+
+    def p_beam(self, known: Mapping[int, Row], nodes: Sequence[int], weights: Sequence[float]) -> "Joint":
+        """Equation (1), warped.
+
+        Args:
+            known: rows of the nodes at least.
+            nodes: the last of each beam.
+            weights: logarithms of the beams' probabilities, times how many entries they are; in any unit.
+        """
+        heaviest = max(weights)
+        beams = [(weight - heaviest, node, known[node]) for weight, node in zip(weights, nodes, strict=True)]
+        return self._leaders(beams) or self._all(beams)
+
+    def _leaders(self, beams: Sequence[tuple[float, int, Row]]) -> "Joint | None":
+        """Best cells first; None if more than is known may be drawn."""
+        warp, V = self.warp, self.vocab
+        bound = max([offset + row.bound for offset, _, row in beams])
+        if bound == math.inf:
             return None
-        offset_of = dict(zip(which, offsets, strict=True))
-        offset_N = torch.tensor([offset_of.get(row, -math.inf) for row in range(N)], device=self.logp_NV.device)
-        maxima, block_k = torch.topk((self.maxima_NM + offset_N.unsqueeze(1)).view(-1), k + 1)
-        block_k = block_k[:k]  # the k largest cells lie in the k blocks with the largest maxima
-        logp_kB = self.blocks_MB.index_select(0, block_k)
-        offset_k1 = offset_N.index_select(0, block_k // M).unsqueeze(1)
-        sums, cell_k = torch.topk((logp_kB + offset_k1).view(-1), k + 1)
-        cell_k = cell_k[:k]
-        blocks, cells, logps, rivals = told(
-            block_k, cell_k, logp_kB.take(cell_k), torch.cat([sums[k - 1 :], maxima[k:]])
-        )
-        if max(rivals[1:]) >= rivals[0]:
+        k = 1 if warp.temperature == 0 else warp.top_k
+        sums = []  # of what is sure to be among the best
+        for offset, _, row in beams:
+            sums.append([offset + logp for logp in row.logps[: bisect_left(row.logps, offset - bound, key=neg)]])
+        known = sorted(chain.from_iterable(sums), reverse=True)
+        if bound > -math.inf and len(known) < (k or 1):
             return None
-        place = {row: i for i, row in enumerate(which)}
-        places, tokens = [], []
-        for cell in cells:
-            nth, column = divmod(int(cell), size)
-            row, block = divmod(int(blocks[nth]), M)
-            places.append(place[row])
-            tokens.append(block * size + column)
-        return places, tokens, logps
+        least = known[min(k or len(known), len(known)) - 1]  # ties with the k-th stay
+        ranked = []
+        for (_, node, row), mine in zip(beams, sums, strict=True):
+            if n := sum([score >= least for score in mine]):
+                cells = [node * V + token for token in row.tokens(n)]
+                ranked += zip(mine[:n], cells, row.logps[:n], strict=True)
+        ranked.sort(reverse=True)
+        if warp.temperature == 0:
+            del ranked[:-1]  # the first of equals
+        T, best = warp.temperature or 1.0, ranked[0][0]
+        scores, cells, logps = zip(*ranked, strict=True)
+        masses = [math.exp((score - best) / T) for score in scores]
+        whole = bound == -math.inf or k > 0
+        if warp.top_p < 1:
+            if whole:
+                total = math.fsum(masses)
+            else:
+                total = math.fsum([math.exp((offset - best) / T + row.log_mass) for offset, _, row in beams])
+            before = list(accumulate(masses, initial=0.0))
+            kept = bisect_left(before, warp.top_p * total)  # a cell stays if those before it do not reach top-p
+            whole |= kept < len(before)
+            cells, masses, logps = cells[:kept], masses[:kept], logps[:kept]
+        total = math.fsum(masses)
+        return Joint(self.vocab, [mass / total for mass in masses], logps, cells) if whole else None
 
-    def mass(self, which: Sequence[int], offsets: Sequence[float], temperature: float, vocab: int) -> float:
-        """The logarithm of the sum of exp((offset + log-probability) / temperature) over all cells."""
-        if temperature == 1 and self.logp_NV.shape[1] <= vocab:  # rows are normalised
-            return math.log(math.fsum(map(math.exp, offsets)))
-        logp_NV = self.chosen(which, vocab)
-        return float(torch.logsumexp((logp_NV + _column(offsets, logp_NV)).view(-1) / temperature, 0))
-
-    def chosen(self, which: Sequence[int], vocab: int) -> Tensor:
-        """Some rows, as wide as the vocabulary."""
-        logp_NV = self.logp_NV if list(which) == list(range(len(self.logp_NV))) else self.logp_NV[list(which)]
-        short = vocab - logp_NV.shape[1]
-        return logp_NV[:, :vocab] if short <= 0 else torch.nn.functional.pad(logp_NV, (0, short), value=float("-inf"))
-
-
-def told(*tensors: Tensor) -> list[list[Any]]:
-    """Values of vectors; from a GPU in one synchronisation, where whole numbers are to be below 2^24."""
-    if tensors[0].device.type == "cpu":
-        return [x.tolist() for x in tensors]
-    values = iter(torch.cat([x.float() for x in tensors]).tolist())
-    return [list(islice(values, len(x))) for x in tensors]
-
-
-@lru_cache
-def block_size(V: int) -> int:
-    """A divisor of V near 128, where reading maxima and reading blocks cost about the same; 128 if there is none."""
-    return min((b for b in range(32, 513) if V % b == 0), key=lambda b: abs(b - 128), default=128)
+    def _all(self, beams: Sequence[tuple[float, int, Row]]) -> "Joint":
+        """Of all cells."""
+        V, nodes = self.vocab, [node for _, node, _ in beams]
+        logp_WV = torch.stack([row.logp_NV[row.index] for *_, row in beams])  # type: ignore[index]
+        if short := V - logp_WV.shape[1]:
+            logp_WV = torch.nn.functional.pad(logp_WV, (0, short), value=-math.inf)
+        offset_W1 = torch.tensor([offset for offset, *_ in beams], device=logp_WV.device).unsqueeze(1)
+        probs = self.warp((logp_WV + offset_W1).view(1, -1))[0].exp_()
+        probs /= probs.sum(dtype=torch.float64)
+        probs, flat = torch.stack([probs, logp_WV.view(-1)]).cpu()  # one transfer
+        warped = self.warp.top_k or self.warp.top_p < 1 or self.warp.temperature == 0
+        if len(probs) <= FEW or (warped and int((probs > 0).sum()) <= FEW):
+            places = probs.nonzero().view(-1)
+            masses, total = probs[places].tolist(), float(probs.sum())
+            cells = [nodes[place // V] * V + place % V for place in places.tolist()]
+            return Joint(V, [mass / total for mass in masses], flat[places].tolist(), cells)
+        return Joint(V, probs, flat, None, nodes)
 
 
 @dataclass
 class Joint:
-    """A distribution over cells (row, token): cell = row * vocab + token.
+    """A distribution over cells: node * vocab + token.
 
     Args:
         vocab: tokens of a row.
-        probs: of the cells that can be drawn, or of all; float64.
-        logps: log-probabilities of the tokens after their rows, not warped.
-        cells: which these are, ascending; None: all.
+        probs: of the cells that can be drawn, as a list; or of all, as a tensor of float32.
+        logps: log-probabilities of the tokens after their nodes, not warped.
+        cells: which these are; None: all.
+        nodes: of the rows, if all cells are there.
     """
 
     vocab: int
     probs: Probabilities
-    logps: list[float] | Tensor
-    cells: list[int] | None = None
+    logps: Sequence[float] | Tensor
+    cells: Sequence[int] | None = None
+    nodes: Sequence[int] = ()
 
     def cell(self, i: int) -> tuple[int, int]:
-        """Row and token of the i-th."""
-        return divmod(i if self.cells is None else self.cells[i], self.vocab)
+        """Node and token of the i-th."""
+        if self.cells is not None:
+            return divmod(self.cells[i], self.vocab)
+        return self.nodes[i // self.vocab], i % self.vocab
 
-    def find(self, row: int, token: int) -> int | None:
+    def find(self, node: int, token: int) -> int | None:
         """Where a cell is; None if it cannot be drawn."""
-        cell = row * self.vocab + token
-        return cell if self.cells is None else self._place.get(cell)
+        if self.cells is not None:
+            return self._place.get(node * self.vocab + token)
+        return self._row[node] * self.vocab + token if node in self._row else None
 
     @cached_property
     def _place(self) -> dict[int, int]:
         return {cell: i for i, cell in enumerate(self.cells or ())}
 
-    def of_rows(self, rows: Sequence[int]) -> float:
+    @cached_property
+    def _row(self) -> dict[int, int]:
+        return {node: i for i, node in enumerate(self.nodes)}
+
+    def of_nodes(self, nodes: Iterable[int]) -> float:
         """Probability of some rows."""
         if isinstance(self.probs, Tensor):
-            return float(self.probs.view(-1, self.vocab)[list(rows)].sum())
-        chosen = set(rows)
-        cells = zip(self.cells or (), self.probs, strict=True)
-        return math.fsum(prob for cell, prob in cells if cell // self.vocab in chosen)
+            rows = [self._row[node] for node in nodes]
+            return float(self.probs.view(-1, self.vocab)[rows].sum(dtype=torch.float64))
+        chosen, V = set(nodes), self.vocab
+        return math.fsum([p for cell, p in zip(self.cells or (), self.probs, strict=True) if cell // V in chosen])
 
-    def at(self, other: "Joint", rows: Sequence[int]) -> Probabilities:
-        """Probabilities of the cells of another distribution, whose row i is row rows[i] here."""
+    def at(self, other: "Joint") -> Probabilities:
+        """Probabilities of the cells of another distribution, whose nodes are among those here."""
         V = self.vocab
-        if other.cells is not None:
-            places = (self.find(rows[cell // V], cell % V) for cell in other.cells)
-            return [0.0 if i is None else float(self.probs[i]) for i in places]
-        assert isinstance(other.probs, Tensor)
+        if other.cells is None:
+            rows = [self._row[node] for node in other.nodes] if self.cells is None else []
+            if isinstance(self.probs, Tensor):
+                return self.probs if rows == list(range(len(self._row))) else self.probs.view(-1, V)[rows].view(-1)
+            full = torch.zeros_like(torch.as_tensor(other.probs))
+            mine = {i: p for cell, p in zip(self.cells or (), self.probs, strict=True)
+                    if (i := other.find(*divmod(cell, V))) is not None}  # fmt: skip
+            full[list(mine)] = torch.tensor(list(mine.values()), dtype=full.dtype)
+            return full
         if isinstance(self.probs, Tensor):
-            return self.probs.view(-1, V)[list(rows)].view(-1)
-        full = torch.zeros_like(other.probs)
-        place = {row: i for i, row in enumerate(rows)}
-        cells = zip(self.cells or (), self.probs, strict=True)
-        mine = {place[cell // V] * V + cell % V: prob for cell, prob in cells if cell // V in place}
-        full[list(mine)] = torch.tensor(list(mine.values()), dtype=full.dtype, device=full.device)
-        return full
-
-
-def p_beam(rows: Rows, which: Sequence[int], weights: Sequence[float], warp: Warp, vocab: int) -> Joint:
-    """Equation (1), warped.
-
-    Args:
-        rows, which: the beams' rows.
-        weights: logarithms of the beams' probabilities, times how many entries they are; in any unit.
-        warp: of the joint distribution.
-        vocab: tokens that exist; columns from there on are -inf.
-    """
-    heaviest = max(weights)
-    offsets = [weight - heaviest for weight in weights]
-    k = 1 if warp.temperature == 0 else warp.top_k
-    for size in (k,) if k else NUCLEUS if warp.top_p < 1 else ():
-        found = rows.largest(which, offsets, size)
-        if found is None:
-            break
-        if cells := _nucleus(
-            found, offsets, warp, vocab, None if k else rows.mass(which, offsets, warp.temperature, vocab)
-        ):
-            places, masses, logps = zip(*sorted(cells), strict=True)
-            total = math.fsum(masses)
-            return Joint(vocab, [mass / total for mass in masses], list(logps), list(places))
-    logp_NV = rows.chosen(which, vocab)
-    warped = torch.log_softmax(warp((logp_NV + _column(offsets, logp_NV)).view(1, -1))[0].double(), 0).exp()
-    if len(warped) <= FEW or int((warped > 0).sum()) <= FEW:
-        cells = warped.nonzero().view(-1)
-        return Joint(vocab, warped[cells].tolist(), logp_NV.reshape(-1)[cells].tolist(), cells.tolist())
-    return Joint(vocab, warped, logp_NV.reshape(-1))
-
-
-def _nucleus(
-    found: tuple[list[int], list[int], list[float]],
-    offsets: Sequence[float],
-    warp: Warp,
-    vocab: int,
-    log_mass: float | None,
-) -> list[tuple[int, float, float]] | None:
-    """Temperature and top-p on the largest cells, which are the whole support unless there is a `log_mass` of all.
-
-    Returns:
-        (cell, mass in any unit, log-probability) of those that stay; None if cells that were not found belong to them.
-    """
-    T = warp.temperature or 1.0
-    ranked = sorted(((logp + offsets[i]) / T, i * vocab + token, logp) for i, token, logp in zip(*found, strict=True))
-    ranked.reverse()
-    best = ranked[0][0]
-    cells = [(cell, math.exp(score - best), logp) for score, cell, logp in ranked]
-    if warp.top_p == 1:
-        return cells
-    total = math.fsum(mass for _, mass, _ in cells) if log_mass is None else math.exp(log_mass - best)
-    kept, before = 0, 0.0
-    while kept < len(cells) and before < warp.top_p * total:  # a cell stays if those before it do not reach top-p
-        before += cells[kept][1]
-        kept += 1
-    return cells[:kept] if log_mass is None or before >= warp.top_p * total else None
-
-
-def _column(offsets: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(offsets, dtype=torch.float32, device=like.device).unsqueeze(1)
+            return self.probs[[self._row[cell // V] * V + cell % V for cell in other.cells]].tolist()
+        place, probs = self._place, [*self.probs, 0.0]
+        return [probs[place.get(cell, -1)] for cell in other.cells]
 
 
 def pick(probs: Probabilities, numbers: Iterable[float]) -> list[int]:
     """Independent draws: for each number in (0, 1) the first place where the cumulative sum exceeds it."""
-    if isinstance(probs, Tensor):
-        sums = probs.cumsum(0)
-        wanted = torch.tensor(list(numbers), dtype=sums.dtype, device=sums.device) * sums[-1]
-        return torch.searchsorted(sums, wanted, right=True).tolist()
-    sums = list(accumulate(probs))
-    return [bisect_right(sums, number * sums[-1]) for number in numbers]
+    if not isinstance(probs, Tensor):
+        sums = list(accumulate(probs))
+        return [bisect_right(sums, number * sums[-1]) for number in numbers]
+    # The block of each first, then the place in it.
+    blocks_MB = probs.view(-1, block_size(len(probs)) or len(probs))
+    mass_M = blocks_MB.sum(-1, dtype=torch.float64)
+    sum_M = mass_M.cumsum(0)
+    wanted_D = torch.tensor(list(numbers), dtype=torch.float64) * sum_M[-1]
+    block_D = torch.searchsorted(sum_M, wanted_D, right=True).clamp_(max=len(sum_M) - 1)
+    sum_DB = blocks_MB[block_D].double().cumsum(-1)
+    share_D = (wanted_D - sum_M[block_D] + mass_M[block_D]) / mass_M[block_D]
+    inside_D = torch.searchsorted(sum_DB, (share_D.clamp_(0, 1 - 1e-12) * sum_DB[:, -1]).unsqueeze(1), right=True)
+    return (block_D * blocks_MB.shape[1] + inside_D.squeeze(1)).tolist()
+
+
+@lru_cache
+def block_size(n: int, near: int = 0) -> int:
+    """A divisor of n near this (its square root if 0), 0 if there is none."""
+    return min((b for b in range(32, 1025) if n % b == 0), key=lambda b: abs(b - (near or math.sqrt(n))), default=0)
+
+
+@lru_cache
+def multiples(n: int, step: int, device: torch.device) -> Tensor:
+    """0, step, 2 step, ... as a column."""
+    return torch.arange(0, n * step, step, device=device).unsqueeze(1)

@@ -3,6 +3,7 @@
 Everything here is exact whatever q is: what is accepted, and what is drawn to complete it, is i.i.d. from p.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -12,8 +13,7 @@ from torch import Tensor
 
 from search.joint import Probabilities, pick
 
-IID, WITHOUT, DISTINCT = KINDS = ("iid", "without-replacement", "distinct")
-MOST = 4  # draws of DISTINCT per draft
+IID, WITHOUT = KINDS = ("iid", "without-replacement")
 NOTHING = 1e-9  # probability left at which drawing without replacement stops
 
 
@@ -22,29 +22,21 @@ def draw(q: Probabilities, n: int, kind: str, numbers: Iterator[float]) -> list[
 
     Args:
         q: what to draw from.
-        n: drafts; different ones unless they are IID.
-        kind: IID; WITHOUT: the first n different ones of endless i.i.d. draws, which is drawing without replacement;
-            DISTINCT: those draws themselves, up to the n-th different one or 4 n.
+        n: drafts.
+        kind: IID; WITHOUT: the first n different ones of endless i.i.d. draws, which is drawing without replacement.
     """
     if kind == IID:
         return pick(q, islice(numbers, n))
-    drawn: list[int] = []
+    drawn: dict[int, None] = {}
     while True:
-        for x in pick(q, islice(numbers, n)):
-            drawn.append(x)
-            if len(set(drawn)) == n:
-                return drawn if kind == DISTINCT else list(dict.fromkeys(drawn))
-        if kind == DISTINCT:
-            if len(drawn) >= MOST * n:
-                return drawn
-        elif total(q := without(q, drawn)) < NOTHING:
-            return list(dict.fromkeys(drawn))
+        drawn |= dict.fromkeys(pick(q, islice(numbers, n)))
+        if len(drawn) >= n or total(q := without(q, drawn)) < NOTHING:
+            return list(drawn)[:n]
 
 
 class Drafted(NamedTuple):
-    """A draft: its cell in q, its cell in p (None where p is 0), its probability under q."""
+    """A draft: its cell in p (None where p is 0), its probability under q."""
 
-    j: int
     x: int | None
     q: float
 
@@ -55,6 +47,57 @@ class Verdict(NamedTuple):
     entries: list[int]
     accepted: int
     tried: int
+
+
+class Rest:
+    """p', what is left of p after rejections: norm(max(0, p - s q)).
+
+    A rejection makes norm(max(0, p' - q / mass)) of p', whatever was rejected: only s grows. Nothing is left of a cell
+    that was rejected, so it makes no difference to p' whether it can be drawn again.
+
+    Args:
+        p, q: of the same cells.
+
+    Attributes:
+        s: how often q was taken away.
+        total: the sum of p - s q where it is positive.
+        spared: cells where q is nothing any more: accepted earlier, or rejected before that.
+    """
+
+    def __init__(self, p: Probabilities, q: Probabilities):
+        self.p, self.q, self.whole = p, q, total(p)
+        self.reset(())
+
+    def reset(self, spared: Sequence[int]) -> None:
+        """Begin with p again."""
+        self.s, self.total, self.spared = 0.0, self.whole, spared
+
+    def at(self, x: int) -> float:
+        """p' of a cell that is not spared, times the total."""
+        return max(0.0, float(self.p[x]) - self.s * float(self.q[x]))
+
+    def reject(self, mass: float) -> float:
+        """A draft from q, of which there is this mass, was rejected. If nothing is left p' stays as it was.
+
+        Returns:
+            the sum of max(0, p' - q / mass).
+        """
+        s, before = self.s + self.total / mass, self.total
+        left = excess(self.p, self.q, s) + sum([min(float(self.p[x]), s * float(self.q[x])) for x in self.spared])
+        if left > 0:
+            self.s, self.total = s, left
+        return left / before
+
+    def probabilities(self) -> Probabilities:
+        """p', adding up to the total."""
+        p, q, s = self.p, self.q, self.s
+        if isinstance(p, Tensor):
+            left = torch.sub(p, torch.as_tensor(q), alpha=s).clamp_(min=0)
+        else:
+            left = [max(0.0, a - s * b) for a, b in zip(p, q, strict=True)]
+        for x in self.spared:
+            left[x] = float(p[x])
+        return left
 
 
 def verify(
@@ -76,46 +119,29 @@ def verify(
         numbers: keyed; one per decision.
         kind: how the drafts were drawn.
     """
-    rest, left_q, left = p, q, mass  # p'; q and its mass without what cannot be drawn any more
-    gone: dict[int, None] = {}
+    rest, left = Rest(p, q), mass  # p'; the mass of q without what cannot be drawn any more
+    spent: list[int] = []  # cells of that
     accepted: list[int] = []
     tried = 0
-    for j, x, q_x in drafts:  # lines 15 to 25
+    for x, q_x in drafts:  # lines 15 to 25
         if len(accepted) == width:
             break
-        if j in gone:
-            continue
         tried += 1
         left = max(left, q_x)
-        good = x is not None and next(numbers) * q_x < float(rest[x]) * left
+        good = x is not None and next(numbers) * q_x * rest.total < rest.at(x) * left
+        if not good:
+            rest.reject(left)
+        if kind == WITHOUT:
+            left -= q_x
+            spent = spent if x is None else [*spent, x]
         if good:
             accepted.append(x)  # type: ignore[arg-type]
-            rest = p
-        else:
-            rest, _ = residual(rest, left_q, left)
-        if kind == DISTINCT and good:  # everything can be drawn again
-            left_q, left, gone = q, mass, {}
-        elif kind != IID:
-            left -= q_x
-            gone[j] = None
-            if x is not None:
-                left_q = without(left_q, [x])
+            rest.reset(spent)
     entries = list(accepted)
     if len(entries) < width:  # lines 26 to 29
-        entries += pick(rest, islice(numbers, 1))
+        entries += pick(rest.probabilities(), islice(numbers, 1))
         entries += pick(p, islice(numbers, width - len(entries)))
     return Verdict(entries, len(accepted), tried)
-
-
-def residual(p: Probabilities, q: Probabilities, mass: float) -> tuple[Probabilities, float]:
-    """norm(max(0, p - q / mass)) and its sum before; p itself where that is nothing."""
-    if isinstance(p, Tensor):
-        over = torch.sub(p, torch.as_tensor(q), alpha=1 / mass).clamp_(min=0)
-        left = total(over)
-        return (over.div_(left), left) if left > 0 else (p, 0.0)
-    short = [max(0.0, a - float(b) / mass) for a, b in zip(p, q, strict=True)]
-    left = sum(short)
-    return ([a / left for a in short], left) if left > 0 else (p, 0.0)
 
 
 def without(q: Probabilities, cells: Iterable[int]) -> Probabilities:
@@ -128,16 +154,20 @@ def without(q: Probabilities, cells: Iterable[int]) -> Probabilities:
 
 def total(q: Probabilities) -> float:
     """The sum."""
-    return float(q.sum()) if isinstance(q, Tensor) else sum(q)
+    return float(q.sum(dtype=torch.float64)) if isinstance(q, Tensor) else sum(q)
+
+
+def excess(p: Probabilities, q: Probabilities, s: float) -> float:
+    """The sum of p - s q where it is positive."""
+    if isinstance(p, Tensor):
+        return total(torch.sub(p, torch.as_tensor(q), alpha=s).clamp_(min=0))
+    return math.fsum([float(a - s * b) for a, b in zip(p, q, strict=True) if a > s * b])
 
 
 def acceptances(p: Probabilities, q: Probabilities, m: int, mass: float) -> list[float]:
     """Equation (4): the probability that a draft is accepted after all before it were rejected, for m drafts."""
-    alphas = []
-    for _ in range(m):
-        p, over = residual(p, q, mass)
-        alphas.append(1 - over)
-    return alphas
+    rest = Rest(p, q)
+    return [1 - rest.reject(mass) for _ in range(m)]
 
 
 def accepted_counts(alphas: Sequence[float]) -> list[float]:
@@ -149,35 +179,8 @@ def accepted_counts(alphas: Sequence[float]) -> list[float]:
     P = [[none[m]] for m in range(len(none))]  # P[m][k]
     for m in range(1, len(P)):
         for k in range(1, m + 1):
-            P[m].append(sum(first[i - 1] * P[m - i][k - 1] for i in range(1, m - k + 2)))
+            P[m].append(sum([first[i - 1] * P[m - i][k - 1] for i in range(1, m - k + 2)]))
     return P[-1]
-
-
-def distinct_counts(p: Probabilities, q: Probabilities, m: int) -> list[float]:
-    """What `accepted_counts` tells, about drafts drawn without replacement: as if the most probable were drawn first.
-
-    An estimate: no sum tells it exactly. What matters is that a draft that was accepted cannot be drawn again.
-    """
-    left, masses = [q], [1.0]
-    for cell in torch.as_tensor(q).topk(min(m, len(q))).indices.tolist():
-        masses.append(masses[-1] - float(q[cell]))
-        left.append(without(left[-1], [cell]))
-    alphas = {}
-    for start in range(m):  # the draft after the latest that was accepted
-        rest = p
-        for draft in range(start, m):
-            over = 1.0
-            if draft < len(left) and masses[draft] > NOTHING:
-                rest, over = residual(rest, left[draft], masses[draft])
-            alphas[start, draft] = 1 - over
-    chances = {(0, 0): 1.0}  # of (accepted, start)
-    for draft in range(m):
-        before, chances = chances, {}
-        for (accepted, start), chance in before.items():
-            good = chance * alphas[start, draft]
-            for state, share in (((accepted + 1, draft + 1), good), ((accepted, start), chance - good)):
-                chances[state] = chances.get(state, 0.0) + share
-    return [sum(chance for (k, _), chance in chances.items() if k == accepted) for accepted in range(m + 1)]
 
 
 def dynamic_width(counts: Sequence[float], threshold: float) -> int:

@@ -11,7 +11,7 @@ from engine import Engine
 from engine.errors import UsageError
 from engine.sampling import Warp, uniforms
 from search import DSBD, BeamSample, Greedy, Speculative
-from search.joint import Joint, Rows, block_size, p_beam, pick
+from search.joint import Joint, Reader, block_size, pick
 from search.verify import KINDS, Drafted, acceptances, draw, verify
 from tools.random_checkpoint import make
 
@@ -25,17 +25,25 @@ def rows_of(n, vocab, seed, sharp=2.0, width=None):
     return torch.log_softmax(padded, -1)
 
 
+def p_beam(logp_NV, nodes, weights, warp, vocab):
+    """Of the nodes 0, 1, ..., as a search makes it of an answer."""
+    reader = Reader(warp, vocab)
+    known = dict(enumerate(reader.rows(logp_NV, reader.read(logp_NV).tolist())))
+    return reader.p_beam(known, nodes, weights)
+
+
 def plainly(logp_NV, weights, warp, vocab):
     """Probabilities of all cells, by the definition."""
     scores = (logp_NV[:, :vocab].double() + torch.tensor(weights, dtype=torch.float64).unsqueeze(1)).view(1, -1)
     return torch.log_softmax(warp(scores)[0], -1).exp()
 
 
-def in_full(joint, n):
-    if joint.cells is None:
-        return joint.probs
-    full = torch.zeros(n * joint.vocab, dtype=torch.float64)
-    full[joint.cells] = torch.tensor(joint.probs, dtype=torch.float64)
+def in_full(joint, nodes):
+    full = torch.zeros(len(nodes) * joint.vocab, dtype=torch.float64)
+    probs = torch.as_tensor(joint.probs, dtype=torch.float64)
+    for i in range(len(probs)) if joint.cells is not None else probs.nonzero().view(-1).tolist():
+        node, token = joint.cell(i)
+        full[nodes.index(node) * joint.vocab + token] = probs[i]
     return full
 
 
@@ -43,60 +51,71 @@ def in_full(joint, n):
 @pytest.mark.parametrize("sharp", [0.3, 3.0])
 def test_p_beam(vocab, width, sharp):
     for warp in WARPS:
-        logp_NV, weights = rows_of(4, vocab, vocab, sharp, width), [-3.0, -1.5, -40.0]
-        joint = p_beam(Rows(logp_NV), [2, 0, 3], weights, warp, vocab)
-        expected = plainly(logp_NV[[2, 0, 3]], weights, warp, vocab)
-        found = in_full(joint, 3)
+        logp_NV, weights, nodes = rows_of(4, vocab, vocab, sharp, width), [-3.0, -1.5, -40.0], [2, 0, 3]
+        joint = p_beam(logp_NV, nodes, weights, warp, vocab)
+        expected = plainly(logp_NV[nodes], weights, warp, vocab)
+        found = in_full(joint, nodes)
         assert float((found - expected).abs().max()) < 1e-6 and float(found.sum()) == pytest.approx(1)
         for i in pick(joint.probs, itertools.islice(uniforms(1, 2, 3), 3)):
-            row, token = joint.cell(i)
-            assert joint.find(row, token) == i
-            assert float(joint.logps[i]) == float(logp_NV[[2, 0, 3][row], token])
+            node, token = joint.cell(i)
+            assert joint.find(node, token) == i
+            assert float(joint.logps[i]) == float(logp_NV[node, token])
 
 
 def test_ties_at_the_border_of_top_k_stay():
     logp_NV = torch.full((2, 1024), -20.0)
     logp_NV[0, [5, 300, 900]] = logp_NV[1, 7] = -1.0
-    joint = p_beam(Rows(logp_NV), [0, 1], [0.0, 0.0], Warp(top_k=2), 1024)
-    assert joint.cells == [5, 300, 900, 1024 + 7] and joint.probs == pytest.approx([0.25] * 4)
-    assert p_beam(Rows(logp_NV), [0, 1], [0.0, 0.0], Warp(0), 1024).cells == [5]
+    for width in (1024, 1023):  # with and without a divisor
+        joint = p_beam(logp_NV[:, :width], [0, 1], [0.0, 0.0], Warp(top_k=2), 1024)
+        assert sorted(joint.cells) == [5, 300, 900, 1024 + 7] and joint.probs == pytest.approx([0.25] * 4)
+        assert p_beam(logp_NV[:, :width], [0, 1], [0.0, 0.0], Warp(0), 1024).cells[0] == 5
+        assert p_beam(logp_NV[:, :width], [1, 0], [0.0, -1.0], Warp(0), 1024).cells[0] == 1024 + 7
 
 
 def test_the_large_cells_are_found_without_the_others(monkeypatch):
     """The way through block maxima is taken, and all cells are not."""
-    logp_NV = rows_of(5, 32000, 1, 4.0)
-    expected = [p_beam(Rows(logp_NV), range(5), [0.0] * 5, warp, 32000) for warp in (Warp(1, 20), Warp(1, 0, 0.5))]
+    logp_NV, warps = rows_of(5, 32000, 1, 4.0), (Warp(1, 20), Warp(1, 0, 0.5), Warp(0.7, 20, 0.9), Warp(0))
+    expected = [plainly(logp_NV, [0.0] * 5, warp, 32000) for warp in warps]
     monkeypatch.setattr(Warp, "__call__", lambda *_: pytest.fail("all cells were warped"))
-    for warp, joint in zip((Warp(1, 20), Warp(1, 0, 0.5)), expected, strict=True):
-        assert p_beam(Rows(logp_NV), range(5), [0.0] * 5, warp, 32000).cells == joint.cells
+    for warp, full in zip(warps, expected, strict=True):
+        assert sorted(p_beam(logp_NV, range(5), [0.0] * 5, warp, 32000).cells) == full.nonzero().view(-1).tolist()
 
 
 def test_block_sizes():
-    assert block_size(32000) == 128 and 50272 % block_size(50272) == 0 and block_size(50257) == 128
+    assert block_size(32000, 128) == 128 and block_size(160_000) == 400 and block_size(50257) == 0
+    assert 50272 % block_size(50272, 128) == 0
 
 
 def test_lists_and_tensors_are_the_same():
     """A layer over all cells of a vocabulary, as tensors, and the same as lists: equal decisions."""
-    p, q = (p_beam(Rows(rows_of(2, 800, seed)), [0, 1], [0.0, -0.5], Warp(), 800) for seed in (1, 2))
+    p, q = (p_beam(rows_of(2, 800, seed), [0, 1], [0.0, -0.5], Warp(), 800) for seed in (1, 2))
     assert p.cells is None and isinstance(p.probs, torch.Tensor)
     few = [Joint(800, x.probs.tolist(), x.logps.tolist(), list(range(1600))) for x in (p, q)]
-    for other, mine in itertools.product((q, few[1]), (p, few[0])):
-        assert other.of_rows([1]) == pytest.approx(float(q.probs[800:].sum()))
-        again = other.at(mine, [1, 0])
-        assert torch.as_tensor(again, dtype=torch.float64).allclose(torch.cat([q.probs[800:], q.probs[:800]]))
+    mixed = Joint(800, p.probs.view(2, 800).flip(0).reshape(-1), p.logps, None, [1, 0])
+    for other, mine in itertools.product((q, few[1]), (p, few[0], mixed)):
+        assert other.of_nodes([1]) == pytest.approx(float(q.probs[800:].sum()))
+        again = torch.as_tensor(other.at(mine), dtype=torch.float64)
+        expected = torch.cat([q.probs[800:], q.probs[:800]]) if mine is mixed else q.probs
+        assert again.allclose(expected.double())
     for kind, seed in itertools.product(KINDS, range(20)):
         drawn = draw(q.probs, 4, kind, uniforms(seed, 0, 0))
         assert draw(few[1].probs, 4, kind, uniforms(seed, 0, 0)) == drawn
-        drafts = [Drafted(j, j, float(q.probs[j])) for j in drawn]
+        drafts = [Drafted(j, float(q.probs[j])) for j in drawn]
         verdicts = [verify(x.probs, y.probs, drafts, 1.0, 3, uniforms(seed, 1, 0), kind) for x, y in ((p, q), few)]
         assert verdicts[0] == verdicts[1]
-    assert acceptances(p.probs, q.probs, 3, 1.0) == pytest.approx(acceptances(few[0].probs, few[1].probs, 3, 1.0))
+    alphas = [acceptances(x.probs, y.probs, 3, 1.0) for x, y in ((p, q), few)]
+    assert alphas[0] == pytest.approx(alphas[1], abs=1e-6)
 
 
 def test_pick():
     numbers = [0.0001, 0.2999, 0.3001, 0.9999]
     assert pick([0.0, 0.3, 0.0, 0.7, 0.0], numbers) == [1, 1, 3, 3]
-    assert pick(torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0], dtype=torch.float64), numbers) == [1, 1, 3, 3]
+    assert pick(torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0]), numbers) == [1, 1, 3, 3]
+    probs = torch.rand(4096, generator=torch.Generator().manual_seed(0)) ** 8 + 1e-6
+    probs[100:3000] = 0
+    numbers = [1e-10, *itertools.islice(uniforms(1, 2, 3), 500), 1 - 1e-10]
+    found = pick(probs, numbers)  # by blocks
+    assert found == pick(probs.tolist(), numbers) and not any(100 <= i < 3000 for i in found)
 
 
 def test_uniforms():
@@ -130,7 +149,7 @@ SEARCHES = [
     BeamSample(beams=3, num_return_sequences=3),
     DSBD(num_return_sequences=3),
     DSBD(draft_beams=3, width=3, drafts="iid", top_k=12),
-    DSBD(draft_beams=3, drafts="distinct", keep=1, top_p=0.8),
+    DSBD(draft_beams=3, short="end", keep=1, top_p=0.8),
     DSBD(drafter="ngram", gamma=2),
     Speculative(temperature=0.8),
 ]

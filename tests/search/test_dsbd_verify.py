@@ -19,17 +19,16 @@ import search.dsbd
 import search.verify
 from engine.sampling import Warp
 from search.beam_sample import Beam
-from search.dsbd import DSBD, Layer
-from search.joint import Joint, Rows, p_beam, pick
+from search.dsbd import DSBD, GO_ON, Layer
+from search.joint import Joint, Reader, pick
 from search.verify import (
-    DISTINCT,
     IID,
     KINDS,
     WITHOUT,
     Drafted,
+    Rest,
     acceptances,
     accepted_counts,
-    distinct_counts,
     draw,
     dynamic_width,
 )
@@ -94,9 +93,10 @@ def mutant(function, old, new, **names):
 def outcomes(p, q, m, width, kind, runs=RUNS, verify=search.verify.verify, seed=1, drawn_as=None):
     """Counts of the entries of a layer, and accepted drafts per run."""
     rng, counts, accepted = numbers(seed), Counter(), 0
+    drafts = [Drafted(j if p[j] > 0 else None, q[j]) for j in range(len(q))]
     for _ in range(runs):
-        drafts = [Drafted(j, j if p[j] > 0 else None, q[j]) for j in draw(q, m, drawn_as or kind, rng)]
-        verdict = verify(p, q, drafts, 1.0, width, rng, kind)
+        drawn = [drafts[j] for j in draw(q, m, drawn_as or kind, rng)]
+        verdict = verify(p, q, drawn, 1.0, width, rng, kind)
         counts[tuple(verdict.entries)] += 1
         accepted += verdict.accepted
     return counts, accepted / runs
@@ -120,47 +120,62 @@ def test_more_entries_wanted_than_drafts(kind):
     assert p_value([(counts, lists(p, 3))]) > 1e-4
 
 
-@pytest.mark.parametrize("kind", [WITHOUT, DISTINCT])
-def test_drafts_that_run_out(kind):
+def test_drafts_that_run_out():
     """q has fewer cells than drafts are wanted, one of them nearly all: every one is drawn, the residual is used up."""
     p, q = [0.5, 0.3, 0.1, 0.1], [0.0, 0.97, 0.03, 0.0]
-    counts, _ = outcomes(p, q, 4, 2, kind)
+    counts, _ = outcomes(p, q, 4, 2, WITHOUT)
     assert p_value([(counts, lists(p, 2))]) > 1e-4
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_disjoint_distributions(kind):
     p, q = [0.6, 0.4, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]
-    counts, accepted = outcomes(p, q, 2, 2, kind, 20_000)
+    counts, accepted = outcomes(p, q, 2, 2, kind)
     assert accepted == 0 and p_value([(counts, lists(p, 2))]) > 1e-4
 
 
 def test_equal_distributions_are_accepted_whole():
     p, _ = PAIRS[0]
-    for kind, width in ((IID, 4), (DISTINCT, 4), (WITHOUT, 1)):
-        counts, accepted = outcomes(p, p, 4, width, kind, 3000)
-        assert accepted == width
+    for kind, width in ((IID, 2), (WITHOUT, 1)):
+        counts, accepted = outcomes(p, p, 4, width, kind)
+        assert accepted == width and p_value([(counts, lists(p, width))]) > 1e-4
     counts, accepted = outcomes(p, p, 4, 2, WITHOUT)  # no draft comes twice, though p draws some twice
     assert 1 < accepted < 2 and p_value([(counts, lists(p, 2))]) > 1e-4
 
 
+@pytest.mark.parametrize("spared", [(), (1,), (1, 4)])
+def test_what_is_left(spared):
+    """p' against its definition, rejection by rejection."""
+    for as_they_are in (list, lambda x: torch.tensor(x, dtype=torch.float64)):
+        p, q = PAIRS[1]
+        rest, expected = Rest(as_they_are(p), as_they_are(q)), p
+        rest.reject(1.0)
+        rest.reset(spared)
+        for mass in (0.9, 0.7, 0.65):
+            takes = [0.0 if i in spared else b / mass for i, b in enumerate(q)]
+            over = [max(0.0, a - b) for a, b in zip(expected, takes, strict=True)]
+            assert rest.reject(mass) == pytest.approx(sum(over))
+            expected = [x / sum(over) for x in over]
+            assert [float(x) / rest.total for x in rest.probabilities()] == pytest.approx(expected)
+            others = [x for x in range(6) if x not in spared]
+            assert [rest.at(x) / rest.total for x in others] == pytest.approx([expected[x] for x in others])
+
+
 def test_nothing_is_left_of_equal_distributions():
     p, _ = PAIRS[0]
-    assert search.verify.residual(p, p, 1.0) == (p, 0.0)
-    tensor = torch.tensor(p)
-    assert search.verify.residual(tensor, tensor, 1.0)[0].equal(tensor)
+    rest = Rest(p, p)
+    assert rest.reject(sum(p)) < 1e-15 and [x / rest.total for x in rest.probabilities()] == pytest.approx(p)
 
 
+RATIO, TURNED = "_ * q_x * rest.total < rest.at(x) * left", "_ * rest.at(x) * left < q_x * rest.total"
 MUTANTS = [  # name, how drafts are drawn, how they are verified, what is replaced by what, runs
-    ("upside down", IID, IID, "_ * q_x < float(rest[x]) * left", "_ * float(rest[x]) * left < q_x", 20_000),
+    ("upside down", IID, IID, RATIO, TURNED, 20_000),
     ("plain q without replacement", WITHOUT, IID, "", "", 50_000),
-    ("residual of plain q", WITHOUT, WITHOUT, "left_q = without(left_q, [x])", "pass", 50_000),
-    ("ratio of plain q", WITHOUT, WITHOUT, "_ * q_x <", "_ * q_x * left <", 50_000),
-    ("nothing put back", DISTINCT, DISTINCT, "left_q, left, gone = q, mass, {}", "gone = {}", RUNS),
-    ("rejected ones again", DISTINCT, DISTINCT, "if j in gone:", "if False:", 50_000),
-    ("p' not reset", IID, IID, "            rest = p\n", "            pass\n", RUNS),
-    ("residual forgotten", IID, IID, "rest, _ = residual(rest, left_q, left)", "pass", 20_000),
-    ("completed from p alone", IID, IID, "pick(rest, islice(numbers, 1))", "pick(p, islice(numbers, 1))", 20_000),
+    ("residual of plain q", WITHOUT, WITHOUT, "rest.reset(spent)", "rest.reset(())", 50_000),
+    ("ratio of plain q", WITHOUT, WITHOUT, "_ * q_x * rest.total <", "_ * q_x * rest.total * left <", 50_000),
+    ("p' not reset", IID, IID, "            rest.reset(spent)\n", "", RUNS),
+    ("residual forgotten", IID, IID, "rest.reject(left)", "pass", 20_000),
+    ("completed from p alone", IID, IID, "pick(rest.probabilities(), ", "pick(p, ", 20_000),
 ]
 
 
@@ -213,27 +228,13 @@ def test_acceptances_are_the_literal_equation():
     assert tensors == pytest.approx(expected, rel=1e-6)
 
 
-def test_distinct_counts():
-    """Adds up to 1; exact for one draft; a favourite that p and q share cannot fill two entries."""
-    p, q = PAIRS[0]
-    for m in (1, 2, 4):
-        counts = distinct_counts(p, q, m)
-        assert len(counts) == m + 1 and sum(counts) == pytest.approx(1)
-        assert distinct_counts(torch.tensor(p), torch.tensor(q), m) == pytest.approx(counts, rel=1e-4)
-    assert distinct_counts(p, q, 1) == pytest.approx(accepted_counts(acceptances(p, q, 1, 1.0)))
-    sharp = [0.97, 0.01, 0.01, 0.01]
-    assert dynamic_width(distinct_counts(sharp, sharp, 3), 0.7) == 1
-    assert dynamic_width(accepted_counts(acceptances(sharp, sharp, 3, 1.0)), 0.7) == 3
-    assert distinct_counts([1.0], [1.0], 3) == pytest.approx([0, 1, 0, 0])
-
-
 @pytest.mark.parametrize("pair", range(2))
 def test_simulated_counts_match_the_equations(pair):
     """Of four i.i.d. drafts, with none left over because enough were accepted."""
     p, q = PAIRS[pair]
     rng, counts = numbers(5), Counter()
     for _ in range(RUNS):
-        drafts = [Drafted(j, j, q[j]) for j in draw(q, 4, IID, rng)]
+        drafts = [Drafted(j, q[j]) for j in draw(q, 4, IID, rng)]
         counts[search.verify.verify(p, q, drafts, 1.0, 4, rng, IID).accepted] += 1
     assert p_value([(counts, dict(enumerate(accepted_counts(acceptances(p, q, 4, 1.0)))))]) > 1e-4
 
@@ -256,16 +257,15 @@ class Memo(Joint):
 
     def __init__(self, joint):
         super().__init__(joint.vocab, joint.probs, joint.logps, joint.cells)
-        self._rows, self._at = cache(super().of_rows), {}
+        self._of, self._at = cache(super().of_nodes), {}
 
-    def of_rows(self, rows):
-        return self._rows(tuple(rows))
+    def of_nodes(self, nodes):
+        return self._of(tuple(nodes))
 
-    def at(self, other, rows):
-        key = (id(other), *rows)
-        if key not in self._at:
-            self._at[key] = super().at(other, rows)
-        return self._at[key]
+    def at(self, other):
+        if id(other) not in self._at:
+            self._at[id(other)] = super().at(other)
+        return self._at[id(other)]
 
 
 class Toy:
@@ -274,34 +274,44 @@ class Toy:
     def __init__(self, seed, config, vocab=3, warp=None):
         self.target, self.draft = table(f"target {seed}", vocab), table(f"draft {seed}", vocab)
         self.config, self.vocab, self.warp = config, vocab, warp or Warp()
-        self.joint = cache(self.joint)
+        self.joint, self.grown, self.layer = cache(self.joint), cache(self.grown), cache(self.layer)
+        self.paths = {}
 
     def joint(self, kind, beams):
         """Of beams, given as (path, logprob, entries)."""
         model = self.target if kind == "target" else self.draft
-        rows = Rows(torch.stack([model(path) for path, _, _ in beams]))
+        reader, logp_NV = Reader(self.warp, self.vocab), torch.stack([model(path) for path, _, _ in beams])
+        nodes = [self.node(path) for path, _, _ in beams]
+        known = dict(zip(nodes, reader.rows(logp_NV, reader.read(logp_NV).tolist()), strict=True))
         weights = [logprob + math.log(count) for _, logprob, count in beams]
-        return Memo(p_beam(rows, range(len(beams)), weights, self.warp, self.vocab))
+        return Memo(reader.p_beam(known, nodes, weights))
 
-    def grown(self, beams, joint, drawn):
-        found = []
+    def node(self, path):
+        """A number for a path."""
+        return self.paths.setdefault(path, len(self.paths))
+
+    def grown(self, kind, beams, drawn):
+        found, joint, of = [], self.joint(kind, beams), {self.node(path): (path, logprob) for path, logprob, _ in beams}
         for i in dict.fromkeys(drawn):
-            row, token = joint.cell(i)
-            path, logprob, _ = beams[row]
+            node, token = joint.cell(i)
+            path, logprob = of[node]
             found.append(((*path, token), round(logprob + joint.logps[i], 9), drawn.count(i)))
         return tuple(found)
 
     def draw(self, beams, rng):
         """A drafted layer, and the beams after it."""
         q = self.joint("draft", beams)
-        drawn = draw(q.probs, self.config.draft_beams, self.config.drafts, rng)
-        nodes = [Beam(i, logprob, count) for i, (_, logprob, count) in enumerate(beams)]
-        return Layer(nodes, q, drawn), self.grown(beams, q, drawn)
+        return self.layer(beams, tuple(draw(q.probs, self.config.draft_beams, self.config.drafts, rng)))
+
+    def layer(self, beams, drawn):
+        nodes, q = [Beam(self.node(path), logprob, count) for path, logprob, count in beams], self.joint("draft", beams)
+        return Layer(nodes, q, list(drawn)), self.grown("draft", beams, drawn)
 
 
-def spelled(p, beams, entries):
+def spelled(p, toy, entries):
     """Entries as paths."""
-    return tuple((*beams[row][0], token) for row, token in map(p.cell, entries))
+    paths = list(toy.paths)
+    return tuple((*paths[node], token) for node, token in map(p.cell, entries))
 
 
 def lost_parents(config, runs=RUNS, judge=DSBD.judge, warp=None, seed=3, vocab=4):
@@ -309,10 +319,10 @@ def lost_parents(config, runs=RUNS, judge=DSBD.judge, warp=None, seed=3, vocab=4
     toy, rng = Toy(seed, config, vocab, warp), numbers(seed)
     heads = (((0,), -0.4, 1), ((1,), -0.9, 2), ((2,), -1.1, 1))
     live = (heads[2], heads[0])
-    p, groups = toy.joint("target", live), {}
+    p, groups, parents = toy.joint("target", live), {}, [toy.node(path) for path, _, _ in live]
     for _ in range(runs):
         layer, _ = toy.draw(heads, rng)
-        width, verdict = judge(config, p, layer, [2, 0], config.entries, rng)
+        width, verdict = judge(config, p, layer, parents, config.entries, rng)
         groups.setdefault(width, Counter())[tuple(verdict.entries)] += 1
     return [(counts, lists(p.probs, width)) for width, counts in groups.items()]
 
@@ -329,14 +339,14 @@ def widths_once(monkeypatch):
     monkeypatch.setattr(search.dsbd, "acceptances", remembered)
 
 
-@pytest.mark.parametrize("kind, width", [(IID, 2), (IID, 0), (WITHOUT, 2), (DISTINCT, 0)])
+@pytest.mark.parametrize("kind, width", [(IID, 2), (IID, 0), (WITHOUT, 2), (WITHOUT, 0)])
 def test_lost_parents(kind, width):
     groups = lost_parents(DSBD(draft_beams=4, width=width, threshold=0.15, drafts=kind))
     assert len(groups) > 2 if (kind, width) == (IID, 0) else len(groups) == 1
     assert p_value(groups) > 1e-4
 
 
-@pytest.mark.parametrize("kind, options", [(IID, (0.7, 3, 1.0)), (WITHOUT, (1.0, 0, 0.8)), (DISTINCT, (1.3, 6, 0.9))])
+@pytest.mark.parametrize("kind, options", [(IID, (0.7, 3, 1.0)), (WITHOUT, (1.0, 0, 0.8)), (WITHOUT, (1.3, 6, 0.9))])
 def test_warped(kind, options):
     groups = lost_parents(DSBD(draft_beams=4, width=2, drafts=kind), warp=Warp(*options))
     assert p_value(groups) > 1e-4
@@ -364,7 +374,7 @@ def test_two_cells():
 
 LOST_MUTANTS = [
     ("q not renormalised", IID, "drafts, mass, width", "drafts, 1.0, width"),
-    ("width by the parents lost, without replacement", WITHOUT, "if self.drafts == IID", "if True"),
+    ("width by the parents lost, without replacement", WITHOUT, "mass) if self.drafts == IID", "mass) if True"),
     ("width by a draw", IID, "(len(drafts), mass)", "(1 + (layer.drawn[0] == 0), mass)"),
 ]
 
@@ -395,27 +405,36 @@ def two_levels(config, seed, runs=RUNS):
     for _ in range(runs):
         layer1, heads = toy.draw(root, rng)
         layer2, _ = toy.draw(heads, rng)
-        width, verdict = config.judge(p1, layer1, [0], config.entries, rng)
-        live = toy.grown(root, p1, verdict.entries)
-        first[spelled(p1, root, verdict.entries)] += 1
+        width, verdict = config.judge(p1, layer1, [toy.node(())], config.entries, rng)
+        live = toy.grown("target", root, tuple(verdict.entries))
+        first[spelled(p1, toy, verdict.entries)] += 1
         p2 = toy.joint("target", live)
-        if verdict.accepted < width:
+        drafted = config.short == GO_ON and {path for path, _, _ in live} <= {path for path, _, _ in heads}
+        if verdict.accepted < width and not drafted:
             entries, width = pick(p2.probs, itertools.islice(rng, width)), -1  # of another round: drawn plainly
         else:
-            place = {path: row for row, (path, _, _) in enumerate(heads)}
-            width, verdict = config.judge(p2, layer2, [place[path] for path, _, _ in live], config.entries, rng)
+            width, verdict = config.judge(p2, layer2, [toy.node(path) for path, _, _ in live], config.entries, rng)
             entries = verdict.entries
         counts, _ = second.setdefault((live, width), (Counter(), p2))
         counts[tuple(entries)] += 1
-    groups = [(first, {spelled(p1, root, cells): p for cells, p in lists(p1.probs, len(next(iter(first)))).items()})]
+    groups = [(first, {spelled(p1, toy, cells): p for cells, p in lists(p1.probs, len(next(iter(first)))).items()})]
     for counts, p2 in second.values():
         groups.append((counts, lists(p2.probs, len(next(iter(counts))))))
     return groups
 
 
 @pytest.mark.parametrize(
-    "kind, width, seed", [(IID, 2, 11), (IID, 0, 12), (WITHOUT, 2, 12), (WITHOUT, 0, 11), (DISTINCT, 0, 12)]
+    "options, seed",
+    [
+        ({"width": 2, "drafts": IID}, 11),
+        ({"drafts": IID, "short": "end"}, 12),
+        ({"width": 2}, 12),
+        ({"width": 2, "short": "end"}, 11),
+        ({}, 11),
+        ({"draft_beams": 1, "width": 1, "drafts": IID}, 11),  # speculative sampling
+    ],
+    ids=str,
 )
-def test_two_levels_equal_beam_sampling(kind, width, seed):
-    groups = two_levels(DSBD(draft_beams=3, width=width, threshold=0.7, drafts=kind), seed)
+def test_two_levels_equal_beam_sampling(options, seed):
+    groups = two_levels(DSBD(**{"draft_beams": 3, "threshold": 0.7} | options), seed)
     assert len(groups) > 3 and p_value(groups) > 1e-4
