@@ -72,9 +72,11 @@ def test_peers_measures_ours_in_a_process_of_its_own(model, capsys, tmp_path):
         assert len(row["tokens"]) == row["steps"] == 8 and row["repeatable"]
         low, middle, high = (row["seconds"][k] for k in ("min", "median", "max"))
         assert 0 < row["prefill_seconds"]["min"] < low <= middle <= high
+        assert row["tokens_per_second"]["min"] <= row["tokens_per_second"]["median"] <= row["tokens_per_second"]["max"]
         if sys.platform == "linux":
             assert row["loaded_bytes"] > 50e6 and 0 <= row["growth_bytes"]["median"] < 200e6
-    assert "| coppice |" in page.read_text()
+            assert row["growth_bytes_per_token"] == row["growth_bytes"]["median"] / (24 + 8)
+    assert "| coppice |" in page.read_text() and "kB/token" in page.read_text()
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed (extra bench)")
@@ -111,15 +113,16 @@ def test_ratios_are_theirs_over_ours():
     def row(peer, seconds, speed, growth, tokens):
         return {
             "peer": peer, "beams": 4, "seconds": {"median": seconds}, "prefill_seconds": {"median": seconds},
-            "steps_per_second": {"median": speed}, "growth_bytes": {"median": growth}, "tokens": tokens,
+            "steps_per_second": {"median": speed}, "tokens_per_second": {"median": 2 * speed},
+            "growth_bytes": {"median": growth}, "tokens": tokens,
         }  # fmt: skip
 
     rows = [row("coppice", 2, 20, 10, [1, 2, 3]), row("transformers", 10, 5, 150, [1, 2, 4]), {"peer": "x", "beams": 4}]
     peers.compare(rows)
     assert "versus" not in rows[0] and "versus" not in rows[2]
     assert rows[1]["versus"] == {
-        "seconds": 5, "prefill_seconds": 5, "steps_per_second": 4, "growth_bytes": 15, "same_tokens": False,
-        "first_difference": 2,
+        "seconds": 5, "prefill_seconds": 5, "steps_per_second": 4, "tokens_per_second": 4, "growth_bytes": 15,
+        "same_tokens": False, "first_difference": 2,
     }  # fmt: skip
 
 
@@ -164,7 +167,7 @@ def test_the_recorded_command_names_no_folder_of_this_machine(tmp_path):
     assert str(tmp_path) not in found and os.sep + "bin" not in found and found.endswith("either/or --save")
 
 
-@pytest.mark.parametrize("command", [[], ["kv"], ["peers"], ["speed"]])
+@pytest.mark.parametrize("command", [[], ["kv"], ["peers"], ["speed"], ["papers"]])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([*command, "--help"])

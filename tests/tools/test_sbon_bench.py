@@ -40,8 +40,10 @@ def last_line(capsys):
 def test_table(source, capsys):
     assert main(["sbon", "table", *COMMON, *source, "--n", "12", "--tau", "4", "--alpha", "0.75"]) == 0
     rows = last_line(capsys)["rows"]
-    assert [row["search"] for row in rows[:3]] == ["Bo12", "SBoN", "Bo3"] and rows[3]["search"].startswith("BoM, M = ")
-    whole, ours, fewer = rows[:3]
+    *names, last = [row["search"] for row in rows]
+    assert names == ["Bo12", "SBoN", "Bo3", "SBoN, the paper's rule"] and last.startswith("BoM, M = ")
+    whole, ours, fewer, faithful, _ = rows
+    assert faithful["score"] <= ours["score"] and faithful["tokens"] == ours["tokens"]
     assert whole["speedup"] == 1 and whole["score"] == 100 and whole["kept"] == whole["tokens"] == 1
     assert 0 < ours["tokens"] < 1 and ours["score"] <= 100 and fewer["score"] <= 100 and ours["bytes"] <= whole["bytes"]
     engine = Engine.load(MODEL, reward=REWARD, dtype="float32", kv_memory=1 << 22)
@@ -52,18 +54,19 @@ def test_table(source, capsys):
 def test_memory(source, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     page = tmp_path / "page.md"
-    words = ["sbon", "memory", *COMMON, *source, "--started", "20", "--kept", "4", "--seeds", "1", "--save", str(page)]
+    words = ["sbon", "memory", *COMMON, *source, "--started", "20", "--kept", "4", "--seeds", "1", "--save", str(page),
+             "--schedule", "2:0.6,4:0.5"]  # fmt: skip
     assert main(words) == 0
     told = last_line(capsys)
     rows = told["rows"]
     assert [row["search"] for row in rows] == [
-        "Bo4", "SBoN 20 -> 4 at 3", "SBoN 20 -> 4 when full", "SBoN 20, halved when full",
-        "Bo8*", "Bo16*", "Bo32*", "Bo64*",
+        "Bo4", "SBoN 20 -> 4 at 3", "SBoN 20 at 2:0.6,4:0.5", "SBoN 20 -> 4 when full", "SBoN 20, halved when full",
+        "Bo8*", "Bo16*",
     ]  # fmt: skip
-    assert rows[0]["gain"] == 0 and rows[0]["time"] == 1
+    assert rows[0]["gain"] == rows[0]["gain_se"] == 0 and rows[0]["time"] == 1
     rewards = [row["reward"] for row in rows if row["search"].startswith("Bo")]
     assert rewards == sorted(rewards)  # on keyed draws more utterances are never worse
-    for name in [row["search"] for row in rows[:4]]:
+    for name in [row["search"] for row in rows[:5]]:
         assert max(held for held, _ in told["timelines"][name]) <= told["room"]
     assert max(held for held, _ in told["timelines"]["Bo100"]) > told["room"]
     held = [tokens for tokens, _ in told["timelines"]["SBoN 20 -> 4 at 3"]]

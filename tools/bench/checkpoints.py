@@ -16,15 +16,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoint")
     which = group.add_mutually_exclusive_group()
     which.add_argument("--model", metavar="DIR", help="a checkpoint folder")
-    which.add_argument("--random", nargs="?", const="", metavar="DIR", help="a random Llama (the default), written to "
-                       "DIR and left there; without DIR to a temporary folder")  # fmt: skip
+    add_random_flag(which, "a random Llama (the default)")
+    add_shape_flags(group)
+    group.add_argument("--seed", type=int, default=0, help="of random weights and random prompts (%(default)s)")
+
+
+def add_random_flag(parser: argparse._ActionsContainer, what: str) -> None:
+    """--random."""
+    told = f"{what}, written to DIR and left there; without DIR to a temporary folder"
+    parser.add_argument("--random", nargs="?", const="", metavar="DIR", help=told)
+
+
+def add_shape_flags(group: argparse._ActionsContainer) -> None:
+    """The shape of a random Llama."""
     group.add_argument("--layers", type=int, default=12, help="of the random Llama (%(default)s)")
     group.add_argument("--width", type=int, default=768, help="(%(default)s)")
     group.add_argument("--mlp", type=int, help="(8/3 of the width)")
     group.add_argument("--heads", type=int, help="(width / 64)")
     group.add_argument("--kv-heads", type=int, help="(heads)")
     group.add_argument("--vocab", type=int, default=32000, help="(%(default)s; all defaults: 134M parameters)")
-    group.add_argument("--seed", type=int, default=0, help="of random weights and random prompts (%(default)s)")
 
 
 @contextmanager

@@ -6,10 +6,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,8 @@ from engine.tree import TokenTree
 from models.checkpoint import Checkpoint
 from models.layers import ModelShape
 from search import DSBD, BeamSample, Sample, Speculative
+from search.joint import Reader
+from tools.bench.figures import draw
 from tools.bench.measure import progress, spread
 from tools.bench.report import add_save_flag, finish, stamp, table
 from tools.random_checkpoint import make
@@ -32,6 +35,14 @@ DOCS = Path(__file__).parents[2] / "docs"
 LIMIT_MS = 0.5  # wanted: bookkeeping per round
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 WIDTH, DRAFT_WIDTH = 768, 256  # of the simulated pair
+PARTS = {
+    "finding the largest of each row": (Reader, "read"),
+    "joint distributions": (Reader, "p_beam"),
+    "verification": (DSBD, "judge"),
+    "growing nodes, of two trees": (TokenTree, "grow"),
+    "freeing nodes, moving the shared stem to the trunk": (TokenTree, "keep"),
+}
+COLORS = {"dsbd": "tab:blue", "beam-sample": "tab:orange", "speculative": "tab:green", "one-path": "tab:red"}
 
 FRONT_LEGEND = """*logprob/token*: mean log-probability per token of the best output under the target, with its standard
 error over prompts; every output has the same length (end-of-sequence is ignored). *tokens/s*: new tokens of the best
@@ -40,7 +51,9 @@ the target. *front*: no other row of its kind is both better and faster. *speedu
 DSBD that is at least as good, over the row of beam sampling."""
 OVERHEAD_LEGEND = f"""Time inside the search per round (draft layers, verification, trees; median of runs, least to
 most), rows of log-probabilities ready made; at most {LIMIT_MS} ms is wanted at W = 5, vocabulary 32000, with the warps
-of the paper (top-k 10 to 20, top-p 0.8 to 0.9). Without any warp all 160,000 cells of a layer stay possible."""
+of the paper (top-k 10 to 20, top-p 0.8 to 0.9). Without any warp all 160,000 cells of a layer stay possible. *reading
+rows*: finding the largest of each block of 128 log-probabilities of every row of the round, once: what no way around
+reading them can save."""
 
 
 def add_parser(commands: Any) -> None:
@@ -51,7 +64,7 @@ def add_parser(commands: Any) -> None:
     pair = front.add_argument_group("pair")
     pair.add_argument("--model", metavar="DIR", help="the target")
     pair.add_argument("--draft", metavar="DIR")
-    pair.add_argument("--simulate", type=float, metavar="X", help="instead: a 134M random target that a 10M draft "
+    pair.add_argument("--simulate", type=float, metavar="X", help="instead: a 134M random target that an 18M draft "
                       "agrees with, but for what context adds to its logits, of deviation X (try 0.8)")  # fmt: skip
     front.add_argument("--prompts", type=int, default=24, help="drawn from the target (%(default)s)")
     front.add_argument("--prompt-tokens", type=int, default=16, help="(%(default)s)")
@@ -96,10 +109,26 @@ def run_front(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     with pair(args) as (engine, name, label, sizes):
         prompts = draw_prompts(engine, args.prompts, args.prompt_tokens)
         rows = measure(engine, searches(args), prompts, args.new_tokens)
-    for kind in ("beam-sample", "dsbd", "speculative"):
-        mark_front([row for row in rows if row["search"] == kind])
     ratios = speedups(rows)
-    body = "\n\n".join([
+    body = front_report(args, label, sizes, rows, ratios)
+    result = {"model": label, "rows": rows, "speedups": ratios}
+    if args.figure is not None:
+        path = Path(args.figure) if args.figure else DOCS / f"dsbd-{name}.svg"
+        draw(path, (7, 4.5), lambda figure: paint(figure, rows, label))
+        body += f"\n\n![log-likelihood against tokens per second]({path.name})"
+    finish(f"dsbd-{name}", made, body, result, save_to(args))
+    return result
+
+
+def front_report(
+    args: argparse.Namespace,
+    label: str,
+    sizes: Sequence[int],
+    rows: Sequence[dict[str, Any]],
+    ratios: Sequence[dict[str, Any]],
+) -> str:
+    """The setting, the table of all rows, and that of speeds at equal quality."""
+    return "\n\n".join([
         f"{label} ({sizes[0] / 1e6:.1f}M and {sizes[1] / 1e6:.1f}M parameters); {args.prompts} prompts of "
         f"{args.prompt_tokens} tokens, {args.new_tokens} new tokens; temperature {args.temperature:g}, "
         f"top-k {args.top_k}, top-p {args.top_p:g}.",
@@ -113,13 +142,6 @@ def run_front(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
               [[r["beams"], f"{r['quality']:.4f}", f"{r['speed']:.1f}", r["by"], r["text"]] for r in ratios]),
         FRONT_LEGEND,
     ])  # fmt: skip
-    result = {"model": label, "rows": rows, "speedups": ratios}
-    if args.figure is not None:
-        path = Path(args.figure) if args.figure else DOCS / f"dsbd-{name}.svg"
-        paint(path, rows, label)
-        body += f"\n\n![log-likelihood against tokens per second]({path.name})"
-    finish(f"dsbd-{name}", made, body, result, save_to(args))
-    return result
 
 
 def searches(args: argparse.Namespace) -> list[tuple[str, Search]]:
@@ -181,6 +203,8 @@ def measure(
             "target_seconds": sum(r.stats.get("target_seconds", s) for s, r in runs),
             "front": False,
         })  # fmt: skip
+    for kind in COLORS:
+        mark_front([row for row in rows if row["search"] == kind])
     return rows
 
 
@@ -209,27 +233,19 @@ def speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def paint(path: Path, rows: Sequence[dict[str, Any]], label: str) -> None:
-    """The figure: points, and the fronts as lines. Equal rows give equal bytes."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("figures need matplotlib", remedy="pip install 'coppice[viz]'") from None
-    with matplotlib.rc_context({"svg.hashsalt": "coppice"}):
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axes = figure.subplots()
-        for kind, color in (("dsbd", "tab:blue"), ("beam-sample", "tab:orange"), ("speculative", "tab:green")):
-            mine = [row for row in rows if row["search"] == kind]
-            x, y = [row["speed"] for row in mine], [row["quality"] for row in mine]
-            axes.scatter(x, y, s=18, color=color, alpha=0.5)
-            front = sorted((row["speed"], row["quality"]) for row in mine if row["front"])
+def paint(figure: Any, rows: Sequence[dict[str, Any]], label: str) -> None:
+    """The figure: points, and the fronts as lines."""
+    axes = figure.subplots()
+    for kind, color in COLORS.items():
+        mine = [row for row in rows if row["search"] == kind]
+        x, y = [row["speed"] for row in mine], [row["quality"] for row in mine]
+        axes.scatter(x, y, s=18, color=color, alpha=0.5)
+        front = sorted((row["speed"], row["quality"]) for row in mine if row["front"])
+        if front:
             axes.plot([s for s, _ in front], [q for _, q in front], color=color, marker="o", label=kind)
-        axes.set(xlabel="tokens per second", ylabel="log-probability per token", title=label)
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(path, metadata={"Date": None})
-    progress(f"saved: {path.name}")
+    axes.set(xlabel="tokens per second", ylabel="log-probability per token", title=label)
+    axes.grid(alpha=0.3)
+    axes.legend()
 
 
 # --- pairs ---
@@ -322,26 +338,36 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
             rows.append({
                 "warp": ", ".join(f"{name} {x:g}".replace("_", "-") for name, x in warp.items()) or "none",
                 "width": width or "dynamic",
-                "ms": spread([1000 * seconds / rounds for seconds, rounds, _ in runs]),
-                "steps_per_round": sum(steps for *_, steps in runs) / sum(rounds for _, rounds, _ in runs),
+                "ms": spread([1000 * run["seconds"] / run["rounds"] for run in runs]),
+                "reading_ms": statistics.median(1000 * run["reading"] / run["rounds"] for run in runs),
+                "steps_per_round": sum(run["steps"] for run in runs) / sum(run["rounds"] for run in runs),
             })  # fmt: skip
+    with timed() as parts:
+        config = DSBD(draft_beams=args.beams, gamma=args.gamma, top_k=20)
+        rounds = sum(overhead(config, args.vocab, args.new_tokens, seed)["rounds"] for seed in range(args.runs))
+    parts |= {part: 1000 * seconds / rounds for part, seconds in parts.items()}
     body = "\n\n".join([
         f"W_S = {args.beams}, gamma = {args.gamma}, vocabulary {args.vocab}, {torch.get_num_threads()} threads.",
         table(
-            ["warp", "width", "ms per round", "least", "most", "steps per round"],
+            ["warp", "width", "ms per round", "least", "most", "reading rows", "steps per round"],
             [[row["warp"], row["width"], *(f"{row['ms'][key]:.2f}" for key in ("median", "min", "max")),
-              f"{row['steps_per_round']:.2f}"] for row in rows],
+              f"{row['reading_ms']:.2f}", f"{row['steps_per_round']:.2f}"] for row in rows],
         ),
         OVERHEAD_LEGEND,
+        "Where it goes, of the first row:",
+        table(["part", "ms per round"], [[part, f"{ms:.2f}"] for part, ms in parts.items()]),
     ])  # fmt: skip
-    result = {"rows": rows, "limit_ms": LIMIT_MS}
+    result = {"rows": rows, "parts": parts, "limit_ms": LIMIT_MS}
     finish("dsbd-overhead", made, body, result, save_to(args))
     return result
 
 
 @torch.inference_mode()
-def overhead(config: DSBD, vocab: int, new_tokens: int, seed: int) -> tuple[float, int, int]:
-    """Seconds inside the search, rounds and steps of a run over ready-made rows, the draft's a blur of the target's."""
+def overhead(config: DSBD, vocab: int, new_tokens: int, seed: int) -> dict[str, float]:
+    """Seconds inside the search, of just reading the rows, rounds and steps of a run.
+
+    Rows of log-probabilities are ready made, the draft's are a blur of the target's.
+    """
     random = torch.Generator().manual_seed(seed)
     logits_NV = torch.randn(64, vocab, generator=random) * 2
     logits_NV.scatter_add_(1, torch.randint(vocab, (64, 8), generator=random), torch.full((64, 8), 14.0))
@@ -354,17 +380,43 @@ def overhead(config: DSBD, vocab: int, new_tokens: int, seed: int) -> tuple[floa
         return trees[name]
 
     task = Task(open_tree("target", [1, 2, 3]), new_tokens, frozenset(), vocab, None, open_tree)
-    generator, answer, seconds = replace(config, seed=seed).run(task), None, 0.0
+    generator, answer, seconds, reading = replace(config, seed=seed).run(task), None, 0.0, 0.0
     while True:
         began = time.perf_counter()
         try:
             request = generator.send(answer)
         except StopIteration as end:
-            return seconds + time.perf_counter() - began, end.value.stats["rounds"], end.value.stats["steps"]
+            seconds += time.perf_counter() - began
+            return {"seconds": seconds, "reading": reading} | {key: end.value.stats[key] for key in ("rounds", "steps")}
         seconds += time.perf_counter() - began
         answer = None
         if isinstance(request, Evaluate):
             tree = request.tree
             tree.place(*tree.pending(request.nodes))
             name = "target" if tree is trees["target"] else "draft"
-            answer = answers[name][[(tree.token(node) * 7 + tree.position(node)) % 64 for node in request.nodes]]
+            which = [(tree.token(node) * 7 + tree.position(node)) % 64 for node in request.nodes]
+            rows_NV = answers[name][which]  # others than the answer, which is to be as new to the search
+            began = time.perf_counter()
+            rows_NV.reshape(-1, 128 if vocab % 128 == 0 else vocab).amax(-1)
+            reading += time.perf_counter() - began
+            answer = answers[name][which]
+
+
+@contextmanager
+def timed() -> Iterator[dict[str, float]]:
+    """Seconds that the parts of a search take meanwhile."""
+    spent = dict.fromkeys(PARTS, 0.0)
+
+    def clocked(part: str, function: Any) -> Any:
+        def run(*args: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*args)
+            spent[part] += time.perf_counter() - began
+            return result
+
+        return run
+
+    with ExitStack() as stack:
+        for part, (owner, name) in PARTS.items():
+            stack.enter_context(mock.patch.object(owner, name, clocked(part, getattr(owner, name))))
+        yield spent

@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,7 @@ from torch.nn import functional as F
 from engine import Engine
 from engine.compiling import compile_model
 from engine.graphs import WORDS, make_runner
-from engine.packing import Chunk, pack
 from engine.pool import PagePool
-from engine.tree import TokenTree
-from kernels.layout import TreeLayout
 from kernels.tree_attention import tree_attention
 from models.fields import Fields
 from models.layers import ModelShape
@@ -33,6 +29,7 @@ from models.llama import EMBEDDING, Llama
 from search import Trie
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, finish, stamp, table
+from tools.kernels.scenes import scene
 
 LLAMA_2_7B = {
     "architectures": ["LlamaForCausalLM"],
@@ -111,6 +108,11 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 def seconds_of(work: Callable[[], object], runs: int) -> float:
     """Median time of work on the device."""
+    return statistics.median(times_of(work, runs))
+
+
+def times_of(work: Callable[[], object], runs: int) -> list[float]:
+    """Seconds of each run of work on the device, by events."""
     times = []
     for _ in range(runs + 3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -119,7 +121,7 @@ def seconds_of(work: Callable[[], object], runs: int) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[3:])
+    return times[3:]
 
 
 def copy_bandwidth(runs: int) -> float:
@@ -129,35 +131,6 @@ def copy_bandwidth(runs: int) -> float:
     return 2 * source.numel() / seconds_of(lambda: target.copy_(source), runs)
 
 
-@dataclass
-class Scene:
-    """Queries over one tree: a trunk and two levels of branches, whose second is asked about."""
-
-    layout: TreeLayout
-    slots_S: Tensor  # what is live, in order
-    visible_QS: Tensor
-
-
-def scene(pool: PagePool, prefix: int, queries: int) -> Scene:
-    """A tree in the pool, never released."""
-    tree = TokenTree(pool, [1] * prefix)
-    tree.place(prefix, [])
-    stems = tree.grow([tree.root] * queries, range(queries))
-    tree.place(0, stems)
-    leaves = tree.grow(stems, range(queries))
-    chunk = Chunk(tree, 0, leaves, tree.place(0, leaves))
-    layout = pack([chunk], pool.page_size, pool.cache.k_LGSD.device, word_buckets=WORDS, impl="triton").layout
-    branches = layout.branch_slots_RW[0] > 0
-    place = torch.arange(prefix, device=branches.device)
-    trunk = layout.trunk_pages_RP[0, place // pool.page_size].long() * pool.page_size + place % pool.page_size
-    visible_QW = layout.branch_mask_TW()[:, branches]
-    return Scene(
-        layout,
-        torch.cat([trunk, layout.branch_slots_RW[0, branches]]),
-        torch.cat([visible_QW.new_ones(queries, prefix), visible_QW], 1),
-    )
-
-
 def measure_attention(config: Mapping[str, Any], prefix: int, queries: int, runs: int) -> dict[str, Any]:
     """Attention of one layer: ours, FlexAttention, masked scaled_dot_product_attention."""
     progress(f"attention: prefix {prefix}, {queries} queries")
@@ -165,7 +138,7 @@ def measure_attention(config: Mapping[str, Any], prefix: int, queries: int, runs
     D = config["hidden_size"] // H
     pool = PagePool(ModelShape(L, H, D, 1, None), prefix // 16 + queries, 16, torch.bfloat16, "cuda")
     k_LGSD, v_LGSD = pool.cache.k_LGSD.normal_(), pool.cache.v_LGSD.normal_()
-    s = scene(pool, prefix, queries)
+    s = scene(pool, prefix, queries, word_buckets=WORDS)
     q_THD = torch.randn(queries, H, D, dtype=torch.bfloat16, device="cuda")
     ours = [lambda i=i: tree_attention(q_THD, k_LGSD[i], v_LGSD[i], s.layout, scale=D**-0.5) for i in range(L)]
     seconds = seconds_of(recorded(ours), runs) / L
@@ -193,7 +166,7 @@ def flex_attention(q_1HTD: Tensor, visible_QS: Tensor) -> Callable[[Tensor, Tens
         lambda b, h, q, k: visible_QS[q, k], None, None, *visible_QS.shape, device=visible_QS.device
     )
     compiled = torch.compile(flex.flex_attention, dynamic=False)
-    return lambda k, v: compiled(q_1HTD, k, v, block_mask=blocks)  # type: ignore[return-value]
+    return lambda k, v: compiled(q_1HTD, k, v, block_mask=blocks, enable_gqa=True)  # type: ignore[return-value]
 
 
 def recorded(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:

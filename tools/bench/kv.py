@@ -6,6 +6,7 @@ from typing import Any
 
 from engine import Engine
 from engine.engine import Done, Progress
+from engine.requests import Search
 from search import Trie
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.measure import progress
@@ -58,11 +59,19 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     return result
 
 
-def measure(engine: Engine, prompt: str, beams: int, new_tokens: int) -> dict[str, Any]:
-    """One search: peaks from its statistics, and after every step (live tokens, pages in use)."""
-    pool, series = engine.pool, []
+def measure(
+    engine: Engine,
+    prompt: str | Sequence[int],
+    beams: int,
+    new_tokens: int,
+    search: Search | None = None,
+    ignore_eos: bool = True,
+) -> dict[str, Any]:
+    """One search, trie beam search by default: peaks from its statistics, and after every step (live tokens, pages in
+    use)."""
+    pool, series, asked = engine.pool, [], search or Trie(beams=beams)
     result = None
-    for event in engine.stream(prompt, Trie(beams=beams), max_new_tokens=new_tokens, ignore_eos=True):
+    for event in engine.stream(prompt, asked, max_new_tokens=new_tokens, ignore_eos=ignore_eos):
         if isinstance(event, Progress):
             held = len(event.tree.pages_held)
             if held != pool.used_pages:
@@ -88,5 +97,7 @@ def measure(engine: Engine, prompt: str, beams: int, new_tokens: int) -> dict[st
         "unshared_ratio": stats["unshared_nodes_peak"] * unit / stats["kv_bytes_peak"],
         "slack_max": max(slack, default=0),
         "worst_step_ratio": max((pages * pool.page_size / live for live, pages in series[64:]), default=1.0),
+        "seconds": stats["prefill_seconds"] + stats["decode_seconds"],
+        "score": result.outputs[0].score,
         "steps": series,
     }

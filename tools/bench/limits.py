@@ -1,14 +1,17 @@
 """What a processor can do at best, and the least that a search must do on it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
+from kernels.layout import TreeLayout
 from models.checkpoint import Checkpoint
 from models.int8 import Int8Linear
 from models.linear import Linear
+from tools.bench import gpu
 
 BYTES = 1 << 28  # read to measure the bandwidth: more than any cache holds
 GEMM = (512, 2048, 4096)  # rows, in, out
@@ -30,6 +33,13 @@ def read_bandwidth() -> float:
     return BYTES / best(lambda: x.sum())
 
 
+def copy_bandwidth() -> float:
+    """Bytes per second of a copy in memory, read and written ones counted."""
+    x = torch.ones(BYTES // 8)
+    y = torch.empty_like(x)
+    return BYTES / best(lambda: y.copy_(x))
+
+
 @torch.inference_mode()
 def gemm_rate(kind: str) -> float:
     """Operations per second of a large linear layer, as the models have it: "float32", "bfloat16", "int8"."""
@@ -39,6 +49,17 @@ def gemm_rate(kind: str) -> float:
     x = torch.randn(rows, width).to(dtype)
     layer = Int8Linear([weight], dtype=dtype) if kind == "int8" else Linear([weight], dtype=dtype, device=x.device)
     return 2 * rows * width * out / best(lambda: layer(x))
+
+
+def measure(device: torch.device, kinds: Iterable[str]) -> tuple[float, dict[str, float]]:
+    """Bytes per second that memory gives at best, and operations per second of large products by dtype."""
+    if device.type == "cpu":
+        return max(read_bandwidth(), copy_bandwidth()), {kind: gemm_rate(kind) for kind in kinds}
+    rates = {}
+    for kind in kinds:
+        x = torch.randn(8192, 8192, device=device).to(getattr(torch, kind))
+        rates[kind] = 2 * 8192**3 / gpu.seconds_of(lambda x=x: x @ x, 20)
+    return gpu.copy_bandwidth(20), rates
 
 
 @dataclass(frozen=True)
@@ -77,3 +98,25 @@ class Work:
     def prompt_seconds(self, tokens: int, rate: float) -> float:
         """The least that a prompt can take: its operations."""
         return 2 * tokens * (self.matrices - self.head + tokens * self.attention) / rate
+
+
+def attention_work(
+    layout: TreeLayout, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None = None
+) -> tuple[int, int]:
+    """What attention over a layout must do: bytes to move, each key and value that any token of a tree sees once, the
+    queries and the output; and operations, those of the two products."""
+    keys = pairs = 0
+    mask_TW, seen_T = layout.branch_mask_TW(), layout.trunk_seen_T.long()
+    oldest_T = torch.zeros_like(seen_T) if window is None else (layout.positions_T - window + 1).clamp(min=0)
+    for r, (first, last) in enumerate(pairwise(layout.token_starts.tolist())):
+        own = slice(first, last)
+        trunk_T, visible_TW = (seen_T[own] - oldest_T[own]).clamp(min=0), mask_TW[own]
+        if window is not None:
+            visible_TW = visible_TW & (layout.branch_positions_RW[r] >= oldest_T[own].unsqueeze(1))
+        reads = trunk_T > 0  # ranges that overlap: of neighbours in a prompt, or all up to the trunk's end
+        if reads.any():
+            keys += int(seen_T[own][reads].max() - oldest_T[own][reads].min())
+        keys += int(visible_TW.any(0).sum())
+        pairs += int(trunk_T.sum() + visible_TW.sum())
+    rows = 2 * keys * kv_heads + 2 * len(seen_T) * heads
+    return rows * head_dim * dtype.itemsize, 4 * pairs * heads * head_dim

@@ -1,7 +1,9 @@
 """Side by side with other engines: the same beam search on the same checkpoint and prompt, a process for each.
 
 Every engine gets a fresh process per number of beams, a short warm-up, then the timed runs. Peak memory growth is the
-highest resident memory during a run less that of the loaded model, whose weights have all been read once.
+highest resident memory during a run less that of the loaded model, whose weights have all been read once; on a GPU it
+is what torch allocated, and for this engine, whose pool is allocated when it is loaded, the pages in use as well;
+CTranslate2's is not known there.
 """
 
 import argparse
@@ -15,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from models.checkpoint import Checkpoint
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.measure import PeakMemory, cores, memory, progress, spread
@@ -23,6 +27,7 @@ from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
 PEERS = ("coppice", "transformers", "ctranslate2")
 ROOT = Path(__file__).parents[2]
 COPIED = ("kv_bytes_peak", "kv_bytes_per_token", "live_nodes_peak", "score")
+SPEEDS = ("steps_per_second", "tokens_per_second")
 WARM_UP = (8, 4)  # tokens of prompt, new tokens
 
 
@@ -33,6 +38,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--new-tokens", type=int, default=64, help="end-of-sequence is ignored (%(default)s)")
     parser.add_argument("--beams", type=int, nargs="+", default=[1, 4, 15])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="(%(default)s)")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="(a GPU if there is one)")
     parser.add_argument("--runs", type=int, default=3, help="medians are of so many (%(default)s)")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help=" ".join(PEERS))
     parser.add_argument("--peer-python", default=sys.executable, metavar="PATH", help="interpreter that has the peers")
@@ -99,6 +105,7 @@ class Worker:
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Measure and report."""
     made = stamp(argv)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     rows = []
     with checkpoint(args) as (folder, name), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         vocab = Checkpoint.open(folder).config["vocab_size"]
@@ -107,7 +114,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         for beams in args.beams:
             for peer in args.peers:
                 spec = {"engine": peer, "folder": str(folder.resolve()), "dtype": args.dtype, "threads": args.threads,
-                        "beams": beams, "scratch": scratch, "root": str(ROOT)}  # fmt: skip
+                        "beams": beams, "device": device, "scratch": scratch, "root": str(ROOT)}  # fmt: skip
                 python = sys.executable if peer == "coppice" else args.peer_python
                 rows.append({"peer": peer, "beams": beams, **measure(python, spec, prompt, args.new_tokens, args.runs)})
                 progress(f"beams {beams}, {peer}: {outcome(rows[-1])}")
@@ -115,12 +122,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     shown = {k: v for row in rows for k, v in row.get("versions", {}).items()}
     made["versions"] |= shown
     setting = (
-        f"{name}; prompt of {args.prompt_tokens} random tokens, {args.new_tokens} new tokens, {args.dtype}, "
-        f"{args.threads} threads, medians of {args.runs} runs (least to most of the total)."
+        f"{name}; prompt of {args.prompt_tokens} random tokens, {args.new_tokens} new tokens, {args.dtype}, {device}, "
+        f"{args.threads} threads; medians of {args.runs} runs, in brackets the least and the most."
     )
     body = f"{setting}\n\n{result_table(rows)}\n\n{LEGEND}"
-    result = {"model": name, "dtype": args.dtype, "threads": args.threads, "prompt_tokens": args.prompt_tokens,
-              "new_tokens": args.new_tokens, "runs": args.runs, "results": rows}  # fmt: skip
+    result = {"model": name, "dtype": args.dtype, "device": device, "threads": args.threads, "runs": args.runs,
+              "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens, "results": rows}  # fmt: skip
     finish("peers", made, body, result, args.save)
     return result
 
@@ -143,18 +150,24 @@ def measure(python: str, spec: dict[str, Any], prompt: list[int], new_tokens: in
                 sampled |= peak.sampled
     except PeerFailed as error:
         return {"failed": str(error)}
-    growth = [peak - loaded for peak in peaks] if loaded is not None else []
-    speeds = [((a["steps"] or new_tokens) - 1) / a["decode_seconds"] for a in answers]
+    if spec.get("device") == "cuda":
+        loaded, growth = hello.get("device_bytes"), [a["device_growth"] for a in answers if a.get("device_growth")]
+    else:
+        growth = [peak - loaded for peak in peaks] if loaded is not None else []
+    tokens = len(prompt) + new_tokens
+    steps = [((a["steps"] or new_tokens) - 1) / a["decode_seconds"] for a in answers]
+    decode = [(new_tokens - 1) / a["decode_seconds"] for a in answers]
     same = all(a["tokens"] == answers[0]["tokens"] for a in answers)
     return {
         **hello,
         "seconds": spread([a["seconds"] for a in answers]),
         "prefill_seconds": spread([a["prefill_seconds"] for a in answers]),
-        "steps_per_second": spread(speeds) if new_tokens > 1 else None,
+        "steps_per_second": spread(steps) if new_tokens > 1 else None,
+        "tokens_per_second": spread(decode) if new_tokens > 1 else None,
         "steps": answers[0]["steps"],
         "loaded_bytes": loaded,
         "growth_bytes": spread(growth) if growth else None,
-        "growth_bytes_per_token": spread(growth)["median"] / (len(prompt) + new_tokens) if growth else None,
+        "growth_bytes_per_token": spread(growth)["median"] / tokens if growth else None,
         "growth_sampled": sampled,
         "tokens": answers[0]["tokens"],
         "repeatable": same,
@@ -163,7 +176,7 @@ def measure(python: str, spec: dict[str, Any], prompt: list[int], new_tokens: in
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Add to every other engine's row how it stands against ours with as many beams."""
+    """Add to every other engine's row how it stands against ours with as many beams; above 1 is in our favour."""
     ours = {row["beams"]: row for row in rows if row["peer"] == "coppice" and "seconds" in row}
     for row in rows:
         mine = ours.get(row["beams"])
@@ -173,9 +186,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
         row["versus"] = {
             "seconds": row["seconds"]["median"] / mine["seconds"]["median"],
             "prefill_seconds": row["prefill_seconds"]["median"] / mine["prefill_seconds"]["median"],
-            "steps_per_second": mine["steps_per_second"]["median"] / row["steps_per_second"]["median"]
-            if row["steps_per_second"]
-            else None,
+            **{k: mine[k]["median"] / row[k]["median"] if row[k] else None for k in SPEEDS},
             "growth_bytes": row["growth_bytes"]["median"] / max(1, mine["growth_bytes"]["median"])
             if row["growth_bytes"] and mine["growth_bytes"]
             else None,
@@ -184,10 +195,11 @@ def compare(rows: list[dict[str, Any]]) -> None:
         }
 
 
-LEGEND = """*steps/s*: decode steps after the prompt, one token per beam each. *steps*: times the engine asked its model
-for logits. *loaded*: resident memory before the first run. *growth*: peak resident memory in a run less *loaded*. *x
-total*, *x steps/s*, *x growth*: the other engine's seconds over ours, our steps/s over its, its growth over ours; above
-1 is in our favour. *same tokens*: whether the output equals ours, or the place of the first token that differs."""
+LEGEND = """*decode tok/s*: tokens of the output after the first, over the time after the prompt. *loaded*: memory
+before the first run. *growth*: peak memory in a run less *loaded*; *kB/token*: that over the tokens of prompt and
+output, the trie paper's Mem/Tok. *x total*, *x prefill*, *x decode*, *x growth*: the other engine's seconds over ours,
+our tok/s over its, its growth over ours; above 1 is in our favour. *same tokens*: whether the output equals ours, or
+the place of the first token that differs."""
 
 
 def outcome(row: dict[str, Any]) -> str:
@@ -202,21 +214,27 @@ def growth(row: dict[str, Any]) -> float | None:
 
 
 def result_table(rows: list[dict[str, Any]]) -> str:
-    head = ["engine", "beams", "total s", "least-most", "prefill s", "steps/s", "steps", "loaded MB", "growth MB",
-            "x total", "x steps/s", "x growth", "same tokens"]  # fmt: skip
+    head = ["engine", "beams", "total s", "prefill s", "decode tok/s", "loaded MB", "growth MB", "kB/token",
+            "x total", "x prefill", "x decode", "x growth", "same tokens"]  # fmt: skip
     lines = []
     for row in rows:
         if "seconds" not in row:
             lines.append([row["peer"], row["beams"], outcome(row), *[""] * (len(head) - 3)])
             continue
-        ratios, same = [""] * 3, ""
+        ratios, same = [""] * 4, ""
         if versus := row.get("versus"):
-            ratios = [f"{versus[k]:.1f}" if versus[k] else "?" for k in ("seconds", "steps_per_second", "growth_bytes")]
+            keys = ("seconds", "prefill_seconds", "tokens_per_second", "growth_bytes")
+            ratios = [f"{versus[k]:.1f}" if versus[k] else "?" for k in keys]
             same = "yes" if versus["same_tokens"] else f"no: {versus['first_difference']}"
-        seconds, steps = row["seconds"], row["steps_per_second"]
+        per_token = row["growth_bytes_per_token"]
         lines.append([
-            row["peer"], row["beams"], f"{seconds['median']:.2f}", f"{seconds['min']:.2f}-{seconds['max']:.2f}",
-            f"{row['prefill_seconds']['median']:.2f}", f"{steps['median']:.1f}" if steps else "", row["steps"] or "?",
-            megabytes(row["loaded_bytes"]), megabytes(growth(row)), *ratios, same,
+            row["peer"], row["beams"], around(row["seconds"]), around(row["prefill_seconds"]),
+            around(row["tokens_per_second"], 1), megabytes(row["loaded_bytes"]), megabytes(growth(row)),
+            "?" if per_token is None else f"{per_token / 1e3:.1f}", *ratios, same,
         ])  # fmt: skip
     return table(head, lines)
+
+
+def around(values: dict[str, float] | None, digits: int = 2) -> str:
+    """A median with its spread."""
+    return "" if values is None else "{median:.{n}f} ({min:.{n}f}-{max:.{n}f})".format(n=digits, **values)

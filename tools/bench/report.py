@@ -14,16 +14,16 @@ from tools.bench import measure
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 
-def add_save_flag(parser: argparse.ArgumentParser) -> None:
+def add_save_flag(parser: argparse._ActionsContainer, page: str = "docs/benchmarks.md") -> None:
     """--save, see `finish`."""
-    told = "also write the command's section of docs/benchmarks.md, or of FILE"
+    told = f"also write the command's section of {page}, or of FILE"
     parser.add_argument("--save", nargs="?", const="", metavar="FILE", help=told)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table that also reads well as plain text: first column to the left, the others to the right."""
     cells = [[str(cell) for cell in row] for row in [head, *rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    widths = [max(2, *(len(row[i]) for row in cells)) for i in range(len(head))]  # room for "-:"
 
     def line(row: Sequence[str]) -> str:
         padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
@@ -38,7 +38,7 @@ def megabytes(count: float | None) -> str:
     return "?" if count is None else f"{count / measure.MB:.{1 if abs(count) < 100 * measure.MB else 0}f}"
 
 
-def command_line(argv: Sequence[str]) -> str:
+def command_line(argv: Sequence[str], module: str = "tools.bench") -> str:
     """The command as typed, with folders and files of this machine by their names only."""
 
     def short(word: str) -> str:
@@ -46,16 +46,16 @@ def command_line(argv: Sequence[str]) -> str:
         path = "/" in value and (value[0] in "/.~" or Path(value).exists())
         return f"{flag}{equals}{Path(value).name}" if path else word
 
-    return shlex.join(["python", "-m", "tools.bench", *map(short, argv)])
+    return shlex.join(["python", "-m", module, *map(short, argv)])
 
 
-def stamp(argv: Sequence[str]) -> dict[str, Any]:
+def stamp(argv: Sequence[str], module: str = "tools.bench") -> dict[str, Any]:
     """When, on what, with which versions, by which command."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": measure.machine(),
         "versions": measure.versions(),
-        "command": command_line(argv),
+        "command": command_line(argv, module),
     }
 
 

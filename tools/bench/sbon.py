@@ -1,14 +1,12 @@
 """Speculative best-of-N beside best-of-N: time, reward and memory. Figures need the extra `viz`."""
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from random import Random
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 from engine import Engine
@@ -16,19 +14,23 @@ from engine.demo import with_defaults
 from engine.errors import CoppiceError, UsageError
 from engine.requests import Search, SearchResult
 from search import BoN, SBoN
+from tools.bench.figures import draw
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
-from tools.sbon_counterfactual import as_request, draw
+from tools.sbon_counterfactual import add_prompt_flags, as_request, prompts
 
 DOCS = Path(__file__).parents[2] / "docs"
 SPEEDUP, SCORE, SLOWER = 2.0, 98.0, 1.3  # what is wanted
-TABLE = """Per prompt, all on the same keyed draws. *speedup*: seconds of the first row over its own, the mean over the
-prompts; *score*: 100 for the first row's reward, 0 for the worst of its utterances; *tokens*: generated, against the
-first row's; *peak*: bytes of the pages held when most were, generator and reward model together. BoM is best-of-M with
-M = N / speedup, which takes about the time that SBoN takes."""
+STEPS = "12:0.5,24:0.5,48:0.5"  # drawn beside the others
+TABLE = """Per prompt, all on the same keyed draws. *speedup*: seconds of the first row over its own, the median over
+the prompts; *score*: 100 for the first row's reward, 0 for the worst of its utterances, the mean and its standard error
+over the prompts; *tokens*: generated, against the first row's; *seconds*: the median; *peak*: bytes of the pages held
+when most were, generator and reward model together. BoM is best-of-M with M = N / speedup, which takes about the time
+that SBoN takes."""
 MEMORY = """Pools hold the prompt and {kept} utterances of {length} tokens, generator's and reward model's alike; rows
 marked with a star do not fit and had all the memory they wanted. *reward*: mean over prompts and seeds; *gain*: over
-the first row, in standard deviations of the rewards of one prompt's utterances; *time*: over the first row's."""
+the first row, in standard deviations of the rewards of one prompt's utterances, and its standard error (runs of one
+prompt and seed are compared); *seconds*, *time* (over the first row's): medians; *tokens*: drawn, the mean."""
 
 
 def add_parser(commands: Any) -> None:
@@ -37,24 +39,22 @@ def add_parser(commands: Any) -> None:
     one = parts.add_parser("table", help="speedup and score (the paper's table 1)")
     one.add_argument("--n", type=int, default=100, help="utterances (%(default)s)")
     one.add_argument("--tau", type=int, default=12, help="decision token (%(default)s)")
-    one.add_argument("--alpha", type=float, default=0.7, help="rejection rate (%(default)s)")
+    one.add_argument("--alpha", type=float, default=0.6, help="rejection rate (%(default)s)")
     one.add_argument("--schedule", default="", help="instead of tau and alpha, as --sbon-schedule")
     one.set_defaults(run=run_table)
     two = parts.add_parser("memory", help="many started and few kept in the memory of the few (the paper's figure 4)")
     two.add_argument("--started", type=int, default=250, help="(%(default)s)")
     two.add_argument("--kept", type=int, default=20, help="(%(default)s)")
     two.add_argument("--tau", type=int, help="decision token (as late as the memory allows)")
+    two.add_argument("--schedule", default="4:0.7,8:0.47,32:0.5", help="several decision points besides (%(default)s)")
     two.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
     two.set_defaults(run=run_memory)
-    for part, prompts in ((one, 50), (two, 20)):
+    for part, count, temperature in ((one, 50, 1.5), (two, 20, 1.0)):
         part.add_argument("--model", metavar="DIR", help="(the bundled demo)")
         part.add_argument("--reward", metavar="DIR", help="(the demo's)")
-        part.add_argument(
-            "--input", metavar="FILE", help="prompts as engine.batch reads them (fresh ones for the demo)"
-        )
-        part.add_argument("--prompts", type=int, default=prompts, help="how many (%(default)s)")
+        add_prompt_flags(part, count)
         part.add_argument("--max-new-tokens", type=int, default=96, help="(%(default)s)")
-        part.add_argument("--temperature", type=float, default=1.5, help="(%(default)s)")
+        part.add_argument("--temperature", type=float, default=temperature, help="(%(default)s)")
         part.add_argument("--seed", type=int, default=0, help="(%(default)s)")
         part.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
         part.add_argument("--threads", type=int)
@@ -68,11 +68,39 @@ def run_table(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Measure and report."""
     made, engine = stamp(argv), load(args)
     records = prompts(args)
+    faithful = SBoN(n=args.n, tau=args.tau, alpha=args.alpha, schedule=args.schedule, keep_finished=False,
+                    temperature=args.temperature, seed=args.seed)  # fmt: skip
+    rows = table_rows(engine, records, args, {"SBoN, the paper's rule": faithful})
+    body = "\n\n".join([
+        f"{engine.name}, {len(records)} prompts, up to {args.max_new_tokens} tokens, temperature {args.temperature}. "
+        f"SBoN: {args.schedule or f'tau {args.tau}, alpha {args.alpha}'}, finished utterances kept.",
+        table(
+            ["", "speedup", "score", "worst score", "best kept", "tokens", "seconds", "reward passes", "peak MB"],
+            [[r["search"], f"{r['speedup']:.2f}", f"{r['score']:.1f} ± {r['score_se']:.1f}", f"{r['worst']:.1f}",
+              f"{r['kept']:.0%}", f"{r['tokens']:.2f}", f"{r['seconds']:.2f}", f"{r['reward_passes']:.0f}",
+              megabytes(r["bytes"])] for r in rows],
+        ),
+        TABLE,
+    ])  # fmt: skip
+    result = {"model": engine.name, "prompts": len(records), "rows": rows}
+    finish("sbon-table", made, body, result, page(args.save))
+    ours = rows[1]
+    if ours["speedup"] < SPEEDUP or ours["score"] < SCORE:
+        progress(f"SBoN: x {ours['speedup']:.2f} at a score of {ours['score']:.1f}; {SPEEDUP} at {SCORE} is wanted")
+    return result
+
+
+def table_rows(
+    engine: Engine, records: Sequence[dict[str, Any]], args: argparse.Namespace, more: dict[str, Search] | None = None
+) -> list[dict[str, Any]]:
+    """Best-of-N, speculative best-of-N, best-of-N/4, more searches, and best-of-M that takes SBoN's time: each search's
+    means over the prompts."""
     options = {"temperature": args.temperature, "seed": args.seed}
     searches: dict[str, Search] = {
         f"Bo{args.n}": BoN(n=args.n, **options),
         "SBoN": SBoN(n=args.n, tau=args.tau, alpha=args.alpha, schedule=args.schedule, **options),
         f"Bo{args.n // 4}": BoN(n=args.n // 4, **options),
+        **(more or {}),
     }
     told: dict[str, list[dict[str, float]]] = {name: [] for name in searches}
     wholes = []
@@ -86,29 +114,12 @@ def run_table(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
             told[name].append(compared(*runs[name], wholes[-1]))
         row = told["SBoN"][-1]
         progress(f"prompt {turn + 1} of {len(records)}: SBoN x {row['speedup']:.2f}, score {row['score']:.1f}")
-    m = max(1, round(args.n / fmean(row["speedup"] for row in told["SBoN"])))
+    m = max(1, round(args.n / median(row["speedup"] for row in told["SBoN"])))
     lesser = BoN(n=m, **options)
     told[f"BoM, M = {m}"] = [
         compared(*ask(engine, record, lesser, args), whole) for record, whole in zip(records, wholes, strict=True)
     ]
-    rows = [{"search": name, **averages(values)} for name, values in told.items()]
-    body = "\n\n".join([
-        f"{engine.name}, {len(records)} prompts, up to {args.max_new_tokens} tokens, temperature {args.temperature}. "
-        f"SBoN: {args.schedule or f'tau {args.tau}, alpha {args.alpha}'}, finished utterances kept.",
-        table(
-            ["", "speedup", "score", "worst score", "best kept", "tokens", "seconds", "reward passes", "peak MB"],
-            [[r["search"], f"{r['speedup']:.2f}", f"{r['score']:.1f}", f"{r['worst']:.1f}", f"{r['kept']:.0%}",
-              f"{r['tokens']:.2f}", f"{r['seconds']:.2f}", f"{r['reward_passes']:.0f}", megabytes(r["bytes"])]
-             for r in rows],
-        ),
-        TABLE,
-    ])  # fmt: skip
-    result = {"model": engine.name, "prompts": len(records), "rows": rows}
-    finish("sbon-table", made, body, result, page(args.save))
-    ours = rows[1]
-    if ours["speedup"] < SPEEDUP or ours["score"] < SCORE:
-        progress(f"SBoN: x {ours['speedup']:.2f} at a score of {ours['score']:.1f}; {SPEEDUP} at {SCORE} is wanted")
-    return result
+    return [{"search": name, **averages(values)} for name, values in told.items()]
 
 
 class Whole(NamedTuple):
@@ -141,9 +152,13 @@ def compared(seconds: float, result: SearchResult, whole: Whole) -> dict[str, fl
 
 
 def averages(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Means over the prompts, and the worst score."""
-    names = ("speedup", "score", "kept", "tokens", "seconds", "reward", "reward_passes", "bytes")
-    return {name: fmean(row[name] for row in rows) for name in names} | {"worst": min(row["score"] for row in rows)}
+    """Means over the prompts, but medians of times; and the worst score."""
+    names = ("score", "kept", "tokens", "reward", "reward_passes", "bytes")
+    times = {name: median(row[name] for row in rows) for name in ("speedup", "seconds")}
+    return {name: fmean(row[name] for row in rows) for name in names} | times | {
+        "worst": min(row["score"] for row in rows),
+        "score_se": stdev(row["score"] for row in rows) / len(rows) ** 0.5 if len(rows) > 1 else 0.0,
+    }
 
 
 # --- the paper's figure 4 ---
@@ -159,62 +174,72 @@ def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     tight = load(args, kv_memory=room * unit)
     tau = args.tau or (args.kept * args.max_new_tokens) // args.started
     alpha = 1 - args.kept / args.started
-    rows: list[dict[str, Any]] = []
-    spreads: list[float] = []
-    plans: list[tuple[str, Engine, Search]] = [
-        (f"Bo{args.kept}", tight, BoN(n=args.kept)),
-        (f"SBoN {args.started} -> {args.kept} at {tau}", tight, SBoN(n=args.started, tau=tau, alpha=alpha)),
-        (
-            f"SBoN {args.started} -> {args.kept} when full",
-            tight,
-            SBoN(n=args.started, tau=tau, alpha=alpha, schedule="memory"),
-        ),
-        (f"SBoN {args.started}, halved when full", tight, SBoN(n=args.started, tau=tau, alpha=0.5, schedule="memory")),
-        *((f"Bo{n}*", free, BoN(n=n)) for n in (args.kept * 2**i for i in range(1, 5))),
-    ]
-    ask(tight, records[0], plans[0][2], args)  # warm
-    for name, engine, search in plans:
-        seconds, rewards, peak = [], [], []
-        for seed in range(args.seed, args.seed + args.seeds):
-            for record in records:
-                took, result = ask(engine, record, replace(search, temperature=args.temperature, seed=seed), args)  # type: ignore[type-var]
-                seconds.append(took)
-                rewards.append(result.outputs[0].score or 0.0)
-                peak.append(result.stats["kv_bytes_peak"])
-                if (engine, search) == (free, plans[-1][2]):
-                    spreads.append(stdev(r for _, r in result.stats["rewards"]))
-        rows.append({"search": name, "seconds": fmean(seconds), "reward": fmean(rewards), "bytes": max(peak)})
-        progress(f"{name}: reward {rows[-1]['reward']:.3f}, {rows[-1]['seconds']:.2f} s")
-    first = rows[0]
-    for row in rows:
-        row |= {"gain": (row["reward"] - first["reward"]) / fmean(spreads), "time": row["seconds"] / first["seconds"]}
-    told = [timeline(engine, records[0], search, args) for _, engine, search in plans[:4]]
-    told.append(timeline(free, records[0], SBoN(n=100, tau=tau, alpha=0.8), args))
-    told.append(timeline(free, records[0], BoN(n=100), args))
-    names = [*(name for name, *_ in plans[:4]), f"SBoN 100 -> 20 at {tau}", "Bo100"]
+    options = {"n": args.started, "tau": tau, "alpha": alpha, "temperature": args.temperature}
+    plain = {"temperature": args.temperature}
+    at_once, stepwise = f"SBoN {args.started} -> {args.kept} at {tau}", f"SBoN {args.started} at {args.schedule}"
+    plans: dict[str, tuple[Engine, Search]] = {
+        f"Bo{args.kept}": (tight, BoN(n=args.kept, **plain)),
+        at_once: (tight, SBoN(**options)),
+        stepwise: (tight, SBoN(**options, schedule=args.schedule)),
+        f"SBoN {args.started} -> {args.kept} when full": (tight, SBoN(**options, schedule="memory")),
+        f"SBoN {args.started}, halved when full": (tight, SBoN(**options | {"alpha": 0.5}, schedule="memory")),
+        **{f"Bo{n}*": (free, BoN(n=n, **plain)) for n in (2 * args.kept, 4 * args.kept)},
+    }
+    runs: dict[str, list[tuple[float, SearchResult]]] = {name: [] for name in plans}
+    ask(tight, records[0], BoN(n=args.kept, **plain), args)  # warm
+    for seed in range(args.seed, args.seed + args.seeds):
+        for record in records:
+            for name, (engine, search) in plans.items():
+                runs[name].append(ask(engine, record, replace(search, seed=seed), args))  # type: ignore[type-var]
+        progress(f"seed {seed}: " + ", ".join(f"{name} {fmean(t for t, _ in r):.2f} s" for name, r in runs.items()))
+    *_, most = runs.values()
+    spread = fmean(stdev(reward for _, reward in result.stats["rewards"]) for _, result in most)
+    first = runs[f"Bo{args.kept}"]
+    rows = [against(name, told, first, spread) for name, told in runs.items()]
+    timed = {name: plan for name, plan in plans.items() if plan[0] is tight} | {
+        f"SBoN 100 at {STEPS}": (free, SBoN(n=100, schedule=STEPS, **plain)),
+        "Bo100": (free, BoN(n=100, **plain)),
+    }
+    held = {name: timeline(engine, records[0], search, args) for name, (engine, search) in timed.items()}
     if args.save is not None:
-        draw(
-            str(Path(page(args.save) or "").with_name("sbon_memory.svg")),
-            (9, 3.8),
-            lambda figure: paint(figure, names, told, room),
-        )
+        picture = Path(page(args.save) or "").with_name("sbon_memory.svg")
+        draw(picture, (9, 3.8), lambda figure: paint(figure, held, room))
     body = "\n\n".join([
-        f"{tight.name}, {len(records)} prompts, {args.seeds} seeds, up to {args.max_new_tokens} tokens.",
+        f"{tight.name}, {len(records)} prompts, {args.seeds} seeds, up to {args.max_new_tokens} tokens, temperature "
+        f"{args.temperature}.",
         table(
-            ["", "reward", "gain", "seconds", "time", "peak MB"],
-            [[r["search"], f"{r['reward']:.3f}", f"{r['gain']:.2f}", f"{r['seconds']:.2f}", f"{r['time']:.2f}",
-              megabytes(r["bytes"])] for r in rows],
+            ["", "reward", "gain", "seconds", "time", "tokens", "peak MB"],
+            [[r["search"], f"{r['reward']:.3f}", f"{r['gain']:.2f} ± {r['gain_se']:.2f}", f"{r['seconds']:.2f}",
+              f"{r['time']:.2f}", f"{r['tokens']:.0f}", megabytes(r["bytes"])] for r in rows],
         ),
         MEMORY.format(kept=args.kept, length=args.max_new_tokens),
         "![live tokens over the steps of one prompt](sbon_memory.svg)",
     ])  # fmt: skip
-    result = {"model": tight.name, "room": room, "rows": rows, "timelines": dict(zip(names, told, strict=True))}
+    result = {"model": tight.name, "room": room, "rows": rows, "timelines": held}
     finish("sbon-memory", made, body, result, page(args.save))
-    if rows[1]["reward"] <= first["reward"] or rows[1]["time"] > SLOWER:
-        progress(
-            f"{rows[1]['search']}: gain {rows[1]['gain']:.2f} at {rows[1]['time']:.2f} x the time; {SLOWER} is wanted"
-        )
+    for row in rows[1:3]:
+        if row["gain"] <= 0 or row["time"] > SLOWER:
+            progress(f"{row['search']}: gain {row['gain']:.2f} at {row['time']:.2f} x the time; {SLOWER} is wanted")
     return result
+
+
+def against(
+    name: str, told: Sequence[tuple[float, SearchResult]], first: Sequence[tuple[float, SearchResult]], spread: float
+) -> dict[str, Any]:
+    """Means of a search's runs, and medians of times, beside those of another on the same prompts and seeds."""
+    rewards, theirs = ([result.outputs[0].score or 0.0 for _, result in runs] for runs in (told, first))
+    gains = [(a - b) / spread for a, b in zip(rewards, theirs, strict=True)]
+    ratios = [took / base for (took, _), (base, _) in zip(told, first, strict=True)]
+    return {
+        "search": name,
+        "reward": fmean(rewards),
+        "gain": fmean(gains),
+        "gain_se": stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0,
+        "seconds": median(took for took, _ in told),
+        "time": median(ratios),
+        "tokens": fmean(result.stats["tokens_drawn"] for _, result in told),
+        "bytes": max(result.stats["kv_bytes_peak"] for _, result in told),
+    }
 
 
 def timeline(engine: Engine, record: dict[str, Any], search: Search, args: argparse.Namespace) -> list[tuple[int, int]]:
@@ -229,13 +254,12 @@ def timeline(engine: Engine, record: dict[str, Any], search: Search, args: argpa
     return held
 
 
-def paint(figure: Any, names: Sequence[str], told: Sequence[list[tuple[int, int]]], room: int) -> None:
+def paint(figure: Any, held: dict[str, list[tuple[int, int]]], room: int) -> None:
     """Live tokens over time, of both models."""
-    for place, (axes, title) in enumerate(
-        zip(figure.subplots(1, 2, sharey=True), ("generator", "reward model"), strict=True)
-    ):
-        for name, held in zip(names, told, strict=True):
-            axes.plot([tokens[place] for tokens in held], label=name, lw=1.2)
+    titles = ("generator", "reward model")
+    for place, (axes, title) in enumerate(zip(figure.subplots(1, 2, sharey=True), titles, strict=True)):
+        for name, steps in held.items():
+            axes.plot([tokens[place] for tokens in steps], label=name, lw=1.2)
         axes.axhline(room, color="grey", ls="--", lw=1, label="what the small pools hold")
         axes.set(title=title, xlabel="step", ylabel="tokens in the cache" if not place else "")
     axes.legend(fontsize=7)
@@ -255,23 +279,6 @@ def load(args: argparse.Namespace, **options: Any) -> Engine:
     if reward is None:
         raise UsageError("no reward model", remedy="give --reward DIR")
     return Engine.load(model, reward=reward, dtype=args.dtype, threads=args.threads, **options)
-
-
-def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Those of the file; else requests for stories, fresh from the demo's generator."""
-    if args.input:
-        with open(args.input, encoding="utf-8") as source:
-            return [json.loads(line) for line in source if line.strip()][: args.prompts]
-    from tools.demo.generator import dialogue
-
-    found: list[dict[str, Any]] = []
-    for i in range(1 << 20):
-        talk = dialogue(Random(f"sbon:{args.seed}:{i}"))
-        if talk.turns[-1].task == "story" and len(talk.turns) <= 3:
-            found.append({"messages": talk.messages()[:-1]})
-        if len(found) == args.prompts:
-            break
-    return found
 
 
 def ask(engine: Engine, record: dict[str, Any], search: Search, args: argparse.Namespace) -> tuple[float, SearchResult]:

@@ -1,12 +1,11 @@
 """ULTS beside beam search: on toy trees, on a model, and what the search itself costs. Figures need the extra `viz`."""
 
 import argparse
-import importlib.util
 import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,14 @@ from typing import Any
 import torch
 
 from engine import Engine
-from engine.engine import Request
-from engine.errors import UsageError
+from engine.demo import is_demo
 from engine.pool import PagePool
 from engine.requests import Evaluate, Search, SearchGenerator, SearchResult, Task
 from engine.tree import TokenTree
 from search import ULTS, Sample, Trie
 from search.ults_prior import Vectors
 from tools.bench.checkpoints import add_flags, checkpoint
+from tools.bench.figures import draw, need_figures
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, finish, stamp, table
 from tools.toy_trees import SHAPE, ToyTree
@@ -80,24 +79,17 @@ def page(save: str | None) -> str | None:
 
 def run_toy(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Mean nodes and log-likelihood of every rule beside beam search."""
-    need_figures(args.save)
+    if args.save is not None:
+        need_figures()
     made, rows, curves, optima = stamp(argv), [], {}, {}
     for alpha in ALPHAS:
         trees = [ToyTree(seed, alpha) for seed in range(args.trees)]
         optima[alpha] = statistics.fmean(tree.optimum() for tree in trees)
-        found = [[tree.beam_search(beams) for tree in trees] for beams in range(1, 8)]
-        curves[alpha] = [(statistics.fmean(n for _, n in f), statistics.fmean(v for v, _ in f)) for f in found]
+        curves[alpha] = beam_curve(trees)
         for select, fit, epsilon in itertools.product(("flat", "descendant", "posterior"), ("beta", "pools"), EPSILONS):
-            search = ULTS(
-                select=select, fit=fit, epsilon=epsilon, k_max=0, children=8, batch=1, prior="dirichlet", alpha=alpha
-            )
-            rows.append(
-                {"alpha": alpha, "select": select, "fit": fit, "epsilon": epsilon, **measure_toy(search, trees)}
-            )
-            beam = abscissa(curves[alpha], rows[-1]["value"])
-            rows[-1]["of_beam"] = rows[-1]["nodes"] / beam if beam else None
+            rows.append(toy_row(trees, curves[alpha], alpha, select, fit, epsilon))
         progress(f"alpha {alpha}: done")
-    figure = save_figure("ults-toy", lambda plt: draw_toy(plt, rows, curves, optima), args.save)
+    figure = save_figure("ults-toy", (15, 3.8), lambda f: draw_toy(f, rows, curves, optima), args.save)
     body = "\n\n".join([
         f"{args.trees} trees per alpha, branching 8, depth 5, no limit per level, one node per round; mean nodes / "
         "mean log-likelihood.",
@@ -118,6 +110,24 @@ def run_toy(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     return {"results": rows}
 
 
+def beam_curve(trees: Sequence[ToyTree]) -> list[tuple[float, float]]:
+    """Mean nodes and log-likelihood of beam search with 1 to 7 beams."""
+    found = [[tree.beam_search(beams) for tree in trees] for beams in range(1, 8)]
+    return [(statistics.fmean(n for _, n in f), statistics.fmean(v for v, _ in f)) for f in found]
+
+
+def toy_row(
+    trees: Sequence[ToyTree], curve: Sequence[tuple[float, float]], alpha: float, select: str, fit: str, epsilon: float
+) -> dict[str, Any]:
+    """ULTS on toy trees that its prior is true of, beside beam search's curve."""
+    search = ULTS(
+        select=select, fit=fit, epsilon=epsilon, k_max=0, children=8, batch=1, prior="dirichlet", alpha=alpha
+    )
+    row = {"alpha": alpha, "select": select, "fit": fit, "epsilon": epsilon, **measure_toy(search, trees)}
+    beam = abscissa(curve, row["value"])
+    return row | {"of_beam": row["nodes"] / beam if beam else None}
+
+
 def measure_toy(search: ULTS, trees: Sequence[ToyTree]) -> dict[str, float]:
     results = [tree.search(search) for tree in trees]
     nodes = [r.stats["nodes_evaluated"] for r in results]
@@ -131,8 +141,8 @@ def measure_toy(search: ULTS, trees: Sequence[ToyTree]) -> dict[str, float]:
     }
 
 
-def draw_toy(plt: Any, rows: list[dict[str, Any]], curves: dict[float, list], optima: dict[float, float]) -> Any:
-    figure, axes = plt.subplots(1, len(ALPHAS), figsize=(15, 3.8), layout="constrained")
+def draw_toy(figure: Any, rows: list[dict[str, Any]], curves: dict[float, list], optima: dict[float, float]) -> None:
+    axes = figure.subplots(1, len(ALPHAS))
     for axis, alpha in zip(axes, ALPHAS, strict=True):
         axis.plot(*zip(*curves[alpha], strict=True), "o-", color="black", label="beam search, 1 to 7 beams")
         for (select, fit), group in grouped([r for r in rows if r["alpha"] == alpha], "select", "fit"):
@@ -142,7 +152,6 @@ def draw_toy(plt: Any, rows: list[dict[str, Any]], curves: dict[float, list], op
         axis.set(title=f"alpha {alpha}", xlabel="nodes evaluated")
     axes[0].set_ylabel("mean log-likelihood")
     axes[-1].legend(fontsize=7)
-    return figure
 
 
 # --- the search alone ---
@@ -227,13 +236,14 @@ class WithoutEos:
 
 def run_model(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Mean log-likelihood, nodes, passes and seconds of both searches over the same prompts."""
-    need_figures(args.save)
+    if args.save is not None:
+        need_figures()
     made, rows = stamp(argv), []
     with checkpoint(args) as (folder, name), tempfile.TemporaryDirectory() as scratch:
         engine = Engine.load(folder, dtype=args.dtype, threads=args.threads)
         prompts = draw_prompts(engine, args.prompts, args.prompt_tokens, args.seed)
         for depth in args.depths:
-            prior = args.prior or str(gather(engine, args, depth, Path(scratch)))
+            prior = args.prior or str(gather(engine, args.prompt_tokens, depth, args.seed + 1, Path(scratch)))
             searches: list[tuple[dict[str, Any], Search]] = [
                 ({"search": "beam", "k": k}, WithoutEos(Trie(beams=k, length_penalty=0.0))) for k in args.beams
             ]
@@ -244,21 +254,25 @@ def run_model(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
                 )  # fmt: skip
                 rows_of = {"search": f"{select}, batch {batch}", "select": select, "batch": batch, "k": k}
                 searches.append((rows_of, search))
-            engine.generate(prompts[:1], searches[-1][1], max_new_tokens=depth)  # beliefs are fitted once a process
-            for row, search in searches:
-                rows.append({"depth": depth, **row, **measure(engine, prompts, search, depth)})
-                progress(
-                    "depth {depth}, {search}, k {k}: {value:.3f}, {nodes:.1f} nodes, {ms:.1f} ms".format(**rows[-1])
-                )
+            rows += side_by_side(engine, prompts, searches, depth)
+    beside_beams(rows)
+    short = "demo" if is_demo(folder) else engine.name
+    size = 14, 4 * len(args.depths)
+    figure = save_figure(f"ults-{short}", size, lambda f: draw_model(f, rows, args.depths), args.save)
+    body = model_report(short if is_demo(folder) else name, engine, rows, args) + f"\n\n{figure}"
+    finish(f"ults-model-{short}", made, body, {"model": name, "results": rows}, page(args.save))
+    return {"results": rows}
+
+
+def beside_beams(rows: Sequence[dict[str, Any]]) -> None:
+    """Add to every row its nodes, milliseconds and passes over those of beam search for the same log-likelihood."""
     for row in rows:
         beams = [r for r in rows if r["depth"] == row["depth"] and r["search"] == "beam"]
+        k = abscissa([(r["k"], r["value"]) for r in beams], row["value"]) if row["search"] != "beam" else None
         for key in ("nodes", "ms", "passes"):
-            beam = abscissa([(r[key], r["value"]) for r in beams], row["value"])
-            row[f"{key}_of_beam"] = row[key] / beam if beam and row["search"] != "beam" else None
-    figure = save_figure(f"ults-{engine.name}", lambda plt: draw_model(plt, rows, args.depths), args.save)
-    body = model_report(name, engine, rows, args) + f"\n\n{figure}"
-    finish(f"ults-model-{engine.name}", made, body, {"model": name, "results": rows}, page(args.save))
-    return {"results": rows}
+            row[f"{key}_of_beam"] = row[key] / ordinate([(r["k"], r[key]) for r in beams], k) if k else None
+        saved = row["nodes"] / row["nodes_of_beam"] - row["nodes"] if row["nodes_of_beam"] else 0.0
+        row["break_even"] = max(0.0, row["passes"] - row["depth"]) / saved if saved > 0 else None
 
 
 def draw_prompts(engine: Engine, count: int, tokens: int, seed: int) -> list[list[int]]:
@@ -268,10 +282,10 @@ def draw_prompts(engine: Engine, count: int, tokens: int, seed: int) -> list[lis
     return [[engine.start_token, *output.token_ids] for output in result.outputs]
 
 
-def gather(engine: Engine, args: argparse.Namespace, depth: int, folder: Path) -> Path:
+def gather(engine: Engine, prompt_tokens: int, depth: int, seed: int, folder: Path, vectors: int = 1000) -> Path:
     """A prior from as many other prompts as give 1000 vectors, as in the paper."""
     found: list[Vectors] = []
-    prompts = draw_prompts(engine, -(-1000 // depth), args.prompt_tokens, args.seed + 1)
+    prompts = draw_prompts(engine, -(-vectors // depth), prompt_tokens, seed)
     for i, prompt in enumerate(prompts):
         collect = WithoutEos(Collect(found, 1, i))
         engine.generate([prompt], collect, max_new_tokens=depth)
@@ -280,20 +294,28 @@ def gather(engine: Engine, args: argparse.Namespace, depth: int, folder: Path) -
     return path
 
 
-def measure(engine: Engine, prompts: Iterable[list[int]], search: Search, depth: int) -> dict[str, float]:
-    """Means over prompts, one at a time; milliseconds from the first log-probabilities on."""
-    results = []
-    for prompt in prompts:
-        for _, outcome in engine.serve([Request(prompt, search, max_new_tokens=depth)]):
-            if not isinstance(outcome, SearchResult):
-                raise outcome
-            results.append(outcome)
+def side_by_side(
+    engine: Engine, prompts: Sequence[list[int]], searches: Sequence[tuple[dict[str, Any], Search]], depth: int
+) -> list[dict[str, Any]]:
+    """Figures of searches, each added to its row: prompt by prompt, so that what disturbs the machine hits them all."""
+    for _, search in searches:
+        engine.generate(prompts[:1], search, max_new_tokens=depth)  # beliefs are fitted once a process
+    results: list[list[SearchResult]] = [[] for _ in searches]
+    for i, prompt in enumerate(prompts, 1):
+        for (_, search), found in zip(searches, results, strict=True):
+            found += engine.generate([prompt], search, max_new_tokens=depth)
+        progress(f"depth {depth}: {i} of {len(prompts)} prompts")
+    return [{"depth": depth, **row, **figures_of(found)} for (row, _), found in zip(searches, results, strict=True)]
+
+
+def figures_of(results: Sequence[SearchResult]) -> dict[str, float]:
+    """Means over prompts; milliseconds from the first log-probabilities on, their median."""
     values = [r.outputs[0].score or 0.0 for r in results]
     return {
         "value": statistics.fmean(values),
         "nodes": statistics.fmean(r.stats["nodes_evaluated"] for r in results),
         "passes": statistics.fmean(r.stats["forward_passes"] for r in results),
-        "ms": statistics.fmean(r.stats["decode_seconds"] for r in results) * 1e3,
+        "ms": statistics.median(r.stats["decode_seconds"] for r in results) * 1e3,
         "value_error": statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0,
     }
 
@@ -303,17 +325,25 @@ def model_report(name: str, engine: Engine, rows: list[dict[str, Any]], args: ar
         f"{name}, {engine.runner.device.type}, {args.prompts} prompts of {args.prompt_tokens} tokens drawn from the "
         f"model, fixed length, epsilon {args.epsilon}, {args.children} children, prior: "
         f"{args.prior or 'softmax vectors of other such prompts'}. Means over prompts; ms from the first "
-        "log-probabilities to the end. *of beam*: share of what beam search (interpolated between its points) needs "
-        "for the same log-likelihood; - where it does not reach it, or even one beam exceeds it."
+        "log-probabilities to the end, the median. *of beam*: share of what beam search (interpolated between its "
+        "points) needs for the same log-likelihood; - where it does not reach it, or even one beam exceeds it. "
+        "*Break-even*: where a pass of n nodes costs 1 + a (n - 1) passes of one and the search itself nothing, the a "
+        "from which on ULTS is the faster; - where it saves no nodes."
     ]
     for depth in args.depths:
         shown = [r for r in rows if r["depth"] == depth]
         parts.append(f"Depth {depth}:")
         parts.append(table(
-            ["search", "k", "log-likelihood", "nodes", "passes", "ms", "nodes of beam", "ms of beam"],
+            ["search", "k", "log-likelihood", "nodes", "passes", "ms", "nodes of beam", "ms of beam", "break-even"],
             [[r["search"], r["k"], f"{r['value']:.3f}", f"{r['nodes']:.1f}", f"{r['passes']:.1f}", f"{r['ms']:.1f}",
-              share(r["nodes_of_beam"]), share(r["ms_of_beam"])] for r in shown],
+              share(r["nodes_of_beam"]), share(r["ms_of_beam"]),
+              "-" if r["break_even"] is None else f"{r['break_even']:.3f}"] for r in shown],
         ))  # fmt: skip
+        beams = sorted((r["k"], r["ms"]) for r in shown if r["search"] == "beam")
+        (narrow, least), (wide, most) = beams[0], beams[-1]
+        if narrow < wide:
+            a = (most / least - 1) / (wide - narrow)
+            parts.append(f"By beam search's own times at k {narrow} and {wide}, a is {a:.3f} here.")
         for (search,), group in grouped([r for r in shown if r["search"] != "beam"], "search"):
             nodes = [r["nodes_of_beam"] for r in group if r["nodes_of_beam"]]
             times = [r["ms_of_beam"] for r in group if r["ms_of_beam"]]
@@ -327,11 +357,9 @@ def model_report(name: str, engine: Engine, rows: list[dict[str, Any]], args: ar
     return "\n\n".join(parts)
 
 
-def draw_model(plt: Any, rows: list[dict[str, Any]], depths: Sequence[int]) -> Any:
+def draw_model(figure: Any, rows: list[dict[str, Any]], depths: Sequence[int]) -> None:
     keys = {"nodes": "nodes evaluated", "passes": "forward passes", "ms": "milliseconds"}
-    figure, axes = plt.subplots(
-        len(depths), len(keys), figsize=(14, 4 * len(depths)), layout="constrained", squeeze=False
-    )
+    axes = figure.subplots(len(depths), len(keys), squeeze=False)
     for row, depth in zip(axes, depths, strict=True):
         for axis, (key, label) in zip(row, keys.items(), strict=True):
             for (search,), group in grouped([r for r in rows if r["depth"] == depth], "search"):
@@ -341,7 +369,6 @@ def draw_model(plt: Any, rows: list[dict[str, Any]], depths: Sequence[int]) -> A
             axis.set(title=f"{depth} tokens", xlabel=label, xscale="log")
         row[0].set_ylabel("mean log-likelihood")
     axes[0][0].legend(fontsize=8)
-    return figure
 
 
 # --- both ---
@@ -356,6 +383,13 @@ def abscissa(curve: Sequence[tuple[float, float]], value: float) -> float | None
     return None
 
 
+def ordinate(curve: Sequence[tuple[float, float]], x: float) -> float:
+    """The height of a curve, through points (x, value), where it is defined."""
+    curve = sorted(curve)
+    (x0, v0), (x1, v1) = next(((p, q) for p, q in itertools.pairwise(curve) if p[0] <= x <= q[0]))
+    return v0 + (v1 - v0) * (x - x0) / (x1 - x0)
+
+
 def grouped(rows: Iterable[dict[str, Any]], *keys: str) -> list[tuple[tuple, list[dict[str, Any]]]]:
     """Rows by the values of keys, in order of appearance."""
     groups: dict[tuple, list[dict[str, Any]]] = {}
@@ -368,25 +402,10 @@ def share(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.0%}"
 
 
-def need_figures(save: str | None) -> None:
-    """Raises UsageError before anything is measured, if the figure could not be drawn."""
-    if save is not None and not importlib.util.find_spec("matplotlib"):
-        raise UsageError("figures need matplotlib", remedy="pip install coppice[viz]")
-
-
-def save_figure(name: str, draw: Any, save: str | None) -> str:
+def save_figure(name: str, size: tuple[float, float], paint: Callable[[Any], None], save: str | None) -> str:
     """With `--save`, draw NAME.svg beside the page; how the page shows it."""
     if save is None:
         return ""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = name  # the same figure gives the same file
-    from matplotlib import pyplot
-
-    figure = draw(pyplot)
     path = Path(page(save) or "").with_name(f"{name}.svg")
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-    progress(f"saved: {path.name}")
+    draw(path, size, paint)
     return f"![{name}]({path.name})"

@@ -32,8 +32,8 @@ class Coppice:
         from tools.bench.measure import weight_bytes
 
         dtype, quant = ("bfloat16", "int8") if spec["dtype"] == "int8" else (spec["dtype"], "none")
-        self.engine = Engine.load(spec["folder"], dtype=dtype, quant=quant, device="cpu", threads=spec["threads"],
-                                  compile=spec.get("compile", "off"))  # fmt: skip
+        self.engine = Engine.load(spec["folder"], dtype=dtype, quant=quant, device=spec.get("device", "cpu"),
+                                  threads=spec["threads"], compile=spec.get("compile", "off"))  # fmt: skip
         self.request, self.search = Request, Trie(beams=spec["beams"])
         self.versions = {"coppice": __version__, "torch": str(torch.__version__)}
         touch(torch, self.engine.runner.model)
@@ -62,7 +62,9 @@ class Transformers:
         transformers.logging.set_verbosity_error()
         torch.set_num_threads(spec["threads"])
         dtype = getattr(torch, spec["dtype"])
+        self.device = spec.get("device", "cpu")
         self.model = transformers.AutoModelForCausalLM.from_pretrained(spec["folder"], dtype=dtype).eval()
+        self.model.to(self.device)
         self.model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # no end-of-sequence token
         self.torch, self.beams = torch, spec["beams"]
         self.versions = {"transformers": transformers.__version__, "torch": str(torch.__version__)}
@@ -72,11 +74,13 @@ class Transformers:
         times: list[float] = []
 
         def clock(_: Any, scores: Any) -> Any:  # called once per loop, after the forward pass
+            if not times and self.device == "cuda":
+                self.torch.cuda.synchronize()
             times.append(time.perf_counter())
             return scores
 
         with self.torch.inference_mode():
-            ids = self.torch.tensor([prompt])
+            ids = self.torch.tensor([prompt], device=self.device)
             mask = self.torch.ones_like(ids)
             begin = time.perf_counter()
             out = self.model.generate(
@@ -113,7 +117,11 @@ class CTranslate2:
             subprocess.run([sys.executable, "-P", "-c", f"{convert}; t.main()", *flags], check=True, stdout=sys.stderr)
         self.vocabulary = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
         self.generator = ctranslate2.Generator(
-            str(folder), device="cpu", compute_type=spec["dtype"], inter_threads=1, intra_threads=spec["threads"]
+            str(folder),
+            device=spec.get("device", "cpu"),
+            compute_type=spec["dtype"],
+            inter_threads=1,
+            intra_threads=spec["threads"],
         )
         self.beams = spec["beams"]
         self.versions = {"ctranslate2": ctranslate2.__version__}
@@ -174,12 +182,21 @@ def main() -> None:
         return
     trim()
     facts = getattr(engine, "facts", {})
+    cuda = None if spec.get("device") != "cuda" or isinstance(engine, CTranslate2) else sys.modules["torch"].cuda
+    if cuda:
+        facts = facts | {"device_bytes": cuda.memory_allocated()}
     say({"load_seconds": time.perf_counter() - begin, "versions": engine.versions, **facts})
     for line in sys.stdin:
         job = json.loads(line)
+        before = cuda.memory_allocated() if cuda else 0
+        if cuda:
+            cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
         answer = engine.generate(job["prompt"], job["new_tokens"])
-        say({"seconds": time.perf_counter() - begin, **answer})
+        answer = {"seconds": time.perf_counter() - begin, **answer}
+        if cuda:  # our pages were allocated with the pool, before the run
+            answer["device_growth"] = cuda.max_memory_allocated() - before + answer.get("kv_bytes_peak", 0)
+        say(answer)
 
 
 if __name__ == "__main__":

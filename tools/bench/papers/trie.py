@@ -1,0 +1,210 @@
+"""Memory against generated length, with one cache per beam and with a trie (the trie paper's figure 3 and table 1)."""
+
+import sys
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from engine import Engine
+from engine.requests import Search
+from search import Trie
+from tools.bench import kv, peers
+from tools.bench.measure import cores, progress
+from tools.bench.papers.common import Findings, Models, bullets, ratio, story_requests
+from tools.bench.report import table
+from tools.bench.ults import WithoutEos, draw_prompts
+
+TITLE = "Efficient Beam Search for Large Language Models Using Trie-Based Decoding"
+SETTING = """Phi-3.5-mini-instruct on Tesla V100-SXM2-32GB GPUs, against the batch-based beam search of transformers;
+memory is `torch.cuda.memory_allocated()` (section 4.1)."""
+RANDOM = ""  # memory and speed do not ask what the text says
+BEAMS = (1, 3, 9, 15)
+# Table 1: mean tokens of the input, entries, and by beams (MB per token, tokens per second, score) of the batch-based
+# search and of the paper's; greedy decoding stands for one beam; None ran out of memory. Scores: ROUGE-L for the first
+# two, the share of problems solved for HumanEval.
+TABLE_1: dict[str, tuple[int, int, dict[int, tuple[tuple[float, float, float] | None, ...]]]] = {
+    "CNN/DM": (910, 200, {
+        1: ((1.41, 8.96, 0.2001),),
+        3: ((4.06, 7.50, 0.2066), (1.51, 8.01, 0.2065)),
+        9: ((11.99, 5.25, 0.2070), (1.51, 6.73, 0.2071)),
+        15: ((19.95, 4.32, 0.2099), (1.55, 6.14, 0.2093)),
+    }),
+    "QMSUM": (4133, 90, {
+        1: ((1.68, 7.17, 0.1524),),
+        3: ((9.06, 4.67, 0.1301), (1.57, 6.31, 0.1490)),
+        9: ((13.21, 2.37, 0.1321), (1.56, 5.15, 0.1504)),
+        15: (None, (1.57, 4.43, 0.1457)),
+    }),
+    "HumanEval": (181, 164, {
+        1: ((1.28, 9.11, 0.6220),),
+        3: ((3.40, 7.91, 0.6585), (1.51, 7.85, 0.6585)),
+        9: ((9.12, 6.63, 0.6524), (2.42, 6.72, 0.6707)),
+        15: ((16.16, 6.13, 0.6829), (3.31, 6.21, 0.6768)),
+    }),
+}  # fmt: skip
+DIFFERS = (
+    """The first table counts what the KV cache holds at its peak: of the trie its pages, for the batch what one cache
+    per beam would have held (beams x the whole text). The paper's bytes are all that torch allocated, activations and
+    the logits of all prompt positions at once included; here the head runs on the rows that are asked for, so there is
+    no spike at the beginning. The second table measures whole processes, transformers' own search in one of them.""",
+    "Branches are pruned at every step; the paper collects garbage every now and then.",
+    """End-of-sequence, length penalty and stopping are those of transformers 5, so that the outputs can be equal; the
+    paper's code differs (it knows no end among the first tokens and generates one token too many). Where texts end,
+    they end; random weights and given models write to the limit, end-of-sequence excluded. The measured runs go to the
+    limit, too.""",
+    """*score* here is the best output's log-probability per token; the paper has ROUGE-L and problems solved. Its text
+    says 27.14 to 3.27 MB per token for QMSUM with 9 beams and "1.57 GB"; its table, which is shown, says 13.21 to 1.56,
+    and MB.""",
+)
+
+
+def run(models: Models) -> Findings:
+    """Count, measure, compare."""
+    engine = models.engine()
+    new_tokens, count = models.pick(224, 12), models.pick(4 if models.kind == "demo" else 1, 1)
+    prompts = {"short": begin(engine, models, 24, 1, count), "long": begin(engine, models, 224, 9, count)}
+    beams = models.pick(BEAMS, (1, 3))
+    rows = []
+    for kind, texts in prompts.items():
+        for b in beams:
+            asked: Search = Trie(beams=b) if models.kind == "demo" else WithoutEos(Trie(beams=b))
+            rows.append({"text": kind, "beams": b, **count_one(engine, texts, b, new_tokens, asked)})
+            progress(f"trie: {kind} prompts, {b} beams: {rows[-1]['trie']:.0f} bytes per token")
+    speeds = measured(models, engine.runner.device.type, prompts["long"][0], beams, models.pick(64, 6))
+    body = "\n\n".join([
+        f"{models.name}, {models.dtype}, {engine.pool.bytes_per_token:,} bytes per token in the cache; {count} prompts "
+        f"of {fmean(map(len, prompts['short'])):.0f} tokens in the mean and {count} of "
+        f"{fmean(map(len, prompts['long'])):.0f}, up to {new_tokens} new tokens.",
+        "Memory per token of input and output, one cache per beam and trie; kB here, MB in the paper:",
+        memory_table(rows, beams),
+        "Beside transformers, each engine in a process of its own: " + speeds["setting"],
+        peers.result_table(speeds["rows"]),
+        peers.LEGEND,
+        "Tokens of output per second of all the time it took, batch-based search and trie, and how good the output is:",
+        speed_table(rows, speeds["rows"], beams),
+        bullets(DIFFERS),
+    ])  # fmt: skip
+    result = {"rows": rows, "measured": speeds["rows"]}
+    shown = [b for b in beams if b > 1]
+    unit = engine.pool.bytes_per_token
+    return Findings(body, result, (3.4 * len(shown), 5.2), lambda figure: paint(figure, rows, shown, unit))
+
+
+def begin(engine: Engine, models: Models, tokens: int, turns: int, count: int) -> list[list[int]]:
+    """Requests for stories after a conversation of so many turns, if it is the demo; else beginnings of so many tokens
+    that the model draws."""
+    if models.kind == "demo":
+        return story_requests(engine, count, turns, models.seed)
+    return draw_prompts(engine, count, models.pick(tokens, min(tokens, 12)), models.seed)
+
+
+def count_one(
+    engine: Engine, prompts: Sequence[list[int]], beams: int, new_tokens: int, search: Search
+) -> dict[str, Any]:
+    """Means over prompts of what the cache holds at its peak, in bytes per token of prompt and output."""
+    found = [kv.measure(engine, prompt, beams, new_tokens, search, ignore_eos=False) for prompt in prompts]
+    lengths = [f["prompt_tokens"] + f["new_tokens"] for f in found]
+    unit = found[0]["bytes_per_token"]
+    first = found[0]
+    return {
+        "input": fmean(f["prompt_tokens"] for f in found),
+        "entries": len(found),
+        "output": fmean(f["new_tokens"] for f in found),
+        "trie": fmean(f["kv_bytes_peak"] / n for f, n in zip(found, lengths, strict=True)),
+        "batch": fmean(f["unshared_nodes_peak"] * unit / n for f, n in zip(found, lengths, strict=True)),
+        "tokens_per_second": sum(f["new_tokens"] for f in found) / sum(f["seconds"] for f in found),
+        "score": fmean(f["score"] for f in found),
+        "series": {
+            "trie": [live for live, _ in first["steps"]],
+            "batch": [beams * (first["prompt_tokens"] + i) for i in range(len(first["steps"]))],
+        },
+    }
+
+
+def measured(
+    models: Models, device: str, prompt: Sequence[int], beams: Sequence[int], new_tokens: int
+) -> dict[str, Any]:
+    """This engine and transformers in processes of their own, on one prompt."""
+    threads, runs, rows = models.threads or cores(), models.pick(3, 1), []
+    for b in beams if not models.quick else beams[-1:]:
+        for peer in ("coppice", "transformers"):
+            spec = {"engine": peer, "folder": str(models.target.resolve()), "dtype": models.dtype, "threads": threads,
+                    "beams": b, "device": device, "scratch": str(models.scratch), "root": str(peers.ROOT)}  # fmt: skip
+            python = models.peer_python if peer == "transformers" else sys.executable
+            rows.append({"peer": peer, "beams": b, **peers.measure(python, spec, list(prompt), new_tokens, runs)})
+            progress(f"trie: {peer}, {b} beams: {peers.outcome(rows[-1])}")
+    peers.compare(rows)
+    setting = f"a prompt of {len(prompt)} tokens, {new_tokens} new ones, {threads} threads, medians of {runs} runs"
+    versions = {k: v for row in rows for k, v in row.get("versions", {}).items() if k == "transformers"}
+    setting += "".join(f"; {name} {version}" for name, version in versions.items())
+    if own := next((row for row in reversed(rows) if "kv_bytes_peak" in row), None):
+        share = f"{own['kv_bytes_peak'] / 1e6:.1f} MB with {own['beams']} beams"
+        setting += f". Of our growth the cache is {share}, the rest is scratch space and threads"
+    return {"rows": rows, "setting": f"{setting}."}
+
+
+def paper(b: int, column: int) -> list[str]:
+    """The paper's memory (0) or speed (1) for so many beams: batch, trie, and how many times the trie is better."""
+    cells = []
+    for _, _, by_beams in TABLE_1.values():
+        found = [None if x is None else x[column] for x in by_beams[b]]
+        cells.append(arrow(["OOM" if x is None else f"{x:.2f}" for x in found]))
+        if len(found) == 2 and None not in found:
+            batch, ours = found
+            cells[-1] += f" ({ratio(ours, batch) if column else ratio(batch, ours)})"
+    return cells
+
+
+def arrow(cells: Sequence[str]) -> str:
+    """From batch to trie; one cell alone is both."""
+    return " → ".join(cells)
+
+
+def memory_table(rows: Sequence[dict[str, Any]], beams: Sequence[int]) -> str:
+    """Ours and the paper's Mem/Tok."""
+    kinds = list(dict.fromkeys(row["text"] for row in rows))
+    head = ["beams", *(f"here, {kind}" for kind in kinds)]
+    head += [f"paper, {name} ({n} tokens, {m} entries)" for name, (n, m, _) in TABLE_1.items()]
+    lines = []
+    for b in beams:
+        mine = [row for kind in kinds for row in rows if (row["text"], row["beams"]) == (kind, b)]
+        cells = [arrow([f"{r[kind] / 1e3:.2f}" for kind in ("batch", "trie")[b == 1 :]]) for r in mine]
+        if b > 1:
+            cells = [f"{c} ({ratio(r['batch'], r['trie'])})" for c, r in zip(cells, mine, strict=True)]
+        lines.append([b, *cells, *paper(b, 0)])
+    return table(head, lines)
+
+
+def speed_table(rows: Sequence[dict[str, Any]], speeds: Sequence[dict[str, Any]], beams: Sequence[int]) -> str:
+    """Ours and the paper's Tok/Sec and scores."""
+    lines = []
+    for b in beams:
+        mine = [row for row in speeds if row["beams"] == b and "seconds" in row]
+        by_peer = {row["peer"]: len(row["tokens"]) / row["seconds"]["median"] for row in mine}
+        ours, theirs = by_peer.get("coppice"), by_peer.get("transformers")
+        here = arrow(["?" if x is None else f"{x:.1f}" for x in (theirs, ours)])
+        score = fmean(row["score"] for row in rows if row["beams"] == b)
+        lines.append([b, f"{here} ({ratio(ours, theirs)})", *paper(b, 1), f"{score:.3f}", *paper_scores(b)])
+    names = list(TABLE_1)
+    return table(["beams", "here", *names, "score here", *(f"score, {name}" for name in names)], lines)
+
+
+def paper_scores(b: int) -> list[str]:
+    """The paper's scores for so many beams, batch and trie."""
+    return [
+        arrow(["OOM" if x is None else f"{x[2]:.4f}" for x in by_beams[b]]) for _, _, by_beams in TABLE_1.values()
+    ]
+
+
+def paint(figure: Any, rows: Sequence[dict[str, Any]], beams: Sequence[int], unit: int) -> None:
+    """Figure 3: a row per kind of prompt, a column per number of beams."""
+    kinds = list(dict.fromkeys(row["text"] for row in rows))
+    for axes_row, kind in zip(figure.subplots(len(kinds), len(beams), squeeze=False), kinds, strict=True):
+        for axes, b in zip(axes_row, beams, strict=True):
+            [row] = [row for row in rows if (row["text"], row["beams"]) == (kind, b)]
+            for name, color, label in (("batch", "tab:blue", "one cache per beam"), ("trie", "tab:red", "trie")):
+                axes.plot([n * unit / 1e6 for n in row["series"][name]], color=color, label=label)
+            axes.set(title=f"{kind} prompt, {b} beams", ylim=(0, None))
+            axes.set_xlabel("tokens generated")
+        axes_row[0].set_ylabel("KV cache, MB")
+    figure.axes[0].legend(fontsize=8)

@@ -1,0 +1,131 @@
+"""Log-likelihood against nodes: beam search and ULTS on toy trees and on a model (the paper's figures 3 and 5)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.requests import Search
+from search import ULTS, Trie
+from tools.bench import ults as bench
+from tools.bench.measure import progress
+from tools.bench.papers.common import Findings, Models, bullets
+from tools.bench.report import table
+from tools.toy_trees import ToyTree
+
+TITLE = "Uncertainty-guided likelihood-tree search (ULTS)"
+SETTING = """GPT-2 on an RTX 2080 Ti and Llama-2-7b on an A40; Wikipedia (332 texts, 200 tokens and 20 new ones), CNN
+Daily Mail (790; 300 and 60), TL;DR (1000; all and 40); toy trees with 8 children and depth 5 (sections 5.1, 5.2)."""
+RANDOM = """A search for likely sequences says little about weights that were drawn: what ULTS exploits is how a trained
+model's softmax vectors go together. Give a trained model with --model."""
+ALPHAS = (0.1, 0.2)  # figure 3; 0.5 and 0.8 are in figure 7, and in docs/ults.md
+BEAMS, K_MAX = (1, 2, 3, 4, 5, 10, 20), (2, 3, 4, 5, 10, 20)  # section 5.2.2
+DEPTH = 40  # TL;DR's
+# Section 5.2.2, the only numbers given: TL;DR, GPT-2, 40 tokens: (log-likelihood, nodes).
+PAPER = {"ULTS, empirical prior, k_max 20": (-18.31, 137.90), "beam search, k 5": (-21.33, 196)}
+ERRATA = (
+    """The paper's rule is *descendant*, one node per round, with Beta beliefs and as many children as k_max; finished
+    leaves are excluded from selection and the stop test is strict (in its code, the search ends when a leaf is the
+    favourite, whatever epsilon is). *flat, batch 8* is what this engine does by default, with 20 children.""",
+    """A Dirichlet of concentration 1e-4 is over the model's vocabulary: 50,257 tokens for GPT-2, {vocabulary:,} here,
+    so it is another prior.""",
+    """Nodes are not time: the paper evaluates one per pass, so passes and milliseconds stand beside them. Its runs keep
+    no KV cache at all.""",
+    "Texts are of fixed length, end-of-sequence excluded and the rest renormalised, for beam search too.",
+)
+
+
+def run(models: Models) -> Findings:
+    """Both figures."""
+    toy = [row for alpha in ALPHAS for row in toy_rows(alpha, models.pick(100, 3), models.pick(bench.EPSILONS, (0.1,)))]
+    engine = models.engine()
+    tokens, count = models.pick(16, 8), models.pick(16, 2)
+    depth = models.pick(DEPTH, 4)
+    prompts = bench.draw_prompts(engine, count, tokens, models.seed)
+    vectors = models.pick(1000, 20)
+    prior = str(bench.gather(engine, tokens, depth, models.seed + 1, models.scratch, vectors))
+    asked = searches(prior, models.pick(BEAMS, (1, 3)), models.pick(K_MAX, (3,)))
+    rows = bench.side_by_side(engine, prompts, asked, depth)
+    bench.beside_beams(rows)
+    body = "\n\n".join([
+        f"Toy trees (figure 3), {models.pick(100, 3)} per alpha, no limit per level, one node per round: nodes / "
+        "log-likelihood, and nodes as a share of what beam search needs for the same.",
+        toy_table(toy),
+        f"{models.name} (figure 5), {count} prompts of {tokens} tokens drawn from the model, {depth} new tokens, "
+        f"epsilon 0.1, empirical prior of {vectors} softmax vectors. *ms*: the median, from the first "
+        "log-probabilities on. *nodes of beam*, *ms of beam*: as a share of what beam search (interpolated) takes for "
+        "the same log-likelihood; - where it does not reach it, or one beam exceeds it.",
+        table(["search", "k", "log-likelihood", "s.e.", "nodes", "nodes of beam", "passes", "ms", "ms of beam"],
+              [[r["search"], r["k"], f"{r['value']:.3f}", f"{r['value_error']:.3f}", f"{r['nodes']:.1f}",
+                bench.share(r["nodes_of_beam"]), f"{r['passes']:.1f}", f"{r['ms']:.0f}", bench.share(r["ms_of_beam"])]
+               for r in rows]),
+        "The paper gives two points of its figure 5 in numbers (TL;DR, GPT-2, 40 new tokens); here the nearest:",
+        beside(rows),
+        bullets([line.format(vocabulary=engine.runner.vocab_size) for line in ERRATA]),
+    ])  # fmt: skip
+    return Findings(body, {"toy": toy, "rows": rows}, (12, 3.8), lambda figure: paint(figure, toy, rows))
+
+
+def toy_rows(alpha: float, count: int, epsilons: Sequence[float]) -> list[dict[str, Any]]:
+    """Beam search of 1 to 7 beams, and the rules that the paper has there: flat, the true prior."""
+    trees = [ToyTree(seed, alpha) for seed in range(count)]
+    curve = bench.beam_curve(trees)
+    rows = [{"alpha": alpha, "search": "beam", "nodes": n, "value": v, "of_beam": None} for n, v in curve]
+    for fit in ("beta", "pools"):
+        for epsilon in epsilons:
+            row = bench.toy_row(trees, curve, alpha, "flat", fit, epsilon)
+            rows.append(row | {"search": f"ULTS, {fit}"})
+        progress(f"ults: toy trees, alpha {alpha}, {fit}")
+    return rows
+
+
+def searches(prior: str, beams: Sequence[int], k_max: Sequence[int]) -> list[tuple[dict[str, Any], Search]]:
+    """Beam search, the paper's ULTS with both priors, and this engine's default."""
+    found: list[tuple[dict[str, Any], Search]] = [
+        ({"search": "beam", "k": k}, bench.WithoutEos(Trie(beams=k, length_penalty=0.0))) for k in beams
+    ]
+    for name, which in (("ULTS, Dirichlet 1e-4", "dirichlet"), ("ULTS, empirical", prior)):
+        for k in k_max:
+            search = ULTS(select="descendant", fit="beta", batch=1, k_max=k, children=k, prior=which, fixed_length=True)
+            found.append(({"search": name, "k": k}, search))
+    for k in k_max:
+        found.append(({"search": "flat, batch 8", "k": k}, ULTS(k_max=k, prior=prior, fixed_length=True)))
+    return found
+
+
+def toy_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines: dict[str, list[str]] = {}
+    for _, group in bench.grouped(rows, "alpha"):
+        for i, row in enumerate(group):
+            name = f"beam {i + 1}" if row["search"] == "beam" else f"{row['search']}, epsilon {row['epsilon']}"
+            share = f", {bench.share(row['of_beam'])}" if row["search"] != "beam" else ""
+            lines.setdefault(name, []).append(f"{row['nodes']:.2f} / {row['value']:.4f}{share}")
+    return table(["", *(f"alpha {a}" for a in ALPHAS)], [[name, *cells] for name, cells in lines.items()])
+
+
+def beside(rows: Sequence[dict[str, Any]]) -> str:
+    """The paper's two points, and ours: ULTS of the largest k_max, and beam search at the next greater cost."""
+    lines = [[f"paper: {name}", f"{value:.2f}", f"{nodes:.1f}"] for name, (value, nodes) in PAPER.items()]
+    beams = sorted((r for r in rows if r["search"] == "beam"), key=lambda r: r["nodes"])
+    for (name,), group in bench.grouped([r for r in rows if r["search"] != "beam"], "search"):
+        best = max(group, key=lambda r: r["k"])
+        dearer = next((r for r in beams if r["nodes"] >= best["nodes"]), beams[-1])
+        lines.append([f"here: {name}, k_max {best['k']}", f"{best['value']:.2f}", f"{best['nodes']:.1f}"])
+        lines.append([f"here: beam search, k {dearer['k']}", f"{dearer['value']:.2f}", f"{dearer['nodes']:.1f}"])
+    return table(["", "log-likelihood", "nodes"], lines)
+
+
+def paint(figure: Any, toy: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> None:
+    """Both figures side by side."""
+    panels = [(f"toy trees, alpha {alpha}", group) for (alpha,), group in bench.grouped(toy, "alpha")]
+    for axes, (title, group) in zip(figure.subplots(1, len(panels) + 1), [*panels, ("model", rows)], strict=True):
+        for (name,), points in bench.grouped(group, "search"):
+            style = {"color": "black", "marker": "o"} if name == "beam" else {"marker": "s"}
+            points = sorted(points, key=lambda row: row["nodes"])
+            x, y = [row["nodes"] for row in points], [row["value"] for row in points]
+            axes.plot(x, y, ms=4, lw=1.2, label=name, **style)
+        axes.set(title=title, xlabel="nodes evaluated")
+        axes.legend(fontsize=7, loc="lower right")
+    figure.axes[-1].set_xscale("log")
+    ticks = [n for n in (20, 40, 100, 200, 400, 1000) if n <= 1.2 * max(row["nodes"] for row in rows)]
+    figure.axes[-1].set_xticks(ticks, map(str, ticks))
+    figure.axes[-1].set_xticks([], minor=True)
+    figure.axes[0].set_ylabel("mean log-likelihood")
