@@ -53,10 +53,10 @@ gpu:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Python 3.11 or newer is needed and '$(PYTHON)' is not one. Choose it: make ... PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -m venv .venv
-	@$(call install,test)
+	@$(call install,test$(comma)viz)
 
 .venv/.installed-dev: .venv/.installed-test
-	@$(call install,test$(comma)dev)
+	@$(call install,test$(comma)viz$(comma)dev)
 
 comma := ,
 define install

@@ -66,7 +66,7 @@ def test_constraints_pin_what_make_installs() -> None:
     pins = dict(re.fullmatch(r"([\w.-]+)==([\w.]+)", line).groups() for line in lines if line and line[0] != "#")  # type: ignore[union-attr]
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["test"], *extras["dev"], *extras["oracle"]]
+    wanted = [*project["dependencies"], *extras["test"], *extras["viz"], *extras["dev"], *extras["oracle"]]
     assert not [r for r in wanted if canonical(r) not in pins]
     assert all(f"=={pins['transformers']}" in r for rs in extras.values() for r in rs if canonical(r) == "transformers")
 

@@ -1,0 +1,177 @@
+"""The kernel lab: it finds right candidates right, wrong ones wrong, and says of broken ones where they broke."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.bench import limits
+from tools.kernels.__main__ import TEMPLATE, main
+from tools.kernels.lab import errors
+from tools.kernels.scenes import PLANS, level_sizes, traps
+
+FIGURES = importlib.util.find_spec("matplotlib") is not None
+SMALL = ["--prefix", "20", "--queries", "3", "--branching", "1", "--depth", "2", "--heads", "4:2", "--head-dim", "16",
+         "--seconds", "0.001"]  # fmt: skip
+TEMPLATE_TEXT = TEMPLATE.read_text("utf-8")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    monkeypatch.setattr(limits, "BYTES", 1 << 16)
+    monkeypatch.setattr(limits, "GEMM", (4, 8, 16))
+    monkeypatch.setattr("tools.kernels.lab.cache_bytes", lambda device: 1 << 16)
+    monkeypatch.chdir(tmp_path)
+
+
+def lab(capsys, *words, code=0):
+    assert main([*SMALL, "--device", "cpu", *words]) == code
+    told = capsys.readouterr()
+    return (json.loads(told.out.splitlines()[-1]) if code == 0 else None), told
+
+
+def candidate(tmp_path, text):
+    (tmp_path / "mine.py").write_text(text)
+    return ["--candidate", "mine.py"]
+
+
+def test_everything_that_is_there(capsys):
+    found, told = lab(capsys, "--json", "out.json")
+    assert json.loads(Path("out.json").read_text())["rows"] == found["rows"]
+    assert found["right"]["tree_attention"] == {"reference": True, "cpu": True, "sdpa": True}
+    assert found["right"]["kv_write"] == {"reference": True, "cpu": True}
+    assert "flex" in found["absent"]["tree_attention"] and "triton" in found["absent"]["tree_attention"]
+    assert "Not measured: triton" in told.out
+    for row in found["rows"]:
+        assert row["seconds"]["min"] <= row["seconds"]["median"] <= row["seconds"]["max"]
+        assert row["of_floor"] == pytest.approx(row["floor_seconds"] / row["seconds"]["median"])
+        assert row["bytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"]["median"])
+    # 20 trunk tokens and two levels of 3; keys and values of 2 heads, queries and outputs of 4, in float32
+    attention = next(row for row in found["rows"] if row["operator"] == "tree_attention")
+    assert attention["bytes"] == 4 * 16 * (2 * 26 * 2 + 2 * 3 * 4)
+    writes = next(row for row in found["rows"] if row["operator"] == "kv_write")
+    assert writes["bytes"] == 2 * 2 * (3 * 2 * 16 * 4) + 3 * 8
+    passed = [trap for trap in found["traps"] if trap["impl"] == "cpu" and not trap["wrong"]]
+    assert len(passed) == 2 * 2 * len(PLANS)
+
+
+def test_the_template_is_right(capsys, tmp_path):
+    assert main(["--print-template"]) == 0
+    found, told = lab(capsys, *candidate(tmp_path, capsys.readouterr().out), "--dtypes", "float32", "bfloat16")
+    assert found["candidate"] == "mine"
+    assert found["right"]["tree_attention"]["mine"] and found["right"]["kv_write"]["mine"]
+    assert "mine is right, takes" in told.out and "mine in detail:" in told.out and not found["traps"][0]["wrong"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "trap"),
+    [
+        ("if window is not None:", "if False:", "a window"),
+        ("mask_TW[own]], 1)", "mask_TW[own] | True], 1)", "beams"),
+        ("place < layout.trunk_seen_T[own].unsqueeze(1)", "(place < 999).expand(last - first, -1)",
+         "the end of a prompt"),
+        ("layout.trunk_pages_RP[r, place // size].long() * size + place % size",
+         "(layout.trunk_pages_RP[r, 0].long() * size + place) % k_GSD.shape[1]", "a trunk in pieces"),
+        ("scale=scale", "scale=1.01 * scale", "beams"),
+        ("out_THD[own] = mixed", "q_THD[own] = out_THD[own] = mixed", "beams"),
+        ("k_GSD[:, slots_T] = ", "k_GSD[:, slots_T - 1] = ", "beams"),
+        ("v_GSD[:, slots_T] = v_TGD", "v_GSD[:, slots_T] = 1.001 * v_TGD", "padding"),
+    ],
+)  # fmt: skip
+def test_wrong_candidates_are_found_out(old, new, trap, capsys, tmp_path):
+    assert TEMPLATE_TEXT.count(old) == 1
+    found, told = lab(capsys, *candidate(tmp_path, TEMPLATE_TEXT.replace(old, new)), "--dtypes", "float32")
+    operator = "kv_write" if "slots_T" in old else "tree_attention"
+    assert not found["right"][operator]["mine"] and found["right"][operator]["cpu"]
+    assert trap in [t["name"] for t in found["traps"] if t["wrong"] and t["impl"] == "mine"]
+    assert "mine is WRONG" in told.out and f"- mine, float32, {trap}: " in told.out
+
+
+def test_nan_is_counted(capsys, tmp_path):
+    greedy = "def tree_attention(q, k, v, layout, scale, window):\n    return (q + k.sum() * 0).to(q.dtype)\n"
+    found, _ = lab(capsys, *candidate(tmp_path, greedy), "--dtypes", "float32")
+    told = next(t for t in found["traps"] if t["impl"] == "mine" and t["name"] == "a prompt from its start")
+    assert told["wrong"].startswith(f"{40 * 4 * 32} NaN of {40 * 4 * 32}")
+    nan = "def tree_attention(q, *rest):\n    out = q.clone()\n    out[0] = float('nan')\n    return out\n"
+    found, _ = lab(capsys, *candidate(tmp_path, nan), "--dtypes", "float32")
+    row = next(row for row in found["rows"] if row["impl"] == "mine")
+    assert row["nan"] == 4 * 16 and row["x_plain"] is None and not row["right"]
+
+
+def test_what_a_candidate_refuses_is_listed(capsys, tmp_path):
+    text = TEMPLATE_TEXT.replace("    out_THD, size =", "    if q_THD.dtype == torch.bfloat16:\n        "
+                                 "raise NotImplementedError('only float32')\n    out_THD, size =")  # fmt: skip
+    found, told = lab(capsys, *candidate(tmp_path, text), "--ops", "tree_attention")
+    assert found["right"]["tree_attention"]["mine"] and "- mine refuses: only float32" in told.out
+    assert {row["refused"] for row in found["rows"] if row["impl"] == "mine"} == {"", "only float32"}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (None, "there is no file mine.py"),
+        ("def attention(q):\n    pass\n", "mine.py defines attention"),
+        ("x = 1\n", "defines no tree_attention or kv_write"),
+        ("def f(:\n", "mine.py:1"),
+        ("import torch\n\nboom = 1 / 0\n", "ZeroDivisionError: division by zero\nmine.py:3: boom = 1 / 0"),
+        ("def tree_attention(*_):\n    return help_me()\n", "NameError: name 'help_me' is not defined\nmine.py:2: "),
+        ("def tree_attention(*_):\n    1 / 0\n", "mine.py:2: 1 / 0 (trap: a prompt from its start, float32)"),
+        ("def tree_attention(q, k):\n    pass\n", "takes 2 positional arguments"),
+        ("def tree_attention(*_):\n    pass\n", "return a tensor [40, 4, 32] of torch.float32 on cpu, got NoneType"),
+        ("def tree_attention(q, *_):\n    return q[:, :1]\n", "got [40, 1, 32] of torch.float32"),
+        ("def tree_attention(q, *_):\n    return q.double()\n", "got [40, 4, 32] of torch.float64"),
+        ("def kv_write(*_):\n    import torch\n    torch.ones(2) @ torch.ones(3)\n", "mine.py:3: torch.ones(2)"),
+    ],
+)
+def test_broken_candidates(text, complaint, capsys, tmp_path):
+    words = candidate(tmp_path, text) if text is not None else ["--candidate", "mine.py"]
+    _, told = lab(capsys, *words, code=2)
+    assert complaint in told.err and "Traceback" not in told.err
+
+
+def test_errors_by_hand():
+    exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    plain, mine = torch.tensor([1.0, 2.25]), torch.tensor([1.5, 2.0])
+    found = errors(mine, plain, exact)
+    assert (found["error_max"], found["error_mean"], found["nan"]) == (0.5, 0.25, 0)
+    assert found["x_plain"] == pytest.approx(2.0, rel=1e-6)
+
+
+def test_trees():
+    assert level_sizes(15, 1, 3) == [15, 15, 15] and level_sizes(15, 4, 3) == [1, 4, 15]
+    for trap in traps(torch.float32, torch.device("cpu"), "cpu"):
+        assert trap.k_GSD.isnan().any() and not trap.k_GSD[:, 0].any(), trap.name
+        assert not trap.q_THD[: trap.rows].isnan().any() and trap.q_THD[trap.rows :].isnan().all()
+
+
+def test_bad_grids(capsys):
+    assert main(["--prefix", "0"]) == 2 and "at least 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--heads", "5:2"])
+    assert "divide the query heads" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled where there is a GPU")
+def test_triton_is_interpreted_when_asked_for_and_not_timed(capsys):
+    found, told = lab(capsys, "--impls", "triton", "cpu", "--dtypes", "float32")
+    assert found["right"]["tree_attention"] == {"cpu": True, "triton": True} == found["right"]["kv_write"]
+    assert {row["seconds"] is None for row in found["rows"] if row["impl"] == "triton"} == {True}
+    assert "interpreted" in told.out and found["absent"]["tree_attention"]["sdpa"] == "not asked for"
+
+
+def test_without_matplotlib(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    _, told = lab(capsys, "--picture", "p.svg", code=2)
+    assert "coppice[viz]" in told.err
+
+
+@pytest.mark.skipif(not FIGURES, reason="matplotlib is not installed (extra viz)")
+def test_pictures(capsys, tmp_path):
+    lab(capsys, "--picture", "p.png", "--save", "page.md", "--dtypes", "float32")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert "![](kernels-cpu.svg)" in (tmp_path / "page.md").read_text()
+    assert len((tmp_path / "kernels-cpu.svg").read_text()) < 150_000

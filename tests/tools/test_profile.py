@@ -1,0 +1,247 @@
+"""The profiler: its arithmetic by hand, its parts on small runs of real searches."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import Engine
+from engine.demo import demo_folder
+from engine.pool import PagePool
+from models.layers import ModelShape
+from models.linear import Linear
+from search import Trie
+from tools.bench import limits
+from tools.kernels.scenes import scene
+from tools.profile.__main__ import describe, main
+from tools.profile.clock import Watch, Watched, linear_work, watched
+from tools.profile.report import group_of, shares
+from tools.profile.trace import Call, Operator, own_times, read_trace, work_of
+
+FIGURES = importlib.util.find_spec("matplotlib") is not None
+FLOAT, HALF, LONG, SCALAR = "float", "c10::BFloat16", "long int", "Scalar"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    monkeypatch.setattr(limits, "BYTES", 1 << 16)
+    monkeypatch.setattr(limits, "GEMM", (4, 8, 16))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def profile(capsys, *words):
+    assert main(["--runs", "1", "--max-new-tokens", "6", "--trace-steps", "2", *words]) == 0
+    told = capsys.readouterr()
+    return json.loads(told.out.splitlines()[-1]), told
+
+
+# --- arithmetic ---
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "types", "constants", "work"),
+    [
+        ("aten::mm", [[3, 5], [5, 7]], [FLOAT] * 2, [], (4 * (15 + 35 + 21), 2 * 3 * 5 * 7)),
+        ("aten::bmm", [[2, 3, 5], [2, 5, 7]], [HALF] * 2, [], (2 * 2 * (15 + 35 + 21), 2 * 2 * 3 * 5 * 7)),
+        ("aten::addmm", [[7], [3, 5], [5, 7]], [FLOAT] * 3, [], (4 * (7 + 15 + 35 + 21), 2 * 3 * 5 * 7)),
+        ("aten::baddbmm", [[3, 7], [2, 3, 5], [2, 5, 7]], [FLOAT] * 3, [], (4 * (21 + 30 + 70 + 42), 420)),
+        ("mkldnn::_linear_pointwise", [[9, 192], [320, 192], [], []], [HALF, HALF, "", ""], [],
+         (2 * (9 * 192 + 320 * 192 + 9 * 320), 2 * 9 * 192 * 320)),
+        ("coppice::packed_linear", [[9, 192], [320, 192], [320], []], [HALF, HALF, HALF, SCALAR], [],
+         (2 * (9 * 192 + 320 * 192 + 320 + 9 * 320), 2 * 9 * 192 * 320)),
+        ("onednn::qlinear_pointwise", [[9, 8], [], [], [8, 4], [4], [4], []],
+         ["unsigned char", SCALAR, SCALAR, "signed char", FLOAT, "int", ""], ["", "", "", "", "", "", "", "", "", "6"],
+         (9 * 8 + 8 * 4 + 9 * 4 * 4, 2 * 9 * 8 * 4)),
+        ("aten::mul", [[4, 1, 6], [5, 1]], [HALF, FLOAT], [], (2 * 24 + 4 * 5 + 4 * 4 * 5 * 6, 0)),
+        ("aten::add", [[4, 6], [], []], [FLOAT, SCALAR, SCALAR], [], (2 * 4 * 24, 0)),
+        ("aten::copy_", [[4, 6], [4, 1], []], [HALF, FLOAT, SCALAR], [], (2 * 24 + 4 * 4, 0)),
+        ("aten::index_copy_", [[2, 999, 8], [], [5], [2, 5, 8]], [HALF, SCALAR, LONG, HALF], [], (2 * 160 + 40, 0)),
+        ("aten::index_select", [[2, 999, 8], [], [5]], [HALF, SCALAR, LONG], ["", "1", ""], (2 * 160 + 40, 0)),
+        ("aten::embedding", [[999, 8], [5]], [FLOAT, LONG], [], (2 * 5 * 8 * 4 + 40, 0)),
+        ("aten::gather", [[3, 9], [], [3, 2]], [FLOAT, SCALAR, LONG], [], (2 * 6 * 4 + 48, 0)),
+        ("aten::topk", [[3, 9], []], [FLOAT, SCALAR], [], (108, 0)),
+        ("coppice::kv_write_cpu", [[2, 99, 8], [2, 99, 8], [5, 2, 8], [5, 2, 8], [5]], [HALF] * 4 + [LONG], [],
+         (2 * 2 * 160 + 40, 0)),
+        ("aten::view", [[3, 9], []], [FLOAT, "ScalarList"], [], (0, 0)),
+        ("aten::cat", [[[3, 9], [3, 2]], []], ["TensorList", SCALAR], [], None),
+        ("aten::index", [[9, 8], []], [HALF, ""], [], None),
+        ("nobody::knows", [[9, 8]], [HALF], [], None),
+    ],
+)  # fmt: skip
+def test_bytes_and_operations_by_hand(name, dims, types, constants, work):
+    assert work_of(Call(name, dims, types, constants)) == work
+
+
+def test_attention_by_hand():
+    pool = PagePool(ModelShape(1, 2, 8, 1, None), 100, 4)
+    s = scene(pool, 10, 3, impl="cpu")  # two levels of three: each query sees the trunk, its parent, itself
+    size = torch.bfloat16.itemsize
+    rows = 2 * (10 + 6) * 2 + 2 * 3 * 4  # keys and values of 2 heads, queries and outputs of 4
+    operations = 4 * 3 * (10 + 2) * 4 * 8
+    assert limits.attention_work(s.layout, 4, 2, 8, torch.bfloat16) == (rows * 8 * size, operations)
+    # Positions 11 look back over 4: trunk tokens 8 and 9, parent, self.
+    rows = 2 * (2 + 6) * 2 + 2 * 3 * 4
+    assert limits.attention_work(s.layout, 4, 2, 8, torch.bfloat16, 4) == (rows * 8 * size, 4 * 3 * 4 * 4 * 8)
+
+
+def test_linear_layers_by_hand():
+    layer = Linear([torch.randn(5, 8), torch.randn(3, 8)], dtype=torch.float32, device=torch.device("cpu"))
+    x = torch.randn(4, 8)
+    assert linear_work(layer, x, layer(x)) == (4 * (64 + 32 + 32), 2 * 4 * 8 * 8)
+
+
+def test_rooflines():
+    assert Operator("a", 1, 2.0, bytes=100).of_roofline(100.0, {}) == 0.5
+    assert Operator("a", 1, 2.0, bytes=100, operations=300, kind="float32").of_roofline(100.0, {"float32": 100}) == 1.5
+    assert Operator("a", 1, 2.0, device_seconds=1.0, bytes=100).of_roofline(100.0, {}) == 1.0
+    assert Operator("a", 1, 2.0, bytes=None).of_roofline(100.0, {}) is None
+    assert Operator("a", 1, 2.0, bytes=100, operations=300, kind="int8").of_roofline(100.0, {"float32": 100}) is None
+
+
+def event(name, ts, dur, category="cpu_op", **args):
+    return {"name": name, "ts": ts, "dur": dur, "cat": category, "tid": 1, "args": args}
+
+
+def test_own_time_is_without_what_is_inside():
+    nested = [event("inner", 2, 3), event("outer", 0, 10), event("innermost", 3, 1), event("after", 10, 5)]
+    times = {e["name"]: seconds for e, seconds in own_times(nested)}
+    assert times == pytest.approx({"outer": 7e-6, "inner": 2e-6, "innermost": 1e-6, "after": 5e-6})
+
+
+def test_a_trace_is_read(tmp_path):
+    shapes = {"Input Dims": [[3, 5], [5, 7]], "Input type": [FLOAT, FLOAT]}
+    events = [
+        event("target: layers", 0, 100, "user_annotation"),
+        event("aten::mm", 10, 20, **shapes, **{"External id": 7}),
+        event("aten::mm", 40, 30, **shapes, **{"External id": 8}),
+        event("coppice::tree_attention_cpu", 80, 10, **{"Input Dims": [], "Input type": []}),
+        event("nobody::knows", 92, 1, **{"Input Dims": [], "Input type": []}),
+        event("gemm_kernel", 200, 5, "kernel", **{"External id": 7}),
+        event("gemm_kernel", 210, 6, "kernel", **{"External id": 8}),
+        {"name": "process_name", "ph": "M", "args": {}},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    (mm, attention, unknown), [kernel] = read_trace(path, (1000, 2000))
+    assert (mm.name, mm.calls, mm.bytes, mm.operations, mm.kind) == ("aten::mm", 2, 2 * 4 * 71, 2 * 210, "float32")
+    assert (mm.seconds, mm.device_seconds) == pytest.approx((50e-6, 11e-6))
+    assert (attention.bytes, attention.operations) == (1000, 2000)
+    assert unknown.bytes is None and unknown.operations is None
+    assert (kernel.name, kernel.calls, kernel.seconds) == ("gemm_kernel", 2, pytest.approx(11e-6))
+
+
+def test_words():
+    assert describe(Trie()) == "Trie" and describe(Trie(beams=15)) == "Trie (beams 15)"
+    assert [group_of(p) for p in ("draft: attention", "search", "trees", "tokens and text")] == [
+        "model", "search", "engine", "text",
+    ]  # fmt: skip
+    rows = [{"part": p, "group": group_of(p), "share": 0.25} for p in ("target: head", "target: attention", "search")]
+    assert shares(rows) == "50% the model, 25% the search"
+    rows.append({"part": "draft: head", "group": "model", "share": 0.25})
+    assert shares(rows) == "50% target, 25% draft, 25% the search"
+
+
+# --- runs ---
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return Engine.load(demo_folder(), kv_memory=1 << 24)
+
+
+def test_attention_of_whole_passes_is_that_of_their_layers(demo):
+    told = []
+    for deep in (True, False):
+        watch = Watch()
+        with watched(demo, watch, deep):
+            demo.generate([[5, 6, 7, 8]], Trie(beams=3), max_new_tokens=4, ignore_eos=True)
+        told.append([step.work["target: attention"] for step in watch.settle()])
+    assert told[0] == told[1] and all(moved and operations for moved, operations in told[0])
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_watching_changes_nothing_and_books_every_moment(demo, deep):
+    prompt, search = [5, 6, 7, 8], Trie(beams=3)
+    plain = demo.generate([prompt], search, max_new_tokens=5, ignore_eos=True)[0]
+    watch = Watch()
+    with watched(demo, watch, deep):
+        watching = Watched(search, watch)
+        found = demo.generate([prompt], watching, max_new_tokens=5, ignore_eos=True)[0]
+    assert found.outputs == plain.outputs
+    steps = watch.settle()
+    assert [step.nodes["target"] for step in steps] == [4, 3, 3, 3, 3]
+    assert [step.reads_prompt for step in steps] == [True, False, False, False, False]
+    assert max(step.live for step in steps) == plain.stats["live_nodes_peak"]
+    assert max(step.kv_bytes for step in steps) <= plain.stats["kv_bytes_peak"]  # which a promotion may exceed briefly
+    assert all(step.kv_bytes >= step.live * plain.stats["kv_bytes_per_token"] for step in steps)
+    for step in steps:
+        assert sum(step.parts.values()) == pytest.approx(step.seconds)
+        assert ("target: attention" in step.parts) == deep and "target: head" in step.parts and "search" in step.parts
+        assert all(seconds >= 0 for part, seconds in step.parts.items() if part != "driver")
+        if deep:
+            asked = 1 if step.reads_prompt else 3
+            assert step.work["target: head"][1] == 2 * asked * demo.shape.vocab_size * demo.runner.model.config.width
+    assert demo.generate([prompt], search, max_new_tokens=5, ignore_eos=True)[0].outputs == plain.outputs
+    assert "evaluate" not in vars(demo.runner), "the engine's own functions are back"
+
+
+def test_the_bundled_demo_by_default(capsys):
+    found, told = profile(capsys, "--search", "trie", "--beams", "3", "--ignore-eos", "--out", "here")
+    assert found["bench"] == "profile-demo-trie" and "tools.profile --runs 1" in found["command"]
+    assert sum(row["share"] for row in found["parts"]) == pytest.approx(1)
+    assert [step["nodes"]["target"] for step in found["timeline"]] == [found["prompt_tokens"], 3, 3, 3, 3, 3]
+    assert {"bare", "watched", "profiled"} == set(found["steps_per_second_by"])
+    products = [op for op in found["operators"] if op["operations"]]
+    assert products and all(op["bytes"] > 0 and op["of_roofline"] > 0 for op in products)
+    assert all(op["calls"] == 2 * (4 * 6 + 1) for op in products if "linear" in op["name"])
+    assert "A step takes" in told.out and "% the model" in told.out and "| target: attention" in told.out
+    events = json.loads(Path("here/trace.json").read_text())["traceEvents"]
+    assert sum(e["name"] == "step" and e.get("cat") == "user_annotation" for e in events) in (1, 2)
+    assert json.loads(Path("here/result.json").read_text())["parts"] == found["parts"]
+    assert Path("here/timeline.svg").exists() == FIGURES
+
+
+@pytest.mark.parametrize(
+    ("search", "roles"),
+    [("dsbd", {"target", "draft"}), ("sbon", {"target", "reward"}), ("ults", {"target"}), ("aded", {"target"})],
+)
+def test_any_search(search, roles, capsys):
+    found, _ = profile(capsys, "--search", search, "--trace-from", "0")
+    assert {role for step in found["timeline"] for role in step["nodes"]} == roles
+    assert {row["part"].partition(":")[0] for row in found["parts"] if row["group"] == "model"} <= roles
+    assert found["traced_steps"][0] == 0
+
+
+def test_random_checkpoints(capsys):
+    shape = ["--random", "--layers", "1", "--width", "64", "--heads", "4", "--kv-heads", "2", "--vocab", "300"]
+    found, told = profile(capsys, *shape, "--prompt-tokens", "9", "--search", "sample", "--seed", "3")
+    assert found["prompt_tokens"] == 9 and len(found["timeline"]) == 6 and found["bench"] == "profile-random-sample"
+    assert "random Llama" in told.out and "Sample (seed 3)" in told.out
+
+
+def test_what_cannot_be(capsys):
+    assert main(["--random", "--model", "x"]) == 2 and "--random: not with --model" in capsys.readouterr().err
+    assert main(["--runs", "0"]) == 2 and "at least 1" in capsys.readouterr().err
+    assert main(["--search", "greedy", "--beams", "3"]) == 2 and "no such parameter" in capsys.readouterr().err
+    assert main(["--runs", "1", "--max-new-tokens", "3", "--trace-from", "99"]) == 2
+    assert "the search ended after 3 steps, got 99" in capsys.readouterr().err
+
+
+def test_without_matplotlib(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["--save", "page.md"]) == 2 and "coppice[viz]" in capsys.readouterr().err
+    _, told = profile(capsys)
+    assert "no picture: figures need matplotlib" in told.err and ".svg" not in told.out
+
+
+@pytest.mark.skipif(not FIGURES, reason="matplotlib is not installed (extra viz)")
+def test_the_picture_is_kept_beside_the_page(capsys, tmp_path):
+    profile(capsys, "--search", "dsbd", "--save", "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "<!-- bench:profile-demo-dsbd -->" in page and "![](profile-demo-dsbd.svg)" in page
+    picture = (tmp_path / "profile-demo-dsbd.svg").read_text()
+    assert picture.startswith("<?xml") and len(picture) < 150_000

@@ -1,0 +1,152 @@
+"""Is my kernel right, and is it fast? Every implementation of an operator over a grid of tree shapes.
+
+Right: its error against the definition in float64 is at most twice that of plain PyTorch in the same dtype, on every
+shape and on a set of traps (prompts, several trees, holes, windows, padding; NaN in every slot that nobody may read).
+Fast: microseconds of one layer, on caches that rotate through more memory than the last level of cache holds, against
+the floor: every byte moved once at the bandwidth measured first, or the operations at the rate of a large product.
+
+    python -m tools.kernels                                  all that there is
+    python -m tools.kernels --print-template > my_kernel.py  the contract, and a candidate to begin with
+    python -m tools.kernels --candidate my_kernel.py         compared with all the others
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import cli
+from engine.errors import UsageError
+from engine.loading import pick_device
+from tools.bench import limits
+from tools.bench.figures import draw, need_figures
+from tools.bench.measure import progress
+from tools.bench.report import add_save_flag, finish, stamp
+from tools.kernels.contenders import NAMES, OPERATORS, contenders, load_candidate
+from tools.kernels.lab import Lab, Shape, verdicts
+from tools.kernels.report import paint, report
+from tools.kernels.scenes import level_sizes
+
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+TEMPLATE = Path(__file__).with_name("template.py")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser = cli.Parser("python -m tools.kernels", __doc__ or "", epilog=TEMPLATE.read_text("utf-8").split('"""')[1])
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--candidate", metavar="FILE", help="a Python file that defines an operator, see below")
+    parser.add_argument("--print-template", action="store_true", help="print a candidate to begin with, and end")
+    parser.add_argument("--ops", nargs="+", choices=OPERATORS, metavar="OP", help="(what FILE defines; else all)")
+    told = f"{' '.join(NAMES)} (those that need not be asked for)"
+    parser.add_argument("--impls", nargs="+", choices=NAMES, default=[], metavar="NAME", help=told)
+    group = parser.add_argument_group("grid")
+    group.add_argument("--prefix", type=int, nargs="+", default=[4096, 8192] if cuda else [512, 2048], metavar="N")
+    group.add_argument("--queries", type=int, nargs="+", default=[1, 15, 64], metavar="N")
+    group.add_argument("--branching", type=int, nargs="+", default=[1, 4], metavar="N", help="children of a node")
+    group.add_argument("--depth", type=int, default=4, metavar="N", help="levels below the prefix (%(default)s)")
+    heads = ["32:32", "32:8"] if cuda else ["12:12", "12:4"]
+    group.add_argument("--heads", nargs="+", type=heads_of, default=[heads_of(h) for h in heads], metavar="H:G",
+                       help=f"query and key/value heads ({' '.join(heads)})")  # fmt: skip
+    group.add_argument("--head-dim", type=int, nargs="+", default=[128] if cuda else [64], metavar="N")
+    kinds = ("float32", "bfloat16", "float16")
+    dtypes = ["bfloat16"] if cuda else list(kinds[:2])
+    group.add_argument("--dtypes", nargs="+", choices=kinds, default=dtypes, metavar="NAME", help=" ".join(kinds))
+    group = parser.add_argument_group("measuring")
+    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's choice)")
+    group.add_argument("--seconds", type=float, default=0.1, help="of each measurement, at least (%(default)s)")
+    group.add_argument("--json", metavar="FILE", help="also write the result there")
+    group.add_argument("--picture", metavar="FILE", help="draw it, as .svg or .png (needs the extra viz)")
+    add_save_flag(group, "docs/kernels.md")
+    group.add_argument("-v", "--verbose", action="store_true", help="tracebacks")
+    args = parser.parse_args(words)
+
+    def work() -> int:
+        if args.print_template:
+            print(TEMPLATE.read_text("utf-8"), end="")
+        else:
+            run(args, words)
+        return 0
+
+    return cli.run(work, args.verbose)
+
+
+def heads_of(text: str) -> tuple[int, int]:
+    """H:G, G dividing H; H alone means H:H. An argparse type."""
+    heads, _, kv_heads = text.partition(":")
+    if not (heads.isdigit() and (kv_heads or heads).isdigit()):
+        raise argparse.ArgumentTypeError(f"expected query heads:key/value heads such as 12:4, got {text!r}")
+    found = int(heads), int(kv_heads or heads)
+    if not min(found) or found[0] % found[1]:
+        raise argparse.ArgumentTypeError(f"expected key/value heads that divide the query heads, got {text!r}")
+    return found
+
+
+@torch.inference_mode()
+def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
+    """Measure and report."""
+    if args.picture or args.save is not None:
+        need_figures()
+    if min([*args.prefix, *args.queries, *args.branching, args.depth, *args.head_dim, args.threads or 1]) < 1:
+        raise UsageError("the grid's numbers and --threads: expected at least 1")
+    candidates = load_candidate(args.candidate, args.ops or OPERATORS) if args.candidate else {}
+    device, made = pick_device(args.device), stamp(words, "tools.kernels")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    progress("measuring the machine")
+    lab = Lab(device, args.seconds, *limits.measure(device, args.dtypes))
+    absent: dict[str, dict[str, str]] = {}
+    for operator in args.ops or list(candidates or OPERATORS):
+        able, absent[operator] = contenders(operator, device, args.impls)
+        able += [candidates[operator]] if operator in candidates else []
+        for dtype in args.dtypes:
+            progress(f"{operator}, {dtype}: traps")
+            lab.trap(operator, able, dtype)
+        grid = list(shapes(args, operator))
+        for i, shape in enumerate(grid):
+            progress(f"{operator} {i + 1} of {len(grid)}: {shape}")
+            lab.measure(operator, able, shape)
+    page = None if args.save is None else Path(args.save or PAGE)
+    figure = f"kernels-{device.type}.svg"
+    pictures = [Path(args.picture)] if args.picture else []
+    for path in [*pictures, *([page.with_name(figure)] if page else [])]:
+        draw(path, (11, 7), lambda figure: paint(figure, lab.rows))
+    name = next((c.name for c in candidates.values()), None)
+    body = report(lab, absent, name) + (f"\n\n![]({figure})" if page else "")
+    result = {
+        "device": device.type,
+        "candidate": name,
+        "bandwidth": lab.bandwidth,
+        "rates": lab.rates,
+        "absent": absent,
+        "rows": [row.record() for row in lab.rows],
+        "traps": [trap._asdict() for trap in lab.traps],
+        "right": verdicts(lab),
+    }
+    if args.json:
+        Path(args.json).write_text(json.dumps(made | result), encoding="utf-8")
+    finish(f"kernels-{device.type}", made, body, result, page and str(page))
+    return result
+
+
+def shapes(args: argparse.Namespace, operator: str) -> Iterator[Shape]:
+    """The grid, without shapes that are the same tree; what is written does not depend on the prefix or the tree."""
+    seen = set()
+    for dtype, (heads, kv_heads), head, prefix, queries, branching in product(
+        args.dtypes, args.heads, args.head_dim, args.prefix, args.queries, args.branching
+    ):
+        tree = (prefix, *level_sizes(queries, branching, args.depth)) if operator == "tree_attention" else queries
+        if (key := (dtype, heads, kv_heads, head, tree)) not in seen:
+            seen.add(key)
+            yield Shape(dtype, heads, kv_heads, head, prefix, queries, branching, args.depth)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

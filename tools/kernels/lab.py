@@ -1,0 +1,309 @@
+"""The lab itself: contenders against the definition and the clock, shape by shape and trap by trap."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine import cli
+from engine.errors import UsageError
+from engine.pool import PagePool
+from kernels.kv_write import reference as reference_write
+from kernels.layout import TRASH_SLOT, TreeLayout
+from kernels.tree_attention import reference as reference_attention
+from models.layers import ModelShape
+from tools.bench import gpu, limits
+from tools.bench.measure import spread
+from tools.kernels.contenders import PACKED, Contender, check_result, packed
+from tools.kernels.scenes import Trap, scene, traps
+
+ALLOWED = 2.0  # times the error of plain PyTorch in the same dtype
+LARGEST, MOST_BUFFERS = 1 << 30, 256  # bytes and number of rotating caches
+
+
+class Shape(NamedTuple):
+    """A point of the grid."""
+
+    dtype: str
+    heads: int
+    kv_heads: int
+    head: int
+    prefix: int
+    queries: int
+    branching: int
+    depth: int
+
+    def __str__(self) -> str:
+        tree = f"prefix {self.prefix}, {self.queries} queries, branching {self.branching}"
+        return f"{self.dtype}, {self.heads}:{self.kv_heads} heads of {self.head}, {tree}"
+
+
+class Row(NamedTuple):
+    """One contender on one shape."""
+
+    operator: str
+    shape: Shape
+    impl: str
+    bytes: int
+    floor_seconds: float
+    bound: str  # by what the floor is: bytes or operations
+    refused: str = ""
+    error_max: float | None = None
+    error_mean: float | None = None
+    x_plain: float | None = None
+    nan: int = 0
+    seconds: dict[str, float] | None = None
+
+    @property
+    def right(self) -> bool:
+        return not self.nan and self.x_plain is not None and self.x_plain <= ALLOWED
+
+    @property
+    def of_floor(self) -> float | None:
+        return self.floor_seconds / self.seconds["median"] if self.seconds else None
+
+    def record(self) -> dict[str, Any]:
+        """For programs."""
+        told = self._asdict()
+        told |= told.pop("shape")._asdict()
+        for key in ("error_max", "error_mean", "x_plain"):  # JSON has no infinity
+            told[key] = told[key] if told[key] is not None and math.isfinite(told[key]) else None
+        rate = self.bytes / self.seconds["median"] if self.seconds else None
+        return told | {"right": self.right, "of_floor": self.of_floor, "bytes_per_second": rate}
+
+
+class TrapResult(NamedTuple):
+    """One contender in one trap."""
+
+    operator: str
+    impl: str
+    dtype: str
+    name: str
+    wrong: str  # why; "" if right
+    refused: str = ""
+
+
+class Lab:
+    """Results so far, and what the machine can do."""
+
+    def __init__(self, device: torch.device, seconds: float, bandwidth: float, rates: dict[str, float]):
+        self.device, self.seconds, self.bandwidth, self.rates = device, seconds, bandwidth, rates
+        self.page = 16 if device.type == "cuda" else 1
+        self.rows: list[Row] = []
+        self.traps: list[TrapResult] = []
+
+    def trap(self, operator: str, able: Sequence[Contender], dtype: str) -> None:
+        """Every trap for all that take whole passes."""
+        check = attention_fault if operator == "tree_attention" else write_fault
+        for trap in traps(getattr(torch, dtype), self.device, "cpu"):
+            for contender in able:
+                if contender.name in ("reference", *PACKED):
+                    continue
+                try:
+                    found = TrapResult(operator, contender.name, dtype, trap.name, check(contender, trap))
+                except NotImplementedError as error:
+                    found = TrapResult(operator, contender.name, dtype, trap.name, "", str(error) or "refused")
+                except UsageError as error:
+                    error.where = f"{error.where} (trap: {trap.name}, {dtype})".strip()
+                    raise
+                self.traps.append(found)
+
+    def measure(self, operator: str, able: Sequence[Contender], shape: Shape) -> None:
+        """Errors and times on one shape."""
+        rows = self.attention(able, shape) if operator == "tree_attention" else self.writes(able, shape)
+        try:
+            self.rows += rows
+        except UsageError as error:
+            error.where = f"{error.where} ({shape})".strip()
+            raise
+
+    def pool(self, shape: Shape) -> PagePool:
+        """A cache with as many layers as it takes to overflow the last level of cache, all full of the same numbers."""
+        tokens = shape.prefix + shape.queries * shape.depth
+        dtype = getattr(torch, shape.dtype)
+        per_layer = 2 * shape.kv_heads * tokens * shape.head * dtype.itemsize
+        layers = max(2, min(-(-2 * cache_bytes(self.device) // per_layer), LARGEST // per_layer, MOST_BUFFERS))
+        pages = -(-shape.prefix // self.page) + -(-shape.queries * shape.depth // self.page) + 1
+        pool = PagePool(ModelShape(layers, shape.kv_heads, shape.head, 1, None), pages, self.page, dtype, self.device)
+        for x in (pool.cache.k_LGSD, pool.cache.v_LGSD):
+            x[0] = torch.randn(x[0].shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+            x[1:] = x[0]
+        return pool
+
+    def attention(self, able: Sequence[Contender], shape: Shape) -> Iterator[Row]:
+        """tree_attention on one shape."""
+        pool, dtype, scale = self.pool(shape), getattr(torch, shape.dtype), shape.head**-0.5
+        k_LGSD, v_LGSD = pool.cache.k_LGSD, pool.cache.v_LGSD
+        s = scene(pool, shape.prefix, shape.queries, branching=shape.branching, depth=shape.depth, impl="cpu")
+        draw_q = torch.randn(shape.queries, shape.heads, shape.head, generator=torch.Generator().manual_seed(1))
+        q_THD = draw_q.to(self.device, dtype)
+        exact, plain = definition(q_THD, k_LGSD[0], v_LGSD[0], s.layout, scale, None)
+        moved, operations = limits.attention_work(s.layout, shape.heads, shape.kv_heads, shape.head, dtype)
+        by_bytes, by_operations = moved / self.bandwidth, operations / self.rates[shape.dtype]
+        floor = max((by_bytes, "bytes"), (by_operations, "operations"))
+        ready = None
+        for contender in able:
+            begun = Row("tree_attention", shape, contender.name, moved, *floor)
+            try:
+                if contender.name in PACKED:
+                    attend = contender(q_THD, s, scale)
+                    ready = ready or [packed(s, k, v) for k, v in zip(k_LGSD, v_LGSD, strict=True)]
+                    calls = [lambda k=k, v=v, f=attend: f(k, v) for k, v in ready]
+                    out = calls[0]()[0].transpose(0, 1)
+                else:
+                    calls = [lambda k=k, v=v, f=contender: f(q_THD, k, v, s.layout, scale, None)
+                             for k, v in zip(k_LGSD, v_LGSD, strict=True)]  # fmt: skip
+                    out = plain if contender.name == "reference" else check_result(contender, calls[0](), q_THD)
+                yield begun._replace(**errors(out, plain, exact), seconds=self.times(contender, calls))
+            except NotImplementedError as error:
+                yield begun._replace(refused=str(error) or "refused")
+
+    def writes(self, able: Sequence[Contender], shape: Shape) -> Iterator[Row]:
+        """kv_write on one shape."""
+        pool, dtype = self.pool(shape), getattr(torch, shape.dtype)
+        s = scene(pool, shape.prefix, shape.queries, branching=shape.branching, depth=shape.depth, impl="cpu")
+        new = rows_of(shape.queries, shape.heads, shape.kv_heads, shape.head, dtype, self.device)
+        slots_T = s.layout.write_slots_T
+        moved = 2 * sum(x.numel() * x.itemsize for x in new) + slots_T.nbytes
+        for contender in able:
+            begun = Row("kv_write", shape, contender.name, moved, moved / self.bandwidth, "bytes")
+            calls = [lambda k=k, v=v, f=contender: f(k, v, *new, slots_T)
+                     for k, v in zip(pool.cache.k_LGSD, pool.cache.v_LGSD, strict=True)]  # fmt: skip
+            try:
+                wrong = write_difference(contender, pool.cache.k_LGSD[0], pool.cache.v_LGSD[0], new, slots_T)
+                yield begun._replace(
+                    error_max=float(wrong), error_mean=float(wrong), x_plain=math.inf if wrong else 0.0,
+                    seconds=self.times(contender, calls),
+                )  # fmt: skip
+            except NotImplementedError as error:
+                yield begun._replace(refused=str(error) or "refused")
+
+    def times(self, contender: Contender, calls: Sequence[Callable[[], object]]) -> dict[str, float] | None:
+        """Seconds of a call, each on the next cache; None for what is not to be timed."""
+        if not contender.timed:
+            return None
+        if self.device.type == "cuda":
+            work = gpu.recorded(calls) if can_be_recorded(calls[0]) else lambda: [call() for call in calls]
+            return spread([seconds / len(calls) for seconds in gpu.times_of(work, 20)])
+        times: list[float] = []
+        for i in range(1001):
+            begin = time.perf_counter()
+            calls[i % len(calls)]()
+            times.append(time.perf_counter() - begin)
+            if sum(times) > self.seconds and (i > 5 or sum(times) > 5 * self.seconds):
+                break
+        return spread(times[1:] or times)  # the first one warms up
+
+
+def can_be_recorded(call: Callable[[], object]) -> bool:
+    """Whether a call never waits for the GPU, so that it can be part of a CUDA graph."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except (RuntimeError, UsageError):
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return True
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Of the last level of cache; 64 MiB where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    sizes = [64 << 20]
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        sizes.append(cli.parse_size(file.read_text().strip()))
+    return max(sizes[1:] or sizes)
+
+
+# --- right or wrong ---
+
+
+def errors(out: Tensor, plain: Tensor, exact: Tensor) -> dict[str, Any]:
+    """Of an output and of plain PyTorch's against the exact one; the larger of two ratios counts."""
+    mine, yardstick = ((x.double() - exact).abs() for x in (out, plain))
+    nan = int(out.isnan().sum())
+    tiny = 0.01 * torch.finfo(out.dtype).eps  # where plain PyTorch happens to be exact
+    worst = float(mine.max() / (yardstick.max() + tiny))
+    usual = float(mine.pow(2).mean().sqrt() / (yardstick.pow(2).mean().sqrt() + tiny))
+    ratio = math.inf if nan else max(worst, usual)
+    return {"error_max": float(mine.max()), "error_mean": float(mine.mean()), "x_plain": ratio, "nan": nan}
+
+
+def definition(
+    q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """The definition's output in float64 and in the dtype of its inputs."""
+    attend = reference_attention.tree_attention
+    exact = attend(q_THD.double(), k_GSD.double(), v_GSD.double(), layout, scale, window)
+    return exact, attend(q_THD, k_GSD, v_GSD, layout, scale, window)
+
+
+def attention_fault(contender: Contender, trap: Trap) -> str:
+    """What is wrong with an attention in a trap; "" if nothing is."""
+    inputs, scale = (trap.q_THD, trap.k_GSD, trap.v_GSD), trap.q_THD.shape[-1] ** -0.5
+    before = [x.clone() for x in inputs]
+    out = check_result(contender, contender(*inputs, trap.layout, scale, trap.window), trap.q_THD)
+    if any(not same_bits(x, y) for x, y in zip(inputs, before, strict=True)):
+        return "it changed its inputs"
+    exact, plain = definition(*inputs, trap.layout, scale, trap.window)
+    own = slice(0, trap.rows)
+    found = errors(out[own], plain[own], exact[own])
+    if found["nan"]:
+        return f"{found['nan']} NaN of {out[own].numel()}: it read what it must not"
+    return "" if found["x_plain"] <= ALLOWED else f"error {found['error_max']:.1e}, {found['x_plain']:.1f}x plain"
+
+
+def rows_of(
+    tokens: int, heads: int, kv_heads: int, head: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """New keys and values as a model has them: parts of wider rows."""
+    made = torch.randn(tokens, heads + 2 * kv_heads, head, generator=torch.Generator().manual_seed(2))
+    _, k_TGD, v_TGD = made.to(device, dtype).split([heads, kv_heads, kv_heads], 1)
+    return k_TGD, v_TGD
+
+
+def write_fault(contender: Contender, trap: Trap) -> str:
+    """What is wrong with a KV write in a trap; "" if nothing is."""
+    slots_T = trap.layout.write_slots_T
+    heads, kv_heads = trap.q_THD.shape[1], trap.k_GSD.shape[0]
+    new = rows_of(len(slots_T), heads, kv_heads, trap.q_THD.shape[2], trap.q_THD.dtype, slots_T.device)
+    wrong = write_difference(contender, trap.k_GSD, trap.v_GSD, new, slots_T)
+    return f"{wrong} slots are not what they should be" if wrong else ""
+
+
+def write_difference(
+    contender: Contender, k_GSD: Tensor, v_GSD: Tensor, new: tuple[Tensor, Tensor], slots_T: Tensor
+) -> int:
+    """Slots whose bits differ from the definition's, the trash slot aside."""
+    mine, right = (k_GSD.clone(), v_GSD.clone()), (k_GSD.clone(), v_GSD.clone())
+    contender(*mine, *new, slots_T)
+    reference_write.kv_write(*right, *new, slots_T)
+    differ = torch.stack([bits(x) != bits(y) for x, y in zip(mine, right, strict=True)]).any(-1).any(0).any(0)
+    differ[TRASH_SLOT] = False
+    return int(differ.sum())
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(bits(x), bits(y))
+
+
+def verdicts(lab: Lab) -> dict[str, dict[str, bool]]:
+    """Of every operator, whether each contender was right wherever it did not refuse."""
+    found: dict[str, dict[str, bool]] = {}
+    for row in lab.rows:
+        mine = found.setdefault(row.operator, {})
+        mine[row.impl] = mine.get(row.impl, True) and (bool(row.refused) or row.right)
+    for trap in lab.traps:
+        mine = found.setdefault(trap.operator, {})
+        mine[trap.impl] = mine.get(trap.impl, True) and not trap.wrong
+    return found

@@ -1,0 +1,136 @@
+"""What the lab found: tables, a line of judgement for each contender, a picture."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
+
+from tools.bench.report import table
+from tools.kernels.lab import ALLOWED, Lab, Row, Shape, verdicts
+
+RIGHT = f"""*error*: against the definition in float64 on the same rounded numbers, over all shapes; *x plain*: over
+that of the definition in the dtype itself, the worst shape, of the largest and of the root mean square error; at most
+{ALLOWED:.0f} is right. *traps*: passed of those it took. kv_write has nothing to round: it is right if every bit is."""
+FAST = """Microseconds of one layer, medians, and the share of them that the *floor* is: the larger of bytes / bandwidth
+(keys and values that any query sees once, queries and output) and operations / rate. sdpa and flex get contiguous keys
+and a ready mask, which an engine would have to make. What is worked out once per pass, not per layer, is not in it."""
+CUT = 4.0  # ratios of errors above it are drawn there
+SHAPE_HEAD = ["heads", "prefix", "queries", "branching"]
+
+
+def report(lab: Lab, absent: dict[str, dict[str, str]], candidate: str | None) -> str:
+    """All tables."""
+    rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s ({kind})" for kind, rate in lab.rates.items())
+    threads = f", {torch.get_num_threads()} threads" if lab.device.type == "cpu" else ""
+    parts = [f"{lab.device.type}{threads}. Memory moves {lab.bandwidth / 1e9:.1f} GB/s; large products run at {rates}."]
+    for operator, reasons in absent.items():
+        rows = [row for row in lab.rows if row.operator == operator]
+        names = list(dict.fromkeys(row.impl for row in rows))
+        parts.append(f"**{operator}**: {'; '.join(verdict(lab, rows, operator, name) for name in names)}.")
+        if reasons:
+            parts.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in reasons.items()) + ".")
+        parts += [right_table(lab, rows, operator, names), RIGHT]
+        caught = [trap for trap in lab.traps if trap.operator == operator]
+        faults = [f"- {t.impl}, {t.dtype}, {t.name}: {t.wrong}" for t in caught if t.wrong]
+        refusals = sorted({f"- {r.impl} refuses: {r.refused}" for r in [*rows, *caught] if r.refused})
+        parts += ["\n".join(lines) for lines in (faults, refusals) if lines]
+        parts += [fast_table(rows, names), FAST]
+        focus = candidate if candidate in names else "cpu" if "cpu" in names else names[0]
+        parts += [f"{focus} in detail:", detail_table([row for row in rows if row.impl == focus])]
+    return "\n\n".join(part for part in parts if part)
+
+
+def verdict(lab: Lab, rows: Sequence[Row], operator: str, name: str) -> str:
+    """A contender in a line: right or wrong, and how fast beside the quickest of the others."""
+    right = "right" if verdicts(lab)[operator][name] else "WRONG"
+    others: dict[Shape, float] = {}
+    for row in rows:
+        if row.impl != name and row.seconds:
+            others[row.shape] = min(others.get(row.shape, math.inf), row.seconds["median"])
+    mine = [(row.seconds["median"], others[row.shape]) for row in rows
+            if row.impl == name and row.seconds and row.shape in others]  # fmt: skip
+    if not mine:
+        return f"{name} is {right}"
+    times = statistics.geometric_mean(a / b for a, b in mine)
+    quickest = sum(a < b for a, b in mine)
+    return f"{name} is {right}, takes {times:.2f}x the quickest other's time, quickest on {quickest} of {len(mine)}"
+
+
+def right_table(lab: Lab, rows: Sequence[Row], operator: str, names: Sequence[str]) -> str:
+    lines = []
+    for name, dtype in product(names, dict.fromkeys(row.shape.dtype for row in rows)):
+        mine = [r for r in rows if r.impl == name and r.shape.dtype == dtype and not r.refused]
+        took = [t for t in lab.traps if (t.operator, t.impl, t.dtype) == (operator, name, dtype) and not t.refused]
+        if not mine:
+            lines.append([name, dtype, *["refused"] * 6])
+            continue
+        trapped = f"{sum(not t.wrong for t in took)} of {len(took)}" if took else "not for it"
+        lines.append([
+            name, dtype, len(mine), f"{max(r.error_max or 0.0 for r in mine):.1e}",
+            f"{statistics.fmean(r.error_mean or 0.0 for r in mine):.1e}", f"{max(r.x_plain or 0.0 for r in mine):.2f}",
+            sum(r.nan for r in mine), trapped,
+        ])  # fmt: skip
+    return table(["implementation", "dtype", "shapes", "error, max", "mean", "x plain", "NaN", "traps"], lines)
+
+
+def shape_cells(shape: Shape) -> list[object]:
+    return [f"{shape.dtype} {shape.heads}:{shape.kv_heads}x{shape.head}", shape.prefix, shape.queries, shape.branching]
+
+
+def fast_table(rows: Sequence[Row], names: Sequence[str]) -> str:
+    lines = []
+    for shape in dict.fromkeys(row.shape for row in rows):
+        mine = {row.impl: row for row in rows if row.shape == shape}
+        floor = next(iter(mine.values())).floor_seconds
+        lines.append([*shape_cells(shape), f"{floor * 1e6:.1f}", *(time_cell(mine[name]) for name in names)])
+    return table([*SHAPE_HEAD, "floor us", *names], lines)
+
+
+def time_cell(row: Row) -> str:
+    if row.refused:
+        return "refused"
+    if row.seconds is None:
+        return "interpreted"
+    return f"{row.seconds['median'] * 1e6:.{0 if row.seconds['median'] > 1e-4 else 1}f}, {row.of_floor:.0%}"
+
+
+def detail_table(rows: Sequence[Row]) -> str:
+    lines = []
+    for row in rows:
+        if row.seconds is None:
+            continue
+        s = {key: f"{value * 1e6:.1f}" for key, value in row.seconds.items()}
+        lines.append([
+            *shape_cells(row.shape), s["median"], f"{s['min']}-{s['max']}",
+            f"{row.bytes / row.seconds['median'] / 1e9:.1f}", f"{row.of_floor:.0%}",
+            row.bound, f"{row.error_max:.1e}", f"{row.error_mean:.1e}", f"{row.x_plain:.2f}",
+        ])  # fmt: skip
+    head = [*SHAPE_HEAD, "us", "least-most", "GB/s", "of floor", "bound by", "error, max", "mean", "x plain"]
+    return table(head, lines) if lines else ""
+
+
+def paint(figure: Any, rows: Sequence[Row]) -> None:
+    """Times above, errors below, shapes side by side; a column for each operator."""
+    operators = list(dict.fromkeys(row.operator for row in rows))
+    widths = [len({row.shape for row in rows if row.operator == operator}) for operator in operators]
+    panels = figure.subplots(2, len(operators), sharex="col", squeeze=False, height_ratios=[3, 1], width_ratios=widths)
+    for operator, (times, errors) in zip(operators, zip(*panels, strict=True), strict=True):
+        mine = [row for row in rows if row.operator == operator]
+        shapes = list(dict.fromkeys(row.shape for row in mine))
+        floor = {row.shape: row.floor_seconds * 1e6 for row in mine}
+        times.step(range(len(shapes)), [floor[s] for s in shapes], where="mid", color="black", lw=1, label="floor")
+        for name in dict.fromkeys(row.impl for row in mine):
+            found = [(shapes.index(row.shape), row) for row in mine if row.impl == name and not row.refused]
+            timed = [(x, row.seconds["median"] * 1e6) for x, row in found if row.seconds]
+            times.plot([x for x, _ in timed], [t for _, t in timed], "o", ms=4, label=name)
+            errors.plot([x for x, _ in found], [min(row.x_plain or 0.0, CUT) for _, row in found], "o", ms=3)
+        times.set(yscale="log", title=operator, ylabel="us per layer")
+        times.grid(axis="y", alpha=0.3)
+        errors.axhline(ALLOWED, color="red", lw=0.8)
+        errors.set(ylim=(0, CUT * 1.05), ylabel=f"error / plain (to {CUT:.0f})")
+        labels = [f"{s.dtype} {s.heads}:{s.kv_heads} p{s.prefix} q{s.queries} b{s.branching}" for s in shapes]
+        errors.set_xticks(range(len(shapes)), labels, rotation=90, fontsize=6)
+    panels[0][0].legend(fontsize=8)

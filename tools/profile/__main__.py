@@ -1,0 +1,323 @@
+"""Where does the time go? Any search on any checkpoint: by part of the engine, by operator, step by step.
+
+It measures the machine, runs the search a few times bare, a few times under a stop watch, and once under
+torch.profiler; times that it tells of parts and steps are those of runs without the profiler. What it writes to --out:
+trace.json (open it at ui.perfetto.dev), timeline.svg (needs the extra `viz`), result.json.
+"""
+
+import argparse
+import json
+import random
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from engine import Engine, cli
+from engine.demo import is_demo
+from engine.engine import Done
+from engine.errors import UsageError
+from engine.requests import Search
+from search import make_search
+from tools.bench import limits
+from tools.bench.checkpoints import add_random_flag, add_shape_flags, checkpoint
+from tools.bench.figures import draw, need_figures
+from tools.bench.measure import progress
+from tools.bench.report import add_save_flag, finish, stamp
+from tools.profile.clock import Step, Watch, Watched, watched
+from tools.profile.report import (
+    LEGEND,
+    OPERATORS,
+    group_of,
+    operator_row,
+    operator_table,
+    paint,
+    part_table,
+    shares,
+)
+from tools.profile.trace import Operator, read_trace
+
+PAGE = Path(__file__).parents[2] / "docs" / "profile.md"
+PROMPT = "Tell me a story about a fox."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser = cli.Parser("python -m tools.profile", __doc__ or "")
+    cli.add_model_flags(parser)
+    group = parser.add_argument_group("random checkpoint")
+    add_random_flag(group, "a random Llama instead of a model")
+    add_shape_flags(group)
+    cli.add_search_flags(parser)
+    cli.add_limit_flags(parser)
+    parser.set_defaults(max_new_tokens=64)
+    group = parser.add_argument_group("profile", "Random checkpoints never end by themselves (--ignore-eos).")
+    prompt = group.add_mutually_exclusive_group()
+    prompt.add_argument("-p", "--prompt", metavar="TEXT", help=f"through the chat template, if there is one ({PROMPT})")
+    prompt.add_argument("--prompt-tokens", type=int, metavar="N", help="random tokens instead (512 with --random)")
+    group.add_argument("--runs", type=int, default=3, metavar="N", help="of each kind; medians count (%(default)s)")
+    group.add_argument("--trace-from", type=int, metavar="STEP", help="first step in the trace (the middle's)")
+    group.add_argument("--trace-steps", type=int, default=16, metavar="N", help="steps in the trace (%(default)s)")
+    group.add_argument("--top", type=int, default=15, metavar="N", help="operators to list (%(default)s)")
+    group.add_argument("--out", default="profile", metavar="DIR", help="where files go (%(default)s/)")
+    add_save_flag(group, "docs/profile.md")
+    cli.add_verbosity_flags(parser)
+    args = parser.parse_args(words)
+
+    def work() -> int:
+        run(args, words)
+        return 0
+
+    return cli.run(work, args.verbose)
+
+
+def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
+    """Measure and report."""
+    if args.save is not None:
+        need_figures()
+    if args.random is not None and args.model is not None:
+        raise UsageError("--random: not with --model", remedy="give one of the two")
+    if min(args.runs, args.trace_steps, args.top, args.prompt_tokens or 1) < 1:
+        raise UsageError("--runs, --trace-steps, --top, --prompt-tokens: expected at least 1")
+    search, made = make_search(args.search, cli.search_params(args)), stamp(words, "tools.profile")
+    with ExitStack() as stack:
+        name = Path(args.model).resolve().name if args.model else "the bundled demo"
+        if args.random is not None:
+            args.ignore_eos = True
+            if args.prompt is None and args.prompt_tokens is None:
+                args.prompt_tokens = 512
+            seeded = argparse.Namespace(**{**vars(args), "seed": 0})
+            args.model, name = stack.enter_context(checkpoint(seeded))
+        engine = cli.load_engine(args)
+    progress("measuring the machine")
+    kinds = {dtype_name(e) for e in (engine, *engine.companions.values())} | {"int8"} & {args.quant}
+    bandwidth, rates = limits.measure(engine.runner.device, sorted(kinds))
+    profiled = Profile(args, engine, search, bandwidth, rates)
+    profiled.measure()
+    model = "random" if args.random is not None else "demo" if not args.model or is_demo(args.model) else name
+    section = re.sub(r"\W+", "-", f"profile {model} {args.search}".lower())
+    page = None if args.save is None else Path(args.save or PAGE)
+    picture = profiled.picture(page and page.with_name(f"{section}.svg"))
+    setting = f"{name}, {args.dtype if args.dtype != 'auto' else dtype_name(engine)}, {engine.runner.device.type}"
+    threads = f", {torch.get_num_threads()} threads" if engine.runner.device.type == "cpu" else ""
+    body = profiled.report(f"{setting}{threads}; {describe(search)}") + (f"\n\n![]({picture})" if page else "")
+    result = {"model": name, "search": args.search, **profiled.result()}
+    (Path(args.out) / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    finish(section, made, body, result, page and str(page))
+    return result
+
+
+class Profile:
+    """One search on one engine, run several times."""
+
+    def __init__(
+        self, args: argparse.Namespace, engine: Engine, search: Search, bandwidth: float, rates: dict[str, float]
+    ):
+        self.args, self.engine, self.search, self.bandwidth, self.rates = args, engine, search, bandwidth, rates
+        self.out = Path(args.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        on_cpu = engine.runner.device.type == "cpu"
+        self.deep = on_cpu and args.compile == "off"
+        self.options = cli.limits(args)
+        self.prompt: Sequence[int]
+        if args.prompt_tokens:
+            draw_token = random.Random(0).randrange
+            low = min(3, engine.runner.vocab_size - 1)
+            self.prompt = [draw_token(low, engine.runner.vocab_size) for _ in range(args.prompt_tokens)]
+        else:
+            text = PROMPT if args.prompt is None else args.prompt
+            messages = [{"role": "user", "content": text}]
+            self.prompt = (
+                engine.tokenizer.encode_rendered(engine.template.render(messages))
+                if engine.template
+                else engine.tokenizer.encode(text)
+            )
+            self.options["messages"] = messages
+        self.stats: dict[str, Any] = {}
+
+    def measure(self) -> None:
+        """All runs: one to warm up, bare and watched ones in turns, one profiled."""
+        progress("warming up")
+        self.once(Watch(parts=False))
+        bare, timed = [], []
+        for i in range(self.args.runs):
+            progress(f"run {i + 1} of {self.args.runs}")
+            bare.append(self.once(Watch(parts=False)))
+            timed.append(self.once(Watch()))
+        self.steps, self.parts = middle(bare), middle(timed)
+        self.spread = sorted(1 / step_seconds(run) for run in bare)
+        decode = [i for i, step in enumerate(self.steps) if not step.reads_prompt]
+        first = self.args.trace_from
+        if first is None:
+            first = decode[max(0, (len(decode) - self.args.trace_steps) // 2)] if decode else 0
+        progress(f"tracing {self.args.trace_steps} steps from step {first}")
+        self.window = slice(first, first + self.args.trace_steps)
+        self.traced, self.operators, self.kernels = self.trace()
+
+    def once(self, watch: Watch) -> list[Step]:
+        """One run; its steps."""
+        with watched(self.engine, watch, self.deep):
+            watching = Watched(self.search, watch) if watch.parts else self.search
+            for event in self.engine.stream(self.prompt, watching, **self.options):  # type: ignore[arg-type]
+                if isinstance(event, Done):
+                    self.stats = event.result.stats
+        return watch.settle()
+
+    def trace(self) -> tuple[list[Step], list[Operator], list[Operator]]:
+        """Steps of a profiled run, operators and kernels in the window."""
+        activities = [ProfilerActivity.CPU]
+        if self.engine.runner.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        profiler = profile(activities=activities, record_shapes=True)
+        on = False
+
+        def after_step(done: int) -> None:
+            nonlocal on
+            if not on and done == self.window.start:
+                profiler.start()
+                on = True
+            elif on and done == self.window.stop:
+                profiler.stop()
+                on = False
+
+        if self.window.start == 0:
+            after_step(0)
+        steps = self.once(Watch(labels=True, after_step=after_step))
+        if on:
+            profiler.stop()
+        if len(steps) <= self.window.start:
+            raise UsageError(f"--trace-from: the search ended after {len(steps)} steps, got {self.window.start}")
+        path = self.out / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        told = [work for s in steps[self.window] for part, work in s.work.items() if part.endswith("attention")]
+        attention = (sum(w[0] for w in told), sum(w[1] for w in told)) if told else None
+        found = read_trace(path, attention)
+        progress(f"saved: {path.name} (open it at ui.perfetto.dev)")
+        return steps, *found
+
+    # --- what came out ---
+
+    def rows(self, prompt: bool) -> list[dict[str, Any]]:
+        """Parts of steps that read the prompt, or of the others: means per step."""
+        steps = [step for step in self.parts if step.reads_prompt == prompt]
+        if not steps:
+            return []
+        spent: dict[str, float] = defaultdict(float)
+        work: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for step in steps:
+            for part, seconds in step.parts.items():
+                spent[part] += seconds / len(steps)
+            for part, amounts in step.work.items():
+                work[part] = [a + b / len(steps) for a, b in zip(work[part], amounts, strict=True)]
+        whole = sum(spent.values())
+        found = []
+        for part, seconds in sorted(spent.items(), key=lambda item: -item[1]):
+            moved, operations = work.get(part, (None, None))
+            rate = self.rates[self.kind(part)]
+            least = None if moved is None else max(moved / self.bandwidth, (operations or 0) / rate)
+            found.append({
+                "part": part, "group": group_of(part), "seconds": seconds, "share": seconds / whole, "bytes": moved,
+                "operations": operations, "of_roofline": None if least is None else least / seconds,
+            })  # fmt: skip
+        return found
+
+    def kind(self, part: str) -> str:
+        """What a part multiplies in."""
+        if self.args.quant == "int8" and not part.endswith("attention"):
+            return "int8"
+        return dtype_name(self.engine.companions.get(part.partition(":")[0], self.engine))
+
+    def overhead(self) -> dict[str, float]:
+        """Steps per second of the traced steps: bare, with the stop watch, with the profiler."""
+        kinds = {"bare": self.steps, "watched": self.parts, "profiled": self.traced}
+        return {kind: 1 / step_seconds(steps[self.window] or steps) for kind, steps in kinds.items()}
+
+    def result(self) -> dict[str, Any]:
+        """Everything, for programs."""
+        timeline = [{"seconds": s.seconds, "prompt": s.reads_prompt, "nodes": dict(s.nodes), "live": s.live,
+                     "kv_bytes": s.kv_bytes} for s in self.steps]  # fmt: skip
+        return {
+            "prompt_tokens": len(self.prompt),
+            "steps_per_second": 1 / step_seconds(self.steps),
+            "steps_per_second_by": self.overhead(),
+            "bandwidth": self.bandwidth,
+            "rates": self.rates,
+            "prompt_parts": self.rows(True),
+            "parts": self.rows(False),
+            "traced_steps": [self.window.start, min(self.window.stop, len(self.traced))],
+            "operators": [operator_row(op, self.bandwidth, self.rates) for op in self.operators],
+            "kernels": [operator_row(op, self.bandwidth, self.rates) for op in self.kernels],
+            "timeline": timeline,
+            "stats": {key: value for key, value in self.stats.items() if isinstance(value, int | float | str)},
+        }
+
+    def report(self, setting: str) -> str:
+        """The page."""
+        by, decode = self.overhead(), self.rows(False)
+        rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s ({kind})" for kind, rate in self.rates.items())
+        ms, least, most = step_seconds(self.steps) * 1e3, self.spread[0], self.spread[-1]
+        parts = [
+            f"{setting}; prompt of {len(self.prompt)} tokens, {self.stats['new_tokens']} new ones. Memory moves "
+            f"{self.bandwidth / 1e9:.1f} GB/s; large products run at {rates}.",
+            f"**A step takes {ms:.2f} ms: {shares(decode or self.rows(True))}.** {1 / ms * 1e3:.1f} steps/s "
+            f"({least:.1f}-{most:.1f} over {self.args.runs} runs). In the traced steps: {by['bare']:.1f} steps/s "
+            f"bare, {by['watched']:.1f} with the stop watch, {by['profiled']:.1f} with the profiler.",
+        ]
+        for rows, title in ((decode, "Steps of decoding"), (self.rows(True), "Steps that read the prompt")):
+            if rows:
+                count = sum(step.reads_prompt == (title[-1] == "t") for step in self.parts)
+                whole = sum(row["seconds"] for row in rows) * 1e3
+                parts.append(f"{title}: {count}, {whole:.2f} ms each with the stop watch: {shares(rows)}.")
+                parts.append(part_table(rows))
+        parts.append(LEGEND)
+        count = min(self.window.stop, len(self.traced)) - self.window.start
+        parts.append(f"{OPERATORS} {count} steps from step {self.window.start}.")
+        wall = sum(step.seconds for step in self.traced[self.window])
+        for title, found in (("", self.operators), ("Kernels on the device:", self.kernels)):
+            if found:
+                parts += [title] * bool(title)
+                parts.append(operator_table(found, self.args.top, count, wall, self.bandwidth, self.rates))
+        return "\n\n".join(parts)
+
+    def picture(self, kept: Path | None) -> str:
+        """Draw the timeline; its file's name, "" where matplotlib is not installed."""
+        path = kept or self.out / "timeline.svg"
+        try:
+            draw(path, (8, 7), lambda figure: paint(figure, self.steps, self.parts))
+        except UsageError as missing:
+            progress(f"no picture: {missing}")
+            return ""
+        return path.name
+
+
+def dtype_name(engine: Engine) -> str:
+    return str(engine.pool.cache.k_LGSD.dtype).removeprefix("torch.")
+
+
+def describe(search: Search) -> str:
+    """A configuration, in short: what differs from its defaults."""
+    told = [f"{key} {value}" for key, value in vars(search).items() if value != getattr(type(search), key, None)]
+    return " ".join([type(search).__name__, *([f"({', '.join(told)})"] if told else [])])
+
+
+def middle(runs: list[list[Step]]) -> list[Step]:
+    """The run of median time."""
+    return sorted(runs, key=lambda steps: sum(step.seconds for step in steps))[len(runs) // 2]
+
+
+def step_seconds(steps: Sequence[Step]) -> float:
+    """Mean time of a step, of one of decoding if there are any."""
+    decode = [step.seconds for step in steps if not step.reads_prompt]
+    return fmean(decode or [step.seconds for step in steps])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""What was found: tables and the timeline."""
+
+from collections import defaultdict
+from statistics import median
+from typing import Any
+
+from tools.bench.report import table
+from tools.profile.clock import MODEL_PARTS, SEARCH, TEXT, Step
+from tools.profile.trace import Operator
+
+GROUPS = ("model", "search", "engine", "text")
+LEGEND = """*ms*: per step, without the profiler, a part without those that it calls; *MB*, *MFLOP*: per step, the
+least that must move, and matrix products; *of roofline*: (the larger of MB / bandwidth and MFLOP / rate) / ms, above
+100% where caches are faster than memory; ? is what nobody counts. *model*: everything inside `forward` and `logits`;
+*search*: the algorithm, what it reads of log-probabilities included; *engine*: trees, packing, the driver, log-softmax.
+On a GPU these are times of the host, which waits for it only in *answers to the host*."""
+OPERATORS = """Operators, as torch.profiler saw them (it slows short ones down: shares count, not times); *self ms*,
+*MB* and *MFLOP* per step."""
+
+
+def paint(figure: Any, bare: list[Step], timed: list[Step]) -> None:
+    """Three panels over the steps: time by group, nodes evaluated by model, live nodes and KV bytes."""
+    times, nodes, live = figure.subplots(3, 1, sharex=True)
+    steps = range(len(bare))
+    stacked = [[sum(s for part, s in step.parts.items() if group_of(part) == g) * 1e3 for step in timed]
+               for g in GROUPS]  # fmt: skip
+    times.stackplot(range(len(timed)), stacked, labels=GROUPS, step="mid")
+    times.plot(steps, [step.seconds * 1e3 for step in bare], color="black", lw=0.8, label="without the stop watch")
+    usual = max(median(step.seconds for step in run) for run in (bare, timed))  # a prompt's step may tower above it
+    times.set(ylabel="ms per step", ylim=(0, 1.5e3 * usual))
+    times.legend(fontsize=7, ncols=5)
+    base = [0] * len(bare)
+    for role in dict.fromkeys(role for step in bare for role in step.nodes):
+        count = [step.nodes.get(role, 0) for step in bare]
+        nodes.bar(steps, count, 0.9, base, label=role)
+        base = [a + b for a, b in zip(base, count, strict=True)]
+    nodes.set(ylabel="nodes evaluated", yscale="symlog" if max(base) > 8 * median(base) else "linear")
+    nodes.legend(fontsize=7)
+    live.plot(steps, [step.live for step in bare], color="tab:blue")
+    live.set(xlabel="step", ylim=(0, None))
+    live.set_ylabel("live nodes", color="tab:blue")
+    held = live.twinx()
+    held.plot(steps, [step.kv_bytes / 1e6 for step in bare], color="tab:orange", ls="--")
+    held.set(ylim=(0, None))
+    held.set_ylabel("KV pages held, MB", color="tab:orange")
+
+
+def group_of(part: str) -> str:
+    """model, search, engine or text."""
+    if part.partition(": ")[2] in MODEL_PARTS:
+        return "model"
+    return {SEARCH: "search", TEXT: "text"}.get(part, "engine")
+
+
+def shares(rows: list[dict[str, Any]]) -> str:
+    """The share of each group, of each model where there are several."""
+    names = {"search": "the search", "engine": "the engine's host work", "text": TEXT}
+    found: dict[str, float] = defaultdict(float)
+    for row in sorted(rows, key=lambda row: GROUPS.index(row["group"])):
+        found[names.get(row["group"]) or row["part"].partition(":")[0]] += row["share"]
+    if {"draft", "reward"}.isdisjoint(found) and "target" in found:
+        found = {"the model": found.pop("target"), **found}
+    return ", ".join(f"{share:.0%} {name}" for name, share in found.items() if share > 0.0005)
+
+
+def amount(value: float | None, unit: float = 1e6) -> str:
+    if value is None:
+        return "?"
+    return (f"{value / unit:,.0f}" if value >= 1000 * unit else f"{value / unit:.3g}") if value else ""
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None or not value else f"{value:.0%}"
+
+
+def part_table(rows: list[dict[str, Any]]) -> str:
+    head = ["part", "of", "ms", "share", "MB", "MFLOP", "of roofline"]
+    lines = []
+    for row in rows:
+        numbers = [amount(row["bytes"]), amount(row["operations"])] if row["group"] == "model" else ["", ""]
+        lines.append([row["part"], row["group"], f"{row['seconds'] * 1e3:.3f}", f"{row['share']:.1%}", *numbers,
+                      percent(row["of_roofline"])])  # fmt: skip
+    return table(head, lines)
+
+
+def operator_row(op: Operator, bandwidth: float, rates: dict[str, float]) -> dict[str, Any]:
+    return vars(op) | {"of_roofline": op.of_roofline(bandwidth, rates)}
+
+
+def operator_table(
+    found: list[Operator], top: int, steps: int, wall: float, bandwidth: float, rates: dict[str, float]
+) -> str:
+    """The operators that took longest, and what is left of the steps' time."""
+    device = any(op.device_seconds for op in found)
+    head = ["operator", "calls", "self ms", "share", *["device ms"] * device, "MB", "MFLOP", "of roofline"]
+    lines = [
+        [op.name, f"{op.calls / steps:.1f}", *time_cells(op.seconds, steps, wall),
+         *[f"{op.device_seconds / steps * 1e3:.3f}"] * device, per_step(op.bytes, steps),
+         per_step(op.operations, steps), percent(op.of_roofline(bandwidth, rates))] for op in found[:top]
+    ]  # fmt: skip
+    rest = found[top:]
+    left = wall - sum(op.seconds for op in found)
+    others = f"{len(rest)} others", f"{sum(op.calls for op in rest) / steps:.1f}", sum(op.seconds for op in rest)
+    for name, calls, seconds in (others, ("Python, and the profiler itself", "", left)):
+        lines.append([name, calls, *time_cells(seconds, steps, wall), *[""] * (len(head) - 4)])
+    return table(head, lines)
+
+
+def time_cells(seconds: float, steps: int, wall: float) -> list[str]:
+    return [f"{seconds / steps * 1e3:.3f}", f"{seconds / wall:.1%}"]
+
+
+def per_step(value: int | None, steps: int) -> str:
+    return amount(None if value is None else value / steps)
