@@ -66,9 +66,11 @@ def quantize(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 def int8_linear(x: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, bias: Tensor | None) -> Tensor:
     """The product; scale_O is that of the weights over 127."""
-    top = x.abs().amax(-1, keepdim=True)
+    steps = x.to(torch.float32, copy=True)
+    top = steps.abs().amax(-1, keepdim=True)
     # oneDNN is quick with unsigned x alone: 128 stands for 0. A row of zeros makes NaN here and is 0 again at the end.
-    steps = (x * (127 / top.float())).add_(128.5).int().to(torch.uint8)
+    steps = steps.mul_(127 / top).add_(128.5).int().to(torch.uint8)
+    top = top.to(x.dtype)
     kind = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     product = (steps, 1.0, 128, weight, scale_O, zero_O, None, 1.0, 0, kind, "none", [], "")
     y = torch.ops.onednn.qlinear_pointwise(*product).to(x.dtype)
