@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.layout import WORD, TreeLayout, unpack_bits
 
 LONG_RUN = 64  # tokens; a matrix product of its own pays from about here on
-TILE_SCORES = 1 << 19  # scores alive at once: 2 MB in float32, whatever the prompt's length
+TILE_SCORES = 1 << 20  # scores alive at once: 4 MB in float32, whatever the prompt's length
 TILE_SLOTS = 1 << 11  # gathered at once where every token has branch slots of its own
 NARROW = 512  # branch slots: up to here all tokens take them all
 
