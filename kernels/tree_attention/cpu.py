@@ -19,6 +19,7 @@ LONG_RUN = 64  # tokens; a matrix product of its own pays from about here on
 TILE_SCORES = 1 << 20  # scores alive at once: 4 MB in float32, whatever the prompt's length
 TILE_SLOTS = 1 << 11  # gathered at once where every token has branch slots of its own
 NARROW = 512  # branch slots: up to here all tokens take them all
+SMALL = 1 << 21  # bytes of keys; up to here a copy of them all costs less than products in pieces
 
 
 class Tile(NamedTuple):
@@ -27,7 +28,7 @@ class Tile(NamedTuple):
     first: int  # token
     last: int  # the one after the last
     pieces: list[slice | Tensor]  # where the trunk rows that any of them sees lie in the cache, in order
-    branch_slots: Tensor | None  # [W], the same for all; or [t, W], each token's own
+    branch_slots: Tensor | None  # [W], the same for all; or [t, W], each token's own; of a small tree all that it has
     branch_bias_NW: Tensor | None  # 0 for an ancestor, -inf for the others
     masked: slice  # the trunk rows, counted from the first piece's first, that not all of them see
     hidden_NK: Tensor | None  # of those, who does not see which
@@ -74,7 +75,7 @@ def _tree_attention(
     layout = (positions_T, token_starts, trunk_seen_T, trunk_runs, branch_slots_RW, branch_positions_RW, ancestry_TC)
     q_TGhD = (q_THD * scale).unflatten(1, (G, H // G))
     parts = []
-    for tile in _tiles(*layout, H, H // G, window, dtype):
+    for tile in _tiles(*layout, H, H // G, window, dtype, G * D * k_GSD.itemsize):
         q_GND = q_TGhD[tile.first : tile.last].transpose(0, 1).reshape(G, -1, D).to(dtype)
         keys, values = _rows(k_GSD, tile), _rows(v_GSD, tile)
         if not keys:
@@ -94,12 +95,10 @@ def _tree_attention(
 
 def _scores(q_GND: Tensor, keys: list[Tensor], bias_NW: Tensor | None) -> Tensor:
     """q k^T over keys that lie in pieces, side by side; with a bias the last piece is the branches'."""
-    shared = bias_NW is None or keys[-1].shape[1] == bias_NW.shape[1]
     if q_GND.dtype.itemsize == 2:  # a product copies a view of the cache transposed, which takes thrice as long
-        if shared:
+        if bias_NW is not None and len(keys) > 1 and keys[-1].shape[1] == bias_NW.shape[1]:
             scores_GNK = q_GND @ torch.cat(keys, 1).transpose(1, 2)
-            if bias_NW is not None:
-                scores_GNK[..., -bias_NW.shape[1] :] += bias_NW
+            scores_GNK[..., -bias_NW.shape[1] :] += bias_NW
             return scores_GNK
         keys = [key.contiguous() for key in keys]
     trunk = keys if bias_NW is None else keys[:-1]
@@ -171,8 +170,9 @@ def _tiles(
     group: int,
     window: int | None,
     dtype: torch.dtype,
+    row_bytes: int,
 ) -> list[Tile]:
-    """Cut a pass into tiles; `group` query heads share a key/value head."""
+    """Cut a pass into tiles; `group` query heads share a key/value head, a slot's keys are `row_bytes`."""
     starts, runs, tiles = token_starts.tolist(), trunk_runs.tolist(), []
     for r, (start, end) in enumerate(pairwise(starts)):
         if start == end:
@@ -196,22 +196,29 @@ def _tiles(
                 visible_tW = visible_tW & (branch_positions_RW[r][columns_W] >= oldest_t1)
                 oldest, latest = (min(high, int(x)) for x in torch.aminmax(oldest_t1))
                 masked = oldest if latest > oldest else max(low, oldest)
-            hidden_NK = None
+            hidden_tK = None
             if masked < high:  # the upper triangle of a prefill is never computed
                 place_K = torch.arange(masked, high, device=seen_t1.device)
-                hidden_NK = ((place_K >= seen_t1) | (place_K < oldest_t1)).repeat_interleave(group, 0)
+                hidden_tK = (place_K >= seen_t1) | (place_K < oldest_t1)
             blind_t1 = (seen_t1 <= oldest_t1) & ~visible_tW.any(-1, keepdim=True)
             bias_tW = torch.zeros(visible_tW.shape, dtype=dtype, device=seen_t1.device)
             bias_tW.masked_fill_(~visible_tW, float("-inf"))
+            pieces, slots = _pieces(trunk, oldest, high, seen_t1.device), branch_slots_RW[r][columns_W] if W else None
+            if not own and 0 < (high - oldest + W) * row_bytes <= SMALL:
+                slots = torch.cat([*(_slots(piece, seen_t1.device) for piece in pieces), *([slots] if W else [])])
+                trunk_tK = torch.zeros(last - first, high - oldest, dtype=dtype, device=seen_t1.device)
+                if hidden_tK is not None:
+                    trunk_tK[:, masked - oldest :].masked_fill_(hidden_tK, float("-inf"))
+                bias_tW, pieces, hidden_tK = torch.cat([trunk_tK, bias_tW], 1), [], None
             tiles.append(
                 Tile(
                     first,
                     last,
-                    _pieces(trunk, oldest, high, seen_t1.device),
-                    branch_slots_RW[r][columns_W] if W else None,
-                    bias_tW.repeat_interleave(group, 0) if W else None,
+                    pieces,
+                    slots,
+                    bias_tW.repeat_interleave(group, 0) if bias_tW.shape[1] else None,
                     slice(masked - oldest, high - oldest),
-                    hidden_NK,
+                    hidden_tK.repeat_interleave(group, 0) if hidden_tK is not None else None,
                     blind_t1.repeat_interleave(group, 0) if blind_t1.any() else None,
                 )
             )
@@ -260,6 +267,10 @@ def _pieces(runs: list[tuple[int, int]], start: int, end: int, device: torch.dev
         else:
             pieces.append(torch.cat([torch.arange(slot, slot + n, device=device) for slot, n in group]))
     return pieces
+
+
+def _slots(piece: slice | Tensor, device: torch.device) -> Tensor:
+    return torch.arange(piece.start, piece.stop, device=device) if isinstance(piece, slice) else piece
 
 
 torch.library.custom_op("coppice::tree_attention_cpu", _tree_attention, mutates_args=())
