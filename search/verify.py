@@ -6,7 +6,7 @@ Everything here is exact whatever q is: what is accepted, and what is drawn to c
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +91,7 @@ class Rest:
     def probabilities(self) -> Probabilities:
         """p', adding up to the total."""
         p, q, s = self.p, self.q, self.s
+        left: Any
         if isinstance(p, Tensor):
             left = torch.sub(p, torch.as_tensor(q), alpha=s).clamp_(min=0)
         else:

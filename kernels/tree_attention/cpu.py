@@ -203,9 +203,9 @@ def _tiles(
             blind_t1 = (seen_t1 <= oldest_t1) & ~visible_tW.any(-1, keepdim=True)
             bias_tW = torch.zeros(visible_tW.shape, dtype=dtype, device=seen_t1.device)
             bias_tW.masked_fill_(~visible_tW, float("-inf"))
-            pieces, slots = _pieces(trunk, oldest, high, seen_t1.device), branch_slots_RW[r][columns_W] if W else None
+            pieces, slots = _pieces(trunk, oldest, high, seen_t1.device), branch_slots_RW[r][columns_W]
             if not own and 0 < (high - oldest + W) * row_bytes <= SMALL:
-                slots = torch.cat([*(_slots(piece, seen_t1.device) for piece in pieces), *([slots] if W else [])])
+                slots = torch.cat([*(_slots(piece, seen_t1.device) for piece in pieces), slots])
                 trunk_tK = torch.zeros(last - first, high - oldest, dtype=dtype, device=seen_t1.device)
                 if hidden_tK is not None:
                     trunk_tK[:, masked - oldest :].masked_fill_(hidden_tK, float("-inf"))
@@ -215,7 +215,7 @@ def _tiles(
                     first,
                     last,
                     pieces,
-                    slots,
+                    slots if bias_tW.shape[1] else None,
                     bias_tW.repeat_interleave(group, 0) if bias_tW.shape[1] else None,
                     slice(masked - oldest, high - oldest),
                     hidden_tK.repeat_interleave(group, 0) if hidden_tK is not None else None,
