@@ -19,7 +19,7 @@ LONG_RUN = 64  # tokens; a matrix product of its own pays from about here on
 TILE_SCORES = 1 << 20  # scores alive at once: 4 MB in float32, whatever the prompt's length
 TILE_SLOTS = 1 << 11  # gathered at once where every token has branch slots of its own
 NARROW = 512  # branch slots: up to here all tokens take them all
-SMALL = 1 << 21  # bytes of keys; up to here a copy of them all costs less than products in pieces
+SMALL = 1 << 17  # bytes of keys; up to here a copy of them all costs less than products in pieces
 
 
 class Tile(NamedTuple):
