@@ -235,7 +235,7 @@ def test_growing_is_idempotent_and_free():
     pool = pool_of(4)
     tree = TokenTree(pool, [1, 2, 3])
     a, b, again = tree.grow([tree.root] * 3, [5, 6, 5])
-    assert a == again != b and tree.grow([a], [7]) == tree.grow([a], [7])
+    assert a == again != b and tree.grow([a], [7]) == [tree.child(a, 7)] == tree.grow([a], [7])
     assert pool.used_pages == 0 and tree.live_tokens == 0
     check(pool, tree)
 
