@@ -108,17 +108,19 @@ class ADED:
             began = time.thread_time()
             reach = self._reach(task, len(tokens))
             wanted = size.wanted() if reach else 0
-            draft = drafter.draft(wanted, reach) if wanted else Draft()  # 3., 4.
-            nodes = self._plant(task, draft, size.choose(draft), reach)
-            row = {node: i for i, node in enumerate(dict.fromkeys([tree.root, *nodes.values()]))}
-            draft_seconds += (took := time.thread_time() - began)
+            draft, nodes = Draft(), {-1: tree.root}
+            if wanted:
+                draft = drafter.draft(wanted, reach)  # 3., 4.
+                nodes = self._plant(task, draft, size.choose(draft), reach)
+            row = {node: i for i, node in enumerate(dict.fromkeys(nodes.values()))}
+            draft_seconds += (drafting := time.thread_time() - began)
             try:
                 logp_NV = yield Evaluate(tree, list(row))  # 5.
             except KVMemoryError:
                 if len(row) == 1:
                     raise
                 tree.keep([tree.root])
-                row, nodes = {tree.root: 0}, {}
+                row, nodes = {tree.root: 0}, {-1: tree.root}
                 logp_NV = yield Evaluate(tree, [tree.root])
             began = time.thread_time()
             curious = wanted and drafter.curiosity < 1
@@ -136,8 +138,8 @@ class ADED:
                 reason = task.finish_reason(tokens)  # 7.
                 if reason:
                     break
-                [node] = tree.grow([node], [token])  # the drafted node, if that was drafted
-            for _, (place, drafted_node) in zip(known, [(-1, tree.root), *nodes.items()], strict=False):
+                node = tree.child(node, token)  # the drafted node, if that was drafted
+            for _, (place, drafted_node) in zip(known, nodes.items(), strict=False):
                 drafter.observe(place, known[row[drafted_node]])
             if not reason:
                 drafter.learn(fresh)  # 2.
@@ -147,8 +149,8 @@ class ADED:
             accepted.append(len(fresh) - 1)
             if not reason:
                 tree.keep([node])
-            verify_seconds += time.thread_time() - began
-            size.settle(took + time.thread_time() - began, wanted > 0, len(row) - 1, len(fresh))
+            verify_seconds += (verifying := time.thread_time() - began)
+            size.settle(drafting + verifying, wanted > 0, len(row) - 1, len(fresh))
             yield Report(fresh, lambda: tokens, {"drafted": len(row) - 1, "accepted": accepted[-1]})
         if self.save is not None:
             add_to_store(self.save, count(prompt[-2:] + tokens), task.vocab_size, self._fingerprint(task))
@@ -214,13 +216,12 @@ class ADED:
 
     @staticmethod
     def _plant(task: Task, draft: Draft, n: int, reach: int) -> dict[int, int]:
-        """Place in the draft -> node of the tree, of the first n without those that nothing could follow."""
-        tree, nodes = task.tree, {}
-        last = tree.position(tree.root) + reach
+        """Place in the draft -> node of the tree, of the first n without those that nothing could follow; -1: root."""
+        tree, ends = task.tree, task.eos_token_ids
+        nodes, last = {-1: tree.root}, tree.position(tree.root) + reach
         for place, (token, parent) in enumerate(zip(draft.tokens[:n], draft.parents, strict=False)):
-            above = nodes.get(parent) if parent >= 0 else tree.root
-            if above is not None and token not in task.eos_token_ids and tree.position(above) < last:
-                [nodes[place]] = tree.grow([above], [token])
+            if parent in nodes and token not in ends and tree.position(nodes[parent]) < last:
+                nodes[place] = tree.child(nodes[parent], token)
         return nodes
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -147,17 +148,20 @@ def likely(logp_NV: Tensor, least: float) -> list[dict[int, float]]:
     Largest values of blocks are found many times faster than places in a row: these are looked for in few blocks.
     """
     N, V = logp_NV.shape
-    width, bound = 128, math.log(max(least, 1e-38))
-    whole = V // width * width
+    width, bound = _width(V), math.log(max(least, 1e-38))
+    blocks_MS = logp_NV.view(-1, width)
+    block_K = (blocks_MS.amax(1) >= bound).nonzero().view(-1)
+    near_L = blocks_MS.index_select(0, block_K).view(-1)
+    place_F = (near_L >= bound).nonzero().view(-1)
+    blocks, logps = block_K.tolist(), near_L.index_select(0, place_F).tolist()
     found: list[dict[int, float]] = [{} for _ in range(N)]
-    for start, end, size in ((0, whole, width), (whole, V, V - whole)):
-        if start < end:
-            blocks_NBS = logp_NV[:, start:end].unflatten(1, (-1, size))
-            row_M, block_M = (blocks_NBS.amax(2) >= bound).nonzero().unbind(1)
-            near_MS = blocks_NBS[row_M, block_M]
-            m_K, place_K = (near_MS >= bound).nonzero().unbind(1)
-            tokens_K = block_M[m_K] * size + place_K + start
-            columns = row_M[m_K], tokens_K, near_MS[m_K, place_K]
-            for row, token, logp in zip(*(column.tolist() for column in columns), strict=True):
-                found[row][token] = logp
+    for place, logp in zip(place_F.tolist(), logps, strict=True):
+        row, token = divmod(blocks[place // width] * width + place % width, V)
+        found[row][token] = logp
     return found
+
+
+@functools.cache
+def _width(V: int) -> int:
+    """The largest divisor of a vocabulary's size that is no more than 128; the size itself if all are tiny."""
+    return next((w for w in range(128, 15, -1) if V % w == 0), V)

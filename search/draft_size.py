@@ -28,7 +28,7 @@ class DraftSize:
     MEMORY = 0.98  # what an outcome still weighs after the next one
     RATE = 0.1  # how far a step moves what is expected of the next
     LOSS = 0.02  # of the time, that drafts may lose
-    FIRST, MOST_SAVED, MOST_LOST = 2.0, 4.0, 1.28  # steps' time: to lose at first, and to be remembered
+    FIRST, MOST_SAVED, MOST_LOST = 1.0, 4.0, 1.28  # steps' time: to lose at first, and to be remembered
 
     def __init__(self, seconds: Callable[[int], float] | None, most: int = MOST):
         self.seconds, self.most = seconds, most
@@ -79,14 +79,14 @@ class DraftSize:
     def settle(self, host: float, drafted: bool, nodes: int, tokens: int) -> None:
         """A step, with a draft or without, has evaluated so many nodes of one, brought so many tokens, and took the
         host so many seconds."""
-        if drafted:
-            self.host.note(1 + nodes, host)
-        else:
+        saved = 0.0
+        if not drafted:
             self.alone += self.RATE * (host - self.alone)
-        if self.seconds is not None and self.seconds(1):
-            plain = self.seconds(1) + self.alone
-            saved = tokens - (self.seconds(1 + nodes) + host) / plain if drafted else 0.0
-            self.credit = max(-self.MOST_LOST, min(self.MOST_SAVED, self.credit + saved + self.LOSS * tokens))
+        else:
+            self.host.note(1 + nodes, host)
+            if self.seconds is not None and (plain := self.seconds(1)):
+                saved = tokens - (self.seconds(1 + nodes) + host) / (plain + self.alone)
+        self.credit = max(-self.MOST_LOST, min(self.MOST_SAVED, self.credit + saved + self.LOSS * tokens))
 
     def _kind(self, chance: float) -> int:
         return min(self.KINDS - 1, int(chance * self.KINDS))

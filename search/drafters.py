@@ -139,31 +139,33 @@ class Backoff:
     def _mix(self, context: int, least: float = 0.0) -> dict[int, float]:
         """Chances of the tokens after a context; those that are below `least` may be missing."""
         chances: dict[int, float] = {}
-        left, doubt, last = 1.0, self.DOUBT, 0
+        left, last = 1.0, 0
         for mask in self.ORDERS:
             part = context & mask
-            if part != last and (seen := self.seen.get(part)):
-                total = sum(seen.values())
-                share = left / (total + doubt * (1 + len(seen)))
-                for token in chances:
-                    if token in seen:
-                        chances[token] += share * seen[token]
-                rest = left - share * total
-                if left >= least:
-                    enough = (least - rest) / share  # times seen, for shorter contexts to bring it to `least`
-                    for token, n in seen.items():
-                        if n >= enough and token not in chances:
-                            chances[token] = share * n
-                left = rest
+            if part != last and (counts := self.seen.get(part)):
+                total = sum(counts.values())
+                doubt = self.DOUBT * (1 + len(counts))
+                share = left / (total + doubt)
+                left = share * doubt
+                enough = (least - left) / share  # times seen, for shorter contexts to bring it to `least`
+                for token, n in counts.items():
+                    if token in chances:
+                        chances[token] += share * n
+                    elif n >= enough:
+                        chances[token] = share * n
+                if left < least and not chances:
+                    return chances
             last = part
-        if self.store is not None and last and (chances or left >= least):
+        if self.store is not None and last:
             stored = counted((context & self.ORDERS[1]) >> BITS, last, self.store)
             for token in chances:
-                chances[token] += left * stored.get(token, 0.0)
+                if token in stored:
+                    chances[token] += left * stored[token]
             for token, p in stored.items():  # likeliest first
                 if left * p < least:
                     break
-                chances.setdefault(token, left * p)
+                if token not in chances:
+                    chances[token] = left * p
         return chances
 
     def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
