@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import UsageError
 from engine.sampling import Warp, uniforms
@@ -81,8 +81,7 @@ def check_sampling(config: Any) -> None:
 # --- the list ---
 
 
-@dataclass(frozen=True)
-class Beam:
+class Beam(NamedTuple):
     """Entries of the list that are the same sequence: its last node, its log-probability, how many they are."""
 
     node: int
@@ -112,8 +111,9 @@ def extend(task: Task, beams: Sequence[Beam], joint: Joint, drawn: Sequence[int]
             if reason := task.finish_reason(path):
                 ended.append((path, logprob, reason, count))
                 continue
-        going.append(Beam(tree.grow([node], [token])[0], logprob, count))
-    return going, ended
+        going.append((node, token, logprob, count))
+    grown = tree.grow([node for node, *_ in going], [token for _, token, *_ in going])
+    return [Beam(new, logprob, count) for new, (_, _, logprob, count) in zip(grown, going, strict=True)], ended
 
 
 class Beams:

@@ -79,26 +79,29 @@ class ModelForester(Forester):
         self.known: Known = {}
 
     def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Tensor, Joint | None]:
-        twins = [self._twin(beam.node) for beam in heads]
+        nodes = [beam.node for beam in heads]
+        twins = self._twins(nodes)
         try:
             yield from self.reader.know(self.tree, twins, self.known)
         except KVMemoryError:
             return None
-        nodes = [beam.node for beam in heads]
         known = {node: self.known[twin] for node, twin in zip(nodes, twins, strict=True)}
         return self.reader.p_beam(known, nodes, [beam.weight for beam in heads])
 
     def follow(self, beams: Sequence[Beam]) -> None:
-        self.twins = {beam.node: self._twin(beam.node) for beam in beams}
+        nodes = [beam.node for beam in beams]
+        self.twins = dict(zip(nodes, self._twins(nodes), strict=True))
         if beams:
             self.tree.keep(self.twins.values())
         self.known = {node: self.known[node] for node in self.twins.values() if node in self.known}
 
-    def _twin(self, node: int) -> int:
-        if node not in self.twins:
-            target = self.task.tree
-            [self.twins[node]] = self.tree.grow([self._twin(target.parent(node))], [target.token(node)])
-        return self.twins[node]
+    def _twins(self, nodes: Sequence[int]) -> list[int]:
+        """Nodes of this tree for such of the target's, grown if need be."""
+        target = self.task.tree
+        if new := [node for node in nodes if node not in self.twins]:
+            parents = self._twins([target.parent(node) for node in new])
+            self.twins.update(zip(new, self.tree.grow(parents, list(map(target.token, new))), strict=True))
+        return [self.twins[node] for node in nodes]
 
 
 class NGramForester(Forester):

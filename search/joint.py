@@ -14,8 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
-from operator import neg
+from itertools import accumulate, count
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from search.base import Evaluate
 FEW = 1024  # cells that are kept in lists
 NUCLEUS = 64  # tokens of a row that are looked at for top-p before all are; vocabularies no larger are known whole
 MOST = 256  # tokens of a row that are looked at for top-k
-BLOCK = 128  # tokens of a block, about: reading maxima, and then blocks, costs least
+LINES = 16  # of a row of log-probabilities, see `largest`: this many make reading and sorting cost least together
 Probabilities = list[float] | Tensor
 
 
@@ -37,27 +36,18 @@ class Row(NamedTuple):
 
     Args:
         logps: the greatest log-probabilities, best first.
-        places, blocks: of what tokens these are: places[i] counts through blocks of the vocabulary, of this size, one
-            after the other; no blocks: they are the tokens.
-        size: of a block.
+        tokens: theirs; whole numbers of whatever type.
         bound: no other token has a greater log-probability; -inf: there are no others.
         log_mass: log(sum(exp(logp / temperature))) of all tokens.
         logp_NV, index: where all of them are.
     """
 
     logps: Sequence[float]
-    places: Sequence[float]
-    blocks: Sequence[float] = ()
-    size: int = 1
+    tokens: Sequence[float]
     bound: float = -math.inf
     log_mass: float = 0.0
     logp_NV: Tensor | None = None
     index: int = 0
-
-    def tokens(self, n: int) -> list[int]:
-        """The n best."""
-        size, blocks, places = self.size, self.blocks, list(map(int, self.places[:n]))
-        return [int(blocks[i // size]) * size + i % size for i in places] if blocks else places
 
 
 Known = dict[int, Row]  # by node
@@ -86,44 +76,28 @@ class Reader:
         return bool(new)
 
     def read(self, logp_NV: Tensor) -> Tensor:
-        """What the host is going to look at, on the rows' device, as float64: see `rows`.
-
-        The k largest lie in the k blocks with the largest maxima, so that a row is read once and hardly sorted.
-        """
-        N, V = logp_NV.shape
-        k, size = self._shape(V)
-        if size == 1:
-            parts = list(torch.topk(logp_NV, k))
-        else:
-            if short := -V % size:
-                logp_NV = torch.nn.functional.pad(logp_NV, (0, short), value=-math.inf)
-            blocks_MB = logp_NV.reshape(-1, size)
-            block_NK = torch.topk(blocks_MB.amax(-1).view(N, -1), k).indices
-            first_N1 = multiples(N, len(blocks_MB) // N, logp_NV.device)
-            found_NF = blocks_MB.index_select(0, (block_NK + first_N1).view(-1)).view(N, -1)
-            parts = [*torch.topk(found_NF, k), block_NK]
+        """What the host is going to look at, on the rows' device, as float64: see `rows`."""
+        V = logp_NV.shape[1]
+        parts = [*largest(logp_NV, self._known(V))]
         if self._mass(V):
             parts.append(torch.logsumexp(logp_NV / (self.warp.temperature or 1), -1, keepdim=True))
-        return torch.cat(parts, 1).double().view(-1)  # float32 until here: whole numbers are below 2^24
+        return torch.cat([part.double() for part in parts], 1).view(-1)
 
     def rows(self, logp_NV: Tensor, numbers: Sequence[float]) -> list[Row]:
         """Rows, with what `read` told of them."""
         N, V = logp_NV.shape
-        k, size = self._shape(V)
-        rows, step = [], len(numbers) // N
+        k, mass = self._known(V), self._mass(V)
+        rows = []
         for i in range(N):
-            mine = numbers[i * step : (i + 1) * step]
-            blocks = mine[2 * k : 3 * k] if size > 1 else ()
-            bound = -math.inf if k == V else mine[k - 1] if k else math.inf
-            mass = mine[-1] if self._mass(V) else 0.0
-            rows.append(Row(mine[:k], mine[k : 2 * k], blocks, size, bound, mass, logp_NV, i))
+            start = len(numbers) // N * i
+            logps, tokens = numbers[start : start + k], numbers[start + k : start + 2 * k]
+            bound = -math.inf if k == V else logps[-1] if k else math.inf
+            rows.append(Row(logps, tokens, bound, numbers[start + 2 * k] if mass else 0.0, logp_NV, i))
         return rows
 
-    def _shape(self, V: int) -> tuple[int, int]:
-        """How many of a row's largest to find, and in blocks of what size; 1: without blocks."""
-        k = V if V <= NUCLEUS else min(self.size, V)
-        size = block_size(V, BLOCK) or BLOCK
-        return k, size if 0 < k < V // size else 1
+    def _known(self, V: int) -> int:
+        """How many of a row's largest to find."""
+        return V if V <= NUCLEUS else min(self.size, V)
 
     def _mass(self, V: int) -> bool:
         """Whether rows tell of their masses: they are normalised unless warped or cut."""
@@ -148,19 +122,20 @@ class Reader:
         if bound == math.inf:
             return None
         k = 1 if warp.temperature == 0 else warp.top_k
-        sums = []  # of what is sure to be among the best
-        for offset, _, row in beams:
-            sums.append([offset + logp for logp in row.logps[: bisect_left(row.logps, offset - bound, key=neg)]])
-        known = sorted(chain.from_iterable(sums), reverse=True)
-        if bound > -math.inf and len(known) < (k or 1):
+        ranked = []  # (score, cell, log-probability) of what is sure to be among the best
+        for offset, node, row in beams:
+            first = node * V
+            for logp, token in zip(row.logps, row.tokens, strict=True):
+                if (score := offset + logp) <= bound:
+                    break
+                ranked.append((score, first + token, logp))
+        if bound > -math.inf and len(ranked) < (k or 1):
             return None
-        least = known[min(k or len(known), len(known)) - 1]  # ties with the k-th stay
-        ranked = []
-        for (_, node, row), mine in zip(beams, sums, strict=True):
-            if n := sum([score >= least for score in mine]):
-                cells = [node * V + token for token in row.tokens(n)]
-                ranked += zip(mine[:n], cells, row.logps[:n], strict=True)
         ranked.sort(reverse=True)
+        if 0 < k < len(ranked):
+            least = ranked[k - 1][0]  # its equals stay
+            while ranked[-1][0] < least:
+                ranked.pop()
         if warp.temperature == 0:
             del ranked[:-1]  # the first of equals
         T, best = warp.temperature or 1.0, ranked[0][0]
@@ -177,7 +152,7 @@ class Reader:
             whole |= kept < len(before)
             cells, masses, logps = cells[:kept], masses[:kept], logps[:kept]
         total = math.fsum(masses)
-        return Joint(self.vocab, [mass / total for mass in masses], logps, cells) if whole else None
+        return Joint(V, [mass / total for mass in masses], logps, list(map(int, cells))) if whole else None
 
     def _all(self, beams: Sequence[tuple[float, int, Row]]) -> "Joint":
         """Of all cells."""
@@ -230,7 +205,7 @@ class Joint:
 
     @cached_property
     def _place(self) -> dict[int, int]:
-        return {cell: i for i, cell in enumerate(self.cells or ())}
+        return dict(zip(self.cells or (), count()))
 
     @cached_property
     def _row(self) -> dict[int, int]:
@@ -258,8 +233,8 @@ class Joint:
             return full
         if isinstance(self.probs, Tensor):
             return self.probs[[self._row[cell // V] * V + cell % V for cell in other.cells]].tolist()
-        place, probs = self._place, [*self.probs, 0.0]
-        return [probs[place.get(cell, -1)] for cell in other.cells]
+        mine = dict(zip(self.cells or (), self.probs, strict=True))
+        return [mine.get(cell, 0.0) for cell in other.cells]
 
 
 def pick(probs: Probabilities, numbers: Iterable[float]) -> list[int]:
@@ -279,13 +254,34 @@ def pick(probs: Probabilities, numbers: Iterable[float]) -> list[int]:
     return (block_D * blocks_MB.shape[1] + inside_D.squeeze(1)).tolist()
 
 
-@lru_cache
-def block_size(n: int, near: int = 0) -> int:
-    """A divisor of n near this (its square root if 0), 0 if there is none."""
-    return min((b for b in range(32, 1025) if n % b == 0), key=lambda b: abs(b - (near or math.sqrt(n))), default=0)
+def largest(values_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, in order, and their places; a row is read once and hardly sorted.
+
+    Laid out in lines, one below the other, a row has its k largest in the k columns with the largest maxima, or among
+    the few values that fill no line.
+    """
+    N, V = values_NV.shape
+    width, rest = divmod(V, LINES)
+    if k >= width:
+        values_NK, place_NK = torch.topk(values_NV, k)
+        return values_NK, place_NK
+    filled_NV = values_NV[:, :-rest] if rest else values_NV
+    maxima_NW = filled_NV.view(N, LINES, width).amax(1)
+    _, column_NK = torch.topk(maxima_NW, k, sorted=False)
+    place_NP = (column_NK.unsqueeze(1) + line_starts(width, values_NV.device)).view(N, -1)
+    if rest:
+        place_NP = torch.cat([place_NP, torch.arange(V - rest, V, device=values_NV.device).expand(N, -1)], 1)
+    values_NK, which_NK = torch.topk(values_NV.gather(1, place_NP), k)
+    return values_NK, place_NP.gather(1, which_NK)
 
 
 @lru_cache
-def multiples(n: int, step: int, device: torch.device) -> Tensor:
-    """0, step, 2 step, ... as a column."""
-    return torch.arange(0, n * step, step, device=device).unsqueeze(1)
+def block_size(n: int) -> int:
+    """A divisor of n near its square root, 0 if there is none."""
+    return min((b for b in range(32, 1025) if n % b == 0), key=lambda b: abs(b - math.sqrt(n)), default=0)
+
+
+@lru_cache
+def line_starts(width: int, device: torch.device) -> Tensor:
+    """Where the lines of a row begin, as a column."""
+    return torch.arange(0, LINES * width, width, device=device).unsqueeze(1)

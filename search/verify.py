@@ -162,7 +162,7 @@ def excess(p: Probabilities, q: Probabilities, s: float) -> float:
     """The sum of p - s q where it is positive."""
     if isinstance(p, Tensor):
         return total(torch.sub(p, torch.as_tensor(q), alpha=s).clamp_(min=0))
-    return math.fsum([float(a - s * b) for a, b in zip(p, q, strict=True) if a > s * b])
+    return math.fsum([a - s * b for a, b in zip(p, q, strict=True) if a > s * b])
 
 
 def acceptances(p: Probabilities, q: Probabilities, m: int, mass: float) -> list[float]:

@@ -3,18 +3,22 @@
 import itertools
 import math
 import random
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine import Engine
+from engine.engine import Request
 from engine.errors import UsageError
 from engine.sampling import Warp, uniforms
 from search import DSBD, BeamSample, Greedy, Speculative
-from search.joint import Joint, Reader, block_size, pick
+from search.joint import Joint, Reader, block_size, largest, pick
 from search.verify import KINDS, Drafted, acceptances, draw, verify
 from tools.random_checkpoint import make
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 WARPS = [Warp(*w) for w in itertools.product((1.0, 0.7, 1.5), (0, 1, 7, 40), (1.0, 0.9, 0.4))] + [Warp(0), Warp(1e-6)]
 
 
@@ -81,9 +85,20 @@ def test_the_large_cells_are_found_without_the_others(monkeypatch):
         assert sorted(p_beam(logp_NV, range(5), [0.0] * 5, warp, 32000).cells) == full.nonzero().view(-1).tolist()
 
 
+@pytest.mark.parametrize("vocab", [20, 340, 2000, 2015, 5003])
+def test_largest(vocab):
+    values_NV = rows_of(3, vocab, vocab)
+    values_NV[1] = values_NV[1].round()  # ties
+    values_NV[2, 5:] = -math.inf
+    for k in (0, 1, 20):
+        found_NK, place_NK = largest(values_NV, k)
+        assert torch.equal(found_NK, values_NV.sort(descending=True).values[:, :k])
+        assert torch.equal(values_NV.gather(1, place_NK), found_NK)
+        assert all(len(set(places)) == k for places in place_NK.tolist())
+
+
 def test_block_sizes():
-    assert block_size(32000, 128) == 128 and block_size(160_000) == 400 and block_size(50257) == 0
-    assert 50272 % block_size(50272, 128) == 0
+    assert block_size(160_000) == 400 and block_size(50257) == 0
 
 
 def test_lists_and_tensors_are_the_same():
@@ -155,15 +170,19 @@ SEARCHES = [
 ]
 
 
+def forced(engine, prompt, tokens):
+    """The log-probability of tokens after a prompt."""
+    logp = torch.log_softmax(engine.logits([*prompt, *tokens]), -1).double()
+    return sum(float(logp[len(prompt) - 1 + i, t]) for i, t in enumerate(tokens))
+
+
 @pytest.mark.parametrize("search", SEARCHES, ids=str)
 def test_teacher_forcing(engine, search):
     prompts = [[1, *random.Random(i).choices(range(3, 320), k=5 + i)] for i in range(4)]
     results = engine.generate(prompts, search, max_new_tokens=24)
     for prompt, result in zip(prompts, results, strict=True):
         for output in result.outputs:
-            logp = torch.log_softmax(engine.logits([*prompt, *output.token_ids]), -1).double()
-            forced = sum(float(logp[len(prompt) - 1 + i, t]) for i, t in enumerate(output.token_ids))
-            assert output.logprob == pytest.approx(forced, abs=1e-4)
+            assert output.logprob == pytest.approx(forced(engine, prompt, output.token_ids), abs=1e-4)
         alone = engine.generate([prompt], search, max_new_tokens=24)[0]
         assert [o.token_ids for o in alone.outputs] == [o.token_ids for o in result.outputs]
     for part in (engine, engine.companions["draft"]):
@@ -182,6 +201,27 @@ def test_greedy_by_speculation(engine):
     [greedy] = engine.generate([[1, 5, 9]], Greedy(), max_new_tokens=40)
     [drafted] = engine.generate([[1, 5, 9]], Speculative(temperature=0), max_new_tokens=40)
     assert drafted.outputs[0].token_ids == greedy.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "phi", "phi3"])
+def test_a_draft_of_another_family(family):
+    """All that it must share with the target, a Llama, is the tokenizer."""
+    engine = Engine.load(GOLDEN / "llama/plain", draft=GOLDEN / family / "plain", dtype="float32", kv_memory=1 << 22)
+    prompts, options = [[1, 5, 9], [1, *range(20, 32)]], {"max_new_tokens": 24, "ignore_eos": True}
+    for search in (DSBD(num_return_sequences=3), DSBD(draft_beams=3, top_k=12, top_p=0.9), Speculative(top_p=0.9)):
+        for prompt, result in zip(prompts, engine.generate(prompts, search, **options), strict=True):
+            assert result.stats["draft_forward_passes"] > 0
+            for output in result.outputs:
+                assert output.logprob == pytest.approx(forced(engine, prompt, output.token_ids), abs=1e-4)
+    greedy = [result.outputs[0].token_ids for result in engine.generate(prompts, Greedy(), **options)]
+    for search in (Speculative(temperature=1e-4), DSBD(temperature=1e-4), DSBD(temperature=0, drafts="iid")):
+        assert [result.outputs[0].token_ids for result in engine.generate(prompts, search, **options)] == greedy
+
+    prompt, runs = prompts[0], 600  # the first of two tokens is drafted
+    results = engine.serve(Request(prompt, Speculative(seed=seed), 2, ignore_eos=True) for seed in range(runs))
+    counts = Counter(result.outputs[0].token_ids[0] for _, result in results)
+    for token, p in enumerate(torch.softmax(engine.logits(prompt)[-1], -1).tolist()):
+        assert abs(counts[token] - runs * p) < 1 + 5 * math.sqrt(runs * p * (1 - p))
 
 
 def test_interrupted(engine):
