@@ -43,6 +43,17 @@ def test_front(pair, capsys, tmp_path):
     assert "bench:dsbd-target-draft" in page.read_text() and str(tmp_path) not in page.read_text()
 
 
+def test_front_of_n_grams(pair, capsys):
+    command = ["dsbd", "front", "--model", str(pair / "target"), "--draft", str(pair / "draft"), "--prompts", "1",
+               "--new-tokens", "4", "--draft-beams", "2", "--threshold", "0.7", "--min-width", "1", "--beams", "1",
+               "--corpus-tokens", "300"]  # fmt: skip
+    assert main(command) == 0
+    found = last_line(capsys)
+    model, counted = found["rows"][-2:]
+    assert (model["label"], counted["label"]) == ("dsbd W_S=2 t=0.7 W_min=1", "n-grams W_S=2 t=0.7 W_min=1")
+    assert counted["draft_seconds"] == 0 < model["draft_seconds"] and len(found["speedups"]) == 2
+
+
 def test_which_pair(capsys):
     assert main(["dsbd", "front"]) == 2
     assert "--simulate" in capsys.readouterr().err
@@ -70,6 +81,8 @@ def test_fronts_and_speedups():
         {"search": "dsbd", "label": "dsbd a", "quality": -1.5, "speed": 15.0},
         {"search": "dsbd", "label": "dsbd b", "quality": -1.7, "speed": 12.0},
     ]
+    counted = {"search": "n-grams", "label": "n-grams a", "quality": -0.5, "speed": 20.0}
+    assert [r["ratio"] for r in speedups([*rows, counted])] == [1.5, None, 2.0, 4.0]
     mark_front(rows[2:])
     assert [row["front"] for row in rows[2:]] == [True, False]
     one, two = speedups(rows)

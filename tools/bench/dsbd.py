@@ -26,6 +26,7 @@ from models.checkpoint import Checkpoint
 from models.layers import ModelShape
 from search import DSBD, BeamSample, Sample, Speculative
 from search.joint import Reader
+from tools.bench.aded import corpus
 from tools.bench.figures import draw
 from tools.bench.measure import progress, spread
 from tools.bench.report import add_save_flag, finish, stamp, table
@@ -42,13 +43,20 @@ PARTS = {
     "growing nodes, of two trees": (TokenTree, "grow"),
     "freeing nodes, moving the shared stem to the trunk": (TokenTree, "keep"),
 }
-COLORS = {"dsbd": "tab:blue", "beam-sample": "tab:orange", "speculative": "tab:green", "one-path": "tab:red"}
+COLORS = {
+    "dsbd": "tab:blue",
+    "n-grams": "tab:purple",
+    "beam-sample": "tab:orange",
+    "speculative": "tab:green",
+    "one-path": "tab:red",
+}
 
 FRONT_LEGEND = """*logprob/token*: mean log-probability per token of the best output under the target, with its standard
 error over prompts; every output has the same length (end-of-sequence is ignored). *tokens/s*: new tokens of the best
 output over wall time, prompt included, one request at a time. *tokens/pass*: tokens by which the beams grew per pass of
-the target. *front*: no other row of its kind is both better and faster. *speedup at equal quality*: the fastest row of
-DSBD that is at least as good, over the row of beam sampling."""
+the target. *n-grams*: DSBD with drafts by n-grams. *front*: no other row of its kind is both better and faster.
+*speedup at equal quality*: the fastest row of DSBD, or of n-grams, that is at least as good, over the row of beam
+sampling."""
 OVERHEAD_LEGEND = f"""Time inside the search per round (draft layers, verification, trees; median of runs, least to
 most), rows of log-probabilities ready made; at most {LIMIT_MS} ms is wanted at W = 5, vocabulary 32000, with the warps
 of the paper (top-k 10 to 20, top-p 0.8 to 0.9). Without any warp all 160,000 cells of a layer stay possible. *reading
@@ -75,6 +83,8 @@ def add_parser(commands: Any) -> None:
     front.add_argument("--min-width", type=int, nargs="+", default=[1, 2, 3])
     front.add_argument("--beams", type=int, nargs="+", default=[1, 2, 3, 4], help="of beam sampling")
     front.add_argument("--drafts", nargs="+", default=[DSBD.drafts], help="ways of drawing (the default)")
+    told = "also draft by n-grams, counted in so many tokens that the target draws (%(default)s: do not)"
+    front.add_argument("--corpus-tokens", type=int, default=0, metavar="N", help=told)
     front.add_argument("--temperature", type=float, default=1.0)
     front.add_argument("--top-k", type=int, default=20, help="(%(default)s)")
     front.add_argument("--top-p", type=float, default=0.9, help="(%(default)s)")
@@ -106,9 +116,10 @@ def save_to(args: argparse.Namespace) -> str | None:
 def run_front(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Measure and report."""
     made = stamp(argv)
-    with pair(args) as (engine, name, label, sizes):
+    with pair(args) as (engine, name, label, sizes), tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        store = corpus(engine, args, Path(folder) / "store") if args.corpus_tokens else None
         prompts = draw_prompts(engine, args.prompts, args.prompt_tokens)
-        rows = measure(engine, searches(args), prompts, args.new_tokens)
+        rows = measure(engine, searches(args, store), prompts, args.new_tokens)
     ratios = speedups(rows)
     body = front_report(args, label, sizes, rows, ratios)
     result = {"model": label, "rows": rows, "speedups": ratios}
@@ -144,8 +155,8 @@ def front_report(
     ])  # fmt: skip
 
 
-def searches(args: argparse.Namespace) -> list[tuple[str, Search]]:
-    """Every configuration with its label."""
+def searches(args: argparse.Namespace, store: Path | None = None) -> list[tuple[str, Search]]:
+    """Every configuration with its label; with a store also drafts by n-grams."""
     warp = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     found: list[tuple[str, Search]] = [(f"beam-sample W={n}", BeamSample(beams=n, **warp)) for n in args.beams]
     found += [(f"speculative gamma={n}", Speculative(gamma=n, **warp)) for n in args.gamma]
@@ -156,6 +167,9 @@ def searches(args: argparse.Namespace) -> list[tuple[str, Search]]:
             label += f" {kind}" if len(args.drafts) > 1 else ""
             options = {"gamma": gamma, "threshold": t, "min_width": least, "drafts": kind}
             found.append((label, DSBD(draft_beams=n, **options, **warp)))
+            if store is not None:
+                label = label.replace("dsbd", "n-grams")
+                found.append((label, DSBD(draft_beams=n, drafter="ngram", store=store, **options, **warp)))
     return found
 
 
@@ -220,16 +234,18 @@ def mark_front(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every row of beam sampling, the fastest of DSBD that is at least as good."""
+    """For every row of beam sampling, the fastest of DSBD that is at least as good; then of DSBD with n-grams."""
     found = []
-    for row in (row for row in rows if row["search"] == "beam-sample"):
-        good = [o for o in rows if o["search"] == "dsbd" and o["quality"] >= row["quality"]]
-        best = max(good, key=lambda o: o["speed"], default=None)
-        ratio = best["speed"] / row["speed"] if best else None
-        text, by = (f"{ratio:.2f}", best["label"]) if best and ratio else ("none", "")
-        beams = row["label"].split("=")[1]
-        found.append({"beams": beams, "quality": row["quality"], "speed": row["speed"], "by": by, "ratio": ratio})
-        found[-1]["text"] = text
+    for kind in ("dsbd", "n-grams"):
+        mine = [row for row in rows if row["search"] == kind]
+        for row in (row for row in rows if mine and row["search"] == "beam-sample"):
+            good = [o for o in mine if o["quality"] >= row["quality"]]
+            best = max(good, key=lambda o: o["speed"], default=None)
+            ratio = best["speed"] / row["speed"] if best else None
+            text, by = (f"{ratio:.2f}", best["label"]) if best and ratio else ("none", f"none of {kind}")
+            beams = row["label"].split("=")[1]
+            found.append({"beams": beams, "quality": row["quality"], "speed": row["speed"], "by": by, "ratio": ratio})
+            found[-1]["text"] = text
     return found
 
 
@@ -254,7 +270,7 @@ def paint(figure: Any, rows: Sequence[dict[str, Any]], label: str) -> None:
 @contextmanager
 def pair(args: argparse.Namespace) -> Iterator[tuple[Engine, str, str, list[int]]]:
     """The engine with its draft, a short name and what to call the pair in a report, parameters of both."""
-    options = {"dtype": args.dtype, "threads": args.threads, "parallel": 1}
+    options = {"dtype": args.dtype, "threads": args.threads}
     if args.simulate is None:
         if args.model is None or args.draft is None:
             raise UsageError("which pair?", remedy="give --model DIR and --draft DIR, or --simulate 0.8")
