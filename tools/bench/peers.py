@@ -219,7 +219,7 @@ def result_table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         if "seconds" not in row:
-            lines.append([row["peer"], row["beams"], outcome(row), *[""] * (len(head) - 3)])
+            lines.append([row["peer"], row["beams"], "none", *[""] * (len(head) - 3)])
             continue
         ratios, same = [""] * 4, ""
         if versus := row.get("versus"):
@@ -232,7 +232,13 @@ def result_table(rows: list[dict[str, Any]]) -> str:
             around(row["tokens_per_second"], 1), megabytes(row["loaded_bytes"]), megabytes(growth(row)),
             "?" if per_token is None else f"{per_token / 1e3:.1f}", *ratios, same,
         ])  # fmt: skip
-    return table(head, lines)
+    return "\n\n".join([table(head, lines), *why_none(rows)])
+
+
+def why_none(rows: list[dict[str, Any]]) -> list[str]:
+    """A line on each engine that has no figures, for below the table."""
+    names = ((" ".join(filter(None, (row["peer"], row.get("dtype")))), row) for row in rows if "seconds" not in row)
+    return list(dict.fromkeys(f"{name}: {outcome(row)}" for name, row in names))
 
 
 def around(values: dict[str, float] | None, digits: int = 2) -> str:

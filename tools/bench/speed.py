@@ -260,7 +260,7 @@ def result_table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         line = [row["peer"], row["dtype"], row["prompt"], row["beams"]]
         if "seconds" not in row:
-            lines.append([*line, peers.outcome(row), *[""] * (len(head) - 5)])
+            lines.append([*line, "none", *[""] * (len(head) - 5)])
             continue
         floor, speed, share = row.get("floor_step_seconds"), row["steps_per_second"], ""
         if floor and speed:
@@ -271,7 +271,7 @@ def result_table(rows: list[dict[str, Any]]) -> str:
             megabytes(row["weight_bytes"]) if "weight_bytes" in row else "", megabytes(peers.growth(row)),
             f"{row['x_total']:.1f}" if row.get("x_total") else "",
         ])  # fmt: skip
-    return table(head, lines)
+    return "\n\n".join([table(head, lines), *peers.why_none(rows)])
 
 
 def verdict_table(found: Sequence[Verdict]) -> str:
