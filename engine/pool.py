@@ -94,11 +94,12 @@ class PagePool:
         self.used_pages += 1
         return page
 
-    def give(self, page: int) -> None:
-        """Give a page back."""
-        assert page >= self.reserved and self._state[page] == USED, f"page {page} is not in use"
-        self._state[page] = FREE
-        self.used_pages -= 1
+    def give(self, *pages: int) -> None:
+        """Give pages back."""
+        for page in pages:
+            assert page >= self.reserved and self._state[page] == USED, f"page {page} is not in use"
+            self._state[page] = FREE
+        self.used_pages -= len(pages)
 
     def check_invariants(self, held: list[int] | None = None) -> None:
         """The books add up; with `held`, exactly these pages are in use."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.requests import Evaluate, Report, Search, SearchResult
 from engine.tokenizer import Tokenizer
-from engine.tree import TokenTree
+from engine.tree import FREED, TokenTree
 
 MOST_NODES = 20_000  # of one request; a record ends with the last step that they suffice for
 MOST_NUMBERS = 1 << 24  # of log-probability rows held for children that are yet to be grown: 64 MB
@@ -75,17 +75,33 @@ class RecordedTree(TokenTree):
                     self.accepted[node] = self.trace.step
             self.undecided = []
 
+    def _keep_path(self, node: int) -> bool:
+        before, nodes = self.root, [n for siblings in self._children.values() for n in siblings.values()]
+        kept = super()._keep_path(node)
+        if kept:
+            self._note_drop([n for n in nodes if self._slot[n] == FREED])
+            self._note_stem(before)
+        return kept
+
     def _free(self, node: int) -> int:
         parent = super()._free(node)
-        if self.trace.on:
-            self.dropped[node] = self.trace.step
-            self._rows.pop(node, None)
-            self._waiting.pop(node, None)
+        self._note_drop([node])
         return parent
 
     def _promote(self) -> None:
         before = self.root
         super()._promote()
+        self._note_stem(before)
+
+    def _note_drop(self, nodes: Sequence[int]) -> None:
+        if self.trace.on:
+            for node in nodes:
+                self.dropped[node] = self.trace.step
+                self._rows.pop(node, None)
+                self._waiting.pop(node, None)
+
+    def _note_stem(self, before: int) -> None:
+        """What lies below the root that was now belongs to the trunk."""
         if self.trace.on and self.root != before:
             stem = [self.root]
             while self._parent[stem[-1]] != before:

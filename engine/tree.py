@@ -26,8 +26,7 @@ class Trunk:
 
     def release(self, pool: PagePool) -> None:
         """Give all pages back."""
-        for page in self.pages:
-            pool.give(page)
+        pool.give(*self.pages)
         self.pages, self.cached = [], 0
 
 
@@ -203,6 +202,8 @@ class TokenTree:
                 raise ValueError(f"node {node} is not live: it was dropped by an earlier keep()")
         if not kept:
             raise ValueError("expected at least one node to keep")
+        if len(kept) == 1 and self._keep_path(*kept):
+            return
         slots = []
         for node in [leaf for leaf in self._leaves if leaf not in kept]:
             while node not in self._children and node not in kept and node != self.root:
@@ -210,6 +211,43 @@ class TokenTree:
                 node = self._free(node)
         self._release_slots([slot for slot in slots if slot >= 0])
         self._promote()
+
+    def _keep_path(self, node: int) -> bool:
+        """Move the path to a node into the trunk and drop all branches at once, which is cheaper than one by one.
+
+        Returns:
+            whether the trunk has room for it; if not, nothing was done.
+        """
+        stem, size, last = [], self.pool.page_size, node
+        while node != self.root:
+            stem.append(node)
+            node = self._parent[node]
+        stem.reverse()
+        slots = [slot for n in stem if (slot := self._slot[n]) >= 0]
+        mine = {slot // size for slot in slots}
+        others = [page for i, page in enumerate(self._branch_pages) if page >= 0 and i not in mine]
+        missing = -(-(len(self.trunk.tokens) + len(slots)) // size) - len(self.trunk.pages)
+        if missing > self.pool.free_pages + len(others):
+            return False
+        source, pages = [self._table[0][slot] for slot in slots], [self._branch_pages[i] for i in mine]
+        self.pool.give(*others)
+        self._branch_pages, self._lost_pages, self.live_branches = pages, [], len(slots)
+        if slots:
+            self._extend_trunk(source)
+        self.pool.give(*pages)
+        self._clear_slots()
+        for siblings in self._children.values():
+            for n in siblings.values():
+                self._slot[n] = FREED
+        for n in stem:
+            self._slot[n] = IN_TRUNK
+            self.trunk.tokens.append(self._token[n])
+        self._bits.clear()
+        self._children.clear()
+        self._leaves = {last: None}
+        self._paths_length = self._position[last] + 1
+        self.root = last
+        return True
 
     def _free(self, node: int) -> int:
         """Drop a leaf; returns its parent. The slot, if it has one, is the caller's to give back."""
@@ -235,31 +273,34 @@ class TokenTree:
         if not stem:
             return
         evaluated = [n for n in stem if self._slot[n] >= 0]
-        start = len(self.trunk.tokens)
         if evaluated:
             try:
-                self._reserve_trunk(start + len(evaluated))
+                self._extend_trunk([self._pool_slot(self._slot[n]) for n in evaluated])
             except KVMemoryError:
                 return  # the stem stays in the branches, where it already has its slots
-            self._note_peaks()
-            source = [self._pool_slot(self._slot[n]) for n in evaluated]
-            target = [self._trunk_slot(start + i) for i in range(len(evaluated))]
-            device = self.pool.cache.k_LGSD.device
-            # Read from an array, which takes less than half the time that torch.tensor takes for a list.
-            places = (torch.frombuffer(array("q", x), dtype=torch.int64) for x in (source, target))
-            source_n, target_n = (x.to(device, non_blocking=True) for x in places)
-            for cache in (self.pool.cache.k_LGSD, self.pool.cache.v_LGSD):
-                cache.index_copy_(2, target_n, cache.index_select(2, source_n))
             promoted = sum(1 << self._slot[n] for n in evaluated)
             self._release_slots([self._slot[n] for n in evaluated])
             for n in self._bits:
                 self._bits[n] &= ~promoted
-            self.trunk.cached = start + len(evaluated)
         for n in stem:
             self.trunk.tokens.append(self._token[n])
             del self._children[self._parent[n]]
             self._slot[n] = IN_TRUNK
         self.root = stem[-1]
+
+    def _extend_trunk(self, source: Sequence[int]) -> None:
+        """Copy the keys and values of slots in the pool to the trunk's end. KVMemoryError: nothing was done."""
+        start = len(self.trunk.tokens)
+        self._reserve_trunk(start + len(source))
+        self._note_peaks()
+        target = [self._trunk_slot(start + i) for i in range(len(source))]
+        device = self.pool.cache.k_LGSD.device
+        # Read from an array, which takes less than half the time that torch.tensor takes for a list.
+        places = (torch.frombuffer(array("q", x), dtype=torch.int64) for x in (source, target))
+        source_n, target_n = (x.to(device, non_blocking=True) for x in places)
+        for cache in (self.pool.cache.k_LGSD, self.pool.cache.v_LGSD):
+            cache.index_copy_(2, target_n, cache.index_select(2, source_n))
+        self.trunk.cached = start + len(source)
 
     # --- what the packer asks ---
 
@@ -379,14 +420,16 @@ class TokenTree:
         self._runs = []
 
     def _drop_branches(self) -> None:
-        for page in self._branch_pages:
-            if page >= 0:
-                self.pool.give(page)
+        self.pool.give(*(page for page in self._branch_pages if page >= 0))
+        self._clear_slots()
+        self.pool.unclaim(self._claim)
+        self._claim = range(0)
+
+    def _clear_slots(self) -> None:
+        """No branch has a slot any more."""
         self._branch_pages, self._page_load, self._free_slots, self._slot_owner = [], [], [], []
         self._lost_pages, self._table = [], (array("q"), array("i"))
         self.live_branches = 0
-        self.pool.unclaim(self._claim)
-        self._claim = range(0)
 
     # --- slots and pages ---
 
@@ -469,23 +512,24 @@ class TokenTree:
             places[slot] = positions[slot] = 0
             loads[slot // size] -= 1
         self.live_branches -= len(slots)
-        for i in {slot // size for slot in slots}:
-            if not loads[i]:
-                self.pool.give(self._branch_pages[i])
-                self._branch_pages[i] = -1
-                self._lost_pages.append(i)
+        empty = [i for i in {slot // size for slot in slots} if not loads[i]]
+        self.pool.give(*(self._branch_pages[i] for i in empty))
+        for i in empty:
+            self._branch_pages[i] = -1
+        self._lost_pages += empty
         self._free_slots = [s for s in [*self._free_slots, *slots] if self._branch_pages[s // size] >= 0]
         heapq.heapify(self._free_slots)
         self._shorten()
 
     def _shorten(self) -> None:
         """Cut what is lost off the end of the table of branch slots."""
-        while self._branch_pages and self._branch_pages[-1] < 0:
-            self._branch_pages.pop()
-            self._page_load.pop()
-            for column in (self._slot_owner, *self._table):
-                del column[-self.pool.page_size :]
-        self._lost_pages = [i for i in self._lost_pages if i < len(self._branch_pages)]
+        end = len(self._branch_pages)
+        while end and self._branch_pages[end - 1] < 0:
+            end -= 1
+        del self._branch_pages[end:], self._page_load[end:]
+        for column in (self._slot_owner, *self._table):
+            del column[end * self.pool.page_size :]
+        self._lost_pages = [i for i in self._lost_pages if i < end]
         heapq.heapify(self._lost_pages)
 
     def check_invariants(self) -> None:
