@@ -75,13 +75,11 @@ class RecordedTree(TokenTree):
                     self.accepted[node] = self.trace.step
             self.undecided = []
 
-    def _keep_path(self, node: int) -> bool:
+    def _keep_path(self, node: int) -> None:
         before, nodes = self.root, [n for siblings in self._children.values() for n in siblings.values()]
-        kept = super()._keep_path(node)
-        if kept:
-            self._note_drop([n for n in nodes if self._slot[n] == FREED])
-            self._note_stem(before)
-        return kept
+        super()._keep_path(node)
+        self._note_drop([n for n in nodes if self._slot[n] == FREED])
+        self._note_stem(before)
 
     def _free(self, node: int) -> int:
         parent = super()._free(node)

@@ -2,10 +2,9 @@
 
 import heapq
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from engine.errors import KVMemoryError
 from engine.pool import PagePool
@@ -170,10 +169,10 @@ class TokenTree:
 
     def child(self, parent: int, token: int) -> int:
         """A live node's child for a token, grown if it is not there yet."""
-        children = self._children.get(parent)
-        if children is not None and token in children:
-            return children[token]
-        if not self.is_live(parent):
+        if children := self._children.get(parent):
+            if token in children:
+                return children[token]
+        elif not self.is_live(parent):
             raise ValueError(f"node {parent} is not live: it was dropped by keep()")
         return self._grow_one(parent, token)
 
@@ -202,8 +201,8 @@ class TokenTree:
                 raise ValueError(f"node {node} is not live: it was dropped by an earlier keep()")
         if not kept:
             raise ValueError("expected at least one node to keep")
-        if len(kept) == 1 and self._keep_path(*kept):
-            return
+        if len(kept) == 1:
+            return self._keep_path(*kept)
         slots = []
         for node in [leaf for leaf in self._leaves if leaf not in kept]:
             while node not in self._children and node not in kept and node != self.root:
@@ -212,42 +211,28 @@ class TokenTree:
         self._release_slots([slot for slot in slots if slot >= 0])
         self._promote()
 
-    def _keep_path(self, node: int) -> bool:
-        """Move the path to a node into the trunk and drop all branches at once, which is cheaper than one by one.
-
-        Returns:
-            whether the trunk has room for it; if not, nothing was done.
-        """
-        stem, size, last = [], self.pool.page_size, node
+    def _keep_path(self, node: int) -> None:
+        """Move the path to a node into the trunk and drop all branches at once, which is cheaper than one by one."""
+        stem = []
         while node != self.root:
             stem.append(node)
             node = self._parent[node]
         stem.reverse()
-        slots = [slot for n in stem if (slot := self._slot[n]) >= 0]
-        mine = {slot // size for slot in slots}
-        others = [page for i, page in enumerate(self._branch_pages) if page >= 0 and i not in mine]
-        missing = -(-(len(self.trunk.tokens) + len(slots)) // size) - len(self.trunk.pages)
-        if missing > self.pool.free_pages + len(others):
-            return False
-        source, pages = [self._table[0][slot] for slot in slots], [self._branch_pages[i] for i in mine]
-        self.pool.give(*others)
-        self._branch_pages, self._lost_pages, self.live_branches = pages, [], len(slots)
-        if slots:
-            self._extend_trunk(source)
-        self.pool.give(*pages)
+        source = [self._table[0][slot] for n in stem if (slot := self._slot[n]) >= 0]
+        self.pool.give(*(page for page in self._branch_pages if page >= 0))
         self._clear_slots()
+        self._extend_trunk(source)  # of the pages given back enough are left
         for siblings in self._children.values():
             for n in siblings.values():
                 self._slot[n] = FREED
         for n in stem:
             self._slot[n] = IN_TRUNK
             self.trunk.tokens.append(self._token[n])
+            self.root = n
         self._bits.clear()
         self._children.clear()
-        self._leaves = {last: None}
-        self._paths_length = self._position[last] + 1
-        self.root = last
-        return True
+        self._leaves = {self.root: None}
+        self._paths_length = self._position[self.root] + 1
 
     def _free(self, node: int) -> int:
         """Drop a leaf; returns its parent. The slot, if it has one, is the caller's to give back."""
@@ -272,14 +257,16 @@ class TokenTree:
             stem.append(node)
         if not stem:
             return
-        evaluated = [n for n in stem if self._slot[n] >= 0]
-        if evaluated:
-            try:
-                self._extend_trunk([self._pool_slot(self._slot[n]) for n in evaluated])
-            except KVMemoryError:
+        slots = [slot for n in stem if (slot := self._slot[n]) >= 0]
+        if slots:
+            size = self.pool.page_size
+            emptied = sum(self._page_load[i] == n for i, n in Counter(slot // size for slot in slots).items())
+            missing = -(-(len(self.trunk.tokens) + len(slots)) // size) - len(self.trunk.pages)
+            if missing > self.pool.free_pages + emptied:
                 return  # the stem stays in the branches, where it already has its slots
-            promoted = sum(1 << self._slot[n] for n in evaluated)
-            self._release_slots([self._slot[n] for n in evaluated])
+            source, promoted = [self._pool_slot(slot) for slot in slots], sum(1 << slot for slot in slots)
+            self._release_slots(slots)
+            self._extend_trunk(source)
             for n in self._bits:
                 self._bits[n] &= ~promoted
         for n in stem:
@@ -289,18 +276,19 @@ class TokenTree:
         self.root = stem[-1]
 
     def _extend_trunk(self, source: Sequence[int]) -> None:
-        """Copy the keys and values of slots in the pool to the trunk's end. KVMemoryError: nothing was done."""
+        """Bring the keys and values of slots in the pool to the trunk's end; the slots were given back just now.
+
+        Room is there. What waits in its place already is not copied, and the rest is read before any is written.
+        """
+        if not source:
+            return
         start = len(self.trunk.tokens)
         self._reserve_trunk(start + len(source))
-        self._note_peaks()
-        target = [self._trunk_slot(start + i) for i in range(len(source))]
-        device = self.pool.cache.k_LGSD.device
-        # Read from an array, which takes less than half the time that torch.tensor takes for a list.
-        places = (torch.frombuffer(array("q", x), dtype=torch.int64) for x in (source, target))
-        source_n, target_n = (x.to(device, non_blocking=True) for x in places)
-        for cache in (self.pool.cache.k_LGSD, self.pool.cache.v_LGSD):
-            cache.index_copy_(2, target_n, cache.index_select(2, source_n))
+        moves = [(s, t) for i, s in enumerate(source) if s != (t := self._trunk_slot(start + i))]
+        if moves:
+            self.pool.copy([s for s, _ in moves], [t for _, t in moves])
         self.trunk.cached = start + len(source)
+        self._note_peaks()
 
     # --- what the packer asks ---
 
@@ -351,7 +339,7 @@ class TokenTree:
         try:
             self._reserve_trunk(start + trunk_tokens)
             for node in nodes:
-                slot = self._take_slot()
+                slot = self._take_slot(self._position[node])
                 taken.append(slot)
                 self._slot_owner[slot] = node
                 self._table[0][slot], self._table[1][slot] = self._pool_slot(slot), self._position[node]
@@ -478,12 +466,15 @@ class TokenTree:
         size = self.pool.page_size
         return self._branch_pages[slot // size] * size + slot % size
 
-    def _take_slot(self) -> int:
+    def _take_slot(self, position: int) -> int:
         size = self.pool.page_size
         if self._free_slots:
             slot = heapq.heappop(self._free_slots)
         else:
-            page = self.pool.take()
+            wish = None
+            if size == 1:  # where the trunk will want the token, should it come to that
+                wish = self.trunk.pages[-1] + 1 + position - len(self.trunk.pages)
+            page = self.pool.take(wish if wish in self._claim else None)
             if self._lost_pages:
                 i = heapq.heappop(self._lost_pages)
                 self._branch_pages[i] = page

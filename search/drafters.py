@@ -80,6 +80,7 @@ class Backoff:
     ORDERS = tuple((1 << BITS * n) - 1 for n in (3, 2, 1))  # masks of a context's last n tokens
     DOUBT = 0.5  # occurrences that an order leaves to the shorter ones, for itself and for each successor it knows
     FLOOR = 1 / 256  # what is less likely is no draft
+    WORTH = 0.5  # a context is looked up if a token of this chance would be among the draft
     LEAST = 0.1  # chance at which what the model thinks is learnt
 
     def __init__(self, store: NGramStore | None = None, adapt: bool = True):
@@ -119,18 +120,20 @@ class Backoff:
         tokens, parents, scores, contexts = draft.tokens, draft.parents, draft.scores, self.contexts
         heap: list[tuple[float, int, int, int, int]] = []  # likeliest first, then the older parent, the lower token
         best = [self.FLOOR] * nodes  # heap of the chances of the likeliest found: what is below all of them is no draft
-        parent, context, chance, level = -1, self.context, 1.0, 0
+        parent, context, chance, level, longest = -1, self.context, 1.0, 0, self.ORDERS[0]
         while True:
-            if level < depth and len(tokens) < nodes:
-                for token, p in self._mix(context, best[0] / chance).items():
-                    if (reached := chance * p) >= best[0]:
+            least = best[0]
+            if level < depth and parent + 1 < nodes and least <= self.WORTH * chance:
+                for token, p in self._mix(context, least / chance).items():
+                    if (reached := chance * p) >= least:
                         heapreplace(best, reached)
                         heappush(heap, (-reached, parent, token, context, level + 1))
-            if not heap or len(tokens) == nodes:
+                        least = best[0]
+            parent += 1
+            if not heap or parent == nodes:
                 return draft
             chance, above, token, context, level = heappop(heap)
-            parent, chance = len(tokens), -chance
-            context = (context << BITS | token + 1) & self.ORDERS[0]
+            chance, context = -chance, (context << BITS | token + 1) & longest
             tokens.append(token)
             parents.append(above)
             scores.append(chance)
@@ -139,13 +142,15 @@ class Backoff:
     def _mix(self, context: int, least: float = 0.0) -> dict[int, float]:
         """Chances of the tokens after a context; those that are below `least` may be missing."""
         chances: dict[int, float] = {}
-        left, last = 1.0, 0
-        for mask in self.ORDERS:
-            part = context & mask
-            if part != last and (counts := self.seen.get(part)):
-                total = sum(counts.values())
-                doubt = self.DOUBT * (1 + len(counts))
-                share = left / (total + doubt)
+        left, last, seen, doubted = 1.0, 0, self.seen, self.DOUBT
+        _, two, one = self.ORDERS
+        for part in (context, context & two, context & one):
+            if part == last:  # a text's first tokens have no long contexts
+                continue
+            last = part
+            if counts := seen.get(part):
+                doubt = doubted + doubted * len(counts)
+                share = left / (sum(counts.values()) + doubt)
                 left = share * doubt
                 enough = (least - left) / share  # times seen, for shorter contexts to bring it to `least`
                 for token, n in counts.items():
@@ -155,9 +160,8 @@ class Backoff:
                         chances[token] = share * n
                 if left < least and not chances:
                     return chances
-            last = part
         if self.store is not None and last:
-            stored = counted((context & self.ORDERS[1]) >> BITS, last, self.store)
+            stored = counted(context & two, self.store)
             for token in chances:
                 if token in stored:
                     chances[token] += left * stored[token]
@@ -178,8 +182,9 @@ class Backoff:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def counted(before: int, last: int, store: NGramStore) -> dict[int, float]:
-    """What a store says of the token after two, given plus one (0: there is none), mixed as the text's orders are."""
+def counted(context: int, store: NGramStore) -> dict[int, float]:
+    """What a store says of the token after a context of one or two, mixed as the text's orders are."""
+    before, last = context >> BITS, context & Backoff.ORDERS[2]
     chances: dict[int, float] = {}
     left = 1.0
     for after in (store.after_pair(before - 1, last - 1) if before else NONE, store.after(last - 1)):

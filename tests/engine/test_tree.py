@@ -79,9 +79,9 @@ SEEDS = st.integers(0, 2**32 - 1)
 class Forest(RuleBasedStateMachine):
     """Any number of trees over one small pool, and what a dictionary of paths says about them."""
 
-    @initialize(pages=st.integers(6, 40), page_size=st.integers(2, 6), seed=SEEDS)
+    @initialize(pages=st.integers(6, 40), page_size=st.integers(1, 6), seed=SEEDS)
     def begin(self, pages, page_size, seed):
-        self.pool = pool_of(pages, page_size)
+        self.pool = pool_of(pages if page_size > 1 else 4 * pages, page_size)
         self.trees: list[TokenTree] = []
         self.live: list[dict[tuple[int, ...], int]] = []  # per tree: path from the prompt's end -> node
         self.trunks: list[Trunk] = []
@@ -314,12 +314,32 @@ def test_promotion_without_memory_leaves_the_stem_where_it_is():
     pool = pool_of(2)  # one page for a prompt that fills it, one for the branches
     tree = TokenTree(pool, [1, 2, 3, 4])
     chain = tree.grow_path(tree.root, [5, 6])
-    evaluate(tree, [chain[1]])
+    leaves = tree.grow([chain[1]] * 2, [7, 8])
+    evaluate(tree, leaves)
     assert pool.free_pages == 0
     root = tree.root
-    tree.keep([chain[1]])
+    tree.keep(leaves)
     assert tree.root == root and all(map(tree.is_live, chain)) and tree.is_evaluated(chain[1])
-    assert visible(tree, chain[1]) == expected(tree, chain[1])
+    assert all(visible(tree, leaf) == expected(tree, leaf) for leaf in leaves)
+    check(pool, tree)
+    tree.keep(leaves[1:])  # one path alone finds room in what the others leave
+    assert tree.root == leaves[1] and tree.live_branches == 0
+    assert visible(tree, tree.root) == expected(tree, tree.root)
+    check(pool, tree)
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_with_pages_of_one_token_a_branch_waits_where_the_trunk_will_want_it(kept, monkeypatch):
+    pool = pool_of(40, page_size=1)
+    tree = TokenTree(pool, [1, 2, 3], expected=20)
+    first, second = (tree.grow_path(tree.root, [token, 5, 6, 7]) for token in (8, 9))
+    forks = tree.grow([first[-1]] * 2, [1, 2])
+    slots = evaluate(tree, [*first, *second, *forks])[3:]
+    assert slots[:4] == list(range(tree.trunk.pages[-1] + 1, tree.trunk.pages[-1] + 5))
+    monkeypatch.setattr(pool, "copy", lambda *_: pytest.fail("nothing needs to be copied"))
+    tree.keep(forks[:kept])
+    assert tree.trunk_runs() == [(tree.trunk.pages[0], tree.trunk.cached)] and tree.trunk.cached == 7 + (kept == 1)
+    assert all(visible(tree, fork) == expected(tree, fork) for fork in forks[:kept])
     check(pool, tree)
 
 
