@@ -217,11 +217,12 @@ class ADED:
     @staticmethod
     def _plant(task: Task, draft: Draft, n: int, reach: int) -> dict[int, int]:
         """Place in the draft -> node of the tree, of the first n without those that nothing could follow; -1: root."""
-        tree, ends = task.tree, task.eos_token_ids
-        nodes, last = {-1: tree.root}, tree.position(tree.root) + reach
-        for place, (token, parent) in enumerate(zip(draft.tokens[:n], draft.parents, strict=False)):
-            if parent in nodes and token not in ends and tree.position(nodes[parent]) < last:
-                nodes[place] = tree.child(nodes[parent], token)
+        child, position, ends = task.tree.child, task.tree.position, task.eos_token_ids
+        nodes = {-1: task.tree.root}
+        last = position(nodes[-1]) + reach
+        for place, (token, above) in enumerate(zip(draft.tokens[:n], draft.parents, strict=False)):
+            if (parent := nodes.get(above)) is not None and token not in ends and position(parent) < last:
+                nodes[place] = child(parent, token)
         return nodes
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:

@@ -102,18 +102,18 @@ class Backoff:
             self._count(context, {token: math.exp(logp) for token, logp in logps.items()})
 
     def _count(self, context: int, weights: dict[int, float]) -> None:
-        last = 0
+        last, known = 0, self.seen
         for mask in self.ORDERS:
             if (part := context & mask) != last:  # a text's first tokens have no long contexts
                 last = part
-                if (seen := self.seen.get(part)) is None:
-                    self.seen[part] = weights.copy()
+                if (seen := known.get(part)) is None:
+                    known[part] = weights.copy()
                     continue
                 for token, weight in weights.items():
                     seen[token] = seen.pop(token, 0.0) + weight  # the latest last
                 if len(seen) > 2 * KEPT:
                     latest = sorted(reversed(seen.items()), key=lambda entry: -entry[1])[:KEPT]
-                    self.seen[part] = dict(reversed(latest))
+                    known[part] = dict(reversed(latest))
 
     def draft(self, nodes: int, depth: int) -> Draft:
         draft, self.contexts = Draft(), []
