@@ -5,6 +5,7 @@ the argmax of warped log-probabilities plus that vector. Nothing is streamed fro
 not depend on batching, pruning or drafting.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -15,6 +16,7 @@ from torch import Tensor
 from engine.errors import UsageError
 
 MASK = (1 << 32) - 1
+MANY = 1 << 15  # log-probabilities of draws, from which it pays to look for those that may win
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,15 @@ def _mix(x: int) -> int:
 
 
 def _mix_all(x: Tensor) -> Tensor:
-    """`_mix` of every element."""
-    x = (x >> 16).bitwise_xor_(x).mul_(0x7FEB352D).bitwise_and_(MASK)
-    x = (x >> 15).bitwise_xor_(x).mul_(0x846CA68B).bitwise_and_(MASK)
-    return (x >> 16).bitwise_xor_(x)
+    """`_mix` of every element, int32 as two's complement."""
+    x = (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x).mul_(_signed(0x7FEB352D))
+    x = (x >> 15).bitwise_and_(0x1FFFF).bitwise_xor_(x).mul_(_signed(0x846CA68B))
+    return (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)
+
+
+def _signed(x: int) -> int:
+    """32 bits as two's complement."""
+    return (x ^ 1 << 31) - (1 << 31)
 
 
 def _key(words: Iterable[int], one: int = 0x9E3779B9, two: int = 0x5BD1E995) -> tuple[int, int]:
@@ -94,18 +101,77 @@ def gumbels(
     seed: int, sequences: Sequence[int], positions: Sequence[int], size: int, device: torch.device | str = "cpu"
 ) -> Tensor:
     """The Gumbel vectors of many draws, float32 [N, size]: rows as `gumbel` gives them."""
+    return _noise(_uniform_bits(seed, sequences, positions, size, device))
+
+
+def _uniform_bits(
+    seed: int, sequences: Sequence[int], positions: Sequence[int], size: int, device: torch.device | str
+) -> Tensor:
+    """32 uniform bits per draw and token, less 2^31: int32 [N, size]."""
     start = _key((seed & MASK, seed >> 32 & MASK))
-    keys = [_key((s & MASK, p & MASK), *start) for s, p in zip(sequences, positions, strict=True)]
-    token_V = torch.arange(size, dtype=torch.int64, device=device)
-    one_N1, two_N1 = torch.tensor(keys, dtype=torch.int64, device=device).unsqueeze(2).unbind(1)
-    bits_NV = _mix_all(_mix_all(token_V ^ one_N1).add_(two_N1).bitwise_and_(MASK))
-    uniform_NV = bits_NV.double().add_(0.5).div_(1 << 32)
-    return uniform_NV.log_().neg_().log_().neg_().float()
+    keys = [[*map(_signed, _key((s & MASK, p & MASK), *start))] for s, p in zip(sequences, positions, strict=True)]
+    token_V = torch.arange(size, dtype=torch.int32, device=device)
+    one_N1, two_N1 = torch.tensor(keys, dtype=torch.int32, device=device).unsqueeze(2).unbind(1)
+    return _mix_all(_mix_all(token_V ^ one_N1).add_(two_N1)).bitwise_xor_(-1 << 31)
+
+
+def _noise(bits: Tensor) -> Tensor:
+    """Gumbel noise -log(-log(u)) of `_uniform_bits`: float32."""
+    uniform = bits.double().add_((1 << 31) + 0.5).div_(1 << 32)
+    return uniform.log_().neg_().log_().neg_().float()
 
 
 def draws(logp_NV: Tensor, seed: int, sequences: Sequence[int], positions: Sequence[int]) -> Tensor:
     """One token per row of warped log-probabilities, keyed by (seed, sequence, position): int64 [N] on the device."""
-    return (logp_NV + gumbels(seed, sequences, positions, logp_NV.shape[1], logp_NV.device)).argmax(-1)
+    bits_NV = _uniform_bits(seed, sequences, positions, logp_NV.shape[1], logp_NV.device)
+    if logp_NV.device.type == "cpu" and logp_NV.numel() >= MANY:
+        likely_M = _contenders(logp_NV, bits_NV)
+        if len(likely_M) <= logp_NV.numel() // 8:
+            return _best(logp_NV, bits_NV, likely_M)
+    return (logp_NV + _noise(bits_NV)).argmax(-1)
+
+
+def _contenders(logp_NV: Tensor, bits_NV: Tensor) -> Tensor:
+    """Places in the flattened rows that hold every token which the noise may have made the best of its row.
+
+    The most probable token reaches its log-probability less 3.14, the least noise, or more. Another one gets as far if
+    -log(u) is at most the ratio of their probabilities, a; and 1 - u is never more than -log(u). That leaves about 23
+    tokens over the most probable one's probability, found without a logarithm.
+    """
+    a_NV = (logp_NV - (logp_NV.amax(1, keepdim=True) - 3.2)).exp_()
+    spare_NV = a_NV.mul_(1.00001 * (1 << 32)).add_(1024 - (1 << 31)).add_(bits_NV)  # 2^32 (a - (1 - u)), and rounding
+    block_K, near_KB, place_M = at_least(spare_NV, 0.0)
+    width = near_KB.shape[1]
+    return block_K[place_M // width] * width + place_M % width
+
+
+def _best(logp_NV: Tensor, bits_NV: Tensor, place_M: Tensor) -> Tensor:
+    """The best token of each row, of those in these places of the flattened rows; the first of equals."""
+    N, V = logp_NV.shape
+    score_M, row_M = logp_NV.view(-1)[place_M] + _noise(bits_NV.view(-1)[place_M]), place_M // V
+    best_N = torch.full((N,), float("-inf")).scatter_reduce_(0, row_M, score_M, "amax")
+    winner_W = place_M[score_M == best_N[row_M]]
+    return torch.full((N,), V - 1).scatter_reduce_(0, winner_W // V, winner_W % V, "amin")
+
+
+def at_least(x_NV: Tensor, bound: float) -> tuple[Tensor, Tensor, Tensor]:
+    """What is not below a bound, looked for in the blocks of rows where the largest value is not.
+
+    Those are few, and largest values are found many times faster than places.
+
+    Returns:
+        numbers [K] of these blocks of the flattened rows, their values [K, B], the places [M] of values in those.
+    """
+    blocks_SB = x_NV.view(-1, _block(x_NV.shape[1]))
+    block_K = (blocks_SB.amax(1) >= bound).nonzero().view(-1)
+    near_KB = blocks_SB.index_select(0, block_K)
+    return block_K, near_KB, (near_KB.view(-1) >= bound).nonzero().view(-1)
+
+
+@functools.cache
+def _block(V: int) -> int:
+    """The largest divisor of a vocabulary's size that is no more than 128; the size itself if all are tiny."""
+    return next((w for w in range(128, 15, -1) if V % w == 0), V)
 
 
 def draw(logp_NV: Tensor, seed: int, sequences: Sequence[int], positions: Sequence[int]) -> list[int]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import functools
 import math
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from engine.errors import UsageError
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
+from engine.sampling import at_least
 from engine.tree import TokenTree
 
 __all__ = [
@@ -143,25 +143,12 @@ def _ranked(logp_NV: Tensor, scores: list[float], packed: list[float]) -> tuple[
 
 
 def likely(logp_NV: Tensor, least: float) -> list[dict[int, float]]:
-    """Of each row, the log-probabilities of the tokens at least as probable as `least`, lower tokens first.
-
-    Largest values of blocks are found many times faster than places in a row: these are looked for in few blocks.
-    """
+    """Of each row, the log-probabilities of the tokens at least as probable as `least`, lower tokens first."""
     N, V = logp_NV.shape
-    width, bound = _width(V), math.log(max(least, 1e-38))
-    blocks_MS = logp_NV.view(-1, width)
-    block_K = (blocks_MS.amax(1) >= bound).nonzero().view(-1)
-    near_L = blocks_MS.index_select(0, block_K).view(-1)
-    place_F = (near_L >= bound).nonzero().view(-1)
-    blocks, logps = block_K.tolist(), near_L.index_select(0, place_F).tolist()
+    block_K, near_KB, place_M = at_least(logp_NV, math.log(max(least, 1e-38)))
+    width, blocks, logps = near_KB.shape[1], block_K.tolist(), near_KB.view(-1).index_select(0, place_M).tolist()
     found: list[dict[int, float]] = [{} for _ in range(N)]
-    for place, logp in zip(place_F.tolist(), logps, strict=True):
+    for place, logp in zip(place_M.tolist(), logps, strict=True):
         row, token = divmod(blocks[place // width] * width + place % width, V)
         found[row][token] = logp
     return found
-
-
-@functools.cache
-def _width(V: int) -> int:
-    """The largest divisor of a vocabulary's size that is no more than 128; the size itself if all are tiny."""
-    return next((w for w in range(128, 15, -1) if V % w == 0), V)

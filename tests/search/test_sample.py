@@ -222,6 +222,21 @@ def test_draws_under_consecutive_keys_are_independent(vary):
         assert value < chi_square_bound(cells)  # pairs overlap; the statistic stays close enough to chi-square
 
 
+@pytest.mark.parametrize("scale", [0.01, 3.0, 30.0])
+@pytest.mark.parametrize("top_k", [0, 5])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 32768), (3, 32003), (40, 1536), (2, 50257)])
+def test_many_draws_are_those_of_the_definition(rows, vocab, top_k, scale):
+    """Where there are many log-probabilities only the tokens that may win are looked at: the same tokens come out."""
+    torch.manual_seed(vocab + top_k)
+    sequences = range(rows)
+    for seed in range(20):
+        logits_NV = scale * torch.randn(rows, vocab)
+        logits_NV[0, 7:] = float("-inf")
+        logp_NV = Warp(top_k=top_k)(torch.log_softmax(logits_NV, -1))
+        noise_NV = torch.stack([gumbel(seed, i, 9, vocab) for i in sequences])
+        assert draw(logp_NV, seed, sequences, [9] * rows) == (logp_NV + noise_NV).argmax(-1).tolist()
+
+
 # --- the noise ---
 
 
