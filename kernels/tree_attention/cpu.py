@@ -17,7 +17,8 @@ from kernels.layout import WORD, TreeLayout, unpack_bits
 
 LONG_RUN = 64  # tokens; a matrix product of its own pays from about here on
 TILE_SCORES = 1 << 20  # scores alive at once: 4 MB in float32, whatever the prompt's length
-TILE_SLOTS = 1 << 11  # gathered at once where every token has branch slots of its own
+TILE_SLOTS = 1 << 11  # gathered at once where every token has branch slots of its own; more of small ones:
+TILE_BYTES = 1 << 20  # of keys, which stay in a core's cache
 NARROW = 512  # branch slots: up to here all tokens take them all
 SMALL = 1 << 17  # bytes of keys; up to here a copy of them all costs less than products in pieces
 
@@ -182,7 +183,7 @@ def _tiles(
         W, own = visible_TW.shape[1], columns.dim() == 2
         size = max(16, TILE_SCORES // max(1, heads * (sum(length for _, length in trunk) + W)))
         if own:
-            size = max(1, min(size, TILE_SLOTS // W))
+            size = max(1, min(size, max(TILE_SLOTS, TILE_BYTES // row_bytes) // W))
         for first in range(start, end, size):
             last = min(first + size, end)
             mine = slice(first - start, last - start)
