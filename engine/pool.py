@@ -44,8 +44,8 @@ class PagePool:
         self.pages = pages
         self.bytes_per_token = shape.kv_bytes_per_token(dtype)
         slots = (pages + self.reserved) * page_size
-        self._kv = _reserve((2 * shape.layers, shape.kv_heads, slots, shape.head_dim), dtype, device)
-        self.cache = KVCache(*self._kv.split(shape.layers))
+        size = (shape.layers, shape.kv_heads, slots, shape.head_dim)
+        self.cache = KVCache(_reserve(size, dtype, device), _reserve(size, dtype, device))
         self._state = bytearray(bytes([USED]) * self.reserved + bytes(pages))  # the rest is FREE
         self.used_pages = 0
 
@@ -104,16 +104,19 @@ class PagePool:
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy the keys and values of slots to others."""
-        rows = self._kv.index_select(2, self._places(source))
         start, n = target[0], len(target)
-        if list(target) == list(range(start, start + n)):  # a trunk in one piece; several times cheaper
-            self._kv.narrow(2, start, n).copy_(rows)
-        else:
-            self._kv.index_copy_(2, self._places(target), rows)
+        source_n, together = self._places(source), list(target) == list(range(start, start + n))
+        for cache_LGSD in (self.cache.k_LGSD, self.cache.v_LGSD):
+            rows_LGnD = cache_LGSD.index_select(2, source_n)
+            if together:  # a trunk in one piece; much cheaper
+                cache_LGSD.narrow(2, start, n).copy_(rows_LGnD)
+            else:
+                cache_LGSD.index_copy_(2, self._places(target), rows_LGnD)
 
     def _places(self, slots: Sequence[int]) -> Tensor:
         """Read from an array, which takes less than half the time that torch.tensor takes for a list."""
-        return torch.frombuffer(array("q", slots), dtype=torch.int64).to(self._kv.device, non_blocking=True)
+        places = torch.frombuffer(array("q", slots), dtype=torch.int64)
+        return places.to(self.cache.k_LGSD.device, non_blocking=True)
 
     def check_invariants(self, held: list[int] | None = None) -> None:
         """The books add up; with `held`, exactly these pages are in use."""

@@ -80,7 +80,6 @@ class Backoff:
     ORDERS = tuple((1 << BITS * n) - 1 for n in (3, 2, 1))  # masks of a context's last n tokens
     DOUBT = 0.5  # occurrences that an order leaves to the shorter ones, for itself and for each successor it knows
     FLOOR = 1 / 256  # what is less likely is no draft
-    WORTH = 0.5  # a context is looked up if a token of this chance would be among the draft
     LEAST = 0.1  # chance at which what the model thinks is learnt
 
     def __init__(self, store: NGramStore | None = None, adapt: bool = True):
@@ -123,7 +122,7 @@ class Backoff:
         parent, context, chance, level, longest = -1, self.context, 1.0, 0, self.ORDERS[0]
         while True:
             least = best[0]
-            if level < depth and parent + 1 < nodes and least <= self.WORTH * chance:
+            if level < depth and parent + 1 < nodes:
                 for token, p in self._mix(context, least / chance).items():
                     if (reached := chance * p) >= least:
                         heapreplace(best, reached)
