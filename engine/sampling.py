@@ -123,6 +123,7 @@ def _noise(bits: Tensor) -> Tensor:
 
 def draws(logp_NV: Tensor, seed: int, sequences: Sequence[int], positions: Sequence[int]) -> Tensor:
     """One token per row of warped log-probabilities, keyed by (seed, sequence, position): int64 [N] on the device."""
+    logp_NV = logp_NV.contiguous()
     bits_NV = _uniform_bits(seed, sequences, positions, logp_NV.shape[1], logp_NV.device)
     if logp_NV.device.type == "cpu" and logp_NV.numel() >= MANY:
         likely_M = _contenders(logp_NV, bits_NV)

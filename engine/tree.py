@@ -34,7 +34,7 @@ class TokenTree:
 
     A node is identified by its path: growing the same token twice under one parent gives the same node. A node takes
     a slot when it is evaluated and loses it when `keep` leaves it out. The trunk is what every live node descends
-    from; `keep` promotes the stem that live nodes have come to share, copying its keys and values into the trunk.
+    from; `keep` promotes the stem that live nodes have come to share, bringing its keys and values there.
 
     Args:
         pool: where keys and values live.

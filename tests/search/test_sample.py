@@ -234,7 +234,9 @@ def test_many_draws_are_those_of_the_definition(rows, vocab, top_k, scale):
         logits_NV[0, 7:] = float("-inf")
         logp_NV = Warp(top_k=top_k)(torch.log_softmax(logits_NV, -1))
         noise_NV = torch.stack([gumbel(seed, i, 9, vocab) for i in sequences])
-        assert draw(logp_NV, seed, sequences, [9] * rows) == (logp_NV + noise_NV).argmax(-1).tolist()
+        expected = (logp_NV + noise_NV).argmax(-1).tolist()
+        assert draw(logp_NV, seed, sequences, [9] * rows) == expected
+        assert draw(logp_NV.t().contiguous().t(), seed, sequences, [9] * rows) == expected  # however it lies in memory
 
 
 # --- the noise ---
