@@ -1,13 +1,13 @@
 """The one place that compiles: layers through torch.compile, operators over trees opaque to it."""
 
 import os
-import shutil
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
+
+from kernels import cpp
 
 LEAST = (2,)  # tokens of a pass, and words of ancestry: torch would make graphs of their own for sizes 0 and 1
 
@@ -21,11 +21,10 @@ def compile_model(model: nn.Module) -> bool:
     Returns:
         whether it is compiled.
     """
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++")):
+    if cpp.compiler() is None:
         warnings.warn("no C++ compiler was found: --compile on has no effect", stacklevel=2)
         return False
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "coppice" / "compiled"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cpp.cache_folder() / "compiled"))
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for layer in model.layers:  # type: ignore[union-attr]
         layer.compile(dynamic=True)  # type: ignore[operator]

@@ -8,6 +8,7 @@ second is recorded. Prompts and passes larger than the largest bucket are no gra
 
 import importlib.util
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from engine.driver import Answers, Read, Runner
 from engine.errors import UsageError
 from engine.packing import Chunk, Pass, pack
 from engine.pool import PagePool
+from kernels import cpp
 from kernels.layout import WORD
 
 TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
@@ -30,14 +32,21 @@ log = logging.getLogger(__name__)
 
 
 def make_runner(model, pool: PagePool, vocab_size: int) -> Runner:
-    """The runner that suits the device: plain on a CPU; Triton kernels and CUDA graphs on a GPU.
+    """The runner that suits the device: C++ kernels on a CPU; Triton kernels and CUDA graphs on a GPU.
+
+    Where the C++ kernels cannot be built it warns, and takes those in PyTorch.
 
     Raises:
         UsageError: a GPU, but no triton, or a model that its kernels cannot serve.
     """
     cache = pool.cache.k_LGSD
     if cache.device.type == "cpu":
-        return Runner(model, pool, vocab_size)
+        if cache.dtype not in cpp.KINDS:
+            return Runner(model, pool, vocab_size)
+        reason = cpp.why_not()
+        if reason:
+            warnings.warn(f"the kernels in PyTorch run, slower than those in C++: {reason}", stacklevel=2)
+        return Runner(model, pool, vocab_size, impl="cpu" if reason else "cpp")
     if importlib.util.find_spec("triton") is None:
         raise UsageError("a GPU needs the package triton", remedy="install it, or use --device cpu")
     from kernels.tree_attention.triton import DTYPES, LARGEST_HEAD

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from kernels.kv_write import cpu, reference
+from kernels.kv_write import cpp, cpu, reference
 
-IMPLEMENTATIONS = ("reference", "cpu", "triton")
+IMPLEMENTATIONS = ("reference", "cpu", "cpp", "triton")
 
 
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, *, impl: str = "cpu") -> None:
@@ -15,7 +15,8 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
         k_GSD, v_GSD: one layer's cache.
         k_TGD, v_TGD: new rows, in the cache's dtype.
         slots_T: int64; distinct, but for padding tokens, which share TRASH_SLOT.
-        impl: "reference" (the definition), "cpu" (fast PyTorch, any device) or "triton" (GPU kernels).
+        impl: "reference" (the definition), "cpu" (fast PyTorch, any device), "cpp" (a C++ kernel, on a CPU) or "triton"
+            (GPU kernels).
 
     Raises:
         ValueError: shapes that do not fit together, unknown impl, or what the implementation cannot do.
@@ -29,8 +30,10 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
         from kernels.kv_write import triton  # absent on some machines, and slow to import
 
         run = torch.ops.coppice.kv_write_triton if torch.compiler.is_compiling() else triton.kv_write
-    elif impl == "cpu":
-        run = torch.ops.coppice.kv_write_cpu if torch.compiler.is_compiling() else cpu.kv_write
-    else:
+    elif impl == "reference":
         run = reference.kv_write
+    elif torch.compiler.is_compiling():
+        run = torch.ops.coppice.kv_write_cpp if impl == "cpp" else torch.ops.coppice.kv_write_cpu
+    else:
+        run = cpp.kv_write if impl == "cpp" else cpu.kv_write
     run(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)

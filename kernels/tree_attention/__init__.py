@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from kernels.layout import TreeLayout
-from kernels.tree_attention import cpu, reference
+from kernels.tree_attention import cpp, cpu, reference
 
-IMPLEMENTATIONS = ("reference", "cpu", "triton")
+IMPLEMENTATIONS = ("reference", "cpu", "cpp", "triton")
 
 
 def tree_attention(
@@ -27,8 +27,8 @@ def tree_attention(
         layout: the pass.
         scale: factor of the dot products.
         window: a token at position p sees only positions > p - window; None sees all.
-        impl: "reference" (the definition), "cpu" (fast PyTorch, any device) or "triton" (GPU kernels); None takes the
-            layout's.
+        impl: "reference" (the definition), "cpu" (fast PyTorch, any device), "cpp" (a C++ kernel, on a CPU) or "triton"
+            (GPU kernels); None takes the layout's.
 
     Returns:
         [T, H, D] in q's dtype; zeros for a token that sees nothing.
@@ -54,20 +54,23 @@ def tree_attention(
         if torch.compiler.is_compiling():  # opaque to the compiler; called straight when eager
             return torch.ops.coppice.tree_attention_triton(*triton.operands(q_THD, k_GSD, v_GSD, layout), scale, window)
         return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window)
-    if impl == "cpu" and torch.compiler.is_compiling():
-        return torch.ops.coppice.tree_attention_cpu(
-            q_THD,
-            k_GSD,
-            v_GSD,
-            layout.positions_T,
-            layout.token_starts,
-            layout.trunk_seen_T,
-            layout.trunk_runs,
-            layout.branch_slots_RW,
-            layout.branch_positions_RW,
-            layout.ancestry_TC,
-            scale,
-            window,
-        )
-    run = cpu.tree_attention if impl == "cpu" else reference.tree_attention
-    return run(q_THD, k_GSD, v_GSD, layout, scale, window)
+    if impl == "reference":
+        return reference.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window)
+    if torch.compiler.is_compiling():
+        run = torch.ops.coppice.tree_attention_cpp if impl == "cpp" else torch.ops.coppice.tree_attention_cpu
+    else:
+        run = cpp.tree_attention if impl == "cpp" else cpu.tree_attention
+    return run(
+        q_THD,
+        k_GSD,
+        v_GSD,
+        layout.positions_T,
+        layout.token_starts,
+        layout.trunk_seen_T,
+        layout.trunk_runs,
+        layout.branch_slots_RW,
+        layout.branch_positions_RW,
+        layout.ancestry_TC,
+        scale,
+        window,
+    )

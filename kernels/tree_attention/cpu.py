@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.layout import WORD, TreeLayout, unpack_bits
+from kernels.layout import WORD, unpack_bits
 
 LONG_RUN = 64  # tokens; a matrix product of its own pays from about here on
 TILE_SCORES = 1 << 20  # scores alive at once: 4 MB in float32, whatever the prompt's length
@@ -37,26 +37,6 @@ class Tile(NamedTuple):
 
 
 def tree_attention(
-    q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout, scale: float, window: int | None
-) -> Tensor:
-    """See the front for arguments."""
-    return _tree_attention(
-        q_THD,
-        k_GSD,
-        v_GSD,
-        layout.positions_T,
-        layout.token_starts,
-        layout.trunk_seen_T,
-        layout.trunk_runs,
-        layout.branch_slots_RW,
-        layout.branch_positions_RW,
-        layout.ancestry_TC,
-        scale,
-        window,
-    )
-
-
-def _tree_attention(
     q_THD: Tensor,
     k_GSD: Tensor,
     v_GSD: Tensor,
@@ -70,6 +50,7 @@ def _tree_attention(
     scale: float,
     window: int | None,
 ) -> Tensor:
+    """See the front for arguments."""
     H, D = q_THD.shape[1:]
     G = k_GSD.shape[0]
     dtype = torch.float32 if q_THD.dtype == torch.float16 else q_THD.dtype  # of the scores: they may pass 65,504
@@ -274,7 +255,7 @@ def _slots(piece: slice | Tensor, device: torch.device) -> Tensor:
     return torch.arange(piece.start, piece.stop, device=device) if isinstance(piece, slice) else piece
 
 
-torch.library.custom_op("coppice::tree_attention_cpu", _tree_attention, mutates_args=())
+torch.library.custom_op("coppice::tree_attention_cpu", tree_attention, mutates_args=())
 
 
 @torch.library.register_fake("coppice::tree_attention_cpu")

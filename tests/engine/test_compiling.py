@@ -1,7 +1,6 @@
 """--compile on: the same results, code kept on disk, a warning where there is no compiler."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from engine import Engine, compiling
+from kernels import cpp
 from search import Trie
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ print("graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"])
 """
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+@pytest.mark.skipif(cpp.compiler() is None, reason="no C++ compiler")
 def test_one_graph_for_all_sizes_with_the_results_of_eager(tmp_path):
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
@@ -39,12 +39,57 @@ def test_one_graph_for_all_sizes_with_the_results_of_eager(tmp_path):
     assert any((tmp_path / "coppice" / "compiled").iterdir())
 
 
-def test_without_a_compiler_it_warns_and_runs(monkeypatch):
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
-    with pytest.warns(UserWarning, match="no C\\+\\+ compiler was found"):
+@pytest.fixture
+def fresh():
+    """No library loaded yet, before and after."""
+    cpp.library.cache_clear()
+    yield
+    cpp.library.cache_clear()
+
+
+def test_without_a_compiler_it_warns_and_runs(monkeypatch, fresh):
+    monkeypatch.setattr(cpp.shutil, "which", lambda name: None)
+    with pytest.warns(UserWarning) as warned:
         engine = Engine.load(MODEL, dtype="float32", compile="on", kv_memory=1 << 22)
-    assert engine.runner.token_buckets is None
+    assert [str(w.message) for w in warned] == [
+        "no C++ compiler was found: --compile on has no effect",
+        "the kernels in PyTorch run, slower than those in C++: no C++ compiler was found",
+    ]
+    assert engine.runner.token_buckets is None and engine.runner.impl == "cpu"
     assert engine.generate([[5, 6]], Trie(beams=2), max_new_tokens=2)
+
+
+@pytest.mark.skipif(cpp.compiler() is None, reason="no C++ compiler")
+def test_kernels_are_built_once_and_kept(monkeypatch, fresh, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cpp.why_not() is None
+    [kept] = (tmp_path / "coppice" / "kernels").iterdir()
+    stamp = kept.stat().st_mtime_ns
+    cpp.library.cache_clear()
+    assert cpp.why_not() is None and kept.stat().st_mtime_ns == stamp
+    with monkeypatch.context() as changed:
+        changed.setattr(cpp, "FLAGS", (*cpp.FLAGS, "-DOTHER"))
+        cpp.library.cache_clear()
+        assert cpp.why_not() is None and len(list(kept.parent.iterdir())) == 2
+
+
+@pytest.mark.parametrize("spoil", ["compiler", "folder"])
+def test_kernels_that_cannot_be_built_say_why(monkeypatch, fresh, tmp_path, spoil):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if spoil == "compiler":
+        broken = tmp_path / "c++"
+        broken.write_text("#!/bin/sh\necho 'fatal error: out of luck' >&2\nexit 1\n")
+        broken.chmod(0o755)
+        monkeypatch.setenv("CXX", str(broken))
+        expected = f"{broken} failed: fatal error: out of luck"
+    else:
+        if cpp.compiler() is None:
+            pytest.skip("no C++ compiler")
+        (tmp_path / "coppice").write_text("in the way")
+        expected = "Not a directory"
+    assert expected in (cpp.why_not() or "")
+    with pytest.warns(UserWarning, match="the kernels in PyTorch run"):
+        assert Engine.load(MODEL, dtype="float32", kv_memory=1 << 22).runner.impl == "cpu"
 
 
 def test_a_compiler_that_fails_is_warned_of_and_left_out():

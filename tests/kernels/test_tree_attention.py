@@ -16,23 +16,27 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import cpp
 from kernels.kv_write import kv_write
 from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, KVCache, TreeLayout, unpack_bits
 from kernels.tree_attention import cpu, reference, tree_attention
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-GPU_DTYPES = DTYPES[1:]  # what the Triton kernels take
+KERNEL_DTYPES = DTYPES[1:]  # what the C++ and the Triton kernels take
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled on this machine's GPU")
 on_gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 TRITON = [pytest.param("cpu", marks=(needs_triton, interpreted), id="interpreted"), pytest.param("cuda", marks=on_gpu)]
+needs_cpp = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 EVERY_IMPL = [  # (impl, device)
     pytest.param("reference", "cpu", id="reference"),
     pytest.param("cpu", "cpu", id="cpu"),
+    pytest.param("cpp", "cpu", marks=needs_cpp, id="cpp"),
     pytest.param("triton", "cpu", marks=(needs_triton, interpreted), id="interpreted"),
     pytest.param("triton", "cuda", marks=on_gpu, id="cuda"),
 ]
 FAST = EVERY_IMPL[1:]
+KERNELS = EVERY_IMPL[2:]
 
 
 @dataclasses.dataclass
@@ -221,31 +225,31 @@ def random_trees(rng):
     return trees
 
 
-@pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize(("impl", "device"), KERNELS)
 @pytest.mark.parametrize("name", FORESTS)
-def test_triton_equals_definition(name, device):
+def test_kernels_equal_definition(name, impl, device):
     trees, shape = FORESTS[name]
     f = forest(hash_of(name), trees, **shape)
     own = slice(0, len(f.q_THD) - shape.get("padding", 0))
-    for window, dtype in zip((None, 7, 64), GPU_DTYPES, strict=True):
+    for window, dtype in zip((None, 7, 64), KERNEL_DTYPES, strict=True):
         (q, k, v), wide = cast(f, dtype)
         exact = naive(*wide, f.layout, 0.3, window)
-        out = run("triton", device, q, k, v, f.layout, 0.3, window)
+        out = run(impl, device, q, k, v, f.layout, 0.3, window)
         tolerance = max(4 * torch.finfo(dtype).eps, 1e-5)
         torch.testing.assert_close(out[own].double(), exact[own], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize(("impl", "device"), KERNELS)
 @pytest.mark.parametrize(
     ("prefix", "queries"),
     [(0, 1), (0, 15), (1, 128), (15, 1), (16, 15), (17, 64), (63, 3), (255, 33), (1000, 15), (4096, 1), (4096, 128)],
 )
-def test_triton_over_prefix_lengths(prefix, queries, device):
+def test_kernels_over_prefix_lengths(prefix, queries, impl, device):
     f = forest(prefix + queries, [(prefix, 0, queries + 20, queries)], head_dim=32)
     (q, k, v), wide = cast(f, torch.bfloat16)
     exact = reference.tree_attention(*wide, f.layout, 0.2, None)
     plain = (naive(q, k, v, f.layout, 0.2, None).double() - exact).abs()
-    ours = (run("triton", device, q, k, v, f.layout, 0.2).double() - exact).abs()
+    ours = (run(impl, device, q, k, v, f.layout, 0.2).double() - exact).abs()
     assert ours.max() <= 2 * plain.max() and ours.pow(2).mean() <= 4 * plain.pow(2).mean()
 
 
@@ -253,8 +257,8 @@ def test_triton_over_prefix_lengths(prefix, queries, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("seed", range(6))
 def test_error_is_at_most_twice_that_of_plain_pytorch(seed, dtype, impl, device):
-    if impl == "triton" and dtype not in GPU_DTYPES:
-        pytest.skip("not a dtype of the Triton kernels")
+    if impl != "cpu" and dtype not in KERNEL_DTYPES:
+        pytest.skip("not a dtype of the kernels")
     rng = random.Random(seed)
     heads, kv_heads = rng.choice([(4, 4), (4, 2), (6, 1), (8, 2)])
     f = forest(seed, random_trees(rng), heads=heads, kv_heads=kv_heads, head_dim=rng.choice([8, 16, 24, 33, 64]),
@@ -272,7 +276,7 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(seed, dtype, impl, device)
 
 
 @pytest.mark.parametrize(("impl", "device"), FAST)
-@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_a_trunk_in_many_pieces_loses_no_precision(dtype, impl, device):
     """Adding up 75 pieces in low precision would."""
     f = forest(5, [(600, 20, 0, 0), (600, 0, 33, 15)], page=8, head_dim=64)
@@ -309,6 +313,44 @@ def test_splits_of_the_keys_do_not_show(device, monkeypatch):
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
 
 
+@needs_cpp
+@pytest.mark.parametrize("threads", [1, 2, 7, 32])
+def test_threads_and_cuts_of_the_trunk_do_not_show(threads):
+    f = forest(6, [(2100, 0, 70, 20), (700, 30, 0, 0), (1, 0, 33, 4)], heads=8, padding=3)
+    (q, k, v), wide = cast(f, torch.float32)
+    own, before = slice(0, -3), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for window in (None, 300):
+            out = run("cpp", "cpu", q, k, v, f.layout, 0.25, window)
+            exact = naive(*wide, f.layout, 0.25, window)
+            torch.testing.assert_close(out[own].double(), exact[own], rtol=1e-5, atol=1e-6)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_cpp
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_comes_out(bad):
+    """Or nobody would be told of a layer that breaks down."""
+    f = forest(6, [(70, 0, 33, 4)])
+    (q, k, v), _ = cast(f, torch.float32)
+    q[..., 3] = q[..., 3].abs()
+    for x, wrong in ((q, bad), (k, bad), (k, -bad), (v, bad)):  # -inf: no score is left
+        kept = x.clone()
+        x[..., 3] = wrong
+        assert not run("cpp", "cpu", q, k, v, f.layout, 0.25).isfinite().all(-1).any()
+        x.copy_(kept)
+
+
+@needs_cpp
+def test_more_heads_to_a_group_than_a_tile_has_rows():
+    f = forest(6, [(90, 0, 33, 4), (20, 20, 0, 0)], heads=142, kv_heads=2, head_dim=8)
+    (q, k, v), wide = cast(f, torch.float32)
+    exact = naive(*wide, f.layout, 0.25, None)
+    torch.testing.assert_close(run("cpp", "cpu", q, k, v, f.layout, 0.25).double(), exact, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("device", TRITON)
 def test_a_page_table_may_lie_by_columns(device):
     f = forest(6, [(700, 0, 70, 20), (90, 30, 0, 0)])
@@ -317,16 +359,16 @@ def test_a_page_table_may_lie_by_columns(device):
     assert run("triton", device, q, k, v, columns, 0.25).equal(run("triton", device, q, k, v, f.layout, 0.25))
 
 
-@pytest.mark.parametrize("device", TRITON)
-def test_a_reused_slot_is_its_new_token(device):
+@pytest.mark.parametrize(("impl", "device"), KERNELS)
+def test_a_reused_slot_is_its_new_token(impl, device):
     f = forest(9, [(50, 0, 40, 20)], head_dim=24)
     (q, k, v), _ = cast(f, torch.float32)
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randn(20, 2, 24, generator=generator).to(device) for _ in range(2)]
     k, v, layout = k.to(device), v.to(device), f.layout.to(device)
-    before = tree_attention(q.to(device), k, v, layout, scale=0.25, impl="triton")
-    kv_write(k, v, *rows, layout.write_slots_T, impl="triton")
-    after = tree_attention(q.to(device), k, v, layout, scale=0.25, impl="triton")
+    before = tree_attention(q.to(device), k, v, layout, scale=0.25, impl=impl)
+    kv_write(k, v, *rows, layout.write_slots_T, impl=impl)
+    after = tree_attention(q.to(device), k, v, layout, scale=0.25, impl=impl)
     expected = naive(q, k.cpu(), v.cpu(), f.layout, 0.25, None)
     torch.testing.assert_close(after.cpu(), expected)
     assert not torch.isclose(before, after).all(-1).any()
@@ -365,6 +407,9 @@ def test_queries_are_not_changed_and_may_be_strided(impl, device):
     assert wide.equal(kept) and out.equal(tree_attention(q, k, v, layout, scale=1.0))
     transposed = q.transpose(0, 1).contiguous().transpose(0, 1)
     torch.testing.assert_close(tree_attention(transposed, k, v, layout, scale=1.0), out)
+    if impl != "triton":  # which refuses it
+        every_second = q.repeat_interleave(2, 2)[..., ::2]
+        torch.testing.assert_close(tree_attention(every_second, k, v, layout, scale=1.0), out)
 
 
 @pytest.mark.parametrize(("impl", "device"), FAST)
@@ -395,6 +440,21 @@ def test_front_checks_its_arguments():
             kv_write(k, v, *bad, f.layout.write_slots_T)
     with pytest.raises(ValueError, match="impl"):
         kv_write(k, v, rows, rows, f.layout.write_slots_T, impl="fast")
+
+
+@needs_cpp
+def test_cpp_refuses_what_it_cannot_do():
+    f = forest(2, [(20, 0, 18, 6)])
+    (q, k, v), _ = cast(f, torch.float32)
+    layout, rows = dataclasses.replace(f.layout, impl="cpp"), torch.zeros(6, 2, 16)
+    with pytest.raises(ValueError, match="expected float32, bfloat16 or float16 on a CPU"):
+        tree_attention(q.double(), k.double(), v.double(), layout, scale=1.0)
+    with pytest.raises(ValueError, match="contiguous k and v"):
+        tree_attention(q, k.repeat(1, 1, 2)[..., :16], v, layout, scale=1.0)
+    with pytest.raises(ValueError, match="contiguous cache"):
+        kv_write(k.repeat(1, 1, 2)[..., :16], v, rows, rows, layout.write_slots_T, impl="cpp")
+    with pytest.raises(ValueError, match="one dtype"):
+        kv_write(k, v, rows, rows.double(), layout.write_slots_T, impl="cpp")
 
 
 @pytest.mark.parametrize("device", TRITON)
@@ -441,19 +501,21 @@ def test_kv_write_into_one_layer_of_a_cache(impl, device):
     assert whole[0].eq(0).all() and whole[1].transpose(0, 1)[[4, 9, 6, 19]].equal(rows)
 
 
+@pytest.mark.parametrize("impl", ["cpu", pytest.param("cpp", marks=needs_cpp)])
 @pytest.mark.parametrize("name", ["branches", "prefill without and with a prefix", "padding rows after branches"])
-def test_custom_ops(name):
+def test_custom_ops(name, impl):
     trees, shape = FORESTS[name]
     f = forest(4, trees, **shape)
     (q, k, v), _ = cast(f, torch.float32)
     q, layout = q.nan_to_num(0), f.layout
     arguments = (q, k.nan_to_num(0), v.nan_to_num(0), layout.positions_T, layout.token_starts, layout.trunk_seen_T,
                  layout.trunk_runs, layout.branch_slots_RW, layout.branch_positions_RW, layout.ancestry_TC)  # fmt: skip
+    attention, write = (getattr(torch.ops.coppice, f"{name}_{impl}").default for name in ("tree_attention", "kv_write"))
     for window in (None, 9):
-        torch.library.opcheck(torch.ops.coppice.tree_attention_cpu.default, (*arguments, 0.25, window))
+        torch.library.opcheck(attention, (*arguments, 0.25, window))
     rows = torch.randn(len(q), k.shape[0], k.shape[2])
     slots = torch.arange(2, 2 + len(q))
-    torch.library.opcheck(torch.ops.coppice.kv_write_cpu.default, (arguments[1], arguments[2], rows, rows, slots))
+    torch.library.opcheck(write, (arguments[1], arguments[2], rows, rows, slots))
 
 
 @pytest.mark.parametrize("device", TRITON)
@@ -471,11 +533,11 @@ def test_triton_custom_ops(device):
     torch.library.opcheck(torch.ops.coppice.kv_write_triton.default, (k, v, rows, rows, slots))
 
 
-@pytest.mark.parametrize("device", TRITON)
-def test_triton_is_opaque_to_the_compiler(device):
+@pytest.mark.parametrize(("impl", "device"), FAST)
+def test_they_are_opaque_to_the_compiler(impl, device):
     f = forest(4, [(45, 0, 18, 6), (30, 30, 0, 0)])
     q, k, v = (x.to(device) for x in cast(f, torch.float32)[0])
-    layout = dataclasses.replace(f.layout.to(device), impl="triton")
+    layout = dataclasses.replace(f.layout.to(device), impl=impl)
 
     def layer(q, k, v, layout):
         kv_write(k, v, q[:, :2] * 2, q[:, 2:] * 2, layout.write_slots_T, impl=layout.impl)

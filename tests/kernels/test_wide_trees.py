@@ -8,7 +8,8 @@ import torch
 from engine.packing import Chunk, pack
 from engine.pool import PagePool
 from engine.tree import TokenTree
-from kernels.tree_attention import cpu, reference
+from kernels import cpp
+from kernels.tree_attention import cpu, tree_attention
 from models.layers import ModelShape
 
 SHAPE = ModelShape(layers=1, kv_heads=2, head_dim=8, vocab_size=1, max_positions=None)
@@ -35,7 +36,7 @@ def grown(seed, chains, depth, *, fork=0.0, drop=0, page=1):
     return tree, ends
 
 
-def attend(run, chunks, window, dtype=torch.float64, heads=6):
+def attend(impl, chunks, window, dtype=torch.float64, heads=6):
     pool = chunks[0].tree.pool
     p = pack(chunks, pool.page_size)
     generator = torch.Generator().manual_seed(0)
@@ -46,7 +47,14 @@ def attend(run, chunks, window, dtype=torch.float64, heads=6):
         x[:, live] = torch.randn(2, len(live), SHAPE.head_dim, generator=generator, dtype=torch.float64).to(dtype)
         x[:, 0] = 0
     q = torch.randn(len(p.tokens_T), heads, SHAPE.head_dim, generator=generator, dtype=torch.float64).to(dtype)
-    return run(q, k, v, p.layout, 0.4, window), p.layout
+    return tree_attention(q, k, v, p.layout, scale=0.4, window=window, impl=impl), p.layout
+
+
+def kernel_equals_definition(chunks, window):
+    if cpp.why_not() is None:
+        fast, _ = attend("cpp", chunks, window, torch.float32)
+        slow, _ = attend("reference", chunks, window, torch.float32)
+        torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-6)
 
 
 def next_chunk(tree, nodes):
@@ -70,10 +78,11 @@ def next_chunk(tree, nodes):
 def test_decoding(options, own, window):
     tree, ends = grown(3, **options)
     chunk = next_chunk(tree, ends)
-    fast, layout = attend(cpu.tree_attention, [chunk], window)
+    fast, layout = attend("cpu", [chunk], window)
     assert (cpu._columns(layout.ancestry_TC)[0].dim() == 2) == own
-    slow, _ = attend(reference.tree_attention, [chunk], window)
+    slow, _ = attend("reference", [chunk], window)
     torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
+    kernel_equals_definition([chunk], window)
 
 
 def test_many_tiles_and_a_narrow_neighbour(monkeypatch):
@@ -81,17 +90,18 @@ def test_many_tiles_and_a_narrow_neighbour(monkeypatch):
     narrow = TokenTree(wide.pool, [1, 2])
     narrow.place(*narrow.pending([narrow.root]))
     chunks = [next_chunk(narrow, narrow.grow([narrow.root] * 3, [7, 8, 9])), next_chunk(wide, ends)]
-    whole, _ = attend(cpu.tree_attention, chunks, None)
-    slow, _ = attend(reference.tree_attention, chunks, None)
+    whole, _ = attend("cpu", chunks, None)
+    slow, _ = attend("reference", chunks, None)
     torch.testing.assert_close(whole, slow, rtol=1e-11, atol=1e-12)
+    kernel_equals_definition(chunks, None)
     for slots in (1, 70, 300):
         monkeypatch.setattr(cpu, "TILE_SLOTS", slots)
         cpu._tiles.cache_clear()
-        tiled, _ = attend(cpu.tree_attention, chunks, None)
+        tiled, _ = attend("cpu", chunks, None)
         torch.testing.assert_close(tiled, whole, rtol=1e-12, atol=1e-13)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        low, _ = attend(cpu.tree_attention, chunks, None, dtype)
-        exact, _ = attend(reference.tree_attention, chunks, None, dtype)
+        low, _ = attend("cpu", chunks, None, dtype)
+        exact, _ = attend("reference", chunks, None, dtype)
         torch.testing.assert_close(low.double(), exact.double(), rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
@@ -102,9 +112,10 @@ def test_reading_whole_texts_at_once():
     for end in ends[:6]:
         more += tree.grow_path(end, range(10_000, 10_032))
     chunk = next_chunk(tree, [more[32 * i + 31] for i in range(6)])
-    fast, layout = attend(cpu.tree_attention, [chunk], None)
-    slow, _ = attend(reference.tree_attention, [chunk], None)
+    fast, layout = attend("cpu", [chunk], None)
+    slow, _ = attend("reference", [chunk], None)
     torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
+    kernel_equals_definition([chunk], None)
     columns, visible = cpu._columns(layout.ancestry_TC)
     assert columns.dim() == 1 and len(columns) == len(chunk.nodes) + 6 * 19 < layout.branch_slots_RW.shape[1]
     assert visible.any(0).all()

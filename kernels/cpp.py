@@ -1,0 +1,83 @@
+"""The C++ kernels of this package: built for this machine when first wanted, kept on disk, called through ctypes."""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCES = sorted(Path(__file__).parent.glob("*/*.cpp"))
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC", "-shared")
+KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class BuildError(Exception):
+    """The kernels cannot be built here. The message says why."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, or the first of the usual names that there is."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
+
+
+def cache_folder() -> Path:
+    """Where compiled code is kept from run to run."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coppice"
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """The kernels, built first if no earlier run of this machine, compiler and source did.
+
+    Threads are those of torch's own OpenMP runtime, which is loaded already.
+
+    Raises:
+        BuildError: no compiler, one that fails, or no place to write to.
+    """
+    command = compiler()
+    if command is None:
+        raise BuildError("no C++ compiler was found")
+    try:
+        # Names the compiler and every instruction set that -march=native turned on.
+        macros = _run([command, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
+        digest = hashlib.sha256(repr((FLAGS, macros)).encode())
+        for source in SOURCES:
+            digest.update(source.read_bytes())
+        path = cache_folder() / "kernels" / f"{digest.hexdigest()[:32]}.so"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                built = Path(folder) / path.name
+                _run([command, *FLAGS, "-o", str(built), *map(str, SOURCES)])
+                built.replace(path)  # at once, as other processes may do the same
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(str(error)) from error
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise BuildError(f"{command[0]} failed: {next((line for line in said if 'error' in line), said[0])}")
+    return done.stdout
+
+
+def why_not() -> str | None:
+    """Why there are no C++ kernels on this machine; None: there are."""
+    try:
+        library()
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+def pointer(x: Tensor) -> ctypes.c_void_p:
+    """The address of a tensor's first element."""
+    return ctypes.c_void_p(x.data_ptr())

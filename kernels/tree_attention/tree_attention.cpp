@@ -1,0 +1,357 @@
+// Tree attention on a CPU. Query rows are the lanes of a vector: a score is a broadcast element of a key times a
+// vector of the rows' elements, so keys and values are read where they lie, once for all rows of a tile; nothing is
+// gathered, transposed or copied (16-bit ones become floats, a block at a time). The softmax runs along with the keys
+// (Milakov and Gimelshein, 2018). Where there are fewer tiles than threads, long trunks are cut and the cuts merged.
+//
+// Shape legend: kernels/layout.py. A row is one query head of one token; the rows of a tile share a key/value head.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+// In step with `Problem` in cpp.py. Strides count elements.
+struct Problem {
+    int64_t heads, kv_heads, head_dim, slots, trees, run_count, table_width, words, q_token, q_head, window, threads;
+    const int64_t* positions;
+    const int32_t* starts;
+    const int32_t* seen;
+    const int32_t* runs;
+    const int64_t* branch_slots;
+    const int32_t* branch_positions;
+    const uint32_t* ancestry;
+    float scale;
+};
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+constexpr int VECTORS = 4;   // of rows, at most, in a tile
+constexpr int BLOCK = 32;    // keys between two looks at the largest score
+constexpr int KEYS = 8;      // whose scores are added up in registers together; divides BLOCK
+constexpr int DIMS = 16;     // of the values, likewise
+constexpr int SHORT = 256;   // trunk tokens; no cut is shorter
+constexpr int SMALL = 1 << 14;  // vector products; fewer are not worth waking threads
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+
+const Floats NEVER = Floats{} - INFINITY;
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(_Float16 x) { return x; }
+inline float to_float(BFloat16 x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float y;
+    std::memcpy(&y, &bits, sizeof y);
+    return y;
+}
+
+inline void from_float(float x, float& y) { y = x; }
+inline void from_float(float x, _Float16& y) { y = x; }
+inline void from_float(float x, BFloat16& y) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    y.bits = x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // the nearest, ties to even
+}
+
+inline Floats larger(Floats x, Floats y) { return x > y ? x : y; }
+
+// 2^x for x <= 0, within 2e-7 of the value; NaN stays NaN.
+inline Floats exp2_of(Floats x) {
+    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction
+    const Floats clipped = x < -126.0f ? Floats{} - 126.0f : x;
+    const Floats whole = (clipped + ROUND) - ROUND, f = clipped - whole;
+    Floats y = Floats{} + 1.535336188319500e-4f;  // Cephes, exp2f
+    y = y * f + 1.339887440266574e-3f;
+    y = y * f + 9.618437357674640e-3f;
+    y = y * f + 5.550332471162809e-2f;
+    y = y * f + 2.402264791363012e-1f;
+    y = y * f + 6.931472028550421e-1f;
+    y = y * f + 1.0f;
+    const Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
+    return x < -126.0f ? Floats{} : y * (Floats)power;
+}
+
+// Rows first .. last - 1 of a tree, counted token by token and head by head.
+struct Tile {
+    int tree, first, last;
+};
+
+// What the rows of a tile have gathered from some of their keys.
+struct Part {
+    Floats most[VECTORS], sum[VECTORS];  // the largest score, and the sum of 2^(score - largest)
+    std::vector<Floats> out_D;           // of each vector in turn: the sum of values times 2^(score - largest)
+};
+
+template <typename T>
+class Worker {
+   public:
+    Worker(const Problem& p, const T* q, const T* k, const T* v, T* out)
+        : p(p), q(q), k(k), v(v), out(out), D(p.head_dim), group(p.heads / p.kv_heads), q_D(VECTORS * D) {
+        part.out_D.resize(VECTORS * D);
+        if (!std::is_same_v<T, float>) room.resize(2 * BLOCK * D);
+    }
+
+    Part part;
+
+    // A tile's rows over one of the cuts of the trunk; the last one has the branches too.
+    void run(const Tile& tile, int g, int cut, int cuts, Part& part) {
+        const int vectors = (tile.last - tile.first + LANES - 1) / LANES;
+        Ints seen[VECTORS], oldest[VECTORS];
+        int all_see[VECTORS], none_sees[VECTORS], latest[VECTORS];  // bounds of `seen`, and the largest `oldest`
+        int start = INT32_MAX, end = 0;
+        for (int i = 0; i < vectors; i++) {
+            part.most[i] = NEVER, part.sum[i] = Floats{};
+            all_see[i] = INT32_MAX, none_sees[i] = latest[i] = 0;
+            for (int lane = 0; lane < LANES; lane++) {
+                const int row = row_of(tile, i, lane), token = token_of(tile, row);
+                const T* from = q + token * p.q_token + (g * group + row % group) * p.q_head;
+                for (int d = 0; d < D; d++) q_D[i * D + d][lane] = to_float(from[d]) * p.scale * 1.44269504f;
+                const int sees = p.seen[token], old = oldest_of(token);
+                seen[i][lane] = sees, oldest[i][lane] = old;
+                all_see[i] = std::min(all_see[i], sees), none_sees[i] = std::max(none_sees[i], sees);
+                start = std::min(start, old), latest[i] = std::max(latest[i], old);
+            }
+            std::fill_n(&part.out_D[i * D], D, Floats{});
+            end = std::max(end, none_sees[i]);
+        }
+        start = std::min(start, end);
+        const int64_t span = end - start, low = start + span * cut / cuts, high = start + span * (cut + 1) / cuts;
+        int64_t place = low;  // of the first slot that waits
+        auto flush = [&] {
+            load(g, true);
+            for (int i = 0; i < vectors; i++) {
+                if (place >= none_sees[i]) continue;
+                const bool masked = place + n > all_see[i] || place < latest[i];
+                const Ints last = seen[i] - int32_t(place), old = oldest[i] - int32_t(place);
+                attend(i, part, masked, [&](int j) { return (last <= j) | (old > j); });
+            }
+            place += n, n = 0;
+        };
+        int64_t first = 0;  // place of a run's first token
+        for (int64_t r = 0; r < p.run_count && first < high; r++) {
+            if (p.runs[3 * r] != tile.tree) continue;
+            const int64_t slot = p.runs[3 * r + 1], length = p.runs[3 * r + 2], last = std::min(high, first + length);
+            for (int64_t at = std::max(low, first); at < last; at++) {
+                slots[n++] = slot + at - first;
+                if (n == BLOCK) flush();
+            }
+            first += length;
+        }
+        if (n) flush();
+        if (cut == cuts - 1)
+            for (int i = 0; i < vectors; i++) branches(tile, g, i, oldest[i], part);
+    }
+
+    // Adds another cut's part.
+    static void merge(const Part& from, Part& into, int vectors, int D) {
+        for (int i = 0; i < vectors; i++) {
+            const Floats most = larger(from.most[i], into.most[i]), base = most == NEVER ? Floats{} : most;
+            const Floats theirs = exp2_of(from.most[i] - base), ours = exp2_of(into.most[i] - base);
+            into.most[i] = most;
+            into.sum[i] = from.sum[i] * theirs + into.sum[i] * ours;
+            for (int d = i * D; d < (i + 1) * D; d++) into.out_D[d] = from.out_D[d] * theirs + into.out_D[d] * ours;
+        }
+    }
+
+    void write(const Tile& tile, int g, const Part& part) {
+        for (int row = tile.first; row < tile.last; row++) {
+            const int i = (row - tile.first) / LANES, lane = (row - tile.first) % LANES;
+            const int token = token_of(tile, row);
+            const float sum = part.sum[i][lane], share = sum == 0 ? (is_blind(tile.tree, token) ? 0 : NAN) : 1 / sum;
+            T* to = out + (token * p.heads + g * group + row % group) * D;
+            for (int d = 0; d < D; d++) from_float(part.out_D[i * D + d][lane] * share, to[d]);
+        }
+    }
+
+   private:
+    const Problem& p;
+    const T *q, *k, *v;
+    T* out;
+    const int D, group;
+    std::vector<Floats> q_D;  // of each vector of rows in turn, times scale and log2(e)
+    std::vector<float> room;  // for converted keys and values
+    int n = 0;                // slots that wait
+    int64_t slots[BLOCK];
+    const float *keys[BLOCK], *values[BLOCK];  // of the loaded slots
+    const char *next_k, *next_v;               // what to fetch from memory meanwhile
+
+    static int row_of(const Tile& tile, int i, int lane) {
+        return std::min(tile.first + i * LANES + lane, tile.last - 1);
+    }
+    int token_of(const Tile& tile, int row) const { return p.starts[tile.tree] + row / group; }
+
+    int oldest_of(int token) const {
+        return p.window < 0 ? 0 : std::max<int64_t>(0, p.positions[token] - p.window + 1);
+    }
+
+    // Whether a token sees nothing at all, as padding does; if it sees something, a sum of 0 is an overflow.
+    bool is_blind(int tree, int token) const {
+        const int oldest = oldest_of(token);
+        if (p.seen[token] > oldest) return false;
+        for (int column = 0; column < p.table_width; column++)
+            if (p.ancestry[token * p.words + column / 32] >> column % 32 & 1 &&
+                p.branch_positions[tree * p.table_width + column] >= oldest)
+                return false;
+        return true;
+    }
+
+    void load(int g, bool ahead) {
+        const T *k_SD = k + g * p.slots * D, *v_SD = v + g * p.slots * D;
+        convert(k_SD, keys, room.data());
+        convert(v_SD, values, room.data() + BLOCK * D);
+        next_k = ahead ? (const char*)(k_SD + (slots[n - 1] + 1) * D) : nullptr;
+        next_v = (const char*)(v_SD + (slots[n - 1] + 1) * D);
+    }
+
+    // Where the waiting slots' rows are as floats; neighbours are converted in one go.
+    void convert(const T* rows_SD, const float** at, float* to) {
+        if constexpr (std::is_same_v<T, float>) {
+            for (int j = 0; j < n; j++) at[j] = rows_SD + slots[j] * D;
+        } else {
+            for (int j = 0, first = 0; j < n; j++) {
+                at[j] = to + j * D;
+                if (j + 1 < n && slots[j + 1] == slots[j] + 1) continue;
+                const T* from = rows_SD + slots[first] * D;
+                for (int d = 0; d < (j + 1 - first) * D; d++) to[first * D + d] = to_float(from[d]);
+                first = j + 1;
+            }
+        }
+        for (int j = n; j % KEYS; j++) at[j] = at[0];
+    }
+
+    // The loaded slots' share of vector i. `hidden(j)`: the lanes that do not see slot j.
+    template <typename Hidden>
+    void attend(int i, Part& part, bool masked, Hidden hidden) {
+        Floats scores[BLOCK], most = part.most[i], sum{};
+        for (int j = 0; j < n; j += KEYS) {
+            fetch();
+            score(&q_D[i * D], keys + j, scores + j);
+        }
+        next_k = nullptr;
+        if (masked)
+            for (int j = 0; j < n; j++) scores[j] = hidden(j) ? NEVER : scores[j];
+        for (int j = 0; j < n; j++) most = larger(scores[j], most);
+        const Floats base = most == NEVER ? Floats{} : most;
+        for (int j = 0; j < n; j++) sum += scores[j] = exp2_of(scores[j] - base);
+        const Floats keep = exp2_of(part.most[i] - base);
+        part.most[i] = most;
+        part.sum[i] = part.sum[i] * keep + sum;
+        int d = 0;
+        for (; d + DIMS <= D; d += DIMS) mix<DIMS>(scores, keep, d, &part.out_D[i * D]);
+        for (; d < D; d++) mix<1>(scores, keep, d, &part.out_D[i * D]);
+    }
+
+    void score(const Floats* q_D, const float* const* keys, Floats* scores) {
+        Floats sum[KEYS] = {};
+        for (int d = 0; d < D; d++)
+            for (int j = 0; j < KEYS; j++) sum[j] += q_D[d] * keys[j][d];
+        for (int j = 0; j < KEYS; j++) scores[j] = sum[j];
+    }
+
+    template <int COUNT>
+    void mix(const Floats* p, Floats keep, int d, Floats* out_D) {
+        Floats sum[COUNT];
+        for (int i = 0; i < COUNT; i++) sum[i] = out_D[d + i] * keep;
+        for (int j = 0; j < n; j++)
+            for (int i = 0; i < COUNT; i++) sum[i] += p[j] * values[j][d + i];
+        for (int i = 0; i < COUNT; i++) out_D[d + i] = sum[i];
+    }
+
+    // The trunk's next KEYS rows, most likely, into the second-level cache.
+    void fetch() {
+        if (!next_k) return;
+        for (int b = 0; b < int(KEYS * D * sizeof(T)); b += 64) {
+            __builtin_prefetch(next_k + b, 0, 1);
+            __builtin_prefetch(next_v + b, 0, 1);
+        }
+        next_k += KEYS * D * sizeof(T), next_v += KEYS * D * sizeof(T);
+    }
+
+    // Vector i over those branch slots that any of its rows sees.
+    void branches(const Tile& tile, int g, int i, Ints oldest, Part& part) {
+        const int64_t* slot_of = p.branch_slots + tile.tree * p.table_width;
+        const int32_t* position_of = p.branch_positions + tile.tree * p.table_width;
+        Ints visible[BLOCK];
+        auto flush = [&] {
+            load(g, false);
+            attend(i, part, true, [&](int j) { return visible[j] == 0; });
+            n = 0;
+        };
+        for (int c = 0; c < p.words; c++) {
+            Ints words;
+            uint32_t any = 0;
+            for (int lane = 0; lane < LANES; lane++) {
+                const uint32_t word = p.ancestry[token_of(tile, row_of(tile, i, lane)) * p.words + c];
+                words[lane] = word, any |= word;
+            }
+            for (; any; any &= any - 1) {
+                const int bit = __builtin_ctz(any), column = 32 * c + bit;
+                slots[n] = slot_of[column];
+                visible[n++] = ((words >> bit) & 1) & (oldest <= position_of[column]);
+                if (n == BLOCK) flush();
+            }
+        }
+        if (n) flush();
+    }
+};
+
+template <typename T>
+void tree_attention(const Problem& p, const void* q, const void* k, const void* v, void* out) {
+    const int D = p.head_dim, G = p.kv_heads, group = p.heads / G;
+    std::vector<Tile> tiles;
+    int64_t keys = p.table_width;
+    for (int r = 0; r < p.trees; r++) {
+        const int rows = (p.starts[r + 1] - p.starts[r]) * group;
+        for (int row = 0; row < rows; row += VECTORS * LANES)
+            tiles.push_back({r, row, std::min(row + VECTORS * LANES, rows)});
+    }
+    for (int64_t r = 0; r < p.run_count; r++) keys = std::max<int64_t>(keys, p.runs[3 * r + 2]);
+    const int units = tiles.size() * G;
+    if (!units) return;
+    const int cuts = std::clamp<int64_t>(keys / SHORT, 1, (p.threads + units - 1) / units);
+    std::vector<Part> parts(cuts > 1 ? units * cuts : 0);
+#pragma omp parallel num_threads(p.threads) if (units * keys * D > SMALL)
+    {
+        Worker<T> worker(p, (const T*)q, (const T*)k, (const T*)v, (T*)out);
+#pragma omp for schedule(dynamic)
+        for (int u = 0; u < units * cuts; u++) {
+            const Tile& tile = tiles[u / cuts % tiles.size()];
+            const int g = u / cuts / tiles.size();
+            if (cuts > 1) parts[u].out_D.resize(VECTORS * D);
+            Part& part = cuts > 1 ? parts[u] : worker.part;
+            worker.run(tile, g, u % cuts, cuts, part);
+            if (cuts == 1) worker.write(tile, g, part);
+        }
+#pragma omp for
+        for (int u = 0; u < (cuts > 1 ? units : 0); u++) {
+            const Tile& tile = tiles[u % tiles.size()];
+            const int vectors = (tile.last - tile.first + LANES - 1) / LANES;
+            for (int cut = 1; cut < cuts; cut++) worker.merge(parts[u * cuts + cut], parts[u * cuts], vectors, D);
+            worker.write(tile, u / tiles.size(), parts[u * cuts]);
+        }
+    }
+}
+
+}  // namespace
+
+#define EXPORT(NAME, T)                                                                                     \
+    extern "C" void NAME(const Problem* p, const void* q, const void* k, const void* v, void* out) { \
+        tree_attention<T>(*p, q, k, v, out);                                                                \
+    }
+EXPORT(coppice_tree_attention_float32, float)
+EXPORT(coppice_tree_attention_bfloat16, BFloat16)
+EXPORT(coppice_tree_attention_float16, _Float16)
