@@ -6,15 +6,16 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 SOURCES = sorted(Path(__file__).parent.glob("*/*.cpp"))
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC", "-shared")
-KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # what they compute in, see `with_type`
 
 
 class BuildError(Exception):
@@ -47,7 +48,7 @@ def library() -> ctypes.CDLL:
         # Names the compiler and every instruction set that -march=native turned on.
         macros = _run([command, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
         digest = hashlib.sha256(repr((FLAGS, macros)).encode())
-        for source in SOURCES:
+        for source in (*HEADERS, *SOURCES):
             digest.update(source.read_bytes())
         path = cache_folder() / "kernels" / f"{digest.hexdigest()[:32]}.so"
         if not path.exists():
@@ -78,6 +79,14 @@ def why_not() -> str | None:
     return None
 
 
-def pointer(x: Tensor) -> ctypes.c_void_p:
-    """The address of a tensor's first element."""
-    return ctypes.c_void_p(x.data_ptr())
+@lru_cache(maxsize=64)
+def function(name: str, signature: str) -> Callable[..., None]:
+    """A kernel by its name.
+
+    Args:
+        signature: a letter per argument: p an address (`Tensor.data_ptr()`), i an int64, f a float.
+    """
+    found = getattr(library(), name)
+    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+    found.argtypes, found.restype = [kinds[letter] for letter in signature], None
+    return found

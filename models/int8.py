@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from kernels import cpp, rows
+
 CHUNK = 1 << 22  # weights that are floats at once while a matrix is quantised
 
 
@@ -37,12 +39,12 @@ class Int8Linear(nn.Module):
         self.scale_O = scale_O / 127  # the rows of x are scaled to -127 .. 127
         self.zero_O = torch.zeros(len(scale_O), dtype=torch.int32)
         self.bias = torch.cat([b.to(dtype) for b in biases]) if biases is not None else None
+        self.impl = "cpu" if cpp.why_not() else "cpp"
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
-        if torch.compiler.is_compiling():
-            return torch.ops.coppice.int8_linear(x, self.weight, self.scale_O, self.zero_O, self.bias)
-        return int8_linear(x, self.weight, self.scale_O, self.zero_O, self.bias)
+        run = torch.ops.coppice.int8_linear if torch.compiler.is_compiling() else int8_linear
+        return run(x, self.weight, self.scale_O, self.zero_O, self.bias, self.impl)
 
 
 def quantize(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -64,14 +66,13 @@ def quantize(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return rows_OI, scale_O
 
 
-def int8_linear(x: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, bias: Tensor | None) -> Tensor:
-    """The product; scale_O is that of the weights over 127."""
-    steps = x.to(torch.float32, copy=True)
-    top = steps.abs().amax(-1, keepdim=True)
-    # oneDNN is quick with unsigned x alone: 128 stands for 0. A row of zeros makes NaN here and is 0 again at the end.
-    steps = steps.mul_(127 / top).add_(128.5).int().to(torch.uint8)
-    top = top.to(x.dtype)
+def int8_linear(
+    x: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, bias: Tensor | None, impl: str
+) -> Tensor:
+    """The product; scale_O is that of the weights over 127, impl that of quantising x."""
+    steps, top = rows.quantize(x, impl=impl)
     kind = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    # A row of zeros has undefined steps, and is 0 again at the end.
     product = (steps, 1.0, 128, weight, scale_O, zero_O, None, 1.0, 0, kind, "none", [], "")
     y = torch.ops.onednn.qlinear_pointwise(*product).to(x.dtype)
     return y.mul_(top) if bias is None else torch.addcmul(bias, y, top)
@@ -81,5 +82,5 @@ torch.library.custom_op("coppice::int8_linear", int8_linear, mutates_args=())
 
 
 @torch.library.register_fake("coppice::int8_linear")
-def _(x, weight, scale_O, zero_O, bias):
+def _(x, weight, scale_O, zero_O, bias, impl):
     return x.new_empty(*x.shape[:-1], scale_O.shape[0])

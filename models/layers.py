@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.rows import rms_norm, silu_mul
 from models.fields import Fields
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -65,6 +66,19 @@ def head_shape(scores: bool, vocab_size: int, width: int) -> dict[str, tuple[int
     return {"score.weight": (1, width)} if scores else {"lm_head.weight": (vocab_size, width)}
 
 
+def gated(activation: str) -> Callable[..., Tensor]:
+    """The middle of a gated MLP, (x [N, 2M], impl=...) -> [N, M]: the first half, activated, times the second."""
+    if activation in ("silu", "swish"):
+        return silu_mul
+    run = ACTIVATIONS[activation]
+
+    def middle(x_NM: Tensor, *, impl: str) -> Tensor:
+        gate, up = x_NM.chunk(2, -1)
+        return run(gate) * up
+
+    return middle
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight; float32 inside, whatever the dtype (Zhang and Sennrich, 2019)."""
 
@@ -72,8 +86,9 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = weight, eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, x: Tensor, impl: str) -> Tensor:
+        """[..., E] -> the same; `impl` is the pass's."""
+        return rms_norm(x, self.weight, self.eps, impl=impl)
 
 
 class LayerNorm(nn.Module):

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from kernels.kv_write import kv_write
 from kernels.layout import KVCache, TreeLayout
+from kernels.rows import rotary
 from kernels.tree_attention import tree_attention
 from models.checkpoint import Checkpoint
 from models.fields import Fields
-from models.layers import ACTIVATIONS, ModelShape, RMSNorm, architecture, has_scalar_head, head_shape
-from models.rope import BUFFERS, RopeConfig, RotaryEmbedding, apply_rotary
+from models.layers import ACTIVATIONS, ModelShape, RMSNorm, architecture, gated, has_scalar_head, head_shape
+from models.rope import BUFFERS, RopeConfig, RotaryEmbedding
 from models.weights import Weights
 
 ARCHITECTURES = (
@@ -124,14 +125,14 @@ class LlamaLayer(nn.Module):
         self.out = weights.linear(f"{attention}.o_proj", bias=config.attention_bias)
         self.gate_up = weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=config.mlp_bias)
         self.down = weights.linear(f"{mlp}.down_proj", bias=config.mlp_bias)
-        self.activation = ACTIVATIONS[config.activation]
+        self.gate = gated(config.activation)
 
     def forward(
         self, x_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout
     ) -> Tensor:
-        x_TE = x_TE + self.attention(self.attention_norm(x_TE), cos_TD, sin_TD, k_GSD, v_GSD, layout)
-        gate_TM, up_TM = self.gate_up(self.mlp_norm(x_TE)).chunk(2, -1)
-        return x_TE + self.down(self.activation(gate_TM) * up_TM)
+        x_TE = x_TE + self.attention(self.attention_norm(x_TE, layout.impl), cos_TD, sin_TD, k_GSD, v_GSD, layout)
+        middle_TM = self.gate(self.gate_up(self.mlp_norm(x_TE, layout.impl)), impl=layout.impl)
+        return x_TE + self.down(middle_TM)
 
     def attention(
         self, x_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout
@@ -139,7 +140,7 @@ class LlamaLayer(nn.Module):
         c = self.config
         rows_THD = self.qkv(x_TE).unflatten(-1, (c.heads + 2 * c.kv_heads, c.head_dim))
         turned_THD, v_TGD = rows_THD.split([c.heads + c.kv_heads, c.kv_heads], 1)
-        q_THD, k_TGD = apply_rotary(turned_THD, cos_TD, sin_TD).split([c.heads, c.kv_heads], 1)
+        q_THD, k_TGD = rotary(turned_THD, cos_TD, sin_TD, impl=layout.impl).split([c.heads, c.kv_heads], 1)
         kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=layout.impl)
         mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=c.head_dim**-0.5, window=c.window)
         return self.out(mixed_THD.flatten(1))
@@ -193,7 +194,7 @@ class Llama(nn.Module):
         cos_TD, sin_TD = self.rotary.cos_sin(positions_T, spans_T, x_TE.dtype)
         for i, layer in enumerate(self.layers):
             x_TE = layer(x_TE, cos_TD, sin_TD, cache.k_LGSD[i], cache.v_LGSD[i], layout)
-        return self.norm(x_TE)
+        return self.norm(x_TE, layout.impl)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype."""

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from kernels.kv_write import kv_write
 from kernels.layout import KVCache, TreeLayout
+from kernels.rows import rotary
 from kernels.tree_attention import tree_attention
 from models.checkpoint import Checkpoint
 from models.fields import Fields
 from models.layers import ACTIVATIONS, LayerNorm, ModelShape, has_scalar_head, head_shape
-from models.rope import BUFFERS, RopeConfig, RotaryEmbedding, apply_rotary
+from models.rope import BUFFERS, RopeConfig, RotaryEmbedding
 from models.weights import Weights
 
 ARCHITECTURES = ("PhiForCausalLM", "PhiForSequenceClassification")
@@ -123,8 +124,8 @@ class PhiLayer(nn.Module):
         c = self.config
         rows_THD = self.qkv(x_TE).unflatten(-1, (c.heads + 2 * c.kv_heads, c.head_dim))
         q_THD, k_TGD, v_TGD = rows_THD.split([c.heads, c.kv_heads, c.kv_heads], 1)
-        q_THD = apply_rotary(self.q_norm(q_THD), cos_TD, sin_TD)
-        k_TGD = apply_rotary(self.k_norm(k_TGD), cos_TD, sin_TD)
+        q_THD = rotary(self.q_norm(q_THD), cos_TD, sin_TD, impl=layout.impl)
+        k_TGD = rotary(self.k_norm(k_TGD), cos_TD, sin_TD, impl=layout.impl)
         kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=layout.impl)
         return self.out(tree_attention(q_THD, k_GSD, v_GSD, layout, scale=c.head_dim**-0.5).flatten(1))
 

@@ -200,18 +200,6 @@ class RotaryEmbedding:
         return (angles_TD.cos() * scale).to(dtype), (angles_TD.sin() * scale).to(dtype)
 
 
-def apply_rotary(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotates the first D dims of each head (pairs i and i + D/2); dims past them pass through."""
-    dims = cos_TD.shape[-1]
-    head = x_THD[..., :dims]
-    out = head * cos_TD.unsqueeze(-2)
-    (first, second), (out_first, out_second) = head.chunk(2, -1), out.chunk(2, -1)
-    sin = sin_TD[:, None, : dims // 2]
-    out_first.addcmul_(second, sin, value=-1)
-    out_second.addcmul_(first, sin)
-    return out if dims == x_THD.shape[-1] else torch.cat((out, x_THD[..., dims:]), dim=-1)
-
-
 def _geometric(theta: float | Tensor, dims: int) -> Tensor:
     """theta ** -(2i / dims), the plain frequencies, in the operation order of transformers: to the bit."""
     steps = torch.arange(0, dims, 2, dtype=torch.float32, device=getattr(theta, "device", None))

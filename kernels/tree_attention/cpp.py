@@ -5,14 +5,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kernels.cpp import KINDS, library, pointer
+from kernels.cpp import KINDS, function
 
 
 class Problem(ctypes.Structure):
     """In step with `Problem` in tree_attention.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "slots", "trees", "run_count")),
+        *((name, ctypes.c_int64) for name in ("kind", "heads", "kv_heads", "head_dim", "slots", "trees", "run_count")),
         *((name, ctypes.c_int64) for name in ("table_width", "words", "q_token", "q_head", "window", "threads")),
         *((name, ctypes.c_void_p) for name in ("positions", "starts", "seen", "runs", "branch_slots")),
         *((name, ctypes.c_void_p) for name in ("branch_positions", "ancestry")),
@@ -37,21 +37,23 @@ def tree_attention(
     """See the front for arguments; the layout's tensors are contiguous."""
     (T, H, D), (G, S, _) = q_THD.shape, k_GSD.shape
     if q_THD.dtype not in KINDS or q_THD.device.type != "cpu":
-        raise ValueError(f"impl 'cpp': expected float32, bfloat16 or float16 on a CPU, got {q_THD.dtype}, {q_THD.device}")
+        got = f"{q_THD.dtype} on {q_THD.device}"
+        raise ValueError(f"impl 'cpp': expected float32, bfloat16 or float16 on a CPU, got {got}")
     if not (k_GSD.is_contiguous() and v_GSD.is_contiguous()):
         raise ValueError(f"impl 'cpp': expected contiguous k and v, got strides {k_GSD.stride()}, {v_GSD.stride()}")
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
     out_THD = torch.empty(T, H, D, dtype=q_THD.dtype)
     problem = Problem(
-        *(H, G, D, S, len(token_starts) - 1, len(trunk_runs), branch_slots_RW.shape[1], ancestry_TC.shape[1]),
+        *(KINDS[q_THD.dtype], H, G, D, S, len(token_starts) - 1, len(trunk_runs)),
+        *(branch_slots_RW.shape[1], ancestry_TC.shape[1]),
         *(q_THD.stride(0), q_THD.stride(1), -1 if window is None else window, torch.get_num_threads()),
         *(positions_T.data_ptr(), token_starts.data_ptr(), trunk_seen_T.data_ptr(), trunk_runs.data_ptr()),
         *(branch_slots_RW.data_ptr(), branch_positions_RW.data_ptr(), ancestry_TC.data_ptr()),
         scale,
     )
-    run = getattr(library(), f"coppice_tree_attention_{KINDS[q_THD.dtype]}")
-    run(ctypes.byref(problem), pointer(q_THD), pointer(k_GSD), pointer(v_GSD), pointer(out_THD))
+    pointers = (x.data_ptr() for x in (q_THD, k_GSD, v_GSD, out_THD))
+    function("coppice_tree_attention", "ppppp")(ctypes.addressof(problem), *pointers)
     return out_THD
 
 

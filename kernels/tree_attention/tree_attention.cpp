@@ -5,18 +5,15 @@
 //
 // Shape legend: kernels/layout.py. A row is one query head of one token; the rows of a tile share a key/value head.
 
-#include <omp.h>
-
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <vector>
 
+#include "../vectors.h"
+
 // In step with `Problem` in cpp.py. Strides count elements.
 struct Problem {
-    int64_t heads, kv_heads, head_dim, slots, trees, run_count, table_width, words, q_token, q_head, window, threads;
+    int64_t kind, heads, kv_heads, head_dim, slots, trees, run_count, table_width, words, q_token, q_head, window, threads;
     const int64_t* positions;
     const int32_t* starts;
     const int32_t* seen;
@@ -29,11 +26,6 @@ struct Problem {
 
 namespace {
 
-#ifdef __AVX512F__
-constexpr int LANES = 16;
-#else
-constexpr int LANES = 8;
-#endif
 constexpr int VECTORS = 4;   // of rows, at most, in a tile
 constexpr int BLOCK = 32;    // keys between two looks at the largest score
 constexpr int KEYS = 8;      // whose scores are added up in registers together; divides BLOCK
@@ -41,49 +33,8 @@ constexpr int DIMS = 16;     // of the values, likewise
 constexpr int SHORT = 256;   // trunk tokens; no cut is shorter
 constexpr int SMALL = 1 << 14;  // vector products; fewer are not worth waking threads
 
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-
-const Floats NEVER = Floats{} - INFINITY;
-
-struct BFloat16 {
-    uint16_t bits;
-};
-
-inline float to_float(float x) { return x; }
-inline float to_float(_Float16 x) { return x; }
-inline float to_float(BFloat16 x) {
-    const uint32_t bits = uint32_t(x.bits) << 16;
-    float y;
-    std::memcpy(&y, &bits, sizeof y);
-    return y;
-}
-
-inline void from_float(float x, float& y) { y = x; }
-inline void from_float(float x, _Float16& y) { y = x; }
-inline void from_float(float x, BFloat16& y) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    y.bits = x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // the nearest, ties to even
-}
-
-inline Floats larger(Floats x, Floats y) { return x > y ? x : y; }
-
-// 2^x for x <= 0, within 2e-7 of the value; NaN stays NaN.
-inline Floats exp2_of(Floats x) {
-    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction
-    const Floats clipped = x < -126.0f ? Floats{} - 126.0f : x;
-    const Floats whole = (clipped + ROUND) - ROUND, f = clipped - whole;
-    Floats y = Floats{} + 1.535336188319500e-4f;  // Cephes, exp2f
-    y = y * f + 1.339887440266574e-3f;
-    y = y * f + 9.618437357674640e-3f;
-    y = y * f + 5.550332471162809e-2f;
-    y = y * f + 2.402264791363012e-1f;
-    y = y * f + 6.931472028550421e-1f;
-    y = y * f + 1.0f;
-    const Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
-    return x < -126.0f ? Floats{} : y * (Floats)power;
-}
+constexpr float LOG2_E = 1.44269504f;
+const Floats NEVER = all(-INFINITY);
 
 // Rows first .. last - 1 of a tree, counted token by token and head by head.
 struct Tile {
@@ -119,7 +70,10 @@ class Worker {
             for (int lane = 0; lane < LANES; lane++) {
                 const int row = row_of(tile, i, lane), token = token_of(tile, row);
                 const T* from = q + token * p.q_token + (g * group + row % group) * p.q_head;
-                for (int d = 0; d < D; d++) q_D[i * D + d][lane] = to_float(from[d]) * p.scale * 1.44269504f;
+                each(D, [&](int64_t d, auto n) {
+                    const Floats some = load(from + d, n) * (p.scale * LOG2_E);
+                    for (int j = 0; j < n; j++) q_D[i * D + d + j][lane] = some[j];
+                });
                 const int sees = p.seen[token], old = oldest_of(token);
                 seen[i][lane] = sees, oldest[i][lane] = old;
                 all_see[i] = std::min(all_see[i], sees), none_sees[i] = std::max(none_sees[i], sees);
@@ -132,7 +86,7 @@ class Worker {
         const int64_t span = end - start, low = start + span * cut / cuts, high = start + span * (cut + 1) / cuts;
         int64_t place = low;  // of the first slot that waits
         auto flush = [&] {
-            load(g, true);
+            take(g, true);
             for (int i = 0; i < vectors; i++) {
                 if (place >= none_sees[i]) continue;
                 const bool masked = place + n > all_see[i] || place < latest[i];
@@ -173,7 +127,11 @@ class Worker {
             const int token = token_of(tile, row);
             const float sum = part.sum[i][lane], share = sum == 0 ? (is_blind(tile.tree, token) ? 0 : NAN) : 1 / sum;
             T* to = out + (token * p.heads + g * group + row % group) * D;
-            for (int d = 0; d < D; d++) from_float(part.out_D[i * D + d][lane] * share, to[d]);
+            each(D, [&](int64_t d, auto n) {
+                Floats some{};
+                for (int j = 0; j < n; j++) some[j] = part.out_D[i * D + d + j][lane] * share;
+                store(some, to + d, n);
+            });
         }
     }
 
@@ -209,7 +167,7 @@ class Worker {
         return true;
     }
 
-    void load(int g, bool ahead) {
+    void take(int g, bool ahead) {
         const T *k_SD = k + g * p.slots * D, *v_SD = v + g * p.slots * D;
         convert(k_SD, keys, room.data());
         convert(v_SD, values, room.data() + BLOCK * D);
@@ -226,7 +184,7 @@ class Worker {
                 at[j] = to + j * D;
                 if (j + 1 < n && slots[j + 1] == slots[j] + 1) continue;
                 const T* from = rows_SD + slots[first] * D;
-                for (int d = 0; d < (j + 1 - first) * D; d++) to[first * D + d] = to_float(from[d]);
+                each((j + 1 - first) * D, [&](int64_t d, auto n) { store(load(from + d, n), to + first * D + d, n); });
                 first = j + 1;
             }
         }
@@ -287,7 +245,7 @@ class Worker {
         const int32_t* position_of = p.branch_positions + tile.tree * p.table_width;
         Ints visible[BLOCK];
         auto flush = [&] {
-            load(g, false);
+            take(g, false);
             attend(i, part, true, [&](int j) { return visible[j] == 0; });
             n = 0;
         };
@@ -310,7 +268,7 @@ class Worker {
 };
 
 template <typename T>
-void tree_attention(const Problem& p, const void* q, const void* k, const void* v, void* out) {
+void tree_attention(const Problem& p, const T* q, const T* k, const T* v, T* out) {
     const int D = p.head_dim, G = p.kv_heads, group = p.heads / G;
     std::vector<Tile> tiles;
     int64_t keys = p.table_width;
@@ -326,7 +284,7 @@ void tree_attention(const Problem& p, const void* q, const void* k, const void* 
     std::vector<Part> parts(cuts > 1 ? units * cuts : 0);
 #pragma omp parallel num_threads(p.threads) if (units * keys * D > SMALL)
     {
-        Worker<T> worker(p, (const T*)q, (const T*)k, (const T*)v, (T*)out);
+        Worker<T> worker(p, q, k, v, out);
 #pragma omp for schedule(dynamic)
         for (int u = 0; u < units * cuts; u++) {
             const Tile& tile = tiles[u / cuts % tiles.size()];
@@ -348,10 +306,9 @@ void tree_attention(const Problem& p, const void* q, const void* k, const void* 
 
 }  // namespace
 
-#define EXPORT(NAME, T)                                                                                     \
-    extern "C" void NAME(const Problem* p, const void* q, const void* k, const void* v, void* out) { \
-        tree_attention<T>(*p, q, k, v, out);                                                                \
-    }
-EXPORT(coppice_tree_attention_float32, float)
-EXPORT(coppice_tree_attention_bfloat16, BFloat16)
-EXPORT(coppice_tree_attention_float16, _Float16)
+extern "C" void coppice_tree_attention(const Problem* p, const void* q, const void* k, const void* v, void* out) {
+    with_type(p->kind, [&](auto type) {
+        using T = decltype(type);
+        tree_attention(*p, (const T*)q, (const T*)k, (const T*)v, (T*)out);
+    });
+}

@@ -1,0 +1,58 @@
+"""Operators on rows, which stand between a layer's matrix products: the front that picks an implementation.
+
+With impl "cpp" it is C++, eager on a CPU, each operator one pass over its rows. Otherwise it is PyTorch, which a
+compiler fuses.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.rows import cpp, reference
+
+
+def _pick(impl: str):
+    return cpp if impl == "cpp" and not torch.compiler.is_compiling() else reference
+
+
+def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, *, impl: str) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, each row by itself (Zhang and Sennrich, 2019).
+
+    Args:
+        x_NE, weight_E: of one dtype; arithmetic is float32 or better.
+        impl: of the pass, see `kernels.tree_attention`.
+    """
+    return _pick(impl).rms_norm(x_NE, weight_E, eps)
+
+
+def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, impl: str) -> Tensor:
+    """Rotates the first R dims of each head, pairs i and i + R/2; dims past them pass through (Su et al., 2021).
+
+    Args:
+        x_THD: queries or keys.
+        cos_TR, sin_TR: of each token's angles, both halves alike, in the dtype of x.
+        impl: of the pass, see `kernels.tree_attention`.
+    """
+    return _pick(impl).rotary(x_THD, cos_TR, sin_TR)
+
+
+def silu_mul(x_NM: Tensor, *, impl: str) -> Tensor:
+    """SiLU of the first half of each row times the second half, [N, M / 2] (Shazeer, 2020).
+
+    Args:
+        x_NM: gates, then what they let through.
+        impl: of the pass, see `kernels.tree_attention`.
+    """
+    return _pick(impl).silu_mul(x_NM)
+
+
+def quantize(x_NE: Tensor, *, impl: str) -> tuple[Tensor, Tensor]:
+    """Rows in steps of 1 / 127 of their largest magnitude, rounded.
+
+    Args:
+        x_NE: finite rows. One of zeros has undefined steps.
+        impl: of the pass, see `kernels.tree_attention`.
+
+    Returns:
+        uint8 steps [N, E], 128 standing for 0, and the largest magnitudes [N, 1] in the dtype of x.
+    """
+    return _pick(impl).quantize(x_NE)

@@ -1,0 +1,52 @@
+"""Calls the C++ operators on rows (rows.cpp): float32, bfloat16 and float16, a CPU, contiguous but for heads."""
+
+import torch
+from torch import Tensor
+
+from kernels.cpp import KINDS, function
+
+
+def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """See the front for arguments."""
+    x_NE, width = x_NE.contiguous(), x_NE.shape[-1]
+    out_NE = torch.empty_like(x_NE)
+    function("coppice_rms_norm", "iipppiif")(
+        *(KINDS[x_NE.dtype], torch.get_num_threads(), x_NE.data_ptr(), weight_E.data_ptr(), out_NE.data_ptr()),
+        *(x_NE.numel() // width, width, eps),
+    )
+    return out_NE
+
+
+def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """See the front for arguments."""
+    if x_THD.stride(2) != 1:
+        x_THD = x_THD.contiguous()
+    out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype)
+    function("coppice_rotary", "iippppiiiiii")(
+        *(KINDS[x_THD.dtype], torch.get_num_threads()),
+        *(x_THD.data_ptr(), cos_TR.data_ptr(), sin_TR.data_ptr(), out_THD.data_ptr()),
+        *(*x_THD.shape, cos_TR.shape[1], x_THD.stride(0), x_THD.stride(1)),
+    )
+    return out_THD
+
+
+def silu_mul(x_NM: Tensor) -> Tensor:
+    """See the front for arguments."""
+    x_NM, width = x_NM.contiguous(), x_NM.shape[-1] // 2
+    out = torch.empty(*x_NM.shape[:-1], width, dtype=x_NM.dtype)
+    function("coppice_silu_mul", "iippii")(
+        *(KINDS[x_NM.dtype], torch.get_num_threads(), x_NM.data_ptr(), out.data_ptr(), out.numel() // width, width)
+    )
+    return out
+
+
+def quantize(x_NE: Tensor) -> tuple[Tensor, Tensor]:
+    """See the front for arguments."""
+    x_NE, width = x_NE.contiguous(), x_NE.shape[-1]
+    steps = torch.empty(x_NE.shape, dtype=torch.uint8)
+    top = torch.empty(*x_NE.shape[:-1], 1, dtype=x_NE.dtype)
+    function("coppice_quantize", "iipppii")(
+        *(KINDS[x_NE.dtype], torch.get_num_threads(), x_NE.data_ptr(), steps.data_ptr(), top.data_ptr()),
+        *(top.numel(), width),
+    )
+    return steps, top

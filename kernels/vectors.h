@@ -1,0 +1,94 @@
+// What the C++ kernels share: vectors of floats, the element types that they load and store, powers of two.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#ifdef __AVX512F__
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
+typedef _Float16 Halves __attribute__((vector_size(2 * LANES)));
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+// Calls f(at, count) for the vectors that make up `width` elements; `count` is a constant but for what is left over.
+template <typename F>
+inline void each(int64_t width, F f) {
+    int64_t at = 0;
+    for (; at + LANES <= width; at += LANES) f(at, std::integral_constant<int, LANES>{});
+    if (at < width) f(at, int(width - at));
+}
+
+inline Floats all(float x) { return Floats{} + x; }
+inline Floats larger(Floats x, Floats y) { return x > y ? x : y; }
+
+template <typename Vector>
+inline Vector read(const void* from, int count) {
+    Vector x{};
+    std::memcpy(&x, from, count == LANES ? sizeof x : count * sizeof x / LANES);
+    return x;
+}
+
+// The first `count` lanes from memory, the others 0.
+inline Floats load(const float* from, int count = LANES) { return read<Floats>(from, count); }
+inline Floats load(const _Float16* from, int count = LANES) {
+    return __builtin_convertvector(read<Halves>(from, count), Floats);
+}
+inline Floats load(const BFloat16* from, int count = LANES) {
+    return (Floats)(__builtin_convertvector(read<Shorts>(from, count), Ints) << 16);
+}
+
+// The first `count` lanes to memory, rounded to the nearest, ties to even.
+inline void store(Floats x, float* to, int count = LANES) {
+    std::memcpy(to, &x, count == LANES ? sizeof x : count * sizeof *to);
+}
+inline void store(Floats x, _Float16* to, int count = LANES) {
+    const Halves y = __builtin_convertvector(x, Halves);
+    std::memcpy(to, &y, count == LANES ? sizeof y : count * sizeof *to);
+}
+inline void store(Floats x, BFloat16* to, int count = LANES) {
+    const Ints bits = (Ints)x, rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    const Shorts y = __builtin_convertvector((x != x ? Ints{} + 0x7fc00000 : rounded) >> 16, Shorts);
+    std::memcpy(to, &y, count == LANES ? sizeof y : count * sizeof *to);
+}
+
+inline float sum_of(Floats x) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += x[lane];
+    return sum;
+}
+
+// 2^x for x <= 0, within 2e-7 of the value; NaN stays NaN.
+inline Floats exp2_of(Floats x) {
+    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction
+    const Floats clipped = x < -126.0f ? all(-126.0f) : x;
+    const Floats whole = (clipped + ROUND) - ROUND, f = clipped - whole;
+    Floats y = all(1.535336188319500e-4f);  // Cephes, exp2f
+    y = y * f + 1.339887440266574e-3f;
+    y = y * f + 9.618437357674640e-3f;
+    y = y * f + 5.550332471162809e-2f;
+    y = y * f + 2.402264791363012e-1f;
+    y = y * f + 6.931472028550421e-1f;
+    y = y * f + 1.0f;
+    const Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
+    return x < -126.0f ? Floats{} : y * (Floats)power;
+}
+
+// Calls f with a value of the element type that Python numbers so (KINDS in cpp.py).
+template <typename F>
+inline void with_type(int64_t kind, F f) {
+    if (kind == 0) f(float{});
+    if (kind == 1) f(BFloat16{});
+    if (kind == 2) f(_Float16{});
+}
