@@ -36,8 +36,19 @@ inline Floats larger(Floats x, Floats y) { return x > y ? x : y; }
 template <typename Vector>
 inline Vector read(const void* from, int count) {
     Vector x{};
-    std::memcpy(&x, from, count == LANES ? sizeof x : count * sizeof x / LANES);
+    if (count == LANES)
+        std::memcpy(&x, from, sizeof x);  // of a size known here: one instruction
+    else
+        std::memcpy(&x, from, count * sizeof x / LANES);
     return x;
+}
+
+template <typename Vector>
+inline void write(Vector x, void* to, int count) {
+    if (count == LANES)
+        std::memcpy(to, &x, sizeof x);
+    else
+        std::memcpy(to, &x, count * sizeof x / LANES);
 }
 
 // The first `count` lanes from memory, the others 0.
@@ -50,17 +61,11 @@ inline Floats load(const BFloat16* from, int count = LANES) {
 }
 
 // The first `count` lanes to memory, rounded to the nearest, ties to even.
-inline void store(Floats x, float* to, int count = LANES) {
-    std::memcpy(to, &x, count == LANES ? sizeof x : count * sizeof *to);
-}
-inline void store(Floats x, _Float16* to, int count = LANES) {
-    const Halves y = __builtin_convertvector(x, Halves);
-    std::memcpy(to, &y, count == LANES ? sizeof y : count * sizeof *to);
-}
+inline void store(Floats x, float* to, int count = LANES) { write(x, to, count); }
+inline void store(Floats x, _Float16* to, int count = LANES) { write(__builtin_convertvector(x, Halves), to, count); }
 inline void store(Floats x, BFloat16* to, int count = LANES) {
     const Ints bits = (Ints)x, rounded = bits + 0x7fff + ((bits >> 16) & 1);
-    const Shorts y = __builtin_convertvector((x != x ? Ints{} + 0x7fc00000 : rounded) >> 16, Shorts);
-    std::memcpy(to, &y, count == LANES ? sizeof y : count * sizeof *to);
+    write(__builtin_convertvector((x != x ? Ints{} + 0x7fc00000 : rounded) >> 16, Shorts), to, count);
 }
 
 inline float sum_of(Floats x) {

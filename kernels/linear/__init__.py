@@ -1,0 +1,99 @@
+"""Products of a few rows with matrices that oneDNN packed: as many rows as a step of decoding has, memory's speed.
+
+oneDNN's own product is the definition, and what larger numbers of rows take; both read the same packed matrix.
+"""
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kernels.cpp import KINDS, function, why_not
+
+FEW = 30  # rows; above, oneDNN is as quick
+PANEL = 64
+STEP = 16  # words; a panel's depth is a multiple of it
+
+
+@lru_cache(maxsize=1)
+def _dtypes() -> set[torch.dtype]:
+    """Of the matrices that there are products for on this machine."""
+    if why_not() or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        return set()
+    kinds = ctypes.c_int64()
+    function("coppice_linear_kinds", "p")(ctypes.addressof(kinds))
+    every = (torch.float32, torch.bfloat16, torch.int8)
+    return {dtype for bit, dtype in enumerate(every) if kinds.value >> bit & 1}
+
+
+def in_panels(packed: Tensor, weight_OI: Tensor) -> bool:
+    """Whether this machine has products for a matrix as oneDNN packed it: its first and last panel are looked at.
+
+    Args:
+        packed: what oneDNN made of the matrix.
+        weight_OI: the matrix, contiguous: float32, bfloat16 or int8.
+    """
+    (outs, width), per_word = weight_OI.shape, 4 // weight_OI.itemsize
+    if weight_OI.dtype not in _dtypes() or width % per_word:
+        return False
+    depth = -(-width // (per_word * STEP)) * STEP * per_word
+    size = PANEL * depth * weight_OI.itemsize
+    if torch.ops.mkldnn._nbytes(packed) < -(-outs // PANEL) * size:
+        return False
+    for panel in {0, (outs - 1) // PANEL}:
+        rows = weight_OI[panel * PANEL : (panel + 1) * PANEL]
+        whole = torch.zeros(PANEL, depth, dtype=rows.dtype)
+        whole[: len(rows), :width] = rows
+        memory = (ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(packed) + panel * size)
+        found = torch.frombuffer(memory, dtype=torch.int8)
+        if not found.equal(whole.view(PANEL, -1, per_word).transpose(0, 1).contiguous().view(torch.int8).flatten()):
+            return False
+    return True
+
+
+def few_rows(x: Tensor) -> bool:
+    """Whether x has so few rows that these products are the quicker ones."""
+    return x.numel() <= FEW * x.shape[-1]
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """x W^T + b.
+
+    Args:
+        x: [..., in], float32 or bfloat16, the dtype of the matrix.
+        packed: by oneDNN, `in_panels`.
+        bias: [out_features] or None, in the dtype of x.
+        out_features: rows of the matrix.
+    """
+    x, width = x.contiguous(), x.shape[-1]
+    out = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype)
+    function("coppice_linear", "iippppiii")(
+        *(KINDS[x.dtype], torch.get_num_threads(), x.data_ptr(), torch.ops.mkldnn.data_ptr(packed)),
+        *(None if bias is None else bias.data_ptr(), out.data_ptr()),
+        *(x.numel() // width, width * x.itemsize // 4, out_features),
+    )
+    return out
+
+
+def int8_linear(
+    steps: Tensor, top: Tensor, packed: Tensor, sum_O: Tensor, scale_O: Tensor, bias: Tensor | None
+) -> Tensor:
+    """x W^T + b of rows that `kernels.rows.quantize` rounded, in the dtype of `top`.
+
+    Args:
+        steps, top: x, [..., in] and [..., 1].
+        packed: int8, by oneDNN, `in_panels`.
+        sum_O: int32, of the matrix's rows.
+        scale_O: float32, of the matrix's rows, over 127.
+        bias: [out] or None, in the dtype of `top`.
+    """
+    width = steps.shape[-1]
+    out = torch.empty(*steps.shape[:-1], len(scale_O), dtype=top.dtype)
+    function("coppice_int8_linear", "iipppppppiii")(
+        *(KINDS[top.dtype], torch.get_num_threads(), steps.data_ptr(), top.data_ptr()),
+        *(torch.ops.mkldnn.data_ptr(packed), sum_O.data_ptr(), scale_O.data_ptr()),
+        *(None if bias is None else bias.data_ptr(), out.data_ptr()),
+        *(top.numel(), width // 4, len(scale_O)),
+    )
+    return out

@@ -1,0 +1,139 @@
+// Products of a few rows with a matrix that oneDNN packed, at the speed at which memory gives it. Panels of 64 outputs
+// lie one after the other; a panel holds, for each 32-bit word of a row of x (one float32, two bfloat16 or four int8),
+// the 64 words that meet it, and at its end zeros up to a multiple of 16. Sums of all rows stay in registers while half
+// a panel streams by, fetched well ahead.
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+
+#include "../vectors.h"
+
+namespace {
+
+constexpr int PANEL = 64;  // words
+constexpr int HALF = 2;    // vectors
+constexpr int ROWS = 15;   // whose sums are in registers together
+constexpr int AHEAD = 64;  // words of x that weights are fetched before their use, into the second-level cache
+
+// An element type's sums, and how a word of x and a vector of words of the matrix add to them.
+struct Float32 {
+    typedef Floats Sum;
+    static Sum add(Sum sum, Ints w, int32_t x) {
+        float value;
+        std::memcpy(&value, &x, sizeof value);
+        return sum + (Floats)w * value;
+    }
+};
+
+#ifdef __AVX512BF16__
+struct TwoBFloat16 {
+    typedef Floats Sum;
+    static Sum add(Sum sum, Ints w, int32_t x) {
+        return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
+    }
+};
+#endif
+
+#ifdef __AVX512VNNI__
+struct FourInt8 {  // x is unsigned, the matrix signed
+    typedef Ints Sum;
+    static Sum add(Sum sum, Ints w, int32_t x) {
+        return (Sum)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(x), (__m512i)w);
+    }
+};
+#endif
+
+// COUNT rows of x, `words` long, times half a panel; finish(row, vector, sum) takes the sums. `next` is the half panel
+// whose turn is next.
+template <typename Element, int COUNT, typename Finish>
+void half_panel(const int32_t* x, const int32_t* panel, const int32_t* next, int64_t words, Finish finish) {
+    typename Element::Sum sums[COUNT][HALF] = {};
+    for (int64_t i = 0; i < words; i++) {
+        const int32_t* ahead = i + AHEAD < words ? panel + (i + AHEAD) * PANEL : next + (i + AHEAD - words) * PANEL;
+        Ints w[HALF];
+        for (int v = 0; v < HALF; v++) {
+            __builtin_prefetch(ahead + v * LANES, 0, 1);
+            std::memcpy(&w[v], panel + i * PANEL + v * LANES, sizeof w[v]);
+        }
+        for (int row = 0; row < COUNT; row++)
+            for (int v = 0; v < HALF; v++) sums[row][v] = Element::add(sums[row][v], w[v], x[row * words + i]);
+    }
+    for (int row = 0; row < COUNT; row++)
+        for (int v = 0; v < HALF; v++) finish(row, v, sums[row][v]);
+}
+
+template <typename Element, int COUNT = ROWS, typename Finish>
+void some_rows(
+    int count, const int32_t* x, const int32_t* panel, const int32_t* next, int64_t words, Finish finish) {
+    if (count == COUNT) return half_panel<Element, COUNT>(x, panel, next, words, finish);
+    if constexpr (COUNT > 1) some_rows<Element, COUNT - 1>(count, x, panel, next, words, finish);
+}
+
+// finish(row, first output, how many, their sums)
+template <typename Element, typename Finish>
+void product(int64_t threads, const void* x, const void* packed, int64_t rows, int64_t words, int64_t outs, Finish finish) {
+    const int64_t groups = (rows + ROWS - 1) / ROWS, depth = (words + 15) / 16 * 16;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t first = 0; first < outs; first += HALF * LANES) {
+        auto half = [&](int64_t out) { return (const int32_t*)packed + out / PANEL * PANEL * depth + out % PANEL; };
+        for (int64_t group = 0; group < groups; group++) {
+            const int64_t row = rows * group / groups, end = rows * (group + 1) / groups;
+            const int32_t *some = (const int32_t*)x + row * words, *panel = half(first), *next = half(first + HALF * LANES);
+            some_rows<Element>(end - row, some, panel, next, words, [&](int r, int v, auto sum) {
+                const int64_t out = first + v * LANES;
+                if (out < outs) finish(row + r, out, std::min<int64_t>(LANES, outs - out), sum);
+            });
+        }
+    }
+}
+
+}  // namespace
+
+// Which kinds of matrices there are products for here: bits 0 and 1 as in `with_type`, bit 2 int8.
+extern "C" void coppice_linear_kinds(int64_t* kinds) {
+    *kinds = 0;
+#ifdef __AVX512F__
+    *kinds |= 1;
+#endif
+#ifdef __AVX512BF16__
+    *kinds |= 2;
+#endif
+#ifdef __AVX512VNNI__
+    *kinds |= 4;
+#endif
+}
+
+extern "C" void coppice_linear(
+    int64_t kind, int64_t threads, const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t words,
+    int64_t outs) {
+    auto run = [&](auto element, auto type) {
+        typedef decltype(type) T;
+        product<decltype(element)>(threads, x, packed, rows, words, outs, [&](int64_t row, int64_t at, int n, Floats sum) {
+            if (bias) sum += load((const T*)bias + at, n);
+            store(sum, (T*)out + row * outs + at, n);
+        });
+    };
+    if (kind == 0) run(Float32{}, float{});
+#ifdef __AVX512BF16__
+    if (kind == 1) run(TwoBFloat16{}, BFloat16{});
+#endif
+}
+
+// x holds steps of top / 127 about 128; `sums` are those of the matrix's rows, `scale` theirs over 127.
+extern "C" void coppice_int8_linear(
+    int64_t kind, int64_t threads, const void* x, const void* top, const void* packed, const int32_t* sums, const float* scale,
+    const void* bias, void* out, int64_t rows, int64_t words, int64_t outs) {
+#ifdef __AVX512VNNI__
+    with_type(kind, [&](auto type) {
+        typedef decltype(type) T;
+        product<FourInt8>(threads, x, packed, rows, words, outs, [&](int64_t row, int64_t at, int n, Ints sum) {
+            const Ints exact = sum - 128 * read<Ints>(sums + at, n);
+            const Floats y = __builtin_convertvector(exact, Floats) * load(scale + at, n) * load((const T*)top + row, 1)[0];
+            store(bias ? y + load((const T*)bias + at, n) : y, (T*)out + row * outs + at, n);
+        });
+    });
+#endif
+}
