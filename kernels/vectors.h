@@ -2,6 +2,10 @@
 
 #pragma once
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -67,6 +71,34 @@ inline void store(Floats x, BFloat16* to, int count = LANES) {
     const Ints bits = (Ints)x, rounded = bits + 0x7fff + ((bits >> 16) & 1);
     write(__builtin_convertvector((x != x ? Ints{} + 0x7fc00000 : rounded) >> 16, Shorts), to, count);
 }
+
+// Dot products, a 32-bit word of elements at a time: how a vector of words and a word that meets all of them add to sums.
+struct Float32 {
+    typedef Floats Sum;
+    static Sum add(Sum sum, Ints words, int32_t x) {
+        float value;
+        std::memcpy(&value, &x, sizeof value);
+        return sum + (Floats)words * value;
+    }
+};
+
+#ifdef __AVX512BF16__
+struct TwoBFloat16 {
+    typedef Floats Sum;
+    static Sum add(Sum sum, Ints words, int32_t x) {
+        return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)words, (__m512bh)_mm512_set1_epi32(x));
+    }
+};
+#endif
+
+#ifdef __AVX512VNNI__
+struct FourInt8 {  // unsigned in x, signed in the vector
+    typedef Ints Sum;
+    static Sum add(Sum sum, Ints words, int32_t x) {
+        return (Sum)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(x), (__m512i)words);
+    }
+};
+#endif
 
 inline float sum_of(Floats x) {
     float sum = 0;

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kernels import cpp, linear, rows
-from kernels.linear import few_rows, in_panels
+from kernels import cpp, linear
 
 CHUNK = 1 << 22  # weights that are floats at once while a matrix is quantised
 
@@ -40,15 +39,15 @@ class Int8Linear(nn.Module):
         self.scale_O = scale_O / 127  # the rows of x are scaled to -127 .. 127
         self.zero_O = torch.zeros(len(scale_O), dtype=torch.int32)
         # For our own product of a few rows, if it can read the packed matrix.
-        panels = dtype in cpp.KINDS and in_panels(self.weight, weight_OI)
-        self.sum_O = weight_OI.sum(1, dtype=torch.int32) if panels else None
+        self.address = linear.panels(self.weight, weight_OI) if dtype in cpp.KINDS else 0
+        self.sum_O = weight_OI.sum(1, dtype=torch.int32)
         self.bias = torch.cat([b.to(dtype) for b in biases]) if biases is not None else None
         self.impl = "cpu" if cpp.why_not() or dtype not in cpp.KINDS else "cpp"
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
         run = torch.ops.coppice.int8_linear if torch.compiler.is_compiling() else int8_linear
-        return run(x, self.weight, self.scale_O, self.zero_O, self.sum_O, self.bias, self.impl)
+        return run(x, self.weight, self.scale_O, self.zero_O, self.sum_O, self.bias, self.address, self.impl)
 
 
 def quantize(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -71,12 +70,19 @@ def quantize(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def int8_linear(
-    x: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, sum_O: Tensor | None, bias: Tensor | None, impl: str
+    x: Tensor,
+    weight: Tensor,
+    scale_O: Tensor,
+    zero_O: Tensor,
+    sum_O: Tensor,
+    bias: Tensor | None,
+    address: int,
+    impl: str,
 ) -> Tensor:
-    """The product; scale_O is that of the weights over 127, sum_O as `kernels.linear` takes it, impl for rounding x."""
-    steps, top = rows.quantize(x, impl=impl)
-    if sum_O is not None and few_rows(x):
-        return linear.int8_linear(steps, top, weight, sum_O, scale_O, bias)
+    """The product; scale_O is that of the weights over 127; for address, sum_O and impl see `kernels.linear`."""
+    if address and linear.few_rows(x):
+        return linear.int8_linear(x, address, sum_O, scale_O, bias)
+    steps, top = linear.quantize(x, impl=impl)
     kind = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     # A row of zeros has undefined steps, and is 0 again at the end.
     product = (steps, 1.0, 128, weight, scale_O, zero_O, None, 1.0, 0, kind, "none", [], "")
@@ -88,5 +94,5 @@ torch.library.custom_op("coppice::int8_linear", int8_linear, mutates_args=())
 
 
 @torch.library.register_fake("coppice::int8_linear")
-def _(x, weight, scale_O, zero_O, sum_O, bias, impl):
+def _(x, weight, scale_O, *_args):
     return x.new_empty(*x.shape[:-1], scale_O.shape[0])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels.linear import few_rows, in_panels, linear
+from kernels.linear import few_rows, linear, panels
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -53,11 +53,11 @@ class Linear(nn.Module):
         self.out_features = sum(w.shape[0] for w in weights)
         self.packed = can_pack(dtype, device)
         self.bias = torch.cat([b.to(device, dtype) for b in biases]) if biases is not None else None
-        self.panels = False  # whether our own product of a few rows can read the packed matrix
+        self.address = 0  # of the packed matrix, if our own product of a few rows can read it
         if self.packed:
             whole = _stack(weights, dtype).contiguous()
             self.weights = [torch.ops.mkldnn._reorder_linear_weight(whole, self.ROWS_HINT)]
-            self.panels = in_panels(self.weights[0], whole)
+            self.address = panels(self.weights[0], whole)
         elif device.type == "cpu":
             self.weights = [w.to(device, dtype) for w in weights]
         else:  # one product instead of several
@@ -68,7 +68,7 @@ class Linear(nn.Module):
         if self.packed:
             # Opaque to the compiler, which would take the packed weight for a plain one.
             run = torch.ops.coppice.packed_linear if torch.compiler.is_compiling() else packed_linear
-            return run(x, self.weights[0], self.bias, self.out_features, self.panels)
+            return run(x, self.weights[0], self.bias, self.out_features, self.address)
         y = (
             F.linear(x, self.weights[0])
             if len(self.weights) == 1
@@ -87,10 +87,10 @@ def _stack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return whole
 
 
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, panels: bool) -> Tensor:
-    """x W^T + b with W packed by oneDNN; `panels`: as our own product reads it."""
-    if panels and few_rows(x):
-        return linear(x, weight, bias, out_features)
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, address: int) -> Tensor:
+    """x W^T + b with W packed by oneDNN; address: see `kernels.linear.panels`."""
+    if address and few_rows(x):
+        return linear(x, address, bias, out_features)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -98,5 +98,5 @@ torch.library.custom_op("coppice::packed_linear", packed_linear, mutates_args=()
 
 
 @torch.library.register_fake("coppice::packed_linear")
-def _(x, weight, bias, out_features, panels):
+def _(x, weight, bias, out_features, address):
     return x.new_empty(*x.shape[:-1], out_features)

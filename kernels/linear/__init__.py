@@ -27,29 +27,30 @@ def _dtypes() -> set[torch.dtype]:
     return {dtype for bit, dtype in enumerate(every) if kinds.value >> bit & 1}
 
 
-def in_panels(packed: Tensor, weight_OI: Tensor) -> bool:
-    """Whether this machine has products for a matrix as oneDNN packed it: its first and last panel are looked at.
+def panels(packed: Tensor, weight_OI: Tensor) -> int:
+    """The address of a packed matrix, if there are products for it here, or 0: its first and last panel are looked at.
 
     Args:
-        packed: what oneDNN made of the matrix.
+        packed: what oneDNN made of the matrix. It has to live as long as the address is used.
         weight_OI: the matrix, contiguous: float32, bfloat16 or int8.
     """
     (outs, width), per_word = weight_OI.shape, 4 // weight_OI.itemsize
     if weight_OI.dtype not in _dtypes() or width % per_word:
-        return False
+        return 0
     depth = -(-width // (per_word * STEP)) * STEP * per_word
     size = PANEL * depth * weight_OI.itemsize
     if torch.ops.mkldnn._nbytes(packed) < -(-outs // PANEL) * size:
-        return False
+        return 0
+    address = torch.ops.mkldnn.data_ptr(packed)
     for panel in {0, (outs - 1) // PANEL}:
         rows = weight_OI[panel * PANEL : (panel + 1) * PANEL]
         whole = torch.zeros(PANEL, depth, dtype=rows.dtype)
         whole[: len(rows), :width] = rows
-        memory = (ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(packed) + panel * size)
+        memory = (ctypes.c_char * size).from_address(address + panel * size)
         found = torch.frombuffer(memory, dtype=torch.int8)
         if not found.equal(whole.view(PANEL, -1, per_word).transpose(0, 1).contiguous().view(torch.int8).flatten()):
-            return False
-    return True
+            return 0
+    return address
 
 
 def few_rows(x: Tensor) -> bool:
@@ -57,43 +58,63 @@ def few_rows(x: Tensor) -> bool:
     return x.numel() <= FEW * x.shape[-1]
 
 
-def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+def linear(x: Tensor, address: int, bias: Tensor | None, out_features: int) -> Tensor:
     """x W^T + b.
 
     Args:
         x: [..., in], float32 or bfloat16, the dtype of the matrix.
-        packed: by oneDNN, `in_panels`.
+        address: of its `panels`.
         bias: [out_features] or None, in the dtype of x.
         out_features: rows of the matrix.
     """
     x, width = x.contiguous(), x.shape[-1]
     out = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype)
     function("coppice_linear", "iippppiii")(
-        *(KINDS[x.dtype], torch.get_num_threads(), x.data_ptr(), torch.ops.mkldnn.data_ptr(packed)),
+        *(KINDS[x.dtype], torch.get_num_threads(), x.data_ptr(), address),
         *(None if bias is None else bias.data_ptr(), out.data_ptr()),
         *(x.numel() // width, width * x.itemsize // 4, out_features),
     )
     return out
 
 
-def int8_linear(
-    steps: Tensor, top: Tensor, packed: Tensor, sum_O: Tensor, scale_O: Tensor, bias: Tensor | None
-) -> Tensor:
-    """x W^T + b of rows that `kernels.rows.quantize` rounded, in the dtype of `top`.
+def int8_linear(x: Tensor, address: int, sum_O: Tensor, scale_O: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b of rows that are rounded as `quantize` does.
 
     Args:
-        steps, top: x, [..., in] and [..., 1].
-        packed: int8, by oneDNN, `in_panels`.
+        x: [..., in], float32, bfloat16 or float16.
+        address: of the `panels` of an int8 matrix.
         sum_O: int32, of the matrix's rows.
         scale_O: float32, of the matrix's rows, over 127.
-        bias: [out] or None, in the dtype of `top`.
+        bias: [out] or None, in the dtype of x.
     """
-    width = steps.shape[-1]
-    out = torch.empty(*steps.shape[:-1], len(scale_O), dtype=top.dtype)
-    function("coppice_int8_linear", "iipppppppiii")(
-        *(KINDS[top.dtype], torch.get_num_threads(), steps.data_ptr(), top.data_ptr()),
-        *(torch.ops.mkldnn.data_ptr(packed), sum_O.data_ptr(), scale_O.data_ptr()),
+    x, width = x.contiguous(), x.shape[-1]
+    out = torch.empty(*x.shape[:-1], len(scale_O), dtype=x.dtype)
+    function("coppice_int8_linear", "iippppppiii")(
+        *(KINDS[x.dtype], torch.get_num_threads(), x.data_ptr(), address, sum_O.data_ptr(), scale_O.data_ptr()),
         *(None if bias is None else bias.data_ptr(), out.data_ptr()),
-        *(top.numel(), width // 4, len(scale_O)),
+        *(x.numel() // width, width, len(scale_O)),
     )
     return out
+
+
+def quantize(x: Tensor, *, impl: str) -> tuple[Tensor, Tensor]:
+    """Rows in steps of 1 / 127 of their largest magnitude, rounded.
+
+    Args:
+        x: [..., in]. A row of zeros has undefined steps.
+        impl: "cpp" for C++ (float32, bfloat16 and float16, on a CPU); otherwise PyTorch.
+
+    Returns:
+        uint8 steps, 128 standing for 0, and the largest magnitudes [..., 1] in the dtype of x.
+    """
+    if impl != "cpp":
+        steps = x.to(torch.float32, copy=True)
+        top = steps.abs().amax(-1, keepdim=True)
+        return steps.mul_(127 / top).add_(128.5).int().to(torch.uint8), top.to(x.dtype)
+    x, width = x.contiguous(), x.shape[-1]
+    steps = torch.empty(x.shape, dtype=torch.uint8)
+    top = torch.empty(*x.shape[:-1], 1, dtype=x.dtype)
+    function("coppice_quantize", "iipppii")(
+        *(KINDS[x.dtype], torch.get_num_threads(), x.data_ptr(), steps.data_ptr(), top.data_ptr(), top.numel(), width)
+    )
+    return steps, top

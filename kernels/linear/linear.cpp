@@ -3,11 +3,8 @@
 // the 64 words that meet it, and at its end zeros up to a multiple of 16. Sums of all rows stay in registers while half
 // a panel streams by, fetched well ahead.
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
 #include <algorithm>
+#include <vector>
 
 #include "../vectors.h"
 
@@ -16,53 +13,31 @@ namespace {
 constexpr int PANEL = 64;  // words
 constexpr int HALF = 2;    // vectors
 constexpr int ROWS = 15;   // whose sums are in registers together
+constexpr int CHUNK = 256;  // words added up on their own, so that long rows lose no precision
 constexpr int AHEAD = 64;  // words of x that weights are fetched before their use, into the second-level cache
-
-// An element type's sums, and how a word of x and a vector of words of the matrix add to them.
-struct Float32 {
-    typedef Floats Sum;
-    static Sum add(Sum sum, Ints w, int32_t x) {
-        float value;
-        std::memcpy(&value, &x, sizeof value);
-        return sum + (Floats)w * value;
-    }
-};
-
-#ifdef __AVX512BF16__
-struct TwoBFloat16 {
-    typedef Floats Sum;
-    static Sum add(Sum sum, Ints w, int32_t x) {
-        return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
-    }
-};
-#endif
-
-#ifdef __AVX512VNNI__
-struct FourInt8 {  // x is unsigned, the matrix signed
-    typedef Ints Sum;
-    static Sum add(Sum sum, Ints w, int32_t x) {
-        return (Sum)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(x), (__m512i)w);
-    }
-};
-#endif
 
 // COUNT rows of x, `words` long, times half a panel; finish(row, vector, sum) takes the sums. `next` is the half panel
 // whose turn is next.
 template <typename Element, int COUNT, typename Finish>
 void half_panel(const int32_t* x, const int32_t* panel, const int32_t* next, int64_t words, Finish finish) {
-    typename Element::Sum sums[COUNT][HALF] = {};
-    for (int64_t i = 0; i < words; i++) {
-        const int32_t* ahead = i + AHEAD < words ? panel + (i + AHEAD) * PANEL : next + (i + AHEAD - words) * PANEL;
-        Ints w[HALF];
-        for (int v = 0; v < HALF; v++) {
-            __builtin_prefetch(ahead + v * LANES, 0, 1);
-            std::memcpy(&w[v], panel + i * PANEL + v * LANES, sizeof w[v]);
+    typename Element::Sum totals[COUNT][HALF] = {};
+    for (int64_t i = 0; i < words;) {
+        typename Element::Sum sums[COUNT][HALF] = {};
+        for (const int64_t end = std::min(words, i + CHUNK); i < end; i++) {
+            const int32_t* ahead = i + AHEAD < words ? panel + (i + AHEAD) * PANEL : next + (i + AHEAD - words) * PANEL;
+            Ints w[HALF];
+            for (int v = 0; v < HALF; v++) {
+                __builtin_prefetch(ahead + v * LANES, 0, 1);
+                std::memcpy(&w[v], panel + i * PANEL + v * LANES, sizeof w[v]);
+            }
+            for (int row = 0; row < COUNT; row++)
+                for (int v = 0; v < HALF; v++) sums[row][v] = Element::add(sums[row][v], w[v], x[row * words + i]);
         }
         for (int row = 0; row < COUNT; row++)
-            for (int v = 0; v < HALF; v++) sums[row][v] = Element::add(sums[row][v], w[v], x[row * words + i]);
+            for (int v = 0; v < HALF; v++) totals[row][v] += sums[row][v];
     }
     for (int row = 0; row < COUNT; row++)
-        for (int v = 0; v < HALF; v++) finish(row, v, sums[row][v]);
+        for (int v = 0; v < HALF; v++) finish(row, v, totals[row][v]);
 }
 
 template <typename Element, int COUNT = ROWS, typename Finish>
@@ -88,6 +63,26 @@ void product(int64_t threads, const void* x, const void* packed, int64_t rows, i
             });
         }
     }
+}
+
+// A row in steps of 1 / 127 of its largest magnitude, which is returned; 128 stands for 0.
+template <typename T>
+float quantize(const T* x, uint8_t* steps, int64_t width) {
+    typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+    Floats most{};
+    each(width, [&](int64_t i, auto n) {
+        const Floats part = load(x + i, n), size = part < 0 ? -part : part;
+        most = (size > most) | (size != size) ? size : most;  // NaN wins
+    });
+    float largest = 0;
+    for (int lane = 0; lane < LANES; lane++)
+        if (most[lane] > largest || most[lane] != most[lane]) largest = most[lane];
+    const float scale = 127 / largest;
+    each(width, [&](int64_t i, auto n) {
+        const Bytes bytes = __builtin_convertvector(__builtin_convertvector(load(x + i, n) * scale + 128.5f, Ints), Bytes);
+        std::memcpy(steps + i, &bytes, n);
+    });
+    return largest;
 }
 
 }  // namespace
@@ -122,18 +117,31 @@ extern "C" void coppice_linear(
 #endif
 }
 
-// x holds steps of top / 127 about 128; `sums` are those of the matrix's rows, `scale` theirs over 127.
-extern "C" void coppice_int8_linear(
-    int64_t kind, int64_t threads, const void* x, const void* top, const void* packed, const int32_t* sums, const float* scale,
-    const void* bias, void* out, int64_t rows, int64_t words, int64_t outs) {
-#ifdef __AVX512VNNI__
+extern "C" void coppice_quantize(
+    int64_t kind, int64_t threads, const void* x, void* steps, void* top, int64_t rows, int64_t width) {
     with_type(kind, [&](auto type) {
         typedef decltype(type) T;
-        product<FourInt8>(threads, x, packed, rows, words, outs, [&](int64_t row, int64_t at, int n, Ints sum) {
+#pragma omp parallel for num_threads(threads)
+        for (int64_t r = 0; r < rows; r++)
+            store(all(quantize((const T*)x + r * width, (uint8_t*)steps + r * width, width)), (T*)top + r, 1);
+    });
+}
+
+#ifdef __AVX512VNNI__
+// `sums` are those of the matrix's rows, `scale` theirs over 127.
+extern "C" void coppice_int8_linear(
+    int64_t kind, int64_t threads, const void* x, const void* packed, const int32_t* sums, const float* scale, const void* bias,
+    void* out, int64_t rows, int64_t width, int64_t outs) {
+    with_type(kind, [&](auto type) {
+        typedef decltype(type) T;
+        std::vector<uint8_t> steps(rows * width);
+        std::vector<float> top(rows);
+        for (int64_t r = 0; r < rows; r++) top[r] = quantize((const T*)x + r * width, &steps[r * width], width);
+        product<FourInt8>(threads, steps.data(), packed, rows, width / 4, outs, [&](int64_t row, int64_t at, int n, Ints sum) {
             const Ints exact = sum - 128 * read<Ints>(sums + at, n);
-            const Floats y = __builtin_convertvector(exact, Floats) * load(scale + at, n) * load((const T*)top + row, 1)[0];
+            const Floats y = __builtin_convertvector(exact, Floats) * load(scale + at, n) * top[row];
             store(bias ? y + load((const T*)bias + at, n) : y, (T*)out + row * outs + at, n);
         });
     });
-#endif
 }
+#endif

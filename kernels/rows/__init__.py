@@ -43,16 +43,3 @@ def silu_mul(x_NM: Tensor, *, impl: str) -> Tensor:
         impl: of the pass, see `kernels.tree_attention`.
     """
     return _pick(impl).silu_mul(x_NM)
-
-
-def quantize(x_NE: Tensor, *, impl: str) -> tuple[Tensor, Tensor]:
-    """Rows in steps of 1 / 127 of their largest magnitude, rounded.
-
-    Args:
-        x_NE: finite rows. One of zeros has undefined steps.
-        impl: of the pass, see `kernels.tree_attention`.
-
-    Returns:
-        uint8 steps [N, E], 128 standing for 0, and the largest magnitudes [N, 1] in the dtype of x.
-    """
-    return _pick(impl).quantize(x_NE)

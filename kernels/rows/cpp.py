@@ -38,15 +38,3 @@ def silu_mul(x_NM: Tensor) -> Tensor:
         *(KINDS[x_NM.dtype], torch.get_num_threads(), x_NM.data_ptr(), out.data_ptr(), out.numel() // width, width)
     )
     return out
-
-
-def quantize(x_NE: Tensor) -> tuple[Tensor, Tensor]:
-    """See the front for arguments."""
-    x_NE, width = x_NE.contiguous(), x_NE.shape[-1]
-    steps = torch.empty(x_NE.shape, dtype=torch.uint8)
-    top = torch.empty(*x_NE.shape[:-1], 1, dtype=x_NE.dtype)
-    function("coppice_quantize", "iipppii")(
-        *(KINDS[x_NE.dtype], torch.get_num_threads(), x_NE.data_ptr(), steps.data_ptr(), top.data_ptr()),
-        *(top.numel(), width),
-    )
-    return steps, top

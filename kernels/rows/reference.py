@@ -26,10 +26,3 @@ def silu_mul(x_NM: Tensor) -> Tensor:
     """See the front for arguments."""
     gate, up = x_NM.chunk(2, -1)
     return F.silu(gate) * up
-
-
-def quantize(x_NE: Tensor) -> tuple[Tensor, Tensor]:
-    """See the front for arguments."""
-    steps = x_NE.to(torch.float32, copy=True)
-    top = steps.abs().amax(-1, keepdim=True)
-    return steps.mul_(127 / top).add_(128.5).int().to(torch.uint8), top.to(x_NE.dtype)

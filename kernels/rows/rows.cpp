@@ -1,4 +1,4 @@
-// Operators on rows, on a CPU: what a layer does between its matrix products. Arithmetic is float32 throughout.
+// Operators on rows, on a CPU: what a layer does between its matrix products. Arithmetic is float32.
 
 #include <algorithm>
 
@@ -43,26 +43,6 @@ void silu_mul(const T* gate, const T* up, T* out, int64_t width) {
     });
 }
 
-// Steps of 1 / 127 of the row's largest magnitude, which is `top`; 128 stands for 0.
-template <typename T>
-void quantize(const T* x, uint8_t* steps, T* top, int64_t width) {
-    typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-    Floats most{};
-    each(width, [&](int64_t i, auto n) {
-        const Floats part = load(x + i, n), size = part < 0 ? -part : part;
-        most = (size > most) | (size != size) ? size : most;  // NaN wins
-    });
-    float largest = 0;
-    for (int lane = 0; lane < LANES; lane++)
-        if (most[lane] > largest || most[lane] != most[lane]) largest = most[lane];
-    const float scale = 127 / largest;
-    each(width, [&](int64_t i, auto n) {
-        const Bytes bytes = __builtin_convertvector(__builtin_convertvector(load(x + i, n) * scale + 128.5f, Ints), Bytes);
-        std::memcpy(steps + i, &bytes, n);
-    });
-    store(all(largest), top, 1);
-}
-
 }  // namespace
 
 extern "C" void coppice_rms_norm(
@@ -97,15 +77,5 @@ extern "C" void coppice_silu_mul(int64_t kind, int64_t threads, const void* x, v
             const T* gate = (const T*)x + r * 2 * width;
             silu_mul(gate, gate + width, (T*)out + r * width, width);
         }
-    });
-}
-
-extern "C" void coppice_quantize(
-    int64_t kind, int64_t threads, const void* x, void* steps, void* top, int64_t rows, int64_t width) {
-    with_type(kind, [&](auto type) {
-        using T = decltype(type);
-#pragma omp parallel for num_threads(threads) if (rows * width > SMALL)
-        for (int64_t r = 0; r < rows; r++)
-            quantize((const T*)x + r * width, (uint8_t*)steps + r * width, (T*)top + r, width);
     });
 }

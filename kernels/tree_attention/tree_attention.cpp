@@ -51,7 +51,10 @@ template <typename T>
 class Worker {
    public:
     Worker(const Problem& p, const T* q, const T* k, const T* v, T* out)
-        : p(p), q(q), k(k), v(v), out(out), D(p.head_dim), group(p.heads / p.kv_heads), q_D(VECTORS * D) {
+        : p(p), q(q), k(k), v(v), out(out), D(p.head_dim), group(p.heads / p.kv_heads), q_words(VECTORS * D) {
+#ifdef __AVX512BF16__
+        pairs = std::is_same_v<T, BFloat16> && D % 2 == 0;
+#endif
         part.out_D.resize(VECTORS * D);
         if (!std::is_same_v<T, float>) room.resize(2 * BLOCK * D);
     }
@@ -70,10 +73,14 @@ class Worker {
             for (int lane = 0; lane < LANES; lane++) {
                 const int row = row_of(tile, i, lane), token = token_of(tile, row);
                 const T* from = q + token * p.q_token + (g * group + row % group) * p.q_head;
-                each(D, [&](int64_t d, auto n) {
-                    const Floats some = load(from + d, n) * (p.scale * LOG2_E);
-                    for (int j = 0; j < n; j++) q_D[i * D + d + j][lane] = some[j];
-                });
+                if (pairs) {
+                    for (int d = 0; d < D / 2; d++) std::memcpy(&q_words[i * D + d][lane], from + 2 * d, 4);
+                } else {
+                    each(D, [&](int64_t d, auto n) {
+                        const Ints some = (Ints)load(from + d, n);
+                        for (int j = 0; j < n; j++) q_words[i * D + d + j][lane] = some[j];
+                    });
+                }
                 const int sees = p.seen[token], old = oldest_of(token);
                 seen[i][lane] = sees, oldest[i][lane] = old;
                 all_see[i] = std::min(all_see[i], sees), none_sees[i] = std::max(none_sees[i], sees);
@@ -140,11 +147,13 @@ class Worker {
     const T *q, *k, *v;
     T* out;
     const int D, group;
-    std::vector<Floats> q_D;  // of each vector of rows in turn, times scale and log2(e)
+    bool pairs = false;         // keys are read as pairs of bfloat16, for which the processor has products
+    std::vector<Ints> q_words;  // of each vector of rows in turn: floats or pairs
     std::vector<float> room;  // for converted keys and values
     int n = 0;                // slots that wait
     int64_t slots[BLOCK];
-    const float *keys[BLOCK], *values[BLOCK];  // of the loaded slots
+    const int32_t* keys[BLOCK];  // of the taken slots
+    const float* values[BLOCK];
     const char *next_k, *next_v;               // what to fetch from memory meanwhile
 
     static int row_of(const Tile& tile, int i, int lane) {
@@ -169,8 +178,13 @@ class Worker {
 
     void take(int g, bool ahead) {
         const T *k_SD = k + g * p.slots * D, *v_SD = v + g * p.slots * D;
-        convert(k_SD, keys, room.data());
-        convert(v_SD, values, room.data() + BLOCK * D);
+        convert(v_SD, values, room.data());
+        if (pairs) {
+            for (int j = 0; j < n; j++) keys[j] = (const int32_t*)(k_SD + slots[j] * D);
+        } else {
+            convert(k_SD, (const float**)keys, room.data() + BLOCK * D);
+        }
+        for (int j = n; j % KEYS; j++) keys[j] = keys[0];
         next_k = ahead ? (const char*)(k_SD + (slots[n - 1] + 1) * D) : nullptr;
         next_v = (const char*)(v_SD + (slots[n - 1] + 1) * D);
     }
@@ -188,7 +202,6 @@ class Worker {
                 first = j + 1;
             }
         }
-        for (int j = n; j % KEYS; j++) at[j] = at[0];
     }
 
     // The loaded slots' share of vector i. `hidden(j)`: the lanes that do not see slot j.
@@ -197,7 +210,13 @@ class Worker {
         Floats scores[BLOCK], most = part.most[i], sum{};
         for (int j = 0; j < n; j += KEYS) {
             fetch();
-            score(&q_D[i * D], keys + j, scores + j);
+#ifdef __AVX512BF16__
+            if (pairs) {
+                score<TwoBFloat16>(&q_words[i * D], D / 2, keys + j, scores + j);
+                continue;
+            }
+#endif
+            score<Float32>(&q_words[i * D], D, keys + j, scores + j);
         }
         next_k = nullptr;
         if (masked)
@@ -213,11 +232,13 @@ class Worker {
         for (; d < D; d++) mix<1>(scores, keep, d, &part.out_D[i * D]);
     }
 
-    void score(const Floats* q_D, const float* const* keys, Floats* scores) {
+    // In powers of two.
+    template <typename Element>
+    void score(const Ints* q, int words, const int32_t* const* keys, Floats* scores) {
         Floats sum[KEYS] = {};
-        for (int d = 0; d < D; d++)
-            for (int j = 0; j < KEYS; j++) sum[j] += q_D[d] * keys[j][d];
-        for (int j = 0; j < KEYS; j++) scores[j] = sum[j];
+        for (int i = 0; i < words; i++)
+            for (int j = 0; j < KEYS; j++) sum[j] = Element::add(sum[j], q[i], keys[j][i]);
+        for (int j = 0; j < KEYS; j++) scores[j] = sum[j] * (p.scale * LOG2_E);
     }
 
     template <int COUNT>

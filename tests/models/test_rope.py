@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from kernels.rows import rotary
 from models.errors import CheckpointError
 from models.fields import Fields
 from models.phi3 import ROPE_KINDS
-from models.rope import RopeConfig, RotaryEmbedding, apply_rotary
+from models.rope import RopeConfig, RotaryEmbedding
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 32
@@ -208,7 +209,7 @@ def test_partial_rotation():
         rope_of({}, head_dim=7)
     x = torch.randn(3, 2, 8)
     cos, sin = RotaryEmbedding(rope_of({}, partial=0.5)).cos_sin(torch.arange(3), torch.full((3,), 3), x.dtype)
-    turned = apply_rotary(x, cos, sin)
+    turned = rotary(x, cos, sin, impl="cpu")
     assert torch.equal(turned[..., 4:], x[..., 4:]) and torch.equal(turned[0], x[0])
     # Dims i and i + D/2 are a complex number, turned by its angle.
     pair = torch.complex(x[..., :2], x[..., 2:4]) * torch.complex(cos[:, None, :2], sin[:, None, :2])

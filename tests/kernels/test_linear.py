@@ -1,0 +1,95 @@
+"""Products of a few rows with oneDNN's packed matrices: against oneDNN's own, and what they are not for."""
+
+import pytest
+import torch
+
+from kernels import cpp, linear
+from models.int8 import Int8Linear
+from models.linear import Linear
+
+CPU = torch.device("cpu")
+SHAPES = pytest.mark.parametrize(("outs", "width"), [(64, 16), (1, 32), (100, 72), (130, 4), (768, 256), (257, 1000)])
+
+
+def needs(dtype):
+    return pytest.mark.skipif(
+        dtype not in linear._dtypes(), reason=f"no C++ products of {dtype} here: {cpp.why_not() or 'the processor'}"
+    )
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(d, marks=needs(d), id=str(d)) for d in (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("bias", [False, True])
+@SHAPES
+def test_as_exact_as_onednn(dtype, bias, outs, width):
+    biases = [draw(outs, seed=2)] if bias else None
+    layer = Linear([draw(outs, width, seed=1)], biases, dtype=dtype, device=CPU)
+    if outs >= linear.PANEL:
+        assert layer.address, "oneDNN packs in another way here: these products are of no use"
+    weight = draw(outs, width, seed=1).to(dtype).double()
+    for count in (1, 2, 14, 15, 16, 29, linear.FEW):
+        x = draw(count, width, seed=10 + count).to(dtype)
+        exact = x.double() @ weight.T + (layer.bias.double() if bias else 0)
+        theirs = torch.ops.mkldnn._linear_pointwise(x, layer.weights[0], layer.bias, "none", [], "")
+        allowed = 2 * (theirs.double() - exact).abs().max() + 2e-6 * width**0.5
+        assert layer(x).dtype == dtype and (layer(x).double() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+@SHAPES
+@needs(torch.int8)
+def test_int8_is_onednns_but_for_the_last_rounding(dtype, bias, outs, width):
+    biases = [draw(outs, seed=2)] if bias else None
+    layer = Int8Linear([draw(outs, width, seed=1)], biases, dtype=dtype)
+    assert layer.address or outs < linear.PANEL
+    for count in (1, 15, linear.FEW):
+        x = draw(count, width, seed=10 + count).to(dtype)
+        ours = layer(x)
+        address, layer.address = layer.address, 0
+        theirs = layer(x)
+        layer.address = address
+        allowed = 4 * torch.finfo(dtype).eps * theirs.double().abs().max()
+        assert ours.dtype == dtype and (ours.double() - theirs.double()).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("dtype", cpp.KINDS, ids=str)
+@pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
+def test_quantize(dtype):
+    for width in (1, 16, 50):
+        x = draw(9, width).to(dtype)
+        (steps, top), (found, most) = linear.quantize(x, impl="cpu"), linear.quantize(x, impl="cpp")
+        assert top.equal(most) and (steps.int() - found.int()).abs().max() <= 1
+        assert (steps != found).double().mean() < 0.02  # where a product with 127 / top rounds on either side of a half
+
+
+@needs(torch.float32)
+def test_rows_do_not_depend_on_their_number():
+    """Or a draft's tokens would not be those of plain decoding, to the bit."""
+    layer, x = Linear([draw(96, 64)], dtype=torch.float32, device=CPU), draw(linear.FEW, 64, seed=1)
+    whole = layer(x)
+    for count in (1, 7, 15, 16):
+        assert layer(x[:count]).equal(whole[:count])
+    assert layer(x.view(2, 15, 64)).equal(whole.view(2, 15, 96))
+
+
+@needs(torch.float32)
+def test_a_matrix_that_lies_otherwise_is_left_to_onednn(monkeypatch):
+    weight = draw(128, 64)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    assert linear.panels(packed, weight) == torch.ops.mkldnn.data_ptr(packed)
+    assert linear.panels(packed, weight.roll(1)) == 0
+    assert linear.panels(packed, torch.cat([weight[:127], weight[:1]])) == 0  # looks at the last panel too
+    assert linear.panels(packed, draw(128, 63)) == 0 and linear.panels(packed, draw(4096, 64)) == 0
+    odd = draw(64, 33).bfloat16()  # half a word is left over
+    assert linear.panels(torch.ops.mkldnn._reorder_linear_weight(odd, 16), odd) == 0
+
+
+@needs(torch.float32)
+def test_many_rows_are_left_to_onednn(monkeypatch):
+    layer = Linear([draw(64, 64)], dtype=torch.float32, device=CPU)
+    monkeypatch.setattr("models.linear.linear", lambda *_: pytest.fail("not for so many rows"))
+    assert layer(draw(linear.FEW + 1, 64)).shape == (linear.FEW + 1, 64)

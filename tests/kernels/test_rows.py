@@ -1,0 +1,74 @@
+"""Operators on rows: C++ against the definitions, at widths that fill vectors and that do not."""
+
+import pytest
+import torch
+
+from kernels import cpp, rows
+from kernels.rows import reference
+
+pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
+DTYPES = pytest.mark.parametrize("dtype", cpp.KINDS, ids=lambda d: str(d).removeprefix("torch."))
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def no_worse(found, dtype, exact, plain):
+    """At most the error of plain PyTorch in the same dtype, or half a step of rounding if that has less."""
+    assert found.dtype == dtype and found.shape == exact.shape
+    error, allowed = (found.double() - exact).abs(), (plain.double() - exact).abs().max()
+    assert (error <= torch.maximum(allowed, exact.abs() * torch.finfo(dtype).eps * 2) + 1e-6).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [1, 7, 16, 33, 768])
+@pytest.mark.parametrize("count", [1, 15, 100])
+def test_rms_norm(dtype, width, count):
+    x, weight = draw(count, width, dtype=dtype) * 3, draw(width, dtype=dtype, seed=1)
+    exact = reference.rms_norm(x.double(), weight.double(), 1e-5)
+    no_worse(rows.rms_norm(x, weight, 1e-5, impl="cpp"), dtype, exact, reference.rms_norm(x, weight, 1e-5))
+
+
+@DTYPES
+@pytest.mark.parametrize(("head_dim", "dims"), [(2, 2), (64, 64), (80, 32), (96, 90), (33, 14)])
+def test_rotary_of_strided_heads(dtype, head_dim, dims):
+    wide = draw(9, 5, head_dim, dtype=dtype)
+    angles = draw(9, dims // 2, seed=1).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    for x in (wide, wide[:, 1:4], wide.transpose(0, 1).contiguous().transpose(0, 1), wide.repeat(1, 1, 2)[..., ::2]):
+        exact = reference.rotary(x.double(), cos.double(), sin.double())
+        found = rows.rotary(x, cos, sin, impl="cpp")
+        no_worse(found, dtype, exact, reference.rotary(x, cos, sin))
+        assert found[..., dims:].equal(x[..., dims:]) and found.is_contiguous()
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [1, 16, 40, 2048])
+def test_silu_mul(dtype, width):
+    x = draw(15, 2 * width, dtype=dtype) * 4
+    x[0, 0], x[1, 0], x[2, 0] = 1000, -1000, 0
+    no_worse(rows.silu_mul(x, impl="cpp"), dtype, reference.silu_mul(x.double()), reference.silu_mul(x))
+
+
+@DTYPES
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_row(dtype, bad):
+    x = draw(4, 40, dtype=dtype)
+    x[2, 35] = bad
+    cos, sin = torch.ones(4, 10, dtype=dtype), torch.ones(4, 10, dtype=dtype)
+    for y in (
+        rows.rms_norm(x, torch.ones(40, dtype=dtype), 1e-5, impl="cpp"),
+        rows.silu_mul(x, impl="cpp"),
+        rows.rotary(x.view(4, 4, 10), cos, sin, impl="cpp").flatten(1),
+    ):
+        assert y.isfinite().all(-1).tolist() == [True, True, False, True]
+
+
+def test_the_compiler_sees_the_definitions():
+    def middle(x, weight):
+        return rows.silu_mul(rows.rms_norm(x, weight, 1e-5, impl="cpp"), impl="cpp")
+
+    x, weight = draw(3, 8), draw(8)
+    compiled = torch.compile(middle, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, weight), middle(x, weight))
