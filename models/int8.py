@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import cpp, linear
+from kernels.cpp import watched
 
 CHUNK = 1 << 22  # weights that are floats at once while a matrix is quantised
 
@@ -46,7 +47,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
-        run = torch.ops.coppice.int8_linear if torch.compiler.is_compiling() else int8_linear
+        run = torch.ops.coppice.int8_linear if watched() else int8_linear
         return run(x, self.weight, self.scale_O, self.zero_O, self.sum_O, self.bias, self.address, self.impl)
 
 

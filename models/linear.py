@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.cpp import watched
 from kernels.linear import few_rows, linear, panels
 
 
@@ -67,7 +68,7 @@ class Linear(nn.Module):
         """[..., in] -> [..., sum of outs]."""
         if self.packed:
             # Opaque to the compiler, which would take the packed weight for a plain one.
-            run = torch.ops.coppice.packed_linear if torch.compiler.is_compiling() else packed_linear
+            run = torch.ops.coppice.packed_linear if watched() else packed_linear
             return run(x, self.weights[0], self.bias, self.out_features, self.address)
         y = (
             F.linear(x, self.weights[0])

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.cpp import watched
 from kernels.kv_write import cpp, cpu, reference
 
 IMPLEMENTATIONS = ("reference", "cpu", "cpp", "triton")
@@ -32,8 +33,8 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
         run = torch.ops.coppice.kv_write_triton if torch.compiler.is_compiling() else triton.kv_write
     elif impl == "reference":
         run = reference.kv_write
-    elif torch.compiler.is_compiling():
-        run = torch.ops.coppice.kv_write_cpp if impl == "cpp" else torch.ops.coppice.kv_write_cpu
+    elif impl == "cpp":
+        run = torch.ops.coppice.kv_write_cpp if watched() else cpp.kv_write
     else:
-        run = cpp.kv_write if impl == "cpp" else cpu.kv_write
+        run = torch.ops.coppice.kv_write_cpu if torch.compiler.is_compiling() else cpu.kv_write
     run(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)

@@ -4,14 +4,19 @@ With impl "cpp" it is C++, eager on a CPU, each operator one pass over its rows.
 compiler fuses.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from kernels.cpp import watched
 from kernels.rows import cpp, reference
 
 
-def _pick(impl: str):
-    return cpp if impl == "cpp" and not torch.compiler.is_compiling() else reference
+def _pick(name: str, impl: str) -> Callable[..., Tensor]:
+    if impl != "cpp" or torch.compiler.is_compiling():
+        return getattr(reference, name)
+    return getattr(torch.ops.coppice, name) if watched() else getattr(cpp, name)
 
 
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, *, impl: str) -> Tensor:
@@ -21,7 +26,7 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, *, impl: str) -> Tensor
         x_NE, weight_E: of one dtype; arithmetic is float32 or better.
         impl: of the pass, see `kernels.tree_attention`.
     """
-    return _pick(impl).rms_norm(x_NE, weight_E, eps)
+    return _pick("rms_norm", impl)(x_NE, weight_E, eps)
 
 
 def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, impl: str) -> Tensor:
@@ -32,7 +37,7 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, impl: str) -> Tenso
         cos_TR, sin_TR: of each token's angles, both halves alike, in the dtype of x.
         impl: of the pass, see `kernels.tree_attention`.
     """
-    return _pick(impl).rotary(x_THD, cos_TR, sin_TR)
+    return _pick("rotary", impl)(x_THD, cos_TR, sin_TR)
 
 
 def silu_mul(x_NM: Tensor, *, impl: str) -> Tensor:
@@ -42,4 +47,4 @@ def silu_mul(x_NM: Tensor, *, impl: str) -> Tensor:
         x_NM: gates, then what they let through.
         impl: of the pass, see `kernels.tree_attention`.
     """
-    return _pick(impl).silu_mul(x_NM)
+    return _pick("silu_mul", impl)(x_NM)

@@ -38,3 +38,22 @@ def silu_mul(x_NM: Tensor) -> Tensor:
         *(KINDS[x_NM.dtype], torch.get_num_threads(), x_NM.data_ptr(), out.data_ptr(), out.numel() // width, width)
     )
     return out
+
+
+for run in (rms_norm, rotary, silu_mul):
+    torch.library.custom_op(f"coppice::{run.__name__}", run, mutates_args=())
+
+
+@torch.library.register_fake("coppice::rms_norm")
+def _(x_NE, _weight_E, _eps):
+    return torch.empty_like(x_NE, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("coppice::rotary")
+def _(x_THD, _cos_TR, _sin_TR):
+    return x_THD.new_empty(x_THD.shape)
+
+
+@torch.library.register_fake("coppice::silu_mul")
+def _(x_NM):
+    return x_NM.new_empty(*x_NM.shape[:-1], x_NM.shape[-1] // 2)

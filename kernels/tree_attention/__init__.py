@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.cpp import watched
 from kernels.layout import TreeLayout
 from kernels.tree_attention import cpp, cpu, reference
 
@@ -56,10 +57,10 @@ def tree_attention(
         return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window)
     if impl == "reference":
         return reference.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window)
-    if torch.compiler.is_compiling():
-        run = torch.ops.coppice.tree_attention_cpp if impl == "cpp" else torch.ops.coppice.tree_attention_cpu
+    if impl == "cpp":
+        run = torch.ops.coppice.tree_attention_cpp if watched() else cpp.tree_attention
     else:
-        run = cpp.tree_attention if impl == "cpp" else cpu.tree_attention
+        run = torch.ops.coppice.tree_attention_cpu if torch.compiler.is_compiling() else cpu.tree_attention
     return run(
         q_THD,
         k_GSD,

@@ -72,3 +72,14 @@ def test_the_compiler_sees_the_definitions():
     x, weight = draw(3, 8), draw(8)
     compiled = torch.compile(middle, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, weight), middle(x, weight))
+
+
+def test_custom_ops():
+    """What a profiler sees."""
+    x, weight, heads = draw(5, 16), draw(16), draw(5, 2, 8)
+    cos, sin = draw(5, 4), draw(5, 4, seed=1)
+    for name, arguments in (("rms_norm", (x, weight, 1e-5)), ("rotary", (heads, cos, sin)), ("silu_mul", (x,))):
+        torch.library.opcheck(getattr(torch.ops.coppice, name).default, arguments)
+    with torch.profiler.profile() as seen:
+        rows.rms_norm(x, weight, 1e-5, impl="cpp")
+    assert "coppice::rms_norm" in {event.key for event in seen.key_averages()}

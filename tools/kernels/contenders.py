@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,16 +16,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.errors import UsageError
-from kernels.kv_write import cpu as cpu_write
-from kernels.kv_write import reference as reference_write
-from kernels.tree_attention import cpu as cpu_attention
-from kernels.tree_attention import reference as reference_attention
+from kernels import cpp
+from kernels.kv_write import kv_write
+from kernels.layout import TreeLayout
+from kernels.tree_attention import tree_attention
 from tools.bench.gpu import flex_attention
 from tools.kernels.scenes import Scene
 
 OPERATORS = ("tree_attention", "kv_write")
 PACKED = ("sdpa", "flex")  # they take contiguous keys and a mask, which somebody has to make
-NAMES = ("reference", "cpu", "triton", *PACKED)
+NAMES = ("reference", "cpu", "cpp", "triton", *PACKED)
 
 
 @dataclass
@@ -89,6 +90,8 @@ def why_not(name: str, device: torch.device, asked: bool) -> str | None:
             return "triton is not installed"
         if device.type == "cpu" and not asked:
             return "no GPU; --impls triton checks it in Triton's interpreter, untimed"
+    if name == "cpp":
+        return cpp.why_not() if device.type == "cpu" else "it runs on a CPU"
     if name == "flex" and device.type == "cpu" and not asked:
         return "FlexAttention is compiled for each shape, 10 s and more on a CPU: --impls flex"
     return None
@@ -96,7 +99,6 @@ def why_not(name: str, device: torch.device, asked: bool) -> str | None:
 
 def contender(operator: str, name: str, device: torch.device) -> Contender:
     """An implementation by name."""
-    attention = operator == "tree_attention"
     if name == "triton":
         if device.type == "cpu":
             os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
@@ -104,9 +106,14 @@ def contender(operator: str, name: str, device: torch.device) -> Contender:
         return Contender(name, getattr(module, operator), timed=device.type != "cpu")
     if name in PACKED:
         return Contender(name, flex if name == "flex" else sdpa, compiles=name == "flex")
-    if name == "cpu":
-        return Contender(name, cpu_attention.tree_attention if attention else cpu_write.kv_write)
-    return Contender(name, reference_attention.tree_attention if attention else reference_write.kv_write)
+    return Contender(name, partial(attend if operator == "tree_attention" else kv_write, impl=name))
+
+
+def attend(
+    q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout, scale: float, window: int | None, *, impl: str
+) -> Tensor:
+    """Tree attention with an implementation's arguments, all of them positional."""
+    return tree_attention(q_THD, k_GSD, v_GSD, layout, scale=scale, window=window, impl=impl)
 
 
 # --- torch's own ---

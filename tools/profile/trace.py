@@ -118,6 +118,16 @@ def quantised(call: Call) -> Work:
     return moved + out * (SCALAR_TYPES[call.constants[9]] - SIZES[call.types[0]]), operations
 
 
+def rotates(call: Call) -> Work:
+    """coppice::rotary: rows, read and written, and their angles."""
+    return 2 * call.bytes(0) + call.bytes(1) + call.bytes(2), 0
+
+
+def halves(call: Call) -> Work:
+    """coppice::silu_mul: rows, and half of them written."""
+    return call.bytes(0) * 3 // 2, 0
+
+
 def selects(call: Call) -> Work:
     """index_select: rows, read and written, and their numbers."""
     axis = int(call.constants[1])
@@ -158,19 +168,22 @@ FORMULAS: dict[str, Callable[[Call], Work]] = {
             "resolve_neg is_nonzero type_as embedding_renorm_ isfinite mean einsum ones zeros full new_zeros new_full "
             "zeros_like ones_like full_like scalar_tensor", moves_nothing),
     **named("add add_ sub sub_ mul mul_ div div_ neg pow rsqrt exp exp_ log sigmoid silu gelu relu tanh abs clamp "
-            "clamp_ addcmul addcmul_ masked_fill_ _softmax _log_softmax cos sin native_layer_norm", elementwise),
+            "clamp_ addcmul addcmul_ masked_fill_ _softmax _log_softmax cos sin native_layer_norm coppice::rms_norm",
+            elementwise),
     **named("sum amax amin max argmax argmin topk any all cumsum _local_scalar_dense fill_ zero_", touches),
     **named("copy_", copies),
     **named("mm bmm", product(0, 1)),
     **named("addmm baddbmm baddbmm_ addmm_", product(1, 2)),
     **named("mkldnn::_linear_pointwise coppice::packed_linear", linear(1, 2)),
     **named("onednn::qlinear_pointwise", quantised),
-    **named("coppice::int8_linear", linear(1, 4)),
+    **named("coppice::int8_linear", linear(1, 5)),
+    **named("coppice::rotary", rotates),
+    **named("coppice::silu_mul", halves),
     **named("index_select", selects),
     **named("gather", gathers),
     **named("embedding", embeds),
     **named("index_copy_", puts),
-    **named("coppice::kv_write_cpu coppice::kv_write_triton", writes_kv),
+    **named("coppice::kv_write_cpu coppice::kv_write_cpp coppice::kv_write_triton", writes_kv),
 }  # fmt: skip
 
 
