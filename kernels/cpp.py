@@ -6,7 +6,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 
 SOURCES = sorted(Path(__file__).parent.glob("*/*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC", "-shared")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # what they compute in, see `with_type`
 
 
@@ -32,7 +33,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coppice"
 
 
-@lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
     """The kernels, built first if no earlier run of this machine, compiler and source did.
 
@@ -41,28 +41,47 @@ def library() -> ctypes.CDLL:
     Raises:
         BuildError: no compiler, one that fails, or no place to write to.
     """
+    loaded = _load()
+    if isinstance(loaded, BuildError):
+        raise loaded
+    return loaded
+
+
+@lru_cache(maxsize=1)
+def _load() -> ctypes.CDLL | BuildError:
+    try:
+        return ctypes.CDLL(str(_build()))
+    except OSError as error:
+        return BuildError(str(error))
+    except BuildError as error:
+        return error
+
+
+def _build() -> Path:
     command = compiler()
     if command is None:
         raise BuildError("no C++ compiler was found")
-    try:
-        # Names the compiler and every instruction set that -march=native turned on.
-        macros = _run([command, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
-        digest = hashlib.sha256(repr((FLAGS, macros)).encode())
-        for source in (*HEADERS, *SOURCES):
-            digest.update(source.read_bytes())
-        path = cache_folder() / "kernels" / f"{digest.hexdigest()[:32]}.so"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                built = Path(folder) / path.name
-                _run([command, *FLAGS, "-o", str(built), *map(str, SOURCES)])
-                built.replace(path)  # at once, as other processes may do the same
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(str(error)) from error
+    # Names the compiler and every instruction set that -march=native turned on.
+    macros = _run([command, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
+    digest = hashlib.sha256(repr((FLAGS, macros)).encode())
+    for source in (*HEADERS, *SOURCES):
+        digest.update(source.read_bytes())
+    path = cache_folder() / "kernels" / f"{digest.hexdigest()[:32]}.so"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        objects = [f"{folder}/{source.stem}.o" for source in SOURCES]
+        steps = [[command, *FLAGS, "-c", source, "-o", made] for source, made in zip(SOURCES, objects, strict=True)]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(_run, steps))
+        built = Path(folder) / path.name
+        _run([command, *FLAGS, "-shared", "-o", built, *objects])
+        built.replace(path)  # at once, as other processes may do the same
+    return path
 
 
-def _run(command: list[str]) -> str:
+def _run(command: Sequence[str | Path]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
@@ -72,16 +91,13 @@ def _run(command: list[str]) -> str:
 
 def why_not() -> str | None:
     """Why there are no C++ kernels on this machine; None: there are."""
-    try:
-        library()
-    except BuildError as error:
-        return str(error)
-    return None
+    loaded = _load()
+    return str(loaded) if isinstance(loaded, BuildError) else None
 
 
 def watched() -> bool:
     """Whether a compiler or a profiler looks on: then calls go by torch's dispatcher, where both see operators."""
-    return torch.compiler.is_compiling() or torch.autograd._profiler_enabled()
+    return torch.compiler.is_compiling() or torch.autograd.profiler._is_profiler_enabled
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,6 @@ oneDNN's own product is the definition, and what larger numbers of rows take; bo
 """
 
 import ctypes
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ PANEL = 64
 STEP = 16  # words; a panel's depth is a multiple of it
 
 
-@lru_cache(maxsize=1)
-def _dtypes() -> set[torch.dtype]:
+def dtypes() -> set[torch.dtype]:
     """Of the matrices that there are products for on this machine."""
     if why_not() or not hasattr(torch.ops.mkldnn, "data_ptr"):
         return set()
@@ -35,7 +33,7 @@ def panels(packed: Tensor, weight_OI: Tensor) -> int:
         weight_OI: the matrix, contiguous: float32, bfloat16 or int8.
     """
     (outs, width), per_word = weight_OI.shape, 4 // weight_OI.itemsize
-    if weight_OI.dtype not in _dtypes() or width % per_word:
+    if weight_OI.dtype not in dtypes() or width % per_word:
         return 0
     depth = -(-width // (per_word * STEP)) * STEP * per_word
     size = PANEL * depth * weight_OI.itemsize

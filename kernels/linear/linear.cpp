@@ -132,14 +132,17 @@ extern "C" void coppice_quantize(
 extern "C" void coppice_int8_linear(
     int64_t kind, int64_t threads, const void* x, const void* packed, const int32_t* sums, const float* scale, const void* bias,
     void* out, int64_t rows, int64_t width, int64_t outs) {
+    std::vector<uint8_t> steps(rows * width);
+    std::vector<float> top(rows);
     with_type(kind, [&](auto type) {
-        typedef decltype(type) T;
-        std::vector<uint8_t> steps(rows * width);
-        std::vector<float> top(rows);
-        for (int64_t r = 0; r < rows; r++) top[r] = quantize((const T*)x + r * width, &steps[r * width], width);
-        product<FourInt8>(threads, steps.data(), packed, rows, width / 4, outs, [&](int64_t row, int64_t at, int n, Ints sum) {
-            const Ints exact = sum - 128 * read<Ints>(sums + at, n);
-            const Floats y = __builtin_convertvector(exact, Floats) * load(scale + at, n) * top[row];
+        for (int64_t r = 0; r < rows; r++)
+            top[r] = quantize((const decltype(type)*)x + r * width, &steps[r * width], width);
+    });
+    product<FourInt8>(threads, steps.data(), packed, rows, width / 4, outs, [&](int64_t row, int64_t at, int n, Ints sum) {
+        const Ints exact = sum - 128 * read<Ints>(sums + at, n);
+        const Floats y = __builtin_convertvector(exact, Floats) * load(scale + at, n) * top[row];
+        with_type(kind, [&](auto type) {
+            typedef decltype(type) T;
             store(bias ? y + load((const T*)bias + at, n) : y, (T*)out + row * outs + at, n);
         });
     });

@@ -1,6 +1,7 @@
 """--compile on: the same results, code kept on disk, a warning where there is no compiler."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,9 +43,10 @@ def test_one_graph_for_all_sizes_with_the_results_of_eager(tmp_path):
 @pytest.fixture
 def fresh():
     """No library loaded yet, before and after."""
-    cpp.library.cache_clear()
+    cpp._load.cache_clear()
     yield
-    cpp.library.cache_clear()
+    cpp._load.cache_clear()
+    cpp.function.cache_clear()
 
 
 def test_without_a_compiler_it_warns_and_runs(monkeypatch, fresh):
@@ -65,11 +67,11 @@ def test_kernels_are_built_once_and_kept(monkeypatch, fresh, tmp_path):
     assert cpp.why_not() is None
     [kept] = (tmp_path / "coppice" / "kernels").iterdir()
     stamp = kept.stat().st_mtime_ns
-    cpp.library.cache_clear()
+    cpp._load.cache_clear()
     assert cpp.why_not() is None and kept.stat().st_mtime_ns == stamp
     with monkeypatch.context() as changed:
         changed.setattr(cpp, "FLAGS", (*cpp.FLAGS, "-DOTHER"))
-        cpp.library.cache_clear()
+        cpp._load.cache_clear()
         assert cpp.why_not() is None and len(list(kept.parent.iterdir())) == 2
 
 
@@ -88,6 +90,8 @@ def test_kernels_that_cannot_be_built_say_why(monkeypatch, fresh, tmp_path, spoi
         (tmp_path / "coppice").write_text("in the way")
         expected = "Not a directory"
     assert expected in (cpp.why_not() or "")
+    with pytest.raises(cpp.BuildError, match=re.escape(expected)):
+        cpp.library()
     with pytest.warns(UserWarning, match="the kernels in PyTorch run"):
         assert Engine.load(MODEL, dtype="float32", kv_memory=1 << 22).runner.impl == "cpu"
 

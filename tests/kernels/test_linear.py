@@ -13,7 +13,7 @@ SHAPES = pytest.mark.parametrize(("outs", "width"), [(64, 16), (1, 32), (100, 72
 
 def needs(dtype):
     return pytest.mark.skipif(
-        dtype not in linear._dtypes(), reason=f"no C++ products of {dtype} here: {cpp.why_not() or 'the processor'}"
+        dtype not in linear.dtypes(), reason=f"no C++ products of {dtype} here: {cpp.why_not() or 'the processor'}"
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.errors import UsageError
-from kernels import cpp
+from kernels.cpp import why_not as why_no_cpp
 from kernels.kv_write import kv_write
 from kernels.layout import TreeLayout
 from kernels.tree_attention import tree_attention
@@ -91,7 +91,7 @@ def why_not(name: str, device: torch.device, asked: bool) -> str | None:
         if device.type == "cpu" and not asked:
             return "no GPU; --impls triton checks it in Triton's interpreter, untimed"
     if name == "cpp":
-        return cpp.why_not() if device.type == "cpu" else "it runs on a CPU"
+        return why_no_cpp() if device.type == "cpu" else "it runs on a CPU"
     if name == "flex" and device.type == "cpu" and not asked:
         return "FlexAttention is compiled for each shape, 10 s and more on a CPU: --impls flex"
     return None
