@@ -209,7 +209,7 @@ class Worker {
     void attend(int i, Part& part, bool masked, Hidden hidden) {
         Floats scores[BLOCK], most = part.most[i], sum{};
         for (int j = 0; j < n; j += KEYS) {
-            fetch();
+            fetch_trunk();
 #ifdef __AVX512BF16__
             if (pairs) {
                 score<TwoBFloat16>(&q_words[i * D], D / 2, keys + j, scores + j);
@@ -250,8 +250,16 @@ class Worker {
         for (int i = 0; i < COUNT; i++) out_D[d + i] = sum[i];
     }
 
+    // One row, wanted soon, into the first-level cache.
+    void fetch_row(int64_t row) {
+        for (int b = 0; b < int(D * sizeof(T)); b += 64) {
+            __builtin_prefetch((const char*)(k + row * D) + b);
+            __builtin_prefetch((const char*)(v + row * D) + b);
+        }
+    }
+
     // The trunk's next KEYS rows, most likely, into the second-level cache.
-    void fetch() {
+    void fetch_trunk() {
         if (!next_k) return;
         for (int b = 0; b < int(KEYS * D * sizeof(T)); b += 64) {
             __builtin_prefetch(next_k + b, 0, 1);
@@ -280,6 +288,7 @@ class Worker {
             for (; any; any &= any - 1) {
                 const int bit = __builtin_ctz(any), column = 32 * c + bit;
                 slots[n] = slot_of[column];
+                fetch_row(g * p.slots + slots[n]);
                 visible[n++] = ((words >> bit) & 1) & (oldest <= position_of[column]);
                 if (n == BLOCK) flush();
             }
