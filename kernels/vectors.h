@@ -72,7 +72,7 @@ inline void store(Floats x, BFloat16* to, int count = LANES) {
     write(__builtin_convertvector((x != x ? Ints{} + 0x7fc00000 : rounded) >> 16, Shorts), to, count);
 }
 
-// Dot products, a 32-bit word of elements at a time: how a vector of words and a word that meets all of them add to sums.
+// Dot products, a 32-bit word of elements at a time: what a vector of words and a word that meets them all add to sums.
 struct Float32 {
     typedef Floats Sum;
     static Sum add(Sum sum, Ints words, int32_t x) {

@@ -6,9 +6,9 @@
 #include <cstring>
 
 // Sizes and strides are in bytes.
-extern "C" void coppice_kv_write(
-    int64_t threads, char* k_GSD, char* v_GSD, const char* k_TGD, const char* v_TGD, const int64_t* slots_T, int64_t tokens,
-    int64_t heads, int64_t slots, int64_t row, int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head) {
+extern "C" void coppice_kv_write(int64_t threads, char* k_GSD, char* v_GSD, const char* k_TGD, const char* v_TGD,
+                                 const int64_t* slots_T, int64_t tokens, int64_t heads, int64_t slots, int64_t row,
+                                 int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head) {
 #pragma omp parallel for num_threads(threads) if (tokens * heads * row > 1 << 14)
     for (int64_t g = 0; g < heads; g++) {
         for (int64_t t = 0; t < tokens; t++)  // all lines on their way at once; stores alone wait for one another

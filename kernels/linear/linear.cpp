@@ -10,11 +10,11 @@
 
 namespace {
 
-constexpr int PANEL = 64;  // words
-constexpr int HALF = 2;    // vectors
-constexpr int ROWS = 15;   // whose sums are in registers together
+constexpr int PANEL = 64;   // words
+constexpr int HALF = 2;     // vectors
+constexpr int ROWS = 15;    // whose sums are in registers together
 constexpr int CHUNK = 256;  // words added up on their own, so that long rows lose no precision
-constexpr int AHEAD = 64;  // words of x that weights are fetched before their use, into the second-level cache
+constexpr int AHEAD = 64;   // words of x that weights are fetched before their use, into the second-level cache
 
 // COUNT rows of x, `words` long, times half a panel; finish(row, vector, sum) takes the sums. `next` is the half panel
 // whose turn is next.
@@ -41,22 +41,23 @@ void half_panel(const int32_t* x, const int32_t* panel, const int32_t* next, int
 }
 
 template <typename Element, int COUNT = ROWS, typename Finish>
-void some_rows(
-    int count, const int32_t* x, const int32_t* panel, const int32_t* next, int64_t words, Finish finish) {
+void some_rows(int count, const int32_t* x, const int32_t* panel, const int32_t* next, int64_t words, Finish finish) {
     if (count == COUNT) return half_panel<Element, COUNT>(x, panel, next, words, finish);
     if constexpr (COUNT > 1) some_rows<Element, COUNT - 1>(count, x, panel, next, words, finish);
 }
 
 // finish(row, first output, how many, their sums)
 template <typename Element, typename Finish>
-void product(int64_t threads, const void* x, const void* packed, int64_t rows, int64_t words, int64_t outs, Finish finish) {
+void product(int64_t threads, const void* x, const void* packed, int64_t rows, int64_t words, int64_t outs,
+             Finish finish) {
     const int64_t groups = (rows + ROWS - 1) / ROWS, depth = (words + 15) / 16 * 16;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t first = 0; first < outs; first += HALF * LANES) {
         auto half = [&](int64_t out) { return (const int32_t*)packed + out / PANEL * PANEL * depth + out % PANEL; };
         for (int64_t group = 0; group < groups; group++) {
             const int64_t row = rows * group / groups, end = rows * (group + 1) / groups;
-            const int32_t *some = (const int32_t*)x + row * words, *panel = half(first), *next = half(first + HALF * LANES);
+            const int32_t *some = (const int32_t*)x + row * words, *panel = half(first),
+                          *next = half(first + HALF * LANES);
             some_rows<Element>(end - row, some, panel, next, words, [&](int r, int v, auto sum) {
                 const int64_t out = first + v * LANES;
                 if (out < outs) finish(row + r, out, std::min<int64_t>(LANES, outs - out), sum);
@@ -79,7 +80,8 @@ float quantize(const T* x, uint8_t* steps, int64_t width) {
         if (most[lane] > largest || most[lane] != most[lane]) largest = most[lane];
     const float scale = 127 / largest;
     each(width, [&](int64_t i, auto n) {
-        const Bytes bytes = __builtin_convertvector(__builtin_convertvector(load(x + i, n) * scale + 128.5f, Ints), Bytes);
+        const Bytes bytes =
+            __builtin_convertvector(__builtin_convertvector(load(x + i, n) * scale + 128.5f, Ints), Bytes);
         std::memcpy(steps + i, &bytes, n);
     });
     return largest;
@@ -101,15 +103,15 @@ extern "C" void coppice_linear_kinds(int64_t* kinds) {
 #endif
 }
 
-extern "C" void coppice_linear(
-    int64_t kind, int64_t threads, const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t words,
-    int64_t outs) {
+extern "C" void coppice_linear(int64_t kind, int64_t threads, const void* x, const void* packed, const void* bias,
+                               void* out, int64_t rows, int64_t words, int64_t outs) {
     auto run = [&](auto element, auto type) {
         typedef decltype(type) T;
-        product<decltype(element)>(threads, x, packed, rows, words, outs, [&](int64_t row, int64_t at, int n, Floats sum) {
-            if (bias) sum += load((const T*)bias + at, n);
-            store(sum, (T*)out + row * outs + at, n);
-        });
+        product<decltype(element)>(threads, x, packed, rows, words, outs,
+                                   [&](int64_t row, int64_t at, int n, Floats sum) {
+                                       if (bias) sum += load((const T*)bias + at, n);
+                                       store(sum, (T*)out + row * outs + at, n);
+                                   });
     };
     if (kind == 0) run(Float32{}, float{});
 #ifdef __AVX512BF16__
@@ -117,8 +119,8 @@ extern "C" void coppice_linear(
 #endif
 }
 
-extern "C" void coppice_quantize(
-    int64_t kind, int64_t threads, const void* x, void* steps, void* top, int64_t rows, int64_t width) {
+extern "C" void coppice_quantize(int64_t kind, int64_t threads, const void* x, void* steps, void* top, int64_t rows,
+                                 int64_t width) {
     with_type(kind, [&](auto type) {
         typedef decltype(type) T;
 #pragma omp parallel for num_threads(threads)
@@ -129,22 +131,23 @@ extern "C" void coppice_quantize(
 
 #ifdef __AVX512VNNI__
 // `sums` are those of the matrix's rows, `scale` theirs over 127.
-extern "C" void coppice_int8_linear(
-    int64_t kind, int64_t threads, const void* x, const void* packed, const int32_t* sums, const float* scale, const void* bias,
-    void* out, int64_t rows, int64_t width, int64_t outs) {
+extern "C" void coppice_int8_linear(int64_t kind, int64_t threads, const void* x, const void* packed,
+                                    const int32_t* sums, const float* scale, const void* bias, void* out, int64_t rows,
+                                    int64_t width, int64_t outs) {
     std::vector<uint8_t> steps(rows * width);
     std::vector<float> top(rows);
     with_type(kind, [&](auto type) {
         for (int64_t r = 0; r < rows; r++)
             top[r] = quantize((const decltype(type)*)x + r * width, &steps[r * width], width);
     });
-    product<FourInt8>(threads, steps.data(), packed, rows, width / 4, outs, [&](int64_t row, int64_t at, int n, Ints sum) {
-        const Ints exact = sum - 128 * read<Ints>(sums + at, n);
-        const Floats y = __builtin_convertvector(exact, Floats) * load(scale + at, n) * top[row];
-        with_type(kind, [&](auto type) {
-            typedef decltype(type) T;
-            store(bias ? y + load((const T*)bias + at, n) : y, (T*)out + row * outs + at, n);
-        });
-    });
+    product<FourInt8>(threads, steps.data(), packed, rows, width / 4, outs,
+                      [&](int64_t row, int64_t at, int n, Ints sum) {
+                          const Ints exact = sum - 128 * read<Ints>(sums + at, n);
+                          const Floats y = __builtin_convertvector(exact, Floats) * load(scale + at, n) * top[row];
+                          with_type(kind, [&](auto type) {
+                              typedef decltype(type) T;
+                              store(bias ? y + load((const T*)bias + at, n) : y, (T*)out + row * outs + at, n);
+                          });
+                      });
 }
 #endif

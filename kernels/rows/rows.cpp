@@ -17,9 +17,7 @@ void rms_norm(const T* x, const T* weight, T* out, int64_t width, float eps) {
         sum += part * part;
     });
     const float share = 1 / std::sqrt(sum_of(sum) / width + eps);
-    each(width, [&](int64_t i, auto n) {
-        store(load(x + i, n) * share * load(weight + i, n), out + i, n);
-    });
+    each(width, [&](int64_t i, auto n) { store(load(x + i, n) * share * load(weight + i, n), out + i, n); });
 }
 
 template <typename T>
@@ -45,26 +43,27 @@ void silu_mul(const T* gate, const T* up, T* out, int64_t width) {
 
 }  // namespace
 
-extern "C" void coppice_rms_norm(
-    int64_t kind, int64_t threads, const void* x, const void* weight, void* out, int64_t rows, int64_t width, float eps) {
+extern "C" void coppice_rms_norm(int64_t kind, int64_t threads, const void* x, const void* weight, void* out,
+                                 int64_t rows, int64_t width, float eps) {
     with_type(kind, [&](auto type) {
         using T = decltype(type);
 #pragma omp parallel for num_threads(threads) if (rows * width > SMALL)
-        for (int64_t r = 0; r < rows; r++) rms_norm((const T*)x + r * width, (const T*)weight, (T*)out + r * width, width, eps);
+        for (int64_t r = 0; r < rows; r++)
+            rms_norm((const T*)x + r * width, (const T*)weight, (T*)out + r * width, width, eps);
     });
 }
 
 // x [tokens, heads, head_dim] with strides of its own, cos and sin [tokens, dims]; out is contiguous.
-extern "C" void coppice_rotary(
-    int64_t kind, int64_t threads, const void* x, const void* cos, const void* sin, void* out, int64_t tokens, int64_t heads,
-    int64_t head_dim, int64_t dims, int64_t token_stride, int64_t head_stride) {
+extern "C" void coppice_rotary(int64_t kind, int64_t threads, const void* x, const void* cos, const void* sin,
+                               void* out, int64_t tokens, int64_t heads, int64_t head_dim, int64_t dims,
+                               int64_t token_stride, int64_t head_stride) {
     with_type(kind, [&](auto type) {
         using T = decltype(type);
 #pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > SMALL)
         for (int64_t t = 0; t < tokens; t++)
             for (int64_t h = 0; h < heads; h++)
-                rotary((const T*)x + t * token_stride + h * head_stride, (const T*)cos + t * dims, (const T*)sin + t * dims,
-                       (T*)out + (t * heads + h) * head_dim, head_dim, dims);
+                rotary((const T*)x + t * token_stride + h * head_stride, (const T*)cos + t * dims,
+                       (const T*)sin + t * dims, (T*)out + (t * heads + h) * head_dim, head_dim, dims);
     });
 }
 

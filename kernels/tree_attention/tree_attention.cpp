@@ -1,7 +1,8 @@
 // Tree attention on a CPU. Query rows are the lanes of a vector: a score is a broadcast element of a key times a
 // vector of the rows' elements, so keys and values are read where they lie, once for all rows of a tile; nothing is
-// gathered, transposed or copied (16-bit ones become floats, a block at a time). The softmax runs along with the keys
-// (Milakov and Gimelshein, 2018). Where there are fewer tiles than threads, long trunks are cut and the cuts merged.
+// gathered, transposed or copied (16-bit ones become floats, a block at a time, where no product takes them as they
+// are). The softmax runs along with the keys (Milakov and Gimelshein, 2018). Where there are fewer tiles than threads,
+// long trunks are cut and the cuts merged.
 //
 // Shape legend: kernels/layout.py. A row is one query head of one token; the rows of a tile share a key/value head.
 
@@ -13,7 +14,8 @@
 
 // In step with `Problem` in cpp.py. Strides count elements.
 struct Problem {
-    int64_t kind, heads, kv_heads, head_dim, slots, trees, run_count, table_width, words, q_token, q_head, window, threads;
+    int64_t kind, heads, kv_heads, head_dim, slots, trees, run_count, table_width, words, q_token, q_head, window,
+        threads;
     const int64_t* positions;
     const int32_t* starts;
     const int32_t* seen;
@@ -26,13 +28,12 @@ struct Problem {
 
 namespace {
 
-constexpr int VECTORS = 4;   // of rows, at most, in a tile
-constexpr int BLOCK = 32;    // keys between two looks at the largest score
-constexpr int KEYS = 8;      // whose scores are added up in registers together; divides BLOCK
-constexpr int DIMS = 16;     // of the values, likewise
-constexpr int SHORT = 256;   // trunk tokens; no cut is shorter
+constexpr int VECTORS = 4;      // of rows, at most, in a tile
+constexpr int BLOCK = 32;       // keys between two looks at the largest score
+constexpr int KEYS = 8;         // whose scores are added up in registers together; divides BLOCK
+constexpr int DIMS = 16;        // of the values, likewise
+constexpr int SHORT = 256;      // trunk tokens; no cut is shorter
 constexpr int SMALL = 1 << 14;  // vector products; fewer are not worth waking threads
-
 constexpr float LOG2_E = 1.44269504f;
 const Floats NEVER = all(-INFINITY);
 
@@ -49,7 +50,7 @@ struct Part {
 
 template <typename T>
 class Worker {
-   public:
+  public:
     Worker(const Problem& p, const T* q, const T* k, const T* v, T* out)
         : p(p), q(q), k(k), v(v), out(out), D(p.head_dim), group(p.heads / p.kv_heads), q_words(VECTORS * D) {
 #ifdef __AVX512BF16__
@@ -142,19 +143,19 @@ class Worker {
         }
     }
 
-   private:
+  private:
     const Problem& p;
     const T *q, *k, *v;
     T* out;
     const int D, group;
     bool pairs = false;         // keys are read as pairs of bfloat16, for which the processor has products
     std::vector<Ints> q_words;  // of each vector of rows in turn: floats or pairs
-    std::vector<float> room;  // for converted keys and values
-    int n = 0;                // slots that wait
+    std::vector<float> room;    // for converted keys and values
+    int n = 0;                  // slots that wait, or are taken
     int64_t slots[BLOCK];
-    const int32_t* keys[BLOCK];  // of the taken slots
+    const int32_t* keys[BLOCK];  // of the taken slots: floats or pairs
     const float* values[BLOCK];
-    const char *next_k, *next_v;               // what to fetch from memory meanwhile
+    const char *next_k, *next_v;  // what to fetch from memory meanwhile
 
     static int row_of(const Tile& tile, int i, int lane) {
         return std::min(tile.first + i * LANES + lane, tile.last - 1);
@@ -176,6 +177,7 @@ class Worker {
         return true;
     }
 
+    // Makes the waiting slots' keys and values ready; `ahead`: what lies behind them is wanted next.
     void take(int g, bool ahead) {
         const T *k_SD = k + g * p.slots * D, *v_SD = v + g * p.slots * D;
         convert(v_SD, values, room.data());
@@ -204,7 +206,7 @@ class Worker {
         }
     }
 
-    // The loaded slots' share of vector i. `hidden(j)`: the lanes that do not see slot j.
+    // The taken slots' share of vector i. `hidden(j)`: the lanes that do not see slot j.
     template <typename Hidden>
     void attend(int i, Part& part, bool masked, Hidden hidden) {
         Floats scores[BLOCK], most = part.most[i], sum{};
@@ -232,7 +234,7 @@ class Worker {
         for (; d < D; d++) mix<1>(scores, keep, d, &part.out_D[i * D]);
     }
 
-    // In powers of two.
+    // Of KEYS keys, as powers of two.
     template <typename Element>
     void score(const Ints* q, int words, const int32_t* const* keys, Floats* scores) {
         Floats sum[KEYS] = {};
@@ -242,11 +244,11 @@ class Worker {
     }
 
     template <int COUNT>
-    void mix(const Floats* p, Floats keep, int d, Floats* out_D) {
+    void mix(const Floats* shares, Floats keep, int d, Floats* out_D) {
         Floats sum[COUNT];
         for (int i = 0; i < COUNT; i++) sum[i] = out_D[d + i] * keep;
         for (int j = 0; j < n; j++)
-            for (int i = 0; i < COUNT; i++) sum[i] += p[j] * values[j][d + i];
+            for (int i = 0; i < COUNT; i++) sum[i] += shares[j] * values[j][d + i];
         for (int i = 0; i < COUNT; i++) out_D[d + i] = sum[i];
     }
 
