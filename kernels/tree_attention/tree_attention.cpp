@@ -29,7 +29,7 @@ struct Problem {
 namespace {
 
 constexpr int VECTORS = 4;      // of rows, at most, in a tile
-constexpr int BLOCK = 32;       // keys between two looks at the largest score
+constexpr int BLOCK = 16;       // keys between two looks at the largest score
 constexpr int KEYS = 8;         // whose scores are added up in registers together; divides BLOCK
 constexpr int DIMS = 16;        // of the values, likewise
 constexpr int SHORT = 256;      // trunk tokens; no cut is shorter
@@ -187,8 +187,8 @@ class Worker {
             convert(k_SD, (const float**)keys, room.data() + BLOCK * D);
         }
         for (int j = n; j % KEYS; j++) keys[j] = keys[0];
-        next_k = ahead ? (const char*)(k_SD + (slots[n - 1] + 1) * D) : nullptr;
-        next_v = (const char*)(v_SD + (slots[n - 1] + 1) * D);
+        const int64_t next = ahead ? slots[n - 1] + 1 : slots[0];
+        next_k = (const char*)(k_SD + next * D), next_v = (const char*)(v_SD + next * D);
     }
 
     // Where the waiting slots' rows are as floats; neighbours are converted in one go.
@@ -211,16 +211,14 @@ class Worker {
     void attend(int i, Part& part, bool masked, Hidden hidden) {
         Floats scores[BLOCK], most = part.most[i], sum{};
         for (int j = 0; j < n; j += KEYS) {
-            fetch_trunk();
 #ifdef __AVX512BF16__
             if (pairs) {
-                score<TwoBFloat16>(&q_words[i * D], D / 2, keys + j, scores + j);
+                score<TwoBFloat16>(&q_words[i * D], D / 2, j, scores + j);
                 continue;
             }
 #endif
-            score<Float32>(&q_words[i * D], D, keys + j, scores + j);
+            score<Float32>(&q_words[i * D], D, j, scores + j);
         }
-        next_k = nullptr;
         if (masked)
             for (int j = 0; j < n; j++) scores[j] = hidden(j) ? NEVER : scores[j];
         for (int j = 0; j < n; j++) most = larger(scores[j], most);
@@ -236,10 +234,13 @@ class Worker {
 
     // Of KEYS keys, as powers of two.
     template <typename Element>
-    void score(const Ints* q, int words, const int32_t* const* keys, Floats* scores) {
+    void score(const Ints* q, int words, int first, Floats* scores) {
         Floats sum[KEYS] = {};
-        for (int i = 0; i < words; i++)
-            for (int j = 0; j < KEYS; j++) sum[j] = Element::add(sum[j], q[i], keys[j][i]);
+        const char* next = next_k + first * D * sizeof(T);
+        for (int i = 0; i < words; i++) {
+            __builtin_prefetch(next + i * KEYS * 4, 0, 1);
+            for (int j = 0; j < KEYS; j++) sum[j] = Element::add(sum[j], q[i], keys[first + j][i]);
+        }
         for (int j = 0; j < KEYS; j++) scores[j] = sum[j] * (p.scale * LOG2_E);
     }
 
@@ -247,8 +248,10 @@ class Worker {
     void mix(const Floats* shares, Floats keep, int d, Floats* out_D) {
         Floats sum[COUNT];
         for (int i = 0; i < COUNT; i++) sum[i] = out_D[d + i] * keep;
-        for (int j = 0; j < n; j++)
+        for (int j = 0; j < n; j++) {
+            __builtin_prefetch(next_v + (j * D + d) * sizeof(T), 0, 1);
             for (int i = 0; i < COUNT; i++) sum[i] += shares[j] * values[j][d + i];
+        }
         for (int i = 0; i < COUNT; i++) out_D[d + i] = sum[i];
     }
 
@@ -258,16 +261,6 @@ class Worker {
             __builtin_prefetch((const char*)(k + row * D) + b);
             __builtin_prefetch((const char*)(v + row * D) + b);
         }
-    }
-
-    // The trunk's next KEYS rows, most likely, into the second-level cache.
-    void fetch_trunk() {
-        if (!next_k) return;
-        for (int b = 0; b < int(KEYS * D * sizeof(T)); b += 64) {
-            __builtin_prefetch(next_k + b, 0, 1);
-            __builtin_prefetch(next_v + b, 0, 1);
-        }
-        next_k += KEYS * D * sizeof(T), next_v += KEYS * D * sizeof(T);
     }
 
     // Vector i over those branch slots that any of its rows sees.
