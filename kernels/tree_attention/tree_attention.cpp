@@ -29,7 +29,7 @@ struct Problem {
 namespace {
 
 constexpr int VECTORS = 4;      // of rows, at most, in a tile
-constexpr int BLOCK = 16;       // keys between two looks at the largest score
+constexpr int BLOCK = 32;       // keys between two looks at the largest score
 constexpr int KEYS = 8;         // whose scores are added up in registers together; divides BLOCK
 constexpr int DIMS = 16;        // of the values, likewise
 constexpr int SHORT = 256;      // trunk tokens; no cut is shorter
@@ -107,8 +107,10 @@ class Worker {
         for (int64_t r = 0; r < p.run_count && first < high; r++) {
             if (p.runs[3 * r] != tile.tree) continue;
             const int64_t slot = p.runs[3 * r + 1], length = p.runs[3 * r + 2], last = std::min(high, first + length);
-            for (int64_t at = std::max(low, first); at < last; at++) {
-                slots[n++] = slot + at - first;
+            for (int64_t at = std::max(low, first); at < last;) {
+                const int count = std::min<int64_t>(BLOCK - n, last - at);
+                for (int j = 0; j < count; j++) slots[n + j] = slot + at - first + j;
+                at += count, n += count;
                 if (n == BLOCK) flush();
             }
             first += length;
@@ -250,7 +252,9 @@ class Worker {
         for (int i = 0; i < COUNT; i++) sum[i] = out_D[d + i] * keep;
         for (int j = 0; j < n; j++) {
             __builtin_prefetch(next_v + (j * D + d) * sizeof(T), 0, 1);
-            for (int i = 0; i < COUNT; i++) sum[i] += shares[j] * values[j][d + i];
+            const float* at = values[j] + d;
+            asm("" : "+r"(at));  // or GCC keeps a register for each of at + i, of which there are not enough
+            for (int i = 0; i < COUNT; i++) sum[i] += shares[j] * at[i];
         }
         for (int i = 0; i < COUNT; i++) out_D[d + i] = sum[i];
     }
