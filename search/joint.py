@@ -22,12 +22,12 @@ from torch import Tensor
 
 from engine.sampling import Warp
 from engine.tree import TokenTree
+from kernels.rows import top_k
 from search.base import Evaluate
 
 FEW = 1024  # cells that are kept in lists
 NUCLEUS = 64  # tokens of a row that are looked at for top-p before all are; vocabularies no larger are known whole
 MOST = 256  # tokens of a row that are looked at for top-k
-LINES = 16  # of a row of log-probabilities, see `largest`: this many make reading and sorting cost least together
 Probabilities = list[float] | Tensor
 
 
@@ -78,7 +78,7 @@ class Reader:
     def read(self, logp_NV: Tensor) -> Tensor:
         """What the host is going to look at, on the rows' device, as float64: see `rows`."""
         V = logp_NV.shape[1]
-        parts = [*largest(logp_NV, self._known(V))]
+        parts = [*top_k(logp_NV, self._known(V))]
         if self._mass(V):
             parts.append(torch.logsumexp(logp_NV / (self.warp.temperature or 1), -1, keepdim=True))
         return torch.cat([part.double() for part in parts], 1).view(-1)
@@ -254,34 +254,7 @@ def pick(probs: Probabilities, numbers: Iterable[float]) -> list[int]:
     return (block_D * blocks_MB.shape[1] + inside_D.squeeze(1)).tolist()
 
 
-def largest(values_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row, in order, and their places; a row is read once and hardly sorted.
-
-    Laid out in lines, one below the other, a row has its k largest in the k columns with the largest maxima, or among
-    the few values that fill no line.
-    """
-    N, V = values_NV.shape
-    width, rest = divmod(V, LINES)
-    if k >= width:
-        values_NK, place_NK = torch.topk(values_NV, k)
-        return values_NK, place_NK
-    filled_NV = values_NV[:, :-rest] if rest else values_NV
-    maxima_NW = filled_NV.view(N, LINES, width).amax(1)
-    _, column_NK = torch.topk(maxima_NW, k, sorted=False)
-    place_NP = (column_NK.unsqueeze(1) + line_starts(width, values_NV.device)).view(N, -1)
-    if rest:
-        place_NP = torch.cat([place_NP, torch.arange(V - rest, V, device=values_NV.device).expand(N, -1)], 1)
-    values_NK, which_NK = torch.topk(values_NV.gather(1, place_NP), k)
-    return values_NK, place_NP.gather(1, which_NK)
-
-
 @lru_cache
 def block_size(n: int) -> int:
     """A divisor of n near its square root, 0 if there is none."""
     return min((b for b in range(32, 1025) if n % b == 0), key=lambda b: abs(b - math.sqrt(n)), default=0)
-
-
-@lru_cache
-def line_starts(width: int, device: torch.device) -> Tensor:
-    """Where the lines of a row begin, as a column."""
-    return torch.arange(0, LINES * width, width, device=device).unsqueeze(1)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.errors import KVMemoryError, UsageError
 from engine.tree import TokenTree
+from kernels.rows import top_k
 from search import ults_prior
 from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
 from search.ults_boundary import RULES, Boundary, Family
@@ -347,30 +348,17 @@ def _evaluate(
 
 def _most_probable(logp_NV: Tensor, k: int) -> list[tuple[list[float], list[int]]]:
     """Log-probabilities and tokens of the k best of every row, best first, ties to the lower token; -inf left out."""
-    packed = torch.cat([x.double() for x in _topk(logp_NV, min(k + 1, logp_NV.shape[1]))], 1).tolist()
+    packed = torch.cat([x.double() for x in top_k(logp_NV, min(k + 1, logp_NV.shape[1]))], 1).tolist()
     half, rows = len(packed[0]) // 2, []
     for i, row in enumerate(packed):
         logps, tokens = row[:half], [int(token) for token in row[half:]]
-        if len(set(logps)) < half or logps[-1] == -math.inf:  # which of the equals topk chose is not defined
+        if len(set(logps)) < half or logps[-1] == -math.inf:  # which of the equals top_k chose is not defined
             token_K = (logp_NV[i] >= max(logps[-1], -3e38)).nonzero().view(-1)
             found = zip(logp_NV[i, token_K].double().tolist(), token_K.tolist(), strict=True)
             ranked = sorted(found, key=lambda pair: (-pair[0], pair[1]))
             logps, tokens = [logp for logp, _ in ranked], [token for _, token in ranked]
         rows.append((logps[:k], tokens[:k]))
     return rows
-
-
-def _topk(logp_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `torch.topk`. The k best of a long row lie in the k blocks of it whose maxima are the largest."""
-    N, V = logp_NV.shape
-    size = 128
-    if V % size or 8 * k * size > V:
-        return logp_NV.topk(k)
-    blocks_NMS = logp_NV.view(N, -1, size)
-    block_NK = blocks_NMS.amax(2).topk(k).indices
-    near_NKS = blocks_NMS.gather(1, block_NK.unsqueeze(2).expand(N, k, size))
-    values_NK, place_NK = near_NKS.flatten(1).topk(k)
-    return values_NK, block_NK.gather(1, place_NK // size) * size + place_NK % size
 
 
 def _common(stem: list[int], rival: list[int] | None) -> list[int]:

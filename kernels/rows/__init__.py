@@ -1,19 +1,20 @@
-"""Operators on rows, which stand between a layer's matrix products: the front that picks an implementation.
+"""Operators on rows, between a layer's matrix products and after the last: the front that picks an implementation.
 
 With impl "cpp" it is C++, eager on a CPU, each operator one pass over its rows. Otherwise it is PyTorch, which a
 compiler fuses.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.cpp import watched
+from kernels.cpp import watched, why_not
 from kernels.rows import cpp, reference
 
 
-def _pick(name: str, impl: str) -> Callable[..., Tensor]:
+def _pick(name: str, impl: str) -> Callable[..., Any]:
     if impl != "cpp" or torch.compiler.is_compiling():
         return getattr(reference, name)
     return getattr(torch.ops.coppice, name) if watched() else getattr(cpp, name)
@@ -48,3 +49,17 @@ def silu_mul(x_NM: Tensor, *, impl: str) -> Tensor:
         impl: of the pass, see `kernels.tree_attention`.
     """
     return _pick("silu_mul", impl)(x_NM)
+
+
+def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, in order, [N, k], and their places, int64 [N, k].
+
+    Args:
+        x_NV: no NaN.
+        k: from 0 to V.
+        impl: see `kernels.tree_attention`; None: "cpp" for float32 on a CPU where there is C++, else PyTorch. Of equals
+            C++ takes the first, while PyTorch does not say which.
+    """
+    if impl is None:
+        impl = "cpp" if x_NV.device.type == "cpu" and x_NV.dtype == torch.float32 and not why_not() else "cpu"
+    return _pick("top_k", impl)(x_NV, k)

@@ -40,7 +40,17 @@ def silu_mul(x_NM: Tensor) -> Tensor:
     return out
 
 
-for run in (rms_norm, rotary, silu_mul):
+def top_k(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """See the front for arguments; float32."""
+    x_NV, (N, V) = x_NV.contiguous(), x_NV.shape
+    values_NK, place_NK = torch.empty(N, k), torch.empty(N, k, dtype=torch.int64)
+    function("coppice_top_k", "ipppiii")(
+        *(torch.get_num_threads(), x_NV.data_ptr(), values_NK.data_ptr(), place_NK.data_ptr(), N, V, k)
+    )
+    return values_NK, place_NK
+
+
+for run in (rms_norm, rotary, silu_mul, top_k):
     torch.library.custom_op(f"coppice::{run.__name__}", run, mutates_args=())
 
 
@@ -57,3 +67,8 @@ def _(x_THD, _cos_TR, _sin_TR):
 @torch.library.register_fake("coppice::silu_mul")
 def _(x_NM):
     return x_NM.new_empty(*x_NM.shape[:-1], x_NM.shape[-1] // 2)
+
+
+@torch.library.register_fake("coppice::top_k")
+def _(x_NV, k):
+    return x_NV.new_empty(len(x_NV), k), x_NV.new_empty(len(x_NV), k, dtype=torch.int64)

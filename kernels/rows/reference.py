@@ -1,8 +1,12 @@
 """The definitions of the operators on rows, in plain PyTorch: any device; what a compiler sees and fuses."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+LINES = 16  # see `top_k`: this many make reading and sorting cost least together
 
 
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -26,3 +30,30 @@ def silu_mul(x_NM: Tensor) -> Tensor:
     """See the front for arguments."""
     gate, up = x_NM.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def top_k(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """See the front for arguments; a row is read once and hardly sorted.
+
+    Laid out in lines, one below the other, a row has its k largest in the k columns with the largest maxima, or among
+    the few values that fill no line.
+    """
+    N, V = x_NV.shape
+    width, rest = divmod(V, LINES)
+    if k >= width:
+        values_NK, place_NK = torch.topk(x_NV, k)
+        return values_NK, place_NK
+    filled_NV = x_NV[:, :-rest] if rest else x_NV
+    maxima_NW = filled_NV.view(N, LINES, width).amax(1)
+    _, column_NK = torch.topk(maxima_NW, k, sorted=False)
+    place_NP = (column_NK.unsqueeze(1) + _line_starts(width, x_NV.device)).view(N, -1)
+    if rest:
+        place_NP = torch.cat([place_NP, torch.arange(V - rest, V, device=x_NV.device).expand(N, -1)], 1)
+    values_NK, which_NK = torch.topk(x_NV.gather(1, place_NP), k)
+    return values_NK, place_NP.gather(1, which_NK)
+
+
+@lru_cache
+def _line_starts(width: int, device: torch.device) -> Tensor:
+    """Where the lines of a row begin, as a column."""
+    return torch.arange(0, LINES * width, width, device=device).unsqueeze(1)

@@ -1,6 +1,7 @@
 // Operators on rows, on a CPU: what a layer does between its matrix products. Arithmetic is float32.
 
 #include <algorithm>
+#include <vector>
 
 #include "../vectors.h"
 
@@ -41,6 +42,39 @@ void silu_mul(const T* gate, const T* up, T* out, int64_t width) {
     });
 }
 
+struct Entry {
+    float value;
+    int64_t place;
+};
+
+// The k largest of a row, in order, equal ones as they come. Most blocks hold none that is large enough by then.
+void top_k(const float* x, int64_t width, int64_t k, float* values, int64_t* places, std::vector<Entry>& kept) {
+    constexpr int64_t BLOCK = 8 * LANES;
+    auto before = [](const Entry& a, const Entry& b) {
+        return a.value > b.value || (a.value == b.value && a.place < b.place);
+    };
+    if (!k) return;
+    float least = -INFINITY;  // k that are kept are no smaller
+    kept.clear();
+    for (int64_t first = 0; first < width; first += BLOCK) {
+        const int64_t end = std::min(width, first + BLOCK);
+        Floats most = all(-INFINITY);
+        each(end - first, [&](int64_t i, auto n) { most = larger(n == LANES ? load(x + first + i) : most, most); });
+        bool any = end - first < BLOCK || int64_t(kept.size()) < k;
+        for (int lane = 0; lane < LANES; lane++) any |= most[lane] > least;
+        if (!any) continue;
+        for (int64_t i = first; i < end; i++)
+            if (x[i] > least || int64_t(kept.size()) < k) kept.push_back({x[i], i});
+        if (int64_t(kept.size()) >= 2 * k + 32) {
+            std::nth_element(kept.begin(), kept.begin() + k - 1, kept.end(), before);
+            kept.resize(k);
+            least = kept[k - 1].value;
+        }
+    }
+    std::partial_sort(kept.begin(), kept.begin() + k, kept.end(), before);
+    for (int64_t i = 0; i < k; i++) values[i] = kept[i].value, places[i] = kept[i].place;
+}
+
 }  // namespace
 
 extern "C" void coppice_rms_norm(int64_t kind, int64_t threads, const void* x, const void* weight, void* out,
@@ -77,4 +111,15 @@ extern "C" void coppice_silu_mul(int64_t kind, int64_t threads, const void* x, v
             silu_mul(gate, gate + width, (T*)out + r * width, width);
         }
     });
+}
+
+// k of 0 to the width; no NaN.
+extern "C" void coppice_top_k(int64_t threads, const float* x, float* values, int64_t* places, int64_t rows,
+                              int64_t width, int64_t k) {
+#pragma omp parallel num_threads(threads) if (rows * width > SMALL)
+    {
+        std::vector<Entry> kept;
+#pragma omp for
+        for (int64_t r = 0; r < rows; r++) top_k(x + r * width, width, k, values + r * k, places + r * k, kept);
+    }
 }

@@ -14,7 +14,7 @@ from engine.engine import Request
 from engine.errors import UsageError
 from engine.sampling import Warp, uniforms
 from search import DSBD, BeamSample, Greedy, Speculative
-from search.joint import Joint, Reader, block_size, largest, pick
+from search.joint import Joint, Reader, block_size, pick
 from search.verify import KINDS, Drafted, acceptances, draw, verify
 from tools.random_checkpoint import make
 
@@ -83,18 +83,6 @@ def test_the_large_cells_are_found_without_the_others(monkeypatch):
     monkeypatch.setattr(Warp, "__call__", lambda *_: pytest.fail("all cells were warped"))
     for warp, full in zip(warps, expected, strict=True):
         assert sorted(p_beam(logp_NV, range(5), [0.0] * 5, warp, 32000).cells) == full.nonzero().view(-1).tolist()
-
-
-@pytest.mark.parametrize("vocab", [20, 340, 2000, 2015, 5003])
-def test_largest(vocab):
-    values_NV = rows_of(3, vocab, vocab)
-    values_NV[1] = values_NV[1].round()  # ties
-    values_NV[2, 5:] = -math.inf
-    for k in (0, 1, 20):
-        found_NK, place_NK = largest(values_NV, k)
-        assert torch.equal(found_NK, values_NV.sort(descending=True).values[:, :k])
-        assert torch.equal(values_NV.gather(1, place_NK), found_NK)
-        assert all(len(set(places)) == k for places in place_NK.tolist())
 
 
 def test_block_sizes():
