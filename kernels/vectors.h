@@ -2,7 +2,7 @@
 
 #pragma once
 
-#ifdef __AVX512F__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -99,6 +99,19 @@ struct FourInt8 {  // unsigned in x, signed in the vector
     }
 };
 #endif
+
+// A bit for each lane of a comparison that holds.
+inline uint32_t bits_of(Ints truth) {
+#if defined(__AVX512F__)
+    return _mm512_cmplt_epi32_mask((__m512i)truth, _mm512_setzero_si512());
+#elif defined(__AVX__)
+    return _mm256_movemask_ps((__m256)truth);
+#else
+    uint32_t bits = 0;
+    for (int lane = 0; lane < LANES; lane++) bits |= uint32_t(truth[lane] != 0) << lane;
+    return bits;
+#endif
+}
 
 inline float sum_of(Floats x) {
     float sum = 0;

@@ -47,30 +47,30 @@ struct Entry {
     int64_t place;
 };
 
-// The k largest of a row, in order, equal ones as they come. Most blocks hold none that is large enough by then.
+// The k largest of a row, in order, of equal ones the first. Most vectors hold none that is large enough by then.
 void top_k(const float* x, int64_t width, int64_t k, float* values, int64_t* places, std::vector<Entry>& kept) {
-    constexpr int64_t BLOCK = 8 * LANES;
     auto before = [](const Entry& a, const Entry& b) {
         return a.value > b.value || (a.value == b.value && a.place < b.place);
     };
     if (!k) return;
-    float least = -INFINITY;  // k that are kept are no smaller
     kept.clear();
-    for (int64_t first = 0; first < width; first += BLOCK) {
-        const int64_t end = std::min(width, first + BLOCK);
-        Floats most = all(-INFINITY);
-        each(end - first, [&](int64_t i, auto n) { most = larger(n == LANES ? load(x + first + i) : most, most); });
-        bool any = end - first < BLOCK || int64_t(kept.size()) < k;
-        for (int lane = 0; lane < LANES; lane++) any |= most[lane] > least;
-        if (!any) continue;
-        for (int64_t i = first; i < end; i++)
-            if (x[i] > least || int64_t(kept.size()) < k) kept.push_back({x[i], i});
-        if (int64_t(kept.size()) >= 2 * k + 32) {
-            std::nth_element(kept.begin(), kept.begin() + k - 1, kept.end(), before);
-            kept.resize(k);
-            least = kept[k - 1].value;
+    for (int64_t i = 0; i < k; i++) kept.push_back({x[i], i});
+    float least = -INFINITY;  // k that are kept are no smaller
+    auto cut = [&] {
+        std::nth_element(kept.begin(), kept.begin() + k - 1, kept.end(), before);
+        kept.resize(k);
+        least = kept[k - 1].value;
+    };
+    cut();
+    each(width - k, [&](int64_t i, auto n) {
+        const int64_t at = k + i;
+        uint32_t bits = bits_of(load(x + at, n) > least) & ((uint64_t(1) << n) - 1);
+        for (; bits; bits &= bits - 1) {
+            const int64_t place = at + __builtin_ctz(bits);
+            kept.push_back({x[place], place});
         }
-    }
+        if (int64_t(kept.size()) > 2 * k + LANES) cut();
+    });
     std::partial_sort(kept.begin(), kept.begin() + k, kept.end(), before);
     for (int64_t i = 0; i < k; i++) values[i] = kept[i].value, places[i] = kept[i].place;
 }
