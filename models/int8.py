@@ -81,7 +81,7 @@ def int8_linear(
     impl: str,
 ) -> Tensor:
     """The product; scale_O is that of the weights over 127; for address, sum_O and impl see `kernels.linear`."""
-    if address and linear.few_rows(x):
+    if address and linear.few_rows(x) and x.shape[-1] == weight.shape[0]:
         return linear.int8_linear(x, address, sum_O, scale_O, bias)
     steps, top = linear.quantize(x, impl=impl)
     kind = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32

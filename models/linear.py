@@ -90,7 +90,7 @@ def _stack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, address: int) -> Tensor:
     """x W^T + b with W packed by oneDNN; address: see `kernels.linear.panels`."""
-    if address and few_rows(x):
+    if address and few_rows(x) and (x.dtype, x.shape[-1]) == (weight.dtype, weight.shape[1]):
         return linear(x, address, bias, out_features)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 

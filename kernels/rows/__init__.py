@@ -1,7 +1,7 @@
 """Operators on rows, between a layer's matrix products and after the last: the front that picks an implementation.
 
 With impl "cpp" it is C++, eager on a CPU, each operator one pass over its rows. Otherwise it is PyTorch, which a
-compiler fuses.
+compiler fuses. What C++ cannot do it refuses with ValueError: other dtypes, tensors that do not match.
 """
 
 from collections.abc import Callable

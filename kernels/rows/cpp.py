@@ -6,9 +6,18 @@ from torch import Tensor
 from kernels.cpp import KINDS, function
 
 
+def _check(*tensors: Tensor) -> None:
+    kinds = {(x.dtype, x.device.type) for x in tensors}
+    if len(kinds) > 1 or tensors[0].dtype not in KINDS or tensors[0].device.type != "cpu":
+        raise ValueError(f"impl 'cpp': expected float32, bfloat16 or float16, one of them, on a CPU, got {kinds}")
+
+
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """See the front for arguments."""
-    x_NE, width = x_NE.contiguous(), x_NE.shape[-1]
+    _check(x_NE, weight_E)
+    if weight_E.shape != x_NE.shape[-1:]:
+        raise ValueError(f"expected a weight of {list(x_NE.shape[-1:])}, got {list(weight_E.shape)}")
+    x_NE, weight_E, width = x_NE.contiguous(), weight_E.contiguous(), x_NE.shape[-1]
     out_NE = torch.empty_like(x_NE)
     function("coppice_rms_norm", "iipppiif")(
         *(KINDS[x_NE.dtype], torch.get_num_threads(), x_NE.data_ptr(), weight_E.data_ptr(), out_NE.data_ptr()),
@@ -19,6 +28,10 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 
 def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """See the front for arguments."""
+    _check(x_THD, cos_TR, sin_TR)
+    if cos_TR.shape != sin_TR.shape or len(cos_TR) != len(x_THD) or cos_TR.shape[1] > x_THD.shape[2]:
+        raise ValueError(f"expected angles of {list(x_THD.shape)}, got {list(cos_TR.shape)}, {list(sin_TR.shape)}")
+    cos_TR, sin_TR = cos_TR.contiguous(), sin_TR.contiguous()
     if x_THD.stride(2) != 1:
         x_THD = x_THD.contiguous()
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype)
@@ -32,6 +45,7 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 
 def silu_mul(x_NM: Tensor) -> Tensor:
     """See the front for arguments."""
+    _check(x_NM)
     x_NM, width = x_NM.contiguous(), x_NM.shape[-1] // 2
     out = torch.empty(*x_NM.shape[:-1], width, dtype=x_NM.dtype)
     function("coppice_silu_mul", "iippii")(
@@ -41,7 +55,9 @@ def silu_mul(x_NM: Tensor) -> Tensor:
 
 
 def top_k(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See the front for arguments; float32."""
+    """See the front for arguments; float32 only."""
+    if x_NV.dtype != torch.float32 or x_NV.device.type != "cpu":
+        raise ValueError(f"impl 'cpp': expected float32 on a CPU, got {x_NV.dtype} on {x_NV.device}")
     x_NV, (N, V) = x_NV.contiguous(), x_NV.shape
     values_NK, place_NK = torch.empty(N, k), torch.empty(N, k, dtype=torch.int64)
     function("coppice_top_k", "ipppiii")(

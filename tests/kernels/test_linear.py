@@ -93,3 +93,11 @@ def test_many_rows_are_left_to_onednn(monkeypatch):
     layer = Linear([draw(64, 64)], dtype=torch.float32, device=CPU)
     monkeypatch.setattr("models.linear.linear", lambda *_: pytest.fail("not for so many rows"))
     assert layer(draw(linear.FEW + 1, 64)).shape == (linear.FEW + 1, 64)
+
+
+@needs(torch.float32)
+@pytest.mark.parametrize("x", [draw(2, 65), draw(2, 64).bfloat16()], ids=["width", "dtype"])
+def test_rows_that_do_not_fit_are_an_error(x):
+    layer = Linear([draw(64, 64)], dtype=torch.float32, device=CPU)
+    with pytest.raises(RuntimeError):
+        layer(x)

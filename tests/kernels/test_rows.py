@@ -65,6 +65,24 @@ def test_what_is_not_finite_stays_in_its_row(dtype, bad):
         assert y.isfinite().all(-1).tolist() == [True, True, False, True]
 
 
+def test_cpp_refuses_what_it_cannot_do():
+    x, weight, cos = draw(2, 8), draw(8), draw(2, 8)
+    for run in (
+        lambda: rows.rms_norm(x, weight.double(), 1e-5, impl="cpp"),
+        lambda: rows.rms_norm(x.double(), weight.double(), 1e-5, impl="cpp"),
+        lambda: rows.rotary(x.view(2, 1, 8), cos.bfloat16(), cos.bfloat16(), impl="cpp"),
+        lambda: rows.silu_mul(x.double(), impl="cpp"),
+        lambda: rows.top_k(x.double(), 2, impl="cpp"),
+        lambda: rows.top_k(x.to("meta"), 2, impl="cpp"),
+    ):
+        with pytest.raises(ValueError, match="impl 'cpp': expected float32"):
+            run()
+    with pytest.raises(ValueError, match="expected a weight"):
+        rows.rms_norm(x, draw(7), 1e-5, impl="cpp")
+    with pytest.raises(ValueError, match="expected angles"):
+        rows.rotary(x.view(2, 2, 4), cos, cos, impl="cpp")
+
+
 def test_the_compiler_sees_the_definitions():
     def middle(x, weight):
         return rows.silu_mul(rows.rms_norm(x, weight, 1e-5, impl="cpp"), impl="cpp")
