@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL:
 def _load() -> ctypes.CDLL | BuildError:
     try:
         return ctypes.CDLL(str(_build()))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         return BuildError(str(error))
     except BuildError as error:
         return error
@@ -82,7 +82,7 @@ def _build() -> Path:
 
 
 def _run(command: Sequence[str | Path]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
         raise BuildError(f"{command[0]} failed: {next((line for line in said if 'error' in line), said[0])}")

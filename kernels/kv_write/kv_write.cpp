@@ -1,7 +1,5 @@
 // Writing keys and values into their slots on a CPU: plain copies of rows.
 
-#include <omp.h>
-
 #include <cstdint>
 #include <cstring>
 

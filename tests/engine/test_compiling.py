@@ -75,7 +75,7 @@ def test_kernels_are_built_once_and_kept(monkeypatch, fresh, tmp_path):
         assert cpp.why_not() is None and len(list(kept.parent.iterdir())) == 2
 
 
-@pytest.mark.parametrize("spoil", ["compiler", "folder"])
+@pytest.mark.parametrize("spoil", ["compiler", "folder", "home"])
 def test_kernels_that_cannot_be_built_say_why(monkeypatch, fresh, tmp_path, spoil):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if spoil == "compiler":
@@ -87,8 +87,17 @@ def test_kernels_that_cannot_be_built_say_why(monkeypatch, fresh, tmp_path, spoi
     else:
         if cpp.compiler() is None:
             pytest.skip("no C++ compiler")
-        (tmp_path / "coppice").write_text("in the way")
-        expected = "Not a directory"
+        if spoil == "folder":
+            (tmp_path / "coppice").write_text("in the way")
+            expected = "Not a directory"
+        else:
+            monkeypatch.delenv("XDG_CACHE_HOME")
+            expected = "no home"
+
+            def homeless():
+                raise RuntimeError(expected)
+
+            monkeypatch.setattr(cpp.Path, "home", homeless)
     assert expected in (cpp.why_not() or "")
     with pytest.raises(cpp.BuildError, match=re.escape(expected)):
         cpp.library()
