@@ -6,6 +6,7 @@
 #include <immintrin.h>
 #endif
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -111,6 +112,15 @@ inline uint32_t bits_of(Ints truth) {
     for (int lane = 0; lane < LANES; lane++) bits |= uint32_t(truth[lane] != 0) << lane;
     return bits;
 #endif
+}
+
+inline float largest_of(Floats x) {
+    typedef float Four __attribute__((vector_size(16)));
+    Four parts[LANES / 4], most;
+    std::memcpy(parts, &x, sizeof x);
+    most = parts[0];
+    for (const Four part : parts) most = part > most ? part : most;
+    return std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
 }
 
 inline float sum_of(Floats x) {

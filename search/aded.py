@@ -21,7 +21,8 @@ from search.drafters import MCTS, Backoff, Draft, Drafter
 from search.ngrams import NGramStore, add_to_store, count, open_store
 
 MS = 1000
-OBSERVED = 24  # likeliest nodes of a draft after which the drafter is told what the model thinks
+NOTHING = Draft()
+OBSERVED = 12  # likeliest nodes of a draft after which the drafter is told what the model thinks
 
 
 @register("aded")
@@ -105,15 +106,15 @@ class ADED:
         drafter.learn(prompt)
         draft_seconds = time.thread_time() - began
         while reason is None:
-            began = time.thread_time()
             reach = self._reach(task, len(tokens))
             wanted = size.wanted() if reach else 0
-            draft, nodes = Draft(), {-1: tree.root}
+            draft, nodes, drafting = NOTHING, {-1: tree.root}, 0.0
             if wanted:
+                began = time.thread_time()
                 draft = drafter.draft(wanted, reach)  # 3., 4.
                 nodes = self._plant(task, draft, size.choose(draft), reach)
+                draft_seconds += (drafting := time.thread_time() - began)
             row = {node: i for i, node in enumerate(dict.fromkeys(nodes.values()))}
-            draft_seconds += (drafting := time.thread_time() - began)
             try:
                 logp_NV = yield Evaluate(tree, list(row))  # 5.
             except KVMemoryError:

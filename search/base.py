@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.errors import UsageError
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
-from engine.sampling import at_least
 from engine.tree import TokenTree
+from kernels.rows import top_k
 
 __all__ = [
     "REGISTRY",
@@ -143,12 +143,15 @@ def _ranked(logp_NV: Tensor, scores: list[float], packed: list[float]) -> tuple[
 
 
 def likely(logp_NV: Tensor, least: float) -> list[dict[int, float]]:
-    """Of each row, the log-probabilities of the tokens at least as probable as `least`, lower tokens first."""
-    N, V = logp_NV.shape
-    block_K, near_KB, place_M = at_least(logp_NV, math.log(max(least, 1e-38)))
-    width, blocks, logps = near_KB.shape[1], block_K.tolist(), near_KB.view(-1).index_select(0, place_M).tolist()
-    found: list[dict[int, float]] = [{} for _ in range(N)]
-    for place, logp in zip(place_M.tolist(), logps, strict=True):
-        row, token = divmod(blocks[place // width] * width + place % width, V)
-        found[row][token] = logp
+    """Of each row of log-probabilities, those of the tokens at least as probable as `least`, lower tokens first."""
+    least = max(least, 1e-38)
+    best_N2K = top_k(logp_NV, min(logp_NV.shape[1], int(1 / least)))  # a row adds up to 1: there are no more
+    bound, found = math.log(least), []
+    for logps, tokens in best_N2K.tolist():
+        row = {}
+        for logp, token in zip(logps, tokens):  # noqa: B905  (a third of the time)
+            if logp < bound:
+                break
+            row[int(token)] = logp
+        found.append(dict(sorted(row.items())) if len(row) > 1 else row)
     return found

@@ -88,14 +88,21 @@ class Backoff:
         self.context = 0  # the last three tokens, each plus one, as digits: a shorter context is a smaller number
         self.seen: dict[int, dict[int, float]] = {}  # context of 1 to 3 tokens -> successor -> how often
         self.contexts: list[int] = []  # of the last draft's nodes
+        self.unread: list[int] = []  # tokens of the text that were not counted yet
 
     def learn(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
+        self.unread += tokens
+
+    def _read(self) -> None:
+        """Count what was not counted: when it is wanted, as many a text is never drafted for."""
+        for token in self.unread:
             if self.adapt:
                 self._count(self.context, {token: 1.0})
             self.context = (self.context << BITS | token + 1) & self.ORDERS[0]
+        self.unread.clear()
 
     def observe(self, node: int, logps: Mapping[int, float]) -> None:
+        self._read()
         if self.adapt and logps:
             context = self.contexts[node] if node >= 0 else self.context
             self._count(context, {token: math.exp(logp) for token, logp in logps.items()})
@@ -115,6 +122,7 @@ class Backoff:
                     known[part] = dict(reversed(latest))
 
     def draft(self, nodes: int, depth: int) -> Draft:
+        self._read()
         draft, self.contexts = Draft(), []
         tokens, parents, scores, contexts = draft.tokens, draft.parents, draft.scores, self.contexts
         heap: list[tuple[float, int, int, int, int]] = []  # likeliest first, then the older parent, the lower token
@@ -172,6 +180,7 @@ class Backoff:
         return chances
 
     def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
+        self._read()
         context = self.context
         for token in ahead:
             context = (context << BITS | token + 1) & self.ORDERS[0]

@@ -78,10 +78,11 @@ class Reader:
     def read(self, logp_NV: Tensor) -> Tensor:
         """What the host is going to look at, on the rows' device, as float64: see `rows`."""
         V = logp_NV.shape[1]
-        parts = [*top_k(logp_NV, self._known(V))]
+        best_NM = top_k(logp_NV, self._known(V)).flatten(1)
         if self._mass(V):
-            parts.append(torch.logsumexp(logp_NV / (self.warp.temperature or 1), -1, keepdim=True))
-        return torch.cat([part.double() for part in parts], 1).view(-1)
+            mass_N1 = torch.logsumexp(logp_NV / (self.warp.temperature or 1), -1, keepdim=True)
+            best_NM = torch.cat([best_NM, mass_N1.double()], 1)
+        return best_NM.view(-1)
 
     def rows(self, logp_NV: Tensor, numbers: Sequence[float]) -> list[Row]:
         """Rows, with what `read` told of them."""

@@ -30,6 +30,7 @@ MAGIC, VERSION = b"COPPICE3", 1
 HEADER = struct.Struct("=8sHHIQ32sII")  # magic, order, version, vocabulary, entries, tokenizer, checksums
 ORDER = 0x0102
 SUCCESSORS = 12  # the paper's t: kept per bi-gram
+FEW = 512  # entries that are added up one by one sooner than by tensors
 REMEDY = "count one for this model: python -m tools.ngrams --model DIR --input FILES --output FILE"
 
 Run = tuple[Tensor, Tensor]  # keys, ascending and distinct: int64; and their counts: int64, or int32 of a store
@@ -106,8 +107,13 @@ class NGramStore:
     def after(self, b: int) -> Successors:
         """What follows the token b: the 12 most frequent, by the tri-grams that begin with the pair."""
         start, end = bisect_left(self.keys, b << 2 * BITS), bisect_left(self.keys, (b + 1) << 2 * BITS)
-        if start == end:
-            return NONE
+        if end - start <= FEW:
+            found: dict[int, int] = {}
+            for key, n in zip(self.keys[start:end], self.counts[start:end], strict=True):
+                token = key >> BITS & REST
+                found[token] = found.get(token, 0) + n
+            ranked = sorted((-n, token) for token, n in found.items())[:SUCCESSORS]
+            return Successors([t for _, t in ranked], [-n for n, _ in ranked], sum(found.values()))
         keys, counts = self.run(start, end)
         tokens, place = torch.unique_consecutive(keys >> BITS & REST, return_inverse=True)
         sums = torch.zeros_like(tokens).scatter_add_(0, place, counts.long())

@@ -348,11 +348,10 @@ def _evaluate(
 
 def _most_probable(logp_NV: Tensor, k: int) -> list[tuple[list[float], list[int]]]:
     """Log-probabilities and tokens of the k best of every row, best first, ties to the lower token; -inf left out."""
-    packed = torch.cat([x.double() for x in top_k(logp_NV, min(k + 1, logp_NV.shape[1]))], 1).tolist()
-    half, rows = len(packed[0]) // 2, []
-    for i, row in enumerate(packed):
-        logps, tokens = row[:half], [int(token) for token in row[half:]]
-        if len(set(logps)) < half or logps[-1] == -math.inf:  # which of the equals top_k chose is not defined
+    rows = []
+    for i, (logps, places) in enumerate(top_k(logp_NV, min(k + 1, logp_NV.shape[1])).tolist()):
+        tokens = list(map(int, places))
+        if len(set(logps)) < len(logps) or logps[-1] == -math.inf:  # which of the equals top_k chose is not defined
             token_K = (logp_NV[i] >= max(logps[-1], -3e38)).nonzero().view(-1)
             found = zip(logp_NV[i, token_K].double().tolist(), token_K.tolist(), strict=True)
             ranked = sorted(found, key=lambda pair: (-pair[0], pair[1]))

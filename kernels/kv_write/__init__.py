@@ -1,9 +1,11 @@
-"""Writing the keys and values of a pass into their slots: the front."""
+"""Writing the keys and values of a pass into their slots, and moving them to others: the fronts."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kernels.cpp import watched
+from kernels.cpp import watched, why_not
 from kernels.kv_write import cpp, cpu, reference
 
 IMPLEMENTATIONS = ("reference", "cpu", "cpp", "triton")
@@ -38,3 +40,16 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     else:
         run = torch.ops.coppice.kv_write_cpu if torch.compiler.is_compiling() else cpu.kv_write
     run(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
+
+
+def kv_copy(k_LGSD: Tensor, v_LGSD: Tensor, source: Sequence[int], target: Sequence[int]) -> None:
+    """Copy the keys and values of slots to others, in all layers; all are read before any is written.
+
+    Args:
+        k_LGSD, v_LGSD: the whole cache, contiguous.
+        source, target: slots, of the latter distinct ones.
+    """
+    if k_LGSD.device.type == "cpu" and not why_not():
+        cpp.kv_copy(k_LGSD, v_LGSD, source, target)
+    else:
+        cpu.kv_copy(k_LGSD, v_LGSD, source, target)

@@ -1,5 +1,8 @@
 """Calls the C++ KV writes (kv_write.cpp): any dtype, a CPU."""
 
+from array import array
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,6 +24,15 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
         *(k_GSD.data_ptr(), v_GSD.data_ptr(), k_TGD.data_ptr(), v_TGD.data_ptr(), slots_T.data_ptr()),
         *(len(slots_T), G, S, D * size),
         *(stride * size for x in (k_TGD, v_TGD) for stride in x.stride()[:2]),
+    )
+
+
+def kv_copy(k_LGSD: Tensor, v_LGSD: Tensor, source: Sequence[int], target: Sequence[int]) -> None:
+    """See the front for arguments."""
+    (L, G, S, D), places = k_LGSD.shape, [array("q", slots) for slots in (source, target)]
+    function("coppice_kv_copy", "ippppiiii")(
+        *(torch.get_num_threads(), k_LGSD.data_ptr(), v_LGSD.data_ptr(), *(x.buffer_info()[0] for x in places)),
+        *(len(source), L * G, S, D * k_LGSD.itemsize),
     )
 
 

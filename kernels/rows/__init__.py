@@ -51,11 +51,11 @@ def silu_mul(x_NM: Tensor, *, impl: str) -> Tensor:
     return _pick("silu_mul", impl)(x_NM)
 
 
-def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
-    """The k largest of each row, in order, [N, k], and their places, int64 [N, k].
+def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
+    """The k largest of each row, in order, and their places: float64 [N, 2, k], for the host to read in one go.
 
     Args:
-        x_NV: no NaN.
+        x_NV: rows with NaN give anything.
         k: from 0 to V.
         impl: see `kernels.tree_attention`; None: "cpp" for float32 on a CPU where there is C++, else PyTorch. Of equals
             C++ takes the first, while PyTorch does not say which.

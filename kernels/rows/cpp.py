@@ -54,16 +54,14 @@ def silu_mul(x_NM: Tensor) -> Tensor:
     return out
 
 
-def top_k(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def top_k(x_NV: Tensor, k: int) -> Tensor:
     """See the front for arguments; float32 only."""
     if x_NV.dtype != torch.float32 or x_NV.device.type != "cpu":
         raise ValueError(f"impl 'cpp': expected float32 on a CPU, got {x_NV.dtype} on {x_NV.device}")
     x_NV, (N, V) = x_NV.contiguous(), x_NV.shape
-    values_NK, place_NK = torch.empty(N, k), torch.empty(N, k, dtype=torch.int64)
-    function("coppice_top_k", "ipppiii")(
-        *(torch.get_num_threads(), x_NV.data_ptr(), values_NK.data_ptr(), place_NK.data_ptr(), N, V, k)
-    )
-    return values_NK, place_NK
+    out_N2K = torch.empty(N, 2, k, dtype=torch.float64)
+    function("coppice_top_k", "ippiii")(torch.get_num_threads(), x_NV.data_ptr(), out_N2K.data_ptr(), N, V, k)
+    return out_N2K
 
 
 for run in (rms_norm, rotary, silu_mul, top_k):
@@ -87,4 +85,4 @@ def _(x_NM):
 
 @torch.library.register_fake("coppice::top_k")
 def _(x_NV, k):
-    return x_NV.new_empty(len(x_NV), k), x_NV.new_empty(len(x_NV), k, dtype=torch.int64)
+    return x_NV.new_empty(len(x_NV), 2, k, dtype=torch.float64)

@@ -32,7 +32,7 @@ def silu_mul(x_NM: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def top_k(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def top_k(x_NV: Tensor, k: int) -> Tensor:
     """See the front for arguments; a row is read once and hardly sorted.
 
     Laid out in lines, one below the other, a row has its k largest in the k columns with the largest maxima, or among
@@ -42,7 +42,7 @@ def top_k(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     width, rest = divmod(V, LINES)
     if k >= width:
         values_NK, place_NK = torch.topk(x_NV, k)
-        return values_NK, place_NK
+        return torch.stack([values_NK.double(), place_NK.double()], 1)
     filled_NV = x_NV[:, :-rest] if rest else x_NV
     maxima_NW = filled_NV.view(N, LINES, width).amax(1)
     _, column_NK = torch.topk(maxima_NW, k, sorted=False)
@@ -50,7 +50,7 @@ def top_k(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if rest:
         place_NP = torch.cat([place_NP, torch.arange(V - rest, V, device=x_NV.device).expand(N, -1)], 1)
     values_NK, which_NK = torch.topk(x_NV.gather(1, place_NP), k)
-    return values_NK, place_NP.gather(1, which_NK)
+    return torch.stack([values_NK.double(), place_NP.gather(1, which_NK).double()], 1)
 
 
 @lru_cache

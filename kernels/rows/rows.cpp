@@ -1,6 +1,7 @@
 // Operators on rows, on a CPU: what a layer does between its matrix products. Arithmetic is float32.
 
 #include <algorithm>
+#include <functional>
 #include <vector>
 
 #include "../vectors.h"
@@ -47,32 +48,48 @@ struct Entry {
     int64_t place;
 };
 
-// The k largest of a row, in order, of equal ones the first. Most vectors hold none that is large enough by then.
-void top_k(const float* x, int64_t width, int64_t k, float* values, int64_t* places, std::vector<Entry>& kept) {
-    auto before = [](const Entry& a, const Entry& b) {
+struct TopK {
+    std::vector<float> maxima, ranked;
+    std::vector<Entry> found;
+};
+
+// The k largest of a row, in order, of equal ones the first. They are no smaller than the k-th largest of the maxima of
+// blocks, so that few blocks are looked at twice.
+void top_k(const float* x, int64_t width, int64_t k, double* out, TopK& work) {
+    const int64_t block = std::clamp<int64_t>(width / (2 * k) / LANES * LANES, LANES, 128);
+    auto& maxima = work.maxima;
+    maxima.clear();
+    for (int64_t at = 0; at < width; at += block) {
+        Floats most = all(-INFINITY);
+        each(std::min(block, width - at), [&](int64_t i, auto n) {
+            if (n == LANES) most = larger(load(x + at + i), most);
+            for (int j = n == LANES ? n : 0; j < n; j++) most[0] = std::max(most[0], x[at + i + j]);
+        });
+        maxima.push_back(largest_of(most));
+    }
+    float least = -INFINITY;
+    if (int64_t(maxima.size()) >= k) {
+        work.ranked = maxima;
+        std::nth_element(work.ranked.begin(), work.ranked.begin() + k - 1, work.ranked.end(), std::greater<float>());
+        least = work.ranked[k - 1];
+    }
+    auto& found = work.found;
+    found.clear();
+    for (size_t b = 0; b < maxima.size(); b++) {
+        if (maxima[b] < least) continue;
+        const int64_t at = b * block;
+        each(std::min(block, width - at), [&](int64_t i, auto n) {
+            uint32_t bits = ~bits_of(load(x + at + i, n) < least) & ((uint64_t(1) << n) - 1);  // NaN too: k at least
+            for (; bits; bits &= bits - 1) {
+                const int64_t place = at + i + __builtin_ctz(bits);
+                found.push_back({x[place], place});
+            }
+        });
+    }
+    std::partial_sort(found.begin(), found.begin() + k, found.end(), [](const Entry& a, const Entry& b) {
         return a.value > b.value || (a.value == b.value && a.place < b.place);
-    };
-    if (!k) return;
-    kept.clear();
-    for (int64_t i = 0; i < k; i++) kept.push_back({x[i], i});
-    float least = -INFINITY;  // k that are kept are no smaller
-    auto cut = [&] {
-        std::nth_element(kept.begin(), kept.begin() + k - 1, kept.end(), before);
-        kept.resize(k);
-        least = kept[k - 1].value;
-    };
-    cut();
-    each(width - k, [&](int64_t i, auto n) {
-        const int64_t at = k + i;
-        uint32_t bits = bits_of(load(x + at, n) > least) & ((uint64_t(1) << n) - 1);
-        for (; bits; bits &= bits - 1) {
-            const int64_t place = at + __builtin_ctz(bits);
-            kept.push_back({x[place], place});
-        }
-        if (int64_t(kept.size()) > 2 * k + LANES) cut();
     });
-    std::partial_sort(kept.begin(), kept.begin() + k, kept.end(), before);
-    for (int64_t i = 0; i < k; i++) values[i] = kept[i].value, places[i] = kept[i].place;
+    for (int64_t i = 0; i < k; i++) out[i] = found[i].value, out[k + i] = found[i].place;
 }
 
 }  // namespace
@@ -113,13 +130,13 @@ extern "C" void coppice_silu_mul(int64_t kind, int64_t threads, const void* x, v
     });
 }
 
-// k of 0 to the width; no NaN.
-extern "C" void coppice_top_k(int64_t threads, const float* x, float* values, int64_t* places, int64_t rows,
-                              int64_t width, int64_t k) {
-#pragma omp parallel num_threads(threads) if (rows * width > SMALL)
+// k of 0 to the width. Of each row k values, then their places.
+extern "C" void coppice_top_k(int64_t threads, const float* x, double* out, int64_t rows, int64_t width, int64_t k) {
+    if (!k) return;
+#pragma omp parallel num_threads(threads) if (rows * width > 4 * SMALL)
     {
-        std::vector<Entry> kept;
+        TopK work;
 #pragma omp for
-        for (int64_t r = 0; r < rows; r++) top_k(x + r * width, width, k, values + r * k, places + r * k, kept);
+        for (int64_t r = 0; r < rows; r++) top_k(x + r * width, width, k, out + 2 * r * k, work);
     }
 }

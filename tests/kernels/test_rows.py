@@ -92,27 +92,41 @@ def test_the_compiler_sees_the_definitions():
     torch.testing.assert_close(compiled(x, weight), middle(x, weight))
 
 
+def read(best_N2K):
+    """Values and places."""
+    assert best_N2K.dtype == torch.float64
+    return best_N2K[:, 0].float(), best_N2K[:, 1].long()
+
+
 @pytest.mark.parametrize("width", [1, 5, 128, 340, 1000, 2015, 32000])
 def test_top_k(width):
     for k in {0, 1, min(3, width), min(21, width), min(300, width), width if width <= 1000 else 64}:
         for x in (draw(7, width), draw(7, width).sort(1).values, (draw(7, width) * 2).round()):
             x[2, width // 2 :] = float("-inf")
-            values, places = rows.top_k(x, k, impl="cpp")
+            values, places = read(rows.top_k(x, k, impl="cpp"))
             ranked = x.sort(dim=1, descending=True, stable=True)  # of equals the first
             assert values.equal(ranked.values[:, :k]) and places.equal(ranked.indices[:, :k])
-            values, places = rows.top_k(x, k, impl="cpu")
+            values, places = read(rows.top_k(x, k, impl="cpu"))
             assert values.equal(ranked.values[:, :k]) and x.gather(1, places).equal(values)
             assert all(len(set(row)) == k for row in places.tolist())
 
 
+def test_top_k_of_nan_is_anything():
+    for width in (5, 1000, 2015):
+        x = draw(4, width)
+        x[1], x[2, ::2], x[3, 1:] = float("nan"), float("nan"), float("nan")
+        values, places = read(rows.top_k(x, 4, impl="cpp"))
+        assert values[0].equal(x[0].topk(4).values) and x.gather(1, places).nan_to_num().equal(values.nan_to_num())
+
+
 def test_top_k_of_other_rows_is_pytorchs(monkeypatch):
     x = draw(2, 40)
-    assert rows.top_k(x.double(), 3)[0].equal(x.double().topk(3).values)
+    assert rows.top_k(x.double(), 3)[:, 0].equal(x.double().topk(3).values)
     wide = draw(2, 80)[:, ::2]
-    assert rows.top_k(wide, 3)[0].equal(wide.topk(3).values)
+    assert read(rows.top_k(wide, 3))[0].equal(wide.topk(3).values)
     monkeypatch.setattr(rows, "why_not", lambda: "nothing to build with")
     monkeypatch.setattr(rows.cpp, "top_k", lambda *_: pytest.fail("there is no C++"))
-    assert rows.top_k(x, 3)[0].equal(x.topk(3).values)
+    assert read(rows.top_k(x, 3))[0].equal(x.topk(3).values)
 
 
 def test_custom_ops():

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from kernels import cpp
-from kernels.kv_write import kv_write
+from kernels.kv_write import cpu as kv_cpu
+from kernels.kv_write import kv_copy, kv_write
 from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, KVCache, TreeLayout, unpack_bits
 from kernels.tree_attention import cpu, reference, tree_attention
 
@@ -499,6 +500,19 @@ def test_kv_write_into_one_layer_of_a_cache(impl, device):
     slots = torch.tensor([4, 9, 6, 19], device=device)
     kv_write(whole[1], torch.zeros_like(whole[1]), rows, rows, slots, impl=impl)
     assert whole[0].eq(0).all() and whole[1].transpose(0, 1)[[4, 9, 6, 19]].equal(rows)
+
+
+@pytest.mark.parametrize("copy", [kv_copy, kv_cpu.kv_copy])
+@pytest.mark.parametrize("target", [[9, 12, 2, 4], [10, 11, 12, 13], [4, 5, 6, 7]], ids=["apart", "row", "overlap"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kv_copy(copy, target, dtype):
+    k, v = (torch.randn(2, 3, 16, 5).to(dtype) for _ in range(2))
+    wanted = [x.clone() for x in (k, v)]
+    source = [5, 4, 7, 2]
+    for x in wanted:
+        x[:, :, target] = x[:, :, source]
+    copy(k, v, source, target)
+    assert k.equal(wanted[0]) and v.equal(wanted[1])
 
 
 @pytest.mark.parametrize("impl", ["cpu", pytest.param("cpp", marks=needs_cpp)])

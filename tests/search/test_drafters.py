@@ -94,6 +94,7 @@ def test_backoff_counts_every_gram_once_and_tries_the_longest_first():
     # Followed 1 2 3 so far: 1 once, 5 once; 2 3 and 3: 1 twice, 5 once.
     share4, share3 = 1 / (2 + 3 * d), (1 - 2 / (2 + 3 * d)) / (3 + 3 * d)
     share2 = (1 - 2 * share4 - 3 * share3) / (3 + 3 * d)
+    drafter._read()
     chances = drafter._mix(drafter.context)
     assert chances == pytest.approx({1: share4 + 2 * share3 + 2 * share2, 5: share4 + share3 + share2})
     draft = drafter.draft(2, 3)
@@ -145,9 +146,11 @@ def test_mcts_visits_what_is_likely_and_cuts_at_64(store, corpus):
 def test_likely():
     generator = torch.Generator().manual_seed(0)
     for V in (5, 100, 128, 300, 1000, 4096, 5003):
-        logp_NV = torch.log_softmax(torch.randn(9, V, generator=generator) * 5, -1)
-        logp_NV[3, 2:], logp_NV[4], logp_NV[5, ::3] = -torch.inf, -math.log(V), logp_NV[5].max()  # ties
-        for least in (0.012, 0.13, 0.9):
+        logits_NV = torch.randn(9, V, generator=generator) * 5
+        logits_NV[3, 2:], logits_NV[4], logits_NV[5, ::3] = -torch.inf, 0, logits_NV[5].max()  # ties
+        logits_NV[6], logits_NV[6, -4:] = -20, 0
+        logp_NV = torch.log_softmax(logits_NV, -1)
+        for least in (1e-6, 0.012, 0.13, 0.2, 0.9):
             found = likely(logp_NV, least)
             for row, tokens in zip(logp_NV.tolist(), found, strict=True):
                 assert list(tokens.items()) == [(t, logp) for t, logp in enumerate(row) if logp >= math.log(least)]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import UsageError
+from search import ngrams
 from search.ngrams import HEADER, REST, NGramStore, add_to_store, count, merge, open_store, write_store
 
 MARK = "ab" * 32
@@ -26,9 +27,11 @@ def triples(parts):
     return found
 
 
+@pytest.mark.parametrize("few", [ngrams.FEW, -1], ids=["few", "many"])
 @pytest.mark.parametrize("successors", [0, 4, 12])
 @pytest.mark.parametrize("block", [64, 1 << 20])
-def test_counts_are_exact(tmp_path, successors, block):
+def test_counts_are_exact(tmp_path, monkeypatch, successors, block, few):
+    monkeypatch.setattr(ngrams, "FEW", few)
     parts = texts()
     entries = write_store(tmp_path / "s", merge([count(p) for p in parts], successors, block=block), 100, MARK)
     store, found = open_store(tmp_path / "s"), triples(parts)
