@@ -147,10 +147,13 @@ class Bench:
         with peers.Worker(sys.executable, self.spec("coppice", kind, max(self.args.beams))) as worker:
             worker.answer()
             job = {"prompt": self.prompt(self.args.prompt_tokens[0]), "new_tokens": max(self.args.depths) + AROUND}
-            steps = worker.ask(job)["step_seconds"]
-        around = {d: steps[max(0, d - AROUND) : d + AROUND] for d in self.args.depths}
-        progress(f"depths: {', '.join(f'{d}: {1 / statistics.median(s):.1f} steps/s' for d, s in around.items())}")
-        return {depth: 1 / statistics.median(some) for depth, some in around.items()}
+            runs = [worker.ask(job)["step_seconds"] for _ in range(self.args.runs)]
+        near = {
+            d: [statistics.median(steps[max(0, d - AROUND) : d + AROUND]) for steps in runs] for d in self.args.depths
+        }
+        found = {depth: 1 / statistics.median(seconds) for depth, seconds in near.items()}
+        progress(f"depths: {', '.join(f'{depth}: {rate:.1f} steps/s' for depth, rate in found.items())}")
+        return found
 
     def compiled(self, kind: str) -> dict[str, Any]:
         """--compile on: seconds to the first text without and with code on disk, and steps per second."""
