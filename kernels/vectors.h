@@ -20,6 +20,7 @@ constexpr int LANES = 8;
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
 typedef _Float16 Halves __attribute__((vector_size(2 * LANES)));
 
@@ -129,10 +130,10 @@ inline float sum_of(Floats x) {
     return sum;
 }
 
-// 2^x for x <= 0, within 2e-7 of the value; NaN stays NaN.
+// 2^x for x <= 0, within 2e-7 of the value; 0 below -125, as subnormal numbers are slow. NaN stays NaN.
 inline Floats exp2_of(Floats x) {
     constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction
-    const Floats clipped = x < -126.0f ? all(-126.0f) : x;
+    const Floats clipped = x < -125.0f ? all(-125.0f) : x;
     const Floats whole = (clipped + ROUND) - ROUND, f = clipped - whole;
     Floats y = all(1.535336188319500e-4f);  // Cephes, exp2f
     y = y * f + 1.339887440266574e-3f;
@@ -142,7 +143,7 @@ inline Floats exp2_of(Floats x) {
     y = y * f + 6.931472028550421e-1f;
     y = y * f + 1.0f;
     const Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
-    return x < -126.0f ? Floats{} : y * (Floats)power;
+    return x < -125.0f ? Floats{} : y * (Floats)power;
 }
 
 // Calls f with a value of the element type that Python numbers so (KINDS in cpp.py).

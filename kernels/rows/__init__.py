@@ -4,7 +4,7 @@ With impl "cpp" it is C++, eager on a CPU, each operator one pass over its rows.
 compiler fuses. What C++ cannot do it refuses with ValueError: other dtypes, tensors that do not match.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,22 @@ def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
         impl: see `kernels.tree_attention`; None: "cpp" for float32 on a CPU where there is C++, else PyTorch. Of equals
             C++ takes the first, while PyTorch does not say which.
     """
-    if impl is None:
-        impl = "cpp" if x_NV.device.type == "cpu" and x_NV.dtype == torch.float32 and not why_not() else "cpu"
-    return _pick("top_k", impl)(x_NV, k)
+    return _pick("top_k", impl or _best(x_NV))(x_NV, k)
+
+
+def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int], *, impl: str | None = None) -> Tensor:
+    """Of each row the place of the largest sum of log-probability and Gumbel noise, the first of equals: int64 [N].
+
+    That is a draw (Gumbel-max; Maddison et al., 2014), and no more than a key decides the noise: see
+    `reference.gumbels`.
+
+    Args:
+        logp_NV: float32.
+        keys: two 32-bit numbers for each row.
+        impl: see `kernels.tree_attention`; None: "cpp" for float32 on a CPU where there is C++, else PyTorch.
+    """
+    return _pick("gumbel_argmax", impl or _best(logp_NV))(logp_NV, keys)
+
+
+def _best(x: Tensor) -> str:
+    return "cpp" if x.device.type == "cpu" and x.dtype == torch.float32 and not why_not() else "cpu"

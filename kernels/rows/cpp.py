@@ -1,5 +1,8 @@
 """Calls the C++ operators on rows (rows.cpp): float32, bfloat16 and float16, a CPU, contiguous but for heads."""
 
+from array import array
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -64,7 +67,21 @@ def top_k(x_NV: Tensor, k: int) -> Tensor:
     return out_N2K
 
 
-for run in (rms_norm, rotary, silu_mul, top_k):
+def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int]) -> Tensor:
+    """See the front for arguments."""
+    if logp_NV.dtype != torch.float32 or logp_NV.device.type != "cpu":
+        raise ValueError(f"impl 'cpp': expected float32 on a CPU, got {logp_NV.dtype} on {logp_NV.device}")
+    logp_NV, (N, V), words = logp_NV.contiguous(), logp_NV.shape, array("I", keys)
+    if len(words) != 2 * N:
+        raise ValueError(f"expected {2 * N} keys for {N} rows, got {len(words)}")
+    out_N = torch.empty(N, dtype=torch.int64)
+    function("coppice_gumbel_argmax", "ipppii")(
+        *(torch.get_num_threads(), logp_NV.data_ptr(), words.buffer_info()[0], out_N.data_ptr(), N, V)
+    )
+    return out_N
+
+
+for run in (rms_norm, rotary, silu_mul, top_k, gumbel_argmax):
     torch.library.custom_op(f"coppice::{run.__name__}", run, mutates_args=())
 
 
@@ -86,3 +103,8 @@ def _(x_NM):
 @torch.library.register_fake("coppice::top_k")
 def _(x_NV, k):
     return x_NV.new_empty(len(x_NV), 2, k, dtype=torch.float64)
+
+
+@torch.library.register_fake("coppice::gumbel_argmax")
+def _(logp_NV, _keys):
+    return logp_NV.new_empty(len(logp_NV), dtype=torch.int64)

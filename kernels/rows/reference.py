@@ -1,5 +1,6 @@
 """The definitions of the operators on rows, in plain PyTorch: any device; what a compiler sees and fuses."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -57,3 +58,32 @@ def top_k(x_NV: Tensor, k: int) -> Tensor:
 def _line_starts(width: int, device: torch.device) -> Tensor:
     """Where the lines of a row begin, as a column."""
     return torch.arange(0, LINES * width, width, device=device).unsqueeze(1)
+
+
+def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int]) -> Tensor:
+    """See the front for arguments."""
+    return (logp_NV + gumbels(keys, logp_NV.shape[1], logp_NV.device)).argmax(-1)
+
+
+def gumbels(keys: Sequence[int], size: int, device: torch.device) -> Tensor:
+    """Gumbel noise -log(-log(u)), float32 [N, size]: u is made of 32 uniform bits, out of the row's key and the token
+    by integer arithmetic, the same on every device and for every size that includes the token."""
+    token_V = torch.arange(size, dtype=torch.int32, device=device)
+    key_N21 = torch.tensor([_signed(key) for key in keys], dtype=torch.int32, device=device).view(-1, 2, 1)
+    one_N1, two_N1 = key_N21.unbind(1)
+    bits_NV = mix(mix(token_V ^ one_N1).add_(two_N1)).bitwise_xor_(-1 << 31)
+    uniform_NV = bits_NV.double().add_((1 << 31) + 0.5).div_(1 << 32)
+    return uniform_NV.log_().neg_().log_().neg_().float()
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit integers (int32, two's complement) whose output bits each depend on all input bits: two
+    multiply-xorshift rounds."""
+    x = (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x).mul_(_signed(0x7FEB352D))
+    x = (x >> 15).bitwise_and_(0x1FFFF).bitwise_xor_(x).mul_(_signed(0x846CA68B))
+    return (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)
+
+
+def _signed(x: int) -> int:
+    """32 bits as two's complement."""
+    return (x ^ 1 << 31) - (1 << 31)

@@ -92,6 +92,38 @@ void top_k(const float* x, int64_t width, int64_t k, double* out, TopK& work) {
     for (int64_t i = 0; i < k; i++) out[i] = found[i].value, out[k + i] = found[i].place;
 }
 
+// See reference.mix.
+template <typename Word>
+Word mix(Word x) {
+    x = (x ^ x >> 16) * 0x7feb352d;
+    x = (x ^ x >> 15) * 0x846ca68b;
+    return x ^ x >> 16;
+}
+
+// A number u in (0, 1) makes noise -log(-log(u)) of a sum that reaches the best so far only if -log(u), which is no
+// less than 1 - u, is at most the ratio of the token's probability to the one that would tie without noise. Few sums
+// are taken, so that there are few logarithms.
+int64_t gumbel_argmax(const float* logp, int64_t width, uint32_t one, uint32_t two) {
+    constexpr float SHARE = 0.9999 / 4294967296.0;  // of a bit; less, as there is rounding
+    float best = -INFINITY;
+    int64_t place = 0;
+    Words token{};
+    for (int lane = 0; lane < LANES; lane++) token[lane] = lane;
+    each(width, [&](int64_t at, auto n) {
+        const Words bits = mix(mix((token + uint32_t(at)) ^ one) + two);
+        const Floats ahead = (load(logp + at, n) - best) * LOG2_E;
+        const Floats least = __builtin_convertvector(~bits, Floats) * SHARE;
+        uint32_t may = bits_of(least <= exp2_of(ahead < 0 ? ahead : Floats{})) & ((uint64_t(1) << n) - 1);
+        for (; may; may &= may - 1) {
+            const int lane = __builtin_ctz(may);
+            const double u = (bits[lane] + 0.5) / 4294967296.0;
+            const float sum = logp[at + lane] + float(-std::log(-std::log(u)));
+            if (sum > best) best = sum, place = at + lane;
+        }
+    });
+    return place;
+}
+
 }  // namespace
 
 extern "C" void coppice_rms_norm(int64_t kind, int64_t threads, const void* x, const void* weight, void* out,
@@ -139,4 +171,11 @@ extern "C" void coppice_top_k(int64_t threads, const float* x, double* out, int6
 #pragma omp for
         for (int64_t r = 0; r < rows; r++) top_k(x + r * width, width, k, out + 2 * r * k, work);
     }
+}
+
+// Two keys of each row.
+extern "C" void coppice_gumbel_argmax(int64_t threads, const float* logp, const uint32_t* keys, int64_t* places,
+                                      int64_t rows, int64_t width) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width > SMALL)
+    for (int64_t r = 0; r < rows; r++) places[r] = gumbel_argmax(logp + r * width, width, keys[2 * r], keys[2 * r + 1]);
 }

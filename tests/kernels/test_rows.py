@@ -74,6 +74,7 @@ def test_cpp_refuses_what_it_cannot_do():
         lambda: rows.silu_mul(x.double(), impl="cpp"),
         lambda: rows.top_k(x.double(), 2, impl="cpp"),
         lambda: rows.top_k(x.to("meta"), 2, impl="cpp"),
+        lambda: rows.gumbel_argmax(x.double(), [1, 2, 3, 4], impl="cpp"),
     ):
         with pytest.raises(ValueError, match="impl 'cpp': expected float32"):
             run()
@@ -119,6 +120,21 @@ def test_top_k_of_nan_is_anything():
         assert values[0].equal(x[0].topk(4).values) and x.gather(1, places).nan_to_num().equal(values.nan_to_num())
 
 
+@pytest.mark.parametrize("width", [1, 15, 16, 100, 3001])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 20.0])
+def test_gumbel_argmax(width, scale):
+    keys = torch.randint(1 << 32, (400,), generator=torch.Generator().manual_seed(width)).tolist()
+    logp = draw(200, width) * scale
+    logp[5], logp[6, 1:], logp[7, ::2] = float("-inf"), float("-inf"), float("-inf")
+    found = rows.gumbel_argmax(logp, keys, impl="cpp")
+    assert found.equal(rows.gumbel_argmax(logp, keys, impl="cpu"))
+    assert found.equal((logp + reference.gumbels(keys, width, logp.device)).argmax(1))
+    logp[3] = float("nan")
+    assert 0 <= rows.gumbel_argmax(logp, keys, impl="cpp")[3] < width
+    with pytest.raises(ValueError, match="expected 400 keys"):
+        rows.gumbel_argmax(logp, keys[1:], impl="cpp")
+
+
 def test_top_k_of_other_rows_is_pytorchs(monkeypatch):
     x = draw(2, 40)
     assert rows.top_k(x.double(), 3)[:, 0].equal(x.double().topk(3).values)
@@ -134,6 +150,7 @@ def test_custom_ops():
     x, weight, heads = draw(5, 16), draw(16), draw(5, 2, 8)
     cos, sin = draw(5, 4), draw(5, 4, seed=1)
     calls = {"rms_norm": (x, weight, 1e-5), "rotary": (heads, cos, sin), "silu_mul": (x,), "top_k": (x, 3)}
+    calls["gumbel_argmax"] = (x, list(range(10)))
     for name, arguments in calls.items():
         torch.library.opcheck(getattr(torch.ops.coppice, name).default, arguments)
     with torch.profiler.profile() as seen:

@@ -13,13 +13,18 @@ import torch
 from engine.errors import UsageError
 from engine.pool import PagePool
 from engine.requests import Report, Task
-from engine.sampling import Warp, draw, gumbel
+from engine.sampling import Warp, draw, gumbels
 from engine.tree import TokenTree
 from models.layers import ModelShape
 from search import Sample
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 LOGP = torch.log_softmax(torch.tensor([1.2, 0.3, -0.5, 0.3, -3.0, 0.9]), -1)
+
+
+def gumbel(seed, sequence, position, size):
+    """The noise of one draw."""
+    return gumbels(seed, [sequence], [position], size)[0]
 
 
 def table(path):
@@ -146,6 +151,25 @@ def test_warpers(temperature, top_k, top_p):
     assert logp_NV.equal(kept)
     for row, expected in zip(warped_NV, (plain_warp(r, temperature, top_k, top_p) for r in kept), strict=True):
         torch.testing.assert_close(row, torch.tensor(expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(1, 1), (5, 1), (5, 0.6), (300, 1), (300, 0.9), (0, 0.3), (0, 0.95)])
+@pytest.mark.parametrize("temperature", [1, 0.6, 1.7])
+def test_rows_that_few_tokens_decide(temperature, top_k, top_p):
+    """Of large vocabularies the most probable are ranked alone: as if all had been, ties at the border included."""
+    logits_NV = torch.randn(9, 3000, generator=torch.Generator().manual_seed(top_k)) * 3
+    logits_NV[1] = (logits_NV[1] * 2).round()
+    logits_NV[2, 4:], logits_NV[3] = float("-inf"), 0.0
+    logits_NV[4, :3], logits_NV[4, 3:] = 9.0, -9.0  # a tie where top-p ends
+    logits_NV[5] *= 0.1  # no few tokens reach top-p
+    logp_NV = torch.log_softmax(logits_NV, -1)
+    warp = Warp(temperature, top_k, top_p)
+    scores_NV = logp_NV / temperature
+    torch.testing.assert_close(warp(logp_NV), warp._sorted(scores_NV), rtol=1e-4, atol=1e-4)
+    _, undecided_N = warp._ranked(scores_NV)
+    assert not undecided_N.all()
+    for n in range(9):
+        assert warp(logp_NV[n : n + 1])[0].equal(warp(logp_NV)[n])  # whatever the other rows are
 
 
 def test_warp_ties():

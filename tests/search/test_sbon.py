@@ -15,7 +15,7 @@ import torch
 from engine.errors import KVMemoryError, UsageError
 from engine.pool import PagePool
 from engine.requests import Report, Task
-from engine.sampling import gumbel
+from engine.sampling import gumbels
 from engine.tree import TokenTree
 from models.layers import ModelShape
 from search import BoN, SBoN, make_search
@@ -105,7 +105,7 @@ def utterance(i, seed=0, max_new=24, eos=(EOS,)):
     """Utterance i of best-of-N, straight from the definition."""
     path = []
     while len(path) < max_new and (not path or path[-1] not in eos):
-        path.append(int((table(path) + gumbel(seed, i, len(PROMPT) + len(path), 6)).argmax()))
+        path.append(int((table(path) + gumbels(seed, [i], [len(PROMPT) + len(path)], 6)[0]).argmax()))
     return path
 
 
