@@ -84,7 +84,7 @@ class Warp:
             if not self.top_k:
                 undecided_N |= ~gone_NK[:, -1]
             score_NK = score_NK.masked_fill(gone_NK, float("-inf"))
-        warped_NK = torch.log_softmax(score_NK, -1).float()
+        warped_NK = torch.log_softmax(score_NK, -1).to(scores_NV.dtype)
         return torch.full_like(scores_NV, float("-inf")).scatter_(1, place_NK.long(), warped_NK), undecided_N
 
 

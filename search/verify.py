@@ -6,6 +6,7 @@ Everything here is exact whatever q is: what is accepted, and what is drawn to c
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -171,20 +172,20 @@ def acceptances(p: Probabilities, q: Probabilities, m: int, mass: float) -> list
     return [1 - rest.reject(mass) for _ in range(m)]
 
 
-def accepted_counts(alphas: Sequence[float]) -> list[float]:
-    """Equations (2) and (3): the probabilities that k of the drafts are accepted, k = 0, 1, ..."""
-    first, none = [], [1.0]
+def accepted_counts(alphas: Sequence[float]) -> Iterator[float]:
+    """Equations (2) and (3): the probabilities that k of the drafts are accepted, k = 0, 1, ..., as they are wanted."""
+    first, none = [], [1.0]  # that the m-th is the first to be accepted; that none of m is
     for alpha in alphas:
         first.append(alpha * none[-1])
         none.append(none[-1] * (1 - alpha))
-    P = [[none[m]] for m in range(len(none))]  # P[m][k]
-    for m in range(1, len(P)):
-        for k in range(1, m + 1):
-            P[m].append(sum([first[i - 1] * P[m - i][k - 1] for i in range(1, m - k + 2)]))
-    return P[-1]
+    counts = none  # that k of m drafts are accepted, m = k, k + 1, ...
+    yield counts[-1]
+    for _ in alphas:
+        counts = [sum(map(mul, first, counts[m::-1])) for m in range(len(counts) - 1)]
+        yield counts[-1]
 
 
-def dynamic_width(counts: Sequence[float], threshold: float) -> int:
+def dynamic_width(counts: Iterable[float], threshold: float) -> int:
     """Equation (7): the largest width that is reached at least with this probability.
 
     Args:
@@ -193,7 +194,8 @@ def dynamic_width(counts: Sequence[float], threshold: float) -> int:
     """
     at_least, widest = 1.0, 0
     for k, probability in enumerate(counts):
-        if at_least >= threshold - 1e-9:
-            widest = k
+        if at_least < threshold - 1e-9:
+            break
+        widest = k
         at_least -= probability
     return widest

@@ -208,7 +208,7 @@ def literal_counts(alphas):
 @pytest.mark.parametrize("m", range(7))
 def test_accepted_counts(m):
     alphas = [random.Random(m).random() for _ in range(m)]
-    counts = accepted_counts(alphas)
+    counts = list(accepted_counts(alphas))
     assert counts == pytest.approx(literal_counts(tuple(alphas))) and sum(counts) == pytest.approx(1)
     for t in (0.0, 0.3, 0.7, 0.9, 1.0):
         reached = [k for k in range(m + 1) if 1 - sum(counts[:k]) >= t - 1e-9]
