@@ -17,6 +17,7 @@ from kernels.rows import gumbel_argmax, reference, top_k
 
 MASK = (1 << 32) - 1
 NUCLEUS = 256  # tokens that are ranked for top-p before all are
+ROUNDING = 1e-6  # of sums of probabilities
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Warp:
         if self.temperature == 0:
             best_N1 = logp_NV.argmax(-1, keepdim=True)
             return torch.full_like(logp_NV, float("-inf")).scatter_(-1, best_N1, 0.0)
-        scores_NV, V = logp_NV / self.temperature if self.temperature != 1 else logp_NV, logp_NV.shape[-1]
+        scores_NV = logp_NV / self.temperature if self.temperature != 1 else logp_NV
+        V = logp_NV.shape[-1]
         if not 0 < self.top_k < V and self.top_p == 1:
             return scores_NV if scores_NV is logp_NV else torch.log_softmax(scores_NV, -1)
         if scores_NV.device.type != "cpu" or max(self.top_k, NUCLEUS) >= V // 4:  # a GPU would be waited for
@@ -70,19 +72,19 @@ class Warp:
 
     def _ranked(self, scores_NV: Tensor) -> tuple[Tensor, Tensor]:
         """From the most probable tokens alone, where they tell; and of which rows they do not: more tokens would stay,
-        or which of equals do is left open."""
+        or rounding decides which do, or the order of equals."""
         score_NK, place_NK = top_k(scores_NV, (self.top_k or NUCLEUS) + 1).unbind(1)
-        undecided_N = score_NK[:, -1] == score_NK[:, -2] if self.top_k else torch.zeros(len(score_NK), dtype=torch.bool)
         if self.top_k:
+            undecided_N = score_NK[:, -1] == score_NK[:, -2]
             score_NK, place_NK = score_NK[:, :-1], place_NK[:, :-1]
-        total_N1 = torch.logsumexp(score_NK if self.top_k else scores_NV, -1, keepdim=True)
+            mass_NK = score_NK.softmax(-1)
+        else:
+            mass_NK = (score_NK - torch.logsumexp(scores_NV, -1, keepdim=True)).exp()
+            undecided_N = (mass_NK.cumsum(-1) - mass_NK)[:, -1] < self.top_p
         if self.top_p < 1:
-            mass_NK = (score_NK - total_N1).exp()
-            gone_NK = mass_NK.cumsum(-1) - mass_NK >= self.top_p
-            equal_NK = score_NK[:, 1:] == score_NK[:, :-1]
-            undecided_N |= (gone_NK[:, 1:] & ~gone_NK[:, :-1] & equal_NK).any(-1)
-            if not self.top_k:
-                undecided_N |= ~gone_NK[:, -1]
+            spare_NK = mass_NK.cumsum(-1) - mass_NK - self.top_p  # from 0 on a token goes
+            gone_NK, equal_NK = spare_NK >= 0, score_NK[:, 1:] == score_NK[:, :-1]
+            undecided_N |= (gone_NK[:, 1:] & ~gone_NK[:, :-1] & equal_NK).any(-1) | (spare_NK.abs() < ROUNDING).any(-1)
             score_NK = score_NK.masked_fill(gone_NK, float("-inf"))
         warped_NK = torch.log_softmax(score_NK, -1).to(scores_NV.dtype)
         return torch.full_like(scores_NV, float("-inf")).scatter_(1, place_NK.long(), warped_NK), undecided_N
@@ -115,7 +117,7 @@ def _keys(seed: int, sequences: Sequence[int], positions: Sequence[int]) -> list
 def gumbels(
     seed: int, sequences: Sequence[int], positions: Sequence[int], size: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The Gumbel vectors of draws, float32 [N, size]."""
+    """The Gumbel vectors of draws, float32 [N, size]: what `draws` adds, for whoever wants to see it."""
     return reference.gumbels(_keys(seed, sequences, positions), size, torch.device(device))
 
 

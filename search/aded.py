@@ -124,7 +124,7 @@ class ADED:
                 row, nodes = {tree.root: 0}, {-1: tree.root}
                 logp_NV = yield Evaluate(tree, [tree.root])
             began = time.thread_time()
-            curious = wanted and drafter.curiosity < 1
+            curious = len(row) > 1 and drafter.curiosity < 1
             known = likely(logp_NV[: 1 + OBSERVED], drafter.curiosity) if curious else []
             node, fresh = tree.root, []
             while (i := row.get(node)) is not None:  # 6.

@@ -30,6 +30,12 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
 def kv_copy(k_LGSD: Tensor, v_LGSD: Tensor, source: Sequence[int], target: Sequence[int]) -> None:
     """See the front for arguments."""
     (L, G, S, D), places = k_LGSD.shape, [array("q", slots) for slots in (source, target)]
+    if (k_LGSD.shape, k_LGSD.dtype) != (v_LGSD.shape, v_LGSD.dtype) or not (
+        k_LGSD.is_contiguous() and v_LGSD.is_contiguous()
+    ):
+        raise ValueError(f"impl 'cpp': expected two contiguous caches alike, got {k_LGSD.shape} and {v_LGSD.shape}")
+    if len(source) != len(target) or min(*source, *target, 0) < 0 or max(*source, *target, 0) >= S:
+        raise ValueError(f"expected slots below {S}, as many to read as to write, got {source} and {target}")
     function("coppice_kv_copy", "ippppiiii")(
         *(torch.get_num_threads(), k_LGSD.data_ptr(), v_LGSD.data_ptr(), *(x.buffer_info()[0] for x in places)),
         *(len(source), L * G, S, D * k_LGSD.itemsize),

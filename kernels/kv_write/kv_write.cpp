@@ -24,7 +24,7 @@ extern "C" void coppice_kv_write(int64_t threads, char* k_GSD, char* v_GSD, cons
     }
 }
 
-// Slots of `heads` rows of slots, of all layers, to others; all are read before any is written.
+// Slots to others, in each of `heads` heads (of all layers); all are read before any is written.
 extern "C" void coppice_kv_copy(int64_t threads, char* k_GSD, char* v_GSD, const int64_t* source_T,
                                 const int64_t* target_T, int64_t tokens, int64_t heads, int64_t slots, int64_t row) {
 #pragma omp parallel num_threads(threads) if (tokens * heads * row > 1 << 17)

@@ -74,6 +74,8 @@ def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int], *, impl: str | None = No
         keys: two 32-bit numbers for each row.
         impl: see `kernels.tree_attention`; None: "cpp" for float32 on a CPU where there is C++, else PyTorch.
     """
+    if len(keys) != 2 * len(logp_NV):
+        raise ValueError(f"expected {2 * len(logp_NV)} keys for {len(logp_NV)} rows, got {len(keys)}")
     return _pick("gumbel_argmax", impl or _best(logp_NV))(logp_NV, keys)
 
 

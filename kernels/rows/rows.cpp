@@ -1,4 +1,5 @@
-// Operators on rows, on a CPU: what a layer does between its matrix products. Arithmetic is float32.
+// Operators on rows, on a CPU: what a layer does between its matrix products, and what becomes of log-probabilities.
+// Arithmetic is float32.
 
 #include <algorithm>
 #include <functional>
@@ -75,14 +76,18 @@ void top_k(const float* x, int64_t width, int64_t k, double* out, TopK& work) {
     }
     auto& found = work.found;
     found.clear();
+    int64_t equal = 0;  // to `least`; no more than k are looked at
     for (size_t b = 0; b < maxima.size(); b++) {
         if (maxima[b] < least) continue;
         const int64_t at = b * block;
         each(std::min(block, width - at), [&](int64_t i, auto n) {
-            uint32_t bits = ~bits_of(load(x + at + i, n) < least) & ((uint64_t(1) << n) - 1);  // NaN too: k at least
+            const Floats part = load(x + at + i, n);
+            const Ints low = equal < k ? part < least : part <= least;
+            uint32_t bits = ~bits_of(low) & ((uint64_t(1) << n) - 1);  // NaN is not low, so that there are k
             for (; bits; bits &= bits - 1) {
                 const int64_t place = at + i + __builtin_ctz(bits);
                 found.push_back({x[place], place});
+                equal += x[place] == least;
             }
         });
     }
@@ -93,8 +98,7 @@ void top_k(const float* x, int64_t width, int64_t k, double* out, TopK& work) {
 }
 
 // See reference.mix.
-template <typename Word>
-Word mix(Word x) {
+Words mix(Words x) {
     x = (x ^ x >> 16) * 0x7feb352d;
     x = (x ^ x >> 15) * 0x846ca68b;
     return x ^ x >> 16;

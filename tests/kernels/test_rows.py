@@ -78,6 +78,8 @@ def test_cpp_refuses_what_it_cannot_do():
     ):
         with pytest.raises(ValueError, match="impl 'cpp': expected float32"):
             run()
+    with pytest.raises(ValueError, match="expected k from 0 to 8"):
+        rows.top_k(x, 9, impl="cpp")
     with pytest.raises(ValueError, match="expected a weight"):
         rows.rms_norm(x, draw(7), 1e-5, impl="cpp")
     with pytest.raises(ValueError, match="expected angles"):

@@ -515,6 +515,20 @@ def test_kv_copy(copy, target, dtype):
     assert k.equal(wanted[0]) and v.equal(wanted[1])
 
 
+@needs_cpp
+def test_kv_copy_of_much_and_of_what_cannot_be():
+    k, v = torch.randn(3, 4, 40, 512), torch.randn(3, 4, 40, 512)  # enough to be cut among threads
+    source, target = list(range(20)), list(range(15, 35))
+    wanted = k.index_copy(2, torch.tensor(target), k[:, :, source])
+    kv_copy(k, v, source, target)
+    assert k.equal(wanted)
+    for bad in (([1, 2], [3]), ([1], [40]), ([-1], [3])):
+        with pytest.raises(ValueError, match="expected slots below 40"):
+            kv_copy(k, v, *bad)
+    with pytest.raises(ValueError, match="two contiguous caches"):
+        kv_copy(k, v.transpose(0, 1), [1], [2])
+
+
 @pytest.mark.parametrize("impl", ["cpu", pytest.param("cpp", marks=needs_cpp)])
 @pytest.mark.parametrize("name", ["branches", "prefill without and with a prefix", "padding rows after branches"])
 def test_custom_ops(name, impl):

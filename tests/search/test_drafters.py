@@ -18,7 +18,7 @@ from models.layers import ModelShape
 from search import ADED
 from search.base import likely
 from search.draft_size import DraftSize
-from search.drafters import MCTS, Backoff, Draft
+from search.drafters import LATER, MCTS, Backoff, Draft
 from search.ngrams import BITS, count, merge, open_store, write_store
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
@@ -85,6 +85,20 @@ def test_nothing_known_nothing_drafted(make):
     drafter = make()
     drafter.learn([5])
     assert drafter.draft(24, 4) == Draft()
+
+
+def test_what_waits_to_be_counted_is_counted_in_order_and_never_much(corpus):
+    at_once, late = Backoff(), Backoff()
+    for start in range(0, 600, 3):
+        for drafter in (at_once, late):
+            drafter.learn(corpus[start : start + 3])
+            assert len(drafter.unread) <= LATER
+        at_once._read()
+        if start % 150 == 0:
+            assert late.draft(24, 4) == at_once.draft(24, 4)
+    assert late.draft(24, 4) == at_once.draft(24, 4) and late.seen == at_once.seen
+    late.learn(corpus[:500])  # a prompt: not at the cost of the first draft
+    assert not late.unread
 
 
 def test_backoff_counts_every_gram_once_and_tries_the_longest_first():

@@ -153,7 +153,7 @@ def test_warpers(temperature, top_k, top_p):
         torch.testing.assert_close(row, torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(1, 1), (5, 1), (5, 0.6), (300, 1), (300, 0.9), (0, 0.3), (0, 0.95)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(1, 1), (5, 1), (5, 0.6), (300, 0.9), (0, 0.3), (0, 0.5), (0, 0.95)])
 @pytest.mark.parametrize("temperature", [1, 0.6, 1.7])
 def test_rows_that_few_tokens_decide(temperature, top_k, top_p):
     """Of large vocabularies the most probable are ranked alone: as if all had been, ties at the border included."""
@@ -162,6 +162,7 @@ def test_rows_that_few_tokens_decide(temperature, top_k, top_p):
     logits_NV[2, 4:], logits_NV[3] = float("-inf"), 0.0
     logits_NV[4, :3], logits_NV[4, 3:] = 9.0, -9.0  # a tie where top-p ends
     logits_NV[5] *= 0.1  # no few tokens reach top-p
+    logits_NV[6, :20], logits_NV[6, 20:] = -math.log(2) * torch.arange(20), float("-inf")  # 1/2, 1/4, ...
     logp_NV = torch.log_softmax(logits_NV, -1)
     warp = Warp(temperature, top_k, top_p)
     scores_NV = logp_NV / temperature
