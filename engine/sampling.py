@@ -80,7 +80,7 @@ class Warp:
             mass_NK = score_NK.softmax(-1)
         else:
             mass_NK = (score_NK - torch.logsumexp(scores_NV, -1, keepdim=True)).exp()
-            undecided_N = (mass_NK.cumsum(-1) - mass_NK)[:, -1] < self.top_p
+            undecided_N = mass_NK[:, :-1].sum(-1) < self.top_p
         if self.top_p < 1:
             spare_NK = mass_NK.cumsum(-1) - mass_NK - self.top_p  # from 0 on a token goes
             gone_NK, equal_NK = spare_NK >= 0, score_NK[:, 1:] == score_NK[:, :-1]

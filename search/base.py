@@ -149,7 +149,7 @@ def likely(logp_NV: Tensor, least: float) -> list[dict[int, float]]:
     bound, found = math.log(least), []
     for logps, tokens in best_N2K.tolist():
         row = {}
-        for logp, token in zip(logps, tokens):  # noqa: B905  (a third of the time)
+        for logp, token in zip(logps, tokens, strict=True):
             if logp < bound:
                 break
             row[int(token)] = logp

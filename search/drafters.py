@@ -97,7 +97,7 @@ class Backoff:
             self._read()
 
     def _read(self) -> None:
-        """Count what was not counted: several tokens together take a third of the time, but no draft takes long."""
+        """Count what waits: until a draft wants it, as many steps have none, but no draft is to pay for a prompt."""
         for token in self.unread:
             if self.adapt:
                 self._count(self.context, {token: 1.0})
