@@ -296,6 +296,21 @@ class Quit(KeyboardInterrupt):
     """The second Ctrl-C: leave."""
 
 
+@contextlib.contextmanager
+def _waking(seconds: float) -> Iterator[None]:
+    """Wake what waits in the main thread every so often.
+
+    Readline looks for signals when its wait is interrupted: one that came right before would count at the next key.
+    """
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 class Interrupt:
     """Ctrl-C as a flag: `pressed` asks whoever works to stop at the next step, so that no state is torn.
 
@@ -304,6 +319,7 @@ class Interrupt:
     """
 
     TWICE = 2.0
+    LOOK = 0.2  # seconds between two looks for a Ctrl-C that readline overlooked
 
     def __init__(self):
         self.pressed = False
@@ -324,7 +340,8 @@ class Interrupt:
         """A person is asked for a line; from its end on, Ctrl-C counts for the reply to it."""
         self.pressed, self._prompting = False, True
         try:
-            yield
+            with _waking(self.LOOK):
+                yield
         finally:
             self._prompting = False
 
