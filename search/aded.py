@@ -17,7 +17,7 @@ from engine.errors import KVMemoryError, UsageError
 from engine.sampling import Warp, draw
 from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, likely, register
 from search.draft_size import MOST, DraftSize
-from search.drafters import MCTS, Backoff, Draft, Drafter
+from search.drafters import MCTS, Draft, Drafter, backoff
 from search.ngrams import NGramStore, add_to_store, count, open_store
 
 MS = 1000
@@ -140,8 +140,8 @@ class ADED:
                 if reason:
                     break
                 node = tree.child(node, token)  # the drafted node, if that was drafted
-            for _, (place, drafted_node) in zip(known, nodes.items(), strict=False):
-                drafter.observe(place, known[row[drafted_node]])
+            if known:
+                drafter.observe({place: known[row[n]] for _, (place, n) in zip(known, nodes.items(), strict=False)})
             if not reason:
                 drafter.learn(fresh)  # 2.
             if wanted:
@@ -188,7 +188,7 @@ class ADED:
         if store is not None:
             store.check(task.vocab_size, self._fingerprint(task))
         if self.drafter == "backoff":
-            return Backoff(store, self.adapt)
+            return backoff(store, self.adapt)
         names = ("iterations", "candidates", "depth", "successors", "c1", "c2", "window", "increment", "cap")
         return MCTS(store, self.adapt, **{name: getattr(self, name) for name in names})
 

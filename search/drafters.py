@@ -8,15 +8,17 @@ so no request depends on those before it.
 import functools
 import math
 import random
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from typing import Protocol
 
+from kernels import ngrams
+from kernels.cpp import why_not
 from search.ngrams import BITS, NONE, NGramStore
 
 NODES = 64  # of a draft of the paper's
-LATER = 16  # tokens of a text that may wait to be counted
 KEPT = 16  # successors that a context of this request keeps when it has seen twice as many
 
 
@@ -55,8 +57,8 @@ class Drafter(Protocol):
         """Guess up to `nodes` nodes, at most `depth` (>= 1) tokens ahead."""
         ...
 
-    def observe(self, node: int, logps: Mapping[int, float]) -> None:
-        """What the model holds for likely after a node of the last draft (-1: after the text): log-probabilities.
+    def observe(self, told: Mapping[int, Mapping[int, float]]) -> None:
+        """What the model holds for likely after nodes of the last draft (-1: after the text): log-probabilities.
 
         Told of the likeliest evaluated nodes, also those off the way that the text takes, and before `learn`.
         """
@@ -89,26 +91,18 @@ class Backoff:
         self.context = 0  # the last three tokens, each plus one, as digits: a shorter context is a smaller number
         self.seen: dict[int, dict[int, float]] = {}  # context of 1 to 3 tokens -> successor -> how often
         self.contexts: list[int] = []  # of the last draft's nodes
-        self.unread: list[int] = []  # tokens of the text that were not counted yet
 
     def learn(self, tokens: Sequence[int]) -> None:
-        self.unread += tokens
-        if len(self.unread) > LATER:
-            self._read()
-
-    def _read(self) -> None:
-        """Count what waits: until a draft wants it, as many steps have none, but no draft is to pay for a prompt."""
-        for token in self.unread:
+        for token in tokens:
             if self.adapt:
                 self._count(self.context, {token: 1.0})
             self.context = (self.context << BITS | token + 1) & self.ORDERS[0]
-        self.unread.clear()
 
-    def observe(self, node: int, logps: Mapping[int, float]) -> None:
-        self._read()
-        if self.adapt and logps:
-            context = self.contexts[node] if node >= 0 else self.context
-            self._count(context, {token: math.exp(logp) for token, logp in logps.items()})
+    def observe(self, told: Mapping[int, Mapping[int, float]]) -> None:
+        for node, logps in told.items() if self.adapt else ():
+            if logps:
+                context = self.contexts[node] if node >= 0 else self.context
+                self._count(context, {token: math.exp(logp) for token, logp in logps.items()})
 
     def _count(self, context: int, weights: dict[int, float]) -> None:
         last, known = 0, self.seen
@@ -125,7 +119,6 @@ class Backoff:
                     known[part] = dict(reversed(latest))
 
     def draft(self, nodes: int, depth: int) -> Draft:
-        self._read()
         draft, self.contexts = Draft(), []
         tokens, parents, scores, contexts = draft.tokens, draft.parents, draft.scores, self.contexts
         heap: list[tuple[float, int, int, int, int]] = []  # likeliest first, then the older parent, the lower token
@@ -159,8 +152,10 @@ class Backoff:
                 continue
             last = part
             if counts := seen.get(part):
-                doubt = doubted + doubted * len(counts)
-                share = left / (sum(counts.values()) + doubt)
+                doubt, total = doubted + doubted * len(counts), 0.0
+                for n in counts.values():  # one after the other; Python's sum does better from 3.12 on
+                    total += n
+                share = left / (total + doubt)
                 left = share * doubt
                 enough = (least - left) / share  # times seen, for shorter contexts to bring it to `least`
                 for token, n in counts.items():
@@ -183,13 +178,49 @@ class Backoff:
         return chances
 
     def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
-        self._read()
         context = self.context
         for token in ahead:
             context = (context << BITS | token + 1) & self.ORDERS[0]
-        chances = self._mix(context)
-        total = math.fsum(chances.values())
-        return {token: chance / total for token, chance in chances.items()}
+        return normalized(self._mix(context))
+
+
+class BackoffCpp:
+    """`Backoff` in C++: the same drafts and chances to the last bit, several times sooner. See there."""
+
+    def __init__(self, store: NGramStore | None = None, adapt: bool = True):
+        known = looked_up(store) if store is not None else None
+        self.text = ngrams.Text(known, adapt, doubt=Backoff.DOUBT, floor=Backoff.FLOOR, kept=KEPT)
+        self.curiosity = Backoff.LEAST if adapt else 1.0
+        self.adapt, self.learn = adapt, self.text.learn
+
+    def observe(self, told: Mapping[int, Mapping[int, float]]) -> None:
+        if self.adapt:
+            tokens = [token for logps in told.values() for token in logps]
+            weights = array("d", [math.exp(logp) for logps in told.values() for logp in logps.values()])
+            self.text.observe([*told], list(map(len, told.values())), tokens, weights)
+
+    def draft(self, nodes: int, depth: int) -> Draft:
+        return Draft(*self.text.draft(nodes, depth))
+
+    def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
+        return normalized(self.text.chances(ahead))
+
+
+@functools.lru_cache(maxsize=4)
+def looked_up(store: NGramStore) -> ngrams.Store:
+    """A store with what was found in it so far, for all requests."""
+    return ngrams.Store(*store.run(), Backoff.DOUBT)
+
+
+def backoff(store: NGramStore | None = None, adapt: bool = True) -> Drafter:
+    """The back-off drafter: in C++ where there is a compiler."""
+    return Backoff(store, adapt) if why_not() else BackoffCpp(store, adapt)
+
+
+def normalized(chances: Mapping[int, float]) -> dict[int, float]:
+    """Chances that add up to 1."""
+    total = math.fsum(chances.values())
+    return {token: chance / total for token, chance in chances.items()}
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -249,7 +280,7 @@ class MCTS:
                 row = self.matrix[a, b] = dict(self._row(a, b))  # copied on the first write
             row[c] = min(self.cap, row.get(c, 0.0) + self.increment)
 
-    def observe(self, node: int, logps: Mapping[int, float]) -> None:
+    def observe(self, told: Mapping[int, Mapping[int, float]]) -> None:
         pass
 
     def _row(self, a: int, b: int) -> list[tuple[int, float]]:

@@ -21,7 +21,7 @@ from engine.errors import KVMemoryError, UsageError
 from engine.sampling import Warp, uniforms
 from search.base import SearchGenerator, Task, register
 from search.beam_sample import Beam, Beams, check_ranges, check_sampling
-from search.drafters import Backoff
+from search.drafters import backoff
 from search.forest import Forester, Layer, ModelForester, NGramForester
 from search.joint import Joint, Known, Reader, pick
 from search.ngrams import NGramStore, open_store
@@ -149,7 +149,7 @@ class DSBD:
         if self.drafter == "ngram":
             if store := self._store():
                 store.check(task.vocab_size, task.tokenizer.fingerprint if task.tokenizer is not None else "")
-            return NGramForester(Backoff(store), *options)
+            return NGramForester(backoff(store), *options)
         assert task.open_tree is not None
         return ModelForester(task.open_tree("draft", task.tree.trunk.tokens), *options)
 

@@ -57,8 +57,8 @@ class Forced:
         draft = self.guess(self.text[len(PROMPT) :])
         return Draft(draft.tokens[:nodes], draft.parents[:nodes], draft.scores[:nodes])
 
-    def observe(self, node, logps):
-        self.told.append((node, logps))
+    def observe(self, told):
+        self.told += told.items()
 
     def distribution(self, ahead=()):
         return {}

@@ -14,11 +14,12 @@ from engine.pool import PagePool
 from engine.requests import Report, Task
 from engine.timing import PassTime
 from engine.tree import TokenTree
+from kernels.cpp import why_not
 from models.layers import ModelShape
 from search import ADED
 from search.base import likely
 from search.draft_size import DraftSize
-from search.drafters import LATER, MCTS, Backoff, Draft
+from search.drafters import MCTS, Backoff, BackoffCpp, Draft, backoff
 from search.ngrams import BITS, count, merge, open_store, write_store
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
@@ -54,7 +55,7 @@ def check(draft, nodes, depth):
     assert len(edges) == len(set(edges))
 
 
-@pytest.mark.parametrize("make", [Backoff, MCTS])
+@pytest.mark.parametrize("make", [Backoff, backoff, MCTS])
 @pytest.mark.parametrize("adapt", [True, False])
 def test_drafts_are_trees_and_the_same_every_time(make, adapt, corpus, store):
     before = store.keys.tolist(), store.counts.tolist()
@@ -66,8 +67,7 @@ def test_drafts_are_trees_and_the_same_every_time(make, adapt, corpus, store):
             nodes, depth = rng.choice([(1, 1), (24, 3), (64, 9)])
             drafts.append(drafter.draft(nodes, depth))
             check(drafts[-1], nodes, depth)
-            for node in range(-1, len(drafts[-1].tokens), 3):
-                drafter.observe(node, {7: -0.5, 9: -1.6})
+            drafter.observe({node: {7: -0.5, 9: -1.6} for node in range(-1, len(drafts[-1].tokens), 3)})
             drafter.learn(corpus[at : at + 1])
             chances = drafter.distribution([7, 1])
             assert sum(chances.values()) == pytest.approx(1) or not chances
@@ -76,7 +76,7 @@ def test_drafts_are_trees_and_the_same_every_time(make, adapt, corpus, store):
     assert (store.keys.tolist(), store.counts.tolist()) == before  # what a request learns is its own
 
 
-@pytest.mark.parametrize("make", [Backoff, MCTS])
+@pytest.mark.parametrize("make", [Backoff, backoff, MCTS])
 def test_nothing_known_nothing_drafted(make):
     assert make().draft(24, 4) == Draft() and make().distribution() == {}
     drafter = make(adapt=False)
@@ -87,18 +87,26 @@ def test_nothing_known_nothing_drafted(make):
     assert drafter.draft(24, 4) == Draft()
 
 
-def test_what_waits_to_be_counted_is_counted_in_order_and_never_much(corpus):
-    at_once, late = Backoff(), Backoff()
-    for start in range(0, 600, 3):
-        for drafter in (at_once, late):
-            drafter.learn(corpus[start : start + 3])
-            assert len(drafter.unread) <= LATER
-        at_once._read()
-        if start % 150 == 0:
-            assert late.draft(24, 4) == at_once.draft(24, 4)
-    assert late.draft(24, 4) == at_once.draft(24, 4) and late.seen == at_once.seen
-    late.learn(corpus[:500])  # a prompt: not at the cost of the first draft
-    assert not late.unread
+@pytest.mark.skipif(why_not() is not None, reason=f"no C++: {why_not()}")
+@pytest.mark.parametrize("adapt", [True, False])
+@pytest.mark.parametrize("counted", [True, False])
+def test_backoff_in_cpp_is_backoff(adapt, counted, corpus, store):
+    rng, known = random.Random(5), store if counted else None
+    for vocabulary in (40, 400):  # the second has many contexts that the store has never seen
+        python, cpp = Backoff(known, adapt), BackoffCpp(known, adapt)
+        for at in range(0, 4000, 5):
+            text = [token * rng.randrange(1, vocabulary // 40 + 1) for token in corpus[at : at + rng.randrange(6)]]
+            nodes, depth = rng.choice([(1, 1), (24, 3), (48, 20), (200, 9)])
+            told = {rng.randrange(vocabulary): math.log(rng.uniform(0.1, 0.5)) for _ in range(rng.randrange(4))}
+            drafts = []
+            for drafter in (python, cpp):
+                drafter.learn(text)
+                drafts.append(drafter.draft(nodes, depth))
+                drafter.observe({node: told for node in range(-1, len(drafts[-1].tokens), 7)} | {-1: {}})
+            assert drafts[0] == drafts[1]
+            ahead = text[:3]
+            assert python.distribution(ahead) == cpp.distribution(ahead)
+    assert python.draft(1000, 50) == cpp.draft(1000, 50)
 
 
 def test_backoff_counts_every_gram_once_and_tries_the_longest_first():
@@ -108,7 +116,6 @@ def test_backoff_counts_every_gram_once_and_tries_the_longest_first():
     # Followed 1 2 3 so far: 1 once, 5 once; 2 3 and 3: 1 twice, 5 once.
     share4, share3 = 1 / (2 + 3 * d), (1 - 2 / (2 + 3 * d)) / (3 + 3 * d)
     share2 = (1 - 2 * share4 - 3 * share3) / (3 + 3 * d)
-    drafter._read()
     chances = drafter._mix(drafter.context)
     assert chances == pytest.approx({1: share4 + 2 * share3 + 2 * share2, 5: share4 + share3 + share2})
     draft = drafter.draft(2, 3)
@@ -120,7 +127,7 @@ def test_backoff_learns_from_what_the_model_thinks():
     drafter = Backoff()
     drafter.learn([1, 2, 3])
     assert drafter.draft(4, 4) == Draft()
-    drafter.observe(-1, {8: math.log(0.6), 9: math.log(0.3)})
+    drafter.observe({-1: {8: math.log(0.6), 9: math.log(0.3)}})
     drafter.learn([9])
     drafter.learn([1, 2, 3])
     draft = drafter.draft(9, 1)

@@ -1,0 +1,99 @@
+"""Calls the C++ n-grams (ngrams.cpp): what a request has learnt, and drafts from it. Tokens are less than 2^21 - 1.
+
+`search.drafters.Backoff` is the definition; everything here is equal to it, to the last bit. Where there is no C++
+(`kernels.cpp.why_not`) nothing of it can be made.
+"""
+
+import ctypes
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from kernels.cpp import function
+
+
+def _function(name: str, signature: str) -> Callable[..., None]:
+    return function(f"coppice_ngrams_{name}", signature, brief=True)
+
+
+class Store:
+    """Counted tri-grams, as a file has them (see `search.ngrams`), and what was looked up in them.
+
+    Args:
+        keys: ascending: int64.
+        counts: int32.
+        doubt: occurrences that an order leaves to the shorter ones, for itself and for each successor it knows.
+    """
+
+    def __init__(self, keys: Tensor, counts: Tensor, doubt: float):
+        self._tensors, made = (keys, counts), ctypes.c_void_p()
+        where = ctypes.addressof(made), keys.data_ptr(), counts.data_ptr()
+        _function("store", "pppif")(*where, len(keys), doubt)
+        self.address = made.value
+        weakref.finalize(self, _function("close_store", "p"), self.address)
+
+
+class Text:
+    """The n-grams of one text.
+
+    Args:
+        store: counts to start from.
+        adapt: learn from the text.
+        doubt: see `Store`.
+        floor: the least chance of a drafted node.
+        kept: successors that a context keeps when it has seen twice as many.
+    """
+
+    def __init__(self, store: Store | None, adapt: bool, *, doubt: float, floor: float, kept: int):
+        self._store, made = store, ctypes.c_void_p()
+        where = ctypes.addressof(made), store.address if store is not None else None
+        _function("text", "ppffii")(*where, doubt, floor, kept, adapt)
+        self._address = made.value
+        weakref.finalize(self, _function("close_text", "p"), self._address)
+        self._reserve(64)
+        self._found = ctypes.c_int64()
+        self._learn = _function("learn", "ppi")
+        self._observe = _function("observe", "pipp")
+        self._draft = _function("draft", "piipppp")
+        self._chances = _function("chances", "ppippip")
+
+    def _reserve(self, room: int) -> None:
+        self._room, self._numbers, self._scores = room, array("q", bytes(16 * room)), array("d", bytes(8 * room))
+        self._tokens, self._values = self._numbers.buffer_info()[0], self._scores.buffer_info()[0]
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """The text goes on with these."""
+        given = array("q", tokens)
+        self._learn(self._address, given.buffer_info()[0], len(given))
+
+    def observe(self, nodes: Sequence[int], sizes: Sequence[int], tokens: Sequence[int], times: array) -> None:
+        """Count tokens after nodes of the last draft, -1: after the text; the first `sizes[0]` after the first, ...
+
+        Args:
+            times: how often each counts: float64.
+        """
+        given = array("q", [*nodes, *sizes, *tokens])
+        self._observe(self._address, len(nodes), given.buffer_info()[0], times.buffer_info()[0])
+
+    def draft(self, nodes: int, depth: int) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents' places and chances of the likeliest nodes."""
+        if nodes > self._room:
+            self._reserve(nodes)
+        parents = self._tokens + 8 * self._room
+        self._draft(self._address, nodes, depth, self._tokens, parents, self._values, ctypes.addressof(self._found))
+        n, first = self._found.value, self._room
+        return self._numbers[:n].tolist(), self._numbers[first : first + n].tolist(), self._scores[:n].tolist()
+
+    def chances(self, ahead: Sequence[int]) -> dict[int, float]:
+        """Of the tokens after the text and these."""
+        given = array("q", ahead)
+        while True:
+            self._chances(
+                *(self._address, given.buffer_info()[0], len(given), self._tokens, self._values, self._room),
+                ctypes.addressof(self._found),
+            )
+            if (n := self._found.value) <= self._room:
+                return dict(zip(self._numbers[:n], self._scores[:n], strict=True))
+            self._reserve(n)

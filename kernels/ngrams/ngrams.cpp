@@ -1,0 +1,276 @@
+// Drafts from n-grams: `search.drafters.Backoff`, number for number, in one call for each draft.
+//
+// Every sum has the order it has there, and no product is fused with a sum, so that equal chances stay equal.
+
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+constexpr int BITS = 21;
+constexpr uint64_t ONE = (uint64_t(1) << BITS) - 1, TWO = (uint64_t(1) << 2 * BITS) - 1;
+constexpr uint64_t ORDERS[] = {(uint64_t(1) << 3 * BITS) - 1, TWO, ONE};
+constexpr size_t SUCCESSORS = 12;       // of a token that a store is asked for
+constexpr size_t REMEMBERED = 1 << 16;  // contexts whose successors in a store are kept at hand
+
+struct Entry {
+    int64_t token;
+    double weight;
+};
+using Entries = std::vector<Entry>;
+
+// A context's digits are spread over all bits.
+struct Hash {
+    size_t operator()(uint64_t x) const {
+        x *= 0x9E3779B97F4A7C15;
+        return x ^ x >> 32;
+    }
+};
+using Table = std::unordered_map<uint64_t, Entries, Hash>;
+
+Entry* find(Entries& entries, int64_t token) {
+    for (Entry& entry : entries)
+        if (entry.token == token) return &entry;
+    return nullptr;
+}
+
+bool likelier(const Entry& a, const Entry& b) { return std::tie(b.weight, a.token) < std::tie(a.weight, b.token); }
+
+// Tri-grams of a file, ascending, and how often each occurred (see `search.ngrams`).
+struct Store {
+    const int64_t* keys;
+    const int32_t* counts;
+    int64_t size;
+    double doubt;
+    Table known;
+
+    std::pair<int64_t, int64_t> range(uint64_t first, uint64_t end) const {
+        const int64_t* from = std::lower_bound(keys, keys + size, int64_t(first));
+        return {from - keys, std::lower_bound(from, keys + size, int64_t(end)) - keys};
+    }
+
+    // Adds successors' shares; returns what is left.
+    double mix(Entries& chances, const Entries& after, double total, double left) const {
+        const double share = left / (total + doubt * double(1 + after.size()));
+        for (const Entry& entry : after) {
+            if (Entry* known = find(chances, entry.token))
+                known->weight += share * entry.weight;
+            else
+                chances.push_back({entry.token, share * entry.weight});
+        }
+        return left - share * total;
+    }
+
+    // Chances of the token after one or two, likeliest first.
+    const Entries& after(uint64_t context) {
+        if (auto found = known.find(context); found != known.end()) return found->second;
+        const uint64_t before = context >> BITS, last = (context & ONE) - 1;
+        Entries chances, part;
+        double left = 1, total = 0;
+        if (before) {
+            const uint64_t pair = ((before - 1) << BITS | last) << BITS;
+            const auto [from, end] = range(pair, pair + ONE + 1);
+            for (int64_t i = from; i < end; i++) {
+                total += counts[i];
+                if ((uint64_t(keys[i]) & ONE) != ONE) part.push_back({keys[i] & int64_t(ONE), double(counts[i])});
+            }
+            std::sort(part.begin(), part.end(), likelier);
+        }
+        left = mix(chances, part, total, left);
+        part.clear(), total = 0;
+        const auto [from, end] = range(last << 2 * BITS, (last + 1) << 2 * BITS);
+        for (int64_t i = from; i < end; i++) {
+            const int64_t token = keys[i] >> BITS & int64_t(ONE);
+            if (part.empty() || part.back().token != token) part.push_back({token, 0});
+            part.back().weight += counts[i];
+            total += counts[i];
+        }
+        const size_t kept = std::min(part.size(), SUCCESSORS);
+        std::partial_sort(part.begin(), part.begin() + kept, part.end(), likelier);
+        part.resize(kept);
+        mix(chances, part, total, left);
+        std::sort(chances.begin(), chances.end(), likelier);
+        if (known.size() >= REMEMBERED) known.clear();
+        return known[context] = std::move(chances);
+    }
+};
+
+struct Node {
+    double chance;
+    int64_t parent, token, level;
+    uint64_t context;
+    bool operator<(const Node& other) const {  // the likeliest is the largest, then the older parent, the lower token
+        return std::tie(chance, other.parent, other.token) < std::tie(other.chance, parent, token);
+    }
+};
+
+// What one request knows.
+struct Text {
+    Store* store;  // or null
+    double doubt, floor;
+    size_t kept;
+    bool adapt;
+    uint64_t context = 0;
+    Table seen;
+    std::vector<uint64_t> contexts;  // of the last draft's nodes
+    Entries chances, added;
+    std::vector<Node> heap;
+    std::vector<double> best;
+
+    uint64_t on(uint64_t from, int64_t token) const { return (from << BITS | uint64_t(token + 1)) & ORDERS[0]; }
+
+    void count(uint64_t from, const Entries& entries) {
+        uint64_t last = 0;
+        for (uint64_t mask : ORDERS) {
+            const uint64_t part = from & mask;
+            if (part == last) continue;
+            last = part;
+            auto [place, fresh] = seen.try_emplace(part);
+            Entries& known = place->second;
+            if (fresh) {
+                known = entries;
+                continue;
+            }
+            for (const Entry& entry : entries) {  // the latest last
+                double weight = 0;
+                if (Entry* old = find(known, entry.token)) {
+                    weight = old->weight;
+                    known.erase(known.begin() + (old - known.data()));
+                }
+                known.push_back({entry.token, weight + entry.weight});
+            }
+            if (known.size() > 2 * kept) {
+                std::reverse(known.begin(), known.end());
+                std::stable_sort(known.begin(), known.end(),
+                                 [](const Entry& a, const Entry& b) { return a.weight > b.weight; });
+                known.resize(kept);
+                std::reverse(known.begin(), known.end());
+            }
+        }
+    }
+
+    // Chances of the tokens after a context, into `chances`; those that are below `least` may be missing.
+    void mix(uint64_t from, double least) {
+        chances.clear();
+        double left = 1;
+        uint64_t last = 0;
+        for (uint64_t mask : ORDERS) {
+            const uint64_t part = from & mask;
+            if (part == last) continue;
+            last = part;
+            const auto found = seen.find(part);
+            if (found == seen.end() || found->second.empty()) continue;
+            const Entries& counts = found->second;
+            const double doubted = doubt + doubt * double(counts.size());
+            double total = 0;
+            for (const Entry& entry : counts) total += entry.weight;
+            const double share = left / (total + doubted);
+            left = share * doubted;
+            const double enough = (least - left) / share;
+            for (const Entry& entry : counts) {
+                if (Entry* known = find(chances, entry.token))
+                    known->weight += share * entry.weight;
+                else if (entry.weight >= enough)
+                    chances.push_back({entry.token, share * entry.weight});
+            }
+            if (left < least && chances.empty()) return;
+        }
+        if (!store || !last) return;
+        const size_t own = chances.size();
+        for (const Entry& entry : store->after(from & TWO)) {  // likeliest first
+            Entry* known = nullptr;
+            for (size_t i = 0; i < own && !known; i++)
+                if (chances[i].token == entry.token) known = &chances[i];
+            if (known)
+                known->weight += left * entry.weight;
+            else if (left * entry.weight >= least)
+                chances.push_back({entry.token, left * entry.weight});
+        }
+    }
+
+    int64_t draft(int64_t nodes, int64_t depth, int64_t* tokens, int64_t* parents, double* scores) {
+        contexts.clear(), heap.clear();
+        best.assign(nodes, floor);  // heap of the chances of the likeliest found: below all of them is no draft
+        Node at{1, 0, 0, 0, context};
+        for (int64_t place = -1;; contexts.push_back(at.context)) {
+            if (at.level < depth && place + 1 < nodes) {
+                mix(at.context, best.front() / at.chance);
+                for (const Entry& entry : chances) {
+                    const double chance = at.chance * entry.weight;
+                    if (chance < best.front()) continue;
+                    std::pop_heap(best.begin(), best.end(), std::greater<>());
+                    best.back() = chance;
+                    std::push_heap(best.begin(), best.end(), std::greater<>());
+                    heap.push_back({chance, place, entry.token, at.level + 1, on(at.context, entry.token)});
+                    std::push_heap(heap.begin(), heap.end());
+                }
+            }
+            place++;
+            if (heap.empty() || place == nodes) return place;
+            std::pop_heap(heap.begin(), heap.end());
+            at = heap.back();
+            heap.pop_back();
+            tokens[place] = at.token, parents[place] = at.parent, scores[place] = at.chance;
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+void coppice_ngrams_store(Store** made, const int64_t* keys, const int32_t* counts, int64_t size, float doubt) {
+    *made = new Store{keys, counts, size, doubt, {}};
+}
+
+void coppice_ngrams_text(Text** made, Store* store, float doubt, float floor, int64_t kept, int64_t adapt) {
+    *made = new Text{store, doubt, floor, size_t(kept), adapt != 0};
+}
+
+void coppice_ngrams_close_store(Store* store) { delete store; }
+
+void coppice_ngrams_close_text(Text* text) { delete text; }
+
+void coppice_ngrams_learn(Text* text, const int64_t* tokens, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        if (text->adapt) text->count(text->context, {{tokens[i], 1}});
+        text->context = text->on(text->context, tokens[i]);
+    }
+}
+
+// `given`: nodes, how many tokens are to be counted after each, then these.
+void coppice_ngrams_observe(Text* text, int64_t nodes, const int64_t* given, const double* weights) {
+    const int64_t *sizes = given + nodes, *tokens = sizes + nodes;
+    for (int64_t i = 0; i < nodes; tokens += sizes[i], weights += sizes[i], i++) {
+        text->added.clear();
+        for (int64_t j = 0; j < sizes[i]; j++) text->added.push_back({tokens[j], weights[j]});
+        if (sizes[i]) text->count(given[i] < 0 ? text->context : text->contexts[given[i]], text->added);
+    }
+}
+
+void coppice_ngrams_draft(Text* text, int64_t nodes, int64_t depth, int64_t* tokens, int64_t* parents, double* scores,
+                          int64_t* found) {
+    *found = text->draft(nodes, depth, tokens, parents, scores);
+}
+
+// Chances after the text and `ahead`: as many as there is room for are written, `found` says how many there are.
+void coppice_ngrams_chances(Text* text, const int64_t* ahead, int64_t n, int64_t* tokens, double* chances, int64_t room,
+                            int64_t* found) {
+    uint64_t context = text->context;
+    for (int64_t i = 0; i < n; i++) context = text->on(context, ahead[i]);
+    text->mix(context, 0);
+    *found = int64_t(text->chances.size());
+    for (int64_t i = 0; i < std::min(room, *found); i++)
+        tokens[i] = text->chances[i].token, chances[i] = text->chances[i].weight;
+}
+}
