@@ -282,6 +282,19 @@ def test_without_a_clock_everything_is_evaluated():
         size.settle(1.0, True, 24, 1)
 
 
+def test_pass_times_are_learnt_by_size():
+    """Of a processor: flat up to nine tokens, and rising from there. No size may be taken for one of the others."""
+    rng, time = random.Random(0), PassTime()
+    for _ in range(200):
+        tokens = rng.choice([1, 1, 1, 5, 8, 16, 24, 48])
+        time.note(tokens, max(1.0, 1 + 0.065 * (tokens - 9)) * rng.uniform(0.95, 1.05))
+    for tokens in (1, 3, 8, 16, 20, 32, 48, 64):
+        assert time.seconds(tokens) == pytest.approx(max(1.0, 1 + 0.065 * (tokens - 9)), rel=0.1)
+    for _ in range(50):
+        time.note(8, rng.uniform(0.95, 1.05))
+    assert time.seconds(48) == pytest.approx(1 + 0.065 * 39, rel=0.1)  # what was learnt stays
+
+
 def test_pass_times_are_learnt():
     for one, more in ((1.0, 0.02), (0.001, 0.5), (5.0, 0.0)):
         rng, time = random.Random(0), PassTime()
