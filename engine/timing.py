@@ -8,9 +8,9 @@ class PassTime:
 
     A processor takes hardly longer for a dozen tokens than for one and twice as long for two dozen, a GPU not until
     there are hundreds: so the times are learned by size. Those in between lie on straight lines; beyond the largest
-    size that was tried they grow as up to there. All follow what is measured, slowly, so that neither one hiccup nor the
-    growth of texts leads them astray. Prompts are no part of it. The figures may only guide how work is divided, never
-    what comes out.
+    size that was tried they grow as up to there. All follow what is measured, slowly, so that neither one hiccup nor
+    the growth of texts leads them astray. Prompts are no part of it. The figures may only guide how work is divided,
+    never what comes out.
     """
 
     RATE = 0.1  # how far a new measurement moves the old figure
