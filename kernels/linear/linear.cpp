@@ -12,58 +12,66 @@ namespace {
 
 constexpr int PANEL = 64;   // words
 constexpr int HALF = 2;     // vectors
-constexpr int ROWS = 15;    // whose sums are in registers together
+constexpr int ROWS = 15;    // whose sums with half a panel are in registers together
+constexpr int FEW = 7;      // and with a whole one
 constexpr int CHUNK = 256;  // words added up on their own, so that long rows lose no precision
 constexpr int AHEAD = 64;   // words of x that weights are fetched before their use, into the second-level cache
 
-// COUNT rows of x, `words` long, times half a panel; finish(row, vector, sum) takes the sums. `next` is the half panel
-// whose turn is next.
-template <typename Element, int COUNT, typename Finish>
-void half_panel(const int32_t* x, const int32_t* panel, const int32_t* next, int64_t words, Finish finish) {
-    typename Element::Sum totals[COUNT][HALF] = {};
+// COUNT rows of x, `words` long, times VECTORS of a panel; finish(row, vector, sum) takes the sums. `next` are the
+// vectors whose turn is next.
+template <typename Element, int COUNT, int VECTORS, typename Finish>
+void some_outputs(const int32_t* x, const int32_t* panel, const int32_t* next, int64_t words, Finish finish) {
+    typename Element::Sum totals[COUNT][VECTORS] = {};
     for (int64_t i = 0; i < words;) {
-        typename Element::Sum sums[COUNT][HALF] = {};
+        typename Element::Sum sums[COUNT][VECTORS] = {};
         for (const int64_t end = std::min(words, i + CHUNK); i < end; i++) {
             const int32_t* ahead = i + AHEAD < words ? panel + (i + AHEAD) * PANEL : next + (i + AHEAD - words) * PANEL;
-            Ints w[HALF];
-            for (int v = 0; v < HALF; v++) {
+            Ints w[VECTORS];
+            for (int v = 0; v < VECTORS; v++) {
                 __builtin_prefetch(ahead + v * LANES, 0, 1);
                 std::memcpy(&w[v], panel + i * PANEL + v * LANES, sizeof w[v]);
             }
             for (int row = 0; row < COUNT; row++)
-                for (int v = 0; v < HALF; v++) sums[row][v] = Element::add(sums[row][v], w[v], x[row * words + i]);
+                for (int v = 0; v < VECTORS; v++) sums[row][v] = Element::add(sums[row][v], w[v], x[row * words + i]);
         }
         for (int row = 0; row < COUNT; row++)
-            for (int v = 0; v < HALF; v++) totals[row][v] += sums[row][v];
+            for (int v = 0; v < VECTORS; v++) totals[row][v] += sums[row][v];
     }
     for (int row = 0; row < COUNT; row++)
-        for (int v = 0; v < HALF; v++) finish(row, v, totals[row][v]);
+        for (int v = 0; v < VECTORS; v++) finish(row, v, totals[row][v]);
 }
 
-template <typename Element, int COUNT = ROWS, typename Finish>
+template <typename Element, int VECTORS, int COUNT, typename Finish>
 void some_rows(int count, const int32_t* x, const int32_t* panel, const int32_t* next, int64_t words, Finish finish) {
-    if (count == COUNT) return half_panel<Element, COUNT>(x, panel, next, words, finish);
-    if constexpr (COUNT > 1) some_rows<Element, COUNT - 1>(count, x, panel, next, words, finish);
+    if (count == COUNT) return some_outputs<Element, COUNT, VECTORS>(x, panel, next, words, finish);
+    if constexpr (COUNT > 1) some_rows<Element, VECTORS, COUNT - 1>(count, x, panel, next, words, finish);
 }
 
 // finish(row, first output, how many, their sums)
-template <typename Element, typename Finish>
+template <typename Element, int VECTORS, int MOST, typename Finish>
 void product(int64_t threads, const void* x, const void* packed, int64_t rows, int64_t words, int64_t outs,
              Finish finish) {
-    const int64_t groups = (rows + ROWS - 1) / ROWS, depth = (words + 15) / 16 * 16;
+    const int64_t groups = (rows + MOST - 1) / MOST, depth = (words + 15) / 16 * 16;
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t first = 0; first < outs; first += HALF * LANES) {
-        auto half = [&](int64_t out) { return (const int32_t*)packed + out / PANEL * PANEL * depth + out % PANEL; };
+    for (int64_t first = 0; first < outs; first += VECTORS * LANES) {
+        auto part = [&](int64_t out) { return (const int32_t*)packed + out / PANEL * PANEL * depth + out % PANEL; };
         for (int64_t group = 0; group < groups; group++) {
             const int64_t row = rows * group / groups, end = rows * (group + 1) / groups;
-            const int32_t *some = (const int32_t*)x + row * words, *panel = half(first),
-                          *next = half(first + HALF * LANES);
-            some_rows<Element>(end - row, some, panel, next, words, [&](int r, int v, auto sum) {
+            const int32_t *some = (const int32_t*)x + row * words, *panel = part(first),
+                          *next = part(first + VECTORS * LANES);
+            some_rows<Element, VECTORS, MOST>(end - row, some, panel, next, words, [&](int r, int v, auto sum) {
                 const int64_t out = first + v * LANES;
                 if (out < outs) finish(row + r, out, std::min<int64_t>(LANES, outs - out), sum);
             });
         }
     }
+}
+
+template <typename Element, typename Finish>
+void product(int64_t threads, const void* x, const void* packed, int64_t rows, int64_t words, int64_t outs,
+             Finish finish) {
+    if (rows <= FEW) return product<Element, 2 * HALF, FEW>(threads, x, packed, rows, words, outs, finish);
+    product<Element, HALF, ROWS>(threads, x, packed, rows, words, outs, finish);
 }
 
 // A row in steps of 1 / 127 of its largest magnitude, which is returned; 128 stands for 0.
