@@ -1,7 +1,7 @@
 // Products of a few rows with a matrix that oneDNN packed, at the speed at which memory gives it. Panels of 64 outputs
 // lie one after the other; a panel holds, for each 32-bit word of a row of x (one float32, two bfloat16 or four int8),
 // the 64 words that meet it, and at its end zeros up to a multiple of 16. Sums of all rows stay in registers while half
-// a panel streams by, fetched well ahead.
+// a panel streams by, or a whole one if they are few.
 
 #include <algorithm>
 #include <vector>
@@ -11,67 +11,78 @@
 namespace {
 
 constexpr int PANEL = 64;   // words
-constexpr int HALF = 2;     // vectors
-constexpr int ROWS = 15;    // whose sums with half a panel are in registers together
+constexpr int ROWS = 15;    // whose sums with half a panel fit into the registers
 constexpr int FEW = 7;      // and with a whole one
 constexpr int CHUNK = 256;  // words added up on their own, so that long rows lose no precision
-constexpr int AHEAD = 64;   // words of x that weights are fetched before their use, into the second-level cache
+constexpr int LEAD = 4096;  // words of the matrix that are fetched before their use, into the second-level cache
 
-// COUNT rows of x, `words` long, times VECTORS of a panel; finish(row, vector, sum) takes the sums. `next` are the
-// vectors whose turn is next.
-template <typename Element, int COUNT, int VECTORS, typename Finish>
-void some_outputs(const int32_t* x, const int32_t* panel, const int32_t* next, int64_t words, Finish finish) {
-    typename Element::Sum totals[COUNT][VECTORS] = {};
-    for (int64_t i = 0; i < words;) {
-        typename Element::Sum sums[COUNT][VECTORS] = {};
-        for (const int64_t end = std::min(words, i + CHUNK); i < end; i++) {
-            const int32_t* ahead = i + AHEAD < words ? panel + (i + AHEAD) * PANEL : next + (i + AHEAD - words) * PANEL;
-            Ints w[VECTORS];
-            for (int v = 0; v < VECTORS; v++) {
-                __builtin_prefetch(ahead + v * LANES, 0, 1);
-                std::memcpy(&w[v], panel + i * PANEL + v * LANES, sizeof w[v]);
+// COUNT rows of x, `words` long and `stride` apart, times a panel; finish(row, vector, sum) takes the sums. However
+// many passes a chunk of the panel takes, it is fetched in the order in which it lies.
+template <typename Element, int COUNT, typename Finish>
+void panel_product(const int32_t* x, int64_t stride, const int32_t* panel, int64_t words, Finish finish) {
+    constexpr int VECTORS = PANEL / LANES / (COUNT <= FEW ? 1 : 2), PASSES = PANEL / LANES / VECTORS;
+    typename Element::Sum totals[PASSES][COUNT][VECTORS] = {};
+    for (int64_t first = 0; first < words; first += CHUNK) {
+        const int64_t end = std::min(words, first + CHUNK);
+        const int32_t* ahead = panel + first * PANEL + LEAD + (PASSES - 1) * CHUNK * VECTORS * LANES;
+        for (int pass = 0; pass < PASSES; pass++) {
+            const int32_t* part = panel + pass * VECTORS * LANES;
+            typename Element::Sum sums[COUNT][VECTORS] = {};
+            for (int64_t i = first; i < end; i++, ahead += VECTORS * LANES) {
+                Ints w[VECTORS];
+                for (int v = 0; v < VECTORS; v++) {
+                    __builtin_prefetch(ahead + v * LANES, 0, 1);
+                    std::memcpy(&w[v], part + i * PANEL + v * LANES, sizeof w[v]);
+                }
+                for (int row = 0; row < COUNT; row++)
+                    for (int v = 0; v < VECTORS; v++)
+                        sums[row][v] = Element::add(sums[row][v], w[v], x[row * stride + i]);
             }
             for (int row = 0; row < COUNT; row++)
-                for (int v = 0; v < VECTORS; v++) sums[row][v] = Element::add(sums[row][v], w[v], x[row * words + i]);
+                for (int v = 0; v < VECTORS; v++) totals[pass][row][v] += sums[row][v];
         }
-        for (int row = 0; row < COUNT; row++)
-            for (int v = 0; v < VECTORS; v++) totals[row][v] += sums[row][v];
     }
     for (int row = 0; row < COUNT; row++)
-        for (int v = 0; v < VECTORS; v++) finish(row, v, totals[row][v]);
+        for (int v = 0; v < PASSES * VECTORS; v++) finish(row, v, totals[v / VECTORS][row][v % VECTORS]);
 }
 
-template <typename Element, int VECTORS, int COUNT, typename Finish>
-void some_rows(int count, const int32_t* x, const int32_t* panel, const int32_t* next, int64_t words, Finish finish) {
-    if (count == COUNT) return some_outputs<Element, COUNT, VECTORS>(x, panel, next, words, finish);
-    if constexpr (COUNT > 1) some_rows<Element, VECTORS, COUNT - 1>(count, x, panel, next, words, finish);
+template <typename Element, int COUNT = ROWS, typename Finish>
+void some_rows(int count, const int32_t* x, int64_t stride, const int32_t* panel, int64_t words, Finish finish) {
+    if (count == COUNT) return panel_product<Element, COUNT>(x, stride, panel, words, finish);
+    if constexpr (COUNT > 1) some_rows<Element, COUNT - 1>(count, x, stride, panel, words, finish);
+}
+
+// Rows whose distance is a multiple of 2 KiB share few places of the first-level cache: they are moved apart.
+const int32_t* apart(const int32_t* x, int64_t rows, int64_t words, int64_t& stride) {
+    static thread_local std::vector<int32_t> copy;
+    stride = words;
+    if (rows <= FEW || words % 512) return x;
+    stride += 16;
+    copy.resize(rows * stride);
+    for (int64_t row = 0; row < rows; row++) std::memcpy(&copy[row * stride], x + row * words, 4 * words);
+    return copy.data();
 }
 
 // finish(row, first output, how many, their sums)
-template <typename Element, int VECTORS, int MOST, typename Finish>
-void product(int64_t threads, const void* x, const void* packed, int64_t rows, int64_t words, int64_t outs,
-             Finish finish) {
-    const int64_t groups = (rows + MOST - 1) / MOST, depth = (words + 15) / 16 * 16;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t first = 0; first < outs; first += VECTORS * LANES) {
-        auto part = [&](int64_t out) { return (const int32_t*)packed + out / PANEL * PANEL * depth + out % PANEL; };
-        for (int64_t group = 0; group < groups; group++) {
-            const int64_t row = rows * group / groups, end = rows * (group + 1) / groups;
-            const int32_t *some = (const int32_t*)x + row * words, *panel = part(first),
-                          *next = part(first + VECTORS * LANES);
-            some_rows<Element, VECTORS, MOST>(end - row, some, panel, next, words, [&](int r, int v, auto sum) {
-                const int64_t out = first + v * LANES;
-                if (out < outs) finish(row + r, out, std::min<int64_t>(LANES, outs - out), sum);
-            });
-        }
-    }
-}
-
 template <typename Element, typename Finish>
 void product(int64_t threads, const void* x, const void* packed, int64_t rows, int64_t words, int64_t outs,
              Finish finish) {
-    if (rows <= FEW) return product<Element, 2 * HALF, FEW>(threads, x, packed, rows, words, outs, finish);
-    product<Element, HALF, ROWS>(threads, x, packed, rows, words, outs, finish);
+    const int64_t groups = (rows + ROWS - 1) / ROWS, depth = (words + 15) / 16 * 16;
+#pragma omp parallel num_threads(threads)
+    {
+        int64_t stride;
+        const int32_t* own = apart((const int32_t*)x, rows, words, stride);
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < outs; first += PANEL)
+            for (int64_t group = 0; group < groups; group++) {
+                const int64_t row = rows * group / groups, end = rows * (group + 1) / groups;
+                const int32_t* panel = (const int32_t*)packed + first * depth;
+                some_rows<Element>(end - row, own + row * stride, stride, panel, words, [&](int r, int v, auto sum) {
+                    const int64_t out = first + v * LANES;
+                    if (out < outs) finish(row + r, out, std::min<int64_t>(LANES, outs - out), sum);
+                });
+            }
+    }
 }
 
 // A row in steps of 1 / 127 of its largest magnitude, which is returned; 128 stands for 0.

@@ -8,7 +8,8 @@ from models.int8 import Int8Linear
 from models.linear import Linear
 
 CPU = torch.device("cpu")
-SHAPES = pytest.mark.parametrize(("outs", "width"), [(64, 16), (1, 32), (100, 72), (130, 4), (768, 256), (257, 1000)])
+SIZES = [(64, 16), (1, 32), (100, 72), (130, 4), (768, 256), (257, 1000), (100, 512), (65, 2048)]
+SHAPES = pytest.mark.parametrize(("outs", "width"), SIZES)
 
 
 def needs(dtype):
@@ -30,7 +31,7 @@ def test_as_exact_as_onednn(dtype, bias, outs, width):
     if outs >= linear.PANEL:
         assert layer.address, "oneDNN packs in another way here: these products are of no use"
     weight = draw(outs, width, seed=1).to(dtype).double()
-    for count in (1, 2, 14, 15, 16, 29, linear.FEW):
+    for count in (1, 2, 7, 8, 14, 15, 16, 29, linear.FEW):
         x = draw(count, width, seed=10 + count).to(dtype)
         exact = x.double() @ weight.T + (layer.bias.double() if bias else 0)
         theirs = torch.ops.mkldnn._linear_pointwise(x, layer.weights[0], layer.bias, "none", [], "")
