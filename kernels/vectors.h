@@ -125,9 +125,13 @@ inline float largest_of(Floats x) {
 }
 
 inline float sum_of(Floats x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)x);
+#else
     float sum = 0;
     for (int lane = 0; lane < LANES; lane++) sum += x[lane];
     return sum;
+#endif
 }
 
 // 2^x for x <= 0, within 2e-7 of the value; 0 below -125, as subnormal numbers are slow. NaN stays NaN.

@@ -1,8 +1,8 @@
 // Tree attention on a CPU. Query rows are the lanes of a vector: a score is a broadcast element of a key times a
 // vector of the rows' elements, so keys and values are read where they lie, once for all rows of a tile; nothing is
 // gathered, transposed or copied (16-bit ones become floats, a block at a time, where no product takes them as they
-// are). The softmax runs along with the keys (Milakov and Gimelshein, 2018). Where there are fewer tiles than threads,
-// long trunks are cut and the cuts merged.
+// are). Of a tile of few rows each takes its turn, and its elements are the lanes. The softmax runs along with the keys
+// (Milakov and Gimelshein, 2018). Where there are fewer tiles than threads, long trunks are cut and the cuts merged.
 //
 // Shape legend: kernels/layout.py. A row is one query head of one token; the rows of a tile share a key/value head.
 
@@ -29,6 +29,7 @@ struct Problem {
 namespace {
 
 constexpr int VECTORS = 4;      // of rows, at most, in a tile
+constexpr int FEW = LANES / 4;  // rows; more of them are lanes
 constexpr int BLOCK = 32;       // keys between two looks at the largest score
 constexpr int KEYS = 8;         // whose scores are added up in registers together; divides BLOCK
 constexpr int DIMS = 16;        // of the values, likewise
@@ -57,6 +58,7 @@ class Worker {
         pairs = std::is_same_v<T, BFloat16> && D % 2 == 0;
 #endif
         part.out_D.resize(VECTORS * D);
+        row_D.resize(2 * FEW * depth());
         if (!std::is_same_v<T, float>) room.resize(2 * BLOCK * D);
     }
 
@@ -64,7 +66,8 @@ class Worker {
 
     // A tile's rows over one of the cuts of the trunk; the last one has the branches too.
     void run(const Tile& tile, int g, int cut, int cuts, Part& part) {
-        const int vectors = (tile.last - tile.first + LANES - 1) / LANES;
+        const int rows = tile.last - tile.first, vectors = (rows + LANES - 1) / LANES;
+        few = rows <= FEW ? rows : 0;
         Ints seen[VECTORS], oldest[VECTORS];
         int all_see[VECTORS], none_sees[VECTORS], latest[VECTORS];  // bounds of `seen`, and the largest `oldest`
         int start = INT32_MAX, end = 0;
@@ -74,7 +77,9 @@ class Worker {
             for (int lane = 0; lane < LANES; lane++) {
                 const int row = row_of(tile, i, lane), token = token_of(tile, row);
                 const T* from = q + token * p.q_token + (g * group + row % group) * p.q_head;
-                if (pairs) {
+                if (few) {
+                    if (lane < few) load_row(from, &row_D[2 * lane * depth()]);
+                } else if (pairs) {
                     for (int d = 0; d < D / 2; d++) std::memcpy(&q_words[i * D + d][lane], from + 2 * d, 4);
                 } else {
                     each(D, [&](int64_t d, auto n) {
@@ -118,6 +123,10 @@ class Worker {
         if (n) flush();
         if (cut == cuts - 1)
             for (int i = 0; i < vectors; i++) branches(tile, g, i, oldest[i], part);
+        for (int row = 0; row < few; row++) {
+            const float* gathered = (const float*)&row_D[(2 * row + 1) * depth()];
+            for (int d = 0; d < D; d++) part.out_D[d][row] = gathered[d];
+        }
     }
 
     // Adds another cut's part.
@@ -152,6 +161,8 @@ class Worker {
     const int D, group;
     bool pairs = false;         // keys are read as pairs of bfloat16, for which the processor has products
     std::vector<Ints> q_words;  // of each vector of rows in turn: floats or pairs
+    int few = 0;                // rows, if they are few
+    std::vector<Floats> row_D;  // of each of these in turn: its query, floats or pairs, and what `Part::out_D` is of it
     std::vector<float> room;    // for converted keys and values
     int n = 0;                  // slots that wait, or are taken
     int64_t slots[BLOCK];
@@ -208,9 +219,73 @@ class Worker {
         }
     }
 
+    int depth() const { return (D + LANES - 1) / LANES; }
+
+    // One of few rows: its query, and nothing gathered yet.
+    void load_row(const T* from, Floats* to) {
+        std::fill_n(to, 2 * depth(), Floats{});
+        if (pairs)
+            std::memcpy(to, from, D * sizeof(T));
+        else
+            each(D, [&](int64_t d, auto n) { to[d / LANES] = load(from + d, n); });
+    }
+
+    // The taken slots' share of one of few rows.
+    template <typename Hidden>
+    void attend_row(int row, Part& part, bool masked, Hidden hidden) {
+        Floats scores[BLOCK / LANES], most = all(part.most[0][row]), sum{};
+        float* score = (float*)scores;
+        const Floats* q = &row_D[2 * row * depth()];
+        for (int j = 0; j < n; j++) {
+            for (int b = 0; row == 0 && b < int(D * sizeof(T)); b += 64) {
+                __builtin_prefetch(next_k + j * D * sizeof(T) + b, 0, 1);
+                __builtin_prefetch(next_v + j * D * sizeof(T) + b, 0, 1);
+            }
+            score[j] = masked && hidden(j)[row] ? -INFINITY : sum_of(product(q, keys[j])) * (p.scale * LOG2_E);
+        }
+        std::fill(score + n, score + BLOCK, -INFINITY);
+        for (const Floats some : scores) most = larger(some, most);
+        most = all(largest_of(most));
+        const Floats base = most == NEVER ? Floats{} : most, keep = exp2_of(part.most[0][row] - base);
+        for (Floats& some : scores) sum += some = exp2_of(some - base);
+        part.most[0][row] = most[0];
+        part.sum[0][row] = part.sum[0][row] * keep[0] + sum_of(sum);
+        Floats* out = &row_D[(2 * row + 1) * depth()];
+        int d = 0;
+        for (; d + 4 * LANES <= D; d += 4 * LANES) {
+            Floats mixed[4];
+            for (int i = 0; i < 4; i++) mixed[i] = out[d / LANES + i] * keep;
+            for (int j = 0; j < n; j++)
+                for (int i = 0; i < 4; i++) mixed[i] += score[j] * load(values[j] + d + i * LANES);
+            for (int i = 0; i < 4; i++) out[d / LANES + i] = mixed[i];
+        }
+        each(D - d, [&](int64_t i, auto count) {
+            Floats mixed = out[(d + i) / LANES] * keep;
+            for (int j = 0; j < n; j++) mixed += score[j] * load(values[j] + d + i, count);
+            out[(d + i) / LANES] = mixed;
+        });
+    }
+
+    // Elements of a query times those of a key, to be added up.
+    Floats product(const Floats* q, const int32_t* key) {
+        Floats sum{};
+#ifdef __AVX512BF16__
+        if (pairs) {
+            each(D / 2, [&](int64_t i, auto n) {
+                sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q[i / LANES], (__m512bh)read<Ints>(key + i, n));
+            });
+            return sum;
+        }
+#endif
+        each(D, [&](int64_t d, auto n) { sum += q[d / LANES] * load((const float*)key + d, n); });
+        return sum;
+    }
+
     // The taken slots' share of vector i. `hidden(j)`: the lanes that do not see slot j.
     template <typename Hidden>
     void attend(int i, Part& part, bool masked, Hidden hidden) {
+        for (int row = 0; row < few; row++) attend_row(row, part, masked, hidden);
+        if (few) return;
         Floats scores[BLOCK], most = part.most[i], sum{};
         for (int j = 0; j < n; j += KEYS) {
 #ifdef __AVX512BF16__
