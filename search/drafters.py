@@ -11,7 +11,7 @@ import random
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush, heapreplace
+from heapq import heappop, heappush
 from typing import Protocol
 
 from kernels import ngrams
@@ -120,61 +120,41 @@ class Backoff:
 
     def draft(self, nodes: int, depth: int) -> Draft:
         draft, self.contexts = Draft(), []
-        tokens, parents, scores, contexts = draft.tokens, draft.parents, draft.scores, self.contexts
         heap: list[tuple[float, int, int, int, int]] = []  # likeliest first, then the older parent, the lower token
-        best = [self.FLOOR] * nodes  # heap of the chances of the likeliest found: what is below all of them is no draft
-        parent, context, chance, level, longest = -1, self.context, 1.0, 0, self.ORDERS[0]
+        parent, context, chance, level = -1, self.context, 1.0, 0
         while True:
-            least = best[0]
-            if level < depth and parent + 1 < nodes:
-                for token, p in self._mix(context, least / chance).items():
-                    if (reached := chance * p) >= least:
-                        heapreplace(best, reached)
-                        heappush(heap, (-reached, parent, token, context, level + 1))
-                        least = best[0]
+            for token, p in self._mix(context).items() if level < depth else ():
+                if chance * p >= self.FLOOR:
+                    heappush(heap, (-chance * p, parent, token, context, level + 1))
             parent += 1
             if not heap or parent == nodes:
                 return draft
             chance, above, token, context, level = heappop(heap)
-            chance, context = -chance, (context << BITS | token + 1) & longest
-            tokens.append(token)
-            parents.append(above)
-            scores.append(chance)
-            contexts.append(context)
+            chance, context = -chance, (context << BITS | token + 1) & self.ORDERS[0]
+            draft.tokens.append(token)
+            draft.parents.append(above)
+            draft.scores.append(chance)
+            self.contexts.append(context)
 
-    def _mix(self, context: int, least: float = 0.0) -> dict[int, float]:
-        """Chances of the tokens after a context; those that are below `least` may be missing."""
+    def _mix(self, context: int) -> dict[int, float]:
+        """Chances of the tokens after a context."""
         chances: dict[int, float] = {}
-        left, last, seen, doubted = 1.0, 0, self.seen, self.DOUBT
-        _, two, one = self.ORDERS
-        for part in (context, context & two, context & one):
-            if part == last:  # a text's first tokens have no long contexts
+        left, last = 1.0, 0
+        for mask in self.ORDERS:
+            if (part := context & mask) == last:  # a text's first tokens have no long contexts
                 continue
             last = part
-            if counts := seen.get(part):
-                doubt, total = doubted + doubted * len(counts), 0.0
+            if counts := self.seen.get(part):
+                doubt, total = self.DOUBT + self.DOUBT * len(counts), 0.0
                 for n in counts.values():  # one after the other; Python's sum does better from 3.12 on
                     total += n
                 share = left / (total + doubt)
-                left = share * doubt
-                enough = (least - left) / share  # times seen, for shorter contexts to bring it to `least`
                 for token, n in counts.items():
-                    if token in chances:
-                        chances[token] += share * n
-                    elif n >= enough:
-                        chances[token] = share * n
-                if left < least and not chances:
-                    return chances
+                    chances[token] = chances.get(token, 0.0) + share * n
+                left = share * doubt
         if self.store is not None and last:
-            stored = counted(context & two, self.store)
-            for token in chances:
-                if token in stored:
-                    chances[token] += left * stored[token]
-            for token, p in stored.items():  # likeliest first
-                if left * p < least:
-                    break
-                if token not in chances:
-                    chances[token] = left * p
+            for token, p in counted(context & self.ORDERS[1], self.store).items():
+                chances[token] = chances.get(token, 0.0) + left * p
         return chances
 
     def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:

@@ -176,7 +176,7 @@ struct Text {
             for (const Entry& entry : counts) total += entry.weight;
             const double share = left / (total + doubted);
             left = share * doubted;
-            const double enough = (least - left) / share;
+            const double enough = (least - left) / share;  // times seen, for shorter contexts to bring it to `least`
             for (const Entry& entry : counts) {
                 if (Entry* known = find(chances, entry.token))
                     known->weight += share * entry.weight;
@@ -204,7 +204,7 @@ struct Text {
         Node at{1, 0, 0, 0, context};
         for (int64_t place = -1;; contexts.push_back(at.context)) {
             if (at.level < depth && place + 1 < nodes) {
-                mix(at.context, best.front() / at.chance);
+                mix(at.context, best.front() / at.chance * (1 - 1e-9));  // equals stay, however they are rounded
                 for (const Entry& entry : chances) {
                     const double chance = at.chance * entry.weight;
                     if (chance < best.front()) continue;
