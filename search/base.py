@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.errors import UsageError
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.tree import TokenTree
-from kernels.rows import top_k
+from kernels.rows import at_least
 
 __all__ = [
     "REGISTRY",
@@ -145,13 +145,8 @@ def _ranked(logp_NV: Tensor, scores: list[float], packed: list[float]) -> tuple[
 def likely(logp_NV: Tensor, least: float) -> list[dict[int, float]]:
     """Of each row of log-probabilities, those of the tokens at least as probable as `least`, lower tokens first."""
     least = max(least, 1e-38)
-    best_N2K = top_k(logp_NV, min(logp_NV.shape[1], int(1 / least)))  # a row adds up to 1: there are no more
-    bound, found = math.log(least), []
-    for logps, tokens in best_N2K.tolist():
-        row = {}
-        for logp, token in zip(logps, tokens, strict=True):
-            if logp < bound:
-                break
-            row[int(token)] = logp
-        found.append(dict(sorted(row.items())) if len(row) > 1 else row)
-    return found
+    most = min(logp_NV.shape[1], int(1 / least))  # a row adds up to 1: there are no more
+    return [
+        {int(token): logp for logp, token in zip(logps, tokens, strict=True) if logp == logp}  # the rest is NaN
+        for logps, tokens in at_least(logp_NV, math.log(least), most).tolist()
+    ]

@@ -69,6 +69,17 @@ def top_k(x_NV: Tensor, k: int) -> Tensor:
     return out_N2K
 
 
+def at_least(x_NV: Tensor, least: float, k: int) -> Tensor:
+    """See the front for arguments; float32 only."""
+    if x_NV.dtype != torch.float32 or x_NV.device.type != "cpu":
+        raise ValueError(f"impl 'cpp': expected float32 on a CPU, got {x_NV.dtype} on {x_NV.device}")
+    x_NV, (N, V) = x_NV.contiguous(), x_NV.shape
+    out_N2K = torch.empty(N, 2, k, dtype=torch.float64)
+    threads = torch.get_num_threads()
+    function("coppice_at_least", "ippiiif")(threads, x_NV.data_ptr(), out_N2K.data_ptr(), N, V, k, least)
+    return out_N2K
+
+
 def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int]) -> Tensor:
     """See the front for arguments."""
     if logp_NV.dtype != torch.float32 or logp_NV.device.type != "cpu":
@@ -81,7 +92,7 @@ def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int]) -> Tensor:
     return out_N
 
 
-for run in (rms_norm, rotary, silu_mul, top_k, gumbel_argmax):
+for run in (rms_norm, rotary, silu_mul, top_k, at_least, gumbel_argmax):
     torch.library.custom_op(f"coppice::{run.__name__}", run, mutates_args=())
 
 
@@ -102,6 +113,11 @@ def _(x_NM):
 
 @torch.library.register_fake("coppice::top_k")
 def _(x_NV, k):
+    return x_NV.new_empty(len(x_NV), 2, k, dtype=torch.float64)
+
+
+@torch.library.register_fake("coppice::at_least")
+def _(x_NV, _least, k):
     return x_NV.new_empty(len(x_NV), 2, k, dtype=torch.float64)
 
 

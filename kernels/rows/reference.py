@@ -1,5 +1,6 @@
 """The definitions of the operators on rows, in plain PyTorch: any device; what a compiler sees and fuses."""
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -31,6 +32,16 @@ def silu_mul(x_NM: Tensor) -> Tensor:
     """See the front for arguments."""
     gate, up = x_NM.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def at_least(x_NV: Tensor, least: float, k: int) -> Tensor:
+    """See the front for arguments."""
+    V = x_NV.shape[1]
+    place_NV = torch.where(x_NV >= least, torch.arange(V, device=x_NV.device), V)
+    place_NK = place_NV.topk(k, largest=False).values
+    found_NK = place_NK < V
+    values_NK = x_NV.gather(1, place_NK.clamp(max=V - 1))
+    return torch.where(found_NK.unsqueeze(1), torch.stack([values_NK.double(), place_NK.double()], 1), math.nan)
 
 
 def top_k(x_NV: Tensor, k: int) -> Tensor:

@@ -97,6 +97,19 @@ void top_k(const float* x, int64_t width, int64_t k, double* out, TopK& work) {
     for (int64_t i = 0; i < k; i++) out[i] = found[i].value, out[k + i] = found[i].place;
 }
 
+// The first k places whose values are at least `least`, as top_k has them; NaN where there are fewer.
+void at_least(const float* x, int64_t width, float least, int64_t k, double* out) {
+    int64_t found = 0;
+    each(width, [&](int64_t i, auto n) {
+        uint32_t bits = ~bits_of(!(load(x + i, n) >= least)) & ((uint64_t(1) << n) - 1);
+        for (; bits && found < k; bits &= bits - 1, found++) {
+            const int64_t place = i + __builtin_ctz(bits);
+            out[found] = x[place], out[k + found] = place;
+        }
+    });
+    for (; found < k; found++) out[found] = out[k + found] = NAN;
+}
+
 // See reference.mix.
 Words mix(Words x) {
     x = (x ^ x >> 16) * 0x7feb352d;
@@ -175,6 +188,12 @@ extern "C" void coppice_top_k(int64_t threads, const float* x, double* out, int6
 #pragma omp for
         for (int64_t r = 0; r < rows; r++) top_k(x + r * width, width, k, out + 2 * r * k, work);
     }
+}
+
+extern "C" void coppice_at_least(int64_t threads, const float* x, double* out, int64_t rows, int64_t width, int64_t k,
+                                 float least) {
+#pragma omp parallel for num_threads(threads) if (rows * width > 4 * SMALL)
+    for (int64_t r = 0; r < rows; r++) at_least(x + r * width, width, least, k, out + 2 * r * k);
 }
 
 // Two keys of each row.

@@ -1,5 +1,7 @@
 """Operators on rows: C++ against the definitions, at widths that fill vectors and that do not."""
 
+import math
+
 import pytest
 import torch
 
@@ -74,12 +76,15 @@ def test_cpp_refuses_what_it_cannot_do():
         lambda: rows.silu_mul(x.double(), impl="cpp"),
         lambda: rows.top_k(x.double(), 2, impl="cpp"),
         lambda: rows.top_k(x.to("meta"), 2, impl="cpp"),
+        lambda: rows.at_least(x.double(), 0.5, 2, impl="cpp"),
         lambda: rows.gumbel_argmax(x.double(), [1, 2, 3, 4], impl="cpp"),
     ):
         with pytest.raises(ValueError, match="impl 'cpp': expected float32"):
             run()
     with pytest.raises(ValueError, match="expected k from 0 to 8"):
         rows.top_k(x, 9, impl="cpp")
+    with pytest.raises(ValueError, match="expected k from 0 to 8"):
+        rows.at_least(x, 0.5, 9)
     with pytest.raises(ValueError, match="expected a weight"):
         rows.rms_norm(x, draw(7), 1e-5, impl="cpp")
     with pytest.raises(ValueError, match="expected angles"):
@@ -122,6 +127,19 @@ def test_top_k_of_nan_is_anything():
         assert values[0].equal(x[0].topk(4).values) and x.gather(1, places).nan_to_num().equal(values.nan_to_num())
 
 
+@pytest.mark.parametrize("impl", ["cpp", "cpu"])
+@pytest.mark.parametrize("width", [1, 15, 16, 100, 3001])
+def test_at_least(width, impl):
+    x = draw(300, width)
+    x[1], x[2], x[3, ::2], x[4] = float("-inf"), 1.0, float("nan"), float("inf")
+    for least in (-1.0, 1.0, 9.0):
+        for k in {0, 1, min(10, width), width}:
+            for row, (values, places) in zip(x.tolist(), rows.at_least(x, least, k, impl=impl).tolist(), strict=True):
+                expected = [(value, place) for place, value in enumerate(row) if value >= least][:k]
+                assert list(zip(values, places, strict=True))[: len(expected)] == expected
+                assert all(math.isnan(x) for x in values[len(expected) :] + places[len(expected) :])
+
+
 @pytest.mark.parametrize("width", [1, 15, 16, 100, 3001])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 20.0])
 def test_gumbel_argmax(width, scale):
@@ -152,6 +170,7 @@ def test_custom_ops():
     x, weight, heads = draw(5, 16), draw(16), draw(5, 2, 8)
     cos, sin = draw(5, 4), draw(5, 4, seed=1)
     calls = {"rms_norm": (x, weight, 1e-5), "rotary": (heads, cos, sin), "silu_mul": (x,), "top_k": (x, 3)}
+    calls["at_least"] = (x, 0.5, 3)
     calls["gumbel_argmax"] = (x, list(range(10)))
     for name, arguments in calls.items():
         torch.library.opcheck(getattr(torch.ops.coppice, name).default, arguments)

@@ -172,9 +172,9 @@ def test_likely():
         logits_NV[6], logits_NV[6, -4:] = -20, 0
         logp_NV = torch.log_softmax(logits_NV, -1)
         for least in (1e-6, 0.012, 0.13, 0.2, 0.9):
-            found = likely(logp_NV, least)
-            for row, tokens in zip(logp_NV.tolist(), found, strict=True):
-                assert list(tokens.items()) == [(t, logp) for t, logp in enumerate(row) if logp >= math.log(least)]
+            bound = torch.tensor(math.log(least)).item()
+            for row, tokens in zip(logp_NV.tolist(), likely(logp_NV, least), strict=True):
+                assert list(tokens.items()) == [(t, logp) for t, logp in enumerate(row) if logp >= bound]
 
 
 def test_the_likeliest_nodes_are_drafted(corpus, store):
