@@ -303,8 +303,8 @@ def _waking(seconds: float) -> Iterator[None]:
     Readline looks for signals when its wait is interrupted: one that came right before would count at the next key.
     """
     before = signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -333,6 +333,7 @@ class Interrupt:
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # a Ctrl-C may have come before `_waking` did that
         signal.signal(signal.SIGINT, self._before)
 
     @contextlib.contextmanager

@@ -385,6 +385,26 @@ def test_interrupt_is_a_flag_and_the_second_leaves(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_no_alarm_outlives_an_interrupt(monkeypatch, begun):
+    """When the interpreter ends it would kill the process."""
+    setitimer = signal.setitimer
+
+    def interrupted(*setting: float) -> None:
+        """Right after the alarm was set, or right before it is taken back."""
+        monkeypatch.undo()
+        if begun:
+            setitimer(*setting)
+        press()
+
+    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt:
+        if begun:
+            monkeypatch.setattr(signal, "setitimer", interrupted)
+        with interrupt.prompting():
+            monkeypatch.setattr(signal, "setitimer", interrupted)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
 def test_an_ignored_interrupt_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
