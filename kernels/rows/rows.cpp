@@ -101,7 +101,7 @@ void top_k(const float* x, int64_t width, int64_t k, double* out, TopK& work) {
 void at_least(const float* x, int64_t width, float least, int64_t k, double* out) {
     int64_t found = 0;
     each(width, [&](int64_t i, auto n) {
-        uint32_t bits = ~bits_of(!(load(x + i, n) >= least)) & ((uint64_t(1) << n) - 1);
+        uint32_t bits = bits_of(load(x + i, n) >= least) & ((uint64_t(1) << n) - 1);
         for (; bits && found < k; bits &= bits - 1, found++) {
             const int64_t place = i + __builtin_ctz(bits);
             out[found] = x[place], out[k + found] = place;
