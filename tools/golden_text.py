@@ -129,9 +129,7 @@ def tokenizers_with_templates():
     trained(byte_level, CORPUS, 420, [], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     special = ["<|begin|>", "<|end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     byte_level.add_special_tokens(special)
-    byte_level.post_processor = Sequence(
-        [ByteLevel(trim_offsets=False), with_bos(byte_level, "<|begin|>")]
-    )
+    byte_level.post_processor = Sequence([ByteLevel(trim_offsets=False), with_bos(byte_level, "<|begin|>")])
     yield "bytelevel", byte_level, {"bos_token": "<|begin|>", "eos_token": "<|eot_id|>", "chat_template": LLAMA3}
 
     byte_pieces = [f"<0x{b:02X}>" for b in range(256)]
@@ -250,9 +248,7 @@ def main() -> None:
         (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         oracle = AutoTokenizer.from_pretrained(folder)
         rendered = [{"text": t, "ids": oracle(t, add_special_tokens=False).input_ids} for t in RENDERED]
-        _write(
-            GOLDEN / f"{name}.json", {"texts": _texts(oracle), "rendered": rendered, "decodes": _decodes(oracle)}
-        )
+        _write(GOLDEN / f"{name}.json", {"texts": _texts(oracle), "rendered": rendered, "decodes": _decodes(oracle)})
 
     for name, model, config, added in sentencepiece_models():
         folder = _folder(name, config, added)

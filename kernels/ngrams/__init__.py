@@ -53,7 +53,7 @@ class Text:
         self._address = made.value
         weakref.finalize(self, _function("close_text", "p"), self._address)
         self._reserve(64)
-        self._found = ctypes.c_int64()
+        self._found, self._drafted = ctypes.c_int64(), 0
         self._learn = _function("learn", "ppi")
         self._observe = _function("observe", "pipp")
         self._draft = _function("draft", "piipppp")
@@ -73,7 +73,12 @@ class Text:
 
         Args:
             times: how often each counts: float64.
+
+        Raises:
+            IndexError: there is no such node.
         """
+        if not all(-1 <= node < self._drafted for node in nodes):
+            raise IndexError(f"the last draft has {self._drafted} nodes, got {nodes}")
         given = array("q", [*nodes, *sizes, *tokens])
         self._observe(self._address, len(nodes), given.buffer_info()[0], times.buffer_info()[0])
 
@@ -84,6 +89,7 @@ class Text:
         parents = self._tokens + 8 * self._room
         self._draft(self._address, nodes, depth, self._tokens, parents, self._values, ctypes.addressof(self._found))
         n, first = self._found.value, self._room
+        self._drafted = n
         return self._numbers[:n].tolist(), self._numbers[first : first + n].tolist(), self._scores[:n].tolist()
 
     def chances(self, ahead: Sequence[int]) -> dict[int, float]:

@@ -107,6 +107,10 @@ def test_backoff_in_cpp_is_backoff(adapt, counted, corpus, store):
             ahead = text[:3]
             assert python.distribution(ahead) == cpp.distribution(ahead)
     assert python.draft(1000, 50) == cpp.draft(1000, 50)
+    if adapt:
+        for drafter in (python, cpp):
+            with pytest.raises(IndexError):
+                drafter.observe({1000: {1: -0.5}})
 
 
 def test_backoff_counts_every_gram_once_and_tries_the_longest_first():

@@ -155,10 +155,14 @@ def averages(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Means over the prompts, but medians of times; and the worst score."""
     names = ("score", "kept", "tokens", "reward", "reward_passes", "bytes")
     times = {name: median(row[name] for row in rows) for name in ("speedup", "seconds")}
-    return {name: fmean(row[name] for row in rows) for name in names} | times | {
-        "worst": min(row["score"] for row in rows),
-        "score_se": stdev(row["score"] for row in rows) / len(rows) ** 0.5 if len(rows) > 1 else 0.0,
-    }
+    return (
+        {name: fmean(row[name] for row in rows) for name in names}
+        | times
+        | {
+            "worst": min(row["score"] for row in rows),
+            "score_se": stdev(row["score"] for row in rows) / len(rows) ** 0.5 if len(rows) > 1 else 0.0,
+        }
+    )
 
 
 # --- the paper's figure 4 ---

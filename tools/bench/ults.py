@@ -120,9 +120,7 @@ def toy_row(
     trees: Sequence[ToyTree], curve: Sequence[tuple[float, float]], alpha: float, select: str, fit: str, epsilon: float
 ) -> dict[str, Any]:
     """ULTS on toy trees that its prior is true of, beside beam search's curve."""
-    search = ULTS(
-        select=select, fit=fit, epsilon=epsilon, k_max=0, children=8, batch=1, prior="dirichlet", alpha=alpha
-    )
+    search = ULTS(select=select, fit=fit, epsilon=epsilon, k_max=0, children=8, batch=1, prior="dirichlet", alpha=alpha)
     row = {"alpha": alpha, "select": select, "fit": fit, "epsilon": epsilon, **measure_toy(search, trees)}
     beam = abscissa(curve, row["value"])
     return row | {"of_beam": row["nodes"] / beam if beam else None}

@@ -191,9 +191,7 @@ def speed_table(rows: Sequence[dict[str, Any]], speeds: Sequence[dict[str, Any]]
 
 def paper_scores(b: int) -> list[str]:
     """The paper's scores for so many beams, batch and trie."""
-    return [
-        arrow(["OOM" if x is None else f"{x[2]:.4f}" for x in by_beams[b]]) for _, _, by_beams in TABLE_1.values()
-    ]
+    return [arrow(["OOM" if x is None else f"{x[2]:.4f}" for x in by_beams[b]]) for _, _, by_beams in TABLE_1.values()]
 
 
 def paint(figure: Any, rows: Sequence[dict[str, Any]], beams: Sequence[int], unit: int) -> None:
