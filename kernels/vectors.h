@@ -66,12 +66,17 @@ inline Floats load(const BFloat16* from, int count = LANES) {
     return (Floats)(__builtin_convertvector(read<Shorts>(from, count), Ints) << 16);
 }
 
+// The nearest bfloat16, ties to even, as a float.
+inline Floats rounded(Floats x) {
+    const Ints bits = (Ints)x, up = bits + 0x7fff + ((bits >> 16) & 1);
+    return (Floats)((x != x ? Ints{} + 0x7fc00000 : up) & ~0xffff);
+}
+
 // The first `count` lanes to memory, rounded to the nearest, ties to even.
 inline void store(Floats x, float* to, int count = LANES) { write(x, to, count); }
 inline void store(Floats x, _Float16* to, int count = LANES) { write(__builtin_convertvector(x, Halves), to, count); }
 inline void store(Floats x, BFloat16* to, int count = LANES) {
-    const Ints bits = (Ints)x, rounded = bits + 0x7fff + ((bits >> 16) & 1);
-    write(__builtin_convertvector((x != x ? Ints{} + 0x7fc00000 : rounded) >> 16, Shorts), to, count);
+    write(__builtin_convertvector((Ints)rounded(x) >> 16, Shorts), to, count);
 }
 
 // Dot products, a 32-bit word of elements at a time: what a vector of words and a word that meets them all add to sums.

@@ -4,6 +4,7 @@
 // a panel streams by, or a whole one if they are few.
 
 #include <algorithm>
+#include <cstddef>
 #include <vector>
 
 #include "../vectors.h"
@@ -63,13 +64,17 @@ const int32_t* apart(const int32_t* x, int64_t rows, int64_t words, int64_t& str
     return copy.data();
 }
 
-// finish(row, first output, how many, their sums)
-template <typename Element, typename Finish>
+// prepare(row) makes a row of x first; finish(row, first output, how many, their sums)
+template <typename Element, typename Prepare, typename Finish>
 void product(int64_t threads, const void* x, const void* packed, int64_t rows, int64_t words, int64_t outs,
-             Finish finish) {
+             Prepare prepare, Finish finish) {
     const int64_t groups = (rows + ROWS - 1) / ROWS, depth = (words + 15) / 16 * 16;
 #pragma omp parallel num_threads(threads)
     {
+        if constexpr (!std::is_same_v<Prepare, std::nullptr_t>) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; row++) prepare(row);
+        }
         int64_t stride;
         const int32_t* own = apart((const int32_t*)x, rows, words, stride);
 #pragma omp for schedule(static)
@@ -126,7 +131,7 @@ extern "C" void coppice_linear(int64_t kind, int64_t threads, const void* x, con
                                void* out, int64_t rows, int64_t words, int64_t outs) {
     auto run = [&](auto element, auto type) {
         typedef decltype(type) T;
-        product<decltype(element)>(threads, x, packed, rows, words, outs,
+        product<decltype(element)>(threads, x, packed, rows, words, outs, nullptr,
                                    [&](int64_t row, int64_t at, int n, Floats sum) {
                                        if (bias) sum += load((const T*)bias + at, n);
                                        store(sum, (T*)out + row * outs + at, n);
@@ -155,11 +160,12 @@ extern "C" void coppice_int8_linear(int64_t kind, int64_t threads, const void* x
                                     int64_t width, int64_t outs) {
     std::vector<uint8_t> steps(rows * width);
     std::vector<float> top(rows);
-    with_type(kind, [&](auto type) {
-        for (int64_t r = 0; r < rows; r++)
-            top[r] = quantize((const decltype(type)*)x + r * width, &steps[r * width], width);
-    });
-    product<FourInt8>(threads, steps.data(), packed, rows, width / 4, outs,
+    auto round = [&](int64_t row) {
+        with_type(kind, [&](auto type) {
+            top[row] = quantize((const decltype(type)*)x + row * width, &steps[row * width], width);
+        });
+    };
+    product<FourInt8>(threads, steps.data(), packed, rows, width / 4, outs, round,
                       [&](int64_t row, int64_t at, int n, Ints sum) {
                           const Ints exact = sum - 128 * read<Ints>(sums + at, n);
                           const Floats y = __builtin_convertvector(exact, Floats) * load(scale + at, n) * top[row];

@@ -1,8 +1,9 @@
 // Tree attention on a CPU. Query rows are the lanes of a vector: a score is a broadcast element of a key times a
 // vector of the rows' elements, so keys and values are read where they lie, once for all rows of a tile; nothing is
-// gathered, transposed or copied (16-bit ones become floats, a block at a time, where no product takes them as they
-// are). Of a tile of few rows each takes its turn, and its elements are the lanes. The softmax runs along with the keys
-// (Milakov and Gimelshein, 2018). Where there are fewer tiles than threads, long trunks are cut and the cuts merged.
+// gathered, transposed or copied (16-bit ones become floats, or values of two keys pairs, a block at a time, where no
+// product takes them as they are). Of a tile of few rows each takes its turn, and its elements are the lanes. The
+// softmax runs along with the keys (Milakov and Gimelshein, 2018). Where there are fewer tiles than threads, long
+// trunks are cut and the cuts merged.
 //
 // Shape legend: kernels/layout.py. A row is one query head of one token; the rows of a tile share a key/value head.
 
@@ -167,8 +168,9 @@ class Worker {
     int n = 0;                  // slots that wait, or are taken
     int64_t slots[BLOCK];
     const int32_t* keys[BLOCK];  // of the taken slots: floats or pairs
-    const float* values[BLOCK];
-    const char *next_k, *next_v;  // what to fetch from memory meanwhile
+    int value_rows = 0;
+    const int32_t* values[BLOCK];  // of the taken slots: floats; or pairs, of two slots' elements
+    const char *next_k, *next_v;   // what to fetch from memory meanwhile
 
     static int row_of(const Tile& tile, int i, int lane) {
         return std::min(tile.first + i * LANES + lane, tile.last - 1);
@@ -193,11 +195,16 @@ class Worker {
     // Makes the waiting slots' keys and values ready; `ahead`: what lies behind them is wanted next.
     void take(int g, bool ahead) {
         const T *k_SD = k + g * p.slots * D, *v_SD = v + g * p.slots * D;
-        convert(v_SD, values, room.data());
+        if (pairs && !few) {
+            pair_up(v_SD);
+        } else {
+            convert(v_SD, values, room.data());
+            value_rows = n;
+        }
         if (pairs) {
             for (int j = 0; j < n; j++) keys[j] = (const int32_t*)(k_SD + slots[j] * D);
         } else {
-            convert(k_SD, (const float**)keys, room.data() + BLOCK * D);
+            convert(k_SD, keys, room.data() + BLOCK * D);
         }
         for (int j = n; j % KEYS; j++) keys[j] = keys[0];
         const int64_t next = ahead ? slots[n - 1] + 1 : slots[0];
@@ -205,17 +212,32 @@ class Worker {
     }
 
     // Where the waiting slots' rows are as floats; neighbours are converted in one go.
-    void convert(const T* rows_SD, const float** at, float* to) {
+    void convert(const T* rows_SD, const int32_t** at, float* to) {
         if constexpr (std::is_same_v<T, float>) {
-            for (int j = 0; j < n; j++) at[j] = rows_SD + slots[j] * D;
+            for (int j = 0; j < n; j++) at[j] = (const int32_t*)(rows_SD + slots[j] * D);
         } else {
             for (int j = 0, first = 0; j < n; j++) {
-                at[j] = to + j * D;
+                at[j] = (const int32_t*)(to + j * D);
                 if (j + 1 < n && slots[j + 1] == slots[j] + 1) continue;
                 const T* from = rows_SD + slots[first] * D;
                 each((j + 1 - first) * D, [&](int64_t d, auto n) { store(load(from + d, n), to + first * D + d, n); });
                 first = j + 1;
             }
+        }
+    }
+
+    // Two waiting slots' values at a time, element beside element.
+    void pair_up(const T* rows_SD) {
+        value_rows = (n + 1) / 2;
+        for (int j = 0; j < n; j += 2) {
+            int32_t* to = (int32_t*)room.data() + j / 2 * D;
+            values[j / 2] = to;
+            const T *one = rows_SD + slots[j] * D, *two = j + 1 < n ? rows_SD + slots[j + 1] * D : nullptr;
+            each(D, [&](int64_t d, auto count) {
+                Ints both = __builtin_convertvector(read<Shorts>(one + d, count), Ints);
+                if (two) both |= __builtin_convertvector(read<Shorts>(two + d, count), Ints) << 16;
+                ::write(both, to + d, count);
+            });
         }
     }
 
@@ -247,7 +269,7 @@ class Worker {
         for (const Floats some : scores) most = larger(some, most);
         most = all(largest_of(most));
         const Floats base = most == NEVER ? Floats{} : most, keep = exp2_of(part.most[0][row] - base);
-        for (Floats& some : scores) sum += some = exp2_of(some - base);
+        for (Floats& some : scores) sum += some = share_of(some - base);
         part.most[0][row] = most[0];
         part.sum[0][row] = part.sum[0][row] * keep[0] + sum_of(sum);
         Floats* out = &row_D[(2 * row + 1) * depth()];
@@ -256,15 +278,18 @@ class Worker {
             Floats mixed[4];
             for (int i = 0; i < 4; i++) mixed[i] = out[d / LANES + i] * keep;
             for (int j = 0; j < n; j++)
-                for (int i = 0; i < 4; i++) mixed[i] += score[j] * load(values[j] + d + i * LANES);
+                for (int i = 0; i < 4; i++) mixed[i] += score[j] * load((const float*)values[j] + d + i * LANES);
             for (int i = 0; i < 4; i++) out[d / LANES + i] = mixed[i];
         }
         each(D - d, [&](int64_t i, auto count) {
             Floats mixed = out[(d + i) / LANES] * keep;
-            for (int j = 0; j < n; j++) mixed += score[j] * load(values[j] + d + i, count);
+            for (int j = 0; j < n; j++) mixed += score[j] * load((const float*)values[j] + d + i, count);
             out[(d + i) / LANES] = mixed;
         });
     }
+
+    // A key's share, 2^x. Pairs are of bfloat16, and a row's result must not depend on how many rows there are.
+    Floats share_of(Floats x) const { return pairs ? rounded(exp2_of(x)) : exp2_of(x); }
 
     // Elements of a query times those of a key, to be added up.
     Floats product(const Floats* q, const int32_t* key) {
@@ -286,7 +311,7 @@ class Worker {
     void attend(int i, Part& part, bool masked, Hidden hidden) {
         for (int row = 0; row < few; row++) attend_row(row, part, masked, hidden);
         if (few) return;
-        Floats scores[BLOCK], most = part.most[i], sum{};
+        Floats scores[BLOCK + 1], most = part.most[i], sum{};
         for (int j = 0; j < n; j += KEYS) {
 #ifdef __AVX512BF16__
             if (pairs) {
@@ -300,13 +325,19 @@ class Worker {
             for (int j = 0; j < n; j++) scores[j] = hidden(j) ? NEVER : scores[j];
         for (int j = 0; j < n; j++) most = larger(scores[j], most);
         const Floats base = most == NEVER ? Floats{} : most;
-        for (int j = 0; j < n; j++) sum += scores[j] = exp2_of(scores[j] - base);
+        for (int j = 0; j < n; j++) sum += scores[j] = share_of(scores[j] - base);
         const Floats keep = exp2_of(part.most[i] - base);
         part.most[i] = most;
         part.sum[i] = part.sum[i] * keep + sum;
-        int d = 0;
-        for (; d + DIMS <= D; d += DIMS) mix<DIMS>(scores, keep, d, &part.out_D[i * D]);
-        for (; d < D; d++) mix<1>(scores, keep, d, &part.out_D[i * D]);
+#ifdef __AVX512BF16__
+        if (pairs) {
+            scores[n] = Floats{};
+            Ints shares[BLOCK / 2];
+            for (int j = 0; j < n; j += 2) shares[j / 2] = (Ints)((Words)scores[j] >> 16) | (Ints)scores[j + 1];
+            return mix<TwoBFloat16>(shares, keep, &part.out_D[i * D]);
+        }
+#endif
+        mix<Float32>((const Ints*)scores, keep, &part.out_D[i * D]);
     }
 
     // Of KEYS keys, as powers of two.
@@ -321,15 +352,22 @@ class Worker {
         for (int j = 0; j < KEYS; j++) scores[j] = sum[j] * (p.scale * LOG2_E);
     }
 
-    template <int COUNT>
-    void mix(const Floats* shares, Floats keep, int d, Floats* out_D) {
+    template <typename Element>
+    void mix(const Ints* shares, Floats keep, Floats* out_D) {
+        int d = 0;
+        for (; d + DIMS <= D; d += DIMS) mix<Element, DIMS>(shares, keep, d, out_D);
+        for (; d < D; d++) mix<Element, 1>(shares, keep, d, out_D);
+    }
+
+    template <typename Element, int COUNT>
+    void mix(const Ints* shares, Floats keep, int d, Floats* out_D) {
         Floats sum[COUNT];
         for (int i = 0; i < COUNT; i++) sum[i] = out_D[d + i] * keep;
-        for (int j = 0; j < n; j++) {
-            __builtin_prefetch(next_v + (j * D + d) * sizeof(T), 0, 1);
-            const float* at = values[j] + d;
+        for (int j = 0; j < value_rows; j++) {
+            __builtin_prefetch(next_v + (j * D + d) * (std::is_same_v<Element, Float32> ? sizeof(T) : 4), 0, 1);
+            const int32_t* at = values[j] + d;
             asm("" : "+r"(at));  // or GCC keeps a register for each of at + i, of which there are not enough
-            for (int i = 0; i < COUNT; i++) sum[i] += shares[j] * at[i];
+            for (int i = 0; i < COUNT; i++) sum[i] = Element::add(sum[i], shares[j], at[i]);
         }
         for (int i = 0; i < COUNT; i++) out_D[d + i] = sum[i];
     }
