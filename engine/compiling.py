@@ -28,6 +28,8 @@ def compile_model(model: nn.Module) -> bool:
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for layer in model.layers:  # type: ignore[union-attr]
         layer.compile(dynamic=True)  # type: ignore[operator]
+    if stack := getattr(model, "stack", None):
+        stack.idle = True
     return True
 
 
@@ -42,3 +44,5 @@ def warm_up(model: nn.Module, run: Callable[[], object]) -> None:
         warnings.warn(f"--compile on has no effect: {reason}", stacklevel=2)
         for layer in model.layers:  # type: ignore[union-attr]
             layer._compiled_call_impl = None  # type: ignore[assignment]
+        if stack := getattr(model, "stack", None):
+            stack.idle = False

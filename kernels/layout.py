@@ -46,6 +46,12 @@ class TreeLayout:
         moving = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name != "trunk_runs"}
         return replace(self, **{name: x.to(device, non_blocking=True) for name, x in moving.items()})
 
+    @property
+    def seen(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What says which tokens see what and where it lies, as operators of tensors alone take it."""
+        trunk = self.positions_T, self.token_starts, self.trunk_seen_T, self.trunk_runs
+        return (*trunk, self.branch_slots_RW, self.branch_positions_RW, self.ancestry_TC)
+
     def branch_mask_TW(self) -> Tensor:
         """The ancestry bits unpacked: bool [T, W]."""
         return unpack_bits(self.ancestry_TC)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kernels import cpp, linear
 from kernels.cpp import watched
+from kernels.stack import Matrix
 
 CHUNK = 1 << 22  # weights that are floats at once while a matrix is quantised
 
@@ -44,6 +45,11 @@ class Int8Linear(nn.Module):
         self.sum_O = weight_OI.sum(1, dtype=torch.int32)
         self.bias = torch.cat([b.to(dtype) for b in biases]) if biases is not None else None
         self.impl = "cpu" if cpp.why_not() or dtype not in cpp.KINDS else "cpp"
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """For a stack, which has our own products only."""
+        return Matrix(self.address, len(self.scale_O), self.bias, self.sum_O, self.scale_O) if self.address else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""

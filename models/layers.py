@@ -1,13 +1,16 @@
 """What two families use: norms, activations, the shape of a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.rows import rms_norm, silu_mul
+from kernels.stack import Layer as StackLayer
+from kernels.stack import Stack
 from models.fields import Fields
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -77,6 +80,24 @@ def gated(activation: str) -> Callable[..., Tensor]:
         return run(gate) * up
 
     return middle
+
+
+def stacked(layers: Iterable[Any], norm: "RMSNorm", config: Any) -> Stack | None:
+    """The layers of a Llama or Phi-3 as one call for steps of few rows; None where that has no operators.
+
+    Args:
+        layers: `LlamaLayer` or `Phi3Layer`.
+        norm: after them.
+        config: of the model.
+    """
+    told = []
+    for layer in layers:
+        matrices = [linear.matrix for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        if None in matrices or layer.gate is not silu_mul:
+            return None
+        told.append(StackLayer(layer.attention_norm.weight, layer.mlp_norm.weight, *matrices))
+    sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    return Stack(told, norm.weight, **sizes, eps=norm.eps, window=config.window)
 
 
 class RMSNorm(nn.Module):

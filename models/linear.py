@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from kernels.cpp import watched
 from kernels.linear import few_rows, linear, panels
+from kernels.stack import Matrix
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -63,6 +64,11 @@ class Linear(nn.Module):
             self.weights = [w.to(device, dtype) for w in weights]
         else:  # one product instead of several
             self.weights = [_stack(weights, dtype).to(device)]
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """For a stack, which has our own products only."""
+        return Matrix(self.address, self.out_features, self.bias) if self.address else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""

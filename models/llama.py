@@ -14,7 +14,7 @@ from kernels.rows import rotary
 from kernels.tree_attention import tree_attention
 from models.checkpoint import Checkpoint
 from models.fields import Fields
-from models.layers import ACTIVATIONS, ModelShape, RMSNorm, architecture, gated, has_scalar_head, head_shape
+from models.layers import ACTIVATIONS, ModelShape, RMSNorm, architecture, gated, has_scalar_head, head_shape, stacked
 from models.rope import BUFFERS, RopeConfig, RotaryEmbedding
 from models.weights import Weights
 
@@ -177,6 +177,7 @@ class Llama(nn.Module):
         self.norm = RMSNorm(weights.vector("model.norm.weight"), config.norm_eps)
         self.head = weights.linear("score" if config.scores else "lm_head")
         self.rotary = RotaryEmbedding(config.rope).to(device)
+        self.stack = stacked(self.layers, self.norm, config)
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, spans_T: Tensor, cache: KVCache, layout: TreeLayout
@@ -192,6 +193,8 @@ class Llama(nn.Module):
         """
         x_TE = self.embedding(tokens_T)
         cos_TD, sin_TD = self.rotary.cos_sin(positions_T, spans_T, x_TE.dtype)
+        if self.stack is not None and self.stack.takes(x_TE, layout):
+            return self.stack(x_TE, cos_TD, sin_TD, cache, layout)
         for i, layer in enumerate(self.layers):
             x_TE = layer(x_TE, cos_TD, sin_TD, cache.k_LGSD[i], cache.v_LGSD[i], layout)
         return self.norm(x_TE, layout.impl)

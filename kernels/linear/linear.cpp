@@ -17,8 +17,8 @@ constexpr int FEW = 7;      // and with a whole one
 constexpr int CHUNK = 256;  // words added up on their own, so that long rows lose no precision
 constexpr int LEAD = 4096;  // words of the matrix that are fetched before their use, into the second-level cache
 
-// COUNT rows of x, `words` long and `stride` apart, times a panel; finish(row, vector, sum) takes the sums. However
-// many passes a chunk of the panel takes, it is fetched in the order in which it lies.
+// COUNT rows of x, `words` long and `stride` apart, times a panel; finish(vector, COUNT, sum_of) takes the sums, which
+// are sum_of(row). However many passes a chunk of the panel takes, it is fetched in the order in which it lies.
 template <typename Element, int COUNT, typename Finish>
 void panel_product(const int32_t* x, int64_t stride, const int32_t* panel, int64_t words, Finish finish) {
     constexpr int VECTORS = PANEL / LANES / (COUNT <= FEW ? 1 : 2), PASSES = PANEL / LANES / VECTORS;
@@ -43,8 +43,8 @@ void panel_product(const int32_t* x, int64_t stride, const int32_t* panel, int64
                 for (int v = 0; v < VECTORS; v++) totals[pass][row][v] += sums[row][v];
         }
     }
-    for (int row = 0; row < COUNT; row++)
-        for (int v = 0; v < PASSES * VECTORS; v++) finish(row, v, totals[v / VECTORS][row][v % VECTORS]);
+    for (int v = 0; v < PASSES * VECTORS; v++)
+        finish(v, COUNT, [&](int row) { return totals[v / VECTORS][row][v % VECTORS]; });
 }
 
 template <typename Element, int COUNT = ROWS, typename Finish>
@@ -64,7 +64,7 @@ const int32_t* apart(const int32_t* x, int64_t rows, int64_t words, int64_t& str
     return copy.data();
 }
 
-// prepare(row) makes a row of x first; finish(row, first output, how many, their sums)
+// prepare(row) makes a row of x first; finish(first row, rows, first output, outputs, sum_of) as above.
 template <typename Element, typename Prepare, typename Finish>
 void product(int64_t threads, const void* x, const void* packed, int64_t rows, int64_t words, int64_t outs,
              Prepare prepare, Finish finish) {
@@ -82,10 +82,12 @@ void product(int64_t threads, const void* x, const void* packed, int64_t rows, i
             for (int64_t group = 0; group < groups; group++) {
                 const int64_t row = rows * group / groups, end = rows * (group + 1) / groups;
                 const int32_t* panel = (const int32_t*)packed + first * depth;
-                some_rows<Element>(end - row, own + row * stride, stride, panel, words, [&](int r, int v, auto sum) {
-                    const int64_t out = first + v * LANES;
-                    if (out < outs) finish(row + r, out, std::min<int64_t>(LANES, outs - out), sum);
-                });
+                some_rows<Element>(end - row, own + row * stride, stride, panel, words,
+                                   [&](int v, int count, auto sum_of) {
+                                       const int64_t out = first + v * LANES;
+                                       if (out < outs)
+                                           finish(row, count, out, int(std::min<int64_t>(LANES, outs - out)), sum_of);
+                                   });
             }
     }
 }
@@ -131,11 +133,11 @@ extern "C" void coppice_linear(int64_t kind, int64_t threads, const void* x, con
                                void* out, int64_t rows, int64_t words, int64_t outs) {
     auto run = [&](auto element, auto type) {
         typedef decltype(type) T;
-        product<decltype(element)>(threads, x, packed, rows, words, outs, nullptr,
-                                   [&](int64_t row, int64_t at, int n, Floats sum) {
-                                       if (bias) sum += load((const T*)bias + at, n);
-                                       store(sum, (T*)out + row * outs + at, n);
-                                   });
+        auto finish = [&](int64_t row, int count, int64_t at, int n, auto sum_of) {
+            const Floats more = bias ? load((const T*)bias + at, n) : Floats{};
+            for (int r = 0; r < count; r++) store(sum_of(r) + more, (T*)out + (row + r) * outs + at, n);
+        };
+        product<decltype(element)>(threads, x, packed, rows, words, outs, nullptr, finish);
     };
     if (kind == 0) run(Float32{}, float{});
 #ifdef __AVX512BF16__
@@ -165,14 +167,17 @@ extern "C" void coppice_int8_linear(int64_t kind, int64_t threads, const void* x
             top[row] = quantize((const decltype(type)*)x + row * width, &steps[row * width], width);
         });
     };
-    product<FourInt8>(threads, steps.data(), packed, rows, width / 4, outs, round,
-                      [&](int64_t row, int64_t at, int n, Ints sum) {
-                          const Ints exact = sum - 128 * read<Ints>(sums + at, n);
-                          const Floats y = __builtin_convertvector(exact, Floats) * load(scale + at, n) * top[row];
-                          with_type(kind, [&](auto type) {
-                              typedef decltype(type) T;
-                              store(bias ? y + load((const T*)bias + at, n) : y, (T*)out + row * outs + at, n);
-                          });
-                      });
+    auto finish = [&](int64_t row, int count, int64_t at, int n, auto sum_of) {
+        with_type(kind, [&](auto type) {
+            typedef decltype(type) T;
+            const Ints offset = 128 * read<Ints>(sums + at, n);
+            const Floats unit = load(scale + at, n), more = bias ? load((const T*)bias + at, n) : Floats{};
+            for (int r = 0; r < count; r++) {
+                const Floats exact = __builtin_convertvector(sum_of(r) - offset, Floats);
+                store(exact * unit * top[row + r] + more, (T*)out + (row + r) * outs + at, n);
+            }
+        });
+    };
+    product<FourInt8>(threads, steps.data(), packed, rows, width / 4, outs, round, finish);
 }
 #endif

@@ -61,17 +61,4 @@ def tree_attention(
         run = torch.ops.coppice.tree_attention_cpp if watched() else cpp.tree_attention
     else:
         run = torch.ops.coppice.tree_attention_cpu if torch.compiler.is_compiling() else cpu.tree_attention
-    return run(
-        q_THD,
-        k_GSD,
-        v_GSD,
-        layout.positions_T,
-        layout.token_starts,
-        layout.trunk_seen_T,
-        layout.trunk_runs,
-        layout.branch_slots_RW,
-        layout.branch_positions_RW,
-        layout.ancestry_TC,
-        scale,
-        window,
-    )
+    return run(q_THD, k_GSD, v_GSD, *layout.seen, scale, window)

@@ -1,6 +1,7 @@
 """Calls the C++ tree attention (tree_attention.cpp): any head size, float32, bfloat16 and float16, a CPU."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +21,25 @@ class Problem(ctypes.Structure):
     )
 
 
+def problem(q_THD: Tensor, k_GSD: Tensor, seen: Sequence[Tensor], scale: float, window: int | None) -> Problem:
+    """What attention must know but for where q, k, v and its output lie. The tensors must outlive it.
+
+    Args:
+        q_THD, k_GSD: of the sizes, strides and dtype of those to come.
+        seen: `TreeLayout.seen`.
+    """
+    (_, H, D), (G, S, _) = q_THD.shape, k_GSD.shape
+    positions_T, token_starts, trunk_seen_T, trunk_runs, branch_slots_RW, branch_positions_RW, ancestry_TC = seen
+    return Problem(
+        *(KINDS[q_THD.dtype], H, G, D, S, len(token_starts) - 1, len(trunk_runs)),
+        *(branch_slots_RW.shape[1], ancestry_TC.shape[1]),
+        *(q_THD.stride(0), q_THD.stride(1), -1 if window is None else window, torch.get_num_threads()),
+        *(positions_T.data_ptr(), token_starts.data_ptr(), trunk_seen_T.data_ptr(), trunk_runs.data_ptr()),
+        *(branch_slots_RW.data_ptr(), branch_positions_RW.data_ptr(), ancestry_TC.data_ptr()),
+        scale,
+    )
+
+
 def tree_attention(
     q_THD: Tensor,
     k_GSD: Tensor,
@@ -35,7 +55,6 @@ def tree_attention(
     window: int | None,
 ) -> Tensor:
     """See the front for arguments; the layout's tensors are contiguous."""
-    (T, H, D), (G, S, _) = q_THD.shape, k_GSD.shape
     if q_THD.dtype not in KINDS or q_THD.device.type != "cpu":
         got = f"{q_THD.dtype} on {q_THD.device}"
         raise ValueError(f"impl 'cpp': expected float32, bfloat16 or float16 on a CPU, got {got}")
@@ -43,17 +62,12 @@ def tree_attention(
         raise ValueError(f"impl 'cpp': expected contiguous k and v, got strides {k_GSD.stride()}, {v_GSD.stride()}")
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
-    out_THD = torch.empty(T, H, D, dtype=q_THD.dtype)
-    problem = Problem(
-        *(KINDS[q_THD.dtype], H, G, D, S, len(token_starts) - 1, len(trunk_runs)),
-        *(branch_slots_RW.shape[1], ancestry_TC.shape[1]),
-        *(q_THD.stride(0), q_THD.stride(1), -1 if window is None else window, torch.get_num_threads()),
-        *(positions_T.data_ptr(), token_starts.data_ptr(), trunk_seen_T.data_ptr(), trunk_runs.data_ptr()),
-        *(branch_slots_RW.data_ptr(), branch_positions_RW.data_ptr(), ancestry_TC.data_ptr()),
-        scale,
-    )
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+    trunk = positions_T, token_starts, trunk_seen_T, trunk_runs
+    branches = branch_slots_RW, branch_positions_RW, ancestry_TC
+    asked = problem(q_THD, k_GSD, (*trunk, *branches), scale, window)
     pointers = (x.data_ptr() for x in (q_THD, k_GSD, v_GSD, out_THD))
-    function("coppice_tree_attention", "ppppp")(ctypes.addressof(problem), *pointers)
+    function("coppice_tree_attention", "ppppp")(ctypes.addressof(asked), *pointers)
     return out_THD
 
 

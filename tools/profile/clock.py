@@ -156,7 +156,7 @@ def watched(engine: Engine, watch: Watch, deep: bool) -> Iterator[None]:
     runners = {"target": engine.runner, **{role: other.runner for role, other in engine.companions.items()}}
     with ExitStack() as stack:
 
-        def exchange(owner: Any, name: str, new: Callable) -> None:
+        def exchange(owner: Any, name: str, new: Any) -> None:
             stack.enter_context(patch.object(owner, name, new))
 
         exchange(Driver, "step", stepping(Driver.step, watch))
@@ -173,6 +173,9 @@ def watched(engine: Engine, watch: Watch, deep: bool) -> Iterator[None]:
                 forward = runner.model.forward if deep else counting(runner, watch)
                 exchange(runner.model, "forward", watch.timed(layers, forward, of_model=True))
         if watch.parts and deep:
+            for runner in runners.values():
+                if stacked := getattr(runner.model, "stack", None):
+                    exchange(stacked, "idle", True)
             for kind in (Linear, Int8Linear):
                 exchange(kind, "forward", linear(kind.forward, watch))
             for module in [m for name, m in sys.modules.items() if name.startswith("models.")]:

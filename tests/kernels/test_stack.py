@@ -1,0 +1,118 @@
+"""The layers of a model as one call: the same to the bit as the operators one by one."""
+
+import json
+
+import pytest
+import torch
+
+from engine import Engine
+from engine.packing import Chunk, pack
+from engine.tree import TokenTree
+from kernels import cpp
+from kernels.linear import FEW, dtypes
+from kernels.stack import Stack
+from search import Trie
+from tools.random_checkpoint import make
+
+SIZES = {
+    "grouped heads": {"heads": 6, "kv_heads": 2},
+    "odd heads, biases": {"heads": 3, "head_dim": 20, "attention_bias": True, "mlp_bias": True},
+    "wide": {"heads": 4, "mlp": 512, "width": 512},
+}
+KINDS = [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"), ("float16", "int8")]
+
+pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
+
+
+def load(folder, kind=("float32", "none"), **options):
+    dtype, quant = kind
+    needed = torch.int8 if quant == "int8" else getattr(torch, dtype)
+    if needed not in dtypes():
+        pytest.skip(f"this processor has no products of {needed} for few rows")
+    if dtype == "float16" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        pytest.skip("float16 becomes float32 on this processor")
+    return Engine.load(folder, dtype=dtype, quant=quant, kv_memory=16 << 20, **options)
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("stack") / "model"
+    make(path, **{"layers": 2, "width": 96, "vocab": 300, **SIZES[request.param]})
+    return path
+
+
+def passes(engine):
+    """Hidden rows of a prompt, of branches below it, and of a second tree beside them; then the cache."""
+    trees = [TokenTree(engine.pool, [5, 6, 7, 8, 9]), TokenTree(engine.pool, list(range(20)))]
+    found = []
+    for rounds in range(2):
+        chunks = []
+        for tree in trees:
+            prompt = len(tree.trunk.tokens) if not rounds else 0
+            parents = tree.grow([tree.root] * 4, [1, 2, 3, 4])
+            nodes = tree.grow([*parents[:2], *parents[:2]], [9, 9, 11, 12]) if rounds else []
+            nodes = [*parents, *nodes] if rounds else []
+            chunks.append(Chunk(tree, prompt, nodes, tree.place(prompt, nodes)))
+        found.append(engine.runner.forward(chunks).clone())
+    found += [engine.pool.cache.k_LGSD[:, :, :80].clone(), engine.pool.cache.v_LGSD[:, :, :80].clone()]
+    for tree in trees:
+        tree.release()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_as_the_operators_one_by_one(folder, kind, monkeypatch):
+    taken, run = [], Stack.__call__
+    monkeypatch.setattr(Stack, "__call__", lambda self, x, *rest: taken.append(len(x)) or run(self, x, *rest))
+    engine = load(folder, kind)
+    together = passes(engine)
+    assert taken == [25, 16]
+    engine = load(folder, kind)
+    engine.runner.model.stack.idle = True
+    assert all(map(torch.equal, together, passes(engine))) and len(taken) == 2
+
+
+def test_more_rows_are_the_operators(folder, monkeypatch):
+    engine = load(folder)
+    monkeypatch.setattr(Stack, "__call__", lambda *_: pytest.fail("these are too many rows"))
+    engine.logits(list(range(FEW + 1)))
+
+
+def test_a_window(tmp_path):
+    make(tmp_path / "model", layers=2, width=64, heads=2, vocab=300)
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "sliding_window": 7, "num_key_value_heads": 2}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    found = []
+    for idle in (False, True):
+        engine = load(tmp_path / "model")
+        engine.runner.model.stack.idle = idle
+        found.append(engine.generate([list(range(3, 20))], Trie(beams=4), max_new_tokens=12)[0])
+    ours, theirs = ([(output.token_ids, output.logprob) for output in result.outputs] for result in found)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_other_activations_have_no_stack(tmp_path, activation):
+    make(tmp_path / "model", layers=1, width=64, heads=2, vocab=300)
+    config = json.loads((tmp_path / "model/config.json").read_text()) | {"hidden_act": activation}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    assert load(tmp_path / "model").runner.model.stack is None
+
+
+def test_what_does_not_fit_is_refused(folder):
+    engine = load(folder)
+    stack, cache, width = engine.runner.model.stack, engine.pool.cache, len(engine.runner.model.norm.weight)
+    tree = TokenTree(engine.pool, [1, 2, 3])
+    layout = pack([Chunk(tree, 3, [], tree.place(3, []))], engine.pool.page_size, impl="cpp").layout
+    angles = torch.ones(3, stack.head_dim)
+    for x, cos in (
+        (torch.zeros(4, width), angles),
+        (torch.zeros(3, width).bfloat16(), angles),
+        (torch.zeros(3, 2 * width)[:, ::2], angles),
+        (torch.zeros(3, width), angles[:2]),
+        (torch.zeros(3, width), angles.double()),
+    ):
+        with pytest.raises(ValueError, match="expected contiguous"):
+            stack(x, cos, cos, cache, layout)
+    tree.release()
