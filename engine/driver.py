@@ -23,6 +23,8 @@ from engine.requests import Evaluate, Report, SearchGenerator, SearchResult
 from engine.timing import PassTime
 from engine.trace import RecordedTree, Trace
 from engine.tree import TokenTree, Trunk
+from kernels.rows import log_softmax
+from kernels.stack import one_by_one
 
 Read = tuple[slice, Callable[[Tensor], Tensor]]  # rows among those asked for, and what to make of them
 Answers = tuple[Tensor, list[bool], list[list[float]]]
@@ -95,13 +97,10 @@ class Runner:
 
     def answer(self, hidden_NE: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities (or scores) of hidden rows, and whether each row is finite, on the device."""
-        logits_NV = self.model.logits(hidden_NE).float()
-        finite_N = torch.isfinite(logits_NV.sum(-1))  # a sum is finite only if its terms are
+        logits_NV = self.model.logits(hidden_NE)
         if logits_NV.shape[1] == 1:
-            return logits_NV, finite_N
-        logp_NV = torch.log_softmax(logits_NV, -1)
-        logp_NV[:, self.vocab_size :] = float("-inf")
-        return logp_NV, finite_N
+            return logits_NV.float(), torch.isfinite(logits_NV).all(-1)
+        return log_softmax(logits_NV, self.vocab_size, impl=self.impl)
 
     def blame(self, chunk: Chunk) -> str:
         """Where NaN or Inf arises first in a pass that has any: the chunk is evaluated once more, layer by layer."""
@@ -117,7 +116,8 @@ class Runner:
             name = f"in layer {i} of {len(layers)}"
             hooks.append(layer.register_forward_hook(lambda _, args, out, name=name: watch(name, out)))
         try:
-            self.forward([chunk])
+            with one_by_one(self.model):
+                self.forward([chunk])
         finally:
             for hook in hooks:
                 hook.remove()

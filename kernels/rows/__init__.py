@@ -51,6 +51,18 @@ def silu_mul(x_NM: Tensor, *, impl: str) -> Tensor:
     return _pick("silu_mul", impl)(x_NM)
 
 
+def log_softmax(x_NV: Tensor, size: int, *, impl: str) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of logits, float32 [N, V], -inf from the size-th on; and whether all logits of a row are
+    finite, bool [N].
+
+    Args:
+        x_NV: logits; those past `size` have their share of the mass.
+        impl: of the pass, see `kernels.tree_attention`.
+    """
+    logp_NV, finite_N = _pick("log_softmax", impl)(x_NV, size)
+    return logp_NV, finite_N
+
+
 def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
     """The k largest of each row, in order, and their places: float64 [N, 2, k], for the host to read in one go.
 

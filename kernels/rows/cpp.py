@@ -57,6 +57,16 @@ def silu_mul(x_NM: Tensor) -> Tensor:
     return out
 
 
+def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """See the front for arguments."""
+    _check(x_NV)
+    x_NV, (N, V) = x_NV.contiguous(), x_NV.shape
+    logp_NV, finite_N = torch.empty(N, V), torch.empty(N, dtype=torch.bool)
+    pointers = x_NV.data_ptr(), logp_NV.data_ptr(), finite_N.data_ptr()
+    function("coppice_log_softmax", "iipppiii")(KINDS[x_NV.dtype], torch.get_num_threads(), *pointers, N, V, size)
+    return logp_NV, finite_N
+
+
 def top_k(x_NV: Tensor, k: int) -> Tensor:
     """See the front for arguments; float32 only."""
     if x_NV.dtype != torch.float32 or x_NV.device.type != "cpu":
@@ -92,7 +102,7 @@ def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int]) -> Tensor:
     return out_N
 
 
-for run in (rms_norm, rotary, silu_mul, top_k, at_least, gumbel_argmax):
+for run in (rms_norm, rotary, silu_mul, log_softmax, top_k, at_least, gumbel_argmax):
     torch.library.custom_op(f"coppice::{run.__name__}", run, mutates_args=())
 
 
@@ -109,6 +119,11 @@ def _(x_THD, _cos_TR, _sin_TR):
 @torch.library.register_fake("coppice::silu_mul")
 def _(x_NM):
     return x_NM.new_empty(*x_NM.shape[:-1], x_NM.shape[-1] // 2)
+
+
+@torch.library.register_fake("coppice::log_softmax")
+def _(x_NV, _size):
+    return x_NV.new_empty(x_NV.shape, dtype=torch.float32), x_NV.new_empty(len(x_NV), dtype=torch.bool)
 
 
 @torch.library.register_fake("coppice::top_k")

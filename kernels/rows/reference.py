@@ -34,6 +34,15 @@ def silu_mul(x_NM: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """See the front for arguments."""
+    x_NV = x_NV.float()
+    finite_N = torch.isfinite(x_NV.sum(-1))  # a sum is finite only if its terms are
+    logp_NV = torch.log_softmax(x_NV, -1)
+    logp_NV[:, size:] = float("-inf")
+    return logp_NV, finite_N
+
+
 def at_least(x_NV: Tensor, least: float, k: int) -> Tensor:
     """See the front for arguments."""
     V = x_NV.shape[1]

@@ -44,6 +44,34 @@ void silu_mul(const T* gate, const T* up, T* out, int64_t width) {
     });
 }
 
+// Log-probabilities of a row, -inf from the size-th on. Returns whether all of it is finite.
+template <typename T>
+bool log_softmax(const T* x, float* out, int64_t width, int64_t size) {
+    constexpr int64_t BLOCK = 4096;  // whose sum is a float: of more, rounding would show
+    Floats most = all(-INFINITY), strange{};
+    each(width, [&](int64_t i, auto n) {
+        const Floats some = load(x + i, n);
+        strange += some - some;  // 0, or NaN
+        if (n == LANES) most = larger(some, most);
+        for (int j = n == LANES ? n : 0; j < n; j++) most[0] = std::max(most[0], some[j]);
+    });
+    const float top = largest_of(most);
+    double mass = 0;
+    for (int64_t at = 0; at < width; at += BLOCK) {
+        Floats sum{};
+        each(std::min(BLOCK, width - at), [&](int64_t i, auto n) {
+            const Floats powers = exp2_of((load(x + at + i, n) - top) * LOG2_E);
+            if (n == LANES) sum += powers;
+            for (int j = n == LANES ? n : 0; j < n; j++) sum[0] += powers[j];
+        });
+        mass += sum_of(sum);
+    }
+    const float log_mass = std::log(mass);
+    each(width, [&](int64_t i, auto n) { store(load(x + i, n) - top - log_mass, out + i, n); });
+    std::fill(out + std::min(size, width), out + width, -INFINITY);
+    return sum_of(strange) == 0;
+}
+
 struct Entry {
     float value;
     int64_t place;
@@ -176,6 +204,16 @@ extern "C" void coppice_silu_mul(int64_t kind, int64_t threads, const void* x, v
             const T* gate = (const T*)x + r * 2 * width;
             silu_mul(gate, gate + width, (T*)out + r * width, width);
         }
+    });
+}
+
+extern "C" void coppice_log_softmax(int64_t kind, int64_t threads, const void* x, float* out, bool* finite,
+                                    int64_t rows, int64_t width, int64_t size) {
+    with_type(kind, [&](auto type) {
+        using T = decltype(type);
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width > SMALL)
+        for (int64_t r = 0; r < rows; r++)
+            finite[r] = log_softmax((const T*)x + r * width, out + r * width, width, size);
     });
 }
 

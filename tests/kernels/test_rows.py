@@ -54,6 +54,32 @@ def test_silu_mul(dtype, width):
 
 
 @DTYPES
+@pytest.mark.parametrize(("width", "size"), [(1, 1), (2, 1), (7, 7), (16, 9), (40, 40), (5000, 4999), (32000, 32000)])
+def test_log_softmax(dtype, width, size):
+    x = draw(15, width, dtype=dtype) * 5
+    x[1], x[2], x[3] = 7, x[2] + 500, x[3] - 500
+    found, finite = rows.log_softmax(x, size, impl="cpp")
+    assert found.dtype == torch.float32 and finite.dtype == torch.bool and finite.all()
+    exact = torch.log_softmax(x.double(), -1)
+    plain, _ = reference.log_softmax(x, size)
+    no_worse(found[:, :size], torch.float32, exact[:, :size], plain[:, :size])
+    assert (found[:, size:] == -math.inf).all() and plain[:, size:].equal(found[:, size:])
+    assert (found[:, :size].double().exp().sum(-1) <= 1 + 1e-6).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 17, 39])
+def test_log_softmax_tells_rows_that_are_not_finite(dtype, bad, place):
+    x = draw(6, 40, dtype=dtype)
+    expected = rows.log_softmax(x, 40, impl="cpp")[0]
+    x[2, place] = bad
+    found, finite = rows.log_softmax(x, 40, impl="cpp")
+    assert finite.tolist() == [True, True, False, True, True, True] == reference.log_softmax(x, 40)[1].tolist()
+    assert found[finite].equal(expected[finite])
+
+
+@DTYPES
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_in_its_row(dtype, bad):
     x = draw(4, 40, dtype=dtype)

@@ -25,6 +25,7 @@ from engine.requests import Evaluate, Search, Task
 from engine.stopping import TextStream
 from engine.tokenizer import Tokenizer
 from engine.tree import TokenTree
+from kernels.stack import one_by_one
 from models.int8 import Int8Linear
 from models.linear import Linear
 from tools.bench.limits import attention_work
@@ -156,7 +157,7 @@ def watched(engine: Engine, watch: Watch, deep: bool) -> Iterator[None]:
     runners = {"target": engine.runner, **{role: other.runner for role, other in engine.companions.items()}}
     with ExitStack() as stack:
 
-        def exchange(owner: Any, name: str, new: Any) -> None:
+        def exchange(owner: Any, name: str, new: Callable) -> None:
             stack.enter_context(patch.object(owner, name, new))
 
         exchange(Driver, "step", stepping(Driver.step, watch))
@@ -174,8 +175,7 @@ def watched(engine: Engine, watch: Watch, deep: bool) -> Iterator[None]:
                 exchange(runner.model, "forward", watch.timed(layers, forward, of_model=True))
         if watch.parts and deep:
             for runner in runners.values():
-                if stacked := getattr(runner.model, "stack", None):
-                    exchange(stacked, "idle", True)
+                stack.enter_context(one_by_one(runner.model))
             for kind in (Linear, Int8Linear):
                 exchange(kind, "forward", linear(kind.forward, watch))
             for module in [m for name, m in sys.modules.items() if name.startswith("models.")]:
