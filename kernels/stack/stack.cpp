@@ -4,8 +4,7 @@
 //
 // Shape legend: kernels/layout.py, and E width, M MLP width.
 
-#include <cstddef>
-#include <vector>
+#include <memory>
 
 #include "../vectors.h"
 
@@ -73,26 +72,26 @@ extern "C" void coppice_stack(const Stack* stack, const void* attention, int64_t
     const Stack& s = *stack;
     const int64_t turned = s.heads + s.kv_heads, every = turned + s.kv_heads, head = s.head_dim * s.element;
     const int64_t kv_layer = s.kv_heads * slots * head;
-    auto room = [&](int64_t width) { return std::vector<char>(tokens * width); };
-    std::vector<char> normed_TE = room(s.width * s.element), sum_TE = normed_TE, qkv = room(every * head);
-    std::vector<char> mixed = room(s.heads * head);
-    std::vector<char> gate_up = room(2 * s.mlp_width * s.element), middle_TM = room(s.mlp_width * s.element);
+    auto room = [&](int64_t bytes) { return std::unique_ptr<char[]>(new char[tokens * bytes]); };
+    const auto normed_TE = room(s.width * s.element), sum_TE = room(s.width * s.element), qkv_THD = room(every * head);
+    const auto mixed_THD = room(s.heads * head), gate_up_TM = room(2 * s.mlp_width * s.element);
+    const auto middle_TM = room(s.mlp_width * s.element);
     for (int64_t i = 0; i < s.layers; i++, k += kv_layer, v += kv_layer) {
         const Layer& layer = s.layer[i];
-        coppice_rms_norm(s.kind, threads, x, layer.attention_norm, normed_TE.data(), tokens, s.width, s.eps);
-        multiply(s, threads, layer.qkv, normed_TE.data(), qkv.data(), tokens, s.width);
-        coppice_rotary(s.kind, threads, qkv.data(), cos, sin, turned_THD, tokens, turned, s.head_dim, rotary_dims,
+        coppice_rms_norm(s.kind, threads, x, layer.attention_norm, normed_TE.get(), tokens, s.width, s.eps);
+        multiply(s, threads, layer.qkv, normed_TE.get(), qkv_THD.get(), tokens, s.width);
+        coppice_rotary(s.kind, threads, qkv_THD.get(), cos, sin, turned_THD, tokens, turned, s.head_dim, rotary_dims,
                        every * s.head_dim, s.head_dim);
-        coppice_kv_write(threads, k, v, turned_THD + s.heads * head, &qkv[turned * head], slots_T, tokens, s.kv_heads,
-                         slots, head, turned * head, head, every * head, head);
-        coppice_tree_attention(attention, turned_THD, k, v, mixed.data());
-        multiply(s, threads, layer.out, mixed.data(), sum_TE.data(), tokens, s.heads * s.head_dim);
-        add(s.kind, sum_TE.data(), x, tokens * s.width);
-        coppice_rms_norm(s.kind, threads, x, layer.mlp_norm, normed_TE.data(), tokens, s.width, s.eps);
-        multiply(s, threads, layer.gate_up, normed_TE.data(), gate_up.data(), tokens, s.width);
-        coppice_silu_mul(s.kind, threads, gate_up.data(), middle_TM.data(), tokens, s.mlp_width);
-        multiply(s, threads, layer.down, middle_TM.data(), sum_TE.data(), tokens, s.mlp_width);
-        add(s.kind, sum_TE.data(), x, tokens * s.width);
+        coppice_kv_write(threads, k, v, turned_THD + s.heads * head, qkv_THD.get() + turned * head, slots_T, tokens,
+                         s.kv_heads, slots, head, turned * head, head, every * head, head);
+        coppice_tree_attention(attention, turned_THD, k, v, mixed_THD.get());
+        multiply(s, threads, layer.out, mixed_THD.get(), sum_TE.get(), tokens, s.heads * s.head_dim);
+        add(s.kind, sum_TE.get(), x, tokens * s.width);
+        coppice_rms_norm(s.kind, threads, x, layer.mlp_norm, normed_TE.get(), tokens, s.width, s.eps);
+        multiply(s, threads, layer.gate_up, normed_TE.get(), gate_up_TM.get(), tokens, s.width);
+        coppice_silu_mul(s.kind, threads, gate_up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
+        multiply(s, threads, layer.down, middle_TM.get(), sum_TE.get(), tokens, s.mlp_width);
+        add(s.kind, sum_TE.get(), x, tokens * s.width);
     }
     coppice_rms_norm(s.kind, threads, x, s.norm, out, tokens, s.width, s.eps);
 }
