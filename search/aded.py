@@ -102,16 +102,15 @@ class ADED:
         prompt, tokens, logprob = list(tree.trunk.tokens), [], 0.0
         accepted: list[int] = []  # per step
         reason, drafted, verify_seconds = None, 0, 0.0
-        began = time.thread_time()
-        drafter.learn(prompt)
-        draft_seconds = time.thread_time() - began
+        unlearnt, draft_seconds = list(prompt), 0.0
         while reason is None:
             reach = self._reach(task, len(tokens))
             wanted = size.wanted() if reach else 0
             draft, nodes, drafting = NOTHING, {-1: tree.root}, 0.0
             if wanted:
                 began = time.thread_time()
-                draft = drafter.draft(wanted, reach)  # 3., 4.
+                drafter.learn(unlearnt)  # 2.
+                draft, unlearnt = drafter.draft(wanted, reach), []  # 3., 4.
                 nodes = self._plant(task, draft, size.choose(draft), reach)
                 draft_seconds += (drafting := time.thread_time() - began)
             row = {node: i for i, node in enumerate(dict.fromkeys(nodes.values()))}
@@ -142,8 +141,7 @@ class ADED:
                 node = tree.child(node, token)  # the drafted node, if that was drafted
             if known:
                 drafter.observe({place: known[row[n]] for _, (place, n) in zip(known, nodes.items(), strict=False)})
-            if not reason:
-                drafter.learn(fresh)  # 2.
+            unlearnt += fresh
             if wanted:
                 size.learn(draft, fresh)
             drafted += len(row) - 1

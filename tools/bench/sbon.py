@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
     one = parts.add_parser("table", help="speedup and score (the paper's table 1)")
     one.add_argument("--n", type=int, default=100, help="utterances (%(default)s)")
     one.add_argument("--tau", type=int, default=12, help="decision token (%(default)s)")
-    one.add_argument("--alpha", type=float, default=0.6, help="rejection rate (%(default)s)")
+    one.add_argument("--alpha", type=float, default=0.57, help="rejection rate (%(default)s)")
     one.add_argument("--schedule", default="", help="instead of tau and alpha, as --sbon-schedule")
     one.set_defaults(run=run_table)
     two = parts.add_parser("memory", help="many started and few kept in the memory of the few (the paper's figure 4)")
