@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.cpp import KINDS, function, why_not
 
-FEW = 128  # rows; of more, oneDNN may be some hundredths quicker
+FEW = 256  # rows, a whole pass; of more, oneDNN may be some hundredths quicker
 PANEL = 64
 STEP = 16  # words; a panel's depth is a multiple of it
 
