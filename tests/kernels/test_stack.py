@@ -74,6 +74,7 @@ def test_as_the_operators_one_by_one(folder, kind, monkeypatch):
 
 def test_more_rows_are_the_operators(folder, monkeypatch):
     engine = load(folder)
+    engine.runner.budget = FEW + 1
     monkeypatch.setattr(Stack, "__call__", lambda *_: pytest.fail("these are too many rows"))
     engine.logits(list(range(FEW + 1)))
 
