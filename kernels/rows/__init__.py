@@ -75,17 +75,18 @@ def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
     return _pick("top_k", impl or _best(x_NV))(x_NV, k)
 
 
-def at_least(x_NV: Tensor, least: float, k: int, *, impl: str | None = None) -> Tensor:
+def at_least(logp_NV: Tensor, least: float, k: int, *, impl: str | None = None) -> Tensor:
     """The first k of each row that are no less than `least`, and their places, both NaN where there are fewer:
     float64 [N, 2, k].
 
     Args:
-        x_NV, impl: see `top_k`.
+        logp_NV: log-probabilities; as they add up to 1, C++ need not look at all of them.
         k: from 0 to V.
+        impl: see `top_k`.
     """
-    if not 0 <= k <= x_NV.shape[1]:
-        raise ValueError(f"expected k from 0 to {x_NV.shape[1]}, got {k}")
-    return _pick("at_least", impl or _best(x_NV))(x_NV, least, k)
+    if not 0 <= k <= logp_NV.shape[1]:
+        raise ValueError(f"expected k from 0 to {logp_NV.shape[1]}, got {k}")
+    return _pick("at_least", impl or _best(logp_NV))(logp_NV, least, k)
 
 
 def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int], *, impl: str | None = None) -> Tensor:

@@ -125,16 +125,23 @@ void top_k(const float* x, int64_t width, int64_t k, double* out, TopK& work) {
     for (int64_t i = 0; i < k; i++) out[i] = found[i].value, out[k + i] = found[i].place;
 }
 
-// The first k places whose values are at least `least`, as top_k has them; NaN where there are fewer.
-void at_least(const float* x, int64_t width, float least, int64_t k, double* out) {
-    int64_t found = 0;
-    each(width, [&](int64_t i, auto n) {
-        uint32_t bits = bits_of(load(x + i, n) >= least) & ((uint64_t(1) << n) - 1);
+// The first k places whose values are at least `least`, as top_k has them; NaN where there are fewer. Values are
+// log-probabilities: where those found leave too little of 1 for another, the rest is not looked at.
+void at_least(const float* logp, int64_t width, float least, int64_t k, double* out) {
+    constexpr double ROUNDING = 1e-3;
+    double left = 1 + ROUNDING - std::exp(double(least));
+    int64_t found = 0, at = 0;
+    auto look = [&](auto n) {
+        uint32_t bits = bits_of(load(logp + at, n) >= least) & ((uint64_t(1) << n) - 1);
         for (; bits && found < k; bits &= bits - 1, found++) {
-            const int64_t place = i + __builtin_ctz(bits);
-            out[found] = x[place], out[k + found] = place;
+            const int64_t place = at + __builtin_ctz(bits);
+            out[found] = logp[place], out[k + found] = place;
+            left -= std::exp(double(logp[place]));
         }
-    });
+        at += n;
+    };
+    while (at + LANES <= width && left > 0) look(std::integral_constant<int, LANES>{});
+    if (at < width && left > 0) look(int(width - at));
     for (; found < k; found++) out[found] = out[k + found] = NAN;
 }
 

@@ -156,9 +156,9 @@ def test_top_k_of_nan_is_anything():
 @pytest.mark.parametrize("impl", ["cpp", "cpu"])
 @pytest.mark.parametrize("width", [1, 15, 16, 100, 3001])
 def test_at_least(width, impl):
-    x = draw(300, width)
-    x[1], x[2], x[3, ::2], x[4] = float("-inf"), 1.0, float("nan"), float("inf")
-    for least in (-1.0, 1.0, 9.0):
+    x = torch.log_softmax(torch.linspace(0, 8, 300).unsqueeze(1) * draw(300, width), -1)
+    x[1], x[2, 1:], x[3, ::2], x[2, 0] = float("-inf"), float("-inf"), float("nan"), 0.0
+    for least in (-9.0, -3.0, -1.0, 0.0):
         for k in {0, 1, min(10, width), width}:
             for row, (values, places) in zip(x.tolist(), rows.at_least(x, least, k, impl=impl).tolist(), strict=True):
                 expected = [(value, place) for place, value in enumerate(row) if value >= least][:k]
@@ -196,7 +196,7 @@ def test_custom_ops():
     x, weight, heads = draw(5, 16), draw(16), draw(5, 2, 8)
     cos, sin = draw(5, 4), draw(5, 4, seed=1)
     calls = {"rms_norm": (x, weight, 1e-5), "rotary": (heads, cos, sin), "silu_mul": (x,), "top_k": (x, 3)}
-    calls["at_least"] = (x, 0.5, 3)
+    calls["at_least"] = (torch.log_softmax(x, -1), -9.0, 3)
     calls["gumbel_argmax"] = (x, list(range(10)))
     for name, arguments in calls.items():
         torch.library.opcheck(getattr(torch.ops.coppice, name).default, arguments)
