@@ -31,6 +31,7 @@ from tools.random_checkpoint import make
 DOCS = Path(__file__).parents[2] / "docs"
 SLOWEST, SPEEDUP, HOST_MS = 0.95, 1.5, 0.5  # what is wanted
 NOISE_RUNS = 5  # times as many on noise, where a few per cent matter
+HOST = ("draft_ms", "verify_ms")
 CLEARLY = 1.1  # x from which drafts are said to pay
 LEGEND = f"""*x*: tokens per second over autoregressive decoding's, in the same run; on noise (a text of random tokens)
 at least {SLOWEST} is wanted, and {SPEEDUP} on the model's own kind of text where its passes are what takes the time.
@@ -239,6 +240,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """All methods in turns, one prompt at a time; texts of a writer are recited."""
     speeds: dict[str, list[float]] = {name: [] for name, _ in methods}
+    host: dict[str, list[dict[str, float]]] = {name: [] for name, _ in methods}
     rows: dict[str, dict[str, Any]] = {}
     for i in range(runs + 1):  # the first warms up
         for name, search in methods[:: -1 if i % 2 else 1]:  # what comes later in a run has no advantage
@@ -252,16 +254,17 @@ def compare(
             tokens = sum(len(text) - 1 for text in texts)  # the first comes with the prompt
             if i:
                 speeds[name].append(tokens / sum(s["decode_seconds"] for s in stats))
+                host[name].append({key: statistics.fmean(s.get(key, 0.0) for s in stats) for key in HOST})
             steps = sum(s.get("steps", s["new_tokens"]) for s in stats)
             rows[name] = {
                 "method": name,
                 "same": same,
                 "accept_length": sum(map(len, texts)) / steps,
                 "nodes": sum(s.get("draft_nodes", 0) for s in stats) / steps,
-                **{key: statistics.fmean(s.get(key, 0.0) for s in stats) for key in ("draft_ms", "verify_ms")},
             }
     base = methods[0][0]
     for name, row in rows.items():
+        row |= {key: statistics.median(told[key] for told in host[name]) for key in HOST}
         row["tokens_per_second"] = spread(speeds[name])
         row["ratio"] = statistics.median(a / b for a, b in zip(speeds[name], speeds[base], strict=True))
     return list(rows.values())
@@ -269,7 +272,7 @@ def compare(
 
 def cells(row: dict[str, Any]) -> list[object]:
     speed = row["tokens_per_second"]
-    host = [f"{row[key]:.2f}" if row["method"] != "autoregressive" else "" for key in ("draft_ms", "verify_ms")]
+    host = [f"{row[key]:.2f}" if row["method"] != "autoregressive" else "" for key in HOST]
     return [
         row["method"],
         row.get("text", "own"),
