@@ -1,6 +1,7 @@
 """The layers of a model as one call: the same to the bit as the operators one by one."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +15,16 @@ from kernels.stack import Stack
 from search import Trie
 from tools.random_checkpoint import make
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 SIZES = {
     "grouped heads": {"heads": 6, "kv_heads": 2},
     "odd heads, biases": {"heads": 3, "head_dim": 20, "attention_bias": True, "mlp_bias": True},
     "wide": {"heads": 4, "mlp": 512, "width": 512},
 }
+FAMILIES = [
+    *("opt/plain", "opt/no_biases", "opt/no_affine", "gpt2/plain", "gpt2/unscaled", "gpt2/gelu", "gpt2/wide"),
+    *("phi/plain", "phi/gqa", "phi/partial"),
+]
 KINDS = [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"), ("float16", "int8")]
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
@@ -62,6 +68,16 @@ def passes(engine):
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_as_the_operators_one_by_one(folder, kind, monkeypatch):
+    check(folder, kind, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_every_family_as_its_operators_one_by_one(variant, kind, monkeypatch):
+    check(GOLDEN / variant, kind, monkeypatch)
+
+
+def check(folder, kind, monkeypatch):
     taken, run = [], Stack.__call__
     monkeypatch.setattr(Stack, "__call__", lambda self, x, *rest: taken.append(len(x)) or run(self, x, *rest))
     engine = load(folder, kind)
@@ -93,8 +109,14 @@ def test_a_window(tmp_path):
     assert ours == theirs
 
 
+@pytest.mark.parametrize("variant", ["opt/post_norm", "opt/no_final_norm", "gpt2/by_layer", "phi/qk_layernorm"])
+def test_some_models_have_no_stack(variant):
+    engine = load(GOLDEN / variant)
+    assert engine.runner.model.stack is None and engine.logits(list(range(20))).isfinite().all()
+
+
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_other_activations_have_no_stack(tmp_path, activation):
+def test_other_gates_have_no_stack(tmp_path, activation):
     make(tmp_path / "model", layers=1, width=64, heads=2, vocab=300)
     config = json.loads((tmp_path / "model/config.json").read_text()) | {"hidden_act": activation}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
@@ -115,5 +137,5 @@ def test_what_does_not_fit_is_refused(folder):
         (torch.zeros(3, width), angles.double()),
     ):
         with pytest.raises(ValueError, match="expected contiguous"):
-            stack(x, cos, cos, cache, layout)
+            stack(x, (cos, cos), cache, layout)
     tree.release()
