@@ -1,18 +1,21 @@
 """The layers of a model as one call: the same to the bit as the operators one by one."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import Engine
+from engine.errors import NumericsError
 from engine.packing import Chunk, pack
 from engine.tree import TokenTree
 from kernels import cpp
 from kernels.linear import FEW, dtypes
 from kernels.stack import Stack
-from search import Trie
+from search import Greedy, Trie
 from tools.random_checkpoint import make
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -121,6 +124,22 @@ def test_other_gates_have_no_stack(tmp_path, activation):
     config = json.loads((tmp_path / "model/config.json").read_text()) | {"hidden_act": activation}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     assert load(tmp_path / "model").runner.model.stack is None
+
+
+@pytest.mark.parametrize(
+    ("variant", "part"), [("opt/plain", "fc2"), ("gpt2/plain", "mlp.c_proj"), ("phi/plain", "fc2")]
+)
+def test_nan_is_traced_to_its_layer(tmp_path, variant, part):
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDEN / variant, folder)
+    tensors = load_file(GOLDEN / variant / "model.safetensors")
+    [name] = [name for name in tensors if name.endswith(f".1.{part}.bias") or name.endswith(f".1.mlp.{part}.bias")]
+    tensors[name][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    engine = load(folder)
+    with pytest.raises(NumericsError, match="in layer 2 of 2"):
+        engine.generate([[5, 6, 7]], search=Greedy(), max_new_tokens=2)
+    assert not engine.runner.model.stack.idle
 
 
 def test_what_does_not_fit_is_refused(folder):
