@@ -158,6 +158,7 @@ class GPT2(nn.Module):
         self.head = weights.linear("score" if config.scores else "lm_head")
         parts = [(x.attention_norm, x.mlp_norm, x.qkv, x.out, x.up, x.down) for x in self.layers]
         told = parts, self.norm, self.shape, config.heads, config.activation
+        # A stack has one scale for all layers.
         self.stack = None if config.scaled_by_layer else stacked(*told, scale=config.scale(0))
 
     def forward(

@@ -179,7 +179,7 @@ class OPT(nn.Module):
         self.project_out = weights.linear("model.decoder.project_out") if projected else nn.Identity()
         self.head = weights.linear("score" if config.scores else "lm_head")
         parts = [(x.attention_norm, x.mlp_norm, x.qkv, x.out, x.up, x.down) for x in self.layers]
-        self.stack = None
+        self.stack = None  # which has no norms after blocks, and needs a last one
         if self.norm is not None:
             self.stack = stacked(parts, self.norm, self.shape, config.heads, config.activation)
 

@@ -169,7 +169,7 @@ class Phi(nn.Module):
         self.rotary = RotaryEmbedding(config.rope).to(device)
         parts = [(x.norm, None, x.qkv, x.out, x.up, x.down) for x in self.layers]
         told = parts, self.norm, self.shape, config.heads, config.activation
-        self.stack = None if config.qk_norm else stacked(*told)
+        self.stack = None if config.qk_norm else stacked(*told)  # which has no norms of heads
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, spans_T: Tensor, cache: KVCache, layout: TreeLayout
