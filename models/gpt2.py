@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from kernels.kv_write import kv_write
 from kernels.layout import KVCache, TreeLayout
+from kernels.rows import activation
 from kernels.tree_attention import tree_attention
 from models.checkpoint import Checkpoint
 from models.fields import Fields
-from models.layers import ACTIVATIONS, LayerNorm, ModelShape, has_scalar_head, head_shape
+from models.layers import ACTIVATIONS, LayerNorm, ModelShape, has_scalar_head, head_shape, stacked
 from models.weights import Weights
 
 ARCHITECTURES = ("GPT2LMHeadModel", "GPT2ForSequenceClassification")
@@ -45,6 +46,10 @@ class GPT2Config:
     def head_dim(self) -> int:
         return self.width // self.heads
 
+    def scale(self, layer: int) -> float:
+        """Of a layer's attention."""
+        return (self.head_dim**-0.5 if self.scaled else 1.0) / (layer + 1 if self.scaled_by_layer else 1)
+
     @staticmethod
     def from_hf(fields: Fields) -> "GPT2Config":
         """Read and check a Hugging Face config. Raises CheckpointError naming the field."""
@@ -62,7 +67,7 @@ class GPT2Config:
             layers=fields.int("n_layer", high=2**14),
             heads=heads,
             norm_eps=fields.float("layer_norm_epsilon", default=1e-5, low=0.0),
-            activation=fields.choice("activation_function", set(ACTIVATIONS), default="gelu_new"),
+            activation=ACTIVATIONS[fields.choice("activation_function", set(ACTIVATIONS), default="gelu_new")],
             scaled=fields.bool("scale_attn_weights", default=True),
             scaled_by_layer=fields.bool("scale_attn_by_inverse_layer_idx", default=False),
             tied=fields.bool("tie_word_embeddings", default=True),
@@ -105,12 +110,12 @@ class GPT2Layer(nn.Module):
         self.out = weights.linear(f"{prefix}.attn.c_proj", bias=True, transposed=True)
         self.up = weights.linear(f"{prefix}.mlp.c_fc", bias=True, transposed=True)
         self.down = weights.linear(f"{prefix}.mlp.c_proj", bias=True, transposed=True)
-        self.activation = ACTIVATIONS[config.activation]
-        self.scale = (config.head_dim**-0.5 if config.scaled else 1.0) / (index + 1 if config.scaled_by_layer else 1)
+        self.scale = config.scale(index)
 
     def forward(self, x_TE: Tensor, k_HSD: Tensor, v_HSD: Tensor, layout: TreeLayout) -> Tensor:
-        x_TE = x_TE + self.attention(self.attention_norm(x_TE), k_HSD, v_HSD, layout)
-        return x_TE + self.down(self.activation(self.up(self.mlp_norm(x_TE))))
+        x_TE = x_TE + self.attention(self.attention_norm(x_TE, layout.impl), k_HSD, v_HSD, layout)
+        middle_TM = activation(self.up(self.mlp_norm(x_TE, layout.impl)), self.config.activation, impl=layout.impl)
+        return x_TE + self.down(middle_TM)
 
     def attention(self, x_TE: Tensor, k_HSD: Tensor, v_HSD: Tensor, layout: TreeLayout) -> Tensor:
         q_THD, k_THD, v_THD = self.qkv(x_TE).unflatten(-1, (3, self.config.heads, self.config.head_dim)).unbind(1)
@@ -151,6 +156,10 @@ class GPT2(nn.Module):
         self.layers = nn.ModuleList(GPT2Layer(config, weights, i) for i in range(config.layers))
         self.norm = layer_norm(config, weights, "transformer.ln_f")
         self.head = weights.linear("score" if config.scores else "lm_head")
+        parts = [(x.attention_norm, x.mlp_norm, x.qkv, x.out, x.up, x.down) for x in self.layers]
+        told = parts, self.norm, self.shape, config.heads, config.activation
+        # A stack has one scale for all layers.
+        self.stack = None if config.scaled_by_layer else stacked(*told, scale=config.scale(0))
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, spans_T: Tensor, cache: KVCache, layout: TreeLayout
@@ -165,9 +174,11 @@ class GPT2(nn.Module):
             hidden rows [T, E], final norm applied.
         """
         x_TE = self.embedding(tokens_T) + F.embedding(positions_T, self.positions_PE)
+        if self.stack is not None and self.stack.takes(x_TE, layout):
+            return self.stack(x_TE, None, cache, layout)
         for i, layer in enumerate(self.layers):
             x_TE = layer(x_TE, cache.k_LGSD[i], cache.v_LGSD[i], layout)
-        return self.norm(x_TE)
+        return self.norm(x_TE, layout.impl)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype."""

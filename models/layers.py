@@ -6,23 +6,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from kernels.rows import rms_norm, silu_mul
+from kernels.rows import activation, layer_norm, rms_norm, silu_mul
 from kernels.stack import Layer as StackLayer
-from kernels.stack import Stack
+from kernels.stack import Norm, Stack
 from models.fields import Fields
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "tanh": torch.tanh,
+ACTIVATIONS = {  # to the names of `kernels.rows.activation`
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "tanh": "tanh",
 }
 
 
@@ -69,35 +68,58 @@ def head_shape(scores: bool, vocab_size: int, width: int) -> dict[str, tuple[int
     return {"score.weight": (1, width)} if scores else {"lm_head.weight": (vocab_size, width)}
 
 
-def gated(activation: str) -> Callable[..., Tensor]:
+def gated(name: str) -> Callable[..., Tensor]:
     """The middle of a gated MLP, (x [N, 2M], impl=...) -> [N, M]: the first half, activated, times the second."""
-    if activation in ("silu", "swish"):
+    if name == "silu":
         return silu_mul
-    run = ACTIVATIONS[activation]
 
     def middle(x_NM: Tensor, *, impl: str) -> Tensor:
         gate, up = x_NM.chunk(2, -1)
-        return run(gate) * up
+        return activation(gate, name, impl=impl) * up
 
     return middle
 
 
-def stacked(layers: Iterable[Any], norm: "RMSNorm", config: Any) -> Stack | None:
-    """The layers of a Llama or Phi-3 as one call for steps of few rows; None where that has no operators.
+def stacked(
+    layers: Iterable[tuple[Any, ...]],
+    norm: "RMSNorm | LayerNorm",
+    shape: ModelShape,
+    heads: int,
+    activation: str,
+    *,
+    gated: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Stack | None:
+    """The layers of a model as one call for steps of few rows; None where that has no operators.
 
     Args:
-        layers: `LlamaLayer` or `Phi3Layer`.
+        layers: of each the norms before attention and before the MLP (None: it reads what attention reads), then the
+            linear layers: to queries, keys and values, out of attention, into the MLP, out of it.
         norm: after them.
-        config: of the model.
+        shape, heads: of the model; of queries.
+        activation, gated: of the MLP, see `gated`.
+        scale, window: of attention; None: 1 / sqrt(head size), and no window.
     """
+    if gated and activation != "silu":
+        return None
     told = []
-    for layer in layers:
-        matrices = [linear.matrix for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        if None in matrices or layer.gate is not silu_mul:
+    for attention_norm, mlp_norm, *linears in layers:
+        matrices = [linear.matrix for linear in linears]
+        if None in matrices:
             return None
-        told.append(StackLayer(layer.attention_norm.weight, layer.mlp_norm.weight, *matrices))
-    sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
-    return Stack(told, norm.weight, **sizes, eps=norm.eps, window=config.window)
+        told.append(StackLayer(attention_norm.vectors, mlp_norm and mlp_norm.vectors, *matrices))
+    return Stack(
+        told,
+        norm.vectors,
+        activation=None if gated else activation,
+        heads=heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        eps=norm.eps,
+        scale=shape.head_dim**-0.5 if scale is None else scale,
+        window=window,
+    )
 
 
 class RMSNorm(nn.Module):
@@ -107,6 +129,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = weight, eps
 
+    @property
+    def vectors(self) -> Norm:
+        """For a stack."""
+        return Norm(self.weight)
+
     def forward(self, x: Tensor, impl: str) -> Tensor:
         """[..., E] -> the same; `impl` is the pass's."""
         return rms_norm(x, self.weight, self.eps, impl=impl)
@@ -115,9 +142,15 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """(x - mean(x)) / std(x) * weight + bias; float32 inside, whatever the dtype (Ba et al., 2016)."""
 
-    def __init__(self, weight: Tensor | None, bias: Tensor | None, eps: float):
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float):
         super().__init__()
         self.weight, self.bias, self.eps = weight, bias, eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+    @property
+    def vectors(self) -> Norm:
+        """For a stack."""
+        return Norm(self.weight, self.bias)
+
+    def forward(self, x: Tensor, impl: str) -> Tensor:
+        """[..., E] -> the same; `impl` is the pass's."""
+        return layer_norm(x, self.weight, self.bias, self.eps, impl=impl)

@@ -77,7 +77,7 @@ class LlamaConfig:
             kv_heads=kv_heads,
             head_dim=head_dim,
             norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
-            activation=fields.choice("hidden_act", set(ACTIVATIONS), default="silu"),
+            activation=ACTIVATIONS[fields.choice("hidden_act", set(ACTIVATIONS), default="silu")],
             attention_bias=not mistral and fields.bool("attention_bias", default=False),
             mlp_bias=not mistral and fields.bool("mlp_bias", default=False),
             tied=fields.bool("tie_word_embeddings", default=False),
@@ -177,7 +177,9 @@ class Llama(nn.Module):
         self.norm = RMSNorm(weights.vector("model.norm.weight"), config.norm_eps)
         self.head = weights.linear("score" if config.scores else "lm_head")
         self.rotary = RotaryEmbedding(config.rope).to(device)
-        self.stack = stacked(self.layers, self.norm, config)
+        parts = [(x.attention_norm, x.mlp_norm, x.qkv, x.out, x.gate_up, x.down) for x in self.layers]
+        options = {"gated": True, "window": config.window}
+        self.stack = stacked(parts, self.norm, self.shape, config.heads, config.activation, **options)
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, spans_T: Tensor, cache: KVCache, layout: TreeLayout
@@ -194,7 +196,7 @@ class Llama(nn.Module):
         x_TE = self.embedding(tokens_T)
         cos_TD, sin_TD = self.rotary.cos_sin(positions_T, spans_T, x_TE.dtype)
         if self.stack is not None and self.stack.takes(x_TE, layout):
-            return self.stack(x_TE, cos_TD, sin_TD, cache, layout)
+            return self.stack(x_TE, (cos_TD, sin_TD), cache, layout)
         for i, layer in enumerate(self.layers):
             x_TE = layer(x_TE, cos_TD, sin_TD, cache.k_LGSD[i], cache.v_LGSD[i], layout)
         return self.norm(x_TE, layout.impl)

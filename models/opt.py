@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from kernels.kv_write import kv_write
 from kernels.layout import KVCache, TreeLayout
+from kernels.rows import activation
 from kernels.tree_attention import tree_attention
 from models.checkpoint import Checkpoint
 from models.fields import Fields
-from models.layers import ACTIVATIONS, LayerNorm, ModelShape, has_scalar_head, head_shape
+from models.layers import ACTIVATIONS, LayerNorm, ModelShape, has_scalar_head, head_shape, stacked
 from models.weights import Weights
 
 ARCHITECTURES = ("OPTForCausalLM", "OPTForSequenceClassification")
@@ -65,7 +66,7 @@ class OPTConfig:
             mlp_width=fields.int("ffn_dim"),
             layers=fields.int("num_hidden_layers", high=2**14),
             heads=heads,
-            activation=fields.choice("activation_function", set(ACTIVATIONS), default="relu"),
+            activation=ACTIVATIONS[fields.choice("activation_function", set(ACTIVATIONS), default="relu")],
             pre_norm=pre_norm,
             final_norm=pre_norm and not fields.bool("_remove_final_layer_norm", default=False),
             affine=fields.bool("layer_norm_elementwise_affine", default=True),
@@ -118,14 +119,13 @@ class OPTLayer(nn.Module):
         self.out = weights.linear(f"{attention}.out_proj", bias=config.bias)
         self.up = weights.linear(f"{prefix}.fc1", bias=config.bias)
         self.down = weights.linear(f"{prefix}.fc2", bias=config.bias)
-        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x_TE: Tensor, k_HSD: Tensor, v_HSD: Tensor, layout: TreeLayout) -> Tensor:
         if self.config.pre_norm:
-            x_TE = x_TE + self.attention(self.attention_norm(x_TE), k_HSD, v_HSD, layout)
-            return x_TE + self.mlp(self.mlp_norm(x_TE))
-        x_TE = self.attention_norm(x_TE + self.attention(x_TE, k_HSD, v_HSD, layout))
-        return self.mlp_norm(x_TE + self.mlp(x_TE))
+            x_TE = x_TE + self.attention(self.attention_norm(x_TE, layout.impl), k_HSD, v_HSD, layout)
+            return x_TE + self.mlp(self.mlp_norm(x_TE, layout.impl), layout)
+        x_TE = self.attention_norm(x_TE + self.attention(x_TE, k_HSD, v_HSD, layout), layout.impl)
+        return self.mlp_norm(x_TE + self.mlp(x_TE, layout), layout.impl)
 
     def attention(self, x_TE: Tensor, k_HSD: Tensor, v_HSD: Tensor, layout: TreeLayout) -> Tensor:
         c = self.config
@@ -133,13 +133,14 @@ class OPTLayer(nn.Module):
         kv_write(k_HSD, v_HSD, k_THD, v_THD, layout.write_slots_T, impl=layout.impl)
         return self.out(tree_attention(q_THD, k_HSD, v_HSD, layout, scale=c.head_dim**-0.5).flatten(1))
 
-    def mlp(self, x_TE: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x_TE)))
+    def mlp(self, x_TE: Tensor, layout: TreeLayout) -> Tensor:
+        return self.down(activation(self.up(x_TE), self.config.activation, impl=layout.impl))
 
 
 def layer_norm(config: OPTConfig, weights: Weights, name: str) -> LayerNorm:
     if not config.affine:
-        return LayerNorm(None, None, NORM_EPS)
+        one_E = torch.ones(config.width, dtype=weights.dtype, device=weights.device)
+        return LayerNorm(one_E, torch.zeros_like(one_E), NORM_EPS)
     return LayerNorm(weights.vector(f"{name}.weight"), weights.vector(f"{name}.bias"), NORM_EPS)
 
 
@@ -174,11 +175,13 @@ class OPT(nn.Module):
         self.layers = nn.ModuleList(
             OPTLayer(config, weights, f"model.decoder.layers.{i}") for i in range(config.layers)
         )
-        self.norm = (
-            layer_norm(config, weights, "model.decoder.final_layer_norm") if config.final_norm else nn.Identity()
-        )
+        self.norm = layer_norm(config, weights, "model.decoder.final_layer_norm") if config.final_norm else None
         self.project_out = weights.linear("model.decoder.project_out") if projected else nn.Identity()
         self.head = weights.linear("score" if config.scores else "lm_head")
+        parts = [(x.attention_norm, x.mlp_norm, x.qkv, x.out, x.up, x.down) for x in self.layers]
+        self.stack = None  # which has no norms after blocks, and needs a last one
+        if self.norm is not None:
+            self.stack = stacked(parts, self.norm, self.shape, config.heads, config.activation)
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, spans_T: Tensor, cache: KVCache, layout: TreeLayout
@@ -193,9 +196,11 @@ class OPT(nn.Module):
             hidden rows [T, E], final norm applied.
         """
         x_TE = self.project_in(self.embedding(tokens_T)) + F.embedding(positions_T + OFFSET, self.positions_PE)
+        if self.stack is not None and self.stack.takes(x_TE, layout):
+            return self.stack(x_TE, None, cache, layout)
         for i, layer in enumerate(self.layers):
             x_TE = layer(x_TE, cache.k_LGSD[i], cache.v_LGSD[i], layout)
-        return self.norm(x_TE)
+        return x_TE if self.norm is None else self.norm(x_TE, layout.impl)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype."""

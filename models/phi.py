@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from kernels.kv_write import kv_write
 from kernels.layout import KVCache, TreeLayout
-from kernels.rows import rotary
+from kernels.rows import activation, rotary
 from kernels.tree_attention import tree_attention
 from models.checkpoint import Checkpoint
 from models.fields import Fields
-from models.layers import ACTIVATIONS, LayerNorm, ModelShape, has_scalar_head, head_shape
+from models.layers import ACTIVATIONS, LayerNorm, ModelShape, has_scalar_head, head_shape, stacked
 from models.rope import BUFFERS, RopeConfig, RotaryEmbedding
 from models.weights import Weights
 
@@ -63,7 +63,7 @@ class PhiConfig:
             kv_heads=kv_heads,
             head_dim=head_dim,
             norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
-            activation=fields.choice("hidden_act", set(ACTIVATIONS), default="gelu_new"),
+            activation=ACTIVATIONS[fields.choice("hidden_act", set(ACTIVATIONS), default="gelu_new")],
             qk_norm=fields.bool("qk_layernorm", default=False),
             tied=fields.bool("tie_word_embeddings", default=False),
             scores=has_scalar_head(fields),
@@ -107,16 +107,16 @@ class PhiLayer(nn.Module):
         self.out = weights.linear(f"{attention}.dense", bias=True)
         self.up = weights.linear(f"{prefix}.mlp.fc1", bias=True)
         self.down = weights.linear(f"{prefix}.mlp.fc2", bias=True)
-        self.activation = ACTIVATIONS[config.activation]
-        self.q_norm = layer_norm(config, weights, f"{attention}.q_layernorm") if config.qk_norm else nn.Identity()
-        self.k_norm = layer_norm(config, weights, f"{attention}.k_layernorm") if config.qk_norm else nn.Identity()
+        self.q_norm = layer_norm(config, weights, f"{attention}.q_layernorm") if config.qk_norm else None
+        self.k_norm = layer_norm(config, weights, f"{attention}.k_layernorm") if config.qk_norm else None
 
     def forward(
         self, x_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout
     ) -> Tensor:
-        normed_TE = self.norm(x_TE)
+        normed_TE = self.norm(x_TE, layout.impl)
         mixed_TE = self.attention(normed_TE, cos_TD, sin_TD, k_GSD, v_GSD, layout)
-        return mixed_TE + self.down(self.activation(self.up(normed_TE))) + x_TE
+        middle_TM = activation(self.up(normed_TE), self.config.activation, impl=layout.impl)
+        return mixed_TE + self.down(middle_TM) + x_TE
 
     def attention(
         self, x_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout
@@ -124,8 +124,10 @@ class PhiLayer(nn.Module):
         c = self.config
         rows_THD = self.qkv(x_TE).unflatten(-1, (c.heads + 2 * c.kv_heads, c.head_dim))
         q_THD, k_TGD, v_TGD = rows_THD.split([c.heads, c.kv_heads, c.kv_heads], 1)
-        q_THD = rotary(self.q_norm(q_THD), cos_TD, sin_TD, impl=layout.impl)
-        k_TGD = rotary(self.k_norm(k_TGD), cos_TD, sin_TD, impl=layout.impl)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_TGD = self.q_norm(q_THD, layout.impl), self.k_norm(k_TGD, layout.impl)
+        q_THD = rotary(q_THD, cos_TD, sin_TD, impl=layout.impl)
+        k_TGD = rotary(k_TGD, cos_TD, sin_TD, impl=layout.impl)
         kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=layout.impl)
         return self.out(tree_attention(q_THD, k_GSD, v_GSD, layout, scale=c.head_dim**-0.5).flatten(1))
 
@@ -165,6 +167,9 @@ class Phi(nn.Module):
         self.norm = layer_norm(config, weights, "model.final_layernorm")
         self.head = weights.linear("score") if config.scores else weights.linear("lm_head", bias=True)
         self.rotary = RotaryEmbedding(config.rope).to(device)
+        parts = [(x.norm, None, x.qkv, x.out, x.up, x.down) for x in self.layers]
+        told = parts, self.norm, self.shape, config.heads, config.activation
+        self.stack = None if config.qk_norm else stacked(*told)  # which has no norms of heads
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, spans_T: Tensor, cache: KVCache, layout: TreeLayout
@@ -180,9 +185,11 @@ class Phi(nn.Module):
         """
         x_TE = self.embedding(tokens_T)
         cos_TD, sin_TD = self.rotary.cos_sin(positions_T, spans_T, x_TE.dtype)
+        if self.stack is not None and self.stack.takes(x_TE, layout):
+            return self.stack(x_TE, (cos_TD, sin_TD), cache, layout)
         for i, layer in enumerate(self.layers):
             x_TE = layer(x_TE, cos_TD, sin_TD, cache.k_LGSD[i], cache.v_LGSD[i], layout)
-        return self.norm(x_TE)
+        return self.norm(x_TE, layout.impl)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype."""

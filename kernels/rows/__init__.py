@@ -30,6 +30,16 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, *, impl: str) -> Tensor
     return _pick("rms_norm", impl)(x_NE, weight_E, eps)
 
 
+def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float, *, impl: str) -> Tensor:
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, each row by itself (Ba et al., 2016).
+
+    Args:
+        x_NE, weight_E, bias_E: of one dtype; arithmetic is float32 or better.
+        impl: of the pass, see `kernels.tree_attention`.
+    """
+    return _pick("layer_norm", impl)(x_NE, weight_E, bias_E, eps)
+
+
 def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, impl: str) -> Tensor:
     """Rotates the first R dims of each head, pairs i and i + R/2; dims past them pass through (Su et al., 2021).
 
@@ -49,6 +59,19 @@ def silu_mul(x_NM: Tensor, *, impl: str) -> Tensor:
         impl: of the pass, see `kernels.tree_attention`.
     """
     return _pick("silu_mul", impl)(x_NM)
+
+
+def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
+    """A function of each element, in the dtype of x.
+
+    Args:
+        name: "relu", "gelu" (x times the normal distribution function; Hendrycks and Gimpel, 2016), "gelu_tanh" (its
+            approximation), "silu", "quick_gelu" (x times the logistic function of 1.702 x) or "tanh".
+        impl: of the pass, see `kernels.tree_attention`.
+    """
+    if name not in cpp.ACTIVATIONS:
+        raise ValueError(f"name: expected one of {', '.join(cpp.ACTIVATIONS)}, got {name!r}")
+    return _pick("activation", impl)(x_NM, name)
 
 
 def log_softmax(x_NV: Tensor, size: int, *, impl: str) -> tuple[Tensor, Tensor]:

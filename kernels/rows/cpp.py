@@ -8,6 +8,8 @@ from torch import Tensor
 
 from kernels.cpp import KINDS, function
 
+ACTIVATIONS = {name: i for i, name in enumerate(("relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh"))}
+
 
 def _check(*tensors: Tensor) -> None:
     kinds = {(x.dtype, x.device.type) for x in tensors}
@@ -29,6 +31,22 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     return out_NE
 
 
+def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float) -> Tensor:
+    """See the front for arguments."""
+    _check(x_NE, weight_E, bias_E)
+    if not weight_E.shape == bias_E.shape == x_NE.shape[-1:]:
+        got = f"{list(weight_E.shape)}, {list(bias_E.shape)}"
+        raise ValueError(f"expected a weight and a bias of {list(x_NE.shape[-1:])}, got {got}")
+    x_NE, weight_E, bias_E, width = x_NE.contiguous(), weight_E.contiguous(), bias_E.contiguous(), x_NE.shape[-1]
+    out_NE = torch.empty_like(x_NE)
+    function("coppice_layer_norm", "iippppiif")(
+        *(KINDS[x_NE.dtype], torch.get_num_threads()),
+        *(x_NE.data_ptr(), weight_E.data_ptr(), bias_E.data_ptr(), out_NE.data_ptr()),
+        *(x_NE.numel() // width, width, eps),
+    )
+    return out_NE
+
+
 def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """See the front for arguments."""
     _check(x_THD, cos_TR, sin_TR)
@@ -38,10 +56,10 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     if x_THD.stride(2) != 1:
         x_THD = x_THD.contiguous()
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype)
-    function("coppice_rotary", "iippppiiiiii")(
+    function("coppice_rotary", "iippppiiiiiii")(
         *(KINDS[x_THD.dtype], torch.get_num_threads()),
         *(x_THD.data_ptr(), cos_TR.data_ptr(), sin_TR.data_ptr(), out_THD.data_ptr()),
-        *(*x_THD.shape, cos_TR.shape[1], x_THD.stride(0), x_THD.stride(1)),
+        *(*x_THD.shape, cos_TR.shape[1], x_THD.stride(0), x_THD.stride(1), out_THD.stride(0)),
     )
     return out_THD
 
@@ -55,6 +73,18 @@ def silu_mul(x_NM: Tensor) -> Tensor:
         *(KINDS[x_NM.dtype], torch.get_num_threads(), x_NM.data_ptr(), out.data_ptr(), out.numel() // width, width)
     )
     return out
+
+
+def activation(x_NM: Tensor, name: str) -> Tensor:
+    """See the front for arguments."""
+    _check(x_NM)
+    x_NM, width = x_NM.contiguous(), x_NM.shape[-1]
+    out_NM = torch.empty_like(x_NM)
+    function("coppice_activation", "iiippii")(
+        *(KINDS[x_NM.dtype], torch.get_num_threads(), ACTIVATIONS[name], x_NM.data_ptr(), out_NM.data_ptr()),
+        *(x_NM.numel() // width, width),
+    )
+    return out_NM
 
 
 def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -102,12 +132,17 @@ def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int]) -> Tensor:
     return out_N
 
 
-for run in (rms_norm, rotary, silu_mul, log_softmax, top_k, at_least, gumbel_argmax):
+for run in (rms_norm, layer_norm, rotary, silu_mul, activation, log_softmax, top_k, at_least, gumbel_argmax):
     torch.library.custom_op(f"coppice::{run.__name__}", run, mutates_args=())
 
 
 @torch.library.register_fake("coppice::rms_norm")
 def _(x_NE, _weight_E, _eps):
+    return torch.empty_like(x_NE, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("coppice::layer_norm")
+def _(x_NE, _weight_E, _bias_E, _eps):
     return torch.empty_like(x_NE, memory_format=torch.contiguous_format)
 
 
@@ -119,6 +154,11 @@ def _(x_THD, _cos_TR, _sin_TR):
 @torch.library.register_fake("coppice::silu_mul")
 def _(x_NM):
     return x_NM.new_empty(*x_NM.shape[:-1], x_NM.shape[-1] // 2)
+
+
+@torch.library.register_fake("coppice::activation")
+def _(x_NM, _name):
+    return torch.empty_like(x_NM, memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake("coppice::log_softmax")

@@ -8,12 +8,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "tanh": torch.tanh,
+}
 LINES = 16  # see `top_k`: this many make reading and sorting cost least together
 
 
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """See the front for arguments."""
     return F.rms_norm(x_NE, weight_E.shape, weight_E, eps)
+
+
+def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float) -> Tensor:
+    """See the front for arguments."""
+    return F.layer_norm(x_NE, weight_E.shape, weight_E, bias_E, eps)
 
 
 def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
@@ -32,6 +45,11 @@ def silu_mul(x_NM: Tensor) -> Tensor:
     """See the front for arguments."""
     gate, up = x_NM.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def activation(x_NM: Tensor, name: str) -> Tensor:
+    """See the front for arguments."""
+    return ACTIVATIONS[name](x_NM)
 
 
 def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,25 @@ void rms_norm(const T* x, const T* weight, T* out, int64_t width, float eps) {
     each(width, [&](int64_t i, auto n) { store(load(x + i, n) * share * load(weight + i, n), out + i, n); });
 }
 
+// The mean of what is left of a row without its mean, which rounding makes, is taken from both moments (Chan et al.,
+// 1983), so that a row far from 0 loses nothing.
+template <typename T>
+void layer_norm(const T* x, const T* weight, const T* bias, T* out, int64_t width, float eps) {
+    Floats sum{}, left{}, squares{};
+    each(width, [&](int64_t i, auto n) { sum += load(x + i, n); });
+    const float about = sum_of(sum) / width;
+    each(width, [&](int64_t i, auto n) {
+        Floats part = load(x + i, n) - about;
+        for (int lane = n; lane < LANES; lane++) part[lane] = 0;
+        left += part, squares += part * part;
+    });
+    const float rest = sum_of(left) / width, mean = about + rest;
+    const float share = 1 / std::sqrt(std::max(sum_of(squares) / width - rest * rest, 0.0f) + eps);
+    each(width, [&](int64_t i, auto n) {
+        store((load(x + i, n) - mean) * share * load(weight + i, n) + load(bias + i, n), out + i, n);
+    });
+}
+
 template <typename T>
 void rotary(const T* x, const T* cos, const T* sin, T* out, int64_t head_dim, int64_t dims) {
     const int64_t half = dims / 2;
@@ -32,16 +51,59 @@ void rotary(const T* x, const T* cos, const T* sin, T* out, int64_t head_dim, in
         store(first * c - second * s, out + i, n);
         store(second * c + first * s, out + half + i, n);
     });
-    std::copy(x + dims, x + head_dim, out + dims);
+    if (out != x) std::copy(x + dims, x + head_dim, out + dims);
+}
+
+// x times the logistic function of y.
+Floats times_sigmoid(Floats x, Floats y) {
+    const Floats e = exp2_of((y < 0 ? y : -y) * LOG2_E);  // the function is e / (1 + e) or 1 / (1 + e)
+    return x * (y < 0 ? e : all(1)) / (1 + e);
 }
 
 template <typename T>
 void silu_mul(const T* gate, const T* up, T* out, int64_t width) {
     each(width, [&](int64_t i, auto n) {
         const Floats x = load(gate + i, n);
-        const Floats e = exp2_of((x < 0 ? x : -x) * LOG2_E);  // sigmoid is e / (1 + e) or 1 / (1 + e)
-        store(x * (x < 0 ? e : all(1)) / (1 + e) * load(up + i, n), out + i, n);
+        store(times_sigmoid(x, x) * load(up + i, n), out + i, n);
     });
+}
+
+// x times the normal distribution function. Approximated is the smaller part of the mass, so that neither loses
+// precision.
+Floats gelu(Floats x) {
+    const Floats t = 1 / (1 + 0.35f * (x < 0 ? -x : x));
+    Floats y = all(-2.912596377e-02f);  // y * t is the tail over e^(-x^2 / 2), within 4e-8 of it
+    y = y * t + 1.438726980e-01f;
+    y = y * t - 2.555054810e-01f;
+    y = y * t + 1.589302857e-01f;
+    y = y * t - 2.293778200e-02f;
+    y = y * t + 1.054331891e-01f;
+    y = y * t + 1.198523792e-01f;
+    y = y * t + 1.398590894e-01f;
+    y = y * t + 1.396215695e-01f;
+    const Floats tail = y * t * exp2_of(x * x * (-0.5f * LOG2_E));  // the mass past |x|
+    return x * (x < 0 ? tail : 1 - tail);
+}
+
+Floats tanh(Floats x) {
+    const Floats square = x * x, e = exp2_of((x < 0 ? x : -x) * (2 * LOG2_E)), far = (1 - e) / (1 + e);
+    Floats y = all(-6.274231621e-03f);
+    y = y * square + 2.107167298e-02f;
+    y = y * square - 5.385230828e-02f;
+    y = y * square + 1.333258612e-01f;
+    y = y * square - 3.333331756e-01f;
+    return square < 0.3f ? x + x * square * y : x < 0 ? -far : far;
+}
+
+// Calls f with the function that Python numbers so (ACTIVATIONS in cpp.py).
+template <typename F>
+void with_activation(int64_t number, F f) {
+    if (number == 0) f([](Floats x) { return x < 0 ? Floats{} : x; });
+    if (number == 1) f([](Floats x) { return gelu(x); });
+    if (number == 2) f([](Floats x) { return times_sigmoid(x, x * (1.59576912f + 0.0713548163f * x * x)); });
+    if (number == 3) f([](Floats x) { return times_sigmoid(x, x); });
+    if (number == 4) f([](Floats x) { return times_sigmoid(x, 1.702f * x); });
+    if (number == 5) f([](Floats x) { return tanh(x); });
 }
 
 // Log-probabilities of a row, -inf from the size-th on. Returns whether all of it is finite.
@@ -188,17 +250,28 @@ extern "C" void coppice_rms_norm(int64_t kind, int64_t threads, const void* x, c
     });
 }
 
-// x [tokens, heads, head_dim] with strides of its own, cos and sin [tokens, dims]; out is contiguous.
+extern "C" void coppice_layer_norm(int64_t kind, int64_t threads, const void* x, const void* weight, const void* bias,
+                                   void* out, int64_t rows, int64_t width, float eps) {
+    with_type(kind, [&](auto type) {
+        using T = decltype(type);
+#pragma omp parallel for num_threads(threads) if (rows * width > SMALL)
+        for (int64_t r = 0; r < rows; r++)
+            layer_norm((const T*)x + r * width, (const T*)weight, (const T*)bias, (T*)out + r * width, width, eps);
+    });
+}
+
+// x [tokens, heads, head_dim] with strides of its own, cos and sin [tokens, dims]; heads of out are contiguous. It may
+// be x.
 extern "C" void coppice_rotary(int64_t kind, int64_t threads, const void* x, const void* cos, const void* sin,
                                void* out, int64_t tokens, int64_t heads, int64_t head_dim, int64_t dims,
-                               int64_t token_stride, int64_t head_stride) {
+                               int64_t token_stride, int64_t head_stride, int64_t out_stride) {
     with_type(kind, [&](auto type) {
         using T = decltype(type);
 #pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > SMALL)
         for (int64_t t = 0; t < tokens; t++)
             for (int64_t h = 0; h < heads; h++)
                 rotary((const T*)x + t * token_stride + h * head_stride, (const T*)cos + t * dims,
-                       (const T*)sin + t * dims, (T*)out + (t * heads + h) * head_dim, head_dim, dims);
+                       (const T*)sin + t * dims, (T*)out + t * out_stride + h * head_dim, head_dim, dims);
     });
 }
 
@@ -211,6 +284,20 @@ extern "C" void coppice_silu_mul(int64_t kind, int64_t threads, const void* x, v
             const T* gate = (const T*)x + r * 2 * width;
             silu_mul(gate, gate + width, (T*)out + r * width, width);
         }
+    });
+}
+
+extern "C" void coppice_activation(int64_t kind, int64_t threads, int64_t number, const void* x, void* out,
+                                   int64_t rows, int64_t width) {
+    with_type(kind, [&](auto type) {
+        with_activation(number, [&](auto run) {
+            using T = decltype(type);
+#pragma omp parallel for num_threads(threads) if (rows * width > SMALL)
+            for (int64_t r = 0; r < rows; r++)
+                each(width, [&](int64_t i, auto n) {
+                    store(run(load((const T*)x + r * width + i, n)), (T*)out + r * width + i, n);
+                });
+        });
     });
 }
 

@@ -1,5 +1,5 @@
-"""All layers of a gated decoder in one call, for a step of few rows on a CPU: the operators as models/llama.py calls
-them, one after the other (stack.cpp). Their definitions are those of the operators."""
+"""All layers of a decoder in one call, for a step of few rows on a CPU: the operators as the models call them, one
+after the other (stack.cpp). Their definitions are those of the operators."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.cpp import KINDS, function, watched
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import few_rows
+from kernels.rows.cpp import ACTIVATIONS
 from kernels.tree_attention import cpp
 
 
@@ -25,34 +26,45 @@ class Matrix(NamedTuple):
     scale_O: Tensor | None = None
 
 
-class Layer(NamedTuple):
-    """Pre-norm attention and an MLP gated by SiLU."""
+class Norm(NamedTuple):
+    """A LayerNorm, or, without a bias, an RMSNorm."""
 
-    attention_norm: Tensor
-    mlp_norm: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class Layer(NamedTuple):
+    """Attention and an MLP, each behind its norm; without `mlp_norm` both read the same, side by side."""
+
+    attention_norm: Norm
+    mlp_norm: Norm | None
     qkv: Matrix
     out: Matrix
-    gate_up: Matrix
+    up: Matrix
     down: Matrix
 
 
-class _Matrix(ctypes.Structure):  # this and the next two in step with stack.cpp
+class _Matrix(ctypes.Structure):  # this and the next three in step with stack.cpp
     _fields_ = (*((name, ctypes.c_void_p) for name in ("packed", "bias", "sums", "scale")), ("outs", ctypes.c_int64))
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("weight", "bias"))
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm")),
-        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _Norm) for name in ("attention_norm", "mlp_norm")),
+        *((name, _Matrix) for name in ("qkv", "out", "up", "down")),
     )
 
 
 class _Stack(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("kind", "element", "layers", "heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("width", "mlp_width")),
+        *((name, ctypes.c_int64) for name in ("width", "mlp_width", "gated", "activation")),
         ("layer", ctypes.POINTER(_Layer)),
-        ("norm", ctypes.c_void_p),
+        ("norm", _Norm),
         ("eps", ctypes.c_float),
     )
 
@@ -62,10 +74,11 @@ class Stack:
 
     Args:
         layers: of which the tensors and packed matrices live as long as the stack is used.
-        norm: weight of the last norm.
+        norm: the last.
+        activation: between the matrices of an MLP, see `kernels.rows`; None: `silu_mul`.
         heads, kv_heads, head_dim: of queries; of keys and values; elements of a head.
         eps: of the norms.
-        window: of the attention.
+        scale, window: of the attention.
 
     Attributes:
         idle: takes nothing, as the layers are to be called one by one: compiled, or watched.
@@ -76,35 +89,36 @@ class Stack:
     def __init__(
         self,
         layers: Sequence[Layer],
-        norm: Tensor,
+        norm: Norm,
         *,
+        activation: str | None,
         heads: int,
         kv_heads: int,
         head_dim: int,
         eps: float,
+        scale: float,
         window: int | None,
     ):
-        self.layers, self.norm, self.window = layers, norm, window
+        self.layers, self.norm, self.scale, self.window = layers, norm, scale, window
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        sizes = len(layers), heads, kv_heads, head_dim, len(norm), layers[0].gate_up.outs // 2
-        packed = (_Layer * len(layers))(
-            *(
-                _Layer(layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr(), *map(_matrix, layer[2:]))
-                for layer in layers
-            )
-        )
-        self._packed = _Stack(KINDS[norm.dtype], norm.itemsize, *sizes, packed, norm.data_ptr(), eps)
+        dtype, (width,) = norm.weight.dtype, norm.weight.shape
+        gated, number = activation is None, 0 if activation is None else ACTIVATIONS[activation]
+        sizes = len(layers), heads, kv_heads, head_dim, width, layers[0].up.outs // (2 if gated else 1), gated, number
+        packed = (_Layer * len(layers))(*(_Layer(*map(_norm, layer[:2]), *map(_matrix, layer[2:])) for layer in layers))
+        self._packed = _Stack(KINDS[dtype], dtype.itemsize, *sizes, packed, _norm(norm), eps)
 
     def takes(self, x_TE: Tensor, layout: TreeLayout) -> bool:
         """Whether it runs these tokens: few, by C++, and nobody looks on who wants to see operators."""
         return not self.idle and layout.impl == "cpp" and few_rows(x_TE) and not watched()
 
-    def __call__(self, x_TE: Tensor, cos_TR: Tensor, sin_TR: Tensor, cache: KVCache, layout: TreeLayout) -> Tensor:
+    def __call__(
+        self, x_TE: Tensor, angles: tuple[Tensor, Tensor] | None, cache: KVCache, layout: TreeLayout
+    ) -> Tensor:
         """Evaluate the tokens of a pass; their keys and values go into the cache.
 
         Args:
             x_TE: embeddings, float32, bfloat16 or float16 as the norms' weights; they are overwritten.
-            cos_TR, sin_TR: see `kernels.rows.rotary`.
+            angles: cos_TR and sin_TR, see `kernels.rows.rotary`; None: nothing is rotated.
 
         Returns:
             [T, E], the last norm applied.
@@ -112,24 +126,25 @@ class Stack:
         Raises:
             ValueError: tensors that do not fit together.
         """
-        T, D, (*_, S, _) = len(x_TE), self.head_dim, cache.k_LGSD.shape
+        T, D, (*_, S, _), weight_E = len(x_TE), self.head_dim, cache.k_LGSD.shape, self.norm.weight
+        R = angles[0].shape[1] if angles else 0
         for x, shape in (
-            (x_TE, (len(layout.positions_T), len(self.norm))),
-            (cos_TR, (T, cos_TR.shape[1])),
-            (sin_TR, cos_TR.shape),
+            (x_TE, (len(layout.positions_T), len(weight_E))),
+            *((x, (T, R)) for x in angles or ()),
             (cache.k_LGSD, (len(self.layers), self.kv_heads, S, D)),
             (cache.v_LGSD, cache.k_LGSD.shape),
         ):
-            if x.shape != shape or x.dtype != self.norm.dtype or not x.is_cpu or not x.is_contiguous():
+            if x.shape != shape or x.dtype != weight_E.dtype or not x.is_cpu or not x.is_contiguous():
                 got = f"{x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}"
-                raise ValueError(f"expected contiguous {self.norm.dtype} {list(shape)} on a CPU, got {got}")
+                raise ValueError(f"expected contiguous {weight_E.dtype} {list(shape)} on a CPU, got {got}")
         out_TE, threads = torch.empty_like(x_TE), torch.get_num_threads()
-        turned_THD = torch.empty(T, self.heads + self.kv_heads, D, dtype=x_TE.dtype)  # queries, then keys
-        problem = cpp.problem(turned_THD[:, : self.heads], cache.k_LGSD[0], layout.seen, D**-0.5, self.window)
+        heads_THD = torch.empty(T, self.heads + 2 * self.kv_heads, D, dtype=x_TE.dtype)  # queries, keys, values
+        problem = cpp.problem(heads_THD[:, : self.heads], cache.k_LGSD[0], layout.seen, self.scale, self.window)
         function("coppice_stack", "ppipppppppp" + "iii")(
-            *(ctypes.addressof(self._packed), ctypes.addressof(problem), threads),
-            *(x_TE.data_ptr(), cos_TR.data_ptr(), sin_TR.data_ptr(), cache.k_LGSD.data_ptr(), cache.v_LGSD.data_ptr()),
-            *(layout.write_slots_T.data_ptr(), turned_THD.data_ptr(), out_TE.data_ptr(), T, S, cos_TR.shape[1]),
+            *(ctypes.addressof(self._packed), ctypes.addressof(problem), threads, x_TE.data_ptr()),
+            *((x.data_ptr() for x in angles) if angles else (None, None)),
+            *(cache.k_LGSD.data_ptr(), cache.v_LGSD.data_ptr(), layout.write_slots_T.data_ptr()),
+            *(heads_THD.data_ptr(), out_TE.data_ptr(), T, S, R),
         )
         return out_TE
 
@@ -148,6 +163,13 @@ def one_by_one(model: Any) -> Iterator[None]:
         stack.idle = idle
 
 
+def _norm(norm: Norm | None) -> _Norm:
+    return _Norm(*map(_address, norm or (None, None)))
+
+
 def _matrix(matrix: Matrix) -> _Matrix:
-    tensors = matrix.bias, matrix.sum_O, matrix.scale_O
-    return _Matrix(matrix.address, *(None if x is None else x.data_ptr() for x in tensors), matrix.outs)
+    return _Matrix(matrix.address, *map(_address, (matrix.bias, matrix.sum_O, matrix.scale_O)), matrix.outs)
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()

@@ -1,6 +1,6 @@
-// The layers of a gated decoder for a step of few rows: the operators one after the other, as models/llama.py calls
-// them, without Python in between. A step of decoding evicts Python from the caches, so that its calls take longer than
-// the smaller operators.
+// The layers of a decoder for a step of few rows: the operators one after the other, as the models call them, without
+// Python in between. A step of decoding evicts Python from the caches, so that its calls take longer than the smaller
+// operators.
 //
 // Shape legend: kernels/layout.py, and E width, M MLP width.
 
@@ -11,17 +11,19 @@
 // The operators, see their files.
 extern "C" {
 void coppice_rms_norm(int64_t, int64_t, const void*, const void*, void*, int64_t, int64_t, float);
+void coppice_layer_norm(int64_t, int64_t, const void*, const void*, const void*, void*, int64_t, int64_t, float);
 void coppice_linear(int64_t, int64_t, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
 #ifdef __AVX512VNNI__
 void coppice_int8_linear(int64_t, int64_t, const void*, const void*, const int32_t*, const float*, const void*, void*,
                          int64_t, int64_t, int64_t);
 #endif
 void coppice_rotary(int64_t, int64_t, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t,
-                    int64_t, int64_t);
+                    int64_t, int64_t, int64_t);
 void coppice_kv_write(int64_t, char*, char*, const char*, const char*, const int64_t*, int64_t, int64_t, int64_t,
                       int64_t, int64_t, int64_t, int64_t, int64_t);
 void coppice_tree_attention(const void*, const void*, const void*, const void*, void*);
 void coppice_silu_mul(int64_t, int64_t, const void*, void*, int64_t, int64_t);
+void coppice_activation(int64_t, int64_t, int64_t, const void*, void*, int64_t, int64_t);
 }
 
 // In step with the structures in __init__.py. `sums` and `scale` are those of an int8 matrix.
@@ -32,19 +34,31 @@ struct Matrix {
     int64_t outs;
 };
 
+// A LayerNorm, or, without a bias, an RMSNorm.
+struct Norm {
+    const void *weight, *bias;
+};
+
 struct Layer {
-    const void *attention_norm, *mlp_norm;
-    Matrix qkv, out, gate_up, down;
+    Norm attention_norm, mlp_norm;  // without the latter the MLP reads what attention does, and not its sum
+    Matrix qkv, out, up, down;
 };
 
 struct Stack {
-    int64_t kind, element, layers, heads, kv_heads, head_dim, width, mlp_width;
+    int64_t kind, element, layers, heads, kv_heads, head_dim, width, mlp_width, gated, activation;
     const Layer* layer;
-    const void* norm;
+    Norm norm;
     float eps;
 };
 
 namespace {
+
+void normalize(const Stack& s, int64_t threads, const Norm& norm, const void* x, void* out, int64_t rows) {
+    if (norm.bias)
+        coppice_layer_norm(s.kind, threads, x, norm.weight, norm.bias, out, rows, s.width, s.eps);
+    else
+        coppice_rms_norm(s.kind, threads, x, norm.weight, out, rows, s.width, s.eps);
+}
 
 void multiply(const Stack& s, int64_t threads, const Matrix& m, const void* x, void* out, int64_t rows, int64_t width) {
 #ifdef __AVX512VNNI__
@@ -65,33 +79,42 @@ void add(int64_t kind, const void* more, void* x, int64_t size) {
 }  // namespace
 
 // x [T, E] is changed, out [T, E] takes it through the last norm. `attention` is the problem of a layer, whose queries
-// will lie in turned [T, H + G, D], before the keys; k and v are [L, G, S, D].
+// will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D]. Without cos nothing is rotated.
 extern "C" void coppice_stack(const Stack* stack, const void* attention, int64_t threads, void* x, const void* cos,
-                              const void* sin, char* k, char* v, const int64_t* slots_T, char* turned_THD, void* out,
+                              const void* sin, char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out,
                               int64_t tokens, int64_t slots, int64_t rotary_dims) {
     const Stack& s = *stack;
     const int64_t turned = s.heads + s.kv_heads, every = turned + s.kv_heads, head = s.head_dim * s.element;
-    const int64_t kv_layer = s.kv_heads * slots * head;
+    const int64_t kv_layer = s.kv_heads * slots * head, up_width = (s.gated ? 2 : 1) * s.mlp_width;
     auto room = [&](int64_t bytes) { return std::unique_ptr<char[]>(new char[tokens * bytes]); };
-    const auto normed_TE = room(s.width * s.element), sum_TE = room(s.width * s.element), qkv_THD = room(every * head);
-    const auto mixed_THD = room(s.heads * head), gate_up_TM = room(2 * s.mlp_width * s.element);
-    const auto middle_TM = room(s.mlp_width * s.element);
+    const auto normed_TE = room(s.width * s.element), sum_TE = room(s.width * s.element);
+    const auto mixed_THD = room(s.heads * head);
+    const auto up_TM = room(up_width * s.element), middle_TM = room(s.mlp_width * s.element);
     for (int64_t i = 0; i < s.layers; i++, k += kv_layer, v += kv_layer) {
         const Layer& layer = s.layer[i];
-        coppice_rms_norm(s.kind, threads, x, layer.attention_norm, normed_TE.get(), tokens, s.width, s.eps);
-        multiply(s, threads, layer.qkv, normed_TE.get(), qkv_THD.get(), tokens, s.width);
-        coppice_rotary(s.kind, threads, qkv_THD.get(), cos, sin, turned_THD, tokens, turned, s.head_dim, rotary_dims,
-                       every * s.head_dim, s.head_dim);
-        coppice_kv_write(threads, k, v, turned_THD + s.heads * head, qkv_THD.get() + turned * head, slots_T, tokens,
-                         s.kv_heads, slots, head, turned * head, head, every * head, head);
-        coppice_tree_attention(attention, turned_THD, k, v, mixed_THD.get());
+        const bool parallel = !layer.mlp_norm.weight;
+        normalize(s, threads, layer.attention_norm, x, normed_TE.get(), tokens);
+        multiply(s, threads, layer.qkv, normed_TE.get(), heads_THD, tokens, s.width);
+        if (cos)
+            coppice_rotary(s.kind, threads, heads_THD, cos, sin, heads_THD, tokens, turned, s.head_dim, rotary_dims,
+                           every * s.head_dim, s.head_dim, every * s.head_dim);
+        coppice_kv_write(threads, k, v, heads_THD + s.heads * head, heads_THD + turned * head, slots_T, tokens,
+                         s.kv_heads, slots, head, every * head, head, every * head, head);
+        coppice_tree_attention(attention, heads_THD, k, v, mixed_THD.get());
         multiply(s, threads, layer.out, mixed_THD.get(), sum_TE.get(), tokens, s.heads * s.head_dim);
-        add(s.kind, sum_TE.get(), x, tokens * s.width);
-        coppice_rms_norm(s.kind, threads, x, layer.mlp_norm, normed_TE.get(), tokens, s.width, s.eps);
-        multiply(s, threads, layer.gate_up, normed_TE.get(), gate_up_TM.get(), tokens, s.width);
-        coppice_silu_mul(s.kind, threads, gate_up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
-        multiply(s, threads, layer.down, middle_TM.get(), sum_TE.get(), tokens, s.mlp_width);
-        add(s.kind, sum_TE.get(), x, tokens * s.width);
+        if (!parallel) {
+            add(s.kind, sum_TE.get(), x, tokens * s.width);
+            normalize(s, threads, layer.mlp_norm, x, normed_TE.get(), tokens);
+        }
+        multiply(s, threads, layer.up, normed_TE.get(), up_TM.get(), tokens, s.width);
+        if (s.gated)
+            coppice_silu_mul(s.kind, threads, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
+        else
+            coppice_activation(s.kind, threads, s.activation, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
+        // Nobody reads the normed rows any more: the MLP's take their place.
+        multiply(s, threads, layer.down, middle_TM.get(), normed_TE.get(), tokens, s.mlp_width);
+        add(s.kind, normed_TE.get(), parallel ? sum_TE.get() : x, tokens * s.width);
+        if (parallel) add(s.kind, sum_TE.get(), x, tokens * s.width);
     }
-    coppice_rms_norm(s.kind, threads, x, s.norm, out, tokens, s.width, s.eps);
+    normalize(s, threads, s.norm, x, out, tokens);
 }

@@ -33,6 +33,26 @@ def test_rms_norm(dtype, width, count):
 
 
 @DTYPES
+@pytest.mark.parametrize("width", [1, 7, 16, 33, 768, 2560])
+@pytest.mark.parametrize("offset", [0, 50])
+@pytest.mark.parametrize("count", [1, 15, 100])
+def test_layer_norm(dtype, width, offset, count):
+    x = draw(count, width, dtype=dtype) * 3 + offset
+    x[0] = offset
+    weight, bias = draw(width, dtype=dtype, seed=1), draw(width, dtype=dtype, seed=2)
+    exact = reference.layer_norm(x.double(), weight.double(), bias.double(), 1e-5)
+    found, plain = rows.layer_norm(x, weight, bias, 1e-5, impl="cpp"), reference.layer_norm(x, weight, bias, 1e-5)
+    no_worse(found, dtype, exact, plain)
+    assert found[0].equal(bias)
+
+
+def test_layer_norm_of_rows_far_from_zero():
+    x, one, zero = draw(15, 768) + 1000, torch.ones(768), torch.zeros(768)
+    exact = reference.layer_norm(x.double(), one.double(), zero.double(), 1e-5)
+    assert (rows.layer_norm(x, one, zero, 1e-5, impl="cpp").double() - exact).abs().max() < 5e-5
+
+
+@DTYPES
 @pytest.mark.parametrize(("head_dim", "dims"), [(2, 2), (64, 64), (80, 32), (96, 90), (33, 14)])
 def test_rotary_of_strided_heads(dtype, head_dim, dims):
     wide = draw(9, 5, head_dim, dtype=dtype)
@@ -51,6 +71,29 @@ def test_silu_mul(dtype, width):
     x = draw(15, 2 * width, dtype=dtype) * 4
     x[0, 0], x[1, 0], x[2, 0] = 1000, -1000, 0
     no_worse(rows.silu_mul(x, impl="cpp"), dtype, reference.silu_mul(x.double()), reference.silu_mul(x))
+
+
+@DTYPES
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+@pytest.mark.parametrize("width", [1, 16, 40, 2048])
+def test_activation(dtype, name, width):
+    x = draw(15, width, dtype=dtype) * 4
+    x[0, 0], x[1, 0], x[2, 0] = 1000, -1000, 0
+    exact, plain = reference.activation(x.double(), name), reference.activation(x, name)
+    no_worse(rows.activation(x, name, impl="cpp"), dtype, exact, plain)
+
+
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+def test_activation_of_every_size(name):
+    """Of each sign and of magnitudes from 1e-30 to 1e30 the error is a few roundings, to where the value dwindles."""
+    x = torch.logspace(-30, 30, 20001)
+    x = torch.cat((x, -x, torch.linspace(-10, 10, 20001)))
+    exact, found = reference.activation(x.double(), name), rows.activation(x, name, impl="cpp").double()
+    if name == "gelu":  # whose own formula has no digits left far below zero
+        exact = x.double() * torch.special.ndtr(x.double())
+    bound = exact.abs() * torch.finfo(torch.float32).eps * 4 + 1e-7
+    assert (found - exact).abs().le(bound).all()
+    assert found[x.abs() < 0.5].sub(exact[x.abs() < 0.5]).abs().le(bound.sub(1e-7)[x.abs() < 0.5] + 1e-37).all()
 
 
 @DTYPES
@@ -87,6 +130,8 @@ def test_what_is_not_finite_stays_in_its_row(dtype, bad):
     cos, sin = torch.ones(4, 10, dtype=dtype), torch.ones(4, 10, dtype=dtype)
     for y in (
         rows.rms_norm(x, torch.ones(40, dtype=dtype), 1e-5, impl="cpp"),
+        rows.layer_norm(x, torch.ones(40, dtype=dtype), torch.zeros(40, dtype=dtype), 1e-5, impl="cpp"),
+        *(rows.activation(x, name, impl="cpp") for name in reference.ACTIVATIONS if name != "tanh" or bad != math.inf),
         rows.silu_mul(x, impl="cpp"),
         rows.rotary(x.view(4, 4, 10), cos, sin, impl="cpp").flatten(1),
     ):
@@ -98,6 +143,8 @@ def test_cpp_refuses_what_it_cannot_do():
     for run in (
         lambda: rows.rms_norm(x, weight.double(), 1e-5, impl="cpp"),
         lambda: rows.rms_norm(x.double(), weight.double(), 1e-5, impl="cpp"),
+        lambda: rows.layer_norm(x, weight, weight.double(), 1e-5, impl="cpp"),
+        lambda: rows.activation(x.double(), "gelu", impl="cpp"),
         lambda: rows.rotary(x.view(2, 1, 8), cos.bfloat16(), cos.bfloat16(), impl="cpp"),
         lambda: rows.silu_mul(x.double(), impl="cpp"),
         lambda: rows.top_k(x.double(), 2, impl="cpp"),
@@ -113,12 +160,17 @@ def test_cpp_refuses_what_it_cannot_do():
         rows.at_least(x, 0.5, 9)
     with pytest.raises(ValueError, match="expected a weight"):
         rows.rms_norm(x, draw(7), 1e-5, impl="cpp")
+    with pytest.raises(ValueError, match="expected a weight and a bias"):
+        rows.layer_norm(x, weight, draw(7), 1e-5, impl="cpp")
+    with pytest.raises(ValueError, match=r"name: expected one of relu, gelu, .*got 'mish'"):
+        rows.activation(x, "mish", impl="cpp")
     with pytest.raises(ValueError, match="expected angles"):
         rows.rotary(x.view(2, 2, 4), cos, cos, impl="cpp")
 
 
 def test_the_compiler_sees_the_definitions():
     def middle(x, weight):
+        x = rows.activation(rows.layer_norm(x, weight, weight, 1e-5, impl="cpp"), "gelu", impl="cpp")
         return rows.silu_mul(rows.rms_norm(x, weight, 1e-5, impl="cpp"), impl="cpp")
 
     x, weight = draw(3, 8), draw(8)
@@ -196,6 +248,7 @@ def test_custom_ops():
     x, weight, heads = draw(5, 16), draw(16), draw(5, 2, 8)
     cos, sin = draw(5, 4), draw(5, 4, seed=1)
     calls = {"rms_norm": (x, weight, 1e-5), "rotary": (heads, cos, sin), "silu_mul": (x,), "top_k": (x, 3)}
+    calls |= {"layer_norm": (x, weight, weight, 1e-5), "activation": (x, "gelu")}
     calls["at_least"] = (torch.log_softmax(x, -1), -9.0, 3)
     calls["gumbel_argmax"] = (x, list(range(10)))
     for name, arguments in calls.items():

@@ -1,24 +1,33 @@
 """The layers of a model as one call: the same to the bit as the operators one by one."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import Engine
+from engine.errors import NumericsError
 from engine.packing import Chunk, pack
 from engine.tree import TokenTree
 from kernels import cpp
 from kernels.linear import FEW, dtypes
 from kernels.stack import Stack
-from search import Trie
+from search import Greedy, Trie
 from tools.random_checkpoint import make
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 SIZES = {
     "grouped heads": {"heads": 6, "kv_heads": 2},
     "odd heads, biases": {"heads": 3, "head_dim": 20, "attention_bias": True, "mlp_bias": True},
     "wide": {"heads": 4, "mlp": 512, "width": 512},
 }
+FAMILIES = [
+    *("opt/plain", "opt/no_biases", "opt/no_affine", "gpt2/plain", "gpt2/unscaled", "gpt2/gelu", "gpt2/wide"),
+    *("phi/plain", "phi/gqa", "phi/partial"),
+]
 KINDS = [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"), ("float16", "int8")]
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
@@ -62,6 +71,16 @@ def passes(engine):
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_as_the_operators_one_by_one(folder, kind, monkeypatch):
+    check(folder, kind, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_every_family_as_its_operators_one_by_one(variant, kind, monkeypatch):
+    check(GOLDEN / variant, kind, monkeypatch)
+
+
+def check(folder, kind, monkeypatch):
     taken, run = [], Stack.__call__
     monkeypatch.setattr(Stack, "__call__", lambda self, x, *rest: taken.append(len(x)) or run(self, x, *rest))
     engine = load(folder, kind)
@@ -93,12 +112,34 @@ def test_a_window(tmp_path):
     assert ours == theirs
 
 
+@pytest.mark.parametrize("variant", ["opt/post_norm", "opt/no_final_norm", "gpt2/by_layer", "phi/qk_layernorm"])
+def test_some_models_have_no_stack(variant):
+    engine = load(GOLDEN / variant)
+    assert engine.runner.model.stack is None and engine.logits(list(range(20))).isfinite().all()
+
+
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_other_activations_have_no_stack(tmp_path, activation):
+def test_other_gates_have_no_stack(tmp_path, activation):
     make(tmp_path / "model", layers=1, width=64, heads=2, vocab=300)
     config = json.loads((tmp_path / "model/config.json").read_text()) | {"hidden_act": activation}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     assert load(tmp_path / "model").runner.model.stack is None
+
+
+@pytest.mark.parametrize(
+    ("variant", "part"), [("opt/plain", "fc2"), ("gpt2/plain", "mlp.c_proj"), ("phi/plain", "fc2")]
+)
+def test_nan_is_traced_to_its_layer(tmp_path, variant, part):
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDEN / variant, folder)
+    tensors = load_file(GOLDEN / variant / "model.safetensors")
+    [name] = [name for name in tensors if name.endswith(f".1.{part}.bias") or name.endswith(f".1.mlp.{part}.bias")]
+    tensors[name][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    engine = load(folder)
+    with pytest.raises(NumericsError, match="in layer 2 of 2"):
+        engine.generate([[5, 6, 7]], search=Greedy(), max_new_tokens=2)
+    assert not engine.runner.model.stack.idle
 
 
 def test_what_does_not_fit_is_refused(folder):
@@ -115,5 +156,5 @@ def test_what_does_not_fit_is_refused(folder):
         (torch.zeros(3, width), angles.double()),
     ):
         with pytest.raises(ValueError, match="expected contiguous"):
-            stack(x, cos, cos, cache, layout)
+            stack(x, (cos, cos), cache, layout)
     tree.release()

@@ -168,8 +168,8 @@ FORMULAS: dict[str, Callable[[Call], Work]] = {
             "resolve_neg is_nonzero type_as embedding_renorm_ isfinite mean einsum ones zeros full new_zeros new_full "
             "zeros_like ones_like full_like scalar_tensor", moves_nothing),
     **named("add add_ sub sub_ mul mul_ div div_ neg pow rsqrt exp exp_ log sigmoid silu gelu relu tanh abs clamp "
-            "clamp_ addcmul addcmul_ masked_fill_ _softmax _log_softmax cos sin native_layer_norm coppice::rms_norm",
-            elementwise),
+            "clamp_ addcmul addcmul_ masked_fill_ _softmax _log_softmax cos sin native_layer_norm coppice::rms_norm "
+            "coppice::layer_norm coppice::activation", elementwise),
     **named("sum amax amin max argmax argmin topk any all cumsum _local_scalar_dense fill_ zero_", touches),
     **named("copy_", copies),
     **named("mm bmm", product(0, 1)),
