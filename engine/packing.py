@@ -95,38 +95,46 @@ def pack(
     lengths += [0] * empty
     C = bucket(-(-max(len(t) for t, _ in tables) // WORD), word_buckets)
     W = C * WORD
-    packed = bytearray(b"".join(b.to_bytes(C * 4, "little") for b in bits))
-    ancestry_TC = (
-        torch.frombuffer(packed, dtype=torch.int32).view(-1, C) if C else torch.empty(len(tokens), 0, dtype=torch.int32)
-    )
-    trunk_pages_RP = torch.zeros(len(lengths), max(len(c.tree.trunk.pages) for c in chunks), dtype=torch.int32)
-    for row_P, chunk in zip(trunk_pages_RP, chunks, strict=False):
-        done = 0
-        for page, count in chunk.tree.page_runs():
-            row_P[done : done + count] = torch.arange(page, page + count, dtype=torch.int32)
-            done += count
+    ancestry = array("i", b"".join(b.to_bytes(C * 4, "little") for b in bits))
     layout = TreeLayout(
-        positions_T=torch.tensor(positions),
-        write_slots_T=torch.tensor(slots),
-        token_starts=torch.tensor(starts, dtype=torch.int32),
-        trunk_seen_T=torch.tensor(seen, dtype=torch.int32),
-        trunk_pages_RP=trunk_pages_RP,
-        trunk_len_R=torch.tensor(lengths, dtype=torch.int32),
-        trunk_runs=torch.tensor(runs, dtype=torch.int32).view(-1, 3),
+        positions_T=_tensor(array("q", positions)),
+        write_slots_T=_tensor(array("q", slots)),
+        token_starts=_tensor(array("i", starts)),
+        trunk_seen_T=_tensor(array("i", seen)),
+        trunk_pages_RP=_pages([chunk.tree.page_runs() for chunk in chunks] + [[]] * empty),
+        trunk_len_R=_tensor(array("i", lengths)),
+        trunk_runs=_tensor(array("i", [x for run in runs for x in run])).view(-1, 3),
         branch_slots_RW=_rows([slots for slots, _ in tables], W, NULL_SLOT, torch.int64),
         branch_positions_RW=_rows([positions for _, positions in tables], W, 0, torch.int32),
-        ancestry_TC=ancestry_TC,
+        ancestry_TC=_tensor(ancestry).view(len(tokens), C),
         page_size=page_size,
         impl=impl,
     ).to(device)
-    tokens_T, spans_T = (torch.tensor(x).to(device, non_blocking=True) for x in (tokens, spans))
+    tokens_T, spans_T = (_tensor(array("q", x)).to(device, non_blocking=True) for x in (tokens, spans))
     return Pass(tokens_T, layout.positions_T, spans_T, layout)
+
+
+def _tensor(numbers: array) -> Tensor:
+    """An array of "q" or "i" as int64 or int32, without a copy: a fraction of what `torch.tensor` takes for a list."""
+    dtype = torch.int64 if numbers.typecode == "q" else torch.int32
+    return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
+
+
+def _pages(runs: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+    """Page numbers of each trunk, filled up with 0."""
+    rows = [
+        torch.cat([torch.arange(page, page + count, dtype=torch.int32) for page, count in pieces])
+        if pieces
+        else torch.empty(0, dtype=torch.int32)
+        for pieces in runs
+    ]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) if len(rows) > 1 else rows[0].unsqueeze(0)
 
 
 def _rows(columns: Sequence[array], width: int, filler: int, dtype: torch.dtype) -> Tensor:
     """Arrays of integers as the rows of a tensor."""
     rows = torch.full((len(columns), width), filler, dtype=dtype)
-    for row, column in zip(rows, columns, strict=True):
+    for row, column in zip(rows if width else (), columns, strict=False):
         if column:
-            row[: len(column)] = torch.frombuffer(column, dtype=dtype)
+            row[: len(column)] = _tensor(column)
     return rows
