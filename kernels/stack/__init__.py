@@ -126,10 +126,10 @@ class Stack:
         Raises:
             ValueError: tensors that do not fit together.
         """
-        T, D, (*_, S, _), weight_E = len(x_TE), self.head_dim, cache.k_LGSD.shape, self.norm.weight
+        T, D, (*_, S, _), weight_E = x_TE.shape[0], self.head_dim, cache.k_LGSD.shape, self.norm.weight
         R = angles[0].shape[1] if angles else 0
         for x, shape in (
-            (x_TE, (len(layout.positions_T), len(weight_E))),
+            (x_TE, (*layout.positions_T.shape, *weight_E.shape)),
             *((x, (T, R)) for x in angles or ()),
             (cache.k_LGSD, (len(self.layers), self.kv_heads, S, D)),
             (cache.v_LGSD, cache.k_LGSD.shape),

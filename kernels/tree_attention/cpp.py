@@ -31,7 +31,7 @@ def problem(q_THD: Tensor, k_GSD: Tensor, seen: Sequence[Tensor], scale: float, 
     (_, H, D), (G, S, _) = q_THD.shape, k_GSD.shape
     positions_T, token_starts, trunk_seen_T, trunk_runs, branch_slots_RW, branch_positions_RW, ancestry_TC = seen
     return Problem(
-        *(KINDS[q_THD.dtype], H, G, D, S, len(token_starts) - 1, len(trunk_runs)),
+        *(KINDS[q_THD.dtype], H, G, D, S, token_starts.shape[0] - 1, trunk_runs.shape[0]),
         *(branch_slots_RW.shape[1], ancestry_TC.shape[1]),
         *(q_THD.stride(0), q_THD.stride(1), -1 if window is None else window, torch.get_num_threads()),
         *(positions_T.data_ptr(), token_starts.data_ptr(), trunk_seen_T.data_ptr(), trunk_runs.data_ptr()),
