@@ -115,8 +115,7 @@ def at_least(x_NV: Tensor, least: float, k: int) -> Tensor:
         raise ValueError(f"impl 'cpp': expected float32 on a CPU, got {x_NV.dtype} on {x_NV.device}")
     x_NV, (N, V) = x_NV.contiguous(), x_NV.shape
     out_N2K = torch.empty(N, 2, k, dtype=torch.float64)
-    threads = torch.get_num_threads()
-    function("coppice_at_least", "ippiiif")(threads, x_NV.data_ptr(), out_N2K.data_ptr(), N, V, k, least)
+    function("coppice_at_least", "ppiiif")(x_NV.data_ptr(), out_N2K.data_ptr(), N, V, k, least)
     return out_N2K
 
 

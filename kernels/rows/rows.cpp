@@ -322,10 +322,8 @@ extern "C" void coppice_top_k(int64_t threads, const float* x, double* out, int6
     }
 }
 
-extern "C" void coppice_at_least(int64_t threads, const float* x, double* out, int64_t rows, int64_t width, int64_t k,
-                                 float least) {
-#pragma omp parallel for num_threads(threads) if (rows * width > 4 * SMALL)
-    for (int64_t r = 0; r < rows; r++) at_least(x + r * width, width, least, k, out + 2 * r * k);
+extern "C" void coppice_at_least(const float* logp, double* out, int64_t rows, int64_t width, int64_t k, float least) {
+    for (int64_t r = 0; r < rows; r++) at_least(logp + r * width, width, least, k, out + 2 * r * k);
 }
 
 // Two keys of each row.
