@@ -109,7 +109,7 @@ void with_activation(int64_t number, F f) {
 // Log-probabilities of a row, -inf from the size-th on. Returns whether all of it is finite.
 template <typename T>
 bool log_softmax(const T* x, float* out, int64_t width, int64_t size) {
-    constexpr int64_t BLOCK = 4096;  // whose sum is a float: of more, rounding would show
+    constexpr int64_t BLOCK = 256 * LANES;  // whose sum is a float: of more, rounding would show
     Floats most = all(-INFINITY), strange{};
     each(width, [&](int64_t i, auto n) {
         const Floats some = load(x + i, n);
