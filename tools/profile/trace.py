@@ -128,6 +128,11 @@ def halves(call: Call) -> Work:
     return call.bytes(0) * 3 // 2, 0
 
 
+def normalizes(call: Call) -> Work:
+    """coppice::log_softmax: rows, read, and written as float32."""
+    return call.bytes(0) + 4 * math.prod(call.dims[0]), 0
+
+
 def selects(call: Call) -> Work:
     """index_select: rows, read and written, and their numbers."""
     axis = int(call.constants[1])
@@ -170,7 +175,8 @@ FORMULAS: dict[str, Callable[[Call], Work]] = {
     **named("add add_ sub sub_ mul mul_ div div_ neg pow rsqrt exp exp_ log sigmoid silu gelu relu tanh abs clamp "
             "clamp_ addcmul addcmul_ masked_fill_ _softmax _log_softmax cos sin native_layer_norm coppice::rms_norm "
             "coppice::layer_norm coppice::activation", elementwise),
-    **named("sum amax amin max argmax argmin topk any all cumsum _local_scalar_dense fill_ zero_", touches),
+    **named("sum amax amin max argmax argmin topk any all cumsum _local_scalar_dense fill_ zero_ coppice::top_k "
+            "coppice::gumbel_argmax", touches),
     **named("copy_", copies),
     **named("mm bmm", product(0, 1)),
     **named("addmm baddbmm baddbmm_ addmm_", product(1, 2)),
@@ -179,6 +185,7 @@ FORMULAS: dict[str, Callable[[Call], Work]] = {
     **named("coppice::int8_linear", linear(1, 5)),
     **named("coppice::rotary", rotates),
     **named("coppice::silu_mul", halves),
+    **named("coppice::log_softmax", normalizes),
     **named("index_select", selects),
     **named("gather", gathers),
     **named("embedding", embeds),
