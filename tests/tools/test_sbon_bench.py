@@ -55,7 +55,7 @@ def test_memory(source, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     page = tmp_path / "page.md"
     words = ["sbon", "memory", *COMMON, *source, "--started", "20", "--kept", "4", "--seeds", "1", "--save", str(page),
-             "--schedule", "2:0.6,4:0.5"]  # fmt: skip
+             "--tau", "3", "--schedule", "2:0.6,4:0.5"]  # fmt: skip
     assert main(words) == 0
     told = last_line(capsys)
     rows = told["rows"]

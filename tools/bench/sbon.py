@@ -45,11 +45,11 @@ def add_parser(commands: Any) -> None:
     two = parts.add_parser("memory", help="many started and few kept in the memory of the few (the paper's figure 4)")
     two.add_argument("--started", type=int, default=250, help="(%(default)s)")
     two.add_argument("--kept", type=int, default=20, help="(%(default)s)")
-    two.add_argument("--tau", type=int, help="decision token (as late as the memory allows)")
-    two.add_argument("--schedule", default="4:0.7,8:0.47,32:0.5", help="several decision points besides (%(default)s)")
-    two.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
+    two.add_argument("--tau", type=int, default=11, help="decision token (%(default)s)")
+    two.add_argument("--schedule", default="9:0.92", help="several decision points besides (%(default)s)")
+    two.add_argument("--seeds", type=int, default=6, help="(%(default)s)")
     two.set_defaults(run=run_memory)
-    for part, count, temperature in ((one, 50, 1.5), (two, 20, 1.0)):
+    for part, count, temperature in ((one, 50, 1.5), (two, 24, 1.0)):
         part.add_argument("--model", metavar="DIR", help="(the bundled demo)")
         part.add_argument("--reward", metavar="DIR", help="(the demo's)")
         add_prompt_flags(part, count)
@@ -176,11 +176,10 @@ def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     room = longest + args.kept * args.max_new_tokens
     unit = sum(e.pool.bytes_per_token for e in (free, free.companions["reward"]))
     tight = load(args, kv_memory=room * unit)
-    tau = args.tau or (args.kept * args.max_new_tokens) // args.started
     alpha = 1 - args.kept / args.started
-    options = {"n": args.started, "tau": tau, "alpha": alpha, "temperature": args.temperature}
+    options = {"n": args.started, "tau": args.tau, "alpha": alpha, "temperature": args.temperature}
     plain = {"temperature": args.temperature}
-    at_once, stepwise = f"SBoN {args.started} -> {args.kept} at {tau}", f"SBoN {args.started} at {args.schedule}"
+    at_once, stepwise = f"SBoN {args.started} -> {args.kept} at {args.tau}", f"SBoN {args.started} at {args.schedule}"
     plans: dict[str, tuple[Engine, Search]] = {
         f"Bo{args.kept}": (tight, BoN(n=args.kept, **plain)),
         at_once: (tight, SBoN(**options)),
