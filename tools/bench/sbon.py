@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
     two = parts.add_parser("memory", help="many started and few kept in the memory of the few (the paper's figure 4)")
     two.add_argument("--started", type=int, default=250, help="(%(default)s)")
     two.add_argument("--kept", type=int, default=20, help="(%(default)s)")
-    two.add_argument("--tau", type=int, default=11, help="decision token (%(default)s)")
+    two.add_argument("--tau", type=int, default=10, help="decision token (%(default)s)")
     two.add_argument("--schedule", default="9:0.92", help="several decision points besides (%(default)s)")
     two.add_argument("--seeds", type=int, default=6, help="(%(default)s)")
     two.set_defaults(run=run_memory)
