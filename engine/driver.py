@@ -27,7 +27,7 @@ from kernels.rows import log_softmax
 from kernels.stack import one_by_one
 
 Read = tuple[slice, Callable[[Tensor], Tensor]]  # rows among those asked for, and what to make of them
-Answers = tuple[Tensor, list[bool], list[list[float]]]
+Answers = tuple[Tensor, list[bool], list[Tensor]]
 
 
 class Runner:
@@ -79,7 +79,7 @@ class Runner:
 
         Returns:
             float32 log-probabilities [len(asked), V] (scores [len(asked), 1] of a scalar-head model), for each row
-            whether all of its logits were finite, and the numbers of each read.
+            whether all of its logits were finite, and the numbers of each read, on the host.
         """
         hidden_TE = self.forward(chunks)
         if not asked:
@@ -90,10 +90,11 @@ class Runner:
     @staticmethod
     def fetch(logp_NV: Tensor, finite_N: Tensor, reads: Sequence[Read]) -> Answers:
         """Bring what the host wants to know to it: the one time in a step that it waits for a GPU."""
+        if not reads:
+            return logp_NV, finite_N.tolist(), []
         parts = [finite_N.double(), *(read(logp_NV[rows]) for rows, read in reads)]
-        numbers = iter(torch.cat(parts).tolist())
-        finite, *pieces = ([next(numbers) for _ in range(len(part))] for part in parts)
-        return logp_NV, [x == 1 for x in finite], pieces
+        finite_N, *numbers = torch.cat(parts).cpu().split([len(part) for part in parts])
+        return logp_NV, [x == 1 for x in finite_N.tolist()], numbers
 
     def answer(self, hidden_NE: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities (or scores) of hidden rows, and whether each row is finite, on the device."""
@@ -166,7 +167,7 @@ class Ticket:
     regimes: list[tuple[bool, list[int]]]  # see `TokenTree.regimes`; all but one model have one
     answered: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
-    numbers: list[float] | None = None  # what the request's `read` makes of them
+    numbers: Tensor | None = None  # what the request's `read` makes of them
 
     def begin(self) -> None:
         """Turn to the next regime's nodes."""
@@ -181,7 +182,7 @@ class Ticket:
     def left(self) -> int:
         return self.trunk_left + len(self.nodes_left)
 
-    def answer(self) -> Tensor | tuple[Tensor, list[float]]:
+    def answer(self) -> Tensor | tuple[Tensor, Tensor]:
         """One row per node asked for, in the order asked; with the numbers, if there are any."""
         rows_NV = self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows)
         nodes = list(self.request.nodes)

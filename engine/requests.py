@@ -24,7 +24,7 @@ class Evaluate:
     On a tree of a scalar-head model the answer is a score per node, [N, 1].
 
     `read` makes of the rows, on their device, float64 numbers that the search is going to look at. A driver may then
-    send (rows, the numbers as a list) instead of rows, having brought everything to the host at once.
+    send (rows, the numbers on the host) instead of rows, having brought everything there at once.
     """
 
     tree: TokenTree

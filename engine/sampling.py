@@ -7,6 +7,7 @@ not depend on batching, pruning or drafting.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 
 import torch
@@ -131,7 +132,17 @@ def draw(logp_NV: Tensor, seed: int, sequences: Sequence[int], positions: Sequen
     return draws(logp_NV, seed, sequences, positions).tolist()
 
 
-def uniforms(seed: int, stream: int, position: int) -> Iterator[float]:
+class Uniforms(Iterator[float]):
     """Endless numbers in (0, 1), keyed likewise: for searches that make several decisions at one position."""
-    one, two = _key((seed & MASK, seed >> 32 & MASK, stream & MASK, position & MASK))
-    return ((_mix((_mix(i ^ one) + two) & MASK) + 0.5) / (1 << 32) for i in count())
+
+    def __init__(self, seed: int, stream: int, position: int):
+        self.key = seed, stream, position
+
+    @cached_property
+    def _numbers(self) -> Iterator[float]:
+        seed, stream, position = self.key
+        one, two = _key((seed & MASK, seed >> 32 & MASK, stream & MASK, position & MASK))
+        return ((_mix((_mix(i ^ one) + two) & MASK) + 0.5) / (1 << 32) for i in count())
+
+    def __next__(self) -> float:
+        return next(self._numbers)

@@ -105,10 +105,10 @@ def function(name: str, signature: str, *, brief: bool = False) -> Callable[...,
     """A kernel by its name.
 
     Args:
-        signature: a letter per argument: p an address (`Tensor.data_ptr()`), i an int64, f a float.
+        signature: a letter per argument: p an address (`Tensor.data_ptr()`), i an int64, f a float, d a double.
         brief: other Python threads wait meanwhile; for what takes microseconds, or has a state that they may share.
     """
     found = getattr(ctypes.PyDLL(library()._name) if brief else library(), name)
-    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
     found.argtypes, found.restype = [kinds[letter] for letter in signature], None
     return found

@@ -103,8 +103,8 @@ def evaluate_best(
 ) -> Generator[Evaluate, Any, tuple[list[float], list[int], list[int]]]:
     """`best_candidates` of the nodes, evaluated: to be asked with `yield from`. One wait for the device."""
     answer = yield Evaluate(tree, nodes, lambda logp_NV: _leaders(logp_NV, scores, k))
-    logp_NV, leaders = answer if isinstance(answer, tuple) else (answer, _leaders(answer, scores, k).tolist())
-    return _ranked(logp_NV, scores, leaders)
+    logp_NV, leaders = answer if isinstance(answer, tuple) else (answer, _leaders(answer, scores, k))
+    return _ranked(logp_NV, scores, leaders.tolist())
 
 
 def _leaders(logp_NV: Tensor, scores: list[float], k: int) -> Tensor:

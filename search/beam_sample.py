@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from engine.errors import UsageError
-from engine.sampling import Warp, uniforms
+from engine.sampling import Uniforms, Warp
 from search.base import Output, Report, SearchGenerator, SearchResult, Task, register
 from search.joint import Joint, Known, Reader, pick
 
@@ -50,7 +50,7 @@ class BeamSample:
             nodes = [beam.node for beam in beams.live]
             yield from reader.know(tree, nodes, known)
             joint = reader.p_beam(known, nodes, [beam.weight for beam in beams.live])
-            numbers = uniforms(self.seed, 0, tree.position(beams.live[0].node) + 1)
+            numbers = Uniforms(self.seed, 0, tree.position(beams.live[0].node) + 1)
             beams.advance(joint, pick(joint.probs, islice(numbers, self.beams - beams.ended)))
             yield beams.report()
         return beams.result(self.num_return_sequences, {"steps": beams.steps})

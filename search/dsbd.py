@@ -11,14 +11,16 @@ p_beam, and ends the round, unless what was drawn happens to have been drafted a
 grows once more by draws from p_beam alone.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import kernels.beams
 from engine.errors import KVMemoryError, UsageError
-from engine.sampling import Warp, uniforms
+from engine.sampling import Uniforms, Warp
 from search.base import SearchGenerator, Task, register
 from search.beam_sample import Beam, Beams, check_ranges, check_sampling
 from search.drafters import backoff
@@ -160,20 +162,43 @@ class DSBD:
         for depth, layer in enumerate([*layers, None]):
             live = [beam.node for beam in beams.live]
             p = reader.p_beam(known, live, [beam.weight for beam in beams.live])  # line 12
-            numbers = uniforms(self.seed, VERIFYING, task.tree.position(live[0]) + 1)
+            numbers = Uniforms(self.seed, VERIFYING, task.tree.position(live[0]) + 1)
             room = self.entries - beams.ended
             if layer is None:  # lines 32 to 34
                 width = min(room, self.width or self.bonus_width or self.draft_beams)
                 beams.advance(p, pick(p.probs, islice(numbers, width)))
                 stats.bonus(width)
                 return
-            width, verdict = self.judge(p, layer, live, room, numbers)
+            width, verdict = self._judge(p, layer, live, room, numbers)
             beams.advance(p, verdict.entries)
             accepted = verdict.accepted == width
             drafted = self.short == GO_ON and all(beam.node in known for beam in beams.live)
             stats.layer(depth, width, verdict, accepted or drafted)
             if not (accepted or drafted) or not beams.live:
                 return
+
+    def _judge(
+        self, p: Joint, layer: Layer, parents: Sequence[int], room: int, numbers: Uniforms
+    ) -> tuple[int, Verdict]:
+        """`judge`, in C++ where that made both distributions."""
+        q = layer.q
+        if not (isinstance(p.probs, array) and isinstance(q.probs, array)):
+            return self.judge(p, layer, parents, room, numbers)
+        width, accepted, tried, entries = kernels.beams.judge(
+            (p.cells, p.probs),
+            (q.cells, q.probs),
+            layer.drawn,
+            parents,
+            p.vocab,
+            iid=self.drafts == IID,
+            width=self.width,
+            draft_beams=self.draft_beams,
+            min_width=self.min_width,
+            threshold=self.threshold,
+            room=room,
+            key=numbers.key,
+        )
+        return width, Verdict(entries, accepted, tried)
 
     def judge(
         self, p: Joint, layer: Layer, parents: Sequence[int], room: int, numbers: Iterator[float]

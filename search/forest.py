@@ -1,19 +1,21 @@
 """Draft forests: beam sampling by something cheaper than the target, below the target's beams. What DSBD verifies."""
 
 import math
+from array import array
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+import kernels.beams
 from engine.errors import KVMemoryError
-from engine.sampling import uniforms
+from engine.sampling import Uniforms
 from engine.tree import TokenTree
 from search.base import Evaluate, Task
 from search.beam_sample import Beam, extend
 from search.drafters import Drafter
 from search.joint import Joint, Known, Reader, Row
-from search.verify import draw
+from search.verify import IID, draw
 
 DRAFTING = 1  # stream of keyed numbers for the first layer of a round, keyed by where it begins; more for those below
 
@@ -55,8 +57,8 @@ class Forester:
             q = yield from self.joint(heads)
             if q is None:
                 break
-            numbers = uniforms(self.seed, DRAFTING + len(layers), start)
-            layers.append(Layer(heads, q, draw(q.probs, self.width, self.kind, numbers)))
+            numbers = Uniforms(self.seed, DRAFTING + len(layers), start)
+            layers.append(Layer(heads, q, self._draw(q, numbers)))
             heads, _ = extend(self.task, heads, q, layers[-1].drawn)
         return layers, heads
 
@@ -67,6 +69,11 @@ class Forester:
     def follow(self, beams: Sequence[Beam]) -> None:
         """The target's beams are these now."""
         raise NotImplementedError
+
+    def _draw(self, q: Joint, numbers: Uniforms) -> list[int]:
+        if isinstance(q.probs, array):
+            return kernels.beams.draw(q.probs, self.width, iid=self.kind == IID, key=numbers.key)
+        return draw(q.probs, self.width, self.kind, numbers)
 
 
 class ModelForester(Forester):
@@ -120,7 +127,7 @@ class NGramForester(Forester):
             chances = self.drafter.distribution(self.task.tree.path(beam.node)[self.learnt :])
             ranked = sorted(((chance, token) for token, chance in chances.items() if chance > 0), reverse=True)
             if ranked:
-                known[beam.node] = Row([math.log(chance) for chance, _ in ranked], [token for _, token in ranked])
+                known[beam.node] = Row.of([math.log(chance) for chance, _ in ranked], [token for _, token in ranked])
         told = [beam for beam in heads if beam.node in known]
         if not told:
             return None

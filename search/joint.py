@@ -10,8 +10,9 @@ of them are lists. Otherwise all cells are kept, as a tensor of the host.
 """
 
 import math
+from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, count
@@ -22,32 +23,48 @@ from torch import Tensor
 
 from engine.sampling import Warp
 from engine.tree import TokenTree
+from kernels.beams import leaders
+from kernels.cpp import why_not
 from kernels.rows import top_k
 from search.base import Evaluate
 
 FEW = 1024  # cells that are kept in lists
 NUCLEUS = 64  # tokens of a row that are looked at for top-p before all are; vocabularies no larger are known whole
 MOST = 256  # tokens of a row that are looked at for top-k
-Probabilities = list[float] | Tensor
+Probabilities = Sequence[float] | Tensor
 
 
 class Row(NamedTuple):
     """What is known of the token after a node.
 
     Args:
-        logps: the greatest log-probabilities, best first.
-        tokens: theirs; whole numbers of whatever type.
+        numbers: float64; from the start-th on, the `size` greatest log-probabilities, best first, and their tokens.
+        address: of the first of these log-probabilities.
         bound: no other token has a greater log-probability; -inf: there are no others.
         log_mass: log(sum(exp(logp / temperature))) of all tokens.
         logp_NV, index: where all of them are.
     """
 
-    logps: Sequence[float]
-    tokens: Sequence[float]
+    numbers: "Tensor | array[float]"
+    start: int
+    address: int
+    size: int
     bound: float = -math.inf
     log_mass: float = 0.0
     logp_NV: Tensor | None = None
     index: int = 0
+
+    @classmethod
+    def of(cls, logps: Sequence[float], tokens: Sequence[int]) -> "Row":
+        """A row outside of which there is nothing."""
+        numbers = array("d", [*logps, *tokens])
+        return cls(numbers, 0, numbers.buffer_info()[0], len(logps))
+
+    @property
+    def known(self) -> Iterator[tuple[float, int]]:
+        """Log-probabilities and tokens, best first."""
+        told = self.numbers[self.start : self.start + 2 * self.size].tolist()
+        return zip(told[: self.size], map(int, told[self.size :]), strict=True)
 
 
 Known = dict[int, Row]  # by node
@@ -71,7 +88,7 @@ class Reader:
         """Evaluate those of the nodes that are not known yet; returns whether there were any."""
         if new := sorted({node for node in nodes if node not in known}):  # the order in which answers come
             answer = yield Evaluate(tree, new, self.read)
-            logp_NV, numbers = answer if isinstance(answer, tuple) else (answer, self.read(answer).tolist())
+            logp_NV, numbers = answer if isinstance(answer, tuple) else (answer, self.read(answer).cpu())
             known.update(zip(new, self.rows(logp_NV, numbers), strict=True))
         return bool(new)
 
@@ -84,17 +101,17 @@ class Reader:
             best_NM = torch.cat([best_NM, mass_N1.double()], 1)
         return best_NM.view(-1)
 
-    def rows(self, logp_NV: Tensor, numbers: Sequence[float]) -> list[Row]:
-        """Rows, with what `read` told of them."""
+    def rows(self, logp_NV: Tensor, numbers: Tensor) -> list[Row]:
+        """Rows, with what `read` told of them, on the host."""
         N, V = logp_NV.shape
-        k, mass = self._known(V), self._mass(V)
-        rows = []
-        for i in range(N):
-            start = len(numbers) // N * i
-            logps, tokens = numbers[start : start + k], numbers[start + k : start + 2 * k]
-            bound = -math.inf if k == V else logps[-1] if k else math.inf
-            rows.append(Row(logps, tokens, bound, numbers[start + 2 * k] if mass else 0.0, logp_NV, i))
-        return rows
+        k, address = self._known(V), numbers.data_ptr()
+        stride = len(numbers) // N
+        bounds = [-math.inf if k == V else math.inf] * N if k in (0, V) else numbers[k - 1 :: stride].tolist()
+        masses = numbers[2 * k :: stride].tolist() if self._mass(V) else [0.0] * N
+        return [
+            Row(numbers, i * stride, address + 8 * i * stride, k, bound, mass, logp_NV, i)
+            for i, (bound, mass) in enumerate(zip(bounds, masses, strict=True))
+        ]
 
     def _known(self, V: int) -> int:
         """How many of a row's largest to find."""
@@ -114,7 +131,15 @@ class Reader:
         """
         heaviest = max(weights)
         beams = [(weight - heaviest, node, known[node]) for weight, node in zip(weights, nodes, strict=True)]
-        return self._leaders(beams) or self._all(beams)
+        if why_not():
+            return self._leaders(beams) or self._all(beams)
+        found = leaders(
+            [(offset, row.bound, row.log_mass) for offset, _, row in beams],
+            [(node, row.address, row.size) for _, node, row in beams],
+            self.vocab,
+            (self.warp.temperature, self.warp.top_k, self.warp.top_p),
+        )
+        return Joint(self.vocab, found[1], found[2], found[0]) if found else self._all(beams)
 
     def _leaders(self, beams: Sequence[tuple[float, int, Row]]) -> "Joint | None":
         """Best cells first; None if more than is known may be drawn."""
@@ -126,7 +151,7 @@ class Reader:
         ranked = []  # (score, cell, log-probability) of what is sure to be among the best
         for offset, node, row in beams:
             first = node * V
-            for logp, token in zip(row.logps, row.tokens, strict=True):
+            for logp, token in row.known:
                 if (score := offset + logp) <= bound:
                     break
                 ranked.append((score, first + token, logp))
@@ -153,7 +178,7 @@ class Reader:
             whole |= kept < len(before)
             cells, masses, logps = cells[:kept], masses[:kept], logps[:kept]
         total = math.fsum(masses)
-        return Joint(V, [mass / total for mass in masses], logps, list(map(int, cells))) if whole else None
+        return Joint(V, [mass / total for mass in masses], logps, cells) if whole else None
 
     def _all(self, beams: Sequence[tuple[float, int, Row]]) -> "Joint":
         """Of all cells."""

@@ -99,7 +99,7 @@ class Utterances:
             return torch.cat([token_n.double(), logp_NV[row_n, token_n].double()])
 
         answer = yield Evaluate(self.tree, list(rows), read)
-        told = answer[1] if isinstance(answer, tuple) else read(answer).tolist()
+        told = (answer[1] if isinstance(answer, tuple) else read(answer)).tolist()
         for i, token, logp in zip(self.live, map(int, told), told[len(row) :], strict=False):
             self.tokens[i].append(token)
             self.logprobs[i] += logp

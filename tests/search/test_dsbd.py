@@ -13,7 +13,7 @@ import torch
 from engine.errors import KVMemoryError, UsageError
 from engine.pool import PagePool
 from engine.requests import Report, Task
-from engine.sampling import Warp, uniforms
+from engine.sampling import Uniforms, Warp
 from engine.tree import TokenTree
 from models.layers import ModelShape
 from search import DSBD, BeamSample, Greedy, Speculative, make_search
@@ -87,7 +87,7 @@ class Bench:
                 self.widest[name] = max(self.widest[name], len(request.nodes))
                 answer = torch.stack([self.models[name](tuple(request.tree.path(n))) for n in request.nodes])
                 if request.read and self.passes[name] % 2:  # with what the search wants to know of it, or without
-                    answer = answer, request.read(answer).tolist()
+                    answer = answer, request.read(answer)
         except StopIteration as end:
             return end.value
         finally:
@@ -147,7 +147,7 @@ def test_outputs_are_what_they_say(search):
 def p_beam(rows, weights, warp, vocab):
     """Of the nodes 0, 1, ..., as a search makes it of an answer."""
     reader, logp_NV = Reader(warp, vocab), torch.stack(rows)
-    known = dict(enumerate(reader.rows(logp_NV, reader.read(logp_NV).tolist())))
+    known = dict(enumerate(reader.rows(logp_NV, reader.read(logp_NV))))
     return reader.p_beam(known, range(len(rows)), weights)
 
 
@@ -160,7 +160,7 @@ def by_hand(search, max_new, eos, prompt=3):
         weights = [live[path] + math.log(entries[path]) for path in paths]
         warp = Warp(search.temperature, search.top_k, search.top_p)
         joint = p_beam([TARGET(path) for path in paths], weights, warp, 5)
-        drawn = pick(joint.probs, itertools.islice(uniforms(search.seed, 0, prompt + step), left))
+        drawn = pick(joint.probs, itertools.islice(Uniforms(search.seed, 0, prompt + step), left))
         cells = [joint.cell(i) for i in drawn]
         grown = Counter((*paths[row], token) for row, token in cells)
         live, entries = {}, {}

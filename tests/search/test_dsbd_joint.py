@@ -12,7 +12,7 @@ import torch
 from engine import Engine
 from engine.engine import Request
 from engine.errors import UsageError
-from engine.sampling import Warp, uniforms
+from engine.sampling import Uniforms, Warp
 from search import DSBD, BeamSample, Greedy, Speculative
 from search.joint import Joint, Reader, block_size, pick
 from search.verify import KINDS, Drafted, acceptances, draw, verify
@@ -32,7 +32,7 @@ def rows_of(n, vocab, seed, sharp=2.0, width=None):
 def p_beam(logp_NV, nodes, weights, warp, vocab):
     """Of the nodes 0, 1, ..., as a search makes it of an answer."""
     reader = Reader(warp, vocab)
-    known = dict(enumerate(reader.rows(logp_NV, reader.read(logp_NV).tolist())))
+    known = dict(enumerate(reader.rows(logp_NV, reader.read(logp_NV))))
     return reader.p_beam(known, nodes, weights)
 
 
@@ -60,7 +60,7 @@ def test_p_beam(vocab, width, sharp):
         expected = plainly(logp_NV[nodes], weights, warp, vocab)
         found = in_full(joint, nodes)
         assert float((found - expected).abs().max()) < 1e-6 and float(found.sum()) == pytest.approx(1)
-        for i in pick(joint.probs, itertools.islice(uniforms(1, 2, 3), 3)):
+        for i in pick(joint.probs, itertools.islice(Uniforms(1, 2, 3), 3)):
             node, token = joint.cell(i)
             assert joint.find(node, token) == i
             assert float(joint.logps[i]) == float(logp_NV[node, token])
@@ -101,10 +101,10 @@ def test_lists_and_tensors_are_the_same():
         expected = torch.cat([q.probs[800:], q.probs[:800]]) if mine is mixed else q.probs
         assert again.allclose(expected.double())
     for kind, seed in itertools.product(KINDS, range(20)):
-        drawn = draw(q.probs, 4, kind, uniforms(seed, 0, 0))
-        assert draw(few[1].probs, 4, kind, uniforms(seed, 0, 0)) == drawn
+        drawn = draw(q.probs, 4, kind, Uniforms(seed, 0, 0))
+        assert draw(few[1].probs, 4, kind, Uniforms(seed, 0, 0)) == drawn
         drafts = [Drafted(j, float(q.probs[j])) for j in drawn]
-        verdicts = [verify(x.probs, y.probs, drafts, 1.0, 3, uniforms(seed, 1, 0), kind) for x, y in ((p, q), few)]
+        verdicts = [verify(x.probs, y.probs, drafts, 1.0, 3, Uniforms(seed, 1, 0), kind) for x, y in ((p, q), few)]
         assert verdicts[0] == verdicts[1]
     alphas = [acceptances(x.probs, y.probs, 3, 1.0) for x, y in ((p, q), few)]
     assert alphas[0] == pytest.approx(alphas[1], abs=1e-6)
@@ -116,16 +116,16 @@ def test_pick():
     assert pick(torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0]), numbers) == [1, 1, 3, 3]
     probs = torch.rand(4096, generator=torch.Generator().manual_seed(0)) ** 8 + 1e-6
     probs[100:3000] = 0
-    numbers = [1e-10, *itertools.islice(uniforms(1, 2, 3), 500), 1 - 1e-10]
+    numbers = [1e-10, *itertools.islice(Uniforms(1, 2, 3), 500), 1 - 1e-10]
     found = pick(probs, numbers)  # by blocks
     assert found == pick(probs.tolist(), numbers) and not any(100 <= i < 3000 for i in found)
 
 
 def test_uniforms():
-    numbers = list(itertools.islice(uniforms(1, 2, 3), 20_000))
-    assert numbers == list(itertools.islice(uniforms(1, 2, 3), 20_000)) and 0 < min(numbers) < max(numbers) < 1
+    numbers = list(itertools.islice(Uniforms(1, 2, 3), 20_000))
+    assert numbers == list(itertools.islice(Uniforms(1, 2, 3), 20_000)) and 0 < min(numbers) < max(numbers) < 1
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1 + 2**32, 2, 3)):
-        assert len(set(numbers) & set(itertools.islice(uniforms(*other), 20_000))) < 5
+        assert len(set(numbers) & set(itertools.islice(Uniforms(*other), 20_000))) < 5
     steps = [(i + 1) / len(numbers) for i in range(len(numbers))]
     assert max(abs(a - b) for a, b in zip(sorted(numbers), steps, strict=True)) < 2.23 / math.sqrt(len(numbers))
 

@@ -1,0 +1,261 @@
+// What is drawn from joint distributions of beams, where few cells (beam, token) can be: `search.joint` and
+// `search.verify`, in one call for each layer.
+//
+// No product is fused with a sum, so that numbers are those of Python but for the last bit of sums that it rounds once.
+
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr double NOTHING = 1e-9;  // probability left at which drawing without replacement stops
+
+double sum_of(const std::vector<double>& x) {
+    long double sum = 0;
+    for (const double part : x) sum += part;
+    return double(sum);
+}
+
+// Cells and their probabilities.
+struct Joint {
+    int64_t size;
+    const int64_t* cells;
+    const double* probs;
+};
+
+uint32_t mix(uint32_t x) {
+    x = (x ^ x >> 16) * 0x7feb352d;
+    x = (x ^ x >> 15) * 0x846ca68b;
+    return x ^ x >> 16;
+}
+
+// `engine.sampling.uniforms`.
+struct Numbers {
+    uint32_t one = 0x9E3779B9, two = 0x5BD1E995, i = 0;
+
+    Numbers(int64_t seed, int64_t stream, int64_t position) {
+        for (const int64_t word : {seed, seed >> 32, stream, position}) {
+            const uint32_t before = one;
+            one = mix(one + uint32_t(word));
+            two = mix((two ^ uint32_t(word)) * 5 + before);
+        }
+    }
+    double next() { return (mix(mix(i++ ^ one) + two) + 0.5) / 4294967296.0; }
+};
+
+// Independent draws: for each number the first place where the cumulative sum exceeds it.
+void pick(const double* probs, int64_t size, int64_t draws, Numbers& numbers, std::vector<int64_t>& out) {
+    std::vector<double> sums(size);
+    double sum = 0;
+    for (int64_t i = 0; i < size; i++) sums[i] = sum += probs[i];
+    for (int64_t i = 0; i < draws; i++)
+        out.push_back(std::upper_bound(sums.begin(), sums.end(), numbers.next() * sum) - sums.begin());
+}
+
+// p', what is left of p after rejections, see `search.verify.Rest`.
+struct Rest {
+    const double *p, *q;
+    int64_t size;
+    double whole, s, total;
+    std::vector<int64_t> spared;
+
+    Rest(const double* p, const double* q, int64_t size) : p(p), q(q), size(size) {
+        long double sum = 0;
+        for (int64_t x = 0; x < size; x++) sum += p[x];
+        whole = total = double(sum), s = 0;
+    }
+    void reset(const std::vector<int64_t>& cells) { s = 0, total = whole, spared = cells; }
+    double at(int64_t x) const { return std::max(0.0, p[x] - s * q[x]); }
+    double reject(double mass) {
+        const double more = s + total / mass, before = total;
+        long double sum = 0;
+        for (int64_t x = 0; x < size; x++)
+            if (p[x] > more * q[x]) sum += p[x] - more * q[x];
+        double left = double(sum);
+        for (const int64_t x : spared) left += std::min(p[x], more * q[x]);
+        if (left > 0) s = more, total = left;
+        return left / before;
+    }
+    std::vector<double> probabilities() const {
+        std::vector<double> left(size);
+        for (int64_t x = 0; x < size; x++) left[x] = at(x);
+        for (const int64_t x : spared) left[x] = p[x];
+        return left;
+    }
+};
+
+// Equations (2), (3) and (7): the largest number of drafts of which at least so many are accepted with a probability of
+// at least `threshold`. Alphas are the chances that a draft is accepted after all before it were rejected.
+int64_t dynamic_width(const std::vector<double>& alphas, double threshold) {
+    std::vector<double> first, none{1};  // that the m-th is the first to be accepted; that none of m is
+    for (const double alpha : alphas) {
+        first.push_back(alpha * none.back());
+        none.push_back(none.back() * (1 - alpha));
+    }
+    std::vector<double> counts = none;  // that k of m drafts are accepted, m = k, k + 1, ...
+    double at_least = 1;
+    int64_t widest = 0;
+    for (size_t k = 0; k <= alphas.size() && at_least >= threshold - 1e-9; k++) {
+        widest = k;
+        at_least -= counts.back();
+        std::vector<double> next(counts.size() - 1);
+        for (size_t m = 0; m < next.size(); m++)
+            for (size_t j = 0; j <= m; j++) next[m] += first[j] * counts[m - j];
+        counts = std::move(next);
+    }
+    return widest;
+}
+
+struct Scored {
+    double score;
+    int64_t cell;
+    double logp;
+};
+
+}  // namespace
+
+// Best cells of p_beam, warped: `search.joint.Reader._leaders`. Count is -1 if more than is known may be drawn.
+//
+// Of each beam its offset, the bound of what is not known of its row and the logarithm of the row's mass; its node, the
+// address of its known log-probabilities and tokens, and their number.
+extern "C" void coppice_leaders(int64_t beams, const double* measures, const int64_t* places, int64_t vocab,
+                                double temperature, int64_t top_k, double top_p, double* probs, double* logps,
+                                int64_t* cells, int64_t* count) {
+    *count = -1;
+    double bound = -INFINITY;
+    for (int64_t b = 0; b < beams; b++) bound = std::max(bound, measures[3 * b] + measures[3 * b + 1]);
+    if (bound == INFINITY) return;
+    const int64_t k = temperature == 0 ? 1 : top_k;
+    std::vector<Scored> ranked;  // what is sure to be among the best
+    for (int64_t b = 0; b < beams; b++) {
+        const int64_t node = places[3 * b], known = places[3 * b + 2];
+        const double offset = measures[3 * b], *row = (const double*)places[3 * b + 1];
+        for (int64_t i = 0; i < known && offset + row[i] > bound; i++)
+            ranked.push_back({offset + row[i], node * vocab + int64_t(row[known + i]), row[i]});
+    }
+    if (ranked.empty() || (bound > -INFINITY && int64_t(ranked.size()) < k)) return;
+    std::sort(ranked.begin(), ranked.end(), [](const Scored& a, const Scored& b) {
+        return a.score > b.score || (a.score == b.score && a.cell > b.cell);
+    });
+    if (k && k < int64_t(ranked.size())) {
+        const double least = ranked[k - 1].score;  // its equals stay
+        while (ranked.back().score < least) ranked.pop_back();
+    }
+    if (temperature == 0) ranked.erase(ranked.begin(), ranked.end() - 1);  // the first of equals
+    const double T = temperature == 0 ? 1 : temperature, best = ranked[0].score;
+    std::vector<double> masses;
+    for (const Scored& cell : ranked) masses.push_back(std::exp((cell.score - best) / T));
+    bool whole = bound == -INFINITY || k;
+    if (top_p < 1) {
+        double total = sum_of(masses);
+        if (!whole) {
+            std::vector<double> rows;
+            for (int64_t b = 0; b < beams; b++)
+                rows.push_back(std::exp((measures[3 * b] - best) / T + measures[3 * b + 2]));
+            total = sum_of(rows);
+        }
+        double before = 0;  // a cell stays if those before it do not reach top-p
+        size_t kept = 0;
+        while (kept < masses.size() && before < top_p * total) before += masses[kept++];
+        whole |= before >= top_p * total;
+        masses.resize(kept);
+    }
+    if (!whole) return;
+    const double total = sum_of(masses);
+    for (size_t i = 0; i < masses.size(); i++)
+        probs[i] = masses[i] / total, logps[i] = ranked[i].logp, cells[i] = ranked[i].cell;
+    *count = masses.size();
+}
+
+// `search.verify.draw`.
+extern "C" void coppice_draw(const double* probs, int64_t size, int64_t n, int64_t iid, int64_t seed, int64_t stream,
+                             int64_t position, int64_t* out, int64_t* count) {
+    Numbers numbers(seed, stream, position);
+    std::vector<int64_t> drawn, more;
+    if (iid) {
+        pick(probs, size, n, numbers, drawn);
+    } else {
+        std::vector<double> left(probs, probs + size);
+        do {
+            more.clear();
+            pick(left.data(), size, n, numbers, more);
+            for (const int64_t x : more)
+                if (std::find(drawn.begin(), drawn.end(), x) == drawn.end()) drawn.push_back(x);
+            for (const int64_t x : drawn) left[x] = 0;
+        } while (int64_t(drawn.size()) < n && sum_of(left) >= NOTHING);
+        drawn.resize(std::min<int64_t>(n, drawn.size()));
+    }
+    std::copy(drawn.begin(), drawn.end(), out);
+    *count = drawn.size();
+}
+
+// `search.dsbd.DSBD.judge`. Out: the width, drafts accepted, drafts tried, and as many entries as the width says.
+extern "C" void coppice_judge(int64_t p_size, const int64_t* p_cells, const double* p, int64_t q_size,
+                              const int64_t* q_cells, const double* q_all, int64_t drafts, const int64_t* drawn,
+                              int64_t parents, const int64_t* nodes, int64_t vocab, int64_t iid, int64_t fixed_width,
+                              int64_t draft_beams, int64_t min_width, double threshold, int64_t room, int64_t seed,
+                              int64_t stream, int64_t position, int64_t* out) {
+    std::vector<std::pair<int64_t, int64_t>> order(p_size);
+    for (int64_t x = 0; x < p_size; x++) order[x] = {p_cells[x], x};
+    std::sort(order.begin(), order.end());
+    std::vector<double> q(p_size);
+    std::vector<int64_t> place(q_size, -1);  // of q's cells in p
+    std::vector<bool> there(q_size);         // their parents are
+    long double sum = 0;
+    for (int64_t y = 0; y < q_size; y++) {
+        const auto found = std::lower_bound(order.begin(), order.end(), std::pair<int64_t, int64_t>(q_cells[y], 0));
+        if (found != order.end() && found->first == q_cells[y]) place[y] = found->second, q[place[y]] = q_all[y];
+        there[y] = std::find(nodes, nodes + parents, q_cells[y] / vocab) != nodes + parents;
+        if (there[y]) sum += q_all[y];
+    }
+    const double mass = double(sum);
+    std::vector<int64_t> tries;  // of q's cells
+    for (int64_t j = 0; j < drafts; j++)
+        if (there[drawn[j]]) tries.push_back(drawn[j]);
+
+    Rest rest(p, q.data(), p_size);
+    int64_t width = fixed_width;
+    if (!width) {
+        std::vector<double> alphas(iid ? tries.size() : draft_beams);
+        for (double& alpha : alphas) alpha = 1 - rest.reject(iid ? mass : 1.0);
+        width = std::max(min_width, dynamic_width(alphas, threshold));
+        rest.reset({});
+    }
+    width = std::min(width, room);
+
+    Numbers numbers(seed, stream, position);
+    std::vector<int64_t> spent, entries;
+    double left = mass;
+    int64_t tried = 0;
+    for (const int64_t y : tries) {
+        if (int64_t(entries.size()) == width) break;
+        tried++;
+        const int64_t x = place[y];
+        left = std::max(left, q_all[y]);
+        const bool good = x >= 0 && numbers.next() * q_all[y] * rest.total < rest.at(x) * left;
+        if (!good) rest.reject(left);
+        if (!iid) {
+            left -= q_all[y];
+            if (x >= 0) spent.push_back(x);
+        }
+        if (good) {
+            entries.push_back(x);
+            rest.reset(spent);
+        }
+    }
+    out[0] = width, out[1] = entries.size(), out[2] = tried;
+    if (int64_t(entries.size()) < width) {
+        pick(rest.probabilities().data(), p_size, 1, numbers, entries);
+        pick(p, p_size, width - entries.size(), numbers, entries);
+    }
+    std::copy(entries.begin(), entries.end(), out + 3);
+}

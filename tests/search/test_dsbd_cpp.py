@@ -1,0 +1,105 @@
+"""The C++ of DSBD's layers against their definition in Python, on many random layers."""
+
+import itertools
+import random
+from array import array
+
+import pytest
+import torch
+
+import kernels.beams
+from engine.sampling import Uniforms, Warp
+from kernels.cpp import why_not
+from search import DSBD
+from search.beam_sample import Beam
+from search.forest import Layer
+from search.joint import Joint, Reader, Row
+from search.verify import IID, KINDS, draw
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no C++: {why_not()}")
+WARPS = [Warp(*w) for w in itertools.product((1.0, 0.7, 1e-6), (0, 1, 7, 40), (1.0, 0.9, 0.3))] + [Warp(0)]
+
+
+def rows_of(n, vocab, seed, coarse):
+    """Log-probabilities; coarse ones have equals."""
+    logits = torch.randn(n, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    return torch.log_softmax(logits.round() if coarse else logits, -1)
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("vocab", [5, 64, 700])
+def test_leaders(vocab, coarse):
+    """The same cells in the same order, and none where more may be drawn."""
+    found = missed = 0
+    for (seed, warp), padding in itertools.product(enumerate(WARPS), (0, 3)):
+        reader, logp_NV = Reader(warp, vocab), rows_of(4, vocab, seed, coarse)
+        logp_NV = torch.nn.functional.pad(logp_NV, (0, padding), value=-torch.inf)
+        rows = reader.rows(logp_NV, reader.read(logp_NV))
+        nodes, weights = [9, 4, 7], [-0.5, -0.5, -2.0]
+        beams = [(weight + 0.5, node, rows[i]) for i, (node, weight) in enumerate(zip(nodes, weights, strict=True))]
+        expected, told = reader._leaders(beams), reader.p_beam(dict(zip(nodes, rows, strict=False)), nodes, weights)
+        if expected is None:
+            missed += 1
+            assert not isinstance(told.probs, array)
+            continue
+        found += 1
+        assert list(told.cells) == list(expected.cells) and list(told.logps) == list(expected.logps)
+        assert list(told.probs) == pytest.approx(list(expected.probs), rel=1e-15)
+    assert found and (missed or vocab <= 64)
+
+
+def test_rows_of_different_lengths():
+    """What n-grams know: few tokens of each row, and nothing else is possible."""
+    known = {3: Row.of([-0.1, -2.4], [8, 2]), 5: Row.of([-0.7, -0.8, -1.9], [1, 9, 0])}
+    reader, weights = Reader(Warp(0.8, 0, 0.95), 10), [-1.0, -0.2]
+    beams = [(-0.8, 3, known[3]), (0.0, 5, known[5])]
+    told, expected = reader.p_beam(known, [3, 5], weights), reader._leaders(beams)
+    assert list(told.cells) == list(expected.cells) == [51, 59, 38, 50]
+    assert list(told.probs) == pytest.approx(list(expected.probs), rel=1e-15)
+
+
+def random_joint(chance, nodes, vocab, size):
+    cells = chance.sample([node * vocab + token for node in nodes for token in range(vocab)], size)
+    masses = [chance.choice((0.0, 1e-12, 0.3, 1.0, 1.0, 20.0)) * chance.random() + 1e-300 for _ in cells]
+    total = sum(masses)
+    return Joint(vocab, array("d", [mass / total for mass in masses]), array("d", masses), array("q", cells))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_draws(kind):
+    chance = random.Random(1)
+    for i in range(2000):
+        probs = random_joint(chance, [3], 40, chance.choice((1, 2, 3, 40))).probs
+        n, key = chance.randint(1, 8), (chance.randrange(2**63), i, chance.randrange(2**40))
+        assert kernels.beams.draw(probs, n, iid=kind == IID, key=key) == draw(probs, n, kind, Uniforms(*key))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verdicts(kind):
+    """Widths, accepted drafts and entries, whatever p and q have in common and whichever parents are gone."""
+    chance, accepted, short = random.Random(2), 0, 0
+    for i in range(3000):
+        heads = chance.sample(range(20), chance.randint(1, 4))
+        parents, vocab = chance.sample(heads, chance.randint(1, len(heads))), chance.choice((2, 5, 30))
+        q = random_joint(chance, heads, vocab, chance.randint(1, len(heads) * vocab))
+        p = random_joint(chance, parents, vocab, chance.randint(1, len(parents) * vocab))
+        if chance.random() < 0.3:
+            common = [mass if cell // vocab in parents else 0.0 for cell, mass in zip(q.cells, q.probs, strict=True)]
+            if total := sum(common):
+                p = Joint(vocab, array("d", [mass / total for mass in common]), q.logps, q.cells)
+        config = DSBD(
+            draft_beams=chance.randint(1, 6),
+            width=chance.choice((0, 0, 1, 3)),
+            min_width=chance.randint(1, 3),
+            threshold=chance.choice((0.0, 0.5, 0.9, 1.0)),
+            drafts=kind,
+        )
+        layer = Layer(
+            [Beam(node, 0.0) for node in heads], q, draw(q.probs, config.draft_beams, kind, Uniforms(i, 1, 0))
+        )
+        options = p, layer, parents, chance.randint(1, config.entries)
+        expected = config.judge(*options, Uniforms(i, 0, 7))
+        assert config._judge(*options, Uniforms(i, 0, 7)) == expected
+        accepted += expected[1].accepted
+        short += expected[1].accepted < expected[0]
+    assert accepted > 1000 and short > 500
