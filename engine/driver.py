@@ -19,14 +19,14 @@ from engine.errors import KVMemoryError, NumericsError
 from engine.interrupts import uninterrupted
 from engine.packing import Chunk, pack
 from engine.pool import PagePool
-from engine.requests import Evaluate, Report, SearchGenerator, SearchResult
+from engine.requests import Evaluate, Read, Report, SearchGenerator, SearchResult
 from engine.timing import PassTime
 from engine.trace import RecordedTree, Trace
 from engine.tree import TokenTree, Trunk
 from kernels.rows import log_softmax
 from kernels.stack import one_by_one
 
-Read = tuple[slice, Callable[[Tensor], Tensor]]  # rows among those asked for, and what to make of them
+Part = tuple[slice, Read]  # rows among those asked for, and what to make of them
 Answers = tuple[Tensor, list[bool], list[Tensor]]
 
 
@@ -69,7 +69,7 @@ class Runner:
         )
         return self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
 
-    def evaluate(self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Read] = ()) -> Answers:
+    def evaluate(self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Part] = ()) -> Answers:
         """One forward pass.
 
         Args:
@@ -88,19 +88,20 @@ class Runner:
         return self.fetch(*self.answer(rows_NE), reads)
 
     @staticmethod
-    def fetch(logp_NV: Tensor, finite_N: Tensor, reads: Sequence[Read]) -> Answers:
+    def fetch(logp_NV: Tensor, finite_N: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part]) -> Answers:
         """Bring what the host wants to know to it: the one time in a step that it waits for a GPU."""
         if not reads:
             return logp_NV, finite_N.tolist(), []
-        parts = [finite_N.double(), *(read(logp_NV[rows]) for rows, read in reads)]
+        made = (read(logp_NV[rows], peaks_NB[rows] if peaks_NB is not None else None) for rows, read in reads)
+        parts = [finite_N.double(), *made]
         finite_N, *numbers = torch.cat(parts).cpu().split([len(part) for part in parts])
         return logp_NV, [x == 1 for x in finite_N.tolist()], numbers
 
-    def answer(self, hidden_NE: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (or scores) of hidden rows, and whether each row is finite, on the device."""
+    def answer(self, hidden_NE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probabilities (or scores) of hidden rows, whether each row is finite, and peaks, on the device."""
         logits_NV = self.model.logits(hidden_NE)
         if logits_NV.shape[1] == 1:
-            return logits_NV.float(), torch.isfinite(logits_NV).all(-1)
+            return logits_NV.float(), torch.isfinite(logits_NV).all(-1), None
         return log_softmax(logits_NV, self.vocab_size, impl=self.impl)
 
     def blame(self, chunk: Chunk) -> str:
@@ -267,7 +268,7 @@ class Driver:
             return
         asked: list[int] = []
         answers: list[list[int]] = []
-        reads: list[Read] = []
+        reads: list[Part] = []
         readers: list[Ticket] = []
         row = 0
         for chunk, _, ticket in shares:

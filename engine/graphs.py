@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.driver import Answers, Read, Runner
+from engine.driver import Answers, Part, Runner
 from engine.errors import UsageError
 from engine.packing import Chunk, Pass, pack
 from engine.pool import PagePool
@@ -79,7 +79,7 @@ class GraphRunner(Runner):
         self.memory = torch.empty(most, dtype=torch.int32, device=self.device)
 
     @torch.inference_mode()
-    def evaluate(self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Read] = ()) -> Answers:
+    def evaluate(self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Part] = ()) -> Answers:
         """As `Runner.evaluate`."""
         if reason := self._unfit(chunks, asked):
             if reason not in self._told:
@@ -101,7 +101,7 @@ class GraphRunner(Runner):
         step(p, asked)
         rows_N = step.rows_T[: len(asked)]
         logp_NV, finite_N = (x.index_select(0, rows_N) for x in self._outputs)  # copies: the next pass fills the same
-        return self.fetch(logp_NV, finite_N, reads)  # after which the host's memory may be written again
+        return self.fetch(logp_NV, finite_N, None, reads)  # after which the host's memory may be written again
 
     def _unfit(self, chunks: Sequence[Chunk], asked: Sequence[int]) -> str:
         """Why a pass cannot be a graph; empty if it can."""
@@ -116,7 +116,7 @@ class GraphRunner(Runner):
     def run(self, p: Pass) -> None:
         """All that is recorded."""
         hidden_TE = self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
-        results = self.answer(hidden_TE)
+        results = self.answer(hidden_TE)[:2]  # there are no peaks
         if not self._outputs:
             self._outputs = tuple(x.new_empty(TOKENS[-1], *x.shape[1:]) for x in results)
         for place, result in zip(self._outputs, results, strict=True):

@@ -14,6 +14,8 @@ from torch import Tensor
 from engine.tokenizer import Tokenizer
 from engine.tree import TokenTree
 
+Read = Callable[[Tensor, Tensor | None], Tensor]
+
 
 @dataclass(frozen=True)
 class Evaluate:
@@ -23,13 +25,14 @@ class Evaluate:
     Nodes must be live and not evaluated yet; ancestors that are not evaluated either are evaluated in the same pass.
     On a tree of a scalar-head model the answer is a score per node, [N, 1].
 
-    `read` makes of the rows, on their device, float64 numbers that the search is going to look at. A driver may then
-    send (rows, the numbers on the host) instead of rows, having brought everything there at once.
+    `read` makes of the rows and their peaks (see `kernels.rows.log_softmax`; None if they are not known), on their
+    device, float64 numbers that the search is going to look at. A driver may then send (rows, the numbers on the host)
+    instead of rows, having brought everything there at once.
     """
 
     tree: TokenTree
     nodes: Sequence[int]
-    read: Callable[[Tensor], Tensor] | None = None
+    read: Read | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,18 @@ from torch import Tensor
 
 from engine.errors import KVMemoryError, UsageError
 from engine.sampling import Warp, draw
-from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, likely, register
+from search.base import (
+    Evaluate,
+    Output,
+    Report,
+    SearchGenerator,
+    SearchResult,
+    Task,
+    evaluate,
+    likely,
+    register,
+    told_likely,
+)
 from search.draft_size import MOST, DraftSize
 from search.drafters import MCTS, Draft, Drafter, backoff
 from search.ngrams import NGramStore, add_to_store, count, open_store
@@ -103,6 +114,16 @@ class ADED:
         accepted: list[int] = []  # per step
         reason, drafted, verify_seconds = None, 0, 0.0
         unlearnt, draft_seconds = list(prompt), 0.0
+        looking = 0.0
+
+        def look(logp_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
+            """What the model holds for likely after the likeliest nodes."""
+            nonlocal looking
+            began, first = time.thread_time(), slice(1 + OBSERVED)
+            found = likely(logp_NV[first], drafter.curiosity, peaks_NB[first] if peaks_NB is not None else None)
+            looking = time.thread_time() - began
+            return found
+
         while reason is None:
             reach = self._reach(task, len(tokens))
             wanted = size.wanted() if reach else 0
@@ -114,17 +135,17 @@ class ADED:
                 nodes = self._plant(task, draft, size.choose(draft), reach)
                 draft_seconds += (drafting := time.thread_time() - began)
             row = {node: i for i, node in enumerate(dict.fromkeys(nodes.values()))}
+            curious = len(row) > 1 and drafter.curiosity < 1
             try:
-                logp_NV = yield Evaluate(tree, list(row))  # 5.
+                logp_NV, found = yield from evaluate(tree, list(row), look if curious else None)  # 5.
             except KVMemoryError:
                 if len(row) == 1:
                     raise
                 tree.keep([tree.root])
                 row, nodes = {tree.root: 0}, {-1: tree.root}
-                logp_NV = yield Evaluate(tree, [tree.root])
-            began = time.thread_time()
-            curious = len(row) > 1 and drafter.curiosity < 1
-            known = likely(logp_NV[: 1 + OBSERVED], drafter.curiosity) if curious else []
+                logp_NV, curious = (yield Evaluate(tree, [tree.root])), False
+            began = time.thread_time() - (looking if curious else 0.0)
+            known = told_likely(found, min(len(row), 1 + OBSERVED)) if curious else []
             node, fresh = tree.root, []
             while (i := row.get(node)) is not None:  # 6.
                 logps = known[i] if i < len(known) else {}

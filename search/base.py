@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import UsageError
-from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
+from engine.requests import Evaluate, Output, Read, Report, Search, SearchGenerator, SearchResult, Task
 from engine.tree import TokenTree
-from kernels.rows import at_least
+from kernels.rows import at_least, best_sums
 
 __all__ = [
     "REGISTRY",
@@ -30,6 +30,7 @@ __all__ = [
     "register",
 ]
 
+NOTHING = torch.empty(0, dtype=torch.float64)
 REGISTRY: dict[str, type] = {}
 SHARED_PARAMS = (
     "beams",
@@ -95,43 +96,29 @@ def best_candidates(logp_NV: Tensor, scores: list[float], k: int) -> tuple[list[
     Returns:
         sums, rows, tokens.
     """
-    return _ranked(logp_NV, scores, _leaders(logp_NV, scores, k).tolist())
+    return _ranked(logp_NV, scores, best_sums(logp_NV, scores, k).tolist())
 
 
 def evaluate_best(
     tree: TokenTree, nodes: Sequence[int], scores: list[float], k: int
 ) -> Generator[Evaluate, Any, tuple[list[float], list[int], list[int]]]:
     """`best_candidates` of the nodes, evaluated: to be asked with `yield from`. One wait for the device."""
-    answer = yield Evaluate(tree, nodes, lambda logp_NV: _leaders(logp_NV, scores, k))
-    logp_NV, leaders = answer if isinstance(answer, tuple) else (answer, _leaders(answer, scores, k))
-    return _ranked(logp_NV, scores, leaders.tolist())
+    logp_NV, found = yield from evaluate(tree, nodes, lambda logp_NV, peaks_NB: best_sums(logp_NV, scores, k, peaks_NB))
+    return _ranked(logp_NV, scores, found.tolist())
 
 
-def _leaders(logp_NV: Tensor, scores: list[float], k: int) -> Tensor:
-    """k best sums in any order, their places in the flattened rows, and the best sum besides: float64 [2 * k + 1]."""
-    N, V = logp_NV.shape
-    scores_N = torch.tensor(scores, dtype=torch.float32).to(logp_NV.device, non_blocking=True)
-    k = min(k, N * V)
-    # The k best lie in the k blocks with the largest maxima, so most of the vocabulary is read once and never sorted.
-    block = next((b for b in range(512, 15, -1) if V % b == 0), 0)
-    if block and k < N * V // block:
-        blocks_MB = logp_NV.view(-1, block)
-        maxima_M = (blocks_MB.amax(-1).view(N, -1) + scores_N.unsqueeze(1)).view(-1)
-        top, which_k = torch.topk(maxima_M, k + 1)
-        which_k = which_k[:k]
-        sums = (blocks_MB[which_k] + scores_N[which_k // (V // block)].unsqueeze(1)).view(-1)
-        values, place = torch.topk(sums, min(k + 1, len(sums)))
-        flat = which_k[place // block] * block + place % block
-        rival = torch.cat([top[k:], values[k:]]).max()
-    else:
-        sums = (logp_NV + scores_N.unsqueeze(1)).view(-1)
-        values, flat = torch.topk(sums, min(k + 1, len(sums)))
-        rival = values[k] if len(values) > k else torch.full_like(values[0], float("-inf"))
-    return torch.cat([values[:k].double(), flat[:k].double(), rival.double().view(1)])
+def evaluate(
+    tree: TokenTree, nodes: Sequence[int], read: Read | None
+) -> Generator[Evaluate, Any, tuple[Tensor, Tensor]]:
+    """The rows of nodes and, on the host, what `read` makes of them, if anything: to be asked with `yield from`."""
+    answer = yield Evaluate(tree, nodes, read)
+    if isinstance(answer, tuple):
+        return answer
+    return answer, read(answer, None).cpu() if read is not None else NOTHING
 
 
 def _ranked(logp_NV: Tensor, scores: list[float], packed: list[float]) -> tuple[list[float], list[int], list[int]]:
-    """What `_leaders` found, in order."""
+    """What `best_sums` found, in order."""
     V, k = logp_NV.shape[1], len(packed) // 2
     found = list(zip(packed[:k], packed[k : 2 * k], strict=True))
     if packed[-1] == packed[k - 1]:  # a tie across the border: which of the equals topk chose is not defined
@@ -142,11 +129,19 @@ def _ranked(logp_NV: Tensor, scores: list[float], packed: list[float]) -> tuple[
     return [s for s, _ in found], [i // V for _, i in found], [i % V for _, i in found]
 
 
-def likely(logp_NV: Tensor, least: float) -> list[dict[int, float]]:
-    """Of each row of log-probabilities, those of the tokens at least as probable as `least`, lower tokens first."""
+def likely(logp_NV: Tensor, least: float, peaks_NB: Tensor | None = None) -> Tensor:
+    """Of each row of log-probabilities, those of the tokens at least as probable as `least`, lower tokens first:
+    numbers for `told_likely`."""
     least = max(least, 1e-38)
     most = min(logp_NV.shape[1], int(1 / least))  # a row adds up to 1: there are no more
+    return at_least(logp_NV, math.log(least), most, peaks_NB).view(-1)
+
+
+def told_likely(numbers: Tensor, rows: int) -> list[dict[int, float]]:
+    """Of each row the tokens that `likely` found, and their log-probabilities."""
+    told = numbers.tolist()
+    k = len(told) // (2 * rows) if rows else 0
     return [
-        {int(token): logp for logp, token in zip(logps, tokens, strict=True) if logp == logp}  # the rest is NaN
-        for logps, tokens in at_least(logp_NV, math.log(least), most).tolist()
+        {int(token): logp for logp, token in zip(told[i : i + k], told[i + k : i + 2 * k], strict=True) if logp == logp}
+        for i in range(0, 2 * k * rows, 2 * k)  # what is no number is no token either
     ]

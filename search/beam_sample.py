@@ -111,9 +111,8 @@ def extend(task: Task, beams: Sequence[Beam], joint: Joint, drawn: Sequence[int]
             if reason := task.finish_reason(path):
                 ended.append((path, logprob, reason, count))
                 continue
-        going.append((node, token, logprob, count))
-    grown = tree.grow([node for node, *_ in going], [token for _, token, *_ in going])
-    return [Beam(new, logprob, count) for new, (_, _, logprob, count) in zip(grown, going, strict=True)], ended
+        going.append(Beam(tree.child(node, token), logprob, count))
+    return going, ended
 
 
 class Beams:

@@ -11,7 +11,6 @@ p_beam, and ends the round, unless what was drawn happens to have been drafted a
 grows once more by draws from p_beam alone.
 """
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -181,12 +180,11 @@ class DSBD:
         self, p: Joint, layer: Layer, parents: Sequence[int], room: int, numbers: Uniforms
     ) -> tuple[int, Verdict]:
         """`judge`, in C++ where that made both distributions."""
-        q = layer.q
-        if not (isinstance(p.probs, array) and isinstance(q.probs, array)):
+        if not (p.compact and layer.q.compact):
             return self.judge(p, layer, parents, room, numbers)
         width, accepted, tried, entries = kernels.beams.judge(
-            (p.cells, p.probs),
-            (q.cells, q.probs),
+            p.compact,
+            layer.q.compact,
             layer.drawn,
             parents,
             p.vocab,

@@ -1,7 +1,6 @@
 """Draft forests: beam sampling by something cheaper than the target, below the target's beams. What DSBD verifies."""
 
 import math
-from array import array
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
@@ -71,8 +70,8 @@ class Forester:
         raise NotImplementedError
 
     def _draw(self, q: Joint, numbers: Uniforms) -> list[int]:
-        if isinstance(q.probs, array):
-            return kernels.beams.draw(q.probs, self.width, iid=self.kind == IID, key=numbers.key)
+        if q.compact:
+            return kernels.beams.draw(q.compact[1], self.width, iid=self.kind == IID, key=numbers.key)
         return draw(q.probs, self.width, self.kind, numbers)
 
 

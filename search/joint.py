@@ -12,7 +12,7 @@ of them are lists. Otherwise all cells are kept, as a tensor of the host.
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, count
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from engine.sampling import Warp
 from engine.tree import TokenTree
-from kernels.beams import leaders
+from kernels.beams import Distribution, leaders
 from kernels.cpp import why_not
 from kernels.rows import top_k
-from search.base import Evaluate
+from search.base import Evaluate, evaluate
 
 FEW = 1024  # cells that are kept in lists
 NUCLEUS = 64  # tokens of a row that are looked at for top-p before all are; vocabularies no larger are known whole
@@ -34,37 +34,57 @@ MOST = 256  # tokens of a row that are looked at for top-k
 Probabilities = Sequence[float] | Tensor
 
 
-class Row(NamedTuple):
-    """What is known of the token after a node.
+@dataclass
+class Told:
+    """What an answer told of its rows, of each in turn: the greatest log-probabilities, best first, and their tokens.
 
     Args:
-        numbers: float64; from the start-th on, the `size` greatest log-probabilities, best first, and their tokens.
-        address: of the first of these log-probabilities.
-        bound: no other token has a greater log-probability; -inf: there are no others.
-        log_mass: log(sum(exp(logp / temperature))) of all tokens.
-        logp_NV, index: where all of them are.
+        numbers: float64, on the host.
+        address: of the first of them.
+        stride: numbers of a row.
+        size: log-probabilities of a row.
+        whole: these are all that there are; otherwise no other is greater.
+        massed: after the tokens comes log(sum(exp(logp / temperature))) of all of the row, which is 0 otherwise.
+        logp_NV: all of it.
     """
 
     numbers: "Tensor | array[float]"
-    start: int
     address: int
+    stride: int
     size: int
-    bound: float = -math.inf
-    log_mass: float = 0.0
+    whole: bool
+    massed: bool = False
     logp_NV: Tensor | None = None
-    index: int = 0
+
+
+class Row(NamedTuple):
+    """What is known of the token after a node: where it is."""
+
+    told: Told
+    index: int
+    address: int
 
     @classmethod
     def of(cls, logps: Sequence[float], tokens: Sequence[int]) -> "Row":
         """A row outside of which there is nothing."""
         numbers = array("d", [*logps, *tokens])
-        return cls(numbers, 0, numbers.buffer_info()[0], len(logps))
+        address, _ = numbers.buffer_info()
+        return cls(Told(numbers, address, len(numbers), len(logps), True), 0, address)
 
     @property
-    def known(self) -> Iterator[tuple[float, int]]:
-        """Log-probabilities and tokens, best first."""
-        told = self.numbers[self.start : self.start + 2 * self.size].tolist()
-        return zip(told[: self.size], map(int, told[self.size :]), strict=True)
+    def known(self) -> list[float]:
+        """Its numbers."""
+        start = self.index * self.told.stride
+        return self.told.numbers[start : start + self.told.stride].tolist()
+
+    @property
+    def bound(self) -> float:
+        """No log-probability that is not known is greater."""
+        return -math.inf if self.told.whole else self.known[self.told.size - 1] if self.told.size else math.inf
+
+    @property
+    def log_mass(self) -> float:
+        return self.known[-1] if self.told.massed else 0.0
 
 
 Known = dict[int, Row]  # by node
@@ -87,15 +107,14 @@ class Reader:
     def know(self, tree: TokenTree, nodes: Iterable[int], known: Known) -> Generator[Evaluate, Tensor, bool]:
         """Evaluate those of the nodes that are not known yet; returns whether there were any."""
         if new := sorted({node for node in nodes if node not in known}):  # the order in which answers come
-            answer = yield Evaluate(tree, new, self.read)
-            logp_NV, numbers = answer if isinstance(answer, tuple) else (answer, self.read(answer).cpu())
+            logp_NV, numbers = yield from evaluate(tree, new, self.read)
             known.update(zip(new, self.rows(logp_NV, numbers), strict=True))
         return bool(new)
 
-    def read(self, logp_NV: Tensor) -> Tensor:
+    def read(self, logp_NV: Tensor, peaks_NB: Tensor | None = None) -> Tensor:
         """What the host is going to look at, on the rows' device, as float64: see `rows`."""
         V = logp_NV.shape[1]
-        best_NM = top_k(logp_NV, self._known(V)).flatten(1)
+        best_NM = top_k(logp_NV, self._known(V), peaks_NB).flatten(1)
         if self._mass(V):
             mass_N1 = torch.logsumexp(logp_NV / (self.warp.temperature or 1), -1, keepdim=True)
             best_NM = torch.cat([best_NM, mass_N1.double()], 1)
@@ -104,14 +123,9 @@ class Reader:
     def rows(self, logp_NV: Tensor, numbers: Tensor) -> list[Row]:
         """Rows, with what `read` told of them, on the host."""
         N, V = logp_NV.shape
-        k, address = self._known(V), numbers.data_ptr()
-        stride = len(numbers) // N
-        bounds = [-math.inf if k == V else math.inf] * N if k in (0, V) else numbers[k - 1 :: stride].tolist()
-        masses = numbers[2 * k :: stride].tolist() if self._mass(V) else [0.0] * N
-        return [
-            Row(numbers, i * stride, address + 8 * i * stride, k, bound, mass, logp_NV, i)
-            for i, (bound, mass) in enumerate(zip(bounds, masses, strict=True))
-        ]
+        k, address, stride = self._known(V), numbers.data_ptr(), len(numbers) // N
+        told = Told(numbers, address, stride, k, k == V, self._mass(V), logp_NV)
+        return [Row(told, i, address + 8 * i * stride) for i in range(N)]
 
     def _known(self, V: int) -> int:
         """How many of a row's largest to find."""
@@ -129,17 +143,16 @@ class Reader:
             nodes: the last of each beam.
             weights: logarithms of the beams' probabilities, times how many entries they are; in any unit.
         """
+        if not why_not():
+            rows = [
+                (node, (row := known[node]).address, row.told.size, row.told.whole, row.told.massed) for node in nodes
+            ]
+            if found := leaders(weights, rows, self.vocab, self.warp.temperature, self.warp.top_k, self.warp.top_p):
+                cells, probs, logps = found
+                return Joint(self.vocab, probs, logps, cells)
         heaviest = max(weights)
         beams = [(weight - heaviest, node, known[node]) for weight, node in zip(weights, nodes, strict=True)]
-        if why_not():
-            return self._leaders(beams) or self._all(beams)
-        found = leaders(
-            [(offset, row.bound, row.log_mass) for offset, _, row in beams],
-            [(node, row.address, row.size) for _, node, row in beams],
-            self.vocab,
-            (self.warp.temperature, self.warp.top_k, self.warp.top_p),
-        )
-        return Joint(self.vocab, found[1], found[2], found[0]) if found else self._all(beams)
+        return (why_not() and self._leaders(beams)) or self._all(beams)
 
     def _leaders(self, beams: Sequence[tuple[float, int, Row]]) -> "Joint | None":
         """Best cells first; None if more than is known may be drawn."""
@@ -151,7 +164,8 @@ class Reader:
         ranked = []  # (score, cell, log-probability) of what is sure to be among the best
         for offset, node, row in beams:
             first = node * V
-            for logp, token in row.known:
+            size, numbers = row.told.size, row.known
+            for logp, token in zip(numbers[:size], map(int, numbers[size : 2 * size]), strict=True):
                 if (score := offset + logp) <= bound:
                     break
                 ranked.append((score, first + token, logp))
@@ -183,7 +197,7 @@ class Reader:
     def _all(self, beams: Sequence[tuple[float, int, Row]]) -> "Joint":
         """Of all cells."""
         V, nodes = self.vocab, [node for _, node, _ in beams]
-        logp_WV = torch.stack([row.logp_NV[row.index] for *_, row in beams])  # type: ignore[index]
+        logp_WV = torch.stack([row.told.logp_NV[row.index] for *_, row in beams])  # type: ignore[index]
         if short := V - logp_WV.shape[1]:
             logp_WV = torch.nn.functional.pad(logp_WV, (0, short), value=-math.inf)
         offset_W1 = torch.tensor([offset for offset, *_ in beams], device=logp_WV.device).unsqueeze(1)
@@ -216,6 +230,13 @@ class Joint:
     logps: Sequence[float] | Tensor
     cells: Sequence[int] | None = None
     nodes: Sequence[int] = ()
+
+    @property
+    def compact(self) -> Distribution | None:
+        """Cells and their probabilities as C++ made them, if it did."""
+        if isinstance(self.cells, array) and isinstance(self.probs, array):
+            return self.cells, self.probs
+        return None
 
     def cell(self, i: int) -> tuple[int, int]:
         """Node and token of the i-th."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.errors import UsageError
 from engine.sampling import Warp, draws
-from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
+from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, evaluate, register
 
 
 @register("sample")
@@ -92,14 +92,14 @@ class Utterances:
         row = [rows[self._node[i]] for i in self.live]
         positions = [self.tree.position(self._node[self.live[0]]) + 1] * len(self.live)
 
-        def read(logp_NV: Tensor) -> Tensor:
+        def read(logp_NV: Tensor, _peaks_NB: Tensor | None) -> Tensor:
             """The tokens drawn, and their log-probabilities."""
             row_n = torch.tensor(row).to(logp_NV.device, non_blocking=True)
             token_n = draws(self.warp(logp_NV)[row_n], self.seed, self.live, positions)
             return torch.cat([token_n.double(), logp_NV[row_n, token_n].double()])
 
-        answer = yield Evaluate(self.tree, list(rows), read)
-        told = (answer[1] if isinstance(answer, tuple) else read(answer)).tolist()
+        _, found = yield from evaluate(self.tree, list(rows), read)
+        told = found.tolist()
         for i, token, logp in zip(self.live, map(int, told), told[len(row) :], strict=False):
             self.tokens[i].append(token)
             self.logprobs[i] += logp

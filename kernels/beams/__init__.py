@@ -18,29 +18,30 @@ def _function(name: str, signature: str) -> Callable[..., None]:
 
 
 def leaders(
-    beams: Sequence[tuple[float, float, float]],
-    rows: Sequence[tuple[int, int, int]],
+    weights: Sequence[float],
+    rows: Sequence[tuple[int, int, int, bool, bool]],
     vocab: int,
-    warp: tuple[float, int, float],
+    temperature: float,
+    top_k: int,
+    top_p: float,
 ) -> tuple["array[int]", "array[float]", "array[float]"] | None:
     """The cells of a joint distribution, best first.
 
     Args:
-        beams: of each its weight (a logarithm), the bound of the log-probabilities that are not known of its row, the
-            logarithm of that row's mass.
-        rows: of each beam its node, the address of its known log-probabilities, best first, and their tokens, all of
-            them float64, and how many these are.
+        weights: of the beams (logarithms).
+        rows: of each beam its node, and what is known of its row, see `search.joint.Told`: the address, how many
+            log-probabilities, whether that is all of them, whether the mass comes after their tokens.
         vocab: tokens of a row.
-        warp: temperature, top-k, top-p.
+        temperature, top_k, top_p: of the warp.
 
     Returns:
         cells, probabilities, log-probabilities of the tokens; None if more than is known may be drawn.
     """
-    measures, places = array("d", [x for beam in beams for x in beam]), array("q", [x for row in rows for x in row])
-    size, count = sum(places[2::3]), ctypes.c_int64()
+    offsets, places = array("d", weights), array("q", [x for row in rows for x in row])
+    size, count = sum(places[2::5]), ctypes.c_int64()
     cells, probs, logps = array("q", bytes(8 * size)), array("d", bytes(8 * size)), array("d", bytes(8 * size))
     _function("leaders", "ippididpppp")(
-        *(len(beams), measures.buffer_info()[0], places.buffer_info()[0], vocab, *warp),
+        *(len(offsets), offsets.buffer_info()[0], places.buffer_info()[0], vocab, temperature, top_k, top_p),
         *(probs.buffer_info()[0], logps.buffer_info()[0], cells.buffer_info()[0], ctypes.addressof(count)),
     )
     n = count.value

@@ -125,23 +125,34 @@ struct Scored {
 
 // Best cells of p_beam, warped: `search.joint.Reader._leaders`. Count is -1 if more than is known may be drawn.
 //
-// Of each beam its offset, the bound of what is not known of its row and the logarithm of the row's mass; its node, the
-// address of its known log-probabilities and tokens, and their number.
-extern "C" void coppice_leaders(int64_t beams, const double* measures, const int64_t* places, int64_t vocab,
+// Of each beam its weight, a logarithm; and its node, the address of what is known of its row, how many
+// log-probabilities that is, whether it is all of them, whether the logarithm of the row's mass follows their tokens.
+extern "C" void coppice_leaders(int64_t beams, const double* weights, const int64_t* places, int64_t vocab,
                                 double temperature, int64_t top_k, double top_p, double* probs, double* logps,
                                 int64_t* cells, int64_t* count) {
     *count = -1;
-    double bound = -INFINITY;
-    for (int64_t b = 0; b < beams; b++) bound = std::max(bound, measures[3 * b] + measures[3 * b + 1]);
+    struct Row {
+        double offset;
+        int64_t node, size;
+        const double* logps;
+        bool whole, massed;
+    };
+    const double heaviest = *std::max_element(weights, weights + beams);
+    double bound = -INFINITY;  // of what is not known
+    std::vector<Row> rows;
+    for (int64_t b = 0; b < beams; b++, places += 5) {
+        rows.push_back(
+            {weights[b] - heaviest, places[0], places[2], (const double*)places[1], places[3] != 0, places[4] != 0});
+        const Row& row = rows.back();
+        if (!row.whole) bound = std::max(bound, row.size ? row.offset + row.logps[row.size - 1] : INFINITY);
+    }
     if (bound == INFINITY) return;
     const int64_t k = temperature == 0 ? 1 : top_k;
     std::vector<Scored> ranked;  // what is sure to be among the best
-    for (int64_t b = 0; b < beams; b++) {
-        const int64_t node = places[3 * b], known = places[3 * b + 2];
-        const double offset = measures[3 * b], *row = (const double*)places[3 * b + 1];
-        for (int64_t i = 0; i < known && offset + row[i] > bound; i++)
-            ranked.push_back({offset + row[i], node * vocab + int64_t(row[known + i]), row[i]});
-    }
+    for (const Row& row : rows)
+        for (int64_t i = 0; i < row.size && row.offset + row.logps[i] > bound; i++)
+            ranked.push_back(
+                {row.offset + row.logps[i], row.node * vocab + int64_t(row.logps[row.size + i]), row.logps[i]});
     if (ranked.empty() || (bound > -INFINITY && int64_t(ranked.size()) < k)) return;
     std::sort(ranked.begin(), ranked.end(), [](const Scored& a, const Scored& b) {
         return a.score > b.score || (a.score == b.score && a.cell > b.cell);
@@ -158,10 +169,10 @@ extern "C" void coppice_leaders(int64_t beams, const double* measures, const int
     if (top_p < 1) {
         double total = sum_of(masses);
         if (!whole) {
-            std::vector<double> rows;
-            for (int64_t b = 0; b < beams; b++)
-                rows.push_back(std::exp((measures[3 * b] - best) / T + measures[3 * b + 2]));
-            total = sum_of(rows);
+            std::vector<double> all;
+            for (const Row& row : rows)
+                all.push_back(std::exp((row.offset - best) / T + (row.massed ? row.logps[2 * row.size] : 0)));
+            total = sum_of(all);
         }
         double before = 0;  // a cell stays if those before it do not reach top-p
         size_t kept = 0;

@@ -74,42 +74,64 @@ def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
     return _pick("activation", impl)(x_NM, name)
 
 
-def log_softmax(x_NV: Tensor, size: int, *, impl: str) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of logits, float32 [N, V], -inf from the size-th on; and whether all logits of a row are
-    finite, bool [N].
+def log_softmax(x_NV: Tensor, size: int, *, impl: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probabilities of logits, float32 [N, V], -inf from the size-th on; whether all logits of a row are finite,
+    bool [N]; and, if they come with no effort, the peaks of each row: the largest of each block of 128, float32 [N, B],
+    with which others need not read all of it again.
 
     Args:
         x_NV: logits; those past `size` have their share of the mass.
         impl: of the pass, see `kernels.tree_attention`.
     """
-    logp_NV, finite_N = _pick("log_softmax", impl)(x_NV, size)
-    return logp_NV, finite_N
+    logp_NV, finite_N, peaks_NB = _pick("log_softmax", impl)(x_NV, size)
+    return logp_NV, finite_N, peaks_NB
 
 
-def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
+def top_k(x_NV: Tensor, k: int, peaks_NB: Tensor | None = None, *, impl: str | None = None) -> Tensor:
     """The k largest of each row, in order, and their places: float64 [N, 2, k], for the host to read in one go.
 
     Args:
         x_NV: rows with NaN give anything.
         k: from 0 to V.
+        peaks_NB: of these rows, if they are known.
         impl: see `kernels.tree_attention`; None: "cpp" for float32 on a CPU where there is C++, else PyTorch. Of equals
             C++ takes the first, while PyTorch does not say which.
     """
-    return _pick("top_k", impl or _best(x_NV))(x_NV, k)
+    return _pick("top_k", impl or _best(x_NV))(x_NV, k, peaks_NB)
 
 
-def at_least(logp_NV: Tensor, least: float, k: int, *, impl: str | None = None) -> Tensor:
+def best_sums(
+    logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor | None = None, *, impl: str | None = None
+) -> Tensor:
+    """The k largest of all rows, each row with a sum added to it in float32; float64 [2 * k + 1], for the host: the
+    values, best first, their places in the flattened rows, and the best value besides. That is inf if of equal values
+    the first were taken, in their order; otherwise nobody knows which of those equal to it were.
+
+    Args:
+        logp_NV: float32.
+        sums: of each row.
+        k: fewer if there are fewer.
+        peaks_NB: of these rows, without the sums, if they are known.
+        impl: see `top_k`.
+    """
+    return _pick("best_sums", impl or _best(logp_NV))(logp_NV, sums, k, peaks_NB)
+
+
+def at_least(
+    logp_NV: Tensor, least: float, k: int, peaks_NB: Tensor | None = None, *, impl: str | None = None
+) -> Tensor:
     """The first k of each row that are no less than `least`, and their places, both NaN where there are fewer:
     float64 [N, 2, k].
 
     Args:
-        logp_NV: log-probabilities; as they add up to 1, C++ need not look at all of them.
+        logp_NV: float32.
         k: from 0 to V.
+        peaks_NB: of these rows, if they are known.
         impl: see `top_k`.
     """
     if not 0 <= k <= logp_NV.shape[1]:
         raise ValueError(f"expected k from 0 to {logp_NV.shape[1]}, got {k}")
-    return _pick("at_least", impl or _best(logp_NV))(logp_NV, least, k)
+    return _pick("at_least", impl or _best(logp_NV))(logp_NV, least, k, peaks_NB)
 
 
 def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int], *, impl: str | None = None) -> Tensor:

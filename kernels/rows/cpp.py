@@ -1,5 +1,6 @@
 """Calls the C++ operators on rows (rows.cpp): float32, bfloat16 and float16, a CPU, contiguous but for heads."""
 
+import math
 from array import array
 from collections.abc import Sequence
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpp import KINDS, function
+from kernels.rows.reference import BLOCK
 
 ACTIVATIONS = {name: i for i, name in enumerate(("relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh"))}
 
@@ -87,51 +89,74 @@ def activation(x_NM: Tensor, name: str) -> Tensor:
     return out_NM
 
 
-def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """See the front for arguments."""
     _check(x_NV)
     x_NV, (N, V) = x_NV.contiguous(), x_NV.shape
-    logp_NV, finite_N = torch.empty(N, V), torch.empty(N, dtype=torch.bool)
-    pointers = x_NV.data_ptr(), logp_NV.data_ptr(), finite_N.data_ptr()
-    function("coppice_log_softmax", "iipppiii")(KINDS[x_NV.dtype], torch.get_num_threads(), *pointers, N, V, size)
-    return logp_NV, finite_N
+    logp_NV, finite_N, peaks_NB = torch.empty(N, V), torch.empty(N, dtype=torch.bool), torch.empty(N, -(-V // BLOCK))
+    pointers = x_NV.data_ptr(), logp_NV.data_ptr(), finite_N.data_ptr(), peaks_NB.data_ptr()
+    function("coppice_log_softmax", "iippppiii")(KINDS[x_NV.dtype], torch.get_num_threads(), *pointers, N, V, size)
+    return logp_NV, finite_N, peaks_NB
 
 
-def top_k(x_NV: Tensor, k: int) -> Tensor:
-    """See the front for arguments; float32 only."""
+def _floats(x_NV: Tensor, peaks_NB: Tensor | None = None) -> tuple[Tensor, int, int | None]:
+    """Rows in order, their address, that of their peaks."""
     if x_NV.dtype != torch.float32 or x_NV.device.type != "cpu":
         raise ValueError(f"impl 'cpp': expected float32 on a CPU, got {x_NV.dtype} on {x_NV.device}")
-    x_NV, (N, V) = x_NV.contiguous(), x_NV.shape
+    x_NV = x_NV.contiguous()
+    if peaks_NB is None:
+        return x_NV, x_NV.data_ptr(), None
+    shape = len(x_NV), -(-x_NV.shape[1] // BLOCK)
+    if peaks_NB.shape != shape or peaks_NB.dtype != torch.float32 or not peaks_NB.is_contiguous():
+        raise ValueError(f"expected contiguous float32 peaks of {list(shape)}, got {list(peaks_NB.shape)}")
+    return x_NV, x_NV.data_ptr(), peaks_NB.data_ptr()
+
+
+def top_k(x_NV: Tensor, k: int, peaks_NB: Tensor | None = None) -> Tensor:
+    """See the front for arguments; float32 only."""
+    x_NV, x, peaks = _floats(x_NV, peaks_NB)
+    N, V = x_NV.shape
     if not 0 <= k <= V:
         raise ValueError(f"expected k from 0 to {V}, got {k}")
     out_N2K = torch.empty(N, 2, k, dtype=torch.float64)
-    function("coppice_top_k", "ippiii")(torch.get_num_threads(), x_NV.data_ptr(), out_N2K.data_ptr(), N, V, k)
+    function("coppice_top_k", "ipppiii")(torch.get_num_threads(), x, peaks, out_N2K.data_ptr(), N, V, k)
     return out_N2K
 
 
-def at_least(x_NV: Tensor, least: float, k: int) -> Tensor:
+def best_sums(logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor | None = None) -> Tensor:
+    """See the front for arguments; float32 only. They are in order, so that no rival matters."""
+    logp_NV, x, peaks = _floats(logp_NV, peaks_NB)
+    N, V = logp_NV.shape
+    k, out, sums_N = (
+        min(k, N * V),
+        torch.full((2 * min(k, N * V) + 1,), math.inf, dtype=torch.float64),
+        array("f", sums),
+    )
+    function("coppice_best_sums", "ppppiii")(x, peaks, sums_N.buffer_info()[0], out.data_ptr(), N, V, k)
+    return out
+
+
+def at_least(logp_NV: Tensor, least: float, k: int, peaks_NB: Tensor | None = None) -> Tensor:
     """See the front for arguments; float32 only."""
-    if x_NV.dtype != torch.float32 or x_NV.device.type != "cpu":
-        raise ValueError(f"impl 'cpp': expected float32 on a CPU, got {x_NV.dtype} on {x_NV.device}")
-    x_NV, (N, V) = x_NV.contiguous(), x_NV.shape
+    logp_NV, x, peaks = _floats(logp_NV, peaks_NB)
+    N, V = logp_NV.shape
     out_N2K = torch.empty(N, 2, k, dtype=torch.float64)
-    function("coppice_at_least", "ppiiif")(x_NV.data_ptr(), out_N2K.data_ptr(), N, V, k, least)
+    function("coppice_at_least", "pppiiif")(x, peaks, out_N2K.data_ptr(), N, V, k, least)
     return out_N2K
 
 
 def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int]) -> Tensor:
     """See the front for arguments."""
-    if logp_NV.dtype != torch.float32 or logp_NV.device.type != "cpu":
-        raise ValueError(f"impl 'cpp': expected float32 on a CPU, got {logp_NV.dtype} on {logp_NV.device}")
-    logp_NV, (N, V), words = logp_NV.contiguous(), logp_NV.shape, array("I", keys)
+    logp_NV, x, _ = _floats(logp_NV)
+    (N, V), words = logp_NV.shape, array("I", keys)
     out_N = torch.empty(N, dtype=torch.int64)
     function("coppice_gumbel_argmax", "ipppii")(
-        *(torch.get_num_threads(), logp_NV.data_ptr(), words.buffer_info()[0], out_N.data_ptr(), N, V)
+        *(torch.get_num_threads(), x, words.buffer_info()[0], out_N.data_ptr(), N, V)
     )
     return out_N
 
 
-for run in (rms_norm, layer_norm, rotary, silu_mul, activation, log_softmax, top_k, at_least, gumbel_argmax):
+for run in (rms_norm, layer_norm, rotary, silu_mul, activation, log_softmax, top_k, best_sums, at_least, gumbel_argmax):
     torch.library.custom_op(f"coppice::{run.__name__}", run, mutates_args=())
 
 
@@ -162,16 +187,26 @@ def _(x_NM, _name):
 
 @torch.library.register_fake("coppice::log_softmax")
 def _(x_NV, _size):
-    return x_NV.new_empty(x_NV.shape, dtype=torch.float32), x_NV.new_empty(len(x_NV), dtype=torch.bool)
+    (N, V), floats = x_NV.shape, {"dtype": torch.float32}
+    return (
+        x_NV.new_empty(N, V, **floats),
+        x_NV.new_empty(N, dtype=torch.bool),
+        x_NV.new_empty(N, -(-V // BLOCK), **floats),
+    )
 
 
 @torch.library.register_fake("coppice::top_k")
-def _(x_NV, k):
+def _(x_NV, k, _peaks_NB=None):
     return x_NV.new_empty(len(x_NV), 2, k, dtype=torch.float64)
 
 
+@torch.library.register_fake("coppice::best_sums")
+def _(logp_NV, _sums, k, _peaks_NB=None):
+    return logp_NV.new_empty(2 * min(k, logp_NV.numel()) + 1, dtype=torch.float64)
+
+
 @torch.library.register_fake("coppice::at_least")
-def _(x_NV, _least, k):
+def _(x_NV, _least, k, _peaks_NB=None):
     return x_NV.new_empty(len(x_NV), 2, k, dtype=torch.float64)
 
 

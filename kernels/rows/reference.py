@@ -16,6 +16,7 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "tanh": torch.tanh,
 }
+BLOCK = 128  # elements of a row that have a peak
 LINES = 16  # see `top_k`: this many make reading and sorting cost least together
 
 
@@ -52,26 +53,32 @@ def activation(x_NM: Tensor, name: str) -> Tensor:
     return ACTIVATIONS[name](x_NM)
 
 
-def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """See the front for arguments."""
+def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """See the front for arguments; without peaks."""
     x_NV = x_NV.float()
     finite_N = torch.isfinite(x_NV.sum(-1))  # a sum is finite only if its terms are
     logp_NV = torch.log_softmax(x_NV, -1)
     logp_NV[:, size:] = float("-inf")
-    return logp_NV, finite_N
+    return logp_NV, finite_N, None
 
 
-def at_least(x_NV: Tensor, least: float, k: int) -> Tensor:
+def peaks(x_NV: Tensor) -> Tensor:
+    """The largest of each block of a row; the last block may be a short one."""
+    short = -x_NV.shape[1] % BLOCK
+    return F.pad(x_NV, (0, short), value=float("-inf")).view(len(x_NV), -1, BLOCK).amax(-1)
+
+
+def at_least(logp_NV: Tensor, least: float, k: int, peaks_NB: Tensor | None = None) -> Tensor:
     """See the front for arguments."""
-    V = x_NV.shape[1]
-    place_NV = torch.where(x_NV >= least, torch.arange(V, device=x_NV.device), V)
+    V = logp_NV.shape[1]
+    place_NV = torch.where(logp_NV >= least, torch.arange(V, device=logp_NV.device), V)
     place_NK = place_NV.topk(k, largest=False).values
     found_NK = place_NK < V
-    values_NK = x_NV.gather(1, place_NK.clamp(max=V - 1))
+    values_NK = logp_NV.gather(1, place_NK.clamp(max=V - 1))
     return torch.where(found_NK.unsqueeze(1), torch.stack([values_NK.double(), place_NK.double()], 1), math.nan)
 
 
-def top_k(x_NV: Tensor, k: int) -> Tensor:
+def top_k(x_NV: Tensor, k: int, peaks_NB: Tensor | None = None) -> Tensor:
     """See the front for arguments; a row is read once and hardly sorted.
 
     Laid out in lines, one below the other, a row has its k largest in the k columns with the largest maxima, or among
@@ -96,6 +103,28 @@ def top_k(x_NV: Tensor, k: int) -> Tensor:
 def _line_starts(width: int, device: torch.device) -> Tensor:
     """Where the lines of a row begin, as a column."""
     return torch.arange(0, LINES * width, width, device=device).unsqueeze(1)
+
+
+def best_sums(logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor | None = None) -> Tensor:
+    """See the front for arguments."""
+    N, V = logp_NV.shape
+    sums_N = torch.tensor(sums, dtype=torch.float32).to(logp_NV.device, non_blocking=True)
+    k = min(k, N * V)
+    # The k best lie in the k blocks with the largest maxima, so most of the vocabulary is read once and never sorted.
+    block = next((b for b in range(512, 15, -1) if V % b == 0), 0)
+    if block and k < N * V // block:
+        blocks_MB = logp_NV.view(-1, block)
+        maxima_M = (blocks_MB.amax(-1).view(N, -1) + sums_N.unsqueeze(1)).view(-1)
+        top, which_k = torch.topk(maxima_M, k + 1)
+        which_k = which_k[:k]
+        near = (blocks_MB[which_k] + sums_N[which_k // (V // block)].unsqueeze(1)).view(-1)
+        values, place = torch.topk(near, min(k + 1, len(near)))
+        flat = which_k[place // block] * block + place % block
+        rival = torch.cat([top[k:], values[k:]]).max()
+    else:
+        values, flat = torch.topk((logp_NV + sums_N.unsqueeze(1)).view(-1), min(k + 1, N * V))
+        rival = values[k] if len(values) > k else torch.full_like(values[0], float("-inf"))
+    return torch.cat([values[:k].double(), flat[:k].double(), rival.double().view(1)])
 
 
 def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int]) -> Tensor:

@@ -10,6 +10,7 @@
 namespace {
 
 constexpr int64_t SMALL = 1 << 14;  // elements; fewer are not worth waking threads
+constexpr int64_t BLOCK = 128;      // elements of a row that have a peak, as in reference.py
 constexpr float LOG2_E = 1.44269504f;
 
 template <typename T>
@@ -106,22 +107,41 @@ void with_activation(int64_t number, F f) {
     if (number == 5) f([](Floats x) { return tanh(x); });
 }
 
-// Log-probabilities of a row, -inf from the size-th on. Returns whether all of it is finite.
-template <typename T>
-bool log_softmax(const T* x, float* out, int64_t width, int64_t size) {
-    constexpr int64_t BLOCK = 256 * LANES;  // whose sum is a float: of more, rounding would show
-    Floats most = all(-INFINITY), strange{};
+// The largest of some elements; `see` gets them too.
+template <typename T, typename F>
+float peak_of(const T* x, int64_t width, F see) {
+    Floats most = all(-INFINITY);
     each(width, [&](int64_t i, auto n) {
         const Floats some = load(x + i, n);
-        strange += some - some;  // 0, or NaN
+        see(some);
         if (n == LANES) most = larger(some, most);
         for (int j = n == LANES ? n : 0; j < n; j++) most[0] = std::max(most[0], some[j]);
     });
-    const float top = largest_of(most);
-    double mass = 0;
+    return largest_of(most);
+}
+
+// The largest of each block of a row.
+void find_peaks(const float* x, int64_t width, int64_t block, float* peaks) {
+    for (int64_t at = 0; at < width; at += block)
+        *peaks++ = peak_of(x + at, std::min(block, width - at), [](Floats) {});
+}
+
+// Log-probabilities of a row, -inf from the size-th on, and their peaks. Returns whether all of it is finite.
+template <typename T>
+bool log_softmax(const T* x, float* out, float* peaks, int64_t width, int64_t size) {
+    constexpr int64_t SUMMED = 256 * LANES;  // whose sum is a float: of more, rounding would show
+    Floats strange{};
+    float top = -INFINITY;
     for (int64_t at = 0; at < width; at += BLOCK) {
+        const float peak = peak_of(x + at, std::min(BLOCK, width - at), [&](Floats some) {
+            strange += some - some;  // 0, or NaN
+        });
+        top = std::max(top, peaks[at / BLOCK] = peak);
+    }
+    double mass = 0;
+    for (int64_t at = 0; at < width; at += SUMMED) {
         Floats sum{};
-        each(std::min(BLOCK, width - at), [&](int64_t i, auto n) {
+        each(std::min(SUMMED, width - at), [&](int64_t i, auto n) {
             const Floats powers = exp2_of((load(x + at + i, n) - top) * LOG2_E);
             if (n == LANES) sum += powers;
             for (int j = n == LANES ? n : 0; j < n; j++) sum[0] += powers[j];
@@ -130,7 +150,12 @@ bool log_softmax(const T* x, float* out, int64_t width, int64_t size) {
     }
     const float log_mass = std::log(mass);
     each(width, [&](int64_t i, auto n) { store(load(x + i, n) - top - log_mass, out + i, n); });
-    std::fill(out + std::min(size, width), out + width, -INFINITY);
+    for (int64_t at = 0; at < width; at += BLOCK) peaks[at / BLOCK] = peaks[at / BLOCK] - top - log_mass;
+    if (size < width) {
+        std::fill(out + size, out + width, -INFINITY);
+        const int64_t whole = size / BLOCK;  // blocks
+        find_peaks(out + whole * BLOCK, width - whole * BLOCK, BLOCK, peaks + whole);
+    }
     return sum_of(strange) == 0;
 }
 
@@ -139,71 +164,95 @@ struct Entry {
     int64_t place;
 };
 
-struct TopK {
-    std::vector<float> maxima, ranked;
-    std::vector<Entry> found;
+// Finds the k largest of some rows, in order, of equal ones the first. They are no smaller than the k-th largest of the
+// peaks of blocks, so that few blocks are looked at.
+class Leaders {
+  public:
+    std::vector<Entry> found;  // the k, and what else was looked at; places count from the first row on
+
+    // x [rows, width], to whose rows `sums` are added if there are any; `given` are the peaks of blocks of BLOCK.
+    void find(const float* x, int64_t rows, int64_t width, int64_t k, const float* given, const float* sums) {
+        int64_t block = std::clamp<int64_t>(rows * width / (2 * k) / LANES * LANES, LANES, BLOCK);
+        if (block < BLOCK) given = nullptr;
+        const int64_t blocks = (width + block - 1) / block;
+        peaks.resize(rows * blocks);
+        for (int64_t r = 0; r < rows; r++) {
+            float* mine = peaks.data() + r * blocks;
+            if (given)
+                std::copy_n(given + r * blocks, blocks, mine);
+            else
+                find_peaks(x + r * width, width, block, mine);
+            for (int64_t b = 0; sums && b < blocks; b++) mine[b] += sums[r];
+        }
+        const float least = bound(k);
+        near.clear();
+        each(peaks.size(), [&](int64_t i, auto n) {
+            uint32_t bits = ~bits_of(load(peaks.data() + i, n) < least) & ((uint64_t(1) << n) - 1);
+            for (; bits; bits &= bits - 1) {
+                const int64_t r = (i + __builtin_ctz(bits)) / blocks, at = (i + __builtin_ctz(bits)) % blocks * block;
+                near.push_back({r, r * width + at, std::min(block, width - at)});
+                const char* from = (const char*)(x + near.back().first);
+                for (int64_t byte = 0; byte < 4 * block; byte += 64) __builtin_prefetch(from + byte);
+            }
+        });
+        found.clear();
+        int64_t equal = 0;  // to `least`; no more than k are looked at
+        for (const Block& some : near) {
+            const float sum = sums ? sums[some.row] : 0;
+            each(some.size, [&](int64_t i, auto n) {
+                const Floats part = load(x + some.first + i, n) + sum;
+                const Ints low = equal < k ? part < least : part <= least;
+                uint32_t bits = ~bits_of(low) & ((uint64_t(1) << n) - 1);  // NaN is not low, so that there are k
+                for (; bits; bits &= bits - 1) {
+                    const int lane = __builtin_ctz(bits);
+                    found.push_back({part[lane], some.first + i + lane});
+                    equal += part[lane] == least;
+                }
+            });
+        }
+        std::partial_sort(found.begin(), found.begin() + k, found.end(), [](const Entry& a, const Entry& b) {
+            return a.value > b.value || (a.value == b.value && a.place < b.place);
+        });
+    }
+
+    void write(int64_t k, double* out) const {
+        for (int64_t i = 0; i < k; i++) out[i] = found[i].value, out[k + i] = found[i].place;
+    }
+
+  private:
+    struct Block {
+        int64_t row, first, size;
+    };
+    std::vector<float> peaks, ranked;
+    std::vector<Block> near;
+
+    // No more than the k-th largest peak, and hardly less: it comes from the larger ones of pairs of peaks.
+    float bound(int64_t k) {
+        int64_t n = peaks.size();
+        if (n < k) return -INFINITY;
+        ranked = peaks;
+        for (float& peak : ranked) peak = peak == peak ? peak : -INFINITY;  // which can be ranked
+        for (; n >= 4 * k; n -= n / 2)
+            for (int64_t i = 0; i < n / 2; i++) ranked[i] = std::max(ranked[i], ranked[n - n / 2 + i]);
+        std::nth_element(ranked.begin(), ranked.begin() + k - 1, ranked.begin() + n, std::greater<float>());
+        return ranked[k - 1];
+    }
 };
 
-// The k largest of a row, in order, of equal ones the first. They are no smaller than the k-th largest of the maxima of
-// blocks, so that few blocks are looked at twice.
-void top_k(const float* x, int64_t width, int64_t k, double* out, TopK& work) {
-    const int64_t block = std::clamp<int64_t>(width / (2 * k) / LANES * LANES, LANES, 128);
-    auto& maxima = work.maxima;
-    maxima.clear();
-    for (int64_t at = 0; at < width; at += block) {
-        Floats most = all(-INFINITY);
-        each(std::min(block, width - at), [&](int64_t i, auto n) {
-            if (n == LANES) most = larger(load(x + at + i), most);
-            for (int j = n == LANES ? n : 0; j < n; j++) most[0] = std::max(most[0], x[at + i + j]);
-        });
-        maxima.push_back(largest_of(most));
-    }
-    float least = -INFINITY;
-    if (int64_t(maxima.size()) >= k) {
-        work.ranked = maxima;
-        std::nth_element(work.ranked.begin(), work.ranked.begin() + k - 1, work.ranked.end(), std::greater<float>());
-        least = work.ranked[k - 1];
-    }
-    auto& found = work.found;
-    found.clear();
-    int64_t equal = 0;  // to `least`; no more than k are looked at
-    for (size_t b = 0; b < maxima.size(); b++) {
-        if (maxima[b] < least) continue;
-        const int64_t at = b * block;
-        each(std::min(block, width - at), [&](int64_t i, auto n) {
-            const Floats part = load(x + at + i, n);
-            const Ints low = equal < k ? part < least : part <= least;
-            uint32_t bits = ~bits_of(low) & ((uint64_t(1) << n) - 1);  // NaN is not low, so that there are k
-            for (; bits; bits &= bits - 1) {
-                const int64_t place = at + i + __builtin_ctz(bits);
-                found.push_back({x[place], place});
-                equal += x[place] == least;
+// The first k places whose values are at least `least`, as top_k has them; NaN where there are fewer.
+void at_least(const float* x, const float* peaks, int64_t width, float least, int64_t k, double* out) {
+    int64_t found = 0;
+    for (int64_t b = 0; b * BLOCK < width && found < k; b++) {
+        if (peaks && peaks[b] < least) continue;
+        each(std::min(BLOCK, width - b * BLOCK), [&](int64_t i, auto n) {
+            const float* from = x + b * BLOCK + i;
+            uint32_t bits = bits_of(load(from, n) >= least) & ((uint64_t(1) << n) - 1);
+            for (; bits && found < k; bits &= bits - 1, found++) {
+                const int lane = __builtin_ctz(bits);
+                out[found] = from[lane], out[k + found] = b * BLOCK + i + lane;
             }
         });
     }
-    std::partial_sort(found.begin(), found.begin() + k, found.end(), [](const Entry& a, const Entry& b) {
-        return a.value > b.value || (a.value == b.value && a.place < b.place);
-    });
-    for (int64_t i = 0; i < k; i++) out[i] = found[i].value, out[k + i] = found[i].place;
-}
-
-// The first k places whose values are at least `least`, as top_k has them; NaN where there are fewer. Values are
-// log-probabilities: where those found leave too little of 1 for another, the rest is not looked at.
-void at_least(const float* logp, int64_t width, float least, int64_t k, double* out) {
-    constexpr double ROUNDING = 1e-3;
-    double left = 1 + ROUNDING - std::exp(double(least));
-    int64_t found = 0, at = 0;
-    auto look = [&](auto n) {
-        uint32_t bits = bits_of(load(logp + at, n) >= least) & ((uint64_t(1) << n) - 1);
-        for (; bits && found < k; bits &= bits - 1, found++) {
-            const int64_t place = at + __builtin_ctz(bits);
-            out[found] = logp[place], out[k + found] = place;
-            left -= std::exp(double(logp[place]));
-        }
-        at += n;
-    };
-    while (at + LANES <= width && left > 0) look(std::integral_constant<int, LANES>{});
-    if (at < width && left > 0) look(int(width - at));
     for (; found < k; found++) out[found] = out[k + found] = NAN;
 }
 
@@ -302,28 +351,46 @@ extern "C" void coppice_activation(int64_t kind, int64_t threads, int64_t number
 }
 
 extern "C" void coppice_log_softmax(int64_t kind, int64_t threads, const void* x, float* out, bool* finite,
-                                    int64_t rows, int64_t width, int64_t size) {
+                                    float* peaks, int64_t rows, int64_t width, int64_t size) {
+    const int64_t blocks = (width + BLOCK - 1) / BLOCK;
     with_type(kind, [&](auto type) {
         using T = decltype(type);
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width > SMALL)
         for (int64_t r = 0; r < rows; r++)
-            finite[r] = log_softmax((const T*)x + r * width, out + r * width, width, size);
+            finite[r] = log_softmax((const T*)x + r * width, out + r * width, peaks + r * blocks, width, size);
     });
 }
 
-// k of 0 to the width. Of each row k values, then their places.
-extern "C" void coppice_top_k(int64_t threads, const float* x, double* out, int64_t rows, int64_t width, int64_t k) {
+// k of 0 to the width. Of each row k values, then their places. `peaks` may be null.
+extern "C" void coppice_top_k(int64_t threads, const float* x, const float* peaks, double* out, int64_t rows,
+                              int64_t width, int64_t k) {
+    const int64_t blocks = (width + BLOCK - 1) / BLOCK;
     if (!k) return;
-#pragma omp parallel num_threads(threads) if (rows * width > 4 * SMALL)
+#pragma omp parallel num_threads(threads) if (!peaks && rows * width > 4 * SMALL)
     {
-        TopK work;
+        Leaders leaders;
 #pragma omp for
-        for (int64_t r = 0; r < rows; r++) top_k(x + r * width, width, k, out + 2 * r * k, work);
+        for (int64_t r = 0; r < rows; r++) {
+            leaders.find(x + r * width, 1, width, k, peaks ? peaks + r * blocks : nullptr, nullptr);
+            leaders.write(k, out + 2 * r * k);
+        }
     }
 }
 
-extern "C" void coppice_at_least(const float* logp, double* out, int64_t rows, int64_t width, int64_t k, float least) {
-    for (int64_t r = 0; r < rows; r++) at_least(logp + r * width, width, least, k, out + 2 * r * k);
+// k of 1 to the number of elements. `peaks` may be null.
+extern "C" void coppice_best_sums(const float* x, const float* peaks, const float* sums, double* out, int64_t rows,
+                                  int64_t width, int64_t k) {
+    Leaders leaders;
+    leaders.find(x, rows, width, k, peaks, sums);
+    leaders.write(k, out);
+}
+
+// `peaks` may be null.
+extern "C" void coppice_at_least(const float* x, const float* peaks, double* out, int64_t rows, int64_t width,
+                                 int64_t k, float least) {
+    const int64_t blocks = (width + BLOCK - 1) / BLOCK;
+    for (int64_t r = 0; r < rows; r++)
+        at_least(x + r * width, peaks ? peaks + r * blocks : nullptr, width, least, k, out + 2 * r * k);
 }
 
 // Two keys of each row.

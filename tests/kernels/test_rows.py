@@ -97,14 +97,17 @@ def test_activation_of_every_size(name):
 
 
 @DTYPES
-@pytest.mark.parametrize(("width", "size"), [(1, 1), (2, 1), (7, 7), (16, 9), (40, 40), (5000, 4999), (32000, 32000)])
+@pytest.mark.parametrize(
+    ("width", "size"), [(1, 1), (2, 1), (7, 7), (16, 9), (40, 40), (300, 128), (5000, 4999), (32000, 32000)]
+)
 def test_log_softmax(dtype, width, size):
     x = draw(15, width, dtype=dtype) * 5
     x[1], x[2], x[3] = 7, x[2] + 500, x[3] - 500
-    found, finite = rows.log_softmax(x, size, impl="cpp")
+    found, finite, peaks = rows.log_softmax(x, size, impl="cpp")
     assert found.dtype == torch.float32 and finite.dtype == torch.bool and finite.all()
+    assert peaks.equal(reference.peaks(found))
     exact = torch.log_softmax(x.double(), -1)
-    plain, _ = reference.log_softmax(x, size)
+    plain, *_ = reference.log_softmax(x, size)
     no_worse(found[:, :size], torch.float32, exact[:, :size], plain[:, :size])
     assert (found[:, size:] == -math.inf).all() and plain[:, size:].equal(found[:, size:])
     assert (found[:, :size].double().exp().sum(-1) <= 1 + 1e-6).all()
@@ -117,7 +120,7 @@ def test_log_softmax_tells_rows_that_are_not_finite(dtype, bad, place):
     x = draw(6, 40, dtype=dtype)
     expected = rows.log_softmax(x, 40, impl="cpp")[0]
     x[2, place] = bad
-    found, finite = rows.log_softmax(x, 40, impl="cpp")
+    found, finite, _ = rows.log_softmax(x, 40, impl="cpp")
     assert finite.tolist() == [True, True, False, True, True, True] == reference.log_softmax(x, 40)[1].tolist()
     assert found[finite].equal(expected[finite])
 
@@ -150,6 +153,7 @@ def test_cpp_refuses_what_it_cannot_do():
         lambda: rows.top_k(x.double(), 2, impl="cpp"),
         lambda: rows.top_k(x.to("meta"), 2, impl="cpp"),
         lambda: rows.at_least(x.double(), 0.5, 2, impl="cpp"),
+        lambda: rows.best_sums(x.double(), [0.0, 0.0], 2, impl="cpp"),
         lambda: rows.gumbel_argmax(x.double(), [1, 2, 3, 4], impl="cpp"),
     ):
         with pytest.raises(ValueError, match="impl 'cpp': expected float32"):
@@ -158,6 +162,8 @@ def test_cpp_refuses_what_it_cannot_do():
         rows.top_k(x, 9, impl="cpp")
     with pytest.raises(ValueError, match="expected k from 0 to 8"):
         rows.at_least(x, 0.5, 9)
+    with pytest.raises(ValueError, match=r"expected contiguous float32 peaks of \[2, 1\], got \[2, 2\]"):
+        rows.top_k(x, 3, draw(2, 2), impl="cpp")
     with pytest.raises(ValueError, match="expected a weight"):
         rows.rms_norm(x, draw(7), 1e-5, impl="cpp")
     with pytest.raises(ValueError, match="expected a weight and a bias"):
@@ -192,6 +198,7 @@ def test_top_k(width):
             values, places = read(rows.top_k(x, k, impl="cpp"))
             ranked = x.sort(dim=1, descending=True, stable=True)  # of equals the first
             assert values.equal(ranked.values[:, :k]) and places.equal(ranked.indices[:, :k])
+            assert rows.top_k(x, k, reference.peaks(x), impl="cpp").equal(rows.top_k(x, k, impl="cpp"))
             values, places = read(rows.top_k(x, k, impl="cpu"))
             assert values.equal(ranked.values[:, :k]) and x.gather(1, places).equal(values)
             assert all(len(set(row)) == k for row in places.tolist())
@@ -210,12 +217,36 @@ def test_top_k_of_nan_is_anything():
 def test_at_least(width, impl):
     x = torch.log_softmax(torch.linspace(0, 8, 300).unsqueeze(1) * draw(300, width), -1)
     x[1], x[2, 1:], x[3, ::2], x[2, 0] = float("-inf"), float("-inf"), float("nan"), 0.0
+    peaks = reference.peaks(x.nan_to_num(-math.inf))
     for least in (-9.0, -3.0, -1.0, 0.0):
         for k in {0, 1, min(10, width), width}:
+            told = [rows.at_least(x, least, k, known, impl=impl).nan_to_num(-1.0) for known in (None, peaks)]
+            assert told[0].equal(told[1])
             for row, (values, places) in zip(x.tolist(), rows.at_least(x, least, k, impl=impl).tolist(), strict=True):
                 expected = [(value, place) for place, value in enumerate(row) if value >= least][:k]
                 assert list(zip(values, places, strict=True))[: len(expected)] == expected
                 assert all(math.isnan(x) for x in values[len(expected) :] + places[len(expected) :])
+
+
+@pytest.mark.parametrize("width", [1, 5, 128, 340, 1000, 32000])
+@pytest.mark.parametrize("n", [1, 4, 15])
+def test_best_sums(width, n):
+    """The same values, places and order whether peaks are known or not; the definition has the same values."""
+    for k in {1, min(3, n * width), min(40, n * width), min(600, n * width)}:
+        for x in (draw(n, width), (draw(n, width) * 2).round()):
+            x[-1, width // 2 :] = float("-inf")
+            sums = (draw(n) * 3).round().tolist()
+            added = (x + torch.tensor(sums).unsqueeze(1)).view(-1)
+            ranked = added.sort(descending=True, stable=True)
+            for peaks in (None, reference.peaks(x)):
+                told = rows.best_sums(x, sums, k, peaks, impl="cpp")
+                assert told[:k].float().equal(ranked.values[:k]) and told[k:-1].long().equal(ranked.indices[:k])
+                assert told[-1] == math.inf
+            told = rows.best_sums(x, sums, k, impl="cpu")
+            assert told[:k].float().equal(ranked.values[:k]) and added[told[k:-1].long()].equal(ranked.values[:k])
+            rest = ranked.values[k:].max() if k < n * width else torch.tensor(float("-inf"))
+            assert told[-1].float() == rest or told[-1] <= rest < ranked.values[k - 1]
+    assert rows.best_sums(x, sums, 10**6, impl="cpp").shape == rows.best_sums(x, sums, 10**6, impl="cpu").shape
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 100, 3001])
@@ -250,6 +281,8 @@ def test_custom_ops():
     calls = {"rms_norm": (x, weight, 1e-5), "rotary": (heads, cos, sin), "silu_mul": (x,), "top_k": (x, 3)}
     calls |= {"layer_norm": (x, weight, weight, 1e-5), "activation": (x, "gelu")}
     calls["at_least"] = (torch.log_softmax(x, -1), -9.0, 3)
+    calls["best_sums"] = (x, [0.0, 1.0, 2.0, 3.0, 4.0], 3, reference.peaks(x))
+    calls["log_softmax"] = (x, 15)
     calls["gumbel_argmax"] = (x, list(range(10)))
     for name, arguments in calls.items():
         torch.library.opcheck(getattr(torch.ops.coppice, name).default, arguments)

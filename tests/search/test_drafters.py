@@ -17,7 +17,7 @@ from engine.tree import TokenTree
 from kernels.cpp import why_not
 from models.layers import ModelShape
 from search import ADED
-from search.base import likely
+from search.base import likely, told_likely
 from search.draft_size import DraftSize
 from search.drafters import MCTS, Backoff, BackoffCpp, Draft, backoff
 from search.ngrams import BITS, count, merge, open_store, write_store
@@ -177,7 +177,7 @@ def test_likely():
         logp_NV = torch.log_softmax(logits_NV, -1)
         for least in (1e-6, 0.012, 0.13, 0.2, 0.9):
             bound = torch.tensor(math.log(least)).item()
-            for row, tokens in zip(logp_NV.tolist(), likely(logp_NV, least), strict=True):
+            for row, tokens in zip(logp_NV.tolist(), told_likely(likely(logp_NV, least), 9), strict=True):
                 assert list(tokens.items()) == [(t, logp) for t, logp in enumerate(row) if logp >= bound]
 
 

@@ -20,6 +20,7 @@ from engine import Engine, Request
 from engine.demo import is_demo
 from engine.errors import UsageError
 from engine.requests import Evaluate, Search, SearchGenerator, Task
+from kernels.rows.reference import peaks
 from search import ADED, Greedy, Sample
 from search.drafters import MCTS, Draft
 from search.ngrams import count, merge, open_store, write_store
@@ -80,7 +81,7 @@ class Recite:
         try:
             while True:
                 request = generator.send(answer)
-                answer = yield request
+                answer = yield replace(request, read=None) if isinstance(request, Evaluate) else request
                 if isinstance(request, Evaluate):
                     answer.fill_(-math.log(answer.shape[1]))
                     on_path = {tree.root}
@@ -89,6 +90,8 @@ class Recite:
                         if node == tree.root or (tree.parent(node) in on_path and tree.token(node) == self.text[at]):
                             on_path.add(node)
                             answer[i, self.text[at + 1]] = 0.0
+                    if request.read is not None:
+                        answer = answer, request.read(answer, peaks(answer))
         except StopIteration as end:
             return end.value
 

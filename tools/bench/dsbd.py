@@ -22,6 +22,7 @@ from engine.packing import Chunk
 from engine.pool import PagePool
 from engine.requests import Evaluate, Search, Task
 from engine.tree import TokenTree
+from kernels.rows.reference import peaks
 from models.checkpoint import Checkpoint
 from models.layers import ModelShape
 from search import DSBD, BeamSample, Sample, Speculative
@@ -39,8 +40,8 @@ WIDTH, DRAFT_WIDTH = 768, 256  # of the simulated pair
 PARTS = {
     "finding the largest of each row": (Reader, "read"),
     "joint distributions": (Reader, "p_beam"),
-    "verification": (DSBD, "judge"),
-    "growing nodes, of two trees": (TokenTree, "grow"),
+    "verification": (DSBD, "_judge"),
+    "growing nodes, of two trees": (TokenTree, "child"),
     "freeing nodes, moving the shared stem to the trunk": (TokenTree, "keep"),
 }
 COLORS = {
@@ -58,10 +59,9 @@ the target. *n-grams*: DSBD with drafts by n-grams. *front*: no other row of its
 *speedup at equal quality*: the fastest row of DSBD, or of n-grams, that is at least as good, over the row of beam
 sampling."""
 OVERHEAD_LEGEND = f"""Time inside the search per round (draft layers, verification, trees; median of runs, least to
-most), rows of log-probabilities ready made; at most {LIMIT_MS} ms is wanted at W = 5, vocabulary 32000, with the warps
-of the paper (top-k 10 to 20, top-p 0.8 to 0.9). Without any warp all 160,000 cells of a layer stay possible. *reading
-rows*: finding the largest of each block of 128 log-probabilities of every row of the round, once: what no way around
-reading them can save."""
+most); at most {LIMIT_MS} ms is wanted at W = 5, vocabulary 32000, with the warps of the paper (top-k 10 to 20, top-p 0.8
+to 0.9). Rows of log-probabilities are ready made, and so is the largest of each 128 of them, which the models' log-softmax
+tells on the way. Without any warp all 160,000 cells of a layer stay possible."""
 
 
 def add_parser(commands: Any) -> None:
@@ -355,7 +355,6 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
                 "warp": ", ".join(f"{name} {x:g}".replace("_", "-") for name, x in warp.items()) or "none",
                 "width": width or "dynamic",
                 "ms": spread([1000 * run["seconds"] / run["rounds"] for run in runs]),
-                "reading_ms": statistics.median(1000 * run["reading"] / run["rounds"] for run in runs),
                 "steps_per_round": sum(run["steps"] for run in runs) / sum(run["rounds"] for run in runs),
             })  # fmt: skip
     with timed() as parts:
@@ -365,9 +364,9 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
     body = "\n\n".join([
         f"W_S = {args.beams}, gamma = {args.gamma}, vocabulary {args.vocab}, {torch.get_num_threads()} threads.",
         table(
-            ["warp", "width", "ms per round", "least", "most", "reading rows", "steps per round"],
+            ["warp", "width", "ms per round", "least", "most", "steps per round"],
             [[row["warp"], row["width"], *(f"{row['ms'][key]:.2f}" for key in ("median", "min", "max")),
-              f"{row['reading_ms']:.2f}", f"{row['steps_per_round']:.2f}"] for row in rows],
+              f"{row['steps_per_round']:.2f}"] for row in rows],
         ),
         OVERHEAD_LEGEND,
         "Where it goes, of the first row:",
@@ -380,15 +379,16 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
 
 @torch.inference_mode()
 def overhead(config: DSBD, vocab: int, new_tokens: int, seed: int) -> dict[str, float]:
-    """Seconds inside the search, of just reading the rows, rounds and steps of a run.
+    """Seconds inside the search, rounds and steps of a run.
 
-    Rows of log-probabilities are ready made, the draft's are a blur of the target's.
+    Rows of log-probabilities and their peaks are ready made, the draft's are a blur of the target's.
     """
     random = torch.Generator().manual_seed(seed)
     logits_NV = torch.randn(64, vocab, generator=random) * 2
     logits_NV.scatter_add_(1, torch.randint(vocab, (64, 8), generator=random), torch.full((64, 8), 14.0))
     blurred_NV = logits_NV + 0.5 * torch.randn(64, vocab, generator=random)
     answers = {"target": torch.log_softmax(logits_NV, -1), "draft": torch.log_softmax(blurred_NV, -1)}
+    known = {name: peaks(logp_NV) for name, logp_NV in answers.items()}
     trees = {}
 
     def open_tree(name: str, prompt: Sequence[int]) -> TokenTree:
@@ -396,14 +396,14 @@ def overhead(config: DSBD, vocab: int, new_tokens: int, seed: int) -> dict[str, 
         return trees[name]
 
     task = Task(open_tree("target", [1, 2, 3]), new_tokens, frozenset(), vocab, None, open_tree)
-    generator, answer, seconds, reading = replace(config, seed=seed).run(task), None, 0.0, 0.0
+    generator, answer, seconds = replace(config, seed=seed).run(task), None, 0.0
     while True:
         began = time.perf_counter()
         try:
             request = generator.send(answer)
         except StopIteration as end:
             seconds += time.perf_counter() - began
-            return {"seconds": seconds, "reading": reading} | {key: end.value.stats[key] for key in ("rounds", "steps")}
+            return {"seconds": seconds} | {key: end.value.stats[key] for key in ("rounds", "steps")}
         seconds += time.perf_counter() - began
         answer = None
         if isinstance(request, Evaluate):
@@ -411,11 +411,10 @@ def overhead(config: DSBD, vocab: int, new_tokens: int, seed: int) -> dict[str, 
             tree.place(*tree.pending(request.nodes))
             name = "target" if tree is trees["target"] else "draft"
             which = [(tree.token(node) * 7 + tree.position(node)) % 64 for node in request.nodes]
-            rows_NV = answers[name][which]  # others than the answer, which is to be as new to the search
+            logp_NV, peaks_NB = answers[name][which], known[name][which]
             began = time.perf_counter()
-            rows_NV.reshape(-1, 128 if vocab % 128 == 0 else vocab).amax(-1)
-            reading += time.perf_counter() - began
-            answer = answers[name][which]
+            answer = logp_NV, request.read(logp_NV, peaks_NB)
+            seconds += time.perf_counter() - began
 
 
 @contextmanager
