@@ -68,28 +68,15 @@ class RecordedTree(TokenTree):
 
     def keep(self, nodes: Iterable[int]) -> None:
         self.look_up()
+        before, there = self.root, [n for siblings in self._children.values() for n in siblings.values()]
         super().keep(nodes)
+        self._note_drop([n for n in there if self._slot[n] == FREED])
+        self._note_stem(before)
         if self.trace.on:
             for node in self.undecided:
                 if self.dropped[node] is None:
                     self.accepted[node] = self.trace.step
             self.undecided = []
-
-    def _keep_path(self, node: int) -> None:
-        before, nodes = self.root, [n for siblings in self._children.values() for n in siblings.values()]
-        super()._keep_path(node)
-        self._note_drop([n for n in nodes if self._slot[n] == FREED])
-        self._note_stem(before)
-
-    def _free(self, node: int) -> int:
-        parent = super()._free(node)
-        self._note_drop([node])
-        return parent
-
-    def _promote(self) -> None:
-        before = self.root
-        super()._promote()
-        self._note_stem(before)
 
     def _note_drop(self, nodes: Sequence[int]) -> None:
         if self.trace.on:

@@ -203,13 +203,7 @@ class TokenTree:
             raise ValueError("expected at least one node to keep")
         if len(kept) == 1:
             return self._keep_path(*kept)
-        slots = []
-        for node in [leaf for leaf in self._leaves if leaf not in kept]:
-            while node not in self._children and node not in kept and node != self.root:
-                slots.append(self._slot[node])
-                node = self._free(node)
-        self._release_slots([slot for slot in slots if slot >= 0])
-        self._promote()
+        self._promote(self._prune())
 
     def _keep_path(self, node: int) -> None:
         """Move the path to a node into the trunk and drop all branches at once, which is cheaper than one by one."""
@@ -234,38 +228,46 @@ class TokenTree:
         self._leaves = {self.root: None}
         self._paths_length = self._position[self.root] + 1
 
-    def _free(self, node: int) -> int:
-        """Drop a leaf; returns its parent. The slot, if it has one, is the caller's to give back."""
-        parent, position = self._parent[node], self._position[node]
-        self._slot[node] = FREED
-        del self._leaves[node]
-        self._paths_length -= position + 1
-        siblings = self._children[parent]
-        del siblings[self._token[node]]
-        if not siblings:
-            del self._children[parent]
-            self._leaves[parent] = None
-            self._paths_length += position
-        return parent
+    def _prune(self) -> list[int]:
+        """Drop the nodes that are not kept; returns their slots, which are the caller's to give back."""
+        kept, children, leaves, slot_of, slots = self._kept, self._children, self._leaves, self._slot, []
+        for node in [leaf for leaf in leaves if leaf not in kept]:
+            while node not in children and node not in kept and node != self.root:
+                if slot_of[node] >= 0:
+                    slots.append(slot_of[node])
+                parent, position = self._parent[node], self._position[node]
+                slot_of[node] = FREED
+                del leaves[node]
+                self._paths_length -= position + 1
+                siblings = children[parent]
+                del siblings[self._token[node]]
+                if not siblings:
+                    del children[parent]
+                    leaves[parent] = None
+                    self._paths_length += position
+                node = parent
+        return slots
 
-    def _promote(self) -> None:
-        """Move the stem below the root into the trunk, up to the first kept node or fork."""
+    def _promote(self, free: list[int]) -> None:
+        """Move the stem below the root into the trunk, up to the first kept node or fork; give slots back."""
         stem = []
         node = self.root
         while node not in self._kept and len(children := self._children[node]) == 1:
             [node] = children.values()
             stem.append(node)
+        slots = [slot for n in stem if (slot := self._slot[n]) >= 0]
+        size = self.pool.page_size
+        missing = -(-(len(self.trunk.tokens) + len(slots)) // size) - len(self.trunk.pages)
+        if slots and missing > self.pool.free_pages:
+            emptied = Counter(slot // size for slot in free + slots)
+            if missing > self.pool.free_pages + sum(self._page_load[i] == n for i, n in emptied.items()):
+                stem, slots = [], []  # it stays in the branches, where it already has its slots
+        source = [self._table[0][slot] for slot in slots]
+        self._release_slots(free + slots)
         if not stem:
             return
-        slots = [slot for n in stem if (slot := self._slot[n]) >= 0]
         if slots:
-            size = self.pool.page_size
-            emptied = sum(self._page_load[i] == n for i, n in Counter(slot // size for slot in slots).items())
-            missing = -(-(len(self.trunk.tokens) + len(slots)) // size) - len(self.trunk.pages)
-            if missing > self.pool.free_pages + emptied:
-                return  # the stem stays in the branches, where it already has its slots
-            source, promoted = [self._pool_slot(slot) for slot in slots], sum(1 << slot for slot in slots)
-            self._release_slots(slots)
+            promoted = sum(1 << slot for slot in slots)
             self._extend_trunk(source)
             for n in self._bits:
                 self._bits[n] &= ~promoted

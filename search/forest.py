@@ -103,11 +103,15 @@ class ModelForester(Forester):
 
     def _twins(self, nodes: Sequence[int]) -> list[int]:
         """Nodes of this tree for such of the target's, grown if need be."""
-        target = self.task.tree
-        if new := [node for node in nodes if node not in self.twins]:
-            parents = self._twins([target.parent(node) for node in new])
-            self.twins.update(zip(new, self.tree.grow(parents, list(map(target.token, new))), strict=True))
-        return [self.twins[node] for node in nodes]
+        target, twins = self.task.tree, self.twins
+        for node in nodes:
+            new = []
+            while node not in twins:
+                new.append(node)
+                node = target.parent(node)
+            for below in reversed(new):
+                twins[below] = node = self.tree.child(twins[target.parent(below)], target.token(below))
+        return [twins[node] for node in nodes]
 
 
 class NGramForester(Forester):

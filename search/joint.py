@@ -114,11 +114,11 @@ class Reader:
     def read(self, logp_NV: Tensor, peaks_NB: Tensor | None = None) -> Tensor:
         """What the host is going to look at, on the rows' device, as float64: see `rows`."""
         V = logp_NV.shape[1]
-        best_NM = top_k(logp_NV, self._known(V), peaks_NB).flatten(1)
-        if self._mass(V):
-            mass_N1 = torch.logsumexp(logp_NV / (self.warp.temperature or 1), -1, keepdim=True)
-            best_NM = torch.cat([best_NM, mass_N1.double()], 1)
-        return best_NM.view(-1)
+        best_N2K = top_k(logp_NV, self._known(V), peaks_NB)
+        if not self._mass(V):
+            return best_N2K.view(-1)
+        mass_N1 = torch.logsumexp(logp_NV / (self.warp.temperature or 1), -1, keepdim=True)
+        return torch.cat([best_N2K.flatten(1), mass_N1.double()], 1).view(-1)
 
     def rows(self, logp_NV: Tensor, numbers: Tensor) -> list[Row]:
         """Rows, with what `read` told of them, on the host."""
@@ -144,9 +144,10 @@ class Reader:
             weights: logarithms of the beams' probabilities, times how many entries they are; in any unit.
         """
         if not why_not():
-            rows = [
-                (node, (row := known[node]).address, row.told.size, row.told.whole, row.told.massed) for node in nodes
-            ]
+            rows: list[int] = []
+            for node in nodes:
+                told, _, address = known[node]
+                rows += (node, address, told.size, told.whole, told.massed)
             if found := leaders(weights, rows, self.vocab, self.warp.temperature, self.warp.top_k, self.warp.top_p):
                 cells, probs, logps = found
                 return Joint(self.vocab, probs, logps, cells)

@@ -6,6 +6,7 @@
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from kernels.cpp import function
 
@@ -13,13 +14,14 @@ Distribution = tuple["array[int]", "array[float]"]  # cells and their probabilit
 Key = tuple[int, int, int]  # of keyed numbers: seed, stream, position
 
 
+@lru_cache
 def _function(name: str, signature: str) -> Callable[..., None]:
     return function(f"coppice_{name}", signature, brief=True)
 
 
 def leaders(
     weights: Sequence[float],
-    rows: Sequence[tuple[int, int, int, bool, bool]],
+    rows: Sequence[int],
     vocab: int,
     temperature: float,
     top_k: int,
@@ -29,23 +31,24 @@ def leaders(
 
     Args:
         weights: of the beams (logarithms).
-        rows: of each beam its node, and what is known of its row, see `search.joint.Told`: the address, how many
-            log-probabilities, whether that is all of them, whether the mass comes after their tokens.
+        rows: of each beam in turn its node, and what is known of its row, see `search.joint.Told`: the address, how
+            many log-probabilities, whether that is all of them, whether the mass comes after their tokens.
         vocab: tokens of a row.
         temperature, top_k, top_p: of the warp.
 
     Returns:
         cells, probabilities, log-probabilities of the tokens; None if more than is known may be drawn.
     """
-    offsets, places = array("d", weights), array("q", [x for row in rows for x in row])
-    size, count = sum(places[2::5]), ctypes.c_int64()
-    cells, probs, logps = array("q", bytes(8 * size)), array("d", bytes(8 * size)), array("d", bytes(8 * size))
+    offsets, places = array("d", weights), array("q", rows)
+    size, count = sum(rows[2::5]), ctypes.c_int64()
+    cells, numbers = array("q", bytes(8 * size)), array("d", bytes(16 * size))
+    to = numbers.buffer_info()[0]
     _function("leaders", "ippididpppp")(
         *(len(offsets), offsets.buffer_info()[0], places.buffer_info()[0], vocab, temperature, top_k, top_p),
-        *(probs.buffer_info()[0], logps.buffer_info()[0], cells.buffer_info()[0], ctypes.addressof(count)),
+        *(to, to + 8 * size, cells.buffer_info()[0], ctypes.addressof(count)),
     )
     n = count.value
-    return (cells[:n], probs[:n], logps[:n]) if n >= 0 else None
+    return (cells[:n], numbers[:n], numbers[size : size + n]) if n >= 0 else None
 
 
 def draw(probs: "array[float]", n: int, *, iid: bool, key: Key) -> list[int]:

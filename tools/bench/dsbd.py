@@ -59,9 +59,9 @@ the target. *n-grams*: DSBD with drafts by n-grams. *front*: no other row of its
 *speedup at equal quality*: the fastest row of DSBD, or of n-grams, that is at least as good, over the row of beam
 sampling."""
 OVERHEAD_LEGEND = f"""Time inside the search per round (draft layers, verification, trees; median of runs, least to
-most); at most {LIMIT_MS} ms is wanted at W = 5, vocabulary 32000, with the warps of the paper (top-k 10 to 20, top-p 0.8
-to 0.9). Rows of log-probabilities are ready made, and so is the largest of each 128 of them, which the models' log-softmax
-tells on the way. Without any warp all 160,000 cells of a layer stay possible."""
+most); at most {LIMIT_MS} ms is wanted at W = 5, vocabulary 32000, with the warps of the paper (top-k 10 to 20, top-p
+0.8 to 0.9). Rows of log-probabilities are ready made, and so is the largest of each 128 of them, which the models'
+log-softmax tells on the way. Without any warp all 160,000 cells of a layer stay possible."""
 
 
 def add_parser(commands: Any) -> None:
@@ -412,6 +412,7 @@ def overhead(config: DSBD, vocab: int, new_tokens: int, seed: int) -> dict[str, 
             name = "target" if tree is trees["target"] else "draft"
             which = [(tree.token(node) * 7 + tree.position(node)) % 64 for node in request.nodes]
             logp_NV, peaks_NB = answers[name][which], known[name][which]
+            assert request.read is not None
             began = time.perf_counter()
             answer = logp_NV, request.read(logp_NV, peaks_NB)
             seconds += time.perf_counter() - began
