@@ -10,7 +10,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <type_traits>
+#include <vector>
 
 #ifdef __AVX512F__
 constexpr int LANES = 16;
@@ -107,6 +109,8 @@ struct FourInt8 {  // unsigned in x, signed in the vector
 };
 #endif
 
+constexpr int64_t BLOCK = 128;  // elements of a row of which the largest is its peak, as in rows/reference.py
+
 // A bit for each lane of a comparison that holds.
 inline uint32_t bits_of(Ints truth) {
 #if defined(__AVX512F__)
@@ -153,6 +157,17 @@ inline Floats exp2_of(Floats x) {
     y = y * f + 1.0f;
     const Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
     return x < -125.0f ? Floats{} : y * (Floats)power;
+}
+
+// No more than the k-th largest of some numbers, and hardly less: it is one of the larger ones of pairs. There are k.
+template <typename T>
+inline T about_largest(std::vector<T>& x, int64_t k) {
+    int64_t n = x.size();
+    for (T& number : x) number = number == number ? number : -INFINITY;  // which can be ranked
+    for (; n >= 4 * k; n -= n / 2)
+        for (int64_t i = 0; i < n / 2; i++) x[i] = std::max(x[i], x[n - n / 2 + i]);
+    std::nth_element(x.begin(), x.begin() + k - 1, x.begin() + n, std::greater<T>());
+    return x[k - 1];
 }
 
 // Calls f with a value of the element type that Python numbers so (KINDS in cpp.py).

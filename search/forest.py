@@ -13,7 +13,7 @@ from engine.tree import TokenTree
 from search.base import Evaluate, Task
 from search.beam_sample import Beam, extend
 from search.drafters import Drafter
-from search.joint import Joint, Known, Reader, Row
+from search.joint import Joint, Known, Reader, Told
 from search.verify import IID, draw
 
 DRAFTING = 1  # stream of keyed numbers for the first layer of a round, keyed by where it begins; more for those below
@@ -130,7 +130,7 @@ class NGramForester(Forester):
             chances = self.drafter.distribution(self.task.tree.path(beam.node)[self.learnt :])
             ranked = sorted(((chance, token) for token, chance in chances.items() if chance > 0), reverse=True)
             if ranked:
-                known[beam.node] = Row.of([math.log(chance) for chance, _ in ranked], [token for _, token in ranked])
+                known[beam.node] = Told.all([math.log(chance) for chance, _ in ranked], [token for _, token in ranked])
         told = [beam for beam in heads if beam.node in known]
         if not told:
             return None

@@ -16,17 +16,16 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, count
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.sampling import Warp
 from engine.tree import TokenTree
-from kernels.beams import Distribution, leaders
+from kernels.beams import DENSE, MASSED, WHOLE, Distribution, leaders
 from kernels.cpp import why_not
 from kernels.rows import top_k
-from search.base import Evaluate, evaluate
+from search.base import NOTHING, Evaluate, evaluate
 
 FEW = 1024  # cells that are kept in lists
 NUCLEUS = 64  # tokens of a row that are looked at for top-p before all are; vocabularies no larger are known whole
@@ -34,59 +33,52 @@ MOST = 256  # tokens of a row that are looked at for top-k
 Probabilities = Sequence[float] | Tensor
 
 
-@dataclass
 class Told:
-    """What an answer told of its rows, of each in turn: the greatest log-probabilities, best first, and their tokens.
+    """What an answer told of its rows.
 
     Args:
-        numbers: float64, on the host.
-        address: of the first of them.
-        stride: numbers of a row.
-        size: log-probabilities of a row.
-        whole: these are all that there are; otherwise no other is greater.
-        massed: after the tokens comes log(sum(exp(logp / temperature))) of all of the row, which is 0 otherwise.
+        numbers: float64, on the host, of each row in turn: the greatest log-probabilities, best first, and their
+            tokens; if it is DENSE its peaks, or nothing.
+        rows: how many.
+        size: log-probabilities of a row; if it is dense all of them.
+        kind: of WHOLE: there are no others, otherwise no other is greater; MASSED: log(sum(exp(logp / temperature)))
+            of all of the row is not 0, and comes after the tokens; DENSE: C++ looks at the rows themselves.
         logp_NV: all of it.
     """
 
-    numbers: "Tensor | array[float]"
-    address: int
-    stride: int
-    size: int
-    whole: bool
-    massed: bool = False
-    logp_NV: Tensor | None = None
-
-
-class Row(NamedTuple):
-    """What is known of the token after a node: where it is."""
-
-    told: Told
-    index: int
-    address: int
+    def __init__(
+        self, numbers: "Tensor | array[float]", rows: int, size: int, kind: int, logp_NV: Tensor | None = None
+    ):
+        self.numbers, self.size, self.kind, self.logp_NV = numbers, size, kind, logp_NV
+        self.stride = len(numbers) // rows
+        # What C++ reads, from one row to the next: the log-probabilities, the peaks of all of them.
+        self.address = numbers.data_ptr() if isinstance(numbers, Tensor) else numbers.buffer_info()[0]
+        self.step, self.peaks, self.peaks_step = 8 * self.stride, 0, 0
+        if kind & DENSE:
+            assert logp_NV is not None
+            if self.stride:
+                self.peaks, self.peaks_step = self.address, self.step
+            self.address, self.step = logp_NV.data_ptr(), 4 * size
 
     @classmethod
-    def of(cls, logps: Sequence[float], tokens: Sequence[int]) -> "Row":
+    def all(cls, logps: Sequence[float], tokens: Sequence[int]) -> "Row":
         """A row outside of which there is nothing."""
-        numbers = array("d", [*logps, *tokens])
-        address, _ = numbers.buffer_info()
-        return cls(Told(numbers, address, len(numbers), len(logps), True), 0, address)
+        return cls(array("d", [*logps, *tokens]), 1, len(logps), WHOLE), 0
 
-    @property
-    def known(self) -> list[float]:
-        """Its numbers."""
-        start = self.index * self.told.stride
-        return self.told.numbers[start : start + self.told.stride].tolist()
+    def known(self, i: int) -> list[float]:
+        """Numbers of the i-th row."""
+        return self.numbers[i * self.stride : (i + 1) * self.stride].tolist()
 
-    @property
-    def bound(self) -> float:
-        """No log-probability that is not known is greater."""
-        return -math.inf if self.told.whole else self.known[self.told.size - 1] if self.told.size else math.inf
+    def bound(self, i: int) -> float:
+        """No log-probability of the i-th row is greater, but those that are known."""
+        return -math.inf if self.kind & WHOLE else self.known(i)[self.size - 1] if self.size else math.inf
 
-    @property
-    def log_mass(self) -> float:
-        return self.known[-1] if self.told.massed else 0.0
+    def log_mass(self, i: int) -> float:
+        """Of the i-th row, warped."""
+        return self.known(i)[-1] if self.kind & MASSED else 0.0
 
 
+Row = tuple[Told, int]  # what is known of the token after a node
 Known = dict[int, Row]  # by node
 
 
@@ -113,8 +105,10 @@ class Reader:
 
     def read(self, logp_NV: Tensor, peaks_NB: Tensor | None = None) -> Tensor:
         """What the host is going to look at, on the rows' device, as float64: see `rows`."""
+        if self._dense(logp_NV):
+            return peaks_NB.double().view(-1) if peaks_NB is not None else NOTHING
         V = logp_NV.shape[1]
-        best_N2K = top_k(logp_NV, self._known(V), peaks_NB)
+        best_N2K = top_k(logp_NV, self._known(V))
         if not self._mass(V):
             return best_N2K.view(-1)
         mass_N1 = torch.logsumexp(logp_NV / (self.warp.temperature or 1), -1, keepdim=True)
@@ -123,9 +117,17 @@ class Reader:
     def rows(self, logp_NV: Tensor, numbers: Tensor) -> list[Row]:
         """Rows, with what `read` told of them, on the host."""
         N, V = logp_NV.shape
-        k, address, stride = self._known(V), numbers.data_ptr(), len(numbers) // N
-        told = Told(numbers, address, stride, k, k == V, self._mass(V), logp_NV)
-        return [Row(told, i, address + 8 * i * stride) for i in range(N)]
+        k, massed = self._known(V), MASSED * self._mass(V)
+        if self._dense(logp_NV):
+            told = Told(numbers, N, V, DENSE | massed, logp_NV)
+        else:
+            told = Told(numbers, N, k, WHOLE * (k == V) | massed, logp_NV)
+        return [(told, i) for i in range(N)]
+
+    @staticmethod
+    def _dense(logp_NV: Tensor) -> bool:
+        """Whether the rows lie where C++ can look at them."""
+        return logp_NV.is_cpu and logp_NV.dtype == torch.float32 and logp_NV.is_contiguous() and not why_not()
 
     def _known(self, V: int) -> int:
         """How many of a row's largest to find."""
@@ -146,9 +148,10 @@ class Reader:
         if not why_not():
             rows: list[int] = []
             for node in nodes:
-                told, _, address = known[node]
-                rows += (node, address, told.size, told.whole, told.massed)
-            if found := leaders(weights, rows, self.vocab, self.warp.temperature, self.warp.top_k, self.warp.top_p):
+                told, i = known[node]
+                rows += (node, told.address + i * told.step, told.size, told.kind, told.peaks + i * told.peaks_step)
+            warp, room = self.warp, max(FEW, NUCLEUS * len(nodes))
+            if found := leaders(weights, rows, self.vocab, warp.temperature, warp.top_k, warp.top_p, room):
                 cells, probs, logps = found
                 return Joint(self.vocab, probs, logps, cells)
         heaviest = max(weights)
@@ -158,14 +161,13 @@ class Reader:
     def _leaders(self, beams: Sequence[tuple[float, int, Row]]) -> "Joint | None":
         """Best cells first; None if more than is known may be drawn."""
         warp, V = self.warp, self.vocab
-        bound = max([offset + row.bound for offset, _, row in beams])
+        bound = max([offset + told.bound(i) for offset, _, (told, i) in beams])
         if bound == math.inf:
             return None
         k = 1 if warp.temperature == 0 else warp.top_k
         ranked = []  # (score, cell, log-probability) of what is sure to be among the best
-        for offset, node, row in beams:
-            first = node * V
-            size, numbers = row.told.size, row.known
+        for offset, node, (told, i) in beams:
+            first, size, numbers = node * V, told.size, told.known(i)
             for logp, token in zip(numbers[:size], map(int, numbers[size : 2 * size]), strict=True):
                 if (score := offset + logp) <= bound:
                     break
@@ -187,7 +189,7 @@ class Reader:
             if whole:
                 total = math.fsum(masses)
             else:
-                total = math.fsum([math.exp((offset - best) / T + row.log_mass) for offset, _, row in beams])
+                total = math.fsum([math.exp((offset - best) / T + told.log_mass(i)) for offset, _, (told, i) in beams])
             before = list(accumulate(masses, initial=0.0))
             kept = bisect_left(before, warp.top_p * total)  # a cell stays if those before it do not reach top-p
             whole |= kept < len(before)
@@ -198,7 +200,7 @@ class Reader:
     def _all(self, beams: Sequence[tuple[float, int, Row]]) -> "Joint":
         """Of all cells."""
         V, nodes = self.vocab, [node for _, node, _ in beams]
-        logp_WV = torch.stack([row.told.logp_NV[row.index] for *_, row in beams])  # type: ignore[index]
+        logp_WV = torch.stack([told.logp_NV[i] for *_, (told, i) in beams])  # type: ignore[index]
         if short := V - logp_WV.shape[1]:
             logp_WV = torch.nn.functional.pad(logp_WV, (0, short), value=-math.inf)
         offset_W1 = torch.tensor([offset for offset, *_ in beams], device=logp_WV.device).unsqueeze(1)

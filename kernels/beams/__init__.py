@@ -11,6 +11,7 @@ from functools import lru_cache
 from kernels.cpp import function
 
 Distribution = tuple["array[int]", "array[float]"]  # cells and their probabilities
+WHOLE, MASSED, DENSE = 1, 2, 4  # nothing else is possible; the row's mass is not 1; all of it is there, as float32
 Key = tuple[int, int, int]  # of keyed numbers: seed, stream, position
 
 
@@ -26,29 +27,30 @@ def leaders(
     temperature: float,
     top_k: int,
     top_p: float,
+    room: int,
 ) -> tuple["array[int]", "array[float]", "array[float]"] | None:
     """The cells of a joint distribution, best first.
 
     Args:
         weights: of the beams (logarithms).
-        rows: of each beam in turn its node, and what is known of its row, see `search.joint.Told`: the address, how
-            many log-probabilities, whether that is all of them, whether the mass comes after their tokens.
+        rows: of each beam in turn its node, and what is known of its row (see `search.joint.Told`): the address, how
+            many log-probabilities, WHOLE, MASSED or DENSE, the address of its peaks if it is dense (0: unknown).
         vocab: tokens of a row.
         temperature, top_k, top_p: of the warp.
+        room: for so many cells.
 
     Returns:
-        cells, probabilities, log-probabilities of the tokens; None if more than is known may be drawn.
+        cells, probabilities, log-probabilities of the tokens; None if more may be drawn than is known or fits.
     """
     offsets, places = array("d", weights), array("q", rows)
-    size, count = sum(rows[2::5]), ctypes.c_int64()
-    cells, numbers = array("q", bytes(8 * size)), array("d", bytes(16 * size))
+    cells, numbers, count = array("q", bytes(8 * room)), array("d", bytes(16 * room)), ctypes.c_int64()
     to = numbers.buffer_info()[0]
-    _function("leaders", "ippididpppp")(
-        *(len(offsets), offsets.buffer_info()[0], places.buffer_info()[0], vocab, temperature, top_k, top_p),
-        *(to, to + 8 * size, cells.buffer_info()[0], ctypes.addressof(count)),
+    _function("leaders", "ippididipppp")(
+        *(len(offsets), offsets.buffer_info()[0], places.buffer_info()[0], vocab, temperature, top_k, top_p, room),
+        *(to, to + 8 * room, cells.buffer_info()[0], ctypes.addressof(count)),
     )
     n = count.value
-    return (cells[:n], numbers[:n], numbers[size : size + n]) if n >= 0 else None
+    return (cells[:n], numbers[:n], numbers[room : room + n]) if n >= 0 else None
 
 
 def draw(probs: "array[float]", n: int, *, iid: bool, key: Key) -> list[int]:

@@ -15,11 +15,13 @@
 #include <utility>
 #include <vector>
 
+#include "../vectors.h"
+
 namespace {
 
 constexpr double NOTHING = 1e-9;  // probability left at which drawing without replacement stops
 
-double sum_of(const std::vector<double>& x) {
+double total_of(const std::vector<double>& x) {
     long double sum = 0;
     for (const double part : x) sum += part;
     return double(sum);
@@ -121,67 +123,147 @@ struct Scored {
     double logp;
 };
 
-}  // namespace
+// What is known of the row after a beam: its greatest log-probabilities, best first, and their tokens; or all of it.
+struct Row {
+    double offset;
+    int64_t node, size;   // of what is known
+    const double* logps;  // and tokens; null: all is known
+    bool whole, massed;   // there are no others; its mass is not 1
+    const float* logp_V;  // all of it
+    const double* peaks;  // the largest of each block of that; may be null
 
-// Best cells of p_beam, warped: `search.joint.Reader._leaders`. Count is -1 if more than is known may be drawn.
-//
-// Of each beam its weight, a logarithm; and its node, the address of what is known of its row, how many
-// log-probabilities that is, whether it is all of them, whether the logarithm of the row's mass follows their tokens.
-extern "C" void coppice_leaders(int64_t beams, const double* weights, const int64_t* places, int64_t vocab,
-                                double temperature, int64_t top_k, double top_p, double* probs, double* logps,
-                                int64_t* cells, int64_t* count) {
-    *count = -1;
-    struct Row {
-        double offset;
-        int64_t node, size;
-        const double* logps;
-        bool whole, massed;
-    };
-    const double heaviest = *std::max_element(weights, weights + beams);
-    double bound = -INFINITY;  // of what is not known
-    std::vector<Row> rows;
-    for (int64_t b = 0; b < beams; b++, places += 5) {
-        rows.push_back(
-            {weights[b] - heaviest, places[0], places[2], (const double*)places[1], places[3] != 0, places[4] != 0});
-        const Row& row = rows.back();
-        if (!row.whole) bound = std::max(bound, row.size ? row.offset + row.logps[row.size - 1] : INFINITY);
+    // The logarithm of its mass at a temperature.
+    double log_mass(double temperature) const {
+        if (!massed) return 0;
+        if (logps) return logps[2 * size];
+        const float scale = 1.44269504f / temperature, top = *std::max_element(logp_V, logp_V + size);
+        double mass = 0;
+        for (int64_t at = 0; at < size; at += BLOCK) {
+            Floats sum{};
+            each(std::min(BLOCK, size - at), [&](int64_t i, auto n) {
+                const Floats powers = exp2_of((load(logp_V + at + i, n) - top) * scale);
+                if (n == LANES) sum += powers;
+                for (int j = n == LANES ? n : 0; j < n; j++) sum[0] += powers[j];
+            });
+            mass += sum_of(sum);
+        }
+        return std::log(mass) + top / temperature;
     }
-    if (bound == INFINITY) return;
-    const int64_t k = temperature == 0 ? 1 : top_k;
-    std::vector<Scored> ranked;  // what is sure to be among the best
+};
+
+// Cells among which the k best are, of rows of which the best are known. False if that cannot be told.
+bool gather_known(const std::vector<Row>& rows, int64_t vocab, int64_t k, std::vector<Scored>& found, bool& whole) {
+    double bound = -INFINITY;  // of what is not known
+    for (const Row& row : rows)
+        if (!row.whole) bound = std::max(bound, row.size ? row.offset + row.logps[row.size - 1] : INFINITY);
+    if (bound == INFINITY) return false;
     for (const Row& row : rows)
         for (int64_t i = 0; i < row.size && row.offset + row.logps[i] > bound; i++)
-            ranked.push_back(
+            found.push_back(
                 {row.offset + row.logps[i], row.node * vocab + int64_t(row.logps[row.size + i]), row.logps[i]});
-    if (ranked.empty() || (bound > -INFINITY && int64_t(ranked.size()) < k)) return;
+    whole = bound == -INFINITY;
+    return whole || int64_t(found.size()) >= k;
+}
+
+// The same of rows that are all there: blocks with small peaks are not looked at.
+void gather_dense(const std::vector<Row>& rows, int64_t vocab, int64_t k, std::vector<Scored>& found, bool& whole) {
+    std::vector<double> peaks, ranked;
+    for (const Row& row : rows)
+        for (int64_t at = 0, b = 0; at < row.size; at += BLOCK, b++)
+            peaks.push_back(row.offset + (row.peaks ? row.peaks[b]
+                                                    : *std::max_element(row.logp_V + at,
+                                                                        row.logp_V + std::min(at + BLOCK, row.size))));
+    double least = -INFINITY;
+    if (int64_t(peaks.size()) >= k) least = about_largest(ranked = peaks, k);
+    whole = least == -INFINITY;
+    auto peak = peaks.begin();
+    for (const Row& row : rows) {
+        const float bar = std::nextafter(float(least - row.offset), -INFINITY);  // rounded to the safe side
+        for (int64_t at = 0; at < row.size; at += BLOCK) {
+            if (*peak++ < least) continue;
+            each(std::min(BLOCK, row.size - at), [&](int64_t i, auto n) {
+                const float* from = row.logp_V + at + i;
+                uint32_t bits = bits_of(load(from, n) >= bar) & ((uint64_t(1) << n) - 1);
+                for (; bits; bits &= bits - 1) {
+                    const int lane = __builtin_ctz(bits);
+                    const double score = row.offset + from[lane];
+                    if (score >= least && score > -INFINITY)
+                        found.push_back({score, row.node * vocab + at + i + lane, from[lane]});
+                }
+            });
+        }
+    }
+}
+
+// Cuts cells to the k best, and their equals; then to those that make up top-p. False if more may be drawn.
+bool warp(const std::vector<Row>& rows, double temperature, int64_t top_k, double top_p, bool whole,
+          std::vector<Scored>& ranked, std::vector<double>& masses) {
+    const int64_t k = temperature == 0 ? 1 : top_k;
     std::sort(ranked.begin(), ranked.end(), [](const Scored& a, const Scored& b) {
         return a.score > b.score || (a.score == b.score && a.cell > b.cell);
     });
     if (k && k < int64_t(ranked.size())) {
-        const double least = ranked[k - 1].score;  // its equals stay
+        const double least = ranked[k - 1].score;
         while (ranked.back().score < least) ranked.pop_back();
     }
     if (temperature == 0) ranked.erase(ranked.begin(), ranked.end() - 1);  // the first of equals
     const double T = temperature == 0 ? 1 : temperature, best = ranked[0].score;
-    std::vector<double> masses;
+    masses.clear();
     for (const Scored& cell : ranked) masses.push_back(std::exp((cell.score - best) / T));
-    bool whole = bound == -INFINITY || k;
-    if (top_p < 1) {
-        double total = sum_of(masses);
-        if (!whole) {
-            std::vector<double> all;
-            for (const Row& row : rows)
-                all.push_back(std::exp((row.offset - best) / T + (row.massed ? row.logps[2 * row.size] : 0)));
-            total = sum_of(all);
-        }
-        double before = 0;  // a cell stays if those before it do not reach top-p
-        size_t kept = 0;
-        while (kept < masses.size() && before < top_p * total) before += masses[kept++];
-        whole |= before >= top_p * total;
-        masses.resize(kept);
+    if (top_p == 1) return whole || k;
+    double total = total_of(masses);
+    if (!whole && !k) {
+        std::vector<double> all;
+        for (const Row& row : rows) all.push_back(std::exp((row.offset - best) / T + row.log_mass(T)));
+        total = total_of(all);
     }
-    if (!whole) return;
-    const double total = sum_of(masses);
+    double before = 0;  // a cell stays if those before it do not reach top-p
+    size_t kept = 0;
+    while (kept < masses.size() && before < top_p * total) before += masses[kept++];
+    masses.resize(kept);
+    return whole || k || before >= top_p * total;
+}
+
+}  // namespace
+
+// Best cells of p_beam, warped: `search.joint.Reader._leaders`. Count is -1 if more may be drawn than can be told here,
+// or more than there is room for.
+//
+// Of each beam its weight, a logarithm; and five places: its node; the address of what is known of its row, how many
+// log-probabilities that is, bits (they are all of them; the mass of the row is not 1; all of the row is there, as
+// float32), the address of the peaks.
+extern "C" void coppice_leaders(int64_t beams, const double* weights, const int64_t* places, int64_t vocab,
+                                double temperature, int64_t top_k, double top_p, int64_t room, double* probs,
+                                double* logps, int64_t* cells, int64_t* count) {
+    constexpr int64_t NUCLEUS[] = {64, 1024};  // cells that are looked at for top-p
+    *count = -1;
+    const double heaviest = *std::max_element(weights, weights + beams);
+    std::vector<Row> rows;
+    bool dense = true;
+    for (int64_t b = 0; b < beams; b++, places += 5) {
+        const bool all = places[3] & 4;
+        rows.push_back({weights[b] - heaviest, places[0], places[2], all ? nullptr : (const double*)places[1],
+                        bool(places[3] & 1), bool(places[3] & 2), (const float*)places[1], (const double*)places[4]});
+        dense &= all;
+    }
+    const int64_t k = temperature == 0 ? 1 : top_k, small = beams * NUCLEUS[0];
+    if (dense && !k && top_p == 1 && beams * rows[0].size > small) return;
+    std::vector<Scored> ranked;
+    std::vector<double> masses;
+    bool told = false, whole = false;
+    if (!dense) {
+        told = gather_known(rows, vocab, std::max<int64_t>(k, 1), ranked, whole) && !ranked.empty() &&
+               warp(rows, temperature, top_k, top_p, whole, ranked, masses);
+    } else {
+        for (const int64_t nucleus : NUCLEUS) {
+            ranked.clear();
+            gather_dense(rows, vocab, k ? k : top_p < 1 ? nucleus : INT64_MAX / 8, ranked, whole);
+            told = !ranked.empty() && warp(rows, temperature, top_k, top_p, whole, ranked, masses);
+            if (told || k || whole) break;
+        }
+    }
+    if (!told || int64_t(masses.size()) > room) return;
+    const double total = total_of(masses);
     for (size_t i = 0; i < masses.size(); i++)
         probs[i] = masses[i] / total, logps[i] = ranked[i].logp, cells[i] = ranked[i].cell;
     *count = masses.size();
@@ -202,7 +284,7 @@ extern "C" void coppice_draw(const double* probs, int64_t size, int64_t n, int64
             for (const int64_t x : more)
                 if (std::find(drawn.begin(), drawn.end(), x) == drawn.end()) drawn.push_back(x);
             for (const int64_t x : drawn) left[x] = 0;
-        } while (int64_t(drawn.size()) < n && sum_of(left) >= NOTHING);
+        } while (int64_t(drawn.size()) < n && total_of(left) >= NOTHING);
         drawn.resize(std::min<int64_t>(n, drawn.size()));
     }
     std::copy(drawn.begin(), drawn.end(), out);

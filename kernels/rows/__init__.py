@@ -87,17 +87,16 @@ def log_softmax(x_NV: Tensor, size: int, *, impl: str) -> tuple[Tensor, Tensor, 
     return logp_NV, finite_N, peaks_NB
 
 
-def top_k(x_NV: Tensor, k: int, peaks_NB: Tensor | None = None, *, impl: str | None = None) -> Tensor:
+def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
     """The k largest of each row, in order, and their places: float64 [N, 2, k], for the host to read in one go.
 
     Args:
         x_NV: rows with NaN give anything.
         k: from 0 to V.
-        peaks_NB: of these rows, if they are known.
         impl: see `kernels.tree_attention`; None: "cpp" for float32 on a CPU where there is C++, else PyTorch. Of equals
             C++ takes the first, while PyTorch does not say which.
     """
-    return _pick("top_k", impl or _best(x_NV))(x_NV, k, peaks_NB)
+    return _pick("top_k", impl or _best(x_NV))(x_NV, k)
 
 
 def best_sums(
@@ -151,4 +150,4 @@ def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int], *, impl: str | None = No
 
 
 def _best(x: Tensor) -> str:
-    return "cpp" if x.device.type == "cpu" and x.dtype == torch.float32 and not why_not() else "cpu"
+    return "cpp" if x.is_cpu and x.dtype == torch.float32 and not why_not() else "cpu"

@@ -101,7 +101,7 @@ def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _floats(x_NV: Tensor, peaks_NB: Tensor | None = None) -> tuple[Tensor, int, int | None]:
     """Rows in order, their address, that of their peaks."""
-    if x_NV.dtype != torch.float32 or x_NV.device.type != "cpu":
+    if x_NV.dtype != torch.float32 or not x_NV.is_cpu:
         raise ValueError(f"impl 'cpp': expected float32 on a CPU, got {x_NV.dtype} on {x_NV.device}")
     x_NV = x_NV.contiguous()
     if peaks_NB is None:
@@ -112,14 +112,14 @@ def _floats(x_NV: Tensor, peaks_NB: Tensor | None = None) -> tuple[Tensor, int, 
     return x_NV, x_NV.data_ptr(), peaks_NB.data_ptr()
 
 
-def top_k(x_NV: Tensor, k: int, peaks_NB: Tensor | None = None) -> Tensor:
+def top_k(x_NV: Tensor, k: int) -> Tensor:
     """See the front for arguments; float32 only."""
-    x_NV, x, peaks = _floats(x_NV, peaks_NB)
+    x_NV, x, _ = _floats(x_NV)
     N, V = x_NV.shape
     if not 0 <= k <= V:
         raise ValueError(f"expected k from 0 to {V}, got {k}")
     out_N2K = torch.empty(N, 2, k, dtype=torch.float64)
-    function("coppice_top_k", "ipppiii")(torch.get_num_threads(), x, peaks, out_N2K.data_ptr(), N, V, k)
+    function("coppice_top_k", "ippiii")(torch.get_num_threads(), x, out_N2K.data_ptr(), N, V, k)
     return out_N2K
 
 
@@ -196,7 +196,7 @@ def _(x_NV, _size):
 
 
 @torch.library.register_fake("coppice::top_k")
-def _(x_NV, k, _peaks_NB=None):
+def _(x_NV, k):
     return x_NV.new_empty(len(x_NV), 2, k, dtype=torch.float64)
 
 

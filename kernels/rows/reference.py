@@ -78,7 +78,7 @@ def at_least(logp_NV: Tensor, least: float, k: int, peaks_NB: Tensor | None = No
     return torch.where(found_NK.unsqueeze(1), torch.stack([values_NK.double(), place_NK.double()], 1), math.nan)
 
 
-def top_k(x_NV: Tensor, k: int, peaks_NB: Tensor | None = None) -> Tensor:
+def top_k(x_NV: Tensor, k: int) -> Tensor:
     """See the front for arguments; a row is read once and hardly sorted.
 
     Laid out in lines, one below the other, a row has its k largest in the k columns with the largest maxima, or among

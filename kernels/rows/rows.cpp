@@ -10,7 +10,6 @@
 namespace {
 
 constexpr int64_t SMALL = 1 << 14;  // elements; fewer are not worth waking threads
-constexpr int64_t BLOCK = 128;      // elements of a row that have a peak, as in reference.py
 constexpr float LOG2_E = 1.44269504f;
 
 template <typename T>
@@ -184,7 +183,11 @@ class Leaders {
                 find_peaks(x + r * width, width, block, mine);
             for (int64_t b = 0; sums && b < blocks; b++) mine[b] += sums[r];
         }
-        const float least = bound(k);
+        float least = -INFINITY;
+        if (int64_t(peaks.size()) >= k) {
+            ranked = peaks;
+            least = about_largest(ranked, k);
+        }
         near.clear();
         each(peaks.size(), [&](int64_t i, auto n) {
             uint32_t bits = ~bits_of(load(peaks.data() + i, n) < least) & ((uint64_t(1) << n) - 1);
@@ -225,18 +228,6 @@ class Leaders {
     };
     std::vector<float> peaks, ranked;
     std::vector<Block> near;
-
-    // No more than the k-th largest peak, and hardly less: it comes from the larger ones of pairs of peaks.
-    float bound(int64_t k) {
-        int64_t n = peaks.size();
-        if (n < k) return -INFINITY;
-        ranked = peaks;
-        for (float& peak : ranked) peak = peak == peak ? peak : -INFINITY;  // which can be ranked
-        for (; n >= 4 * k; n -= n / 2)
-            for (int64_t i = 0; i < n / 2; i++) ranked[i] = std::max(ranked[i], ranked[n - n / 2 + i]);
-        std::nth_element(ranked.begin(), ranked.begin() + k - 1, ranked.begin() + n, std::greater<float>());
-        return ranked[k - 1];
-    }
 };
 
 // The first k places whose values are at least `least`, as top_k has them; NaN where there are fewer.
@@ -361,17 +352,15 @@ extern "C" void coppice_log_softmax(int64_t kind, int64_t threads, const void* x
     });
 }
 
-// k of 0 to the width. Of each row k values, then their places. `peaks` may be null.
-extern "C" void coppice_top_k(int64_t threads, const float* x, const float* peaks, double* out, int64_t rows,
-                              int64_t width, int64_t k) {
-    const int64_t blocks = (width + BLOCK - 1) / BLOCK;
+// k of 0 to the width. Of each row k values, then their places.
+extern "C" void coppice_top_k(int64_t threads, const float* x, double* out, int64_t rows, int64_t width, int64_t k) {
     if (!k) return;
-#pragma omp parallel num_threads(threads) if (!peaks && rows * width > 4 * SMALL)
+#pragma omp parallel num_threads(threads) if (rows * width > 4 * SMALL)
     {
         Leaders leaders;
 #pragma omp for
         for (int64_t r = 0; r < rows; r++) {
-            leaders.find(x + r * width, 1, width, k, peaks ? peaks + r * blocks : nullptr, nullptr);
+            leaders.find(x + r * width, 1, width, k, nullptr, nullptr);
             leaders.write(k, out + 2 * r * k);
         }
     }

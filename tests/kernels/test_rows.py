@@ -163,7 +163,7 @@ def test_cpp_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="expected k from 0 to 8"):
         rows.at_least(x, 0.5, 9)
     with pytest.raises(ValueError, match=r"expected contiguous float32 peaks of \[2, 1\], got \[2, 2\]"):
-        rows.top_k(x, 3, draw(2, 2), impl="cpp")
+        rows.at_least(x, 0.5, 3, draw(2, 2), impl="cpp")
     with pytest.raises(ValueError, match="expected a weight"):
         rows.rms_norm(x, draw(7), 1e-5, impl="cpp")
     with pytest.raises(ValueError, match="expected a weight and a bias"):
@@ -198,7 +198,6 @@ def test_top_k(width):
             values, places = read(rows.top_k(x, k, impl="cpp"))
             ranked = x.sort(dim=1, descending=True, stable=True)  # of equals the first
             assert values.equal(ranked.values[:, :k]) and places.equal(ranked.indices[:, :k])
-            assert rows.top_k(x, k, reference.peaks(x), impl="cpp").equal(rows.top_k(x, k, impl="cpp"))
             values, places = read(rows.top_k(x, k, impl="cpu"))
             assert values.equal(ranked.values[:, :k]) and x.gather(1, places).equal(values)
             assert all(len(set(row)) == k for row in places.tolist())

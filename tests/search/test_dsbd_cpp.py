@@ -1,6 +1,7 @@
 """The C++ of DSBD's layers against their definition in Python, on many random layers."""
 
 import itertools
+import math
 import random
 from array import array
 
@@ -8,12 +9,15 @@ import pytest
 import torch
 
 import kernels.beams
+import search.joint
 from engine.sampling import Uniforms, Warp
+from kernels.beams import DENSE
 from kernels.cpp import why_not
+from kernels.rows.reference import peaks
 from search import DSBD
 from search.beam_sample import Beam
 from search.forest import Layer
-from search.joint import Joint, Reader, Row
+from search.joint import Joint, Reader, Told
 from search.verify import IID, KINDS, draw
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no C++: {why_not()}")
@@ -27,30 +31,55 @@ def rows_of(n, vocab, seed, coarse):
 
 
 @pytest.mark.parametrize("coarse", [False, True])
-@pytest.mark.parametrize("vocab", [5, 64, 700])
-def test_leaders(vocab, coarse):
-    """The same cells in the same order, and none where more may be drawn."""
+@pytest.mark.parametrize("vocab", [5, 64, 700, 5000])
+def test_leaders(vocab, coarse, monkeypatch):
+    """The same cells in the same order, whether the host was told numbers of the rows, or C++ looks at them."""
     found = missed = 0
     for (seed, warp), padding in itertools.product(enumerate(WARPS), (0, 3)):
         reader, logp_NV = Reader(warp, vocab), rows_of(4, vocab, seed, coarse)
         logp_NV = torch.nn.functional.pad(logp_NV, (0, padding), value=-torch.inf)
-        rows = reader.rows(logp_NV, reader.read(logp_NV))
         nodes, weights = [9, 4, 7], [-0.5, -0.5, -2.0]
-        beams = [(weight + 0.5, node, rows[i]) for i, (node, weight) in enumerate(zip(nodes, weights, strict=True))]
-        expected, told = reader._leaders(beams), reader.p_beam(dict(zip(nodes, rows, strict=False)), nodes, weights)
+        with monkeypatch.context() as patch:
+            patch.setattr(search.joint, "why_not", lambda: "as if there was none")
+            plain = reader.rows(logp_NV, reader.read(logp_NV))
+        dense = [reader.rows(logp_NV, reader.read(logp_NV, known)) for known in (None, peaks(logp_NV))]
+        assert plain[0][0].kind & DENSE == 0 != dense[0][0][0].kind & DENSE
+        beams = [(weight + 0.5, node, row) for node, weight, row in zip(nodes, weights, plain, strict=False)]
+        expected = reader._leaders(beams)
+        told = [reader.p_beam(dict(zip(nodes, rows, strict=False)), nodes, weights) for rows in (plain, *dense)]
+        assert list(told[1].probs) == list(told[2].probs) and told[1].cells == told[2].cells
         if expected is None:
             missed += 1
-            assert not isinstance(told.probs, array)
+            assert told[0].compact is None
+            everything, these = (in_full(joint, nodes) for joint in told[:2])
+            assert everything.sub(these).abs().max() < 1e-6  # dense rows may tell where the others do not
             continue
         found += 1
-        assert list(told.cells) == list(expected.cells) and list(told.logps) == list(expected.logps)
-        assert list(told.probs) == pytest.approx(list(expected.probs), rel=1e-15)
+        for joint in told:
+            assert list(joint.cells) == list(expected.cells) and list(joint.logps) == list(expected.logps)
+            assert list(joint.probs) == pytest.approx(list(expected.probs), rel=1e-15)
     assert found and (missed or vocab <= 64)
+
+
+def in_full(joint, nodes):
+    full = torch.zeros(len(nodes), joint.vocab, dtype=torch.float64)
+    probs = torch.as_tensor(joint.probs, dtype=torch.float64)
+    for i in range(len(probs)) if joint.cells is not None else probs.nonzero().view(-1).tolist():
+        node, token = joint.cell(i)
+        full[nodes.index(node), token] = probs[i]
+    return full
+
+
+def test_rows_without_order():
+    """All tokens alike: whatever is drawn, everything may be."""
+    reader, logp_NV = Reader(Warp(1.0, 7), 5000), torch.full((2, 5000), -math.log(5000))
+    joint = reader.p_beam(dict(enumerate(reader.rows(logp_NV, reader.read(logp_NV)))), [0, 1], [0.0, 0.0])
+    assert joint.compact is None and torch.as_tensor(joint.probs).allclose(torch.tensor(1e-4))
 
 
 def test_rows_of_different_lengths():
     """What n-grams know: few tokens of each row, and nothing else is possible."""
-    known = {3: Row.of([-0.1, -2.4], [8, 2]), 5: Row.of([-0.7, -0.8, -1.9], [1, 9, 0])}
+    known = {3: Told.all([-0.1, -2.4], [8, 2]), 5: Told.all([-0.7, -0.8, -1.9], [1, 9, 0])}
     reader, weights = Reader(Warp(0.8, 0, 0.95), 10), [-1.0, -0.2]
     beams = [(-0.8, 3, known[3]), (0.0, 5, known[5])]
     told, expected = reader.p_beam(known, [3, 5], weights), reader._leaders(beams)
