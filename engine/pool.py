@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import KVMemoryError
-from kernels.kv_write import kv_copy
+from kernels.kv_write import kv_copier
 from kernels.layout import NULL_SLOT, TRASH_SLOT, KVCache
 from models.layers import ModelShape
 
@@ -46,6 +46,7 @@ class PagePool:
         slots = (pages + self.reserved) * page_size
         size = (shape.layers, shape.kv_heads, slots, shape.head_dim)
         self.cache = KVCache(_reserve(size, dtype, device), _reserve(size, dtype, device))
+        self._copy = kv_copier(self.cache.k_LGSD, self.cache.v_LGSD)
         self._state = bytearray(bytes([USED]) * self.reserved + bytes(pages))  # the rest is FREE
         self.used_pages = 0
 
@@ -104,7 +105,7 @@ class PagePool:
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy the keys and values of slots to others."""
-        kv_copy(self.cache.k_LGSD, self.cache.v_LGSD, source, target)
+        self._copy(source, target)
 
     def check_invariants(self, held: list[int] | None = None) -> None:
         """The books add up; with `held`, exactly these pages are in use."""

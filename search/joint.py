@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.sampling import Warp
 from engine.tree import TokenTree
-from kernels.beams import DENSE, MASSED, WHOLE, Distribution, leaders
+from kernels.beams import DENSE, MASSED, WHOLE, Distribution, Leaders
 from kernels.cpp import why_not
 from kernels.rows import top_k
 from search.base import NOTHING, Evaluate, evaluate
@@ -95,6 +95,7 @@ class Reader:
         k = 1 if warp.temperature == 0 else warp.top_k
         self.size = (k + 1 if k < MOST else 0) if k else NUCLEUS if warp.top_p < 1 else 0
         self.whole = warp.top_p < 1 and not k  # wants the mass of all tokens
+        self._cells = None if why_not() else Leaders(vocab, warp.temperature, warp.top_k, warp.top_p, FEW)
 
     def know(self, tree: TokenTree, nodes: Iterable[int], known: Known) -> Generator[Evaluate, Tensor, bool]:
         """Evaluate those of the nodes that are not known yet; returns whether there were any."""
@@ -145,18 +146,17 @@ class Reader:
             nodes: the last of each beam.
             weights: logarithms of the beams' probabilities, times how many entries they are; in any unit.
         """
-        if not why_not():
+        if self._cells is not None:
             rows: list[int] = []
             for node in nodes:
                 told, i = known[node]
                 rows += (node, told.address + i * told.step, told.size, told.kind, told.peaks + i * told.peaks_step)
-            warp, room = self.warp, max(FEW, NUCLEUS * len(nodes))
-            if found := leaders(weights, rows, self.vocab, warp.temperature, warp.top_k, warp.top_p, room):
+            if found := self._cells(weights, rows):
                 cells, probs, logps = found
                 return Joint(self.vocab, probs, logps, cells)
         heaviest = max(weights)
         beams = [(weight - heaviest, node, known[node]) for weight, node in zip(weights, nodes, strict=True)]
-        return (why_not() and self._leaders(beams)) or self._all(beams)
+        return (self._cells is None and self._leaders(beams)) or self._all(beams)
 
     def _leaders(self, beams: Sequence[tuple[float, int, Row]]) -> "Joint | None":
         """Best cells first; None if more than is known may be drawn."""

@@ -20,37 +20,43 @@ def _function(name: str, signature: str) -> Callable[..., None]:
     return function(f"coppice_{name}", signature, brief=True)
 
 
-def leaders(
-    weights: Sequence[float],
-    rows: Sequence[int],
-    vocab: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    room: int,
-) -> tuple["array[int]", "array[float]", "array[float]"] | None:
-    """The cells of a joint distribution, best first.
+class Leaders:
+    """Finds the best cells of joint distributions.
 
     Args:
-        weights: of the beams (logarithms).
-        rows: of each beam in turn its node, and what is known of its row (see `search.joint.Told`): the address, how
-            many log-probabilities, WHOLE, MASSED or DENSE, the address of its peaks if it is dense (0: unknown).
         vocab: tokens of a row.
         temperature, top_k, top_p: of the warp.
         room: for so many cells.
-
-    Returns:
-        cells, probabilities, log-probabilities of the tokens; None if more may be drawn than is known or fits.
     """
-    offsets, places = array("d", weights), array("q", rows)
-    cells, numbers, count = array("q", bytes(8 * room)), array("d", bytes(16 * room)), ctypes.c_int64()
-    to = numbers.buffer_info()[0]
-    _function("leaders", "ippididipppp")(
-        *(len(offsets), offsets.buffer_info()[0], places.buffer_info()[0], vocab, temperature, top_k, top_p, room),
-        *(to, to + 8 * room, cells.buffer_info()[0], ctypes.addressof(count)),
-    )
-    n = count.value
-    return (cells[:n], numbers[:n], numbers[room : room + n]) if n >= 0 else None
+
+    def __init__(self, vocab: int, temperature: float, top_k: int, top_p: float, room: int):
+        self._cells, self._numbers, self._count = (
+            array("q", bytes(8 * room)),
+            array("d", bytes(16 * room)),
+            array("q", [0]),
+        )
+        cells, numbers, count = (x.buffer_info()[0] for x in (self._cells, self._numbers, self._count))
+        self._run, self._room = _function("leaders", "ippididipppp"), room
+        self._options = vocab, temperature, top_k, top_p, room, numbers, numbers + 8 * room, cells, count
+
+    def __call__(
+        self, weights: Sequence[float], rows: Sequence[int]
+    ) -> tuple["array[int]", "array[float]", "array[float]"] | None:
+        """The cells of one, best first.
+
+        Args:
+            weights: of the beams (logarithms).
+            rows: of each beam in turn its node, and what is known of its row (see `search.joint.Told`): the address,
+                how many log-probabilities, WHOLE, MASSED or DENSE, the address of its peaks if it is dense (0:
+                unknown).
+
+        Returns:
+            cells, probabilities, log-probabilities of the tokens; None if more may be drawn than is known or fits.
+        """
+        offsets, places = array("d", weights), array("q", rows)
+        self._run(len(offsets), offsets.buffer_info()[0], places.buffer_info()[0], *self._options)
+        n, room = self._count[0], self._room
+        return (self._cells[:n], self._numbers[:n], self._numbers[room : room + n]) if n >= 0 else None
 
 
 def draw(probs: "array[float]", n: int, *, iid: bool, key: Key) -> list[int]:

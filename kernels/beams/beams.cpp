@@ -165,33 +165,48 @@ bool gather_known(const std::vector<Row>& rows, int64_t vocab, int64_t k, std::v
     return whole || int64_t(found.size()) >= k;
 }
 
-// The same of rows that are all there: blocks with small peaks are not looked at.
+// The same of rows that are all there, and more of their cells; blocks with small peaks are not looked at.
 void gather_dense(const std::vector<Row>& rows, int64_t vocab, int64_t k, std::vector<Scored>& found, bool& whole) {
-    std::vector<double> peaks, ranked;
-    for (const Row& row : rows)
-        for (int64_t at = 0, b = 0; at < row.size; at += BLOCK, b++)
-            peaks.push_back(row.offset + (row.peaks ? row.peaks[b]
-                                                    : *std::max_element(row.logp_V + at,
-                                                                        row.logp_V + std::min(at + BLOCK, row.size))));
-    double least = -INFINITY;
+    constexpr float ROUNDING = 1e-5;
+    const int64_t size = rows[0].size, blocks = (size + BLOCK - 1) / BLOCK;
+    std::vector<float> peaks(rows.size() * blocks), ranked;
+    for (size_t r = 0; r < rows.size(); r++) {
+        const Row& row = rows[r];
+        for (int64_t b = 0; row.peaks && b < blocks; b++) peaks[r * blocks + b] = row.offset + row.peaks[b];
+        for (int64_t b = 0; !row.peaks && b < blocks; b++) {
+            const float* from = row.logp_V + b * BLOCK;
+            peaks[r * blocks + b] = row.offset + *std::max_element(from, std::min(from + BLOCK, row.logp_V + size));
+        }
+    }
+    float least = -INFINITY;  // hardly more than that of the k best
     if (int64_t(peaks.size()) >= k) least = about_largest(ranked = peaks, k);
     whole = least == -INFINITY;
-    auto peak = peaks.begin();
-    for (const Row& row : rows) {
-        const float bar = std::nextafter(float(least - row.offset), -INFINITY);  // rounded to the safe side
-        for (int64_t at = 0; at < row.size; at += BLOCK) {
-            if (*peak++ < least) continue;
-            each(std::min(BLOCK, row.size - at), [&](int64_t i, auto n) {
-                const float* from = row.logp_V + at + i;
-                uint32_t bits = bits_of(load(from, n) >= bar) & ((uint64_t(1) << n) - 1);
-                for (; bits; bits &= bits - 1) {
-                    const int lane = __builtin_ctz(bits);
-                    const double score = row.offset + from[lane];
-                    if (score >= least && score > -INFINITY)
-                        found.push_back({score, row.node * vocab + at + i + lane, from[lane]});
-                }
-            });
+    if (!whole) least -= ROUNDING * (1 + std::fabs(least));
+    struct Block {
+        const Row* row;
+        int64_t at, size;
+    };
+    std::vector<Block> near;
+    each(peaks.size(), [&](int64_t i, auto n) {
+        uint32_t bits = bits_of(load(peaks.data() + i, n) >= least) & ((uint64_t(1) << n) - 1);
+        for (; bits; bits &= bits - 1) {
+            const int64_t block = i + __builtin_ctz(bits), at = block % blocks * BLOCK;
+            near.push_back({&rows[block / blocks], at, std::min(BLOCK, size - at)});
+            for (int64_t j = 0; j < near.back().size; j += 16) __builtin_prefetch(near.back().row->logp_V + at + j);
         }
+    });
+    for (const Block& block : near) {
+        const Row& row = *block.row;
+        const float bar = least - row.offset;
+        each(block.size, [&](int64_t i, auto n) {
+            const float* from = row.logp_V + block.at + i;
+            uint32_t bits = bits_of(load(from, n) >= bar) & ((uint64_t(1) << n) - 1);
+            for (; bits; bits &= bits - 1) {
+                const int lane = __builtin_ctz(bits);
+                if (from[lane] > -INFINITY)
+                    found.push_back({row.offset + from[lane], row.node * vocab + block.at + i + lane, from[lane]});
+            }
+        });
     }
 }
 

@@ -1,6 +1,7 @@
 """Writing the keys and values of a pass into their slots, and moving them to others: the fronts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from kernels.cpp import watched, why_not
 from kernels.kv_write import cpp, cpu, reference
 
+Copier = Callable[[Sequence[int], Sequence[int]], None]
 IMPLEMENTATIONS = ("reference", "cpu", "cpp", "triton")
 
 
@@ -42,14 +44,14 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     run(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
 
 
-def kv_copy(k_LGSD: Tensor, v_LGSD: Tensor, source: Sequence[int], target: Sequence[int]) -> None:
-    """Copy the keys and values of slots to others, in all layers; all are read before any is written.
+def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor) -> Copier:
+    """What copies the keys and values of slots (of the first list) to others, in all layers.
+
+    All are read before any is written; slots that are written are distinct.
 
     Args:
         k_LGSD, v_LGSD: the whole cache, contiguous.
-        source, target: slots, of the latter distinct ones.
     """
-    if k_LGSD.device.type == "cpu" and not why_not():
-        cpp.kv_copy(k_LGSD, v_LGSD, source, target)
-    else:
-        cpu.kv_copy(k_LGSD, v_LGSD, source, target)
+    if k_LGSD.is_cpu and not why_not():
+        return cpp.kv_copier(k_LGSD, v_LGSD)
+    return partial(cpu.kv_copy, k_LGSD, v_LGSD)

@@ -1,7 +1,7 @@
 """Calls the C++ KV writes (kv_write.cpp): any dtype, a CPU."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,19 +27,24 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     )
 
 
-def kv_copy(k_LGSD: Tensor, v_LGSD: Tensor, source: Sequence[int], target: Sequence[int]) -> None:
-    """See the front for arguments."""
-    (L, G, S, D), places = k_LGSD.shape, [array("q", slots) for slots in (source, target)]
+def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor) -> Callable[[Sequence[int], Sequence[int]], None]:
+    """See the front for arguments. Of a cache everything is found out once, as copies are small and many."""
+    (L, G, S, D), size = k_LGSD.shape, k_LGSD.itemsize
     if (k_LGSD.shape, k_LGSD.dtype) != (v_LGSD.shape, v_LGSD.dtype) or not (
         k_LGSD.is_contiguous() and v_LGSD.is_contiguous()
     ):
         raise ValueError(f"impl 'cpp': expected two contiguous caches alike, got {k_LGSD.shape} and {v_LGSD.shape}")
-    if len(source) != len(target) or min(*source, *target, 0) < 0 or max(*source, *target, 0) >= S:
-        raise ValueError(f"expected slots below {S}, as many to read as to write, got {source} and {target}")
-    function("coppice_kv_copy", "ippppiiii")(
-        *(torch.get_num_threads(), k_LGSD.data_ptr(), v_LGSD.data_ptr(), *(x.buffer_info()[0] for x in places)),
-        *(len(source), L * G, S, D * k_LGSD.itemsize),
-    )
+    run = function("coppice_kv_copy", "ippppiiii")
+
+    def copy(source: Sequence[int], target: Sequence[int]) -> None:
+        places, n = array("q", [*source, *target]), len(source)
+        if len(places) != 2 * n or (n and not 0 <= min(places) <= max(places) < S):
+            raise ValueError(f"expected slots below {S}, as many to read as to write, got {source} and {target}")
+        address, _ = places.buffer_info()
+        caches = k_LGSD.data_ptr(), v_LGSD.data_ptr()
+        run(torch.get_num_threads(), *caches, address, address + 8 * n, n, L * G, S, D * size)
+
+    return copy
 
 
 torch.library.custom_op("coppice::kv_write_cpp", kv_write, mutates_args=("k_GSD", "v_GSD"))

@@ -11,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 
 from kernels import cpp
 from kernels.kv_write import cpu as kv_cpu
-from kernels.kv_write import kv_copy, kv_write
+from kernels.kv_write import kv_copier, kv_write
 from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, KVCache, TreeLayout, unpack_bits
 from kernels.tree_attention import cpu, reference, tree_attention
 
@@ -502,16 +503,16 @@ def test_kv_write_into_one_layer_of_a_cache(impl, device):
     assert whole[0].eq(0).all() and whole[1].transpose(0, 1)[[4, 9, 6, 19]].equal(rows)
 
 
-@pytest.mark.parametrize("copy", [kv_copy, kv_cpu.kv_copy])
+@pytest.mark.parametrize("make", [kv_copier, lambda k, v: partial(kv_cpu.kv_copy, k, v)], ids=["cpp", "cpu"])
 @pytest.mark.parametrize("target", [[9, 12, 2, 4], [10, 11, 12, 13], [4, 5, 6, 7]], ids=["apart", "row", "overlap"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kv_copy(copy, target, dtype):
+def test_kv_copy(make, target, dtype):
     k, v = (torch.randn(2, 3, 16, 5).to(dtype) for _ in range(2))
     wanted = [x.clone() for x in (k, v)]
     source = [5, 4, 7, 2]
     for x in wanted:
         x[:, :, target] = x[:, :, source]
-    copy(k, v, source, target)
+    make(k, v)(source, target)
     assert k.equal(wanted[0]) and v.equal(wanted[1])
 
 
@@ -520,13 +521,14 @@ def test_kv_copy_of_much_and_of_what_cannot_be():
     k, v = torch.randn(3, 4, 40, 512), torch.randn(3, 4, 40, 512)  # enough to be cut among threads
     source, target = list(range(20)), list(range(15, 35))
     wanted = k.index_copy(2, torch.tensor(target), k[:, :, source])
-    kv_copy(k, v, source, target)
+    copy = kv_copier(k, v)
+    copy(source, target)
     assert k.equal(wanted)
     for bad in (([1, 2], [3]), ([1], [40]), ([-1], [3])):
         with pytest.raises(ValueError, match="expected slots below 40"):
-            kv_copy(k, v, *bad)
+            copy(*bad)
     with pytest.raises(ValueError, match="two contiguous caches"):
-        kv_copy(k, v.transpose(0, 1), [1], [2])
+        kv_copier(k, v.transpose(0, 1))
 
 
 @pytest.mark.parametrize("impl", ["cpu", pytest.param("cpp", marks=needs_cpp)])
