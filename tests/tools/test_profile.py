@@ -66,6 +66,8 @@ def profile(capsys, *words):
         ("aten::topk", [[3, 9], []], [FLOAT, SCALAR], [], (108, 0)),
         ("coppice::kv_write_cpu", [[2, 99, 8], [2, 99, 8], [5, 2, 8], [5, 2, 8], [5]], [HALF] * 4 + [LONG], [],
          (2 * 2 * 160 + 40, 0)),
+        ("coppice::best_sums", [[3, 999], [], [], [3, 8]], [FLOAT, "ScalarList", SCALAR, FLOAT], [], (4 * 24, 0)),
+        ("coppice::at_least", [[3, 999], [], [], []], [FLOAT, SCALAR, SCALAR, ""], [], (4 * 3 * 999, 0)),
         ("aten::view", [[3, 9], []], [FLOAT, "ScalarList"], [], (0, 0)),
         ("aten::cat", [[[3, 9], [3, 2]], []], ["TensorList", SCALAR], [], None),
         ("aten::index", [[9, 8], []], [HALF, ""], [], None),

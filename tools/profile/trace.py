@@ -133,6 +133,11 @@ def normalizes(call: Call) -> Work:
     return call.bytes(0) + 4 * math.prod(call.dims[0]), 0
 
 
+def seeks(call: Call) -> Work:
+    """coppice::best_sums, at_least: peaks of rows, or all of them if no peaks are known."""
+    return call.bytes(3 if len(call.types) > 3 and call.types[3] in SIZES else 0), 0
+
+
 def selects(call: Call) -> Work:
     """index_select: rows, read and written, and their numbers."""
     axis = int(call.constants[1])
@@ -186,6 +191,7 @@ FORMULAS: dict[str, Callable[[Call], Work]] = {
     **named("coppice::rotary", rotates),
     **named("coppice::silu_mul", halves),
     **named("coppice::log_softmax", normalizes),
+    **named("coppice::best_sums coppice::at_least", seeks),
     **named("index_select", selects),
     **named("gather", gathers),
     **named("embedding", embeds),
