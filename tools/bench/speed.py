@@ -10,6 +10,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
 
 KINDS = ("float32", "bfloat16", "int8")
 DEPTHS = (100, 1000)
+ROUNDS = 5  # of what is compared in turn
 AROUND = 32  # steps on either side of a depth
 CHECKED = 256  # tokens whose logits are compared
 # What is wanted, and the rates of the machine that steps per second were set on.
@@ -32,10 +34,14 @@ TOTAL, TOTAL_CT2 = 8.0, 4.0
 STEPS = {"float32": (22.0, 150e9), "bfloat16": (30.0, 420e9)}
 LONG, WIDE, DEEP, HOST, INT8, INT8_BYTES = 0.7, 2.0, 0.9, 0.5e-3, 1.25, 0.30
 
-LEGEND = """*floor*: the least that a step can take here, by the bytes of weights and live keys and values at the
+LEGEND = f"""*floor*: the least that a step can take here, by the bytes of weights and live keys and values at the
 measured bandwidth, or by its operations at the measured rate of a large product in that dtype, whichever is more; *of
 floor*: floor / measured. *x total*: the other engine's seconds over ours in the same dtype. int8: weights in
-int8, the rest in bfloat16; CTranslate2's own int8 stands beside it."""
+int8, the rest in bfloat16; CTranslate2's own int8 stands beside it. Below, ratios of prompts, beams and dtypes
+are medians over {ROUNDS} rounds in which these settings took turns."""
+
+
+Setting = tuple[str, int, int]  # dtype, beams, tokens of the prompt
 
 
 class Verdict(NamedTuple):
@@ -95,11 +101,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
             if "seconds" in row:
                 made["versions"] |= row["versions"]
                 against(row, rows, work, bandwidth, rates)
+        rounds = bench.in_turn(kinds)
         depths = bench.depths(kinds[0])
         idle = host.step_seconds(max(args.beams), args.depths)
         errors = int8_errors(folder, bench.prompt(CHECKED)) if "int8" in kinds else None
         compiled = [bench.compiled(kind) for kind in kinds] if args.compile == "on" else []
-    found = verdicts(rows, rates, depths, idle, args)
+    found = verdicts(rows, rates, rounds, depths, idle, args)
     setting = (
         f"{name}; {args.new_tokens} new tokens, {args.threads} threads, medians of {args.runs} runs. Memory is read at "
         f"{bandwidth / 1e9:.1f} GB/s; large products run at "
@@ -110,7 +117,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     )
     result = {
         "model": name, "threads": args.threads, "new_tokens": args.new_tokens, "bandwidth": bandwidth, "rates": rates,
-        "results": rows, "depths": depths, "host_seconds": idle, "int8_errors": errors, "compiled": compiled,
+        "results": rows, "in_turn": [{" ".join(map(str, key)): s for key, s in times.items()} for times in rounds],
+        "depths": depths, "host_seconds": idle, "int8_errors": errors, "compiled": compiled,
         "verdicts": [verdict._asdict() | {"met": verdict.met} for verdict in found],
     }  # fmt: skip
     kind_of_machine = re.sub(r"\W+", "-", f"{made['machine']['cpu']} {args.threads} threads".lower()).strip("-")
@@ -141,6 +149,28 @@ class Bench:
         row = {"peer": engine, "dtype": kind, "prompt": tokens, "beams": beams, **measured}
         progress(f"{engine} {kind}, prompt {tokens}, beams {beams}: {peers.outcome(row)}")
         return row
+
+    def in_turn(self, kinds: Sequence[str]) -> list[dict[Setting, float]]:
+        """Seconds per step of what is to be compared: settings in turn, round by round, as the machine's pace changes
+        from minute to minute. The first round only warms up."""
+        wide, narrow, prompts = max(self.args.beams), min(self.args.beams), self.args.prompt_tokens
+        settings = {(kind, wide, prompts[0]) for kind in kinds} | {(kinds[0], narrow, prompts[0])}
+        settings |= {(kind, wide, prompts[-1]) for kind in kinds if kind in STEPS}
+        rounds: list[dict[Setting, float]] = []
+        with ExitStack() as stack:
+            workers = {}
+            for kind, beams in sorted({(kind, beams) for kind, beams, _ in settings}):
+                worker = stack.enter_context(peers.Worker(sys.executable, self.spec("coppice", kind, beams)))
+                workers[kind, beams] = worker
+                worker.answer()
+            for _ in range(ROUNDS + 1):
+                rounds.append({})
+                for kind, beams, tokens in sorted(settings):
+                    job = {"prompt": self.prompt(tokens), "new_tokens": self.args.new_tokens}
+                    seconds = workers[kind, beams].ask(job)["step_seconds"]
+                    rounds[-1][kind, beams, tokens] = statistics.median(seconds)
+                progress(f"in turn, round {len(rounds)} of {ROUNDS + 1}")
+        return rounds[1:]
 
     def depths(self, kind: str) -> dict[int, float]:
         """Steps per second of the widest search around each depth."""
@@ -210,21 +240,21 @@ def int8_errors(folder: Path, prompt: list[int]) -> dict[str, float]:
 
 
 def verdicts(
-    rows: list[dict[str, Any]], rates: dict[str, float], depths: dict[int, float], idle: dict[int, float],
-    args: argparse.Namespace,
+    rows: list[dict[str, Any]], rates: dict[str, float], rounds: Sequence[dict[Setting, float]],
+    depths: dict[int, float], idle: dict[int, float], args: argparse.Namespace,
 ) -> list[Verdict]:  # fmt: skip
     """Everything that is wanted of a CPU, with what was found."""
     prompt, wide, narrow = args.prompt_tokens[0], max(args.beams), min(args.beams)
 
-    def speed(kind: str, tokens: int = prompt, beams: int = wide) -> float | None:
-        row = pick(rows, "coppice", kind, tokens, beams)
+    def speed(kind: str) -> float | None:
+        row = pick(rows, "coppice", kind, prompt, wide)
         return row["steps_per_second"]["median"] if row and row["steps_per_second"] else None
 
     def bytes_of(kind: str) -> int | None:
         row = pick(rows, "coppice", kind, prompt, wide)
         return row["weight_bytes"] if row else None
 
-    found = []
+    found, small, large = [], bytes_of("int8"), bytes_of("float32")
     for peer, kind, target in (
         ("transformers", "float32", TOTAL), ("transformers", "bfloat16", TOTAL), ("ctranslate2", "float32", TOTAL_CT2),
     ):  # fmt: skip
@@ -236,21 +266,25 @@ def verdicts(
             found.append(Verdict(what, speed(kind), steps * rates[kind] / rate))
     for kind in (k for k in STEPS if k in rates and len(args.prompt_tokens) > 1):
         name = f"decode, {kind}: prompt {args.prompt_tokens[-1]} / prompt {prompt}"
-        found.append(Verdict(name, ratio(speed(kind, args.prompt_tokens[-1]), speed(kind)), LONG))
+        long = ratio(rounds, (kind, wide, prompt), (kind, wide, args.prompt_tokens[-1]))
+        found.append(Verdict(name, long, LONG))
     found += [
         Verdict(f"step, float32: {wide} beams / {narrow}",
-                ratio(speed("float32", beams=narrow), speed("float32")), WIDE, at_most=True),
+                ratio(rounds, ("float32", wide, prompt), ("float32", narrow, prompt)), WIDE, at_most=True),
         Verdict(f"decode at depth {args.depths[1]} / {args.depths[0]}",
-                ratio(depths[args.depths[1]], depths[args.depths[0]]), DEEP),
+                depths[args.depths[1]] / depths[args.depths[0]], DEEP),
         *(Verdict(f"host, {wide} beams, depth {depth}", idle[depth], HOST, True, "ms") for depth in args.depths),
-        Verdict("decode: int8 / bfloat16", ratio(speed("int8"), speed("bfloat16")), INT8),
-        Verdict("weights: int8 / float32", ratio(bytes_of("int8"), bytes_of("float32")), INT8_BYTES, at_most=True),
+        Verdict("decode: int8 / bfloat16", ratio(rounds, ("bfloat16", wide, prompt), ("int8", wide, prompt)), INT8),
+        Verdict("weights: int8 / float32", small / large if small and large else None, INT8_BYTES, at_most=True),
     ]  # fmt: skip
     return found
 
 
-def ratio(a: float | None, b: float | None) -> float | None:
-    return a / b if a is not None and b else None
+def ratio(rounds: Sequence[dict[Setting, float]], a: Setting, b: Setting) -> float | None:
+    """The median over rounds of what a step of one setting takes, over that of another."""
+    if not all(a in times and b in times for times in rounds):
+        return None
+    return statistics.median(times[a] / times[b] for times in rounds)
 
 
 # --- report ---
