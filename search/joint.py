@@ -125,10 +125,10 @@ class Reader:
             told = Told(numbers, N, k, WHOLE * (k == V) | massed, logp_NV)
         return [(told, i) for i in range(N)]
 
-    @staticmethod
-    def _dense(logp_NV: Tensor) -> bool:
+    def _dense(self, logp_NV: Tensor) -> bool:
         """Whether the rows lie where C++ can look at them."""
-        return logp_NV.is_cpu and logp_NV.dtype == torch.float32 and logp_NV.is_contiguous() and not why_not()
+        there = logp_NV.is_cpu and logp_NV.dtype == torch.float32 and logp_NV.is_contiguous()
+        return there and self._cells is not None
 
     def _known(self, V: int) -> int:
         """How many of a row's largest to find."""

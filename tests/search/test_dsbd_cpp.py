@@ -41,7 +41,8 @@ def test_leaders(vocab, coarse, monkeypatch):
         nodes, weights = [9, 4, 7], [-0.5, -0.5, -2.0]
         with monkeypatch.context() as patch:
             patch.setattr(search.joint, "why_not", lambda: "as if there was none")
-            plain = reader.rows(logp_NV, reader.read(logp_NV))
+            without = Reader(warp, vocab)
+        plain = without.rows(logp_NV, without.read(logp_NV))
         dense = [reader.rows(logp_NV, reader.read(logp_NV, known)) for known in (None, peaks(logp_NV))]
         assert plain[0][0].kind & DENSE == 0 != dense[0][0][0].kind & DENSE
         beams = [(weight + 0.5, node, row) for node, weight, row in zip(nodes, weights, plain, strict=False)]
