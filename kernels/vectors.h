@@ -145,9 +145,14 @@ inline float sum_of(Floats x) {
 
 // 2^x for x <= 0, within 2e-7 of the value; 0 below -125, as subnormal numbers are slow. NaN stays NaN.
 inline Floats exp2_of(Floats x) {
+#ifdef __AVX512F__
+    const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Floats f = x - whole;
+#else
     constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction
     const Floats clipped = x < -125.0f ? all(-125.0f) : x;
     const Floats whole = (clipped + ROUND) - ROUND, f = clipped - whole;
+#endif
     Floats y = all(1.535336188319500e-4f);  // Cephes, exp2f
     y = y * f + 1.339887440266574e-3f;
     y = y * f + 9.618437357674640e-3f;
@@ -155,8 +160,13 @@ inline Floats exp2_of(Floats x) {
     y = y * f + 2.402264791363012e-1f;
     y = y * f + 6.931472028550421e-1f;
     y = y * f + 1.0f;
+#ifdef __AVX512F__
+    const __mmask16 there = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);
+    return (Floats)_mm512_maskz_scalef_ps(there, (__m512)y, (__m512)whole);
+#else
     const Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
     return x < -125.0f ? Floats{} : y * (Floats)power;
+#endif
 }
 
 // No more than the k-th largest of some numbers, and hardly less: it is one of the larger ones of pairs. There are k.

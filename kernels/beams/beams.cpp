@@ -27,20 +27,13 @@ double total_of(const std::vector<double>& x) {
     return double(sum);
 }
 
-// Cells and their probabilities.
-struct Joint {
-    int64_t size;
-    const int64_t* cells;
-    const double* probs;
-};
-
 uint32_t mix(uint32_t x) {
     x = (x ^ x >> 16) * 0x7feb352d;
     x = (x ^ x >> 15) * 0x846ca68b;
     return x ^ x >> 16;
 }
 
-// `engine.sampling.uniforms`.
+// `engine.sampling.Uniforms`.
 struct Numbers {
     uint32_t one = 0x9E3779B9, two = 0x5BD1E995, i = 0;
 
@@ -254,13 +247,14 @@ extern "C" void coppice_leaders(int64_t beams, const double* weights, const int6
     *count = -1;
     const double heaviest = *std::max_element(weights, weights + beams);
     std::vector<Row> rows;
-    bool dense = true;
+    int64_t dense = 0;
     for (int64_t b = 0; b < beams; b++, places += 5) {
         const bool all = places[3] & 4;
         rows.push_back({weights[b] - heaviest, places[0], places[2], all ? nullptr : (const double*)places[1],
                         bool(places[3] & 1), bool(places[3] & 2), (const float*)places[1], (const double*)places[4]});
-        dense &= all;
+        dense += all;
     }
+    if (dense && dense < beams) return;
     const int64_t k = temperature == 0 ? 1 : top_k, small = beams * NUCLEUS[0];
     if (dense && !k && top_p == 1 && beams * rows[0].size > small) return;
     std::vector<Scored> ranked;

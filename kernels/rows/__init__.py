@@ -102,9 +102,9 @@ def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
 def best_sums(
     logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor | None = None, *, impl: str | None = None
 ) -> Tensor:
-    """The k largest of all rows, each row with a sum added to it in float32; float64 [2 * k + 1], for the host: the
-    values, best first, their places in the flattened rows, and the best value besides. That is inf if of equal values
-    the first were taken, in their order; otherwise nobody knows which of those equal to it were.
+    """The k largest of all rows, to each of which a sum is added in float32: float64 [2 * k + 1], for the host to read
+    in one go: values, best first; their places in the flattened rows; the best value that was left out. Of values equal
+    to that nobody knows which were taken; C++ takes the first, in their order, and says inf.
 
     Args:
         logp_NV: float32.

@@ -127,11 +127,8 @@ def best_sums(logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor |
     """See the front for arguments; float32 only. They are in order, so that no rival matters."""
     logp_NV, x, peaks = _floats(logp_NV, peaks_NB)
     N, V = logp_NV.shape
-    k, out, sums_N = (
-        min(k, N * V),
-        torch.full((2 * min(k, N * V) + 1,), math.inf, dtype=torch.float64),
-        array("f", sums),
-    )
+    k, sums_N = min(k, N * V), array("f", sums)
+    out = torch.full((2 * k + 1,), math.inf, dtype=torch.float64)
     function("coppice_best_sums", "ppppiii")(x, peaks, sums_N.buffer_info()[0], out.data_ptr(), N, V, k)
     return out
 
