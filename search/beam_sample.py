@@ -8,13 +8,12 @@ this is its baseline and its oracle.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 from engine.errors import UsageError
 from engine.sampling import Uniforms, Warp
 from search.base import Output, Report, SearchGenerator, SearchResult, Task, register
-from search.joint import Joint, Known, Reader, pick
+from search.joint import Joint, Known, Reader
 
 
 @register("beam-sample")
@@ -51,7 +50,7 @@ class BeamSample:
             yield from reader.know(tree, nodes, known)
             joint = reader.p_beam(known, nodes, [beam.weight for beam in beams.live])
             numbers = Uniforms(self.seed, 0, tree.position(beams.live[0].node) + 1)
-            beams.advance(joint, pick(joint.probs, islice(numbers, self.beams - beams.ended)))
+            beams.advance(joint, joint.draw(self.beams - beams.ended, numbers))
             yield beams.report()
         return beams.result(self.num_return_sequences, {"steps": beams.steps})
 

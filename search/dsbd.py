@@ -13,7 +13,6 @@ grows once more by draws from p_beam alone.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from search.base import SearchGenerator, Task, register
 from search.beam_sample import Beam, Beams, check_ranges, check_sampling
 from search.drafters import backoff
 from search.forest import Forester, Layer, ModelForester, NGramForester
-from search.joint import Joint, Known, Reader, pick
+from search.joint import Joint, Known, Reader
 from search.ngrams import NGramStore, open_store
 from search.verify import (
     IID,
@@ -165,7 +164,7 @@ class DSBD:
             room = self.entries - beams.ended
             if layer is None:  # lines 32 to 34
                 width = min(room, self.width or self.bonus_width or self.draft_beams)
-                beams.advance(p, pick(p.probs, islice(numbers, width)))
+                beams.advance(p, p.draw(width, numbers))
                 stats.bonus(width)
                 return
             width, verdict = self._judge(p, layer, live, room, numbers)

@@ -15,12 +15,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, count
+from itertools import accumulate, count, islice
 
 import torch
 from torch import Tensor
 
-from engine.sampling import Warp
+import kernels.beams
+from engine.sampling import Uniforms, Warp
 from engine.tree import TokenTree
 from kernels.beams import DENSE, MASSED, WHOLE, Distribution, Leaders
 from kernels.cpp import why_not
@@ -153,7 +154,7 @@ class Reader:
                 rows += (node, told.address + i * told.step, told.size, told.kind, told.peaks + i * told.peaks_step)
             if found := self._cells(weights, rows):
                 cells, probs, logps = found
-                return Joint(self.vocab, probs, logps, cells)
+                return Joint(self.vocab, probs, logps, cells, compact=(cells, probs))
         heaviest = max(weights)
         beams = [(weight - heaviest, node, known[node]) for weight, node in zip(weights, nodes, strict=True)]
         return (self._cells is None and self._leaders(beams)) or self._all(beams)
@@ -226,6 +227,7 @@ class Joint:
         logps: log-probabilities of the tokens after their nodes, not warped.
         cells: which these are; None: all.
         nodes: of the rows, if all cells are there.
+        compact: cells and probabilities as C++ made them, if it did.
     """
 
     vocab: int
@@ -233,13 +235,13 @@ class Joint:
     logps: Sequence[float] | Tensor
     cells: Sequence[int] | None = None
     nodes: Sequence[int] = ()
+    compact: Distribution | None = None
 
-    @property
-    def compact(self) -> Distribution | None:
-        """Cells and their probabilities as C++ made them, if it did."""
-        if isinstance(self.cells, array) and isinstance(self.probs, array):
-            return self.cells, self.probs
-        return None
+    def draw(self, n: int, numbers: Uniforms) -> list[int]:
+        """Independent draws."""
+        if self.compact:
+            return kernels.beams.draw(self.compact[1], n, iid=True, key=numbers.key)
+        return pick(self.probs, islice(numbers, n))
 
     def cell(self, i: int) -> tuple[int, int]:
         """Node and token of the i-th."""

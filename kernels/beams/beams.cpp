@@ -243,7 +243,7 @@ bool warp(const std::vector<Row>& rows, double temperature, int64_t top_k, doubl
 extern "C" void coppice_leaders(int64_t beams, const double* weights, const int64_t* places, int64_t vocab,
                                 double temperature, int64_t top_k, double top_p, int64_t room, double* probs,
                                 double* logps, int64_t* cells, int64_t* count) {
-    constexpr int64_t NUCLEUS[] = {64, 1024};  // cells that are looked at for top-p
+    constexpr int64_t NUCLEUS[] = {32, 256, 1024};  // cells that are looked at for top-p
     *count = -1;
     const double heaviest = *std::max_element(weights, weights + beams);
     std::vector<Row> rows;
@@ -255,7 +255,7 @@ extern "C" void coppice_leaders(int64_t beams, const double* weights, const int6
         dense += all;
     }
     if (dense && dense < beams) return;
-    const int64_t k = temperature == 0 ? 1 : top_k, small = beams * NUCLEUS[0];
+    const int64_t k = temperature == 0 ? 1 : top_k, small = beams * 64;
     if (dense && !k && top_p == 1 && beams * rows[0].size > small) return;
     std::vector<Scored> ranked;
     std::vector<double> masses;

@@ -88,11 +88,15 @@ def test_rows_of_different_lengths():
     assert list(told.probs) == pytest.approx(list(expected.probs), rel=1e-15)
 
 
+def compact(vocab, probs, logps, cells):
+    return Joint(vocab, probs, logps, cells, compact=(cells, probs))
+
+
 def random_joint(chance, nodes, vocab, size):
     cells = chance.sample([node * vocab + token for node in nodes for token in range(vocab)], size)
     masses = [chance.choice((0.0, 1e-12, 0.3, 1.0, 1.0, 20.0)) * chance.random() + 1e-300 for _ in cells]
     total = sum(masses)
-    return Joint(vocab, array("d", [mass / total for mass in masses]), array("d", masses), array("q", cells))
+    return compact(vocab, array("d", [mass / total for mass in masses]), masses, array("q", cells))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,7 +105,10 @@ def test_draws(kind):
     for i in range(2000):
         probs = random_joint(chance, [3], 40, chance.choice((1, 2, 3, 40))).probs
         n, key = chance.randint(1, 8), (chance.randrange(2**63), i, chance.randrange(2**40))
-        assert kernels.beams.draw(probs, n, iid=kind == IID, key=key) == draw(probs, n, kind, Uniforms(*key))
+        drawn = kernels.beams.draw(probs, n, iid=kind == IID, key=key)
+        assert drawn == draw(probs, n, kind, Uniforms(*key))
+        if kind == IID:
+            assert drawn == compact(40, probs, probs, array("q", range(len(probs)))).draw(n, Uniforms(*key))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +123,7 @@ def test_verdicts(kind):
         if chance.random() < 0.3:
             common = [mass if cell // vocab in parents else 0.0 for cell, mass in zip(q.cells, q.probs, strict=True)]
             if total := sum(common):
-                p = Joint(vocab, array("d", [mass / total for mass in common]), q.logps, q.cells)
+                p = compact(vocab, array("d", [mass / total for mass in common]), q.logps, q.cells)
         config = DSBD(
             draft_beams=chance.randint(1, 6),
             width=chance.choice((0, 0, 1, 3)),

@@ -258,7 +258,7 @@ class Memo(Joint):
     """A distribution that answers each question once."""
 
     def __init__(self, joint):
-        super().__init__(joint.vocab, joint.probs, joint.logps, joint.cells)
+        super().__init__(joint.vocab, joint.probs, joint.logps, joint.cells, joint.nodes, joint.compact)
         self._of, self._at = cache(super().of_nodes), {}
 
     def of_nodes(self, nodes):
