@@ -346,17 +346,23 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
     made = stamp(argv)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    rows = []
-    for warp in ({"top_k": 20}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}, {}):
-        for width in (0, args.beams):
-            config = DSBD(draft_beams=args.beams, gamma=args.gamma, width=width, **warp)
-            runs = [overhead(config, args.vocab, args.new_tokens, seed) for seed in range(args.runs)]
-            rows.append({
-                "warp": ", ".join(f"{name} {x:g}".replace("_", "-") for name, x in warp.items()) or "none",
-                "width": width or "dynamic",
-                "ms": spread([1000 * run["seconds"] / run["rounds"] for run in runs]),
-                "steps_per_round": sum(run["steps"] for run in runs) / sum(run["rounds"] for run in runs),
-            })  # fmt: skip
+    rows, warps = [], ({"top_k": 20}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}, {})
+    found: dict[DSBD, list[dict[str, float]]] = {
+        DSBD(draft_beams=args.beams, gamma=args.gamma, width=width, **warp): []
+        for warp in warps
+        for width in (0, args.beams)
+    }
+    for seed in range(-1, args.runs):  # in turn, as the machine's pace changes; the first only warms up
+        for config, runs in found.items():
+            runs.append(overhead(config, args.vocab, args.new_tokens, max(seed, 0)))
+    for config, (_, *runs) in found.items():
+        warp = {name: x for name, x in (("top-k", config.top_k), ("top-p", config.top_p)) if x not in (0, 1)}
+        rows.append({
+            "warp": ", ".join(f"{name} {x:g}" for name, x in warp.items()) or "none",
+            "width": config.width or "dynamic",
+            "ms": spread([1000 * run["seconds"] / run["rounds"] for run in runs]),
+            "steps_per_round": sum(run["steps"] for run in runs) / sum(run["rounds"] for run in runs),
+        })  # fmt: skip
     with timed() as parts:
         config = DSBD(draft_beams=args.beams, gamma=args.gamma, top_k=20)
         rounds = sum(overhead(config, args.vocab, args.new_tokens, seed)["rounds"] for seed in range(args.runs))
