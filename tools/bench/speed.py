@@ -26,7 +26,7 @@ from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
 
 KINDS = ("float32", "bfloat16", "int8")
 DEPTHS = (100, 1000)
-ROUNDS = 5  # of what is compared in turn
+ROUNDS = 5  # of what is compared
 AROUND = 32  # steps on either side of a depth
 CHECKED = 256  # tokens whose logits are compared
 # What is wanted, and the rates of the machine that steps per second were set on.
@@ -38,7 +38,7 @@ LEGEND = f"""*floor*: the least that a step can take here, by the bytes of weigh
 measured bandwidth, or by its operations at the measured rate of a large product in that dtype, whichever is more; *of
 floor*: floor / measured. *x total*: the other engine's seconds over ours in the same dtype. int8: weights in
 int8, the rest in bfloat16; CTranslate2's own int8 stands beside it. Below, ratios of prompts, beams and dtypes
-are medians over {ROUNDS} rounds in which these settings took turns."""
+are medians over {ROUNDS} rounds in which these settings took turns, that of depths over {ROUNDS} texts."""
 
 
 Setting = tuple[str, int, int]  # dtype, beams, tokens of the prompt
@@ -172,17 +172,19 @@ class Bench:
                 progress(f"in turn, round {len(rounds)} of {ROUNDS + 1}")
         return rounds[1:]
 
-    def depths(self, kind: str) -> dict[int, float]:
-        """Steps per second of the widest search around each depth."""
+    def depths(self, kind: str) -> list[dict[int, float]]:
+        """Seconds per step of the widest search around each depth, of several texts."""
         with peers.Worker(sys.executable, self.spec("coppice", kind, max(self.args.beams))) as worker:
             worker.answer()
             job = {"prompt": self.prompt(self.args.prompt_tokens[0]), "new_tokens": max(self.args.depths) + AROUND}
-            runs = [worker.ask(job)["step_seconds"] for _ in range(self.args.runs)]
-        near = {
-            d: [statistics.median(steps[max(0, d - AROUND) : d + AROUND]) for steps in runs] for d in self.args.depths
-        }
-        found = {depth: 1 / statistics.median(seconds) for depth, seconds in near.items()}
-        progress(f"depths: {', '.join(f'{depth}: {rate:.1f} steps/s' for depth, rate in found.items())}")
+            texts = [worker.ask(job)["step_seconds"] for _ in range(ROUNDS)]
+        found = [
+            {d: statistics.median(steps[max(0, d - AROUND) : d + AROUND]) for d in self.args.depths} for steps in texts
+        ]
+        told = (
+            f"{depth}: {1 / statistics.median(seconds[depth] for seconds in found):.1f}" for depth in self.args.depths
+        )
+        progress(f"steps/s at depth {', at depth '.join(told)}")
         return found
 
     def compiled(self, kind: str) -> dict[str, Any]:
@@ -241,7 +243,7 @@ def int8_errors(folder: Path, prompt: list[int]) -> dict[str, float]:
 
 def verdicts(
     rows: list[dict[str, Any]], rates: dict[str, float], rounds: Sequence[dict[Setting, float]],
-    depths: dict[int, float], idle: dict[int, float], args: argparse.Namespace,
+    depths: Sequence[dict[int, float]], idle: dict[int, float], args: argparse.Namespace,
 ) -> list[Verdict]:  # fmt: skip
     """Everything that is wanted of a CPU, with what was found."""
     prompt, wide, narrow = args.prompt_tokens[0], max(args.beams), min(args.beams)
@@ -272,7 +274,7 @@ def verdicts(
         Verdict(f"step, float32: {wide} beams / {narrow}",
                 ratio(rounds, ("float32", wide, prompt), ("float32", narrow, prompt)), WIDE, at_most=True),
         Verdict(f"decode at depth {args.depths[1]} / {args.depths[0]}",
-                depths[args.depths[1]] / depths[args.depths[0]], DEEP),
+                ratio(depths, args.depths[0], args.depths[1]), DEEP),
         *(Verdict(f"host, {wide} beams, depth {depth}", idle[depth], HOST, True, "ms") for depth in args.depths),
         Verdict("decode: int8 / bfloat16", ratio(rounds, ("bfloat16", wide, prompt), ("int8", wide, prompt)), INT8),
         Verdict("weights: int8 / float32", small / large if small and large else None, INT8_BYTES, at_most=True),
@@ -280,8 +282,8 @@ def verdicts(
     return found
 
 
-def ratio(rounds: Sequence[dict[Setting, float]], a: Setting, b: Setting) -> float | None:
-    """The median over rounds of what a step of one setting takes, over that of another."""
+def ratio(rounds: Sequence[dict[Any, float]], a: Any, b: Any) -> float | None:
+    """The median over rounds of what a step takes in one setting, over what it takes in another."""
     if not all(a in times and b in times for times in rounds):
         return None
     return statistics.median(times[a] / times[b] for times in rounds)
