@@ -11,6 +11,7 @@ def test_all_methods_write_the_same(tmp_path, capsys):
     for name, width, vocab in (("writer", 32, 300), ("reader", 64, 320)):
         make(tmp_path / name, layers=1, width=width, mlp=64, heads=2, vocab=vocab)
     short = ["--corpus-tokens", "600", "--prompts", "1", "--new-tokens", "10", "--runs", "1", "--iterations", "5", "9"]
+    short += ["--noise-seconds", "0.01"]
     page = tmp_path / "page.md"
     assert main(["aded", "--model", str(tmp_path / "writer"), *short, "--sizes", "1x64", "--save", str(page)]) == 0
     own = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -31,7 +31,6 @@ from tools.random_checkpoint import make
 
 DOCS = Path(__file__).parents[2] / "docs"
 SLOWEST, SPEEDUP, HOST_MS = 0.95, 1.5, 0.5  # what is wanted
-NOISE_RUNS = 5  # times as many on noise, where a few per cent matter
 HOST = ("draft_ms", "verify_ms")
 CLEARLY = 1.1  # x from which drafts are said to pay
 LEGEND = f"""*x*: tokens per second over autoregressive decoding's, in the same run; on noise (a text of random tokens)
@@ -115,6 +114,8 @@ def add_parser(commands: Any) -> None:
     told = "random Llamas of L layers and width W that recite the same texts, to find where drafts begin to pay"
     parser.add_argument("--sizes", nargs="*", default=[], metavar="LxW", help=told)
     parser.add_argument("--runs", type=int, default=3, help="medians are of so many (%(default)s)")
+    told = "of each method on noise, as many runs as these take: a few per cent matter there (%(default)s)"
+    parser.add_argument("--noise-seconds", type=float, default=30, metavar="S", help=told)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="(%(default)s)")
     parser.add_argument("--threads", type=int)
     add_save_flag(parser, "docs/aded.md")
@@ -139,8 +140,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         rng = random.Random(args.seed)
         noise = [[rng.randrange(engine.runner.vocab_size) for _ in text] for text in texts]
         plain = [(n, s) for n, s in methods if n in ("autoregressive", "backoff, auto", "backoff, auto, no store")]
-        reruns = NOISE_RUNS * args.runs
-        rows += [{"text": "noise", **row} for row in compare(engine, plain, prompts, noise, writer, reruns)]
+        tokens = sum(map(len, noise))
+        runs = max(args.runs, math.ceil(args.noise_seconds * rows[0]["tokens_per_second"]["median"] / tokens))
+        rows += [{"text": "noise", **row} for row in compare(engine, plain, prompts, noise, writer, runs)]
         sizes = []
         for size in args.sizes:
             layers, width = map(int, size.split("x"))
