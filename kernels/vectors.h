@@ -14,6 +14,9 @@
 #include <type_traits>
 #include <vector>
 
+namespace {  // of each file: they are not compiled alike
+
+constexpr float LOG2_E = 1.44269504f;
 #ifdef __AVX512F__
 constexpr int LANES = 16;
 #else
@@ -109,7 +112,7 @@ struct FourInt8 {  // unsigned in x, signed in the vector
 };
 #endif
 
-constexpr int64_t BLOCK = 128;  // elements of a row of which the largest is its peak, as in rows/reference.py
+constexpr int64_t SPAN = 128;  // elements of a row of which the largest is its peak, as in rows/reference.py
 
 // A bit for each lane of a comparison that holds.
 inline uint32_t bits_of(Ints truth) {
@@ -169,6 +172,23 @@ inline Floats exp2_of(Floats x) {
 #endif
 }
 
+// The sum of 2^((x - top) * scale); top is the largest.
+template <typename T>
+inline double mass_of(const T* x, int64_t width, float top, float scale) {
+    constexpr int64_t SUMMED = 256 * LANES;  // whose sum is a float: of more, rounding would show
+    double mass = 0;
+    for (int64_t at = 0; at < width; at += SUMMED) {
+        Floats sum{};
+        each(std::min(SUMMED, width - at), [&](int64_t i, auto n) {
+            const Floats powers = exp2_of((load(x + at + i, n) - top) * scale);
+            if (n == LANES) sum += powers;
+            for (int j = n == LANES ? n : 0; j < n; j++) sum[0] += powers[j];
+        });
+        mass += sum_of(sum);
+    }
+    return mass;
+}
+
 // No more than the k-th largest of some numbers, and hardly less: it is one of the larger ones of pairs. There are k.
 template <typename T>
 inline T about_largest(std::vector<T>& x, int64_t k) {
@@ -187,3 +207,5 @@ inline void with_type(int64_t kind, F f) {
     if (kind == 1) f(BFloat16{});
     if (kind == 2) f(_Float16{});
 }
+
+}  // namespace

@@ -1,13 +1,9 @@
 // What is drawn from joint distributions of beams, where few cells (beam, token) can be: `search.joint` and
 // `search.verify`, in one call for each layer.
 //
-// No product is fused with a sum, so that numbers are those of Python but for the last bit of sums that it rounds once.
+// Numbers are those of Python, but for the last bit of sums that it rounds once.
 
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#else
-#pragma GCC optimize("fp-contract=off")
-#endif
+#include "../unfused.h"
 
 #include <algorithm>
 #include <cmath>
@@ -129,18 +125,8 @@ struct Row {
     double log_mass(double temperature) const {
         if (!massed) return 0;
         if (logps) return logps[2 * size];
-        const float scale = 1.44269504f / temperature, top = *std::max_element(logp_V, logp_V + size);
-        double mass = 0;
-        for (int64_t at = 0; at < size; at += BLOCK) {
-            Floats sum{};
-            each(std::min(BLOCK, size - at), [&](int64_t i, auto n) {
-                const Floats powers = exp2_of((load(logp_V + at + i, n) - top) * scale);
-                if (n == LANES) sum += powers;
-                for (int j = n == LANES ? n : 0; j < n; j++) sum[0] += powers[j];
-            });
-            mass += sum_of(sum);
-        }
-        return std::log(mass) + top / temperature;
+        const float top = *std::max_element(logp_V, logp_V + size);
+        return std::log(mass_of(logp_V, size, top, LOG2_E / temperature)) + top / temperature;
     }
 };
 
@@ -161,14 +147,14 @@ bool gather_known(const std::vector<Row>& rows, int64_t vocab, int64_t k, std::v
 // The same of rows that are all there, and more of their cells; blocks with small peaks are not looked at.
 void gather_dense(const std::vector<Row>& rows, int64_t vocab, int64_t k, std::vector<Scored>& found, bool& whole) {
     constexpr float ROUNDING = 1e-5;
-    const int64_t size = rows[0].size, blocks = (size + BLOCK - 1) / BLOCK;
+    const int64_t size = rows[0].size, blocks = (size + SPAN - 1) / SPAN;
     std::vector<float> peaks(rows.size() * blocks), ranked;
     for (size_t r = 0; r < rows.size(); r++) {
         const Row& row = rows[r];
         for (int64_t b = 0; row.peaks && b < blocks; b++) peaks[r * blocks + b] = row.offset + row.peaks[b];
         for (int64_t b = 0; !row.peaks && b < blocks; b++) {
-            const float* from = row.logp_V + b * BLOCK;
-            peaks[r * blocks + b] = row.offset + *std::max_element(from, std::min(from + BLOCK, row.logp_V + size));
+            const float* from = row.logp_V + b * SPAN;
+            peaks[r * blocks + b] = row.offset + *std::max_element(from, std::min(from + SPAN, row.logp_V + size));
         }
     }
     float least = -INFINITY;  // hardly more than that of the k best
@@ -183,8 +169,8 @@ void gather_dense(const std::vector<Row>& rows, int64_t vocab, int64_t k, std::v
     each(peaks.size(), [&](int64_t i, auto n) {
         uint32_t bits = bits_of(load(peaks.data() + i, n) >= least) & ((uint64_t(1) << n) - 1);
         for (; bits; bits &= bits - 1) {
-            const int64_t block = i + __builtin_ctz(bits), at = block % blocks * BLOCK;
-            near.push_back({&rows[block / blocks], at, std::min(BLOCK, size - at)});
+            const int64_t block = i + __builtin_ctz(bits), at = block % blocks * SPAN;
+            near.push_back({&rows[block / blocks], at, std::min(SPAN, size - at)});
             for (int64_t j = 0; j < near.back().size; j += 16) __builtin_prefetch(near.back().row->logp_V + at + j);
         }
     });

@@ -2,11 +2,7 @@
 //
 // Every sum has the order it has there, and no product is fused with a sum, so that equal chances stay equal.
 
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#else
-#pragma GCC optimize("fp-contract=off")
-#endif
+#include "../unfused.h"
 
 #include <algorithm>
 #include <cstdint>

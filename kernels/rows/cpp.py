@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpp import KINDS, function
-from kernels.rows.reference import BLOCK
+from kernels.rows.reference import SPAN
 
 ACTIVATIONS = {name: i for i, name in enumerate(("relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh"))}
 
@@ -93,7 +93,7 @@ def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """See the front for arguments."""
     _check(x_NV)
     x_NV, (N, V) = x_NV.contiguous(), x_NV.shape
-    logp_NV, finite_N, peaks_NB = torch.empty(N, V), torch.empty(N, dtype=torch.bool), torch.empty(N, -(-V // BLOCK))
+    logp_NV, finite_N, peaks_NB = torch.empty(N, V), torch.empty(N, dtype=torch.bool), torch.empty(N, -(-V // SPAN))
     pointers = x_NV.data_ptr(), logp_NV.data_ptr(), finite_N.data_ptr(), peaks_NB.data_ptr()
     function("coppice_log_softmax", "iippppiii")(KINDS[x_NV.dtype], torch.get_num_threads(), *pointers, N, V, size)
     return logp_NV, finite_N, peaks_NB
@@ -106,7 +106,7 @@ def _floats(x_NV: Tensor, peaks_NB: Tensor | None = None) -> tuple[Tensor, int, 
     x_NV = x_NV.contiguous()
     if peaks_NB is None:
         return x_NV, x_NV.data_ptr(), None
-    shape = len(x_NV), -(-x_NV.shape[1] // BLOCK)
+    shape = len(x_NV), -(-x_NV.shape[1] // SPAN)
     if peaks_NB.shape != shape or peaks_NB.dtype != torch.float32 or not peaks_NB.is_contiguous():
         raise ValueError(f"expected contiguous float32 peaks of {list(shape)}, got {list(peaks_NB.shape)}")
     return x_NV, x_NV.data_ptr(), peaks_NB.data_ptr()
@@ -188,7 +188,7 @@ def _(x_NV, _size):
     return (
         x_NV.new_empty(N, V, **floats),
         x_NV.new_empty(N, dtype=torch.bool),
-        x_NV.new_empty(N, -(-V // BLOCK), **floats),
+        x_NV.new_empty(N, -(-V // SPAN), **floats),
     )
 
 

@@ -16,7 +16,7 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "tanh": torch.tanh,
 }
-BLOCK = 128  # elements of a row that have a peak
+SPAN = 128  # elements of a row that have a peak
 LINES = 16  # see `top_k`: this many make reading and sorting cost least together
 
 
@@ -64,8 +64,8 @@ def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor | None]
 
 def peaks(x_NV: Tensor) -> Tensor:
     """The largest of each block of a row; the last block may be a short one."""
-    short = -x_NV.shape[1] % BLOCK
-    return F.pad(x_NV, (0, short), value=float("-inf")).view(len(x_NV), -1, BLOCK).amax(-1)
+    short = -x_NV.shape[1] % SPAN
+    return F.pad(x_NV, (0, short), value=float("-inf")).view(len(x_NV), -1, SPAN).amax(-1)
 
 
 def at_least(logp_NV: Tensor, least: float, k: int, peaks_NB: Tensor | None = None) -> Tensor:

@@ -10,7 +10,6 @@
 namespace {
 
 constexpr int64_t SMALL = 1 << 14;  // elements; fewer are not worth waking threads
-constexpr float LOG2_E = 1.44269504f;
 
 template <typename T>
 void rms_norm(const T* x, const T* weight, T* out, int64_t width, float eps) {
@@ -128,32 +127,21 @@ void find_peaks(const float* x, int64_t width, int64_t block, float* peaks) {
 // Log-probabilities of a row, -inf from the size-th on, and their peaks. Returns whether all of it is finite.
 template <typename T>
 bool log_softmax(const T* x, float* out, float* peaks, int64_t width, int64_t size) {
-    constexpr int64_t SUMMED = 256 * LANES;  // whose sum is a float: of more, rounding would show
     Floats strange{};
     float top = -INFINITY;
-    for (int64_t at = 0; at < width; at += BLOCK) {
-        const float peak = peak_of(x + at, std::min(BLOCK, width - at), [&](Floats some) {
+    for (int64_t at = 0; at < width; at += SPAN) {
+        const float peak = peak_of(x + at, std::min(SPAN, width - at), [&](Floats some) {
             strange += some - some;  // 0, or NaN
         });
-        top = std::max(top, peaks[at / BLOCK] = peak);
+        top = std::max(top, peaks[at / SPAN] = peak);
     }
-    double mass = 0;
-    for (int64_t at = 0; at < width; at += SUMMED) {
-        Floats sum{};
-        each(std::min(SUMMED, width - at), [&](int64_t i, auto n) {
-            const Floats powers = exp2_of((load(x + at + i, n) - top) * LOG2_E);
-            if (n == LANES) sum += powers;
-            for (int j = n == LANES ? n : 0; j < n; j++) sum[0] += powers[j];
-        });
-        mass += sum_of(sum);
-    }
-    const float log_mass = std::log(mass);
+    const float log_mass = std::log(mass_of(x, width, top, LOG2_E));
     each(width, [&](int64_t i, auto n) { store(load(x + i, n) - top - log_mass, out + i, n); });
-    for (int64_t at = 0; at < width; at += BLOCK) peaks[at / BLOCK] = peaks[at / BLOCK] - top - log_mass;
+    for (int64_t at = 0; at < width; at += SPAN) peaks[at / SPAN] = peaks[at / SPAN] - top - log_mass;
     if (size < width) {
         std::fill(out + size, out + width, -INFINITY);
-        const int64_t whole = size / BLOCK;  // blocks
-        find_peaks(out + whole * BLOCK, width - whole * BLOCK, BLOCK, peaks + whole);
+        const int64_t whole = size / SPAN;  // blocks
+        find_peaks(out + whole * SPAN, width - whole * SPAN, SPAN, peaks + whole);
     }
     return sum_of(strange) == 0;
 }
@@ -169,10 +157,10 @@ class Leaders {
   public:
     std::vector<Entry> found;  // the k, and what else was looked at; places count from the first row on
 
-    // x [rows, width], to whose rows `sums` are added if there are any; `given` are the peaks of blocks of BLOCK.
+    // x [rows, width], to whose rows `sums` are added if there are any; `given` are the peaks of blocks of SPAN.
     void find(const float* x, int64_t rows, int64_t width, int64_t k, const float* given, const float* sums) {
-        int64_t block = std::clamp<int64_t>(rows * width / (2 * k) / LANES * LANES, LANES, BLOCK);
-        if (block < BLOCK) given = nullptr;
+        int64_t block = std::clamp<int64_t>(rows * width / (2 * k) / LANES * LANES, LANES, SPAN);
+        if (block < SPAN) given = nullptr;
         const int64_t blocks = (width + block - 1) / block;
         peaks.resize(rows * blocks);
         for (int64_t r = 0; r < rows; r++) {
@@ -233,14 +221,14 @@ class Leaders {
 // The first k places whose values are at least `least`, as top_k has them; NaN where there are fewer.
 void at_least(const float* x, const float* peaks, int64_t width, float least, int64_t k, double* out) {
     int64_t found = 0;
-    for (int64_t b = 0; b * BLOCK < width && found < k; b++) {
+    for (int64_t b = 0; b * SPAN < width && found < k; b++) {
         if (peaks && peaks[b] < least) continue;
-        each(std::min(BLOCK, width - b * BLOCK), [&](int64_t i, auto n) {
-            const float* from = x + b * BLOCK + i;
+        each(std::min(SPAN, width - b * SPAN), [&](int64_t i, auto n) {
+            const float* from = x + b * SPAN + i;
             uint32_t bits = bits_of(load(from, n) >= least) & ((uint64_t(1) << n) - 1);
             for (; bits && found < k; bits &= bits - 1, found++) {
                 const int lane = __builtin_ctz(bits);
-                out[found] = from[lane], out[k + found] = b * BLOCK + i + lane;
+                out[found] = from[lane], out[k + found] = b * SPAN + i + lane;
             }
         });
     }
@@ -343,7 +331,7 @@ extern "C" void coppice_activation(int64_t kind, int64_t threads, int64_t number
 
 extern "C" void coppice_log_softmax(int64_t kind, int64_t threads, const void* x, float* out, bool* finite,
                                     float* peaks, int64_t rows, int64_t width, int64_t size) {
-    const int64_t blocks = (width + BLOCK - 1) / BLOCK;
+    const int64_t blocks = (width + SPAN - 1) / SPAN;
     with_type(kind, [&](auto type) {
         using T = decltype(type);
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width > SMALL)
@@ -377,7 +365,7 @@ extern "C" void coppice_best_sums(const float* x, const float* peaks, const floa
 // `peaks` may be null.
 extern "C" void coppice_at_least(const float* x, const float* peaks, double* out, int64_t rows, int64_t width,
                                  int64_t k, float least) {
-    const int64_t blocks = (width + BLOCK - 1) / BLOCK;
+    const int64_t blocks = (width + SPAN - 1) / SPAN;
     for (int64_t r = 0; r < rows; r++)
         at_least(x + r * width, peaks ? peaks + r * blocks : nullptr, width, least, k, out + 2 * r * k);
 }

@@ -36,7 +36,6 @@ constexpr int KEYS = 8;         // whose scores are added up in registers togeth
 constexpr int DIMS = 16;        // of the values, likewise
 constexpr int SHORT = 256;      // trunk tokens; no cut is shorter
 constexpr int SMALL = 1 << 14;  // vector products; fewer are not worth waking threads
-constexpr float LOG2_E = 1.44269504f;
 const Floats NEVER = all(-INFINITY);
 
 // Rows first .. last - 1 of a tree, counted token by token and head by head.
