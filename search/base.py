@@ -24,13 +24,15 @@ __all__ = [
     "SearchResult",
     "Task",
     "best_candidates",
+    "evaluate",
     "evaluate_best",
     "likely",
     "make_search",
     "register",
+    "told_likely",
 ]
 
-NOTHING = torch.empty(0, dtype=torch.float64)
+NO_NUMBERS = torch.empty(0, dtype=torch.float64)
 REGISTRY: dict[str, type] = {}
 SHARED_PARAMS = (
     "beams",
@@ -114,7 +116,7 @@ def evaluate(
     answer = yield Evaluate(tree, nodes, read)
     if isinstance(answer, tuple):
         return answer
-    return answer, read(answer, None).cpu() if read is not None else NOTHING
+    return answer, read(answer, None).cpu() if read is not None else NO_NUMBERS
 
 
 def _ranked(logp_NV: Tensor, scores: list[float], packed: list[float]) -> tuple[list[float], list[int], list[int]]:

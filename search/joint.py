@@ -4,9 +4,10 @@ The next list of beams is drawn from all continuations of the present one, equat
 
     p_beam(i, v) = p(beam i) p(v | beam i) / sum,
 
-warped once, as one distribution. Where the warp leaves few cells (beam, token) the largest log-probabilities of each
-row tell which: they come to the host with the answer, so that the rows are read once and never sorted, and what is made
-of them are lists. Otherwise all cells are kept, as a tensor of the host.
+warped once, as one distribution. Where the warp leaves few cells (beam, token) they are kept in lists. On a CPU C++
+finds them in the rows (`kernels.beams`); otherwise the largest log-probabilities of each row tell which they are, and
+come to the host with the answer, so that rows are read once and never sorted. Where the warp leaves many, all cells are
+kept, as a tensor of the host.
 """
 
 import math
@@ -26,7 +27,7 @@ from engine.tree import TokenTree
 from kernels.beams import DENSE, MASSED, WHOLE, Distribution, Leaders
 from kernels.cpp import why_not
 from kernels.rows import top_k
-from search.base import NOTHING, Evaluate, evaluate
+from search.base import NO_NUMBERS, Evaluate, evaluate
 
 FEW = 1024  # cells that are kept in lists
 NUCLEUS = 64  # tokens of a row that are looked at for top-p before all are; vocabularies no larger are known whole
@@ -108,7 +109,7 @@ class Reader:
     def read(self, logp_NV: Tensor, peaks_NB: Tensor | None = None) -> Tensor:
         """What the host is going to look at, on the rows' device, as float64: see `rows`."""
         if self._dense(logp_NV):
-            return peaks_NB.double().view(-1) if peaks_NB is not None else NOTHING
+            return peaks_NB.double().view(-1) if peaks_NB is not None else NO_NUMBERS
         V = logp_NV.shape[1]
         best_N2K = top_k(logp_NV, self._known(V))
         if not self._mass(V):
@@ -223,7 +224,7 @@ class Joint:
 
     Args:
         vocab: tokens of a row.
-        probs: of the cells that can be drawn, as a list; or of all, as a tensor of float32.
+        probs: of the cells that can be drawn, as a list or array; or of all, as a tensor of float32.
         logps: log-probabilities of the tokens after their nodes, not warped.
         cells: which these are; None: all.
         nodes: of the rows, if all cells are there.

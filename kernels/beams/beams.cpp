@@ -224,25 +224,27 @@ bool warp(const std::vector<Row>& rows, double temperature, int64_t top_k, doubl
 // or more than there is room for.
 //
 // Of each beam its weight, a logarithm; and five places: its node; the address of what is known of its row, how many
-// log-probabilities that is, bits (they are all of them; the mass of the row is not 1; all of the row is there, as
-// float32), the address of the peaks.
+// log-probabilities that is, WHOLE, MASSED or DENSE, the address of the peaks.
 extern "C" void coppice_leaders(int64_t beams, const double* weights, const int64_t* places, int64_t vocab,
                                 double temperature, int64_t top_k, double top_p, int64_t room, double* probs,
                                 double* logps, int64_t* cells, int64_t* count) {
     constexpr int64_t NUCLEUS[] = {32, 256, 1024};  // cells that are looked at for top-p
+    constexpr int64_t SMALL = 64;                   // vocabularies no larger are known whole, as in `search.joint`
+    enum { WHOLE = 1, MASSED = 2, DENSE = 4 };      // as in __init__.py
     *count = -1;
     const double heaviest = *std::max_element(weights, weights + beams);
     std::vector<Row> rows;
     int64_t dense = 0;
     for (int64_t b = 0; b < beams; b++, places += 5) {
-        const bool all = places[3] & 4;
+        const bool all = places[3] & DENSE;
         rows.push_back({weights[b] - heaviest, places[0], places[2], all ? nullptr : (const double*)places[1],
-                        bool(places[3] & 1), bool(places[3] & 2), (const float*)places[1], (const double*)places[4]});
+                        bool(places[3] & WHOLE), bool(places[3] & MASSED), (const float*)places[1],
+                        (const double*)places[4]});
         dense += all;
     }
     if (dense && dense < beams) return;
-    const int64_t k = temperature == 0 ? 1 : top_k, small = beams * 64;
-    if (dense && !k && top_p == 1 && beams * rows[0].size > small) return;
+    const int64_t k = temperature == 0 ? 1 : top_k;
+    if (dense && !k && top_p == 1 && rows[0].size > SMALL) return;
     std::vector<Scored> ranked;
     std::vector<double> masses;
     bool told = false, whole = false;
