@@ -28,7 +28,7 @@ class DraftSize:
     MEMORY = 0.98  # what an outcome still weighs after the next one
     RATE = 0.1  # how far a step moves what is expected of the next
     LOSS = 0.01  # of the time, that drafts may lose
-    FIRST, MOST_SAVED, MOST_LOST = 1.0, 4.0, 1.27  # steps' time: to lose at first, and to be remembered
+    FIRST, MOST_SAVED, MOST_LOST = 1.0, 32.0, 1.27  # steps' time: to lose at first, and to be remembered
 
     def __init__(self, seconds: Callable[[int], float] | None, most: int = MOST):
         self.seconds, self.most = seconds, most

@@ -70,10 +70,11 @@ class Drafter(Protocol):
 
 
 class Backoff:
-    """Best-first expansion of a back-off n-gram model: this text's 4-grams, tri-grams, bi-grams, then the store's.
+    """Best-first expansion of a back-off n-gram model: 4-grams of this text, then tri-grams and bi-grams, of each the
+    text's before the store's.
 
-    The chance of a token is mixed from all orders: each passes on what it does not claim to know to the next shorter
-    one. Every n-gram of the text counts once; what the model thought probable, once per evaluated node, as far as that.
+    The chance of a token is mixed from all of them: each passes on what it does not claim to know to the next. Every
+    n-gram of the text counts once; what the model thought probable, once per evaluated node, as far as that.
 
     Args:
         store: counts to start from.
@@ -152,9 +153,11 @@ class Backoff:
                 for token, n in counts.items():
                     chances[token] = chances.get(token, 0.0) + share * n
                 left = share * doubt
-        if self.store is not None and last:
-            for token, p in counted(context & self.ORDERS[1], self.store).items():
-                chances[token] = chances.get(token, 0.0) + left * p
+            if self.store is not None and part <= self.ORDERS[1]:
+                known, unknown = counted(part, self.store)
+                for token, p in known.items():
+                    chances[token] = chances.get(token, 0.0) + left * p
+                left *= unknown
         return chances
 
     def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
@@ -204,17 +207,13 @@ def normalized(chances: Mapping[int, float]) -> dict[int, float]:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def counted(context: int, store: NGramStore) -> dict[int, float]:
-    """What a store says of the token after a context of one or two, mixed as the text's orders are."""
+def counted(context: int, store: NGramStore) -> tuple[dict[int, float], float]:
+    """What a store says of the token after one or two others, likeliest first, and what it leaves to others to say."""
     before, last = context >> BITS, context & Backoff.ORDERS[2]
-    chances: dict[int, float] = {}
-    left = 1.0
-    for after in (store.after_pair(before - 1, last - 1) if before else NONE, store.after(last - 1)):
-        share = left / (after.total + Backoff.DOUBT * (1 + len(after.tokens)))
-        for token, n in zip(after.tokens, after.counts, strict=True):
-            chances[token] = chances.get(token, 0.0) + share * n
-        left -= share * after.total
-    return dict(sorted(chances.items(), key=lambda entry: (-entry[1], entry[0])))
+    after = store.after_pair(before - 1, last - 1) if before else store.after(last - 1)
+    share = 1 / (after.total + Backoff.DOUBT * (1 + len(after.tokens)))
+    found = sorted(zip(after.tokens, after.counts, strict=True), key=lambda entry: (-entry[1], entry[0]))
+    return {token: share * n for token, n in found}, 1 - share * after.total
 
 
 class MCTS:

@@ -32,7 +32,8 @@ struct Hash {
         return x ^ x >> 32;
     }
 };
-using Table = std::unordered_map<uint64_t, Entries, Hash>;
+template <typename Value>
+using Table = std::unordered_map<uint64_t, Value, Hash>;
 
 Entry* find(Entries& entries, int64_t token) {
     for (Entry& entry : entries)
@@ -42,62 +43,55 @@ Entry* find(Entries& entries, int64_t token) {
 
 bool likelier(const Entry& a, const Entry& b) { return std::tie(b.weight, a.token) < std::tie(a.weight, b.token); }
 
+// What a store says of the tokens after a context: chances, likeliest first, and what they leave to others.
+struct Known {
+    Entries chances;
+    double left;
+};
+
 // Tri-grams of a file, ascending, and how often each occurred (see `search.ngrams`).
 struct Store {
     const int64_t* keys;
     const int32_t* counts;
     int64_t size;
     double doubt;
-    Table known;
+    Table<Known> known;
 
     std::pair<int64_t, int64_t> range(uint64_t first, uint64_t end) const {
         const int64_t* from = std::lower_bound(keys, keys + size, int64_t(first));
         return {from - keys, std::lower_bound(from, keys + size, int64_t(end)) - keys};
     }
 
-    // Adds successors' shares; returns what is left.
-    double mix(Entries& chances, const Entries& after, double total, double left) const {
-        const double share = left / (total + doubt * double(1 + after.size()));
-        for (const Entry& entry : after) {
-            if (Entry* known = find(chances, entry.token))
-                known->weight += share * entry.weight;
-            else
-                chances.push_back({entry.token, share * entry.weight});
-        }
-        return left - share * total;
-    }
-
-    // Chances of the token after one or two, likeliest first.
-    const Entries& after(uint64_t context) {
+    // Of one or two tokens.
+    const Known& after(uint64_t context) {
         if (auto found = known.find(context); found != known.end()) return found->second;
         const uint64_t before = context >> BITS, last = (context & ONE) - 1;
-        Entries chances, part;
-        double left = 1, total = 0;
+        Entries found;
+        double total = 0;
         if (before) {
             const uint64_t pair = ((before - 1) << BITS | last) << BITS;
             const auto [from, end] = range(pair, pair + ONE + 1);
             for (int64_t i = from; i < end; i++) {
                 total += counts[i];
-                if ((uint64_t(keys[i]) & ONE) != ONE) part.push_back({keys[i] & int64_t(ONE), double(counts[i])});
+                if ((uint64_t(keys[i]) & ONE) != ONE) found.push_back({keys[i] & int64_t(ONE), double(counts[i])});
             }
-            std::sort(part.begin(), part.end(), likelier);
+            std::sort(found.begin(), found.end(), likelier);
+        } else {
+            const auto [from, end] = range(last << 2 * BITS, (last + 1) << 2 * BITS);
+            for (int64_t i = from; i < end; i++) {
+                const int64_t token = keys[i] >> BITS & int64_t(ONE);
+                if (found.empty() || found.back().token != token) found.push_back({token, 0});
+                found.back().weight += counts[i];
+                total += counts[i];
+            }
+            const size_t kept = std::min(found.size(), SUCCESSORS);
+            std::partial_sort(found.begin(), found.begin() + kept, found.end(), likelier);
+            found.resize(kept);
         }
-        left = mix(chances, part, total, left);
-        part.clear(), total = 0;
-        const auto [from, end] = range(last << 2 * BITS, (last + 1) << 2 * BITS);
-        for (int64_t i = from; i < end; i++) {
-            const int64_t token = keys[i] >> BITS & int64_t(ONE);
-            if (part.empty() || part.back().token != token) part.push_back({token, 0});
-            part.back().weight += counts[i];
-            total += counts[i];
-        }
-        const size_t kept = std::min(part.size(), SUCCESSORS);
-        std::partial_sort(part.begin(), part.begin() + kept, part.end(), likelier);
-        part.resize(kept);
-        mix(chances, part, total, left);
-        std::sort(chances.begin(), chances.end(), likelier);
+        const double share = 1 / (total + doubt * double(1 + found.size()));
+        for (Entry& entry : found) entry.weight = share * entry.weight;
         if (known.size() >= REMEMBERED) known.clear();
-        return known[context] = std::move(chances);
+        return known[context] = {std::move(found), 1 - share * total};
     }
 };
 
@@ -117,7 +111,7 @@ struct Text {
     size_t kept;
     bool adapt;
     uint64_t context = 0;
-    Table seen;
+    Table<Entries> seen;
     std::vector<uint64_t> contexts;  // of the last draft's nodes
     Entries chances, added;
     std::vector<Node> heap;
@@ -155,6 +149,20 @@ struct Text {
         }
     }
 
+    // Adds shares to chances, but for those that even with all that is `left` would not come to `least`.
+    void add(const Entries& after, double share, double left, double least) {
+        const double enough = (least - left) / share;
+        const size_t before = chances.size();
+        for (const Entry& entry : after) {
+            size_t i = 0;
+            while (i < before && chances[i].token != entry.token) i++;
+            if (i < before)
+                chances[i].weight += share * entry.weight;
+            else if (entry.weight >= enough)
+                chances.push_back({entry.token, share * entry.weight});
+        }
+    }
+
     // Chances of the tokens after a context, into `chances`; those that are below `least` may be missing.
     void mix(uint64_t from, double least) {
         chances.clear();
@@ -164,33 +172,22 @@ struct Text {
             const uint64_t part = from & mask;
             if (part == last) continue;
             last = part;
-            const auto found = seen.find(part);
-            if (found == seen.end() || found->second.empty()) continue;
-            const Entries& counts = found->second;
-            const double doubted = doubt + doubt * double(counts.size());
-            double total = 0;
-            for (const Entry& entry : counts) total += entry.weight;
-            const double share = left / (total + doubted);
-            left = share * doubted;
-            const double enough = (least - left) / share;  // times seen, for shorter contexts to bring it to `least`
-            for (const Entry& entry : counts) {
-                if (Entry* known = find(chances, entry.token))
-                    known->weight += share * entry.weight;
-                else if (entry.weight >= enough)
-                    chances.push_back({entry.token, share * entry.weight});
+            if (const auto found = seen.find(part); found != seen.end() && !found->second.empty()) {
+                const Entries& counts = found->second;
+                const double doubted = doubt + doubt * double(counts.size());
+                double total = 0;
+                for (const Entry& entry : counts) total += entry.weight;
+                const double share = left / (total + doubted);
+                left = share * doubted;
+                add(counts, share, left, least);
+            }
+            if (store && part <= TWO) {
+                const Known& known = store->after(part);
+                const double share = left;
+                left *= known.left;
+                add(known.chances, share, left, least);
             }
             if (left < least && chances.empty()) return;
-        }
-        if (!store || !last) return;
-        const size_t own = chances.size();
-        for (const Entry& entry : store->after(from & TWO)) {  // likeliest first
-            Entry* known = nullptr;
-            for (size_t i = 0; i < own && !known; i++)
-                if (chances[i].token == entry.token) known = &chances[i];
-            if (known)
-                known->weight += left * entry.weight;
-            else if (left * entry.weight >= least)
-                chances.push_back({entry.token, left * entry.weight});
         }
     }
 

@@ -127,6 +127,21 @@ def test_backoff_counts_every_gram_once_and_tries_the_longest_first():
     assert drafter.distribution([1, 2])[3] > drafter.distribution([1, 2])[4]
 
 
+@pytest.mark.parametrize("make", [Backoff, backoff])
+def test_of_contexts_of_equal_length_the_text_comes_before_the_store(make, tmp_path):
+    write_store(tmp_path / "s", merge([count([1, 2, 3] * 20)]), 40, "")
+    drafter = make(open_store(tmp_path / "s"))
+    drafter.learn([9, 2, 8, 1, 2])
+    d = Backoff.DOUBT
+    # After 1 2 the store knows 3, 20 times; after 2 the text knows 8, once, and the store 3, as 19 tri-grams begin so.
+    pair, text, single = 20 / (20 + 2 * d), 1 / (1 + 2 * d), 19 / (19 + 2 * d)
+    expected = {3: pair + (1 - pair) * (1 - text) * single, 8: (1 - pair) * text}
+    total = sum(expected.values())
+    assert drafter.distribution() == pytest.approx({token: p / total for token, p in expected.items()})
+    drafter.learn([8, 1, 2])  # now the text has something to say of 1 2, and it comes first
+    assert drafter.distribution()[8] > drafter.distribution()[3]
+
+
 def test_backoff_learns_from_what_the_model_thinks():
     drafter = Backoff()
     drafter.learn([1, 2, 3])
@@ -275,6 +290,21 @@ def test_drafts_that_come_true_pay():
     assert play(0.9, 0.5, 2.0)[1] < 0.1  # never worth it
     wide, narrow = play(0.8, 0.8, 0.01)[1], play(0.8, 0.8, 0.2)[1]
     assert wide > 2 * narrow > 0
+
+
+def test_what_drafts_saved_covers_some_misses_in_a_row_but_no_more():
+    size, draft = DraftSize(lambda tokens: 1 + 0.02 * (tokens - 1)), Draft([1] * 8, [*range(-1, 7)], [0.9] * 8)
+    for _ in range(30):
+        assert size.wanted()
+        size.settle(0.02, True, size.choose(draft), 4)
+    for _ in range(5):
+        assert size.wanted()
+        size.settle(0.02, True, 63, 1)
+    steps = 0
+    while size.wanted():  # the text has changed for good, and the search insists
+        size.settle(0.02, True, 63, 1)
+        steps += 1
+    assert 5 < steps < 30
 
 
 def test_without_a_clock_everything_is_evaluated():
