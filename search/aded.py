@@ -32,7 +32,6 @@ from search.drafters import MCTS, Draft, Drafter, backoff
 from search.ngrams import NGramStore, add_to_store, count, open_store
 
 MS = 1000
-NOTHING = Draft()
 OBSERVED = 12  # likeliest nodes of a draft after which the drafter is told what the model thinks
 
 
@@ -127,13 +126,26 @@ class ADED:
         while reason is None:
             reach = self._reach(task, len(tokens))
             wanted = size.wanted() if reach else 0
-            draft, nodes, drafting = NOTHING, {-1: tree.root}, 0.0
-            if wanted:
-                began = time.thread_time()
-                drafter.learn(unlearnt)  # 2.
-                draft, unlearnt = drafter.draft(wanted, reach), []  # 3., 4.
-                nodes = self._plant(task, draft, size.choose(draft), reach)
-                draft_seconds += (drafting := time.thread_time() - began)
+            if not wanted:  # plain decoding, without more ado: where passes are short, a microsecond counts
+                logp_V = (yield Evaluate(tree, [tree.root]))[0]
+                began = time.perf_counter()
+                token = self._pick(logp_V, warp, tree.position(tree.root) + 1)
+                logprob += float(logp_V[token])
+                tokens.append(token)
+                unlearnt.append(token)
+                accepted.append(0)
+                reason = task.finish_reason(tokens)
+                if not reason:
+                    tree.keep([tree.child(tree.root, token)])
+                verify_seconds += (host := time.perf_counter() - began)
+                size.plain(host)
+                yield Report([token], lambda: tokens, {"drafted": 0, "accepted": 0})
+                continue
+            began = time.thread_time()
+            drafter.learn(unlearnt)  # 2.
+            draft = drafter.draft(wanted, reach)  # 3., 4.
+            nodes = self._plant(task, draft, size.choose(draft), reach)
+            draft_seconds += (drafting := time.thread_time() - began)
             row = {node: i for i, node in enumerate(dict.fromkeys(nodes.values()))}
             curious = len(row) > 1 and drafter.curiosity < 1
             try:
@@ -162,15 +174,14 @@ class ADED:
                 node = tree.child(node, token)  # the drafted node, if that was drafted
             if known:
                 drafter.observe({place: known[row[n]] for _, (place, n) in zip(known, nodes.items(), strict=False)})
-            unlearnt += fresh
-            if wanted:
-                size.learn(draft, fresh)
+            unlearnt = fresh
+            size.learn(draft, fresh)
             drafted += len(row) - 1
             accepted.append(len(fresh) - 1)
             if not reason:
                 tree.keep([node])
             verify_seconds += (verifying := time.thread_time() - began)
-            size.settle(drafting + verifying, wanted > 0, len(row) - 1, len(fresh))
+            size.settle(drafting + verifying, len(row) - 1, len(fresh))
             yield Report(fresh, lambda: tokens, {"drafted": len(row) - 1, "accepted": accepted[-1]})
         if self.save is not None:
             add_to_store(self.save, count(prompt[-2:] + tokens), task.vocab_size, self._fingerprint(task))

@@ -15,7 +15,7 @@ class DraftSize:
     n nodes bring 1 + (the chances of all of them) tokens, and take seconds(1 + n) and the host's work, which is
     measured for the steps with drafts, by their nodes, and for those without. Drafters are too sure of themselves, so
     their chances are corrected by how often guesses of that kind came true. Drafts may lose a small part of the time,
-    and a little more at first; where that is used up, the next one waits.
+    a little more at first, and some of what they saved; where that is used up, the next one waits.
 
     Args:
         seconds: of a pass by its tokens, see `Task.seconds`; None evaluates everything that is drafted.
@@ -76,17 +76,19 @@ class DraftSize:
                 if token == tokens[level]:
                     depth[node] = level + 1
 
-    def settle(self, host: float, drafted: bool, nodes: int, tokens: int) -> None:
-        """A step, with a draft or without, has evaluated so many nodes of one, brought so many tokens, and took the
-        host so many seconds."""
+    def settle(self, host: float, nodes: int, tokens: int) -> None:
+        """A step with a draft has evaluated so many nodes of it, brought so many tokens, and took the host so many
+        seconds."""
         saved = 0.0
-        if not drafted:
-            self.alone += self.RATE * (host - self.alone)
-        else:
-            self.host.note(1 + nodes, host)
-            if self.seconds is not None and (plain := self.seconds(1)):
-                saved = tokens - (self.seconds(1 + nodes) + host) / (plain + self.alone)
+        self.host.note(1 + nodes, host)
+        if self.seconds is not None and (plain := self.seconds(1)):
+            saved = tokens - (self.seconds(1 + nodes) + host) / (plain + self.alone)
         self.credit = max(-self.MOST_LOST, min(self.MOST_SAVED, self.credit + saved + self.LOSS * tokens))
+
+    def plain(self, host: float) -> None:
+        """A step without a draft took the host so many seconds."""
+        self.alone += self.RATE * (min(host, 2 * self.alone or host) - self.alone)
+        self.credit += self.LOSS
 
     def _kind(self, chance: float) -> int:
         return min(self.KINDS - 1, int(chance * self.KINDS))

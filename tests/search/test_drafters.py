@@ -240,7 +240,9 @@ def play(truth, right, cost, host=0.0, steps=400):
         nodes += n
         if wanted:
             size.learn(draft, path)
-        size.settle(took, wanted > 0, n, len(path))
+            size.settle(took, n, len(path))
+        else:
+            size.plain(0.0)
     return seconds / tokens, nodes / steps
 
 
@@ -268,7 +270,9 @@ def replay(text, store, size, cost, host=0.02):
         drafter.learn(fresh)
         if wanted:
             size.learn(draft, fresh)
-        size.settle(host if wanted else 0.0, wanted > 0, n, len(fresh))
+            size.settle(host, n, len(fresh))
+        else:
+            size.plain(0.0)
         seconds, done = seconds + 1 + cost * n + (host if wanted else 0.0), done + len(fresh)
     return seconds
 
@@ -296,13 +300,13 @@ def test_what_drafts_saved_covers_some_misses_in_a_row_but_no_more():
     size, draft = DraftSize(lambda tokens: 1 + 0.02 * (tokens - 1)), Draft([1] * 8, [*range(-1, 7)], [0.9] * 8)
     for _ in range(30):
         assert size.wanted()
-        size.settle(0.02, True, size.choose(draft), 4)
+        size.settle(0.02, size.choose(draft), 4)
     for _ in range(5):
         assert size.wanted()
-        size.settle(0.02, True, 63, 1)
+        size.settle(0.02, 63, 1)
     steps = 0
     while size.wanted():  # the text has changed for good, and the search insists
-        size.settle(0.02, True, 63, 1)
+        size.settle(0.02, 63, 1)
         steps += 1
     assert 5 < steps < 30
 
@@ -313,7 +317,7 @@ def test_without_a_clock_everything_is_evaluated():
     for _ in range(50):
         assert size.wanted() == 24 and size.choose(draft) == 24
         size.learn(draft, [2])
-        size.settle(1.0, True, 24, 1)
+        size.settle(1.0, 24, 1)
 
 
 def test_pass_times_are_learnt_by_size():
