@@ -17,6 +17,7 @@ from engine.errors import KVMemoryError, UsageError
 from engine.sampling import Warp, draw
 from search.base import (
     Evaluate,
+    Likely,
     Output,
     Report,
     SearchGenerator,
@@ -25,7 +26,6 @@ from search.base import (
     evaluate,
     likely,
     register,
-    told_likely,
 )
 from search.draft_size import MOST, DraftSize
 from search.drafters import MCTS, Draft, Drafter, backoff
@@ -144,9 +144,8 @@ class ADED:
             began = time.thread_time()
             drafter.learn(unlearnt)  # 2.
             draft = drafter.draft(wanted, reach)  # 3., 4.
-            nodes = self._plant(task, draft, size.choose(draft), reach)
+            row, places = self._plant(task, draft, size.choose(draft), reach)
             draft_seconds += (drafting := time.thread_time() - began)
-            row = {node: i for i, node in enumerate(dict.fromkeys(nodes.values()))}
             curious = len(row) > 1 and drafter.curiosity < 1
             try:
                 logp_NV, found = yield from evaluate(tree, list(row), look if curious else None)  # 5.
@@ -154,13 +153,13 @@ class ADED:
                 if len(row) == 1:
                     raise
                 tree.keep([tree.root])
-                row, nodes = {tree.root: 0}, {-1: tree.root}
+                row = {tree.root: 0}
                 logp_NV, curious = (yield Evaluate(tree, [tree.root])), False
             began = time.thread_time() - (looking if curious else 0.0)
-            known = told_likely(found, min(len(row), 1 + OBSERVED)) if curious else []
+            known = Likely(found, min(len(row), 1 + OBSERVED)) if curious else None
             node, fresh = tree.root, []
             while (i := row.get(node)) is not None:  # 6.
-                logps = known[i] if i < len(known) else {}
+                logps = known[i] if known and i < len(known) else {}
                 if warp is None and logps:
                     token = max(logps, key=logps.__getitem__)  # of equals the lower
                 else:
@@ -173,7 +172,7 @@ class ADED:
                     break
                 node = tree.child(node, token)  # the drafted node, if that was drafted
             if known:
-                drafter.observe({place: known[row[n]] for _, (place, n) in zip(known, nodes.items(), strict=False)})
+                drafter.observe(places[: len(known)], known)
             unlearnt = fresh
             size.learn(draft, fresh)
             drafted += len(row) - 1
@@ -246,15 +245,22 @@ class ADED:
         return reach
 
     @staticmethod
-    def _plant(task: Task, draft: Draft, n: int, reach: int) -> dict[int, int]:
-        """Place in the draft -> node of the tree, of the first n without those that nothing could follow; -1: root."""
+    def _plant(task: Task, draft: Draft, n: int, reach: int) -> tuple[dict[int, int], list[int]]:
+        """The first n of a draft, in the tree, without those that nothing could follow.
+
+        Returns:
+            node -> row that it is to have, the root first, and of each row the first place in the draft, -1: root.
+        """
         child, position, ends = task.tree.child, task.tree.position, task.eos_token_ids
-        nodes = {-1: task.tree.root}
-        last = position(nodes[-1]) + reach
+        nodes, row, places = {-1: task.tree.root}, {task.tree.root: 0}, [-1]
+        last = position(task.tree.root) + reach
         for place, (token, above) in enumerate(zip(draft.tokens[:n], draft.parents, strict=False)):
             if (parent := nodes.get(above)) is not None and token not in ends and position(parent) < last:
-                nodes[place] = child(parent, token)
-        return nodes
+                nodes[place] = node = child(parent, token)
+                if node not in row:
+                    row[node] = len(places)
+                    places.append(place)
+        return row, places
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         least = prompt_tokens + new_tokens - 1  # drafts are dropped if there is no room for them

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from kernels.rows import at_least, best_sums
 __all__ = [
     "REGISTRY",
     "Evaluate",
+    "Likely",
     "Output",
     "Report",
     "Search",
@@ -29,7 +30,6 @@ __all__ = [
     "likely",
     "make_search",
     "register",
-    "told_likely",
 ]
 
 NO_NUMBERS = torch.empty(0, dtype=torch.float64)
@@ -133,17 +133,29 @@ def _ranked(logp_NV: Tensor, scores: list[float], packed: list[float]) -> tuple[
 
 def likely(logp_NV: Tensor, least: float, peaks_NB: Tensor | None = None) -> Tensor:
     """Of each row of log-probabilities, those of the tokens at least as probable as `least`, lower tokens first:
-    numbers for `told_likely`."""
+    numbers for `Likely`."""
     least = max(least, 1e-38)
     most = min(logp_NV.shape[1], int(1 / least))  # a row adds up to 1: there are no more
     return at_least(logp_NV, math.log(least), most, peaks_NB).view(-1)
 
 
-def told_likely(numbers: Tensor, rows: int) -> list[dict[int, float]]:
-    """Of each row the tokens that `likely` found, and their log-probabilities."""
-    told = numbers.tolist()
-    k = len(told) // (2 * rows) if rows else 0
-    return [
-        {int(token): logp for logp, token in zip(told[i : i + k], told[i + k : i + 2 * k], strict=True) if logp == logp}
-        for i in range(0, 2 * k * rows, 2 * k)  # what is no number is no token either
-    ]
+class Likely:
+    """Of each row the tokens that `likely` found, and their log-probabilities: dicts, made when they are asked for.
+
+    Attributes:
+        numbers: of each row log-probabilities, then tokens, both NaN where there are no more: float64, on the host.
+    """
+
+    def __init__(self, numbers: Tensor, rows: int):
+        self.numbers, self._rows, self._told = numbers, rows, numbers.tolist()
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __iter__(self) -> Iterator[dict[int, float]]:
+        return map(self.__getitem__, range(self._rows))
+
+    def __getitem__(self, row: int) -> dict[int, float]:
+        k = len(self._told) // (2 * self._rows)
+        logps, tokens = self._told[2 * k * row : 2 * k * row + k], self._told[2 * k * row + k : 2 * k * (row + 1)]
+        return {int(token): logp for logp, token in zip(logps, tokens, strict=True) if token == token}

@@ -8,7 +8,6 @@ so no request depends on those before it.
 import functools
 import math
 import random
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -16,6 +15,7 @@ from typing import Protocol
 
 from kernels import ngrams
 from kernels.cpp import why_not
+from search.base import Likely
 from search.ngrams import BITS, NONE, NGramStore
 
 NODES = 64  # of a draft of the paper's
@@ -57,8 +57,8 @@ class Drafter(Protocol):
         """Guess up to `nodes` nodes, at most `depth` (>= 1) tokens ahead."""
         ...
 
-    def observe(self, told: Mapping[int, Mapping[int, float]]) -> None:
-        """What the model holds for likely after nodes of the last draft (-1: after the text): log-probabilities.
+    def observe(self, nodes: Sequence[int], told: Likely) -> None:
+        """What the model holds for likely after each of these nodes of the last draft (-1: after the text).
 
         Told of the likeliest evaluated nodes, also those off the way that the text takes, and before `learn`.
         """
@@ -99,8 +99,8 @@ class Backoff:
                 self._count(self.context, {token: 1.0})
             self.context = (self.context << BITS | token + 1) & self.ORDERS[0]
 
-    def observe(self, told: Mapping[int, Mapping[int, float]]) -> None:
-        for node, logps in told.items() if self.adapt else ():
+    def observe(self, nodes: Sequence[int], told: Likely) -> None:
+        for node, logps in zip(nodes, told, strict=True) if self.adapt else ():
             if logps:
                 context = self.contexts[node] if node >= 0 else self.context
                 self._count(context, {token: math.exp(logp) for token, logp in logps.items()})
@@ -176,11 +176,9 @@ class BackoffCpp:
         self.curiosity = Backoff.LEAST if adapt else 1.0
         self.adapt, self.learn = adapt, self.text.learn
 
-    def observe(self, told: Mapping[int, Mapping[int, float]]) -> None:
+    def observe(self, nodes: Sequence[int], told: Likely) -> None:
         if self.adapt:
-            tokens = [token for logps in told.values() for token in logps]
-            weights = array("d", [math.exp(logp) for logps in told.values() for logp in logps.values()])
-            self.text.observe([*told], list(map(len, told.values())), tokens, weights)
+            self.text.observe(nodes, told.numbers)
 
     def draft(self, nodes: int, depth: int) -> Draft:
         return Draft(*self.text.draft(nodes, depth))
@@ -259,7 +257,7 @@ class MCTS:
                 row = self.matrix[a, b] = dict(self._row(a, b))  # copied on the first write
             row[c] = min(self.cap, row.get(c, 0.0) + self.increment)
 
-    def observe(self, told: Mapping[int, Mapping[int, float]]) -> None:
+    def observe(self, nodes: Sequence[int], told: Likely) -> None:
         pass
 
     def _row(self, a: int, b: int) -> list[tuple[int, float]]:

@@ -55,7 +55,7 @@ class Text:
         self._reserve(64)
         self._found, self._drafted = ctypes.c_int64(), 0
         self._learn = _function("learn", "ppi")
-        self._observe = _function("observe", "pipp")
+        self._observe = _function("observe", "pppii")
         self._draft = _function("draft", "piipppp")
         self._chances = _function("chances", "ppippip")
 
@@ -68,19 +68,21 @@ class Text:
         given = array("q", tokens)
         self._learn(self._address, given.buffer_info()[0], len(given))
 
-    def observe(self, nodes: Sequence[int], sizes: Sequence[int], tokens: Sequence[int], times: array) -> None:
-        """Count tokens after nodes of the last draft, -1: after the text; the first `sizes[0]` after the first, ...
+    def observe(self, nodes: Sequence[int], told: Tensor) -> None:
+        """Count tokens after nodes of the last draft, -1: after the text, each as often as it is probable.
 
         Args:
-            times: how often each counts: float64.
+            told: of each node log-probabilities, then tokens, both NaN where there are no more: contiguous float64.
 
         Raises:
             IndexError: there is no such node.
         """
-        if not all(-1 <= node < self._drafted for node in nodes):
+        if not nodes:
+            return
+        if min(nodes) < -1 or max(nodes) >= self._drafted:
             raise IndexError(f"the last draft has {self._drafted} nodes, got {nodes}")
-        given = array("q", [*nodes, *sizes, *tokens])
-        self._observe(self._address, len(nodes), given.buffer_info()[0], times.buffer_info()[0])
+        given, k = array("q", nodes), told.numel() // (2 * len(nodes))
+        self._observe(self._address, given.buffer_info()[0], told.data_ptr(), len(nodes), k)
 
     def draft(self, nodes: int, depth: int) -> tuple[list[int], list[int], list[float]]:
         """Tokens, parents' places and chances of the likeliest nodes."""

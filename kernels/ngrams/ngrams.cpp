@@ -5,6 +5,7 @@
 #include "../unfused.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <tuple>
@@ -241,13 +242,13 @@ void coppice_ngrams_learn(Text* text, const int64_t* tokens, int64_t n) {
     }
 }
 
-// `given`: nodes, how many tokens are to be counted after each, then these.
-void coppice_ngrams_observe(Text* text, int64_t nodes, const int64_t* given, const double* weights) {
-    const int64_t *sizes = given + nodes, *tokens = sizes + nodes;
-    for (int64_t i = 0; i < nodes; tokens += sizes[i], weights += sizes[i], i++) {
+// `told`: of each node k log-probabilities and k tokens, NaN where there are no more.
+void coppice_ngrams_observe(Text* text, const int64_t* nodes, const double* told, int64_t n, int64_t k) {
+    for (int64_t i = 0; i < n; i++, told += 2 * k) {
         text->added.clear();
-        for (int64_t j = 0; j < sizes[i]; j++) text->added.push_back({tokens[j], weights[j]});
-        if (sizes[i]) text->count(given[i] < 0 ? text->context : text->contexts[given[i]], text->added);
+        for (int64_t j = 0; j < k && told[k + j] == told[k + j]; j++)
+            text->added.push_back({int64_t(told[k + j]), std::exp(told[j])});
+        if (!text->added.empty()) text->count(nodes[i] < 0 ? text->context : text->contexts[nodes[i]], text->added);
     }
 }
 

@@ -15,9 +15,11 @@ from kernels.rows import cpp, reference
 
 
 def _pick(name: str, impl: str) -> Callable[..., Any]:
-    if impl != "cpp" or torch.compiler.is_compiling():
+    if impl != "cpp":
         return getattr(reference, name)
-    return getattr(torch.ops.coppice, name) if watched() else getattr(cpp, name)
+    if not watched():
+        return getattr(cpp, name)
+    return getattr(reference if torch.compiler.is_compiling() else torch.ops.coppice, name)
 
 
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, *, impl: str) -> Tensor:

@@ -57,8 +57,8 @@ class Forced:
         draft = self.guess(self.text[len(PROMPT) :])
         return Draft(draft.tokens[:nodes], draft.parents[:nodes], draft.scores[:nodes])
 
-    def observe(self, told):
-        self.told += told.items()
+    def observe(self, nodes, told):
+        self.told += zip(nodes, told, strict=True)
 
     def distribution(self, ahead=()):
         return {}

@@ -17,7 +17,7 @@ from engine.tree import TokenTree
 from kernels.cpp import why_not
 from models.layers import ModelShape
 from search import ADED
-from search.base import likely, told_likely
+from search.base import Likely, likely
 from search.draft_size import DraftSize
 from search.drafters import MCTS, Backoff, BackoffCpp, Draft, backoff
 from search.ngrams import BITS, count, merge, open_store, write_store
@@ -39,6 +39,17 @@ def store(corpus, tmp_path_factory):
     path = tmp_path_factory.mktemp("store") / "s"
     write_store(path, merge([count(corpus)]), 40, "")
     return open_store(path)
+
+
+def observe(drafter, told):
+    """Tell a drafter log-probabilities after nodes of its last draft."""
+    k = max([1, *map(len, told.values())])
+    numbers = [
+        [*values, *[math.nan] * (k - len(values))]
+        for after in told.values()
+        for values in (after.values(), after.keys())
+    ]
+    drafter.observe([*told], Likely(torch.tensor(numbers, dtype=torch.float64).view(-1), len(told)))
 
 
 def check(draft, nodes, depth):
@@ -67,7 +78,7 @@ def test_drafts_are_trees_and_the_same_every_time(make, adapt, corpus, store):
             nodes, depth = rng.choice([(1, 1), (24, 3), (64, 9)])
             drafts.append(drafter.draft(nodes, depth))
             check(drafts[-1], nodes, depth)
-            drafter.observe({node: {7: -0.5, 9: -1.6} for node in range(-1, len(drafts[-1].tokens), 3)})
+            observe(drafter, {node: {7: -0.5, 9: -1.6} for node in range(-1, len(drafts[-1].tokens), 3)})
             drafter.learn(corpus[at : at + 1])
             chances = drafter.distribution([7, 1])
             assert sum(chances.values()) == pytest.approx(1) or not chances
@@ -102,7 +113,7 @@ def test_backoff_in_cpp_is_backoff(adapt, counted, corpus, store):
             for drafter in (python, cpp):
                 drafter.learn(text)
                 drafts.append(drafter.draft(nodes, depth))
-                drafter.observe({node: told for node in range(-1, len(drafts[-1].tokens), 7)} | {-1: {}})
+                observe(drafter, {node: told for node in range(-1, len(drafts[-1].tokens), 7)} | {-1: {}})
             assert drafts[0] == drafts[1]
             ahead = text[:3]
             assert python.distribution(ahead) == cpp.distribution(ahead)
@@ -110,7 +121,7 @@ def test_backoff_in_cpp_is_backoff(adapt, counted, corpus, store):
     if adapt:
         for drafter in (python, cpp):
             with pytest.raises(IndexError):
-                drafter.observe({1000: {1: -0.5}})
+                observe(drafter, {1000: {1: -0.5}})
 
 
 def test_backoff_counts_every_gram_once_and_tries_the_longest_first():
@@ -146,7 +157,7 @@ def test_backoff_learns_from_what_the_model_thinks():
     drafter = Backoff()
     drafter.learn([1, 2, 3])
     assert drafter.draft(4, 4) == Draft()
-    drafter.observe({-1: {8: math.log(0.6), 9: math.log(0.3)}})
+    observe(drafter, {-1: {8: math.log(0.6), 9: math.log(0.3)}})
     drafter.learn([9])
     drafter.learn([1, 2, 3])
     draft = drafter.draft(9, 1)
@@ -192,7 +203,7 @@ def test_likely():
         logp_NV = torch.log_softmax(logits_NV, -1)
         for least in (1e-6, 0.012, 0.13, 0.2, 0.9):
             bound = torch.tensor(math.log(least)).item()
-            for row, tokens in zip(logp_NV.tolist(), told_likely(likely(logp_NV, least), 9), strict=True):
+            for row, tokens in zip(logp_NV.tolist(), Likely(likely(logp_NV, least), 9), strict=True):
                 assert list(tokens.items()) == [(t, logp) for t, logp in enumerate(row) if logp >= bound]
 
 

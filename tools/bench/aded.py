@@ -51,7 +51,7 @@ class Chain:
     def learn(self, tokens: Sequence[int]) -> None:
         self.matrix.learn(tokens)
 
-    def observe(self, told: Any) -> None:
+    def observe(self, nodes: Any, told: Any) -> None:
         pass
 
     def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
