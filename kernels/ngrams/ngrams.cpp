@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <functional>
 #include <tuple>
-#include <unordered_map>
 #include <vector>
 
 namespace {
@@ -26,15 +25,52 @@ struct Entry {
 };
 using Entries = std::vector<Entry>;
 
-// A context's digits are spread over all bits.
-struct Hash {
-    size_t operator()(uint64_t x) const {
-        x *= 0x9E3779B97F4A7C15;
-        return x ^ x >> 32;
-    }
-};
+// Values by context, which is never 0, side by side: after a pass of the model each look costs a wait for memory, so
+// what will be looked up is fetched ahead.
 template <typename Value>
-using Table = std::unordered_map<uint64_t, Value, Hash>;
+class Table {
+    struct Slot {
+        uint64_t context = 0;
+        Value value;
+    };
+    std::vector<Slot> slots = std::vector<Slot>(16);  // a power of two, at most half of them in use
+    size_t used = 0;
+
+    Slot& slot(uint64_t context) {
+        size_t i = context * 0x9E3779B97F4A7C15 >> 32;  // the digits are spread over all bits
+        while (slots[i &= slots.size() - 1].context && slots[i].context != context) i++;
+        return slots[i];
+    }
+
+  public:
+    void fetch(uint64_t context) const {
+        __builtin_prefetch(&slots[context * 0x9E3779B97F4A7C15 >> 32 & (slots.size() - 1)]);
+    }
+
+    // Null if there is none.
+    Value* find(uint64_t context) {
+        Slot& found = slot(context);
+        return found.context ? &found.value : nullptr;
+    }
+
+    // A new one, if there is none; the others may move.
+    Value& at(uint64_t context) {
+        if (Slot& found = slot(context); found.context) return found.value;
+        if (2 * ++used > slots.size()) {
+            std::vector<Slot> old(2 * slots.size());
+            old.swap(slots);
+            for (Slot& from : old)
+                if (from.context) slot(from.context) = std::move(from);
+        }
+        Slot& made = slot(context);
+        made.context = context;
+        return made.value;
+    }
+
+    size_t size() const { return used; }
+
+    void clear() { *this = {}; }
+};
 
 Entry* find(Entries& entries, int64_t token) {
     for (Entry& entry : entries)
@@ -65,7 +101,7 @@ struct Store {
 
     // Of one or two tokens.
     const Known& after(uint64_t context) {
-        if (auto found = known.find(context); found != known.end()) return found->second;
+        if (Known* there = known.find(context)) return *there;
         const uint64_t before = context >> BITS, last = (context & ONE) - 1;
         Entries found;
         double total = 0;
@@ -92,7 +128,7 @@ struct Store {
         const double share = 1 / (total + doubt * double(1 + found.size()));
         for (Entry& entry : found) entry.weight = share * entry.weight;
         if (known.size() >= REMEMBERED) known.clear();
-        return known[context] = {std::move(found), 1 - share * total};
+        return known.at(context) = {std::move(found), 1 - share * total};
     }
 };
 
@@ -126,9 +162,8 @@ struct Text {
             const uint64_t part = from & mask;
             if (part == last) continue;
             last = part;
-            auto [place, fresh] = seen.try_emplace(part);
-            Entries& known = place->second;
-            if (fresh) {
+            Entries& known = seen.at(part);
+            if (known.empty()) {
                 known = entries;
                 continue;
             }
@@ -173,8 +208,8 @@ struct Text {
             const uint64_t part = from & mask;
             if (part == last) continue;
             last = part;
-            if (const auto found = seen.find(part); found != seen.end() && !found->second.empty()) {
-                const Entries& counts = found->second;
+            if (const Entries* found = seen.find(part)) {
+                const Entries& counts = *found;
                 const double doubted = doubt + doubt * double(counts.size());
                 double total = 0;
                 for (const Entry& entry : counts) total += entry.weight;
@@ -192,11 +227,21 @@ struct Text {
         }
     }
 
+    // What is known after a context will be asked for soon.
+    void fetch(uint64_t from) const {
+        for (uint64_t mask : ORDERS) {
+            seen.fetch(from & mask);
+            if (store && mask <= TWO) store->known.fetch(from & mask);
+        }
+    }
+
     int64_t draft(int64_t nodes, int64_t depth, int64_t* tokens, int64_t* parents, double* scores) {
         contexts.clear(), heap.clear();
         best.assign(nodes, floor);  // heap of the chances of the likeliest found: below all of them is no draft
         Node at{1, 0, 0, 0, context};
+        fetch(context);
         for (int64_t place = -1;; contexts.push_back(at.context)) {
+            if (!heap.empty()) fetch(heap.front().context);
             if (at.level < depth && place + 1 < nodes) {
                 mix(at.context, best.front() / at.chance * (1 - 1e-9));  // equals stay, however they are rounded
                 for (const Entry& entry : chances) {
@@ -244,6 +289,7 @@ void coppice_ngrams_learn(Text* text, const int64_t* tokens, int64_t n) {
 
 // `told`: of each node k log-probabilities and k tokens, NaN where there are no more.
 void coppice_ngrams_observe(Text* text, const int64_t* nodes, const double* told, int64_t n, int64_t k) {
+    for (int64_t i = 0; i < n; i++) text->fetch(nodes[i] < 0 ? text->context : text->contexts[nodes[i]]);
     for (int64_t i = 0; i < n; i++, told += 2 * k) {
         text->added.clear();
         for (int64_t j = 0; j < k && told[k + j] == told[k + j]; j++)
