@@ -173,7 +173,7 @@ class ADED:
                 node = tree.child(node, token)  # the drafted node, if that was drafted
             if known:
                 drafter.observe(places[: len(known)], known)
-            unlearnt = fresh
+            unlearnt = [*fresh]
             size.learn(draft, fresh)
             drafted += len(row) - 1
             accepted.append(len(fresh) - 1)

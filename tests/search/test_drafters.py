@@ -363,8 +363,8 @@ def test_pass_times_are_learnt():
 # --- the search with its own drafters ---
 
 
-def decode(configuration, text, tokenizer=None, new=60):
-    """Greedy decoding of a model that recites `text`."""
+def decode(configuration, text, tokenizer=None, new=60, reports=None):
+    """Greedy decoding of a model that recites `text`; what is reported on the way goes to `reports`."""
     tree = TokenTree(PagePool(SHAPE, 400, 1), text[:2])
     generator = configuration.run(Task(tree, new, frozenset(), 40, None, None, tokenizer, lambda tokens: 1.0))
     answer = None
@@ -374,11 +374,24 @@ def decode(configuration, text, tokenizer=None, new=60):
         except StopIteration as end:
             return end.value
         answer = None
-        if not isinstance(request, Report):
+        if isinstance(request, Report):
+            if reports is not None:
+                reports.append(request)
+        else:
             tree.place(*tree.pending(request.nodes))
             answer = torch.full((len(request.nodes), 40), -torch.inf)
             for row, node in zip(answer, request.nodes, strict=True):
                 row[text[tree.position(node) + 1]] = 0.0
+
+
+def test_reports_stay_as_they_were_told(corpus, store, monkeypatch):
+    turns = iter(range(1000))
+    monkeypatch.setattr(DraftSize, "wanted", lambda self: 24 * (next(turns) % 2))  # with a draft and without, in turn
+    text, reports = corpus[2000:2100], []
+    decode(ADED(store=store.path), text, reports=reports)
+    assert [token for report in reports for token in report.settled] == text[2:62]
+    told = [1 + report.info["accepted"] for report in reports]
+    assert [len(report.settled) for report in reports] == told and max(told) > 1
 
 
 @pytest.mark.parametrize("drafter", ["backoff", "mcts"])
