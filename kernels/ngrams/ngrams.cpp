@@ -36,16 +36,17 @@ class Table {
     std::vector<Slot> slots = std::vector<Slot>(16);  // a power of two, at most half of them in use
     size_t used = 0;
 
+    // Where to look first: a context's digits are spread over all bits.
+    size_t first(uint64_t context) const { return context * 0x9E3779B97F4A7C15 >> 32 & (slots.size() - 1); }
+
     Slot& slot(uint64_t context) {
-        size_t i = context * 0x9E3779B97F4A7C15 >> 32;  // the digits are spread over all bits
-        while (slots[i &= slots.size() - 1].context && slots[i].context != context) i++;
+        size_t i = first(context);
+        while (slots[i].context && slots[i].context != context) i = (i + 1) & (slots.size() - 1);
         return slots[i];
     }
 
   public:
-    void fetch(uint64_t context) const {
-        __builtin_prefetch(&slots[context * 0x9E3779B97F4A7C15 >> 32 & (slots.size() - 1)]);
-    }
+    void fetch(uint64_t context) const { __builtin_prefetch(&slots[first(context)]); }
 
     // Null if there is none.
     Value* find(uint64_t context) {
