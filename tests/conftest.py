@@ -1,10 +1,10 @@
-"""What all tests run with, on every machine and at every load: threads, properties, the Triton interpreter."""
+"""What all tests run with, on every machine and at every load: threads, kernels, properties, the Triton interpreter."""
 
 import os
 import signal
 
-# Two threads per process, whatever the machine has. They wait asleep: with more threads than cores, those that spin
-# take most of the processor.
+# Two threads, however many cores there are. They sleep while they wait: where there are fewer cores than threads, as
+# with a test process for each core, threads that spin take ten times the processor time of the work.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -27,11 +27,25 @@ THREADS = torch.get_num_threads()
 
 
 @pytest.fixture(autouse=True)
-def threads():
-    """No test runs with the threads that an engine of another test was loaded with."""
+def threads() -> None:
+    """An engine sets the number of threads of the whole process; the next test does not inherit it."""
     torch.set_num_threads(THREADS)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Builds the kernels once, before worker processes do; refuses to test other code than the environment asks for."""
+    if hasattr(config, "workerinput"):
+        return
+    missing, kernels = cpp.why_not(), os.environ.get("COPPICE_KERNELS")
+    if kernels and (kernels == "off") != bool(missing):
+        raise pytest.UsageError(f"COPPICE_KERNELS={kernels}, but {missing or 'there are C++ kernels'}")
+    loaded = torch.backends.cpu.get_cpu_capability()
+    capability = os.environ.get("ATEN_CPU_CAPABILITY", loaded)
+    if capability.upper() != loaded:
+        raise pytest.UsageError(f"ATEN_CPU_CAPABILITY={capability}, but torch runs its code for {loaded}")
+
+
 def pytest_report_header() -> list[str]:
-    """What runs: also builds the kernels, once, before worker processes ask for them."""
-    return [f"kernels: {cpp.why_not() or 'C++'}", f"torch: {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"]
+    kernels = cpp.why_not() or f"C++, {os.environ.get('COPPICE_KERNELS', 'built for this processor')}"
+    capability, isa = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "all there is")
+    return [f"kernels: {kernels}", f"torch: {torch.__version__}, {capability}; oneDNN: {isa}; {THREADS} threads"]
