@@ -9,12 +9,20 @@ ARGS ?=
 PY := .venv/bin/python
 CACHES = .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help chat test check lint gpu clean
+# A process per core, of which each may take 2 GB; ARGS='-n 0' runs all tests in one process.
+PYTEST = $(PY) -m pytest -m 'not gpu' -n auto --maxprocesses 4 --dist worksteal -rs
+# What depends on the processor or on the C++ kernels.
+NUMERIC = tests/kernels tests/models tests/search tests/test_golden.py
+AVX2_KERNELS = build/kernels-x86-64-v3
+
+.PHONY: help chat test test-avx2 test-portable check lint gpu clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make chat [MODEL=DIR] [ARGS=...]  talk to the bundled toy, or to a checkpoint (config.json, *.safetensors)"
 	@echo "make test [ARGS=...]              run the tests; ARGS go to pytest"
+	@echo "make test-avx2                    models, kernels, searches on an x86-64 processor as if it had AVX2 at most"
+	@echo "make test-portable                the same without C++ kernels, as if there were no compiler"
 	@echo "make check                        lint, types, import arrows, room map, packaging"
 	@echo "make lint                         ruff and pyright only"
 	@echo "make gpu                          GPU tests and benchmarks; says so where there is no GPU"
@@ -25,7 +33,16 @@ chat: .venv/.installed-test
 	@exec $(PY) -m engine.chat $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 test: .venv/.installed-test
-	@$(PY) -m pytest -m 'not gpu' $(ARGS)
+	@$(PYTEST) $(ARGS)
+
+# A longer run with other code than this processor's own: the first of these is held to AVX2 everywhere.
+test-avx2: .venv/.installed-test
+	@$(PY) -m kernels.build --target x86-64-v3 --output $(AVX2_KERNELS)
+	@COPPICE_KERNELS=$(AVX2_KERNELS) ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+		$(PYTEST) $(NUMERIC) $(ARGS)
+
+test-portable: .venv/.installed-test
+	@COPPICE_KERNELS=off $(PYTEST) $(NUMERIC) $(ARGS)
 
 check: lint
 	@$(PY) -m pytest -q tests/test_arrows.py tests/test_structure.py tests/test_package.py

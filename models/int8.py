@@ -5,6 +5,7 @@ depend on those beside it.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,18 @@ def why_no_int8(device: torch.device) -> str | None:
         return "this torch was built without oneDNN's int8 products"
     if not torch.cpu._is_vnni_supported():
         return "this processor has no int8 products (AVX-VNNI or AVX512-VNNI)"
+    if not _exact():
+        return "oneDNN's int8 products overflow here: is ONEDNN_MAX_CPU_ISA set to less than the processor has?"
     return None
+
+
+@lru_cache(maxsize=1)
+def _exact() -> bool:
+    """Whether oneDNN adds up products of int8 in 32 bits: without VNNI it does so in 16, which overflow unnoticed."""
+    weight, ones = torch.full((64, 64), 127, dtype=torch.int8), torch.ones(64)
+    packed = torch.ops.onednn.qlinear_prepack(weight, None)
+    x, zero = torch.full((1, 64), 255, dtype=torch.uint8), torch.zeros(64, dtype=torch.int32)
+    return _onednn(x, packed, ones, zero, torch.float32).eq(64 * 127 * (255 - 128)).all().item()
 
 
 class Int8Linear(nn.Module):
@@ -92,9 +104,14 @@ def int8_linear(
     steps, top = linear.quantize(x, impl=impl)
     kind = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     # A row of zeros has undefined steps, and is 0 again at the end.
-    product = (steps, 1.0, 128, weight, scale_O, zero_O, None, 1.0, 0, kind, "none", [], "")
-    y = torch.ops.onednn.qlinear_pointwise(*product).to(x.dtype)
+    y = _onednn(steps, weight, scale_O, zero_O, kind).to(x.dtype)
     return y.mul_(top) if bias is None else torch.addcmul(bias, y, top)
+
+
+def _onednn(steps: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, kind: torch.dtype) -> Tensor:
+    """oneDNN's product of uint8 steps, 128 standing for 0, with a packed matrix."""
+    product = (steps, 1.0, 128, weight, scale_O, zero_O, None, 1.0, 0, kind, "none", [], "")
+    return torch.ops.onednn.qlinear_pointwise(*product)
 
 
 torch.library.custom_op("coppice::int8_linear", int8_linear, mutates_args=())

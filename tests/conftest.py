@@ -1,10 +1,18 @@
-"""Property tests are the same on every machine and at every load; without a GPU, Triton kernels are interpreted."""
+"""What all tests run with, on every machine and at every load: threads, kernels, properties, the Triton interpreter."""
 
 import os
 import signal
 
+# Two threads, however many cores there are. They sleep while they wait: where there are fewer cores than threads, as
+# with a test process for each core, threads that spin take ten times the processor time of the work.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from kernels import cpp
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
@@ -14,3 +22,30 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
+
+THREADS = torch.get_num_threads()
+
+
+@pytest.fixture(autouse=True)
+def threads() -> None:
+    """An engine sets the number of threads of the whole process; the next test does not inherit it."""
+    torch.set_num_threads(THREADS)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Builds the kernels once, before worker processes do; refuses to test other code than the environment asks for."""
+    if hasattr(config, "workerinput"):
+        return
+    missing, kernels = cpp.why_not(), os.environ.get("COPPICE_KERNELS")
+    if kernels and (kernels == "off") != bool(missing):
+        raise pytest.UsageError(f"COPPICE_KERNELS={kernels}, but {missing or 'there are C++ kernels'}")
+    loaded = torch.backends.cpu.get_cpu_capability()
+    capability = os.environ.get("ATEN_CPU_CAPABILITY", loaded)
+    if capability.upper() != loaded:
+        raise pytest.UsageError(f"ATEN_CPU_CAPABILITY={capability}, but torch runs its code for {loaded}")
+
+
+def pytest_report_header() -> list[str]:
+    kernels = cpp.why_not() or f"C++, {os.environ.get('COPPICE_KERNELS', 'built for this processor')}"
+    capability, isa = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "all there is")
+    return [f"kernels: {kernels}", f"torch: {torch.__version__}, {capability}; oneDNN: {isa}; {THREADS} threads"]

@@ -255,12 +255,16 @@ def test_kernels_over_prefix_lengths(prefix, queries, impl, device):
     assert ours.max() <= 2 * plain.max() and ours.pow(2).mean() <= 4 * plain.pow(2).mean()
 
 
-@pytest.mark.parametrize(("impl", "device"), FAST)
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+FAST_DTYPES = [
+    pytest.param(*fast.values, dtype, marks=fast.marks, id=f"{fast.id}-{str(dtype).removeprefix('torch.')}")
+    for fast in FAST
+    for dtype in (DTYPES if fast.id == "cpu" else KERNEL_DTYPES)
+]
+
+
+@pytest.mark.parametrize(("impl", "device", "dtype"), FAST_DTYPES)
 @pytest.mark.parametrize("seed", range(6))
 def test_error_is_at_most_twice_that_of_plain_pytorch(seed, dtype, impl, device):
-    if impl != "cpu" and dtype not in KERNEL_DTYPES:
-        pytest.skip("not a dtype of the kernels")
     rng = random.Random(seed)
     heads, kv_heads = rng.choice([(4, 4), (4, 2), (6, 1), (8, 2)])
     f = forest(seed, random_trees(rng), heads=heads, kv_heads=kv_heads, head_dim=rng.choice([8, 16, 24, 33, 64]),

@@ -1,5 +1,9 @@
 """Int8 weights: how far off they are, independence of batch-mates, what loading holds, where they are refused."""
 
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,8 @@ from search import Trie
 from tools.bench.measure import weight_bytes
 from tools.random_checkpoint import make
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests/golden"
 CPU = torch.device("cpu")
 needs_int8 = pytest.mark.skipif(bool(why_no_int8(CPU)), reason=str(why_no_int8(CPU)))
 
@@ -119,3 +124,15 @@ def test_refusals(monkeypatch):
     with pytest.raises(UsageError, match="this processor has no int8 products"):
         Engine.load(GOLDEN / "llama/gqa", quant="int8")
     assert "CPU only" in str(why_no_int8(torch.device("cuda")))
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="ONEDNN_MAX_CPU_ISA is for x86-64")
+def test_products_that_overflow_are_refused():
+    """As on a processor with VNNI whose oneDNN is held to AVX2."""
+    program = (
+        "import torch; torch.cpu._is_vnni_supported = lambda: True; "
+        "from models.int8 import why_no_int8; print(why_no_int8(torch.device('cpu')))"
+    )
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": str(ROOT)}
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "int8 products overflow here: is ONEDNN_MAX_CPU_ISA set" in told.stdout
