@@ -515,8 +515,12 @@ class Meter:
         self.shown, self.drawn = self.began, False
         self.done = self.tokens = self.peak = 0
         self.total = _count(source) if self.on and args.input != "-" else None
+        machine = engine.capabilities
         if self.on:
-            print(f"{engine.name} loaded in {engine.load_seconds:.1f} s", file=sys.stderr)
+            told = f"{engine.name} loaded in {engine.load_seconds:.1f} s", machine.precision, machine.paths
+            print(*filter(None, told), sep="\n", file=sys.stderr)
+        if machine.warning and not self.quiet:
+            print(machine.warning, file=sys.stderr)
 
     def count(self, outcome: SearchResult | CoppiceError) -> None:
         """An answer is there, and about to be written."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from engine import cli, transcript
+from engine.capabilities import dtype_name
 from engine.commands import ALIASES, COMMANDS, decode_prompt, literal, read_prompt, tell_loaded
 from engine.conversation import OVERFLOW, Conversation
 from engine.demo import BANNER, demo_folder, is_demo
@@ -88,8 +89,8 @@ class Settings:
 def banner(engine: Engine, settings: Settings, folder: str | Path) -> str:
     """What a person should know before the first prompt."""
     count = sum(math.prod(tensor.shape) for tensor in Checkpoint.open(folder).tensors.values())
-    dtype = str(engine.pool.cache.k_LGSD.dtype).removeprefix("torch.")
-    device = engine.pool.cache.k_LGSD.device
+    keys, machine = engine.pool.cache.k_LGSD, engine.capabilities
+    dtype, device = machine.precision or dtype_name(keys.dtype), keys.device
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
     params = ", ".join(f"{key} {literal(value)}" for key, value in settings.params.items())
     context = f"context {engine.shape.max_positions} tokens" if engine.shape.max_positions else "context without limit"
@@ -99,6 +100,8 @@ def banner(engine: Engine, settings: Settings, folder: str | Path) -> str:
         f"search {settings.search}{f' ({params})' if params else ''} · {context}, "
         f"cache for {engine.pool.pages * engine.pool.page_size}",
     ]
+    if machine.paths:
+        lines.append(machine.paths)
     if engine.template is None:
         lines.append("no chat template: plain completion. Each prompt is continued, the text so far is its context.")
     if is_demo(folder):
@@ -189,6 +192,8 @@ def chat(args: argparse.Namespace) -> int:
     began = time.monotonic()
     with screen.status(lambda: Label("", f"[loading the model: {time.monotonic() - began:.1f} s]")):
         engine = cli.load_engine(args)
+    if engine.capabilities.warning and not args.quiet:
+        screen.note(engine.capabilities.warning)
     conversation = Conversation(engine, args.system, args.on_overflow)
     with Interrupt() as interrupt, contextlib.closing(conversation.session):
         dialog = Dialog(

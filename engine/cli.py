@@ -54,7 +54,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--draft", metavar="DIR", help="a smaller one of the same tokenizer, to draft (the demo's)")
     group.add_argument("--reward", metavar="DIR", help="one with a scalar head, to rank (the demo's)")
     dtypes = ["auto", *(name for name in DTYPES if name != "float64")]
-    group.add_argument("--dtype", choices=dtypes, default="auto", help="of weights and cache (auto: the checkpoint's)")
+    group.add_argument(
+        "--dtype", choices=dtypes, default="auto", help="of weights and cache (auto: the checkpoint's, or float32)"
+    )
     group.add_argument("--quant", choices=["none", "int8"], default="none", help="weights as int8, on a CPU (none)")
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
     group.add_argument("--compile", choices=["off", "on"], default="off", help="torch.compile (off)")

@@ -134,7 +134,7 @@ def tree(dialog: Dialog, rest: str) -> None:
 
 def stats(dialog: Dialog, _: str) -> None:
     """figures of the last reply, the context and the cache"""
-    lines = [figures(dialog.last)] if dialog.last else []
+    lines = [figures(dialog.last, dialog.engine.capabilities)] if dialog.last else []
     dialog.screen.note("\n".join([*lines, *_cache(dialog)]))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.capabilities import Capabilities
 from engine.engine import Done, Engine, Event, Session
 from engine.errors import UsageError
 from engine.requests import Output, Search, SearchResult
@@ -229,8 +230,8 @@ class Conversation:
         return stripped + best.text
 
 
-def figures(result: SearchResult) -> str:
-    """A reply's statistics for people."""
+def figures(result: SearchResult, machine: Capabilities | None = None) -> str:
+    """A reply's statistics for people; with what the model runs on, if that is given."""
     stats = dict(result.stats)
     take = stats.pop
     prompt, reused, new = take("prompt_tokens"), take("reused_tokens"), take("new_tokens")
@@ -248,6 +249,8 @@ def figures(result: SearchResult) -> str:
     ]
     # Lists are for programs.
     others = [f"{key:8} {value}" for key, value in stats.items() if not isinstance(value, list)]
+    if machine is not None and machine.precision:
+        others += [f"numbers  {machine.precision}", f"machine  {machine.paths}"]
     return "\n".join(lines + others)
 
 

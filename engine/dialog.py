@@ -157,7 +157,7 @@ class Dialog:
                 self.screen.hint(f"{rank}. {other.text}")
         self._tell_end(best, result, settings)
         if self.stats:
-            self.screen.note(figures(result))
+            self.screen.note(figures(result, self.engine.capabilities))
         self.keep()
         return best
 

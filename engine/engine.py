@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.capabilities import Capabilities, Precision
 from engine.compiling import LEAST, compile_model, warm_up
 from engine.driver import Driver, Run, Runner
 from engine.errors import CheckpointError, CoppiceError, UsageError
@@ -111,7 +112,7 @@ class _Loaded:
     folder: Path
     checkpoint: Checkpoint
     model: Any
-    dtype: torch.dtype
+    precision: Precision
     quant: str
     compiled: bool
     tokenizer: Tokenizer | None
@@ -122,12 +123,12 @@ class _Loaded:
         folder: str | Path, dtype: str, device: torch.device, chat_template: str | Path | None, quant: str, compile: str
     ) -> "_Loaded":
         checkpoint = Checkpoint.open(folder)
-        kind = pick_dtype(dtype, checkpoint.torch_dtype, device)
+        precision = pick_dtype(dtype, checkpoint, device)
         tokenizer = Tokenizer.load(folder) if any((Path(folder) / name).exists() for name in FILES) else None
         template = load_template(folder, chat_template, tokenizer)
-        model = load_model(checkpoint, kind, device, quant)
+        model = load_model(checkpoint, precision.dtype, device, quant)
         compiled = compile == "on" and compile_model(model)
-        return _Loaded(Path(folder), checkpoint, model, kind, quant, compiled, tokenizer, template)
+        return _Loaded(Path(folder), checkpoint, model, precision, quant, compiled, tokenizer, template)
 
     def engine(self, pool: PagePool, parallel: int) -> "Engine":
         shape, tokenizer = self.model.shape, self.tokenizer
@@ -146,7 +147,9 @@ class _Loaded:
             name=self.folder.resolve().name,
             parallel=parallel,
         )
-        engine.model_key = model_key(self.checkpoint, self.dtype, self.quant)
+        runner = engine.runner
+        engine.capabilities = Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl)
+        engine.model_key = model_key(self.checkpoint, self.precision.dtype, self.quant)
         engine.start_token = min([t for t in [self.checkpoint.bos_token_id] if t is not None] or eos or [0])
         if self.compiled and engine.runner.device.type == "cpu":
             engine.runner.token_buckets = engine.runner.word_buckets = LEAST
@@ -178,6 +181,7 @@ class Engine:
         self.model_key, self.start_token = "", 0  # see `Task`
         self._tokenizer = tokenizer
         self.load_seconds = 0.0
+        self.capabilities = Capabilities()  # what the model computes in, and which fast paths this machine has
 
     @staticmethod
     def load(
@@ -198,8 +202,8 @@ class Engine:
 
         Args:
             folder: holds config.json, safetensors weights and tokenizer files.
-            dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's own, but float32 instead of float16 on
-                a CPU without float16 arithmetic.
+            dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's own, but float32 on a processor without
+                products of that dtype, where it is several times as fast; `capabilities` says which and why.
             device: "cpu", "cuda" or "auto".
             threads: CPU threads; None leaves torch's choice.
             kv_memory: bytes of the KV pools together, which all hold as many tokens; None takes up to half of the free
@@ -229,7 +233,7 @@ class Engine:
         names = {"draft": draft, "reward": None if callable(reward) else reward}
         roles = [role for role in names if names[role] is not None]
         loaded += [_Loaded.open(names[role] or "", dtype, place, None, quant, compile) for role in roles]
-        pools = make_pools([(part.model.shape, part.dtype) for part in loaded], place, kv_memory)
+        pools = make_pools([(part.model.shape, part.precision.dtype) for part in loaded], place, kv_memory)
         target, *others = [part.engine(pool, parallel) for part, pool in zip(loaded, pools, strict=True)]
         for role, engine in zip(roles, others, strict=True):
             target.add(role, engine)

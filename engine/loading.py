@@ -2,16 +2,19 @@
 
 import hashlib
 import json
+import math
 from pathlib import Path
 
 import torch
 
+from engine.capabilities import Precision, explicit_precision, pick_precision
 from engine.errors import UsageError
+from engine.memory import total_memory
 from engine.template import ChatTemplate
 from engine.tokenizer import Tokenizer
 from models.checkpoint import Checkpoint
 from models.int8 import why_no_int8
-from models.linear import can_pack
+from models.linear import has_products
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SAMPLED, PIECE = 16, 1 << 14  # places of a weights file that tell it from others, and bytes read at each
@@ -28,15 +31,14 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def pick_dtype(name: str, own: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of a name, see `Engine.load`. Raises UsageError."""
+def pick_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> Precision:
+    """The dtype of a name, see `Engine.load`, and its reason. Raises UsageError."""
     if name == "auto":
-        if own == torch.float64 or (own == torch.float16 and device.type == "cpu" and not can_pack(own, device)):
-            return torch.float32
-        return own
-    if name not in DTYPES:
+        size = torch.float32.itemsize * sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+        return pick_precision(checkpoint.torch_dtype, device, size, total_memory())
+    if not isinstance(name, str) or name not in DTYPES:
         raise UsageError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {name!r}")
-    return DTYPES[name]
+    return explicit_precision(DTYPES[name], device)
 
 
 def check_quant(name: str, device: torch.device) -> None:
@@ -44,7 +46,9 @@ def check_quant(name: str, device: torch.device) -> None:
     if name not in ("none", "int8"):
         raise UsageError(f"quant: expected none or int8, got {name!r}")
     if name == "int8" and (reason := why_no_int8(device)):
-        raise UsageError(f"quant: {reason}", remedy="leave out --quant int8; --dtype bfloat16 halves the weights")
+        halves = has_products(torch.bfloat16, device)
+        remedy = "--dtype bfloat16 halves the weights" if halves else "--dtype float32 is the fastest here"
+        raise UsageError(f"quant: {reason}", remedy=f"leave out --quant int8; {remedy}")
 
 
 def load_template(folder: str | Path, choice: str | Path | None, tokenizer: Tokenizer | None) -> ChatTemplate | None:

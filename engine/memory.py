@@ -37,10 +37,7 @@ def make_pools(
                 remedy=f"give at least {size_text(page_bytes)}",
             )
     else:
-        if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0]
-        else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
         pages = max(1, min(free // 2 // page_bytes, MOST_TOKENS // size))
     try:
         return [PagePool(shape, pages, size, dtype, device) for shape, dtype in models]
@@ -48,6 +45,24 @@ def make_pools(
         raise KVMemoryError(
             f"the machine cannot give {size_text(pages * page_bytes)} to the KV cache", remedy="lower --kv-memory"
         ) from error
+
+
+def total_memory() -> int:
+    """Bytes of the machine's memory; 8 GiB if the system does not say."""
+    return _pages("SC_PHYS_PAGES") or 8 << 30
+
+
+def free_memory() -> int:
+    """Bytes of the machine's memory that are free; half of all where the system does not say, as on macOS."""
+    return _pages("SC_AVPHYS_PAGES") or total_memory() // 2
+
+
+def _pages(name: str) -> int:
+    """Bytes of as many pages as the system gives under a name; 0 if it does not know the name or the number."""
+    try:
+        return max(0, os.sysconf(name)) * max(0, os.sysconf("SC_PAGE_SIZE"))
+    except (ValueError, OSError, AttributeError):
+        return 0
 
 
 def check_memory(pool: PagePool, search: Search, prompt: int, new: int) -> None:

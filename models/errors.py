@@ -1,5 +1,8 @@
 """The errors that the two lowest packages raise; `engine.errors` adds the rest."""
 
+import copyreg
+from typing import Any
+
 
 class CoppiceError(Exception):
     """An error meant for the user: what went wrong, where, and what to do about it, a line each.
@@ -13,6 +16,12 @@ class CoppiceError(Exception):
     def __init__(self, what: str, *, where: str = "", remedy: str = ""):
         self.what, self.where, self.remedy = what, where, remedy
         super().__init__(what, where, remedy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The inherited one calls the class with `args` by position, which __init__ refuses: a multiprocessing pool that
+        # cannot unpickle an error waits for its result without end. A cause is not pickled, as with every exception:
+        # pools send the traceback as text.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         return "\n".join(line for line in (self.what, self.where, self.remedy) if line)

@@ -1,5 +1,6 @@
 """Linear layers on packed weights: the one seam between a model and how its matrices are stored."""
 
+import os
 import platform
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ from torch.nn import functional as F
 from kernels.cpp import watched
 from kernels.linear import few_rows, linear, panels
 from kernels.stack import Matrix
+
+CONVERTING = ("AVX512_CORE", "AVX512_CORE_VNNI")  # levels of oneDNN that take bfloat16 and have no products of it
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -27,6 +30,26 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return False
+
+
+def has_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device multiplies matrices of this dtype by instructions made for it; float32 is faster if not.
+
+    `can_pack` is true of more processors: on those with AVX-512 but without AVX512-BF16 oneDNN packs bfloat16, and
+    converts it to float32 in every product.
+    """
+    if dtype in (torch.float32, torch.float64):
+        return True
+    if device.type == "cuda":
+        return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype != torch.bfloat16 or device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return can_pack(dtype, device)
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True  # aarch64 with the BF16 extension
+    level = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    return torch.cpu._is_avx512_bf16_supported() and level.upper() not in CONVERTING
 
 
 class Linear(nn.Module):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from engine import Engine
 from engine.errors import UsageError
 from kernels.rows import activation
+from models.checkpoint import Checkpoint
 from models.errors import CheckpointError
 from models.layers import ACTIVATIONS
 from models.linear import Linear
@@ -174,8 +175,8 @@ def test_default_eos_and_spellings_of_dtype(tmp_path, family, eos):
     del config["eos_token_id"], config["dtype"]
     for spelling in ("dtype", "torch_dtype"):
         (folder / "config.json").write_text(json.dumps({**config, spelling: "bfloat16"}))
-        engine = Engine.load(folder)
-        assert engine.eos_token_ids == {eos} and engine.pool.cache.k_LGSD.dtype == torch.bfloat16
+        assert Engine.load(folder).eos_token_ids == {eos}
+        assert Checkpoint.open(folder).torch_dtype == torch.bfloat16
 
 
 def test_only_generated_ids_stop():

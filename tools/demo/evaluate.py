@@ -104,12 +104,12 @@ def preference(reward: Engine, judged: list[Pair]) -> dict[str, Any]:
 def evaluate(folder: Path, number: int) -> dict[str, Any]:
     """All figures of the models in a folder."""
     talks = list(questions(number))
-    figures, texts = answers(Engine.load(folder / "target"), talks)
-    engine = Engine.load(folder / "draft")
+    figures, texts = answers(Engine.load(folder / "target", dtype="bfloat16"), talks)
+    engine = Engine.load(folder / "draft", dtype="bfloat16")
     draft, _ = answers(engine, talks)
     del draft["mistakes"]
     draft["agreement"] = agreement(engine, texts)
-    reward = preference(Engine.load(folder / "reward"), pairs(number))
+    reward = preference(Engine.load(folder / "reward", dtype="bfloat16"), pairs(number))
     return {"target": figures, "draft": draft, "reward": reward}
 
 

@@ -1,0 +1,114 @@
+"""What a model computes in and why, and which fast paths its processor has: for the banner, `--stats` and embedders."""
+
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels import cpp
+from kernels.linear import dtypes
+from models.int8 import why_no_int8
+from models.linear import can_pack, has_products
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtype of a model's weights and cache.
+
+    Args:
+        dtype: the dtype.
+        reason: why it is not the checkpoint's own, or why it is slow; "" if there is nothing to say.
+        slow: the processor has no products of this dtype, so that a step takes several times as long as in float32.
+    """
+
+    dtype: torch.dtype
+    reason: str = ""
+    slow: bool = False
+
+    def __str__(self) -> str:
+        return dtype_name(self.dtype) + (f" ({self.reason})" if self.reason else "")
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a loaded model runs on.
+
+    Args:
+        precision: the dtype and its reason, "float32 (the checkpoint is bfloat16; ...)"; with ", int8 weights".
+        paths: the processor, its fast paths and those it lacks, "AVX2 processor: C++ kernels; not here: int8 weights".
+        warning: a slow dtype that was chosen nevertheless; "" otherwise.
+    """
+
+    precision: str = ""
+    paths: str = ""
+    warning: str = ""
+
+    @staticmethod
+    def of(model: Any, precision: Precision, quant: str, device: torch.device, impl: str) -> "Capabilities":
+        """Describe a model on a device.
+
+        Args:
+            model: has a `stack` if all of its layers can run as one call.
+            precision: of the model.
+            quant: "int8" or "none".
+            device: of the model.
+            impl: implementation of the operators, see `kernels.tree_attention`.
+        """
+        name = dtype_name(precision.dtype)
+        warning = f"{name} is slow: {precision.reason}" if precision.slow else ""
+        weights = ", int8 weights" if quant == "int8" else ""
+        if device.type != "cpu":
+            return Capabilities(f"{precision}{weights}", "GPU: Triton kernels, CUDA graphs; not here: int8 weights")
+        no_kernels = f" ({cpp.why_not()})" if impl != "cpp" and cpp.why_not() else ""
+        few_rows = impl == "cpp" and (torch.int8 if weights else precision.dtype) in dtypes()
+        paths = {
+            f"C++ kernels{no_kernels}": impl == "cpp",
+            f"packed {name} weights": can_pack(precision.dtype, device),
+            "products of few rows": few_rows,
+            "all layers in one call": few_rows and getattr(model, "stack", None) is not None,
+            "int8 weights": why_no_int8(device) is None,
+        }
+        here, absent = ([path for path in paths if paths[path] is there] for there in (True, False))
+        told = [", ".join(here) or "PyTorch only"] + ([f"not here: {', '.join(absent)}"] if absent else [])
+        return Capabilities(f"{precision}{weights}", f"{processor()} processor: {'; '.join(told)}", warning)
+
+
+def pick_precision(own: torch.dtype, device: torch.device, float32_bytes: int, memory: int) -> Precision:
+    """The dtype that "auto" stands for: the checkpoint's own unless float32 is faster and fits.
+
+    Args:
+        own: the checkpoint's dtype.
+        device: where the model will run.
+        float32_bytes: size of the weights in float32.
+        memory: bytes of the machine; only a processor's, a GPU has products of half precision.
+    """
+    name, full = dtype_name(own), torch.float32
+    if own == torch.float64:
+        return Precision(full, "the checkpoint is float64")
+    if has_products(own, device):
+        return Precision(own)
+    reason = f"this {'GPU' if device.type == 'cuda' else 'processor'} has no {name} products"
+    if device.type == "cpu" and float32_bytes > 0.8 * memory:
+        sizes = f"{float32_bytes / 2**30:.1f} of {memory / 2**30:.1f} GiB"
+        return Precision(own, f"{reason}, but float32 weights would take {sizes} of memory", slow=True)
+    return Precision(full, f"the checkpoint is {name}; {reason}")
+
+
+def explicit_precision(dtype: torch.dtype, device: torch.device) -> Precision:
+    """A dtype that somebody asked for."""
+    if has_products(dtype, device):
+        return Precision(dtype)
+    reason = f"this processor has no {dtype_name(dtype)} products; float32 is several times as fast"
+    return Precision(dtype, reason, slow=True)
+
+
+def processor() -> str:
+    """The vector instructions that PyTorch uses, such as "AVX2"; the machine's name where it knows of none."""
+    level = torch.backends.cpu.get_cpu_capability()
+    return platform.machine() if level in ("DEFAULT", "NO AVX") else level
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 -> "float32"."""
+    return str(dtype).removeprefix("torch.")
