@@ -26,7 +26,7 @@ def tell(dialog: Dialog, _: str) -> None:
         also = ", ".join(alias for alias, real in ALIASES.items() if real == name)
         lines.append(f"{name + USAGE.get(name, ''):18}{command.__doc__}{also and f' (also {also})'}")
     lines += [f"{'//text':18}send /text", f"{QUOTES:18}begin and end a message of several lines"]
-    dialog.screen.note("\n".join([*lines, "Ctrl-C stops a reply, pressed twice it leaves; Ctrl-D leaves"]))
+    dialog.screen.note("\n".join([*lines, "Ctrl-C stops a reply, and leaves if that does not stop; Ctrl-D leaves"]))
 
 
 def leave(dialog: Dialog, _: str) -> bool:
@@ -143,6 +143,7 @@ def save(dialog: Dialog, rest: str) -> None:
     if not rest and dialog.file is None:
         raise UsageError("/save: expected a file name")
     path = transcript.save(rest or str(dialog.file), dialog.conversation, dialog.settings.shown())
+    dialog.mark_saved()
     dialog.screen.hint(f"[{_plural(len(dialog.conversation.turns), 'turn')} saved: {path}]")
 
 
@@ -152,6 +153,7 @@ def load(dialog: Dialog, rest: str) -> None:
         raise UsageError("/load: expected a file name")
     saved = transcript.load(rest)
     dialog.conversation.restore(saved.turns, saved.system)
+    dialog.mark_saved()
     tell_loaded(dialog, saved, _replaces(dialog))
 
 
