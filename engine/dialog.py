@@ -78,6 +78,7 @@ class Dialog:
         traces: of the latest replies.
         trace_file: write them there after every reply.
         verbose: tracebacks.
+        file_state: the `transcript.state` of `file` when it was checked or loaded.
     """
 
     def __init__(
@@ -96,7 +97,9 @@ class Dialog:
         traces: Traces | None = None,
         trace_file: str | None = None,
         verbose: bool = False,
+        file_state: transcript.State = None,
     ):
+        self._file_state = file_state
         self.conversation, self.settings, self.screen, self.interrupt = conversation, settings, screen, interrupt
         self.engine: Engine = conversation.engine
         self.commands, self.aliases = commands or {}, aliases or {}
@@ -162,9 +165,15 @@ class Dialog:
         return best
 
     def keep(self) -> None:
-        """Save the conversation, if that was asked for. Raises UsageError."""
+        """Save the conversation, if that was asked for. Raises UsageError, also if another program changed the file."""
         if self.file is not None:
-            transcript.save(self.file, self.conversation, self.settings.shown())
+            transcript.save(self.file, self.conversation, self.settings.shown(), expected=self._file_state)
+            self._file_state = transcript.state(self.file)
+
+    def in_step(self, path: str | Path) -> None:
+        """Take note that the conversation is what `path` holds: it was loaded from there, or saved to there."""
+        if self.file is not None and Path(path).expanduser().resolve() == self.file.expanduser().resolve():
+            self._file_state = transcript.state(self.file)
 
     def answer(self, user: str, settings: Settings | None = None) -> None:
         """`reply` to somebody who may type meanwhile."""
