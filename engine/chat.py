@@ -22,7 +22,7 @@ from engine.dialog import Dialog
 from engine.engine import Engine
 from engine.errors import UsageError
 from engine.requests import Search
-from engine.terminal import Interrupt, Label, Screen
+from engine.terminal import Interrupt, Label, Quit, Screen
 from engine.trace import Traces
 from engine.trace_page import check_target
 from engine.version import __version__
@@ -210,6 +210,7 @@ def chat(args: argparse.Namespace) -> int:
         )
         if saved is not None:
             conversation.restore(saved.turns, saved.system if args.system is None else args.system)
+            dialog.mark_saved()
         if prompt is not None:
             return cli.INTERRUPTED if dialog.reply(prompt).finish_reason == "interrupted" else 0
         screen.hint(banner(engine, settings, args.model or demo_folder()))
@@ -235,7 +236,16 @@ def check_save(file: Path, loaded: str | None) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line's entry; returns the exit code."""
     args = parser().parse_args(argv)
-    return cli.run(lambda: chat(args), args.verbose)
+
+    def run() -> int:
+        try:
+            return chat(args)
+        except Quit as quit:
+            if quit.exit_code == cli.INTERRUPTED:
+                raise
+            return quit.exit_code
+
+    return cli.run(run, args.verbose)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def tell(dialog: Dialog, _: str) -> None:
         also = ", ".join(alias for alias, real in ALIASES.items() if real == name)
         lines.append(f"{name + USAGE.get(name, ''):18}{command.__doc__}{also and f' (also {also})'}")
     lines += [f"{'//text':18}send /text", f"{QUOTES:18}begin and end a message of several lines"]
-    dialog.screen.note("\n".join([*lines, "Ctrl-C stops a reply, pressed twice it leaves; Ctrl-D leaves"]))
+    dialog.screen.note("\n".join([*lines, "Ctrl-C stops a reply, and leaves if that does not stop; Ctrl-D leaves"]))
 
 
 def leave(dialog: Dialog, _: str) -> bool:
@@ -145,7 +145,7 @@ def save(dialog: Dialog, rest: str) -> None:
         raise UsageError("/save: expected a file name")
     if rest:
         transcript.save(rest, dialog.conversation, dialog.settings.shown())
-        dialog.in_step(rest)
+        dialog.mark_saved(rest)
     else:
         dialog.keep()
     path = Path(rest or str(dialog.file)).expanduser().resolve()
@@ -158,7 +158,7 @@ def load(dialog: Dialog, rest: str) -> None:
         raise UsageError("/load: expected a file name")
     saved = transcript.load(rest)
     dialog.conversation.restore(saved.turns, saved.system)
-    dialog.in_step(rest)
+    dialog.mark_saved(rest)
     tell_loaded(dialog, saved, _replaces(dialog))
 
 

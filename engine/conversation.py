@@ -34,16 +34,23 @@ class Turn:
 
 @dataclass(frozen=True)
 class Dropped:
-    """The context was full: the model no longer sees the oldest turns, `turns` of them newly."""
+    """The context was full: the model no longer sees the oldest turns.
+
+    Args:
+        turns: those left out from this reply on.
+        left: earlier turns that the model still sees.
+    """
 
     turns: int
+    left: int
 
 
 class Conversation:
     """Turns on one model. With a chat template the model reads messages; without, plain text that it continues.
 
-    All turns are remembered; when they no longer fit the context (or the cache), the model sees the latest that do,
-    whole turns and always the system message.
+    All turns are remembered. When they no longer fit the context (or the cache), the oldest are left out of the prompt:
+    as many whole turns as it takes to halve what the history may occupy, so that the shorter prompt is read once and
+    reused for many turns. The system message always stays.
 
     Args:
         engine: the model.
@@ -116,7 +123,7 @@ class Conversation:
         before = self.first
         first, ids = self._fit(user, search, max_new_tokens)
         if first > before:
-            yield Dropped(first - before)
+            yield Dropped(first - before, len(self.turns) - first)
         if self.engine.template is not None:
             options["messages"] = self.messages(user, first)
         for event in self.session.stream(ids, search, max_new_tokens=max_new_tokens, **options):
@@ -177,7 +184,15 @@ class Conversation:
             )
 
     def _fit(self, user: str, search: Search, new: int) -> tuple[int, list[int]]:
-        """The oldest turn that may stay and the prompt from it on. With one message alone the engine has the word."""
+        """Choose the oldest turn that the model sees; returns its index and the prompt's token ids from there on.
+
+        A prompt whose beginning changed is read afresh, so turns are not dropped one by one: once the history is full,
+        at most half of it stays, but always the latest turn if that alone fits. Without any turn, the engine judges
+        the message.
+
+        Raises:
+            UsageError: the conversation is full and `on_overflow` is "error"; or the message alone is too long.
+        """
         first, last, context = self.first, len(self.turns), self.engine.shape.max_positions
         ids = self.prompt_ids(user, first)
         if first == last or self._has_room(len(ids), search, new):
@@ -189,14 +204,23 @@ class Conversation:
                 where=f"an answer needs room for {self._room(new)} more; the turn was not added",
                 remedy="/reset starts afresh; --on-overflow drop-turns forgets the oldest turns instead",
             )
-        tried: dict[int, list[int]] = {}
+        prompts: dict[int, list[int]] = {}
 
-        def fits(first: int) -> bool:
-            tried[first] = self.prompt_ids(user, first)
-            return self._has_room(len(tried[first]), search, new)
+        def prompt(first: int) -> list[int]:
+            if first not in prompts:
+                prompts[first] = self.prompt_ids(user, first)
+            return prompts[first]
 
-        first = bisect_left(range(last), True, first + 1, last, key=fits)
-        ids = tried.get(first) or self.prompt_ids(user, first)
+        def grows(first: int) -> bool:
+            """Whether the history from this turn on could double."""
+            size = len(prompt(first))
+            return self._has_room(2 * size - len(prompt(last)), search, new)
+
+        latest = range(first + 1, last)
+        chosen = bisect_left(latest, True, key=grows) + first + 1
+        if chosen == last and first + 1 < last and self._has_room(len(prompt(last - 1)), search, new):
+            chosen = last - 1
+        ids = prompt(chosen)
         if context is not None and len(ids) > context:
             raise UsageError(
                 f"the message is too long: without any turn before it there are {len(ids)} tokens, "
@@ -204,7 +228,7 @@ class Conversation:
                 where="it was not added; the conversation is as it was",
                 remedy="shorten it",
             )
-        return first, ids
+        return chosen, ids
 
     def _room(self, new: int) -> int:
         """Tokens that an answer should have room for: more than a word; where turns may go, a fair share."""

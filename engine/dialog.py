@@ -2,10 +2,14 @@
 
 import contextlib
 import json
+import os
+import shlex
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +18,8 @@ from engine.conversation import Conversation, Dropped, Turn, figures
 from engine.engine import Done, Engine, Prefill, Progress, Text
 from engine.errors import CoppiceError, UsageError
 from engine.requests import Output, Report, Search, SearchResult
-from engine.terminal import Interrupt, Label, LineEditor, Quit, Screen, history_file, no_echo, one_line
+from engine.suspension import Suspension
+from engine.terminal import Interrupt, Label, LineEditor, Quit, Screen, one_line, state_folder
 from engine.trace import Traces
 from engine.trace_page import saving
 
@@ -110,6 +115,9 @@ class Dialog:
         self.made: tuple[Turn, Settings] | None = None  # the last turn, and what it was answered with
         self.candidates: Candidates = ()  # of the last reply, if it was interrupted
         self._editor: LineEditor | None = None
+        self._suspension = Suspension()
+        self._saved: tuple[Sequence[Turn], str | None] = (), None  # turns and system message, as some file has them
+        self._cut: Turn | None = None  # the turn under way when the chat was left
 
     # --- one reply ---
 
@@ -125,7 +133,7 @@ class Dialog:
         options = settings.limits() | {"interrupted": lambda: self.interrupt.pressed and watch.stop()}
         if self.traces is not None:
             options["trace"] = self.traces.new(" ".join(user.split())[:NAMED])
-        result = None
+        result, count = None, len(self.conversation.turns)
         try:
             with (
                 saving(self.traces, self.trace_file),
@@ -137,15 +145,20 @@ class Dialog:
                     if isinstance(event, Text) and not self.as_json:
                         self.screen.text(event.text)
                     elif isinstance(event, Dropped) and not self.screen.quiet:
-                        turns = "the oldest turn" if event.turns == 1 else f"the {event.turns} oldest turns"
-                        self.screen.note(f"[the context is full: the model no longer sees {turns}]", dim=True)
+                        turns = "turn" if event.turns == 1 else f"{event.turns} turns"
+                        rest = f", only the last {event.left}" if event.left else ""
+                        note = f"[the context is full: the model no longer sees the oldest {turns}{rest}]"
+                        self.screen.note(note, dim=True)
                     elif isinstance(event, Done):
                         result = event.result
-        except (CoppiceError, KeyboardInterrupt):
+        except (CoppiceError, KeyboardInterrupt) as error:
+            if isinstance(error, Quit) and len(self.conversation.turns) == count:
+                self._cut = Turn(user, watch.text, "interrupted", self.conversation.first)
             if not self.as_json and watch.text:
                 self.screen.end_line()
             raise
         assert result is not None
+        self.interrupt.stopped()
         best, *others = result.outputs
         interrupted = best.finish_reason == "interrupted"
         self.last, self.candidates = result, watch.candidates if interrupted else ()
@@ -168,16 +181,47 @@ class Dialog:
         """Save the conversation, if that was asked for. Raises UsageError, also if another program changed the file."""
         if self.file is not None:
             transcript.save(self.file, self.conversation, self.settings.shown(), expected=self._file_state)
+            self.mark_saved(self.file)
+
+    def mark_saved(self, path: str | Path = "") -> None:
+        """Note that a file holds the conversation as it is now: `path`, if it was written or read just now."""
+        self._saved = tuple(self.conversation.turns), self.conversation.system
+        if path and self.file is not None and Path(path).expanduser().resolve() == self.file.expanduser().resolve():
             self._file_state = transcript.state(self.file)
 
-    def in_step(self, path: str | Path) -> None:
-        """Take note that the conversation is what `path` holds: it was loaded from there, or saved to there."""
-        if self.file is not None and Path(path).expanduser().resolve() == self.file.expanduser().resolve():
-            self._file_state = transcript.state(self.file)
+    def rescue(self) -> None:
+        """Save a conversation that leaving would lose, and say where.
+
+        It goes into the file of --save, else into a new one in the state folder, else into one for temporary files.
+        Errors are reported, not raised.
+        """
+        conversation = self.conversation
+        if self._cut is not None:
+            conversation.turns.append(self._cut)
+        if not conversation.turns or self._saved == (tuple(conversation.turns), conversation.system):
+            return
+        name = f"chat-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.json"
+        places: list[tuple[Callable[[], Path], transcript.State]] = [
+            (lambda: state_folder() / name, None),
+            (lambda: Path(tempfile.mkdtemp(prefix="coppice-")) / name, None),  # private, as the state folder
+        ]
+        if self.file is not None:
+            places.insert(0, (lambda: self.file or Path(), self._file_state))
+        note = ""
+        for place, state in places:
+            try:
+                path = transcript.save(place(), conversation, self.settings.shown(), expected=state)
+            except (CoppiceError, OSError) as error:
+                note = f"error: the conversation is lost: {error}"
+            else:
+                note = f"the conversation is saved; this goes on with it: --load {shlex.quote(str(path))}"
+                break
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+            self.screen.note(note)
 
     def answer(self, user: str, settings: Settings | None = None) -> None:
         """`reply` to somebody who may type meanwhile."""
-        with no_echo():
+        with self._suspension.no_echo():
             self.reply(user, settings)
 
     def again(self, settings: Settings) -> None:
@@ -188,6 +232,9 @@ class Dialog:
         count, turn = len(turns), turns.pop()
         try:
             self.answer(turn.user, settings)
+        except Quit:
+            self._cut = None  # the complete answer stands
+            raise
         finally:
             if len(turns) < count:
                 turns.append(turn)
@@ -204,13 +251,31 @@ class Dialog:
     # --- the conversation ---
 
     def converse(self) -> int:
-        """Prompt, answer, until the end of input. Returns the exit code."""
-        self._editor = LineEditor([*self.commands], history_file())
+        """Prompt, answer, until the end of input. Returns the exit code.
+
+        Whatever else ends it, a conversation that is in no file is saved first, see `rescue`.
+        """
+        try:
+            with self._suspension:
+                return self._converse()
+        except BaseException:
+            self.rescue()
+            raise
+
+    def _converse(self) -> int:
+        self._editor = LineEditor([*self.commands], True, self._suspension)
+        if self._editor.complaint:
+            self.screen.hint(f"[{self._editor.complaint}]")
+        cleared = False  # the last thing that came was a Ctrl-C at the prompt
         while True:
             try:
-                if self._obey(*self._ask()):
+                line, quoted = self._ask()
+                cleared = False
+                if self._obey(line, quoted):
                     return 0
             except EOFError:
+                if not sys.stdin.isatty():  # closed under us: nobody pressed Ctrl-D
+                    self.rescue()
                 self.screen.note("")
                 return 0
             except CoppiceError as error:
@@ -222,6 +287,9 @@ class Dialog:
                 raise
             except KeyboardInterrupt:
                 self.screen.note("")
+                if cleared:
+                    self.screen.hint("[Ctrl-D or /exit leaves]")
+                cleared = True
 
     def _ask(self) -> tuple[str, bool]:
         """What a person typed, and whether it stood between triple quotes: then it may have several lines."""
@@ -237,9 +305,13 @@ class Dialog:
     def _line(self, prompt: str) -> str:
         if self.screen.tty:
             return self._editor.ask(prompt) if self._editor else input(prompt)
-        self.screen.err.write(prompt)
-        self.screen.err.flush()
-        line = sys.stdin.readline()
+
+        def read() -> str:
+            self.screen.err.write(prompt)
+            self.screen.err.flush()
+            return sys.stdin.readline()
+
+        line = self._suspension.ask(read)
         if not line:
             raise EOFError
         return line.removesuffix("\n")

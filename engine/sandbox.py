@@ -1,10 +1,11 @@
-"""The process that renders a chat template: `engine.template` starts it, talks to it in JSON lines, and may kill it.
+"""The program that renders chat templates: `engine.sandbox_process` runs it and talks to it in JSON lines.
 
 A template is a program from a stranger. Jinja's sandbox keeps it from running code, not from filling the memory or
 looping for ever, and one filter (`center(10**9)`) can do either inside a single C call that no Python-level deadline
 interrupts. A process of its own can be limited by the kernel: its CPU time by a timer whose signal kills it wherever
-it is, its memory by RLIMIT_AS. It is a fresh interpreter, not a fork: a fork of a process with torch's threads may
-inherit a held lock, and would copy the page tables of mapped weights. It stays for the next render.
+it is, its memory by RLIMIT_AS. macOS does not enforce that limit: there the CPU time alone bounds what is filled. It is
+a fresh interpreter, not a fork: a fork of a process with torch's threads may inherit a held lock, and would copy the
+page tables of mapped weights.
 
 This file is run as a script and imports nothing of the project, so that starting it costs no `import torch`.
 """
@@ -12,24 +13,30 @@ This file is run as a script and imports nothing of the project, so that startin
 import json
 import sys
 
-if __name__ == "__main__":  # started with -I -S: no site, no environment; the parent's sys.path comes as arguments
-    sys.path[:] = sys.argv[1:]
+if __name__ == "__main__":  # started with -I -S: no site, no environment; the folders of packages come as arguments
+    sys.path += sys.argv[1:]
 
 import resource
 import signal
 from datetime import datetime
 from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2 import nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+try:
+    import jinja2
+    import jinja2.ext
+    from jinja2 import nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+except ImportError as error:
+    if __name__ == "__main__":
+        print(json.dumps({"failed": str(error)}), flush=True)
+    raise
 
 CPU_SECONDS = 0.8  # for one render or one compilation; CPU time, so that a busy machine refuses no good template
 MEMORY_BYTES = 512 << 20  # address space of the process
 MAX_LOOP_DEPTH = 4  # templates in use nest at most three: tools, parameters, enumerations
 OUTPUT_SLACK = 1 << 20  # characters a render may have beyond OUTPUT_FACTOR times the length of its input
 OUTPUT_FACTOR = 4
+COMPILED = 16  # templates kept
 
 
 class Refused(Exception):
@@ -154,43 +161,84 @@ class Renderer:
         return "".join(parts)
 
 
-def answer(request: dict[str, Any], renderer: Renderer | None, size: int) -> tuple[dict[str, str], Renderer | None]:
-    """Reply to one request of `size` bytes: {"source"} compiles, {"variables", "now"} renders."""
+def answer(request: dict[str, Any], compiled: dict[str, Renderer], size: int) -> dict[str, str]:
+    """Compile a template, and render it.
+
+    Args:
+        request: "source", the template; and, to render it, "variables" and "now" (see `Renderer.render`).
+        compiled: templates by source, the latest last; this one is added.
+        size: of the request in bytes.
+
+    Returns:
+        {"text"}, rendered; or {"raised"}, what the template objects to; or {"refused"}, why it cannot be used.
+    """
     try:
-        if "source" in request:
-            return {"text": ""}, Renderer(request["source"])
+        source = request["source"]
+        renderer = compiled.pop(source, None)
         if renderer is None:
-            raise Refused("not compiled")
-        text = renderer.render(request["variables"], request["now"], OUTPUT_SLACK + OUTPUT_FACTOR * size)
-        return {"text": text}, renderer
+            renderer = Renderer(source)
+            _start_clock()  # compiling and rendering have a limit each
+        compiled[source] = renderer
+        if len(compiled) > COMPILED:
+            del compiled[next(iter(compiled))]
+        if "variables" not in request:
+            return {"text": ""}
+        size -= len(json.dumps(source))
+        return {"text": renderer.render(request["variables"], request["now"], OUTPUT_SLACK + OUTPUT_FACTOR * size)}
     except Raised as error:
-        return {"raised": str(error)}, renderer
+        return {"raised": str(error)}
     except Refused as error:
-        return {"refused": str(error)}, renderer
+        return {"refused": str(error)}
     except jinja2.TemplateSyntaxError as error:
-        return {"refused": f"line {error.lineno}: {error.message}"}, renderer
+        return {"refused": f"line {error.lineno}: {error.message}"}
     except MemoryError:
-        return {"refused": "it needs too much memory"}, renderer
+        return {"refused": "it needs too much memory"}
     except RecursionError:
-        return {"refused": "it is nested too deep"}, renderer
+        return {"refused": "it is nested too deep"}
     except Exception as error:
-        return {"refused": f"{type(error).__name__}: {error}"[:500]}, renderer
+        return {"refused": f"{type(error).__name__}: {error}"[:500]}
+
+
+def limit_memory() -> None:
+    """Limit this process's address space, where the system can do that; no core dumps."""
+    try:
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    except (AttributeError, OSError, ValueError):  # macOS: the limit is absent or refused
+        pass
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def spent() -> bool:
+    """Whether templates have left so much behind, in constants or in pieces, that the next one could lack memory."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[0]) * resource.getpagesize() > MEMORY_BYTES // 2
+    except OSError:  # not Linux
+        return False
+
+
+def _start_clock() -> None:
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
 
 
 def serve() -> None:
-    """Answer JSON lines from stdin on stdout until stdin ends."""
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    """Answer JSON lines from stdin on stdout until stdin ends, which it does with the parent.
+
+    An answer with "spent": true asks for another process for the next request.
+    """
+    limit_memory()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action is the point: the kernel ends the process
-    renderer = None
-    sys.stdout.write("{}\n")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])  # the parent's mask was inherited
+    compiled: dict[str, Renderer] = {}
+    sys.stdout.write('{"ready": true}\n')
     sys.stdout.flush()
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        reply, renderer = answer(json.loads(line), renderer, len(line))
-        text = json.dumps(reply)
+        _start_clock()
+        reply = answer(json.loads(line), compiled, len(line))
+        text = json.dumps({**reply, "spent": spent()})
+        del reply
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(text + "\n")
         sys.stdout.flush()

@@ -1,22 +1,14 @@
 """Chat templates: messages to text, with the user's words kept apart from the template's control tokens."""
 
-import contextlib
 import io
 import json
-import os
 import re
-import select
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from engine import sandbox
+from engine import sandbox, sandbox_process
 from engine.errors import CheckpointError, UsageError
 from engine.tokenizer import Tokenizer, check_utf8, read_json
 from models.files import open_regular
@@ -24,13 +16,14 @@ from models.files import open_regular
 Span = tuple[str, bool]  # text, and whether special tokens spelled in it are control tokens
 
 MAX_TEMPLATE_BYTES = 64 << 10
-WALL_SECONDS = 10.0  # backs up the sandbox's CPU limit; templates cannot sleep, so only a stalled machine gets here
 REMEDY = "use --chat-template none for plain completion, or --chat-template FILE for another template"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
     """A Jinja chat template, rendered as transformers 5 renders it, in a process with limits (see `engine.sandbox`).
+
+    All templates of a process share that one; it is started for the first render (see `engine.sandbox_process`).
 
     Control tokens are the template's privilege. A special token that a message spells reaches the template as one
     private-use character, chosen to occur nowhere in the messages, and comes back as a span of plain text: whatever
@@ -72,8 +65,6 @@ class ChatTemplate:
         everywhere = {s for s in special if s}
         self._assistant = _Spellings(everywhere)
         self._others = _Spellings(everywhere | {s for s in added if s in source and not s.isspace()})
-        self._worker: _Worker | None = None
-        self._lock = threading.Lock()
 
     @classmethod
     def load(cls, folder: str | Path, tokenizer: Tokenizer) -> "ChatTemplate | None":
@@ -140,9 +131,9 @@ class ChatTemplate:
 
         Raises:
             CheckpointError: it is malformed or breaks a limit.
+            UsageError: templates cannot be rendered here, see `engine.sandbox_process.interpreter`.
         """
-        with self._lock:
-            self._start()
+        self._ask({})
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[Span]:
         """Render messages to spans whose texts, joined, are what transformers' apply_chat_template renders.
@@ -155,7 +146,8 @@ class ChatTemplate:
             (text, is_control) spans for `Tokenizer.encode_rendered`; a single one when nothing had to be protected.
 
         Raises:
-            UsageError: the messages are malformed, or the template rejects them.
+            UsageError: the messages are malformed, or the template rejects them; or templates cannot be rendered here,
+                see `engine.sandbox_process.interpreter`.
             CheckpointError: the template fails or breaks a limit.
         """
         if not messages:
@@ -170,8 +162,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        with self._lock:
-            reply = self._ask(self._start(), {"variables": variables, "now": self.clock().isoformat()})
+        reply = self._ask({"variables": variables, "now": self.clock().isoformat()})
         if (objection := reply.get("raised")) is not None:
             text = "".join(text for text, _ in marks.spans(objection))
             raise UsageError(f"the chat template rejects the messages: {text}", where=self.where)
@@ -181,24 +172,9 @@ class ChatTemplate:
             raise self._refused("its output is not valid UTF-8") from None
         return marks.spans(reply["text"])
 
-    def _start(self) -> "_Worker":
-        if self._worker is None:
-            worker = _Worker()
-            reply = self._ask(worker, {"source": self.source})
-            assert "text" in reply
-            self._worker = worker
-        return self._worker
-
-    def _ask(self, worker: "_Worker", request: dict[str, Any]) -> dict[str, str]:
-        try:
-            reply = worker.ask(request)
-        except BaseException:  # Ctrl-C too: a reply still to come would answer the next request
-            worker.close()
-            self._worker = None
-            raise
+    def _ask(self, request: dict[str, Any]) -> dict[str, str]:
+        reply = sandbox_process.ask({"source": self.source, **request})
         if reply is None:
-            worker.close()
-            self._worker = None
             raise self._refused(f"it takes more than {sandbox.CPU_SECONDS} s or too much memory")
         if (reason := reply.get("refused")) is not None:
             raise self._refused(reason)
@@ -206,54 +182,6 @@ class ChatTemplate:
 
     def _refused(self, reason: str) -> CheckpointError:
         return CheckpointError(f"the chat template is refused: {reason}", where=self.where, remedy=REMEDY)
-
-
-class _Worker:
-    """A sandbox process, ended with this object."""
-
-    def __init__(self):
-        # A session of its own: Ctrl-C in the terminal is for us, not for the renderer.
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", sandbox.__file__, *sys.path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self.close = weakref.finalize(self, _end, self._process)
-        if self._read(60) is None:  # our own start-up, not the template's doing
-            self.close()
-            raise RuntimeError("the template process did not start")
-
-    def ask(self, request: dict[str, Any]) -> dict[str, str] | None:
-        """Send a request; None when the process is dead or did not answer in time."""
-        assert self._process.stdin
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return None
-        return self._read(WALL_SECONDS)
-
-    def _read(self, seconds: float) -> dict[str, str] | None:
-        assert self._process.stdout
-        fd, chunks, deadline = self._process.stdout.fileno(), [], time.monotonic() + seconds
-        while not chunks or not chunks[-1].endswith(b"\n"):
-            if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                return None
-            if not (chunk := os.read(fd, 1 << 16)):
-                return None
-            chunks.append(chunk)
-        return json.loads(b"".join(chunks))
-
-
-def _end(process: subprocess.Popen) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe:
-            with contextlib.suppress(OSError):  # what was still buffered has no reader any more
-                pipe.close()
 
 
 class _Spellings:

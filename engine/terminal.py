@@ -1,19 +1,22 @@
 """A chat's terminal: replies on stdout, everything else on stderr, edited lines, Ctrl-C that never tears anything."""
 
 import contextlib
+import errno
 import glob
 import io
 import os
 import shutil
 import signal
 import sys
-import termios
 import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from types import ModuleType
+from typing import Any, NamedTuple, TextIO
+
+from engine.suspension import Suspended, Suspension
 
 # A model may write escape sequences; a terminal must not obey them. A pipe gets the bytes as they are.
 CONTROLS = {i: chr(0x2400 + i) for i in range(32) if i not in (9, 10)} | {127: "␡"}
@@ -208,25 +211,46 @@ def one_line(text: str) -> str:
     return text.replace("\r\n", "⏎").replace("\n", "⏎").replace("\t", " ")
 
 
-def history_file() -> Path | None:
-    """Where typed lines are remembered: the XDG state folder, if this account has one."""
+def state_folder() -> Path:
+    """Return this program's folder for what outlives a process, in the XDG state folder; it is made if it is absent.
+
+    Raises:
+        OSError: the account has no home, or the folder cannot be made.
+    """
     base = os.environ.get("XDG_STATE_HOME", "")
-    folder = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".local" / "state"
-    return folder / "coppice" / "history" if folder.is_dir() else None
+    folder = Path(base)
+    if not os.path.isabs(base):
+        home = Path(os.path.expanduser("~"))
+        if not home.is_absolute() or not home.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "there is no home folder", str(home))
+        folder = home / ".local" / "state"
+    folder /= "coppice"
+    for part in reversed([folder, *folder.parents]):
+        if not part.exists():
+            part.mkdir(mode=0o700, exist_ok=True)  # every new one: `parents=True` would leave those above open
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    return folder
 
 
 class LineEditor:
-    """Reads lines; on a terminal with editing, completion, and a memory that outlives the process (a private file).
+    """Reads lines; on a terminal with editing, completion, and a history that outlives the process (a private file).
 
-    Without readline, a terminal or a place for the file, the rest works all the same.
+    Without readline or a terminal, plain lines are read.
 
     Args:
         words: completions of a line's first word.
-        path: the memory.
+        history: whether lines are remembered, in the state folder.
+        suspension: handles Ctrl-Z.
+
+    Attributes:
+        complaint: why lines are not remembered although they should be, for people; else "".
     """
 
-    def __init__(self, words: Sequence[str] = (), path: Path | None = None):
+    def __init__(self, words: Sequence[str] = (), history: bool = False, suspension: Suspension | None = None):
         self.path: Path | None = None
+        self.complaint = ""
+        self.suspension = suspension or Suspension()
         try:
             if not (os.isatty(sys.stdin.fileno()) and os.isatty(sys.stdout.fileno())):
                 raise OSError
@@ -240,30 +264,53 @@ class LineEditor:
         readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one text; Python turns it off
         libedit = "libedit" in (readline.__doc__ or "")
         readline.parse_and_bind("bind ^I rl_complete" if libedit else "tab: complete")
-        if path is not None:
-            with contextlib.suppress(OSError):  # a full disk or a foreign file is no reason not to talk
-                path.parent.mkdir(mode=0o700, exist_ok=True)
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-                if not path.is_file():  # a link to /dev/null: nothing is to be remembered
-                    return
-                readline.read_history_file(path)
-                if readline.get_current_history_length() > HISTORY_LENGTH:
-                    readline.set_history_length(HISTORY_LENGTH)
-                    readline.write_history_file(path)
-                readline.set_history_length(-1)
-                os.chmod(path, 0o600)
-                self.path = path
+        if history:
+            try:
+                self._open_history(state_folder() / "history")
+            except OSError as error:  # a full disk or a foreign file is no reason not to talk
+                where = f": {error.filename}" if error.filename else ""
+                self.complaint = f"typed lines will not be remembered: {error.strerror}{where}"
+
+    def _open_history(self, path: Path) -> None:
+        assert self.readline
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        if not path.is_file():  # a link to /dev/null: nothing is to be remembered
+            return
+        self.readline.read_history_file(path)
+        if self.readline.get_current_history_length() > HISTORY_LENGTH:
+            self.readline.set_history_length(HISTORY_LENGTH)
+            self.readline.write_history_file(path)
+        self.readline.set_history_length(-1)
+        os.chmod(path, 0o600)
+        self.path = path
 
     def ask(self, prompt: str) -> str:
-        """One line. Raises EOFError."""
+        """Return one line. Raises EOFError."""
         if self.readline is None:
-            return input(prompt)
+            return self.suspension.ask(lambda: input(prompt))
         before = self.readline.get_current_history_length()
-        line = input(prompt)
+        line = self._edited(prompt, self.readline)
         if self.path and self.readline.get_current_history_length() > before:
             with contextlib.suppress(OSError, AttributeError):  # AttributeError: libedit cannot append
                 self.readline.append_history_file(1, self.path)  # at once: a closed window asks nobody
         return line
+
+    def _edited(self, prompt: str, readline: ModuleType) -> str:
+        """Return one line; what was typed before the process was stopped is there to be edited when it goes on."""
+        typed = ""
+
+        def read() -> str:
+            nonlocal typed
+            readline.set_startup_hook(lambda: readline.insert_text(typed))
+            try:
+                return input(prompt)
+            except Suspended:
+                typed = readline.get_line_buffer()
+                raise
+            finally:
+                readline.set_startup_hook(None)
+
+        return self.suspension.ask(read)
 
     def _complete(self, words: Sequence[str], text: str, i: int) -> str | None:
         line = self.readline.get_line_buffer() if self.readline else ""
@@ -275,25 +322,16 @@ class LineEditor:
         return matches[i] if i < len(matches) else None
 
 
-@contextlib.contextmanager
-def no_echo() -> Iterator[None]:
-    """Keep what is typed meanwhile off the screen; it is there at the next prompt. For terminals, elsewhere nothing."""
-    try:
-        number = sys.stdin.fileno()
-        before = termios.tcgetattr(number)
-    except (OSError, ValueError, AttributeError, termios.error):
-        yield
-        return
-    after = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-    termios.tcsetattr(number, termios.TCSANOW, after)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(number, termios.TCSANOW, before)
-
-
 class Quit(KeyboardInterrupt):
-    """The second Ctrl-C: leave."""
+    """Leave: a second Ctrl-C during one reply, a closed terminal, SIGTERM.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int = signal.SIGINT):
+        self.exit_code = 128 + number
+        super().__init__()
 
 
 @contextlib.contextmanager
@@ -314,42 +352,53 @@ def _waking(seconds: float) -> Iterator[None]:
 class Interrupt:
     """Ctrl-C as a flag: `pressed` asks whoever works to stop at the next step, so that no state is torn.
 
-    At a prompt it raises KeyboardInterrupt, which clears the line. A second one within two seconds of one that asked
-    work to stop raises Quit, wherever. As a context manager it handles SIGINT, unless the process is to ignore that.
+    At a prompt it raises KeyboardInterrupt, which clears the line; it does not leave from there. A second one raises
+    Quit while the work that the first one asked to stop is still under way. A closed terminal (SIGHUP) and SIGTERM
+    raise Quit anywhere. After a Quit these signals are ignored up to the next prompt: leaving saves the conversation.
+
+    As a context manager it handles the signals, except those that the process ignores.
     """
 
-    TWICE = 2.0
     LOOK = 0.2  # seconds between two looks for a Ctrl-C that readline overlooked
 
     def __init__(self):
         self.pressed = False
-        self._prompting = False
-        self._last = float("-inf")
+        self._prompting = self._leaving = False
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
-        self._before = signal.getsignal(signal.SIGINT)
-        if self._before is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, self._handle)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)  # a Ctrl-C may have come before `_waking` did that
-        signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
 
     @contextlib.contextmanager
     def prompting(self) -> Iterator[None]:
         """A person is asked for a line; from its end on, Ctrl-C counts for the reply to it."""
-        self.pressed, self._prompting = False, True
+        self.pressed, self._leaving, self._prompting = False, False, True
         try:
             with _waking(self.LOOK):
                 yield
         finally:
             self._prompting = False
 
-    def _handle(self, *_: object) -> None:
-        now = time.monotonic()
-        if now - self._last < self.TWICE:
-            raise Quit
-        if self._prompting:
+    def stopped(self) -> None:
+        """The work is done or has stopped: the next Ctrl-C is a first one again."""
+        self.pressed = False
+
+    def _handle(self, number: int, _: object) -> None:
+        if self._leaving:
+            return
+        if number == signal.SIGINT and self._prompting:
             raise KeyboardInterrupt
-        self.pressed, self._last = True, now
+        if number == signal.SIGINT and not self.pressed:
+            self.pressed = True
+            return
+        self._leaving = True
+        raise Quit(number)
