@@ -36,7 +36,8 @@ from engine.requests import SearchResult
 from engine.tokenizer import check_utf8
 from engine.trace import Traces
 from engine.trace_page import check_target, saving
-from search.base import REGISTRY, make_search, parameters
+from models.files import lock
+from search.base import REGISTRY, make_search, parameters, paths
 
 DESCRIPTION = "Answer prompts: JSON Lines in, JSON Lines out, in input order, each line as soon as it is ready."
 EPILOG = """\
@@ -44,8 +45,8 @@ input, an object per line (blank lines are skipped):
   {"prompt": TEXT} or {"messages": [{"role", "content"}, ...]} or {"prompt_ids": [...]}, and if you like
   "id": a string or an integer, repeated in the answer (the record's number, from 0)
   "params": an object that overrides the command line for this line. Keys are the flags in snake_case (search, beams,
-    max_new_tokens, stop, ...) and eos_token_ids, a list. A line that changes the search does not inherit the
-    parameters of the command line that its search lacks.
+    max_new_tokens, stop, ...) and eos_token_ids, a list; flags that name files are for the command line alone. A line
+    that changes the search does not inherit the parameters of the command line that its search lacks.
 
 output, an object per line:
   {"id", "outputs": [{"text", "token_ids", "logprob", "score", "finish_reason"}, ...], "stats": {...}}, best first, or
@@ -301,6 +302,10 @@ def make_request(record: dict[str, Any], engine: Engine, args: argparse.Namespac
         raise UsageError(f"ignore_eos: expected true or false, got {_show(options['ignore_eos'])}")
     if "eos_token_ids" in options:
         _integers(options["eos_token_ids"], "eos_token_ids")
+    for key, words in paths().items():
+        if params.get(key) is not None and params[key] not in words:
+            also = f"; here it may be {' or '.join(words)}" if words else ""
+            raise UsageError(f"params.{key}: paths are given on the command line only{also}")
     name = params.get("search", args.search)
     own = {key: value for key, value in params.items() if key not in ("search", *LIMITS)}
     inherited = search_params(args)
@@ -418,6 +423,8 @@ class Sink:
         try:
             file = open(args.output, "ab", buffering=0)  # noqa: SIM115  (the sink closes it)
             sink = Sink(file, args.output, file)
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                sink._lock(args.quiet)
             if _same_file(source, file):
                 raise UsageError("the input and the output are the same file", where=args.output)
             if args.resume:
@@ -432,6 +439,17 @@ class Sink:
                 file.close()
             raise
         return sink
+
+    def _lock(self, quiet: bool) -> None:
+        """Keep other runs from writing to the file, until it is closed. Raises UsageError if one is."""
+        assert self.file is not None
+        try:
+            if not lock(self.file.fileno()) and not quiet and sys.stderr is not None:
+                note = f"{self.name}: its file system has no locks; no other run may write to it meanwhile"
+                print(note, file=sys.stderr)
+        except BlockingIOError:
+            remedy = "wait until that run has ended, or give another --output"
+            raise UsageError("another run is writing to the output file", where=self.name, remedy=remedy) from None
 
     def _keep(self) -> None:
         """Count the answers that the file has; cut off a torn last line."""

@@ -159,7 +159,7 @@ def one_shot(args: argparse.Namespace) -> str | None:
     if piped_alone:
         given = None
     elif args.prompt_file is not None:
-        given = read_prompt(args.prompt_file)
+        given = read_prompt(args.prompt_file, pipes=True)  # --prompt-file <(command)
     if not piped_alone and sys.stdin is not None and sys.stdin.isatty():
         return given
     piped = decode_prompt(sys.stdin.buffer.read() if sys.stdin is not None else b"", "stdin")
@@ -176,6 +176,7 @@ def chat(args: argparse.Namespace) -> int:
     settings = Settings(args.search, cli.search_params(args), **cli.limits(args))
     if sys.stdout is None:
         raise BrokenPipeError("stdout is closed")
+    file_state = transcript.state(args.save) if args.save is not None else None
     saved = transcript.load(args.load) if args.load is not None else None
     if args.save is not None:
         check_save(args.save, args.load)
@@ -207,6 +208,7 @@ def chat(args: argparse.Namespace) -> int:
             stats=args.stats,
             show_beams=args.show_beams,
             file=args.save,
+            file_state=file_state,
             traces=Traces() if args.trace is not None else Traces(0) if prompt is None else None,  # 0: the last
             trace_file=args.trace,
             verbose=args.verbose,

@@ -15,6 +15,7 @@ from engine.dialog import QUOTES, Dialog, candidate
 from engine.errors import UsageError
 from engine.stopping import StopStrings
 from engine.tokenizer import check_utf8
+from models.files import open_regular
 
 MAX_PROMPT_FILE = 16 << 20
 
@@ -142,8 +143,12 @@ def save(dialog: Dialog, rest: str) -> None:
     """save the conversation"""
     if not rest and dialog.file is None:
         raise UsageError("/save: expected a file name")
-    path = transcript.save(rest or str(dialog.file), dialog.conversation, dialog.settings.shown())
-    dialog.mark_saved()
+    if rest:
+        transcript.save(rest, dialog.conversation, dialog.settings.shown())
+        dialog.mark_saved(rest)
+    else:
+        dialog.keep()
+    path = Path(rest or str(dialog.file)).expanduser().resolve()
     dialog.screen.hint(f"[{_plural(len(dialog.conversation.turns), 'turn')} saved: {path}]")
 
 
@@ -153,7 +158,7 @@ def load(dialog: Dialog, rest: str) -> None:
         raise UsageError("/load: expected a file name")
     saved = transcript.load(rest)
     dialog.conversation.restore(saved.turns, saved.system)
-    dialog.mark_saved()
+    dialog.mark_saved(rest)
     tell_loaded(dialog, saved, _replaces(dialog))
 
 
@@ -221,10 +226,11 @@ def literal(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def read_prompt(path: str) -> str:
-    """A file's text, without the end of its last line. Raises UsageError."""
+def read_prompt(path: str, pipes: bool = False) -> str:
+    """A file's text, without the end of its last line; `pipes`: also what is no regular file. Raises UsageError."""
     try:
-        with open(os.path.expanduser(path), "rb") as file:
+        name = os.path.expanduser(path)
+        with open(name, "rb") if pipes else open_regular(name) as file:
             data = file.read(MAX_PROMPT_FILE + 1)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read the file: {getattr(error, 'strerror', error)}", where=path) from None

@@ -83,6 +83,7 @@ class Dialog:
         traces: of the latest replies.
         trace_file: write them there after every reply.
         verbose: tracebacks.
+        file_state: the `transcript.state` of `file` when it was checked or loaded.
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class Dialog:
         traces: Traces | None = None,
         trace_file: str | None = None,
         verbose: bool = False,
+        file_state: transcript.State = None,
     ):
+        self._file_state = file_state
         self.conversation, self.settings, self.screen, self.interrupt = conversation, settings, screen, interrupt
         self.engine: Engine = conversation.engine
         self.commands, self.aliases = commands or {}, aliases or {}
@@ -175,14 +178,16 @@ class Dialog:
         return best
 
     def keep(self) -> None:
-        """Save the conversation, if that was asked for. Raises UsageError."""
+        """Save the conversation, if that was asked for. Raises UsageError, also if another program changed the file."""
         if self.file is not None:
-            transcript.save(self.file, self.conversation, self.settings.shown())
-            self.mark_saved()
+            transcript.save(self.file, self.conversation, self.settings.shown(), expected=self._file_state)
+            self.mark_saved(self.file)
 
-    def mark_saved(self) -> None:
-        """Note that a file holds the conversation as it is now."""
+    def mark_saved(self, path: str | Path = "") -> None:
+        """Note that a file holds the conversation as it is now: `path`, if it was written or read just now."""
         self._saved = tuple(self.conversation.turns), self.conversation.system
+        if path and self.file is not None and Path(path).expanduser().resolve() == self.file.expanduser().resolve():
+            self._file_state = transcript.state(self.file)
 
     def rescue(self) -> None:
         """Save a conversation that leaving would lose, and say where.
@@ -196,16 +201,16 @@ class Dialog:
         if not conversation.turns or self._saved == (tuple(conversation.turns), conversation.system):
             return
         name = f"chat-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.json"
-        places: list[Callable[[], Path]] = [
-            lambda: state_folder() / name,
-            lambda: Path(tempfile.mkdtemp(prefix="coppice-")) / name,  # private, as the state folder
+        places: list[tuple[Callable[[], Path], transcript.State]] = [
+            (lambda: state_folder() / name, None),
+            (lambda: Path(tempfile.mkdtemp(prefix="coppice-")) / name, None),  # private, as the state folder
         ]
         if self.file is not None:
-            places.insert(0, lambda: self.file or Path())
+            places.insert(0, (lambda: self.file or Path(), self._file_state))
         note = ""
-        for place in places:
+        for place, state in places:
             try:
-                path = transcript.save(place(), conversation, self.settings.shown())
+                path = transcript.save(place(), conversation, self.settings.shown(), expected=state)
             except (CoppiceError, OSError) as error:
                 note = f"error: the conversation is lost: {error}"
             else:

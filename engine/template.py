@@ -1,5 +1,6 @@
 """Chat templates: messages to text, with the user's words kept apart from the template's control tokens."""
 
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 from engine import sandbox, sandbox_process
 from engine.errors import CheckpointError, UsageError
 from engine.tokenizer import Tokenizer, check_utf8, read_json
+from models.files import open_regular
 
 Span = tuple[str, bool]  # text, and whether special tokens spelled in it are control tokens
 
@@ -75,7 +77,7 @@ class ChatTemplate:
             CheckpointError: the template is unreadable, too long, or none of several is the default.
         """
         folder = Path(folder)
-        if (path := folder / "chat_template.jinja").is_file():
+        if (path := folder / "chat_template.jinja").exists():
             return cls.from_file(path, tokenizer)
         for path, config in (
             (folder / "tokenizer_config.json", tokenizer.config),
@@ -107,10 +109,11 @@ class ChatTemplate:
             CheckpointError: the file cannot be read, is not UTF-8 or too long.
         """
         try:
-            with open(path, encoding="utf-8") as file:
+            with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
                 source = file.read(MAX_TEMPLATE_BYTES + 1)
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"cannot read the chat template: {error}", where=str(path), remedy=REMEDY) from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise CheckpointError(f"cannot read the chat template: {reason}", where=str(path), remedy=REMEDY) from None
         return cls._of(source, tokenizer, path)
 
     @classmethod

@@ -1,7 +1,6 @@
 """The small files around a tokenizer: JSON, named and added tokens, GPT-2's vocab.json and merges.txt."""
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from engine.detokenizer import BYTE_OF_CHAR
 from engine.errors import CheckpointError
+from models.files import read_regular
 
 MAX_TOKENIZER_BYTES = 512 << 20
 MAX_CONFIG_BYTES = 16 << 20
@@ -23,7 +23,7 @@ def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     Raises:
         CheckpointError: unreadable, too long, not JSON, not an object.
     """
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
         value = json.loads(read_file(path, limit))
@@ -37,8 +37,7 @@ def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 def read_file(path: Path, limit: int = MAX_TOKENIZER_BYTES) -> bytes:
     """A file's bytes. Raises CheckpointError: unreadable, longer than `limit`, a git-LFS pointer."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # a read of n allocates n
+        data = read_regular(path, limit)
     except OSError as error:
         raise CheckpointError(f"cannot read the file: {error.strerror}", where=str(path)) from None
     if len(data) > limit:

@@ -13,6 +13,7 @@ from typing import Any
 from engine.errors import UsageError
 from engine.trace import Traces
 from engine.version import __version__
+from models.files import open_regular, read_regular, replacing
 
 FORMAT = "coppice trace 1"
 MOST_BYTES = 1 << 28  # read of a file
@@ -82,7 +83,7 @@ def check_target(path: str | Path, *others: str | Path | None) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return file.read(64).startswith(MARKS)
 
 
@@ -90,8 +91,13 @@ def write(path: str | Path, requests: Sequence[dict[str, Any]], left_out: int = 
     """Write JSON if the name ends so, else a page. Raises UsageError."""
     text = _json(requests, left_out) + "\n" if Path(path).suffix == ".json" else page(requests, left_out)
     try:
-        Path(path).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
+        target = Path(path)
+        if target.exists() and not target.is_file():  # a device or a pipe cannot be replaced
+            target.write_text(text, encoding="utf-8")
+            return
+        with replacing(target, 0o666) as file:
+            file.write(text.encode())
+    except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"cannot write the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
 
 
@@ -112,8 +118,7 @@ def saving(traces: Traces | None, path: str | Path | None) -> Iterator[None]:
 def load(path: str | Path) -> dict[str, Any]:
     """A trace written as JSON: {"requests": [...], "left_out": N, ...}. Raises UsageError."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        data = read_regular(path, MOST_BYTES)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
     try:

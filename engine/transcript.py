@@ -1,22 +1,23 @@
 """A conversation in a file: what was said, by which model and settings; written whole or not at all."""
 
-import contextlib
 import json
 import os
-import stat
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, NoReturn
 
 from engine.conversation import REASONS, Conversation, Turn
 from engine.errors import UsageError
 from engine.tokenizer import check_utf8
 from engine.version import __version__
+from models.files import locked, open_regular, read_regular, replacing
 
 FORMAT, VERSION = "coppice-chat", 1
 MAX_FILE = 64 << 20
+WAIT = 10.0  # seconds for which another chat's saving is waited for
+State = tuple[int, int, int, int] | None
 MARK = f'{{\n  "format": "{FORMAT}"'.encode()  # how every file begins
 
 
@@ -37,14 +38,31 @@ class Transcript:
     settings: Mapping[str, Any]
 
 
-def save(path: str | Path, conversation: Conversation, settings: Mapping[str, Any]) -> Path:
+def state(path: str | Path) -> State:
+    """What tells a file from what another program makes of it later; None if it is absent or empty."""
+    try:
+        found = Path(path).expanduser().stat()
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) if found.st_size else None
+
+
+def save(
+    path: str | Path, conversation: Conversation, settings: Mapping[str, Any], *, expected: State | EllipsisType = ...
+) -> Path:
     """Write a conversation; if that fails, an older file is as it was.
+
+    Args:
+        path: of the file.
+        conversation: what to write.
+        settings: those in force.
+        expected: the `state` in which the file must be; left out, it may be in any.
 
     Returns:
         where it is now.
 
     Raises:
-        UsageError: the file cannot be written, or is something else than a saved conversation.
+        UsageError: the file cannot be written, is something else than a saved conversation, or not in that state.
     """
     target = _writable(path)
     turns = conversation.turns
@@ -60,8 +78,13 @@ def save(path: str | Path, conversation: Conversation, settings: Mapping[str, An
     }
     data = json.dumps(record, ensure_ascii=False, indent=2).encode(errors="backslashreplace") + b"\n"
     try:
-        with _replacing(target) as number, open(number, "wb", closefd=False) as file:
-            file.write(data)
+        with locked(target.parent, WAIT):
+            if expected is not ... and state(target) != expected:
+                what = "cannot save the conversation: another program has changed the file in the meantime"
+                remedy = "/save FILE saves this conversation under another name; /load FILE goes on with the other one"
+                raise UsageError(what, where=str(path), remedy=remedy)
+            with replacing(target) as file:
+                file.write(data)
     except OSError as error:
         remedy = "a file that was there is as it was; the conversation goes on"
         raise UsageError(f"cannot save the conversation: {error.strerror}", where=str(path), remedy=remedy) from None
@@ -80,8 +103,7 @@ def check_target(path: str | Path) -> None:
 def load(path: str | Path) -> Transcript:
     """Read a conversation, checked throughout. Raises UsageError."""
     try:
-        with open(Path(path).expanduser(), "rb") as file:
-            data = file.read(MAX_FILE + 1)
+        data = read_regular(Path(path).expanduser(), MAX_FILE)
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"cannot read the conversation: {_reason(error)}", where=str(path)) from None
 
@@ -144,7 +166,7 @@ def _writable(path: str | Path) -> Path:
             return target
         if not target.is_file():
             raise UsageError("cannot save the conversation: this is no ordinary file", where=str(path))
-        with open(target, "rb") as file:
+        with open_regular(target) as file:
             ours = file.read(len(MARK)) in (MARK, b"")
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"cannot save the conversation: {_reason(error)}", where=str(path)) from None
@@ -152,25 +174,6 @@ def _writable(path: str | Path) -> Path:
         what = "the file exists and is no saved conversation: it is left alone"
         raise UsageError(what, where=str(path), remedy="give another name, or delete it")
     return target
-
-
-@contextlib.contextmanager
-def _replacing(target: Path) -> Iterator[int]:
-    """A descriptor to write to; the target becomes what was written, on the disk, if all goes well."""
-    number, temporary = tempfile.mkstemp(prefix=f".{target.name[:100]}.", dir=target.parent)  # private: mode 0600
-    try:
-        try:
-            if target.exists():
-                os.fchmod(number, stat.S_IMODE(target.stat().st_mode))
-            yield number
-            os.fsync(number)
-        finally:
-            os.close(number)
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def _reason(error: Exception) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from models.errors import CheckpointError
 from models.fields import Fields
+from models.files import open_regular, read_regular
 
 CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -239,10 +240,7 @@ def _open(folder: Path) -> Checkpoint:
 def read_json(path: Path, limit: int) -> dict[str, Any]:
     """Parses a JSON object of at most `limit` bytes. Raises CheckpointError for anything else, double keys included."""
     try:
-        if not path.is_file():  # a pipe would block
-            raise CheckpointError("not a regular file", where=_show(path), remedy=FETCH_AGAIN)
-        with path.open("rb") as file:
-            data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read() allocates what it is told
+        data = read_regular(path, limit)
         if len(data) > limit:
             raise CheckpointError(f"larger than {limit} bytes, the limit for this file", where=_show(path))
         value = json.loads(data.decode(), object_pairs_hook=_unique)
@@ -342,7 +340,7 @@ def _damaged(file: Path, error: Exception) -> CheckpointError | MemoryError:
     if "(os error 12)" in str(error):  # no address space to map it into: nothing is wrong with the file
         return MemoryError(str(error))
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             start = stream.read(64)
     except OSError as unreadable:
         return CheckpointError(f"cannot be read: {unreadable.strerror}", where=_show(file))

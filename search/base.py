@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ __all__ = [
     "evaluate_best",
     "likely",
     "make_search",
+    "path_field",
+    "paths",
     "register",
 ]
 
@@ -61,6 +64,26 @@ def parameters(name: str) -> dict[str, str]:
     return {
         f.name if f.name in SHARED_PARAMS else f"{name}_{f.name}": f.name for f in dataclasses.fields(REGISTRY[name])
     }
+
+
+def paths() -> dict[str, tuple[str, ...]]:
+    """The parameters, of all searches, that are paths of files -> the values of each that are none.
+
+    Whoever writes a batch line is not always who starts the run, and must not choose which files it reads or writes.
+    A field of a configuration is a path if its type says `Path`, or its metadata: see `path_field`.
+    """
+    found = {}
+    for name, cls in REGISTRY.items():
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        for key, field in parameters(name).items():
+            if "path" in fields[field].metadata or re.search(r"\bPath\b", str(fields[field].type)):
+                found[key] = fields[field].metadata.get("path", ())
+    return found
+
+
+def path_field(default: Any = None, words: tuple[str, ...] = ()) -> Any:
+    """A configuration's field that holds the path of a file, or one of `words`, which are none."""
+    return dataclasses.field(default=default, metadata={"path": words})
 
 
 def make_search(name: str, params: dict[str, Any]) -> Search:

@@ -5,7 +5,6 @@ their counts, 32 bits each. The key of tri-gram (a, b, c) is the number abc in b
 successors of (a, b) were left out, all together, so that the counts after a bi-gram add up to its own (eq. 1 of ADED).
 """
 
-import contextlib
 import ctypes
 import functools
 import itertools
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UsageError
+from models.files import locked, open_regular, replacing
 
 BITS = 21
 REST = (1 << BITS) - 1
@@ -30,6 +30,7 @@ MAGIC, VERSION = b"COPPICE3", 1
 HEADER = struct.Struct("=8sHHIQ32sII")  # magic, order, version, vocabulary, entries, tokenizer, checksums
 ORDER = 0x0102
 SUCCESSORS = 12  # the paper's t: kept per bi-gram
+WAIT = 60.0  # seconds for which another run's writing of a store is waited for
 FEW = 512  # entries that are added up one by one sooner than by tensors
 REMEDY = "count one for this model: python -m tools.ngrams --model DIR --input FILES --output FILE"
 
@@ -60,7 +61,7 @@ class NGramStore:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 # A private writable mapping: torch wants writable memory, the file stays as it is.
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size >= HEADER.size else b""
@@ -214,9 +215,8 @@ def write_store(path: str | Path, runs: Iterable[Run], vocab_size: int, fingerpr
     if vocab_size >= REST:
         raise UsageError(f"n-gram stores hold vocabularies of less than {REST} tokens, this has {vocab_size}")
     path = Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with open(temporary, "wb") as file, tempfile.TemporaryFile(dir=path.parent) as tail:
+        with replacing(path, 0o666) as file, tempfile.TemporaryFile(dir=path.parent) as tail:
             file.write(bytes(HEADER.size))
             entries, checksum = 0, 0
             for keys, counts in runs:
@@ -231,12 +231,8 @@ def write_store(path: str | Path, runs: Iterable[Run], vocab_size: int, fingerpr
             header = HEADER.pack(MAGIC, ORDER, VERSION, vocab_size, entries, tokenizer, checksum, 0)[:-4]
             file.seek(0)
             file.write(header + struct.pack("=I", zlib.crc32(header)))
-        os.replace(temporary, path)
     except OSError as error:
         raise UsageError(f"the n-gram store cannot be written: {error}", where=str(path)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
     return entries
 
 
@@ -253,9 +249,16 @@ def add_to_store(path: str | Path, run: Run, vocab_size: int, fingerprint: str) 
     Raises:
         UsageError: what is there is no store of this tokenizer, or it cannot be written.
     """
-    runs = [run]
-    if Path(path).exists():
-        store = open_store(path)
-        store.check(vocab_size, fingerprint)
-        runs.append(store.run())
-    write_store(path, merge(runs), vocab_size, fingerprint)
+    try:
+        with locked(Path(path).resolve().parent, WAIT):
+            runs = [run]
+            if Path(path).exists():
+                store = open_store(path)
+                store.check(vocab_size, fingerprint)
+                runs.append(store.run())
+            write_store(path, merge(runs), vocab_size, fingerprint)
+    except BlockingIOError:
+        what = f"the n-gram store cannot be written: another program has locked its folder for {WAIT} s"
+        raise UsageError(what, where=str(path), remedy="let every run save to a store of its own") from None
+    except OSError as error:
+        raise UsageError(f"the n-gram store cannot be written: {error.strerror}", where=str(path)) from error

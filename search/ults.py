@@ -21,7 +21,7 @@ from engine.errors import KVMemoryError, UsageError
 from engine.tree import TokenTree
 from kernels.rows import top_k
 from search import ults_prior
-from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
+from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, path_field, register
 from search.ults_boundary import RULES, Boundary, Family
 from search.ults_prior import Rest, Vectors
 
@@ -69,7 +69,7 @@ class ULTS:
     samples: int = 1000
     budget: int = 0
     batch: int = 8
-    prior: str = "auto"
+    prior: str = path_field("auto", words=("auto", "dirichlet"))
     alpha: float = 1e-4
     fit: str = "beta"
     fixed_length: bool = False

@@ -8,7 +8,6 @@ free, so that "likelihoods" beyond 1 and below 0 occur; a Beta on [0, 1] is offe
 
 import math
 import os
-import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from engine.errors import KVMemoryError, UsageError
 from engine.requests import Evaluate
 from engine.sampling import draw
 from engine.tree import TokenTree
+from models.files import read_regular, replacing
 
 WIDTH = 64  # largest entries of a softmax vector that are kept: smaller ones do not decide a maximum
 DRAWS = 4096  # of Delta per level: N of algorithm 1
@@ -65,14 +65,8 @@ class Vectors:
         """Write a safetensors file, all of it or none. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         content = safetensors.torch.save({"logp": self.logp_RK.contiguous(), "tokens": self.tokens_RK.contiguous()})
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            try:
-                file.write(content)
-                file.flush()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with replacing(path) as file:
+            file.write(content)
 
     @staticmethod
     def load(path: Path) -> "Vectors":
@@ -89,7 +83,7 @@ class Vectors:
 @lru_cache(maxsize=8)
 def _load(path: Path, _modified: int, _size: int) -> Vectors:
     try:
-        found = safetensors.torch.load(path.read_bytes())
+        found = safetensors.torch.load(read_regular(path, LARGEST))
     except (SafetensorError, ValueError, KeyError) as error:
         raise UsageError(f"prior: {path} is no safetensors file: {error}", remedy=REMEDY) from None
     logp, tokens = found.get("logp", torch.empty(0)), found.get("tokens", torch.empty(0))

@@ -27,6 +27,7 @@ from torch import Tensor
 from engine.cli import run
 from engine.errors import CheckpointError, UsageError
 from models.checkpoint import CONFIG_BYTES, DTYPES, INDEX_BYTES, Checkpoint, read_json
+from models.files import open_regular
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 COPIED = (".json", ".txt", ".model", ".jinja", ".md")
@@ -131,7 +132,7 @@ def _shards(source: Path) -> dict[str, set[str] | None]:
 def _load(path: Path) -> dict[str, Tensor]:
     """What a pickle holds, read without running any of its code, and mapped where its format allows."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             start = file.read(64)
         if start.startswith(b"version https://git-lfs"):
             raise CheckpointError("the file is a git-LFS pointer", where=str(path), remedy="fetch it with git lfs pull")

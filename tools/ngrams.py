@@ -87,7 +87,9 @@ def build(args: argparse.Namespace) -> int:
 
 
 def is_store(name: str) -> bool:
-    """Whether a file says that it is a store."""
+    """Whether a file says that it is a store. A pipe is a text: what is read of it here would be lost."""
+    if not Path(name).is_file():
+        return False
     try:
         with open(name, "rb") as file:
             return file.read(len(MAGIC)) == MAGIC

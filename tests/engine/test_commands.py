@@ -27,6 +27,7 @@ from engine.dialog import Dialog, Watch
 from engine.engine import Done, Progress
 from engine.errors import CoppiceError
 from engine.terminal import Interrupt, Label, Screen, history_file
+from models import files
 from search import Greedy, Sample, Trie
 from tools.random_checkpoint import make
 
@@ -340,7 +341,7 @@ def test_a_failed_save_leaves_the_old_file(conversation, tmp_path, monkeypatch, 
         return full() if "w" in mode else open(path, mode, **options)
 
     if failing == "write":
-        monkeypatch.setattr(transcript, "open", broken, raising=False)
+        monkeypatch.setattr(files, "open", broken, raising=False)
     else:
         monkeypatch.setattr(os, failing, full)
     for line in ("Two", "/save", "/regen"):

@@ -1,0 +1,118 @@
+"""Opening files that others wrote, and writing files that others read: regular files, locks, whole files."""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # not a Unix system
+    fcntl = None
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Opens a regular file for reading bytes, links followed, and never waits for it.
+
+    A FIFO without a writer would block `open`, a device may be endless, and either may take the place of a file between
+    a check and the opening: so the file is checked before it is opened, and again once it is open.
+
+    Raises:
+        OSError: the path cannot be opened, or leads to anything else than a regular file.
+    """
+    _check_regular(os.stat(path).st_mode, path)
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+    try:
+        _check_regular(os.fstat(number).st_mode, path)
+        os.set_blocking(number, True)
+        return open(number, "rb")
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def read_regular(path: str | Path, limit: int) -> bytes:
+    """Reads a regular file of at most `limit` bytes; of a longer one, only `limit` + 1 bytes. Raises OSError."""
+    with open_regular(path) as file:
+        return file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read(n) allocates n bytes
+
+
+def _check_regular(mode: int, path: str | Path) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def lock(file: int | BinaryIO) -> bool:
+    """Takes the exclusive lock of an open file or folder, until it is closed; no lock file is needed.
+
+    Returns:
+        Whether it is locked: False if the file system or the platform has no such locks.
+
+    Raises:
+        BlockingIOError: another process, or another open file of this one, holds the lock.
+    """
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def locked(folder: Path, seconds: float) -> Iterator[None]:
+    """Holds the lock of a folder, for a file in it that is read, changed and replaced: of its own lock, a replaced file
+    takes leave. Where there are no locks, the block runs without.
+
+    Raises:
+        BlockingIOError: another program has held the lock for all these seconds.
+        OSError: the folder cannot be opened.
+    """
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                lock(number)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(number)
+
+
+@contextlib.contextmanager
+def replacing(target: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of `target`, on the disk, at the end of the block if all goes well.
+
+    A link is followed. A new file has the permissions `mode`, less the umask; another's place is taken with the
+    permissions of that one. Raises OSError.
+    """
+    target = target.resolve()
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.part")
+    number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        try:
+            if target.exists():
+                os.fchmod(number, stat.S_IMODE(target.stat().st_mode))
+            with open(number, "wb", closefd=False) as file:
+                yield file
+            os.fsync(number)
+        finally:
+            os.close(number)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
