@@ -221,6 +221,11 @@ class Driver:
         run.trees.append(tree)
         return tree
 
+    def spare(self, run: Run, pool: PagePool) -> int:
+        """How many more pages of a pool a search could take if this driver ran no other."""
+        others = [tree for other in self.running if other is not run for tree in other.trees]
+        return pool.free_pages + sum(tree.page_count for tree in others if tree.pool is pool)
+
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)

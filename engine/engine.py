@@ -488,6 +488,7 @@ class Engine:
                     model_key=self.model_key,
                     start_token=self.start_token,
                     judge=judge,
+                    spare=lambda pool: driver.spare(run, pool),
                 )
             )
 

@@ -7,10 +7,12 @@ nothing of it was done, so that the search may drop nodes and ask again.
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from engine.pool import PagePool
 from engine.tokenizer import Tokenizer
 from engine.tree import TokenTree
 
@@ -103,6 +105,8 @@ class Task:
         model_key: what to keep things that were learnt of the target model under, from run to run; "" for nothing.
         start_token: what a text of the target model begins with.
         judge: tells the rewards of responses; for searches whose `models` name "reward".
+        spare: how many more pages of a pool this search could take if its driver ran no other. A search that chooses
+            how much to try by this, and not by what is free, gives the same answer alone and in company.
     """
 
     tree: TokenTree
@@ -116,6 +120,7 @@ class Task:
     model_key: str = ""
     start_token: int = 0
     judge: "Judge | None" = None
+    spare: Callable[[PagePool], int] = attrgetter("free_pages")
 
     def finish_reason(self, tokens: Sequence[int]) -> str | None:
         """Why a sequence ends with its last token, or None if it goes on."""

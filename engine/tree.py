@@ -147,6 +147,11 @@ class TokenTree:
         return self.pool.pages * self.pool.page_size
 
     @property
+    def page_count(self) -> int:
+        """How many pages of the pool the tree holds."""
+        return len(self.trunk.pages) + len(self._branch_pages) - len(self._lost_pages)
+
+    @property
     def pages_held(self) -> list[int]:
         return self.trunk.pages + [p for p in self._branch_pages if p >= 0]
 
@@ -305,6 +310,12 @@ class TokenTree:
                 node = self._parent[node]
         return len(self.trunk.tokens) - self.trunk.cached, sorted(need)
 
+    def pages_wanted(self, nodes: Iterable[int], more: int) -> int:
+        """How many pages the tree has to take to evaluate `nodes`, and then `more` branch nodes below them."""
+        trunk, branches = self.pending(nodes)
+        size, slots = self.pool.page_size, len(branches) + more - len(self._free_slots)
+        return -(-(self.trunk.cached + trunk) // size) - len(self.trunk.pages) + max(0, -(-slots // size))
+
     @property
     def least_span(self) -> int:
         """Every token is evaluated as part of a sequence at least this long."""
@@ -358,8 +369,7 @@ class TokenTree:
     def _note_peaks(self) -> None:
         self.peak_live = max(self.peak_live, self.live_tokens)
         self.peak_unshared = max(self.peak_unshared, self._paths_length)
-        branches = len(self._branch_pages) - len(self._lost_pages)
-        self.peak_pages = max(self.peak_pages, len(self.trunk.pages) + branches)
+        self.peak_pages = max(self.peak_pages, self.page_count)
 
     def unplace(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
         """Undo `place` after a pass that failed."""

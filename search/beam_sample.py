@@ -5,7 +5,6 @@ end leave the list, which is shorter by them from then on. DSBD draws the same l
 this is its baseline and its oracle.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -48,7 +47,7 @@ class BeamSample:
             known: Known = {}
             nodes = [beam.node for beam in beams.live]
             yield from reader.know(tree, nodes, known)
-            joint = reader.p_beam(known, nodes, [beam.weight for beam in beams.live])
+            joint = p_beam(reader, known, beams.live)
             numbers = Uniforms(self.seed, 0, tree.position(beams.live[0].node) + 1)
             beams.advance(joint, joint.draw(self.beams - beams.ended, numbers))
             yield beams.report()
@@ -87,10 +86,11 @@ class Beam(NamedTuple):
     logprob: float
     count: int = 1
 
-    @property
-    def weight(self) -> float:
-        """In the logarithm."""
-        return self.logprob + math.log(self.count)
+
+def p_beam(reader: Reader, known: Known, beams: Sequence[Beam]) -> Joint:
+    """What the list after these beams is drawn from."""
+    nodes, logprobs, counts = zip(*beams, strict=True)
+    return reader.p_beam(known, nodes, logprobs, counts)
 
 
 def extend(task: Task, beams: Sequence[Beam], joint: Joint, drawn: Sequence[int]) -> tuple[list[Beam], list[Any]]:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import kernels.beams
-from engine.errors import KVMemoryError, UsageError
+from engine.errors import UsageError
 from engine.sampling import Uniforms, Warp
 from search.base import SearchGenerator, Task, register
-from search.beam_sample import Beam, Beams, check_ranges, check_sampling
+from search.beam_sample import Beam, Beams, check_ranges, check_sampling, p_beam
 from search.drafters import backoff
 from search.forest import Forester, Layer, ModelForester, NGramForester
 from search.joint import Joint, Known, Reader
@@ -122,14 +122,7 @@ class DSBD:
             layers, leaves = yield from draft.forest(beams.live)
             live = [beam.node for beam in beams.live]
             forest = [beam.node for layer in layers for beam in layer.beams] + [beam.node for beam in leaves]
-            try:
-                stats.passes += yield from reader.know(tree, live + forest, known)
-            except KVMemoryError:
-                if not layers:
-                    raise
-                layers = []  # there is no room for drafts: a step of beam sampling
-                tree.keep(live)
-                stats.passes += yield from reader.know(tree, live, known)
+            stats.passes += yield from reader.know(tree, live + forest, known)
             stats.rounds += 1
             self._verify(task, beams, layers, reader, known, stats)
             if self.keep == 1 and beams.live:
@@ -159,7 +152,7 @@ class DSBD:
         """Algorithm 1: replace the list of beams, layer by layer, until a layer falls short or none is left."""
         for depth, layer in enumerate([*layers, None]):
             live = [beam.node for beam in beams.live]
-            p = reader.p_beam(known, live, [beam.weight for beam in beams.live])  # line 12
+            p = p_beam(reader, known, beams.live)  # line 12
             numbers = Uniforms(self.seed, VERIFYING, task.tree.position(live[0]) + 1)
             room = self.entries - beams.ended
             if layer is None:  # lines 32 to 34

@@ -1,17 +1,18 @@
 """Draft forests: beam sampling by something cheaper than the target, below the target's beams. What DSBD verifies."""
 
 import math
+from collections import Counter
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 import kernels.beams
-from engine.errors import KVMemoryError
+from engine.pool import PagePool
 from engine.sampling import Uniforms
 from engine.tree import TokenTree
 from search.base import Evaluate, Task
-from search.beam_sample import Beam, extend
+from search.beam_sample import Beam, extend, p_beam
 from search.drafters import Drafter
 from search.joint import Joint, Known, Reader, Told
 from search.verify import IID, draw
@@ -43,16 +44,15 @@ class Forester:
         self.task, self.reader, self.width, self.gamma, self.kind, self.seed = task, reader, width, gamma, kind, seed
 
     def forest(self, beams: Sequence[Beam]) -> Generator[Evaluate, Tensor, tuple[list[Layer], list[Beam]]]:
-        """Beam sampling below the target's beams, whose weights are the target's.
+        """Beam sampling below the target's beams, whose log-probabilities are the target's.
 
         Returns:
             layers, and the beams after the last.
         """
-        target, heads = self.task.tree, list(beams)
-        start = target.position(heads[0].node) + 1
-        left = self.task.max_new_tokens - (start - target.prompt_length)
+        heads, start = list(beams), self.task.tree.position(beams[0].node) + 1
         layers: list[Layer] = []
-        while heads and len(layers) < min(self.gamma, left - 1):
+        most = self.layers(beams)
+        while heads and len(layers) < most:
             q = yield from self.joint(heads)
             if q is None:
                 break
@@ -60,6 +60,27 @@ class Forester:
             layers.append(Layer(heads, q, self._draw(q, numbers)))
             heads, _ = extend(self.task, heads, q, layers[-1].drawn)
         return layers, heads
+
+    def layers(self, beams: Sequence[Beam]) -> int:
+        """How many layers to draft below the beams: up to gamma, as many as fit even if all drafts differ.
+
+        The number is settled before anything is drawn. How much room a forest needs depends on which tokens were
+        drawn (equal drafts share a node, drafts that end need none), and so to leave out the forests that turn out
+        too large would be to prefer some tokens to others.
+        """
+        target, nodes = self.task.tree, [beam.node for beam in beams]
+        left = self.task.max_new_tokens - (target.position(nodes[0]) + 1 - target.prompt_length)
+        return next((n for n in range(min(self.gamma, left - 1), 0, -1) if self._fits(nodes, n)), 0)
+
+    def _fits(self, nodes: Sequence[int], layers: int) -> bool:
+        wanted: Counter[PagePool] = Counter()
+        for tree, known, more in self.needs(nodes, layers):
+            wanted[tree.pool] += tree.pages_wanted(known, more)
+        return all(pages <= self.task.spare(pool) for pool, pages in wanted.items())
+
+    def needs(self, nodes: Sequence[int], layers: int) -> list[tuple[TokenTree, Sequence[int], int]]:
+        """What a round below the target's `nodes` evaluates: trees, nodes of each, and at most how many below them."""
+        return [(self.task.tree, nodes, layers * self.width)]
 
     def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Tensor, Joint | None]:
         """What the next layer is drawn from; None if that cannot be told."""
@@ -84,15 +105,16 @@ class ModelForester(Forester):
         self.twins = {task.tree.root: tree.root}  # node of the target's tree -> node of this one
         self.known: Known = {}
 
-    def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Tensor, Joint | None]:
+    def needs(self, nodes: Sequence[int], layers: int) -> list[tuple[TokenTree, Sequence[int], int]]:
+        drafts = (layers - 1) * self.width  # the draft is not asked what follows the last layer
+        return [*super().needs(nodes, layers), (self.tree, self._twins(nodes), drafts)]
+
+    def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Tensor, Joint]:
         nodes = [beam.node for beam in heads]
         twins = self._twins(nodes)
-        try:
-            yield from self.reader.know(self.tree, twins, self.known)
-        except KVMemoryError:
-            return None
+        yield from self.reader.know(self.tree, twins, self.known)
         known = {node: self.known[twin] for node, twin in zip(nodes, twins, strict=True)}
-        return self.reader.p_beam(known, nodes, [beam.weight for beam in heads])
+        return p_beam(self.reader, known, heads)
 
     def follow(self, beams: Sequence[Beam]) -> None:
         nodes = [beam.node for beam in beams]
@@ -134,7 +156,7 @@ class NGramForester(Forester):
         told = [beam for beam in heads if beam.node in known]
         if not told:
             return None
-        return self.reader.p_beam(known, [beam.node for beam in told], [beam.weight for beam in told])
+        return p_beam(self.reader, known, told)
 
     def follow(self, beams: Sequence[Beam]) -> None:
         fresh = self.task.tree.settled_from(self.learnt) if beams else []

@@ -2,12 +2,19 @@
 
 The next list of beams is drawn from all continuations of the present one, equation (1) of the DSBD paper:
 
-    p_beam(i, v) = p(beam i) p(v | beam i) / sum,
+    p_beam(i, v) = p(entry i) p(v | entry i) / sum,
 
-warped once, as one distribution. Where the warp leaves few cells (beam, token) they are kept in lists. On a CPU C++
-finds them in the rows (`kernels.beams`); otherwise the largest log-probabilities of each row tell which they are, and
-come to the host with the answer, so that rows are read once and never sorted. Where the warp leaves many, all cells are
-kept, as a tensor of the host.
+over the W entries i of the list and the tokens v, warped once, as one distribution. Entries that are the same sequence
+are one beam with a count, but the warp acts on W x V numbers, as if they were apart: a token after a beam of n entries
+takes n places of a top-k, each of its copies is tempered by itself, and top-p may keep some of them and not others.
+
+A cell (beam, token) has the probability of its copies together. Cells are in ascending order, by node, then by token,
+and a draw is the first cell at which their cumulative probability, in float64, exceeds a uniform number. That order is
+the same on every path below, and so are draws.
+
+Where the warp leaves few cells they are kept in lists. On a CPU C++ finds them in the rows (`kernels.beams`); otherwise
+the largest log-probabilities of each row tell which they are, and come to the host with the answer, so that rows are
+read once and never sorted. Where the warp leaves many, all cells are kept, as a tensor of the host.
 """
 
 import math
@@ -17,6 +24,8 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, count, islice
+from operator import mul
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +41,7 @@ from search.base import NO_NUMBERS, Evaluate, evaluate
 FEW = 1024  # cells that are kept in lists
 NUCLEUS = 64  # tokens of a row that are looked at for top-p before all are; vocabularies no larger are known whole
 MOST = 256  # tokens of a row that are looked at for top-k
+REACHED = 1 - 1e-12  # share of top-p at which it is reached, whichever way sums were rounded
 Probabilities = Sequence[float] | Tensor
 
 
@@ -140,82 +150,149 @@ class Reader:
         """Whether rows tell of their masses: they are normalised unless warped or cut."""
         return self.whole and V > NUCLEUS and (self.warp.temperature != 1 or self.vocab < V)
 
-    def p_beam(self, known: Mapping[int, Row], nodes: Sequence[int], weights: Sequence[float]) -> "Joint":
+    def p_beam(
+        self,
+        known: Mapping[int, Row],
+        nodes: Sequence[int],
+        logprobs: Sequence[float],
+        counts: Sequence[int] | None = None,
+    ) -> "Joint":
         """Equation (1), warped.
 
         Args:
             known: rows of the nodes at least.
-            nodes: the last of each beam.
-            weights: logarithms of the beams' probabilities, times how many entries they are; in any unit.
+            nodes: the last of each beam, all different.
+            logprobs: of the beams, up to a number that is the same for all.
+            counts: entries of the list that each beam is; one each by default.
         """
+        counts = counts or [1] * len(nodes)
         if self._cells is not None:
             rows: list[int] = []
-            for node in nodes:
+            for node, n in zip(nodes, counts, strict=True):
                 told, i = known[node]
-                rows += (node, told.address + i * told.step, told.size, told.kind, told.peaks + i * told.peaks_step)
-            if found := self._cells(weights, rows):
+                rows += (node, n, told.address + i * told.step, told.size, told.kind, told.peaks + i * told.peaks_step)
+            if found := self._cells(logprobs, rows):
                 cells, probs, logps = found
                 return Joint(self.vocab, probs, logps, cells, compact=(cells, probs))
-        heaviest = max(weights)
-        beams = [(weight - heaviest, node, known[node]) for weight, node in zip(weights, nodes, strict=True)]
+        best = max(logprobs)
+        given = sorted(zip(nodes, logprobs, counts, strict=True))
+        beams = [Rated(node, logprob - best, n, known[node]) for node, logprob, n in given]
         return (self._cells is None and self._leaders(beams)) or self._all(beams)
 
-    def _leaders(self, beams: Sequence[tuple[float, int, Row]]) -> "Joint | None":
-        """Best cells first; None if more than is known may be drawn."""
+    def _leaders(self, beams: "Sequence[Rated]") -> "Joint | None":
+        """By what is known of the rows; None if more than that may be drawn."""
         warp, V = self.warp, self.vocab
-        bound = max([offset + told.bound(i) for offset, _, (told, i) in beams])
+        bound = max([offset + told.bound(i) for _, offset, _, (told, i) in beams])
         if bound == math.inf:
             return None
         k = 1 if warp.temperature == 0 else warp.top_k
-        ranked = []  # (score, cell, log-probability) of what is sure to be among the best
-        for offset, node, (told, i) in beams:
+        ranked = []  # (score, cell, log-probability, copies) of what is sure to be among the best
+        for node, offset, n, (told, i) in beams:
             first, size, numbers = node * V, told.size, told.known(i)
             for logp, token in zip(numbers[:size], map(int, numbers[size : 2 * size]), strict=True):
                 if (score := offset + logp) <= bound:
                     break
-                ranked.append((score, first + token, logp))
+                ranked.append((score, first + token, logp, n))
         if bound > -math.inf and len(ranked) < (k or 1):
             return None
         ranked.sort(reverse=True)
-        if 0 < k < len(ranked):
-            least = ranked[k - 1][0]  # its equals stay
-            while ranked[-1][0] < least:
+        if k:
+            places = list(accumulate(n for *_, n in ranked))
+            last = min(bisect_left(places, k), len(ranked) - 1)  # the cell that has the k-th place; its equals stay
+            while ranked[-1][0] < ranked[last][0]:
                 ranked.pop()
         if warp.temperature == 0:
             del ranked[:-1]  # the first of equals
         T, best = warp.temperature or 1.0, ranked[0][0]
-        scores, cells, logps = zip(*ranked, strict=True)
-        masses = [math.exp((score - best) / T) for score in scores]
+        masses = [math.exp((score - best) / T) for score, *_ in ranked]  # of one copy
+        copies = [n for *_, n in ranked]
         whole = bound == -math.inf or k > 0
         if warp.top_p < 1:
             if whole:
-                total = math.fsum(masses)
+                total = math.fsum(map(mul, masses, copies))
             else:
-                total = math.fsum([math.exp((offset - best) / T + told.log_mass(i)) for offset, _, (told, i) in beams])
-            before = list(accumulate(masses, initial=0.0))
-            kept = bisect_left(before, warp.top_p * total)  # a cell stays if those before it do not reach top-p
-            whole |= kept < len(before)
-            cells, masses, logps = cells[:kept], masses[:kept], logps[:kept]
+                log_masses = [(n, (offset - best) / T + told.log_mass(i)) for _, offset, n, (told, i) in beams]
+                total = math.fsum([n * math.exp(log_mass) for n, log_mass in log_masses])
+            limit, before = warp.top_p * total * REACHED, 0.0  # a copy stays if those before it do not reach top-p
+            for i, mass in enumerate(masses):
+                if before >= limit:
+                    del ranked[i:], masses[i:], copies[i:]
+                    break
+                if before + copies[i] * mass > limit:
+                    copies[i] = min(copies[i], math.ceil((limit - before) / mass))
+                before += copies[i] * mass
+            whole |= before >= limit
+        if not whole or len(ranked) > FEW:
+            return None
+        masses = list(map(mul, masses, copies))
         total = math.fsum(masses)
-        return Joint(V, [mass / total for mass in masses], logps, cells) if whole else None
+        found = sorted((cell, mass / total, logp) for mass, (_, cell, logp, _) in zip(masses, ranked, strict=True))
+        cells, probs, logps = zip(*found, strict=True)
+        return Joint(V, probs, logps, cells)
 
-    def _all(self, beams: Sequence[tuple[float, int, Row]]) -> "Joint":
+    def _all(self, beams: "Sequence[Rated]") -> "Joint":
         """Of all cells."""
-        V, nodes = self.vocab, [node for _, node, _ in beams]
+        V, nodes, warp = self.vocab, [beam.node for beam in beams], self.warp
         logp_WV = torch.stack([told.logp_NV[i] for *_, (told, i) in beams])  # type: ignore[index]
         if short := V - logp_WV.shape[1]:
             logp_WV = torch.nn.functional.pad(logp_WV, (0, short), value=-math.inf)
-        offset_W1 = torch.tensor([offset for offset, *_ in beams], device=logp_WV.device).unsqueeze(1)
-        probs = self.warp((logp_WV + offset_W1).view(1, -1))[0].exp_()
-        probs /= probs.sum(dtype=torch.float64)
-        probs, flat = torch.stack([probs, logp_WV.view(-1)]).cpu()  # one transfer
-        warped = self.warp.top_k or self.warp.top_p < 1 or self.warp.temperature == 0
+        told_W2 = torch.tensor([(beam.offset, beam.count) for beam in beams], dtype=torch.float64)
+        offset_W1, n_W1 = told_W2.to(logp_WV.device).split(1, 1)
+        warped = warp.top_k or warp.top_p < 1 or warp.temperature == 0
+        if warped:
+            probs = warp_copies((logp_WV + offset_W1).view(-1), n_W1.expand_as(logp_WV).reshape(-1), warp)
+        else:  # n copies are as much as one that is n times as probable
+            probs = warp((logp_WV + (offset_W1 + warp.temperature * n_W1.log()).float()).view(1, -1))[0].exp_()
+            probs /= probs.sum(dtype=torch.float64)
+        probs, flat = torch.stack([probs, logp_WV.view(-1).to(probs.dtype)]).cpu()  # one transfer
         if len(probs) <= FEW or (warped and int((probs > 0).sum()) <= FEW):
             places = probs.nonzero().view(-1)
-            masses, total = probs[places].tolist(), float(probs.sum())
+            masses = probs[places].tolist()
+            total = math.fsum(masses)
             cells = [nodes[place // V] * V + place % V for place in places.tolist()]
             return Joint(V, [mass / total for mass in masses], flat[places].tolist(), cells)
-        return Joint(V, probs, flat, None, nodes)
+        return Joint(V, probs.float(), flat.float(), None, nodes)
+
+
+class Rated(NamedTuple):
+    """A beam: its last node, its log-probability beside the best one's, the entries that it is, what follows it."""
+
+    node: int
+    offset: float
+    count: int
+    row: Row
+
+
+def warp_copies(score_C: Tensor, n_C: Tensor, warp: Warp) -> Tensor:
+    """Warped probabilities of cells that each stand for some copies.
+
+    Args:
+        score_C: float64 log-probabilities of one copy of each cell, up to a number that is the same for all.
+        n_C: float64, how many copies each is.
+        warp: as `Warp` does it, of all copies in a row.
+
+    Returns:
+        float64 [C], of the copies of each cell together.
+    """
+    if warp.temperature == 0:
+        best = (score_C == score_C.max()).nonzero()[0]  # the first of equals
+        return torch.zeros_like(score_C).index_fill_(0, best, 1.0)
+    if warp.top_k:
+        best_K = torch.topk(score_C, min(warp.top_k, len(score_C)))
+        places_K = n_C[best_K.indices].cumsum(0)
+        last = (places_K < warp.top_k).sum().clamp(max=len(places_K) - 1)  # has the k-th place; its equals stay
+        score_C = score_C.masked_fill(score_C < best_K.values[last], -math.inf)
+    mass_C = ((score_C - score_C.max()) / warp.temperature).exp_()
+    if warp.top_p < 1:
+        order_C = torch.sort(score_C, stable=True).indices.flip(0)  # of equals the last comes first
+        mass_C, n_C = mass_C[order_C], n_C[order_C]
+        sum_C = (n_C * mass_C).cumsum(0)
+        limit = warp.top_p * sum_C[-1] * REACHED  # a copy stays if those before it do not reach top-p
+        left_C = limit - torch.cat([sum_C.new_zeros(1), sum_C[:-1]])
+        stay_C = torch.minimum((left_C / mass_C).ceil_(), n_C).masked_fill_((left_C <= 0) | (mass_C == 0), 0)
+        mass_C, n_C = (torch.empty_like(x).scatter_(0, order_C, x) for x in (mass_C, stay_C))
+    mass_C = mass_C * n_C
+    return mass_C / mass_C.sum()
 
 
 @dataclass
@@ -226,8 +303,8 @@ class Joint:
         vocab: tokens of a row.
         probs: of the cells that can be drawn, as a list or array; or of all, as a tensor of float32.
         logps: log-probabilities of the tokens after their nodes, not warped.
-        cells: which these are; None: all.
-        nodes: of the rows, if all cells are there.
+        cells: which these are, ascending; None: all.
+        nodes: of the rows, ascending, if all cells are there.
         compact: cells and probabilities as C++ made them, if it did.
     """
 

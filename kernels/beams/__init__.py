@@ -1,6 +1,6 @@
 """Calls the C++ joint distributions of beams (beams.cpp): their best cells, draws, and which drafts are accepted.
 
-`search.joint` and `search.verify` are the definition. Cells are numbers node * vocab + token.
+`search.joint` and `search.verify` are the definition. Cells are numbers node * vocab + token, in ascending order.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ Key = tuple[int, int, int]  # of keyed numbers: seed, stream, position
 
 
 class Leaders:
-    """Finds the best cells of joint distributions.
+    """Finds the cells that a warp leaves of joint distributions, where they are few.
 
     Args:
         vocab: tokens of a row.
@@ -34,20 +34,20 @@ class Leaders:
         self._options = vocab, temperature, top_k, top_p, room, numbers, numbers + 8 * room, cells, count
 
     def __call__(
-        self, weights: Sequence[float], rows: Sequence[int]
+        self, logprobs: Sequence[float], rows: Sequence[int]
     ) -> tuple["array[int]", "array[float]", "array[float]"] | None:
-        """The cells of one, best first.
+        """The cells of one, ascending.
 
         Args:
-            weights: of the beams (logarithms).
-            rows: of each beam in turn its node, and what is known of its row (see `search.joint.Told`): the address,
-                how many log-probabilities, WHOLE, MASSED or DENSE, the address of its peaks if it is dense (0:
-                unknown).
+            logprobs: of the beams.
+            rows: of each beam in turn its node, its entries, and what is known of its row (see `search.joint.Told`):
+                the address, how many log-probabilities, WHOLE, MASSED or DENSE, the address of its peaks if it is
+                dense (0: unknown).
 
         Returns:
             cells, probabilities, log-probabilities of the tokens; None if more may be drawn than is known or fits.
         """
-        offsets, places = array("d", weights), array("q", rows)
+        offsets, places = array("d", logprobs), array("q", rows)
         self._run(len(offsets), offsets.buffer_info()[0], places.buffer_info()[0], *self._options)
         n, room = self._count[0], self._room
         return (self._cells[:n], self._numbers[:n], self._numbers[room : room + n]) if n >= 0 else None

@@ -1,7 +1,7 @@
 // What is drawn from joint distributions of beams, where few cells (beam, token) can be: `search.joint` and
 // `search.verify`, in one call for each layer.
 //
-// Numbers are those of Python, but for the last bit of sums that it rounds once.
+// Cells are in ascending order. Numbers are those of Python, but for the last bit of sums that it rounds once.
 
 #include "../unfused.h"
 
@@ -15,7 +15,8 @@
 
 namespace {
 
-constexpr double NOTHING = 1e-9;  // probability left at which drawing without replacement stops
+constexpr double NOTHING = 1e-9;       // probability left at which drawing without replacement stops
+constexpr double REACHED = 1 - 1e-12;  // share of top-p at which it is reached, whichever way sums were rounded
 
 double total_of(const std::vector<double>& x) {
     long double sum = 0;
@@ -107,15 +108,18 @@ int64_t dynamic_width(const std::vector<double>& alphas, double threshold) {
 }
 
 struct Scored {
-    double score;
+    double score;  // of one copy
     int64_t cell;
     double logp;
+    int64_t copies;  // that stay
+    double mass;     // of one copy
 };
 
 // What is known of the row after a beam: its greatest log-probabilities, best first, and their tokens; or all of it.
 struct Row {
     double offset;
-    int64_t node, size;   // of what is known
+    int64_t node, count;  // entries of the list
+    int64_t size;         // of what is known
     const double* logps;  // and tokens; null: all is known
     bool whole, massed;   // there are no others; its mass is not 1
     const float* logp_V;  // all of it
@@ -138,8 +142,8 @@ bool gather_known(const std::vector<Row>& rows, int64_t vocab, int64_t k, std::v
     if (bound == INFINITY) return false;
     for (const Row& row : rows)
         for (int64_t i = 0; i < row.size && row.offset + row.logps[i] > bound; i++)
-            found.push_back(
-                {row.offset + row.logps[i], row.node * vocab + int64_t(row.logps[row.size + i]), row.logps[i]});
+            found.push_back({row.offset + row.logps[i], row.node * vocab + int64_t(row.logps[row.size + i]),
+                             row.logps[i], row.count});
     whole = bound == -INFINITY;
     return whole || int64_t(found.size()) >= k;
 }
@@ -183,87 +187,103 @@ void gather_dense(const std::vector<Row>& rows, int64_t vocab, int64_t k, std::v
             for (; bits; bits &= bits - 1) {
                 const int lane = __builtin_ctz(bits);
                 if (from[lane] > -INFINITY)
-                    found.push_back({row.offset + from[lane], row.node * vocab + block.at + i + lane, from[lane]});
+                    found.push_back(
+                        {row.offset + from[lane], row.node * vocab + block.at + i + lane, from[lane], row.count});
             }
         });
     }
 }
 
-// Cuts cells to the k best, and their equals; then to those that make up top-p. False if more may be drawn.
+double total_of(const std::vector<Scored>& cells) {
+    long double sum = 0;
+    for (const Scored& cell : cells) sum += cell.copies * cell.mass;
+    return double(sum);
+}
+
+// Cuts cells to those that have the first k places, and their equals; then to the copies that make up top-p. False if
+// more may be drawn.
 bool warp(const std::vector<Row>& rows, double temperature, int64_t top_k, double top_p, bool whole,
-          std::vector<Scored>& ranked, std::vector<double>& masses) {
+          std::vector<Scored>& ranked) {
     const int64_t k = temperature == 0 ? 1 : top_k;
     std::sort(ranked.begin(), ranked.end(), [](const Scored& a, const Scored& b) {
         return a.score > b.score || (a.score == b.score && a.cell > b.cell);
     });
-    if (k && k < int64_t(ranked.size())) {
-        const double least = ranked[k - 1].score;
+    if (k) {
+        int64_t places = 0;
+        size_t last = 0;  // the cell that has the k-th place
+        while ((places += ranked[last].copies) < k && last + 1 < ranked.size()) last++;
+        const double least = ranked[last].score;
         while (ranked.back().score < least) ranked.pop_back();
     }
     if (temperature == 0) ranked.erase(ranked.begin(), ranked.end() - 1);  // the first of equals
     const double T = temperature == 0 ? 1 : temperature, best = ranked[0].score;
-    masses.clear();
-    for (const Scored& cell : ranked) masses.push_back(std::exp((cell.score - best) / T));
+    for (Scored& cell : ranked) cell.mass = std::exp((cell.score - best) / T);
     if (top_p == 1) return whole || k;
-    double total = total_of(masses);
+    double total = total_of(ranked);
     if (!whole && !k) {
         std::vector<double> all;
-        for (const Row& row : rows) all.push_back(std::exp((row.offset - best) / T + row.log_mass(T)));
+        for (const Row& row : rows) all.push_back(row.count * std::exp((row.offset - best) / T + row.log_mass(T)));
         total = total_of(all);
     }
-    double before = 0;  // a cell stays if those before it do not reach top-p
+    const double limit = top_p * total * REACHED;
+    double before = 0;  // a copy stays if those before it do not reach top-p
     size_t kept = 0;
-    while (kept < masses.size() && before < top_p * total) before += masses[kept++];
-    masses.resize(kept);
-    return whole || k || before >= top_p * total;
+    for (; kept < ranked.size() && before < limit; kept++) {
+        Scored& cell = ranked[kept];
+        if (before + cell.copies * cell.mass > limit)
+            cell.copies = std::min(cell.copies, int64_t(std::ceil((limit - before) / cell.mass)));
+        before += cell.copies * cell.mass;
+    }
+    ranked.resize(kept);
+    return whole || k || before >= limit;
 }
 
 }  // namespace
 
-// Best cells of p_beam, warped: `search.joint.Reader._leaders`. Count is -1 if more may be drawn than can be told here,
-// or more than there is room for.
+// The cells that p_beam, warped, leaves: `search.joint.Reader._leaders`. Count is -1 if more may be drawn than can be
+// told here, or more than there is room for.
 //
-// Of each beam its weight, a logarithm; and five places: its node; the address of what is known of its row, how many
-// log-probabilities that is, WHOLE, MASSED or DENSE, the address of the peaks.
-extern "C" void coppice_leaders(int64_t beams, const double* weights, const int64_t* places, int64_t vocab,
+// Of each beam its log-probability; and six places: its node; its entries; the address of what is known of its row, how
+// many log-probabilities that is, WHOLE, MASSED or DENSE, the address of the peaks.
+extern "C" void coppice_leaders(int64_t beams, const double* logprobs, const int64_t* places, int64_t vocab,
                                 double temperature, int64_t top_k, double top_p, int64_t room, double* probs,
                                 double* logps, int64_t* cells, int64_t* count) {
     constexpr int64_t NUCLEUS[] = {32, 256, 1024};  // cells that are looked at for top-p
     constexpr int64_t SMALL = 64;                   // vocabularies no larger are known whole, as in `search.joint`
     enum { WHOLE = 1, MASSED = 2, DENSE = 4 };      // as in __init__.py
     *count = -1;
-    const double heaviest = *std::max_element(weights, weights + beams);
+    const double best = *std::max_element(logprobs, logprobs + beams);
     std::vector<Row> rows;
     int64_t dense = 0;
-    for (int64_t b = 0; b < beams; b++, places += 5) {
-        const bool all = places[3] & DENSE;
-        rows.push_back({weights[b] - heaviest, places[0], places[2], all ? nullptr : (const double*)places[1],
-                        bool(places[3] & WHOLE), bool(places[3] & MASSED), (const float*)places[1],
-                        (const double*)places[4]});
+    for (int64_t b = 0; b < beams; b++, places += 6) {
+        const bool all = places[4] & DENSE;
+        rows.push_back({logprobs[b] - best, places[0], places[1], places[3], all ? nullptr : (const double*)places[2],
+                        bool(places[4] & WHOLE), bool(places[4] & MASSED), (const float*)places[2],
+                        (const double*)places[5]});
         dense += all;
     }
     if (dense && dense < beams) return;
     const int64_t k = temperature == 0 ? 1 : top_k;
     if (dense && !k && top_p == 1 && rows[0].size > SMALL) return;
     std::vector<Scored> ranked;
-    std::vector<double> masses;
     bool told = false, whole = false;
     if (!dense) {
         told = gather_known(rows, vocab, std::max<int64_t>(k, 1), ranked, whole) && !ranked.empty() &&
-               warp(rows, temperature, top_k, top_p, whole, ranked, masses);
+               warp(rows, temperature, top_k, top_p, whole, ranked);
     } else {
         for (const int64_t nucleus : NUCLEUS) {
             ranked.clear();
             gather_dense(rows, vocab, k ? k : top_p < 1 ? nucleus : INT64_MAX / 8, ranked, whole);
-            told = !ranked.empty() && warp(rows, temperature, top_k, top_p, whole, ranked, masses);
+            told = !ranked.empty() && warp(rows, temperature, top_k, top_p, whole, ranked);
             if (told || k || whole) break;
         }
     }
-    if (!told || int64_t(masses.size()) > room) return;
-    const double total = total_of(masses);
-    for (size_t i = 0; i < masses.size(); i++)
-        probs[i] = masses[i] / total, logps[i] = ranked[i].logp, cells[i] = ranked[i].cell;
-    *count = masses.size();
+    if (!told || int64_t(ranked.size()) > room) return;
+    const double total = total_of(ranked);
+    std::sort(ranked.begin(), ranked.end(), [](const Scored& a, const Scored& b) { return a.cell < b.cell; });
+    for (size_t i = 0; i < ranked.size(); i++)
+        probs[i] = ranked[i].copies * ranked[i].mass / total, logps[i] = ranked[i].logp, cells[i] = ranked[i].cell;
+    *count = ranked.size();
 }
 
 // `search.verify.draw`.
@@ -294,16 +314,13 @@ extern "C" void coppice_judge(int64_t p_size, const int64_t* p_cells, const doub
                               int64_t parents, const int64_t* nodes, int64_t vocab, int64_t iid, int64_t fixed_width,
                               int64_t draft_beams, int64_t min_width, double threshold, int64_t room, int64_t seed,
                               int64_t stream, int64_t position, int64_t* out) {
-    std::vector<std::pair<int64_t, int64_t>> order(p_size);
-    for (int64_t x = 0; x < p_size; x++) order[x] = {p_cells[x], x};
-    std::sort(order.begin(), order.end());
     std::vector<double> q(p_size);
     std::vector<int64_t> place(q_size, -1);  // of q's cells in p
     std::vector<bool> there(q_size);         // their parents are
     long double sum = 0;
     for (int64_t y = 0; y < q_size; y++) {
-        const auto found = std::lower_bound(order.begin(), order.end(), std::pair<int64_t, int64_t>(q_cells[y], 0));
-        if (found != order.end() && found->first == q_cells[y]) place[y] = found->second, q[place[y]] = q_all[y];
+        const int64_t x = std::lower_bound(p_cells, p_cells + p_size, q_cells[y]) - p_cells;
+        if (x < p_size && p_cells[x] == q_cells[y]) place[y] = x, q[x] = q_all[y];
         there[y] = std::find(nodes, nodes + parents, q_cells[y] / vocab) != nodes + parents;
         if (there[y]) sum += q_all[y];
     }

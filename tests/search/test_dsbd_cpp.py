@@ -17,7 +17,7 @@ from kernels.rows.reference import peaks
 from search import DSBD
 from search.beam_sample import Beam
 from search.forest import Layer
-from search.joint import Joint, Reader, Told
+from search.joint import Joint, Rated, Reader, Told
 from search.verify import IID, KINDS, draw
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no C++: {why_not()}")
@@ -30,30 +30,37 @@ def rows_of(n, vocab, seed, coarse):
     return torch.log_softmax(logits.round() if coarse else logits, -1)
 
 
+def reader_without_cpp(monkeypatch, *args):
+    with monkeypatch.context() as patch:
+        patch.setattr(search.joint, "why_not", lambda: "as if there was none")
+        return Reader(*args)
+
+
 @pytest.mark.parametrize("coarse", [False, True])
 @pytest.mark.parametrize("vocab", [5, 64, 700, 5000])
 def test_leaders(vocab, coarse, monkeypatch):
     """The same cells in the same order, whether the host was told numbers of the rows, or C++ looks at them."""
     found = missed = 0
-    for (seed, warp), padding in itertools.product(enumerate(WARPS), (0, 3)):
+    for (seed, warp), padding, counts in itertools.product(enumerate(WARPS), (0, 3), ([1, 1, 1], [2, 1, 5])):
         reader, logp_NV = Reader(warp, vocab), rows_of(4, vocab, seed, coarse)
         logp_NV = torch.nn.functional.pad(logp_NV, (0, padding), value=-torch.inf)
-        nodes, weights = [9, 4, 7], [-0.5, -0.5, -2.0]
-        with monkeypatch.context() as patch:
-            patch.setattr(search.joint, "why_not", lambda: "as if there was none")
-            without = Reader(warp, vocab)
+        nodes, logprobs = [9, 4, 7], [-0.5, -0.5, -2.0]
+        without = reader_without_cpp(monkeypatch, warp, vocab)
         plain = without.rows(logp_NV, without.read(logp_NV))
         dense = [reader.rows(logp_NV, reader.read(logp_NV, known)) for known in (None, peaks(logp_NV))]
         assert plain[0][0].kind & DENSE == 0 != dense[0][0][0].kind & DENSE
-        beams = [(weight + 0.5, node, row) for node, weight, row in zip(nodes, weights, plain, strict=False)]
-        expected = reader._leaders(beams)
-        told = [reader.p_beam(dict(zip(nodes, rows, strict=False)), nodes, weights) for rows in (plain, *dense)]
+        given = sorted(zip(nodes, logprobs, counts, plain, strict=False))
+        beams = [Rated(node, logprob + 0.5, n, row) for node, logprob, n, row in given]
+        expected, everything = without._leaders(beams), without._all(beams)
+        told = [reader.p_beam(dict(zip(nodes, rows, strict=False)), nodes, logprobs, counts)
+                for rows in (plain, *dense)]  # fmt: skip
         assert list(told[1].probs) == list(told[2].probs) and told[1].cells == told[2].cells
+        for joint in told:  # dense rows may tell where the others do not
+            assert in_full(joint, nodes).sub(in_full(everything, nodes)).abs().max() < 1e-6
+            assert joint.cells is None or list(joint.cells) == sorted(joint.cells)
         if expected is None:
             missed += 1
             assert told[0].compact is None
-            everything, these = (in_full(joint, nodes) for joint in told[:2])
-            assert everything.sub(these).abs().max() < 1e-6  # dense rows may tell where the others do not
             continue
         found += 1
         for joint in told:
@@ -82,9 +89,9 @@ def test_rows_of_different_lengths():
     """What n-grams know: few tokens of each row, and nothing else is possible."""
     known = {3: Told.all([-0.1, -2.4], [8, 2]), 5: Told.all([-0.7, -0.8, -1.9], [1, 9, 0])}
     reader, weights = Reader(Warp(0.8, 0, 0.95), 10), [-1.0, -0.2]
-    beams = [(-0.8, 3, known[3]), (0.0, 5, known[5])]
+    beams = [Rated(3, -0.8, 1, known[3]), Rated(5, 0.0, 1, known[5])]
     told, expected = reader.p_beam(known, [3, 5], weights), reader._leaders(beams)
-    assert list(told.cells) == list(expected.cells) == [51, 59, 38, 50]
+    assert list(told.cells) == list(expected.cells) == [38, 50, 51, 59]
     assert list(told.probs) == pytest.approx(list(expected.probs), rel=1e-15)
 
 
@@ -93,7 +100,7 @@ def compact(vocab, probs, logps, cells):
 
 
 def random_joint(chance, nodes, vocab, size):
-    cells = chance.sample([node * vocab + token for node in nodes for token in range(vocab)], size)
+    cells = sorted(chance.sample([node * vocab + token for node in nodes for token in range(vocab)], size))
     masses = [chance.choice((0.0, 1e-12, 0.3, 1.0, 1.0, 20.0)) * chance.random() + 1e-300 for _ in cells]
     total = sum(masses)
     return compact(vocab, array("d", [mass / total for mass in masses]), masses, array("q", cells))
