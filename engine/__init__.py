@@ -2,7 +2,7 @@
 
 import engine.startup  # noqa: F401  # isort: split
 from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
-from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, UsageError
+from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, SearchError, UsageError
 from engine.requests import Evaluate, Output, Report, SearchResult, Task
 from engine.tree import TokenTree
 from engine.version import __version__
@@ -20,6 +20,7 @@ __all__ = [
     "Progress",
     "Report",
     "Request",
+    "SearchError",
     "SearchResult",
     "Session",
     "Task",

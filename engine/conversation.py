@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.capabilities import Capabilities
+from engine.contract import slots_of
 from engine.engine import Done, Engine, Event, Session
 from engine.errors import UsageError
 from engine.requests import Output, Search, SearchResult
@@ -243,7 +244,7 @@ class Conversation:
             if tokens + self._room(new) > context:
                 return False
             new = min(new, context - tokens + 1)
-        return self.on_overflow == "error" or search.slots(tokens, new)[0] <= pool.pages * pool.page_size
+        return self.on_overflow == "error" or slots_of(search, tokens, new)[0] <= pool.pages * pool.page_size
 
     def _reply(self, ids: list[int], best: Output) -> str:
         if self.engine.template is not None:

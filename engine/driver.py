@@ -10,16 +10,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from engine.contract import (
+    ContractError,
+    generator_fault,
+    guarded_read,
+    guarded_report,
+    is_ours,
+    report_fault,
+    request_fault,
+    result_fault,
+    tokens_fault,
+)
 from engine.errors import KVMemoryError, NumericsError
 from engine.interrupts import uninterrupted
 from engine.packing import Chunk, pack
 from engine.pool import PagePool
-from engine.requests import Evaluate, Read, Report, SearchGenerator, SearchResult
+from engine.requests import Evaluate, Read, Report, Search, SearchGenerator, SearchResult
 from engine.timing import PassTime
 from engine.trace import RecordedTree, Trace
 from engine.tree import TokenTree, Trunk
@@ -154,6 +165,11 @@ class Run:
     trace: Trace | None = None  # records what is done
     started: float = 0.0
     prefilled: float = 0.0
+    search: Search | None = None  # what is checked more closely if it is not this project's; None is trusted
+    fault: Exception | None = None  # raised by a function that the search gave away; it ends the run at its next step
+
+    def __post_init__(self):
+        self.foreign = self.search is not None and not is_ours(type(self.search))
 
     @property
     def done(self) -> bool:
@@ -214,6 +230,11 @@ class Driver:
 
     def open_tree(self, run: Run, model: str, prompt: Sequence[int], expected: int = 0, trunk: Trunk | None = None):
         """A tree that is freed with the run."""
+        if model not in self.runners:
+            raise ContractError(
+                f"open_tree: expected one of {', '.join(self.runners)}, the models that are loaded, got {model!r}; "
+                "a search names the models it needs in its attribute `models`"
+            )
         runner = self.runners[model]
         switch = runner.model.shape.switch_length
         make = TokenTree if run.trace is None else partial(RecordedTree, run.trace, model)
@@ -362,7 +383,10 @@ class Driver:
         self.running.append(run)
         run.started = time.perf_counter()
         try:
-            run.generator = run.start(run)
+            generator = run.start(run)
+            if wrong := generator_fault(generator):
+                raise ContractError(wrong)
+            run.generator = generator
         except Exception as error:
             self._end(run, error=error)
             return
@@ -378,32 +402,58 @@ class Driver:
         if run.trace is not None:
             run.trace.resume()
         try:
+            if run.fault is not None:
+                raise run.fault
             request = generator.throw(error) if error is not None else generator.send(answer)
             while isinstance(request, Report):
+                if wrong := report_fault(request):
+                    self._refuse(run, wrong)
+                if run.foreign:
+                    request = guarded_report(request, partial(setattr, run, "fault"))
                 run.settled += request.settled
                 run.report = request
                 if run.trace is not None:
                     run.trace.reported(request)
                 request = generator.send(None)
-            if not request.nodes:
-                raise ValueError("expected at least one node to evaluate")
-            known = [n for n in request.nodes if request.tree.is_evaluated(n)]
-            if known:
-                raise ValueError(f"nodes {known} are evaluated already; a search keeps what it was told")
+            if wrong := request_fault(request, run.trees) or (run.foreign and self._wrong_tokens(request)):
+                self._refuse(run, wrong)
+            if run.foreign:
+                request = guarded_read(request, partial(setattr, run, "fault"))
             ticket = Ticket(request, request.tree.regimes(request.nodes))
             ticket.begin()
             run.ticket = ticket
             if run.trace is not None:
                 run.trace.asked(request)
         except StopIteration as stop:
-            self._end(run, result=stop.value)
+            wrong = result_fault(stop.value, self.runners["target"].vocab_size if run.foreign else None)
+            if wrong:
+                self._end(run, error=ContractError(wrong))
+            else:
+                self._end(run, result=stop.value)
         except Exception as failure:
             self._end(run, error=failure)
 
+    @staticmethod
+    def _refuse(run: Run, wrong: str) -> NoReturn:
+        """Raise a ContractError at the search's `yield`, so that the traceback has its line, and here."""
+        fault = ContractError(wrong)
+        assert run.generator is not None
+        with contextlib.suppress(Exception):  # the search may catch it; the run ends nonetheless
+            run.generator.throw(fault)
+        raise fault
+
+    def _wrong_tokens(self, request: Evaluate) -> str:
+        runner = next(r for r in self.runners.values() if r.pool is request.tree.pool)
+        shape = runner.model.shape
+        return tokens_fault(request, shape.vocab_size, shape.max_positions)
+
     def _end(self, run: Run, result: SearchResult | None = None, error: Exception | None = None) -> None:
         try:
-            if run.generator is not None:
-                run.generator.close()
+            try:
+                if run.generator is not None:
+                    run.generator.close()
+            except Exception as failure:  # of the search, while it was told to end
+                result, error = None, error or failure
             if result is not None:
                 result.stats = self._stats(run) | result.stats
             if run.trace is not None:
@@ -425,12 +475,16 @@ class Driver:
     def _send_back(self, run: Run) -> None:
         """Give the pages of a search to those before it; it starts afresh, to the same result, when one has ended."""
         assert run.generator is not None
-        run.generator.close()
+        try:
+            run.generator.close()
+        except Exception as failure:
+            self._end(run, error=failure)
+            return
         for tree in run.trees:
             tree.release()
         self.running.remove(run)
         run.trees, run.generator, run.ticket, run.settled, run.report = [], None, None, [], Report()
-        run.work = {}
+        run.work, run.fault = {}, None
         run.prefilled = 0.0
         if run.trace is not None:
             run.trace.restart()

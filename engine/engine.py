@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.capabilities import Capabilities, Precision
 from engine.compiling import LEAST, compile_model, warm_up
+from engine.contract import attributed, check_search, search_error
 from engine.driver import Driver, Run, Runner
 from engine.errors import CheckpointError, CoppiceError, UsageError
 from engine.graphs import make_runner
@@ -19,7 +20,7 @@ from engine.loading import check_quant, load_template, model_key, pick_device, p
 from engine.memory import check_memory, is_out_of_memory, make_pools, out_of_memory
 from engine.packing import Chunk
 from engine.pool import PagePool
-from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, models_of
+from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.rewards import Answer, Messages, RewardFunction, make_judge
 from engine.stopping import StopStrings, TextStream
 from engine.template import ChatTemplate
@@ -468,7 +469,7 @@ class Engine:
         def start(run: Run) -> SearchGenerator:
             tree = driver.open_tree(run, "target", job.ids, len(job.ids) + job.limit, trunk)
             judge = None
-            if "reward" in models_of(request.search):
+            if "reward" in request.search.models:
                 given = request.prompt
                 if not isinstance(given, str):
                     given = self._tokenizer.decode(job.ids) if self._tokenizer else ""
@@ -496,7 +497,7 @@ class Engine:
             models = {"target": self, **self.companions}
             names = {role: engine.name for role, engine in models.items()}
             request.trace.begin(request.search, job.ids, names, {role: e._tokenizer for role, e in models.items()})
-        job.run = driver.submit(Run(start, retire=retire, trace=request.trace))
+        job.run = driver.submit(Run(start, retire=retire, trace=request.trace, search=request.search))
         return job
 
     def _prepare(self, request: Request) -> _Job:
@@ -529,7 +530,8 @@ class Engine:
         stops = StopStrings(self.tokenizer, request.stop) if request.stop else None
         if not callable(request.reward or len):
             raise UsageError(f"reward: expected a function of (prompt, texts), got {request.reward!r}")
-        for role in models_of(request.search):
+        check_search(request.search)
+        for role in request.search.models:
             if role == "reward" and (request.reward or self.reward):
                 continue
             if role not in self.companions:
@@ -538,7 +540,8 @@ class Engine:
             beside = self.companions[role].shape.max_positions
             if role == "draft" and beside is not None:  # it reads the same tokens
                 new = min(new, max(1, beside - len(ids) + 1))
-        request.search.check(self.runner.vocab_size, eos)
+        with attributed(type(request.search)):
+            request.search.check(self.runner.vocab_size, eos)
         check_memory(self.pool, request.search, len(ids), new)
         return _Job(request, ids, new, eos, stops)
 
@@ -575,13 +578,9 @@ class Engine:
         if isinstance(run.error, CoppiceError):
             return run.error
         if run.error is not None:
-            error = (
-                out_of_memory()
-                if is_out_of_memory(run.error)
-                else CoppiceError(
-                    f"the search failed: {run.error!r}", remedy="this is a bug of coppice: please report it"
-                )
-            )
+            if not is_out_of_memory(run.error):
+                return search_error(type(job.request.search), run.error)
+            error = out_of_memory()
             error.__cause__ = run.error
             return error
         assert run.result is not None

@@ -2,7 +2,7 @@
 
 from models.errors import CheckpointError, CoppiceError
 
-__all__ = ["CheckpointError", "CoppiceError", "KVMemoryError", "NumericsError", "UsageError"]
+__all__ = ["CheckpointError", "CoppiceError", "KVMemoryError", "NumericsError", "SearchError", "UsageError"]
 
 
 class UsageError(CoppiceError):
@@ -24,3 +24,13 @@ class NumericsError(CoppiceError):
 
     exit_code = 5
     code = "numerics"
+
+
+class SearchError(CoppiceError):
+    """A search that is not part of this project failed or broke the contract of `engine.requests`.
+
+    `__cause__` is the exception that its code raised, if it raised one.
+    """
+
+    exit_code = 2
+    code = "search"

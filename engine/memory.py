@@ -5,11 +5,12 @@ import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 
+from engine.contract import slots_of
 from engine.errors import KVMemoryError
 from engine.pool import PagePool
 from engine.requests import Search
@@ -74,47 +75,62 @@ def check_memory(pool: PagePool, search: Search, prompt: int, new: int) -> None:
         prompt, new: tokens.
 
     Raises:
-        KVMemoryError: with the formula, and the largest beam counts that would fit.
+        KVMemoryError: with the numbers, and the largest limits of this search that would fit.
+        SearchError: `slots` failed.
     """
     room, unit = pool.pages * pool.page_size, pool.bytes_per_token
-    least, _ = search.slots(prompt, new)
+    least, _ = slots_of(search, prompt, new)
     if least <= room:
         return
     pages = -(-least // pool.page_size) + (least > prompt)  # trunk and branches may each leave a page half empty
-    remedy = f"give --kv-memory at least {size_text(pages * pool.page_bytes, math.ceil)}"
-    beams = getattr(search, "beams", None)
-    if beams is None:
-        formula = f"prompt {prompt} + new tokens {new} - 1"
-        if room > prompt:
-            remedy += f", or --max-new-tokens at most {room - prompt + 1}"
-    else:
-        formula = f"prompt {prompt} + new tokens {new} + beams {beams} - 2"
-        # In the worst case the trunk and the branches each leave a page half empty.
-        sure = _most_beams(search, prompt, new, 1, room - 2 * (pool.page_size - 1))
-        perhaps = _most_beams(search, prompt, new, 0, room - (pool.page_size - 1))
-        if sure:
-            remedy += f", or --beams at most {sure}, the largest beam count that is sure to fit"
-            remedy += f" ({perhaps} fit if they differ only at the end)" if perhaps > sure else ""
-        elif perhaps:
-            remedy += (
-                f", or --beams at most {perhaps}, the largest beam count that fits, if they differ only at the end"
-            )
-        else:
-            remedy += ", or fewer --max-new-tokens: no beam count fits"
+    remedies = [f"give --kv-memory at least {size_text(pages * pool.page_bytes, math.ceil)}"]
+    # In the worst case the trunk and the branches each leave a page half empty.
+    sure = _most_beams(search, prompt, new, 1, room - 2 * (pool.page_size - 1))
+    perhaps = _most_beams(search, prompt, new, 0, room - (pool.page_size - 1))
+    if sure:
+        remedy = f"--beams at most {sure}, the largest beam count that is sure to fit"
+        remedies.append(remedy + (f" ({perhaps} fit if they differ only at the end)" if perhaps > sure else ""))
+    elif perhaps:
+        remedies.append(f"--beams at most {perhaps}, the largest beam count that fits, if they differ only at the end")
+    elif fewer := bisect_right(range(1, new), room, key=lambda n: slots_of(search, prompt, n)[0]):
+        remedies.append(f"--max-new-tokens at most {fewer}")
+    elif prompt >= room:
+        remedies.append("shorten the prompt")
+    elif hasattr(search, "beams"):
+        remedies.append("fewer --max-new-tokens: no beam count fits")
+    branches = least - (prompt + new - 1)
+    formula = f"prompt {prompt} + new tokens {new} - 1" + (f" + branches {branches}" if branches > 0 else "")
     raise KVMemoryError(
-        f"the KV cache holds {room} tokens ({size_text(room * unit)}), this needs at least {least}",
-        where=f"({formula}) x {unit} bytes per token = {size_text(least * unit)}",
-        remedy=remedy,
+        f"the KV cache holds {room} tokens ({size_text(room * unit)}), {type(search).__name__} needs at least {least}",
+        where=f"({formula}) x {unit} bytes per token = {size_text(least * unit)}"
+        if branches >= 0
+        else f"{least} slots x {unit} bytes per token = {size_text(least * unit)}",
+        remedy=", or ".join(remedies),
     )
 
 
-def _most_beams(search: Any, prompt: int, new: int, case: int, room: int) -> int:
-    """The largest beam count whose slots (0: at the least, 1: at the most) fit."""
+def _most_beams(search: Search, prompt: int, new: int, case: int, room: int) -> int:
+    """The largest count of beams below the search's own whose slots (0: at the least, 1: at the most) fit.
 
-    def slots(beams: int) -> int:
-        return replace(search, beams=beams, num_return_sequences=1).slots(prompt, new)[case]
+    Returns:
+        0 if none fits, if the search has no beams, or if the number of its beams does not change what it needs.
+    """
+    beams = getattr(search, "beams", None)
+    names = {field.name for field in fields(search) if field.init} if is_dataclass(search) else set()
+    if "beams" not in names or type(beams) is not int:
+        return 0
+    returned = getattr(search, "num_return_sequences", None) if "num_return_sequences" in names else None
 
-    return bisect_right(range(1, search.beams + 1), room, key=slots)
+    def slots(count: int) -> int:
+        less: dict[str, Any] = {"beams": count}
+        if type(returned) is int:
+            less["num_return_sequences"] = min(returned, count)
+        return slots_of(replace(search, **less), prompt, new)[case]  # type: ignore[type-var]
+
+    try:
+        return bisect_right(range(1, beams), room, key=slots)
+    except Exception:  # the search refuses some of these counts: there is nothing to advise
+        return 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:

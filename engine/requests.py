@@ -5,10 +5,11 @@ returns a `SearchResult`. When the KV pool is full, KVMemoryError is thrown in a
 nothing of it was done, so that the search may drop nodes and ask again.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -146,25 +147,28 @@ class Judge(Protocol):
 SearchGenerator = Generator[Evaluate | Report, Any, SearchResult]
 
 
-class Search(Protocol):
-    """A search's configuration: a frozen dataclass, checked when made.
+class Search(ABC):
+    """Base class of every search: a frozen dataclass derives from it, whose fields are the search's parameters.
 
-    One that asks other models than the target has an attribute `models` with their roles: "draft", "reward".
+    Attributes:
+        models: roles of the models that the search evaluates beside the target: "draft", "reward".
     """
 
+    models: ClassVar[Sequence[str]] = ()
+
+    @abstractmethod
     def run(self, task: Task) -> SearchGenerator:
-        """Start the algorithm."""
-        ...
+        """Start the algorithm: a generator that yields `Evaluate` and `Report` and returns a `SearchResult`."""
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-        """KV slots that a run to the limit needs: at the least, and at the most."""
-        ...
+        """KV slots that a run of `new_tokens` needs: at the least, and at the most.
 
-    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        """Refuse what this model cannot serve. Raises UsageError."""
-        ...
+        A request whose least does not fit the cache is refused before anything is evaluated. By default the least is
+        one sequence; the most is as many as the fields `beams` or `num_return_sequences` say, sharing the prompt alone.
+        """
+        widths = [getattr(self, name, 1) for name in ("beams", "num_return_sequences")]
+        width = max([1, *(n for n in widths if type(n) is int)])
+        return prompt_tokens + new_tokens - 1, prompt_tokens + width * (new_tokens - 1)
 
-
-def models_of(search: Search) -> Sequence[str]:
-    """The roles of the models that a search asks beside the target."""
-    return getattr(search, "models", ())
+    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:  # noqa: B027  (most need none)
+        """Refuse what this model cannot serve. Raises UsageError. By default nothing is refused."""

@@ -108,6 +108,11 @@ class TokenTree:
             return self._position[node] < self.trunk.cached
         return self._slot[node] >= 0
 
+    @property
+    def grown(self) -> int:
+        """How many nodes there have been, live or not: they are numbered from 0."""
+        return len(self._token)
+
     def is_live(self, node: int) -> bool:
         """Whether the node may still be grown from and evaluated."""
         return self._slot[node] != FREED and (self._slot[node] != IN_TRUNK or node == self.root)

@@ -20,6 +20,7 @@ from search.base import (
     Likely,
     Output,
     Report,
+    Search,
     SearchGenerator,
     SearchResult,
     Task,
@@ -37,7 +38,7 @@ OBSERVED = 12  # likeliest nodes of a draft after which the drafter is told what
 
 @register("aded")
 @dataclass(frozen=True)
-class ADED:
+class ADED(Search):
     """The tokens of greedy, or of sample with its parameters, in fewer passes: n-gram drafts that the model verifies.
 
     Args:
@@ -265,6 +266,3 @@ class ADED:
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         least = prompt_tokens + new_tokens - 1  # drafts are dropped if there is no room for them
         return least, least + (MOST if self.nodes == "auto" else int(self.nodes))
-
-    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        pass

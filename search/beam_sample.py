@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from engine.errors import UsageError
 from engine.sampling import Uniforms, Warp
-from search.base import Output, Report, SearchGenerator, SearchResult, Task, register
+from search.base import Output, Report, Search, SearchGenerator, SearchResult, Task, register
 from search.joint import Joint, Known, Reader
 
 
 @register("beam-sample")
 @dataclass(frozen=True)
-class BeamSample:
+class BeamSample(Search):
     """Beam sampling: beams drawn together from their joint distribution, with replacement.
 
     Args:
@@ -52,12 +52,6 @@ class BeamSample:
             beams.advance(joint, joint.draw(self.beams - beams.ended, numbers))
             yield beams.report()
         return beams.result(self.num_return_sequences, {"steps": beams.steps})
-
-    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-        return prompt_tokens + new_tokens - 1, prompt_tokens + self.beams * (new_tokens - 1)
-
-    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        pass
 
 
 def check_ranges(config: Any, **ranges: tuple[int, int]) -> None:

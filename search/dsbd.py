@@ -19,7 +19,7 @@ from typing import Any
 import kernels.beams
 from engine.errors import UsageError
 from engine.sampling import Uniforms, Warp
-from search.base import SearchGenerator, Task, register
+from search.base import Search, SearchGenerator, Task, register
 from search.beam_sample import Beam, Beams, check_ranges, check_sampling, p_beam
 from search.drafters import backoff
 from search.forest import Forester, Layer, ModelForester, NGramForester
@@ -43,7 +43,7 @@ GO_ON, END = "go-on", "end"
 
 @register("dsbd")
 @dataclass(frozen=True)
-class DSBD:
+class DSBD(Search):
     """Dynamic-width speculative beam decoding: beam sampling with drafts of a smaller model (--draft).
 
     Args:
@@ -224,13 +224,10 @@ class DSBD:
         least = prompt_tokens + new_tokens - 1
         return least, prompt_tokens + self.entries * (new_tokens - 1) + self.gamma * self.draft_beams
 
-    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        pass
-
 
 @register("speculative")
 @dataclass(frozen=True)
-class Speculative:
+class Speculative(Search):
     """Speculative sampling: draws from the model's distribution, several tokens per pass with a draft (--draft).
 
     Args:
@@ -259,9 +256,6 @@ class Speculative:
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         return self.as_dsbd().slots(prompt_tokens, new_tokens)
-
-    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        pass
 
 
 # --- figures ---

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
+from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, register
 
 
 @register("greedy")
 @dataclass(frozen=True)
-class Greedy:
+class Greedy(Search):
     """The most probable token at every step; ties go to the lower id."""
 
     def run(self, task: Task) -> SearchGenerator:
@@ -22,9 +22,3 @@ class Greedy:
             if reason:
                 return SearchResult([Output(tokens, logprob, logprob, reason)])
             tree.keep(tree.grow([tree.root], [token]))
-
-    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-        return prompt_tokens + new_tokens - 1, prompt_tokens + new_tokens - 1
-
-    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        pass

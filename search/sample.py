@@ -14,12 +14,12 @@ from torch import Tensor
 
 from engine.errors import UsageError
 from engine.sampling import Warp, draws
-from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, evaluate, register
+from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, evaluate, register
 
 
 @register("sample")
 @dataclass(frozen=True)
-class Sample:
+class Sample(Search):
     """Draws from the model's distribution (temperature, top-k, top-p), reproducible by seed.
 
     Args:
@@ -57,12 +57,6 @@ class Sample:
         order = sorted(everything, key=lambda i: -drawn.logprobs[i])
         yield Report(drawn.tokens[order[0]][settled:])
         return SearchResult([drawn.output(i, drawn.logprobs[i]) for i in order])
-
-    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-        return prompt_tokens + new_tokens - 1, prompt_tokens + self.num_return_sequences * (new_tokens - 1)
-
-    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        pass
 
 
 class Utterances:

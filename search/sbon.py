@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.errors import KVMemoryError, UsageError
 from engine.sampling import Warp
-from search.base import Evaluate, Report, SearchGenerator, SearchResult, Task, register
+from search.base import Evaluate, Report, Search, SearchGenerator, SearchResult, Task, register
 from search.sample import Utterances
 from search.sbon_rates import accepted, accepted_by_risk, expected_lengths, foretold
 
@@ -27,7 +27,7 @@ MOST = 4096  # utterances
 
 @register("bon")
 @dataclass(frozen=True)
-class BoN:
+class BoN(Search):
     """Best-of-N: the sample that a reward model likes best.
 
     Args:
@@ -59,9 +59,6 @@ class BoN:
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         return prompt_tokens + new_tokens - 1, prompt_tokens + self.n * (new_tokens - 1)
-
-    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        pass
 
 
 @register("sbon")

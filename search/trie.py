@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.errors import UsageError
-from search.base import Output, Report, SearchGenerator, SearchResult, Task, evaluate_best, register
+from search.base import Output, Report, Search, SearchGenerator, SearchResult, Task, evaluate_best, register
 
 EARLY_STOPPING = {False: "false", True: "true", "false": "false", "true": "true", "never": "never"}
 
@@ -26,7 +26,7 @@ class Finished(NamedTuple):
 
 @register("trie")
 @dataclass(frozen=True)
-class Trie:
+class Trie(Search):
     """Beam search on a token trie: the exact result of Hugging Face beam search in a fraction of the memory.
 
     Args:

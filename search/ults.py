@@ -21,7 +21,7 @@ from engine.errors import KVMemoryError, UsageError
 from engine.tree import TokenTree
 from kernels.rows import top_k
 from search import ults_prior
-from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, path_field, register
+from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, path_field, register
 from search.ults_boundary import RULES, Boundary, Family
 from search.ults_prior import Rest, Vectors
 
@@ -41,7 +41,7 @@ class Leaf(NamedTuple):
 
 @register("ults")
 @dataclass(frozen=True)
-class ULTS:
+class ULTS(Search):
     """Uncertainty-guided tree search: sequences as probable as beam search finds, from fewer evaluated nodes.
 
     Args:

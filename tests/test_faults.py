@@ -449,7 +449,7 @@ def test_more_than_the_memory_limit(commands: Commands, engine: Engine, base: Pa
         code, out, err = commands.chat("-p", "abc", *argv, "--beams", "100")
         assert (code, out) == (4, "") and "holds 40 tokens" in err
         unit = engine.pool.bytes_per_token
-        assert f"(prompt 3 + new tokens 8 + beams 100 - 2) x {unit} bytes per token" in err
+        assert f"(prompt 3 + new tokens 8 - 1 + branches 99) x {unit} bytes per token" in err
         code, [record], _ = commands.batch([{"prompt": "abc"}], *argv, "--beams", "100")
         assert code == 2 and record["error"]["code"] == "memory"
     advised = re.search(r"--beams at most (\d+), the largest beam count that is sure to fit", err)

@@ -19,12 +19,12 @@ from engine import batch, cli
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError
 from search import ULTS
-from search.base import Output, SearchGenerator, SearchResult, Task
+from search.base import Output, Search, SearchGenerator, SearchResult, Task
 from search.ults_prior import Vectors, cache_file, gather
 
 
 @dataclass(frozen=True)
-class Collect:
+class Collect(Search):
     """A search that finds nothing: it notes the vectors that it comes past.
 
     Args:
@@ -45,9 +45,6 @@ class Collect:
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         return prompt_tokens + new_tokens - 1, prompt_tokens + self.completions * (new_tokens - 1)
-
-    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        pass
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from engine import Engine, KVMemoryError, UsageError
 from engine.chat import main
-from search.base import Evaluate, Output, SearchResult
+from search.base import Evaluate, Output, Search, SearchResult
 from tools.random_checkpoint import make
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -36,7 +36,7 @@ def engine(target, draft):
 
 
 @dataclass(frozen=True)
-class AskAll:
+class AskAll(Search):
     """Reads the prompt with all three models, then one more token with each; keeps what they said."""
 
     told: dict
@@ -50,12 +50,6 @@ class AskAll:
             second = yield Evaluate(tree, [node])
             self.told[role] = (first[0].clone(), second[0].clone())
         return SearchResult([Output([9], 0.0, 0.0, "length")])
-
-    def slots(self, prompt_tokens, new_tokens):
-        return prompt_tokens, prompt_tokens
-
-    def check(self, vocab_size, eos_token_ids):
-        pass
 
 
 def test_each_model_answers_for_its_own_trees(engine, draft):

@@ -17,7 +17,6 @@ import pytest
 from engine import Engine, UsageError, batch, chat
 from engine.conversation import Conversation
 from engine.demo import BANNER, ROLES, demo_folder, with_defaults
-from engine.requests import models_of
 from search import REGISTRY, Greedy, Sample, Trie
 from tools.demo import golden
 from tools.random_checkpoint import make
@@ -115,12 +114,12 @@ def test_the_banner_says_what_it_is(engine: Engine, tmp_path: Path):
     assert BANNER not in chat.banner(Engine.load(tmp_path, kv_memory=1 << 20), settings, tmp_path)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in REGISTRY.items() if models_of(kind())])
+@pytest.mark.parametrize("name", [name for name, kind in REGISTRY.items() if kind().models])
 def test_another_model_needs_its_own_companions(name: str, tmp_path: Path, monkeypatch, capsys):
     make(tmp_path, layers=1, width=32, mlp=48, heads=2, vocab=260, max_positions=64)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hello")))
     assert chat.main(["--model", str(tmp_path), "--search", name]) == 2
-    role = models_of(REGISTRY[name]())[0]
+    role = REGISTRY[name]().models[0]
     kind = {"draft": "a smaller one of the same tokenizer", "reward": "one with a scalar head"}[role]
     assert f"needs a {role} model\ngive --{role} DIR, {kind}" in capsys.readouterr().err
 

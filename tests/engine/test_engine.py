@@ -205,7 +205,8 @@ def test_the_advised_beam_counts_work(folder, tokens, prompt, new):
     with pytest.raises(KVMemoryError) as caught:
         engine.generate([[1] + [9] * (prompt - 1)], Trie(beams=250), max_new_tokens=new, ignore_eos=True)
     error = caught.value
-    assert error.exit_code == 4 and re.search(r"\(prompt \d+ \+ new tokens \d+ \+ beams 250 - 2\) x \d+", str(error))
+    formula = f"(prompt {prompt} + new tokens {new} - 1 + branches 249) x {engine.pool.bytes_per_token} bytes"
+    assert error.exit_code == 4 and formula in str(error) and "Trie needs at least" in str(error)
     advised = [int(n) for n in re.findall(r"--beams at most (\d+)|\((\d+) fit if", str(error)) for n in n if n]
     safe = advised[0] if "sure to fit" in str(error) else 0
     most = advised[-1] if advised else 0

@@ -14,7 +14,7 @@ from engine.batch import main as batch
 from engine.chat import main as chat
 from engine.conversation import Conversation, figures
 from engine.engine import Done, Progress, Request
-from engine.requests import Output, SearchResult
+from engine.requests import Output, Search, SearchResult
 from search import BoN, SBoN
 from tools.random_checkpoint import EOS, make
 
@@ -82,7 +82,7 @@ def pools_are_empty_again(target, rewards):
 
 
 @dataclass(frozen=True)
-class Ask:
+class Ask(Search):
     """Asks for rewards, round by round: (responses, those kept after it)."""
 
     rounds: list
@@ -94,12 +94,6 @@ class Ask:
             self.told.append((yield from task.judge.rewards(responses)))
             task.judge.keep(kept)
         return SearchResult([Output([9], 0.0, 0.0, "length")])
-
-    def slots(self, prompt_tokens, new_tokens):
-        return prompt_tokens, prompt_tokens
-
-    def check(self, vocab_size, eos_token_ids):
-        pass
 
 
 def ask(target, reward, rounds, prompt="hello there", **options):

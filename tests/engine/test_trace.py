@@ -10,7 +10,7 @@ import torch
 from engine import Engine, Request, SearchResult
 from engine.demo import demo_folder
 from engine.errors import KVMemoryError
-from engine.requests import Evaluate
+from engine.requests import Evaluate, Search
 from engine.trace import RecordedTree, Trace, Traces
 from engine.tree import TokenTree
 from search import REGISTRY, Greedy, Trie
@@ -226,7 +226,7 @@ def test_requests_beside_each_other_and_sent_back(engine: Engine):
         assert any(t.record["restarts"] for t in traces if t.record) is restarts
 
 
-class Fails:
+class Fails(Search):
     """Grows a little and then fails, or asks for more than there is."""
 
     def __init__(self, error: type[Exception]):
@@ -238,12 +238,6 @@ class Fails:
             yield Evaluate(tree, [node])
             node = tree.grow([node], [5])[0]
         raise self.error("on purpose")
-
-    def slots(self, prompt_tokens, new_tokens):
-        return 1, 1
-
-    def check(self, vocab_size, eos_token_ids):
-        pass
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KVMemoryError])

@@ -67,7 +67,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Recite:
+class Recite(Search):
     """A search on a model whose likeliest next token is the text's."""
 
     search: Search

@@ -206,7 +206,7 @@ def think(search: ULTS, depth: int, rows_RV: torch.Tensor) -> tuple[float, Searc
 
 
 @dataclass(frozen=True)
-class WithoutEos:
+class WithoutEos(Search):
     """Another search, on the model without its end-of-sequence tokens, the others renormalised."""
 
     search: Search

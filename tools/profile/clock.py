@@ -8,7 +8,7 @@ work is done, only to whole passes.
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -121,7 +121,7 @@ def add(step: Step, part: str, moved: int, operations: int) -> None:
     work[1] += operations
 
 
-class Watched:
+class Watched(Search):
     """A search whose own time is booked to it, what it reads of log-probabilities included."""
 
     def __init__(self, search: Search, watch: Watch):
@@ -130,8 +130,19 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.search, name)
 
+    @property
+    def models(self) -> Sequence[str]:
+        """The search's own."""
+        return self.search.models
+
     def run(self, task: Task) -> "WatchedGenerator":
         return WatchedGenerator(self.search.run(task), self.watch)
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        return self.search.slots(prompt_tokens, new_tokens)
+
+    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self.search.check(vocab_size, eos_token_ids)
 
 
 class WatchedGenerator:

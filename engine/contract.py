@@ -1,0 +1,269 @@
+"""The contract of searches, checked: what a search may yield and return, and whose fault an exception is.
+
+An exception in a search that is not part of this project is a `SearchError`, which names the search and the line of its
+code. The searches of this project break the contract only by a bug of ours, and the error says so.
+"""
+
+import json
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import CoppiceError, SearchError, UsageError
+from engine.requests import Evaluate, Output, Report, Search, SearchResult
+from engine.tree import TokenTree
+
+OURS = ("search", "tools")  # packages whose searches are part of this project
+ROLES = ("draft", "reward")
+SHOWN = 80  # characters of a value in a message
+
+
+class ContractError(Exception):
+    """A search did something else than the contract allows; the message says what was expected and what came."""
+
+
+# --- whose fault it is ---
+
+
+def is_ours(kind: type) -> bool:
+    """Whether a search's class is part of this project."""
+    return kind.__module__.partition(".")[0] in OURS
+
+
+def search_error(kind: type, error: BaseException) -> CoppiceError:
+    """The error to report for an exception in a search; the exception is its `__cause__`.
+
+    Args:
+        kind: the search's class.
+        error: what its code raised, or a ContractError.
+    """
+    what = str(error) if isinstance(error, ContractError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    verb = "breaks the contract of searches" if isinstance(error, ContractError) else "failed"
+    if is_ours(kind):
+        message = f"the search {kind.__name__} failed: {what}"
+        remedy = "this is a bug of coppice: please report it; -v shows the traceback"
+        reported = CoppiceError(message, where=_line_of(kind, error), remedy=remedy)
+    else:
+        message = f"the search {kind.__name__} of the module {kind.__module__} {verb}: {what}"
+        remedy = "this is a fault of the search, not of coppice; -v shows the traceback"
+        reported = SearchError(message, where=_line_of(kind, error), remedy=remedy)
+    reported.__cause__ = error
+    return reported
+
+
+@contextmanager
+def attributed(kind: type) -> Iterator[None]:
+    """Report exceptions of a search's own methods as `search_error` does; errors meant for the user pass.
+
+    Raises:
+        CoppiceError: a search of this class raised.
+    """
+    try:
+        yield
+    except CoppiceError:
+        raise
+    except Exception as error:
+        raise search_error(kind, error) from error
+
+
+def _line_of(kind: type, error: BaseException) -> str:
+    """file:line of the deepest frame in the search's package; without one, where its `run` begins."""
+    package = kind.__module__.partition(".")[0]
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package:
+            return f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
+    code = getattr(getattr(kind, "run", None), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}" if code else ""
+
+
+# --- before it starts ---
+
+
+def check_search(search: Any) -> None:
+    """Refuse what is no search.
+
+    Raises:
+        UsageError: it does not derive from `Search`.
+        SearchError: its `models` are no roles of models.
+    """
+    if not isinstance(search, Search):
+        missing = [name for name in ("run", "slots", "check", "models") if not hasattr(search, name)]
+        raise UsageError(
+            f"search: expected an instance of a class that derives from search.Search, got {brief(search)}"
+            + (f", which lacks {', '.join(missing)}" if missing else ""),
+            remedy=f"write class {type(search).__name__}(Search): it provides slots, check and models",
+        )
+    with attributed(type(search)):
+        models = search.models
+        if isinstance(models, str) or not isinstance(models, Sequence) or not all(role in ROLES for role in models):
+            raise ContractError(f"models: expected a tuple of {' or '.join(ROLES)}, got {brief(models)}")
+
+
+def slots_of(search: Search, prompt: int, new: int) -> tuple[int, int]:
+    """KV slots that a search needs, at the least and at the most, as its `slots` says. Raises SearchError."""
+    with attributed(type(search)):
+        told = search.slots(prompt, new)
+        if not isinstance(told, tuple | list) or len(told) != 2 or not all(isinstance(n, int) for n in told):
+            raise ContractError(f"slots: expected two integers, the least and the most, got {brief(told)}")
+        return told[0], told[1]
+
+
+# --- while it runs ---
+
+
+def generator_fault(generator: Any) -> str:
+    """What is wrong with what `run` returned; "" if nothing is."""
+    if all(hasattr(generator, name) for name in ("send", "throw", "close")):
+        return ""
+    return f"run: expected a generator, which a function with `yield` returns, got {brief(generator)}"
+
+
+def report_fault(report: Report) -> str:
+    """What is wrong with a Report; "" if nothing is."""
+    if not isinstance(report.settled, Sequence) or any(type(token) is not int for token in report.settled):
+        return f"Report.settled: expected a list of token ids, got {brief(report.settled)}"
+    if not isinstance(report.info, dict):
+        return f"Report.info: expected a dict, got {brief(report.info)}"
+    for name in ("best", "beams"):
+        if not callable(getattr(report, name) or len):
+            return f"Report.{name}: expected a function without arguments, got {brief(getattr(report, name))}"
+    return ""
+
+
+def request_fault(request: Any, trees: Sequence[TokenTree]) -> str:
+    """What is wrong with what a search yielded in place of a Report; "" if nothing is.
+
+    Args:
+        request: what came.
+        trees: those of the run.
+    """
+    if not isinstance(request, Evaluate):
+        return f"expected it to yield Evaluate or Report, got {brief(request)}"
+    tree, nodes = request.tree, request.nodes
+    if not any(tree is own for own in trees):
+        got = "a tree of another run" if isinstance(tree, TokenTree) else brief(tree)
+        return f"Evaluate.tree: expected task.tree or a tree that task.open_tree returned, got {got}"
+    if not isinstance(nodes, Sequence) or isinstance(nodes, str | bytes):
+        return f"Evaluate.nodes: expected a list of nodes, got {brief(nodes)}"
+    if not nodes:
+        return "Evaluate.nodes: expected at least one node, got none"
+    if not callable(request.read or len):
+        return f"Evaluate.read: expected a function or None, got {brief(request.read)}"
+    grown = tree.grown
+    for node in nodes:
+        if type(node) is not int or not 0 <= node < grown:
+            return f"Evaluate.nodes: expected nodes of this tree, which has grown {grown}, got {brief(node)}"
+        if not tree.is_live(node):
+            return f"Evaluate.nodes: expected live nodes, got {node}, which keep() has freed or moved into the trunk"
+        if tree.is_evaluated(node):
+            return f"Evaluate.nodes: expected nodes not evaluated yet, got {node}; a search stores the rows it is sent"
+    return ""
+
+
+def tokens_fault(request: Evaluate, vocab_size: int, max_positions: int | None) -> str:
+    """What is wrong with the tokens that a request would evaluate; "" if nothing is.
+
+    Args:
+        request: free of other faults.
+        vocab_size: token ids that the tree's model knows.
+        max_positions: tokens that the model's context holds; None: any number.
+    """
+    tree = request.tree
+    trunk, nodes = tree.pending(request.nodes)
+    for token in [*tree.trunk.tokens[len(tree.trunk.tokens) - trunk :], *map(tree.token, nodes)]:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            return f"tokens: expected integers from 0 to {vocab_size - 1}, got {brief(token)}"
+    last = max(map(tree.position, request.nodes))
+    if max_positions is not None and last >= max_positions:
+        return f"Evaluate.nodes: expected at most {max_positions} tokens, the model's context, got a node after {last}"
+    return ""
+
+
+def result_fault(result: Any, vocab_size: int | None) -> str:
+    """What is wrong with what a search returned; "" if nothing is.
+
+    Args:
+        result: what came.
+        vocab_size: tokens that can be generated; None leaves the values in the outputs and the statistics unchecked.
+    """
+    if not isinstance(result, SearchResult):
+        return f"expected it to return a SearchResult, got {brief(result)}"
+    outputs = result.outputs
+    if not isinstance(outputs, list | tuple) or not all(isinstance(output, Output) for output in outputs):
+        return f"SearchResult.outputs: expected a list of Output, got {brief(outputs)}"
+    if not outputs:
+        return "SearchResult.outputs: expected at least one Output, got an empty list"
+    if not isinstance(result.stats, dict):
+        return f"SearchResult.stats: expected a dict, got {brief(result.stats)}"
+    if vocab_size is None:
+        return ""
+    for output in outputs:
+        if not isinstance(output.token_ids, list | tuple):
+            return f"Output.token_ids: expected a list of token ids, got {brief(output.token_ids)}"
+        for token in output.token_ids:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                return f"Output.token_ids: expected integers from 0 to {vocab_size - 1}, got {brief(token)}"
+        if not isinstance(output.finish_reason, str):
+            return f"Output.finish_reason: expected a text such as length, got {brief(output.finish_reason)}"
+    try:
+        json.dumps(result.record(0), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"SearchResult: expected outputs and stats that JSON can hold: {error}"
+    return ""
+
+
+def guarded_report(report: Report, failed: Callable[[Exception], None]) -> Report:
+    """A Report whose functions never raise: they pass the exception to `failed` and return nothing."""
+    best, beams = report.best, report.beams
+
+    def safe_best() -> list[int]:
+        try:
+            return [int(token) for token in best()] if best else []
+        except Exception as error:
+            failed(error)
+            return []
+
+    def safe_beams() -> list[tuple[float | None, list[int]]]:
+        try:
+            told = beams() if beams else []
+            return [(None if score is None else float(score), [int(t) for t in tokens]) for score, tokens in told]
+        except Exception as error:
+            failed(error)
+            return []
+
+    return replace(report, best=best and safe_best, beams=beams and safe_beams)
+
+
+def guarded_read(request: Evaluate, failed: Callable[[Exception], None]) -> Evaluate:
+    """A request whose `read` never raises: it passes the exception to `failed` and returns an empty tensor."""
+    read = request.read
+    if read is None:
+        return request
+
+    def safe(rows_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
+        try:
+            numbers = read(rows_NV, peaks_NB)
+            if not isinstance(numbers, Tensor) or numbers.dim() != 1:
+                raise ContractError(f"Evaluate.read: expected it to return a tensor [n], got {brief(numbers)}")
+            return numbers.to(rows_NV.device, torch.float64)
+        except Exception as error:
+            failed(error)
+            return torch.empty(0, dtype=torch.float64, device=rows_NV.device)
+
+    return replace(request, read=safe)
+
+
+def brief(value: Any) -> str:
+    """A value for a message, on one short line."""
+    if isinstance(value, Tensor):
+        return f"a tensor {[*value.shape]} of {str(value.dtype).removeprefix('torch.')}"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # somebody else's __repr__
+        text = f"an instance of {type(value).__name__}"
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
