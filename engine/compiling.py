@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from kernels import cpp
+from kernels.files import private
 
 LEAST = (2,)  # tokens of a pass, and words of ancestry: torch would make graphs of their own for sizes 0 and 1
 
@@ -16,7 +17,7 @@ def compile_model(model: nn.Module) -> bool:
     """Compile every layer of a model in place, one graph for all, sizes dynamic, when it is first called.
 
     What was compiled is kept on disk (TORCHINDUCTOR_CACHE_DIR; by default in the user's cache folder), where later
-    runs find it. Without a C++ compiler on a CPU it warns and leaves the model eager.
+    runs find it. Without a C++ compiler, or where others may write to that folder, it warns and leaves the model eager.
 
     Returns:
         whether it is compiled.
@@ -24,7 +25,13 @@ def compile_model(model: nn.Module) -> bool:
     if cpp.compiler() is None:
         warnings.warn("no C++ compiler was found: --compile on has no effect", stacklevel=2)
         return False
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cpp.cache_folder() / "compiled"))
+    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        try:  # what lies there is loaded as code
+            folder = private(cpp.cache_folder() / "compiled", make=True)
+        except (OSError, RuntimeError, cpp.BuildError) as error:
+            warnings.warn(f"--compile on has no effect: {error}", stacklevel=2)
+            return False
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for layer in model.layers:  # type: ignore[union-attr]
         layer.compile(dynamic=True)  # type: ignore[operator]

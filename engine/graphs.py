@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 def make_runner(model, pool: PagePool, vocab_size: int) -> Runner:
     """The runner that suits the device: C++ kernels on a CPU; Triton kernels and CUDA graphs on a GPU.
 
-    Where the C++ kernels cannot be built it warns, and takes those in PyTorch.
+    Where there are no C++ kernels it takes those in PyTorch, with a warning unless the user switched them off.
 
     Raises:
         UsageError: a GPU, but no triton, or a model that its kernels cannot serve.
@@ -44,7 +44,7 @@ def make_runner(model, pool: PagePool, vocab_size: int) -> Runner:
         if cache.dtype not in cpp.KINDS:
             return Runner(model, pool, vocab_size)
         reason = cpp.why_not()
-        if reason:
+        if reason and not cpp.off():
             warnings.warn(f"the kernels in PyTorch run, slower than those in C++: {reason}", stacklevel=2)
         return Runner(model, pool, vocab_size, impl="cpu" if reason else "cpp")
     if importlib.util.find_spec("triton") is None:

@@ -1,45 +1,113 @@
-"""The C++ kernels of this package: built for this machine when first wanted, kept on disk, called through ctypes."""
+"""The C++ kernels of this package: built for this machine when first needed, kept on disk, called through ctypes.
+
+Where a library comes from, in this order: the folder that COPPICE_KERNELS names, `kernels/prebuilt` in an installed
+package, the user's cache folder, where it is built if it is not there. `docs/kernels.md` has the whole story.
+"""
 
 import ctypes
 import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from kernels import files, processor
+from kernels.files import BuildError
+from kernels.processor import NATIVE, TARGETS, Target
+
+__all__ = ["FLAGS", "KINDS", "BuildError", "compiler", "function", "library", "off", "watched", "why_not"]
+
 SOURCES = sorted(Path(__file__).parent.glob("*/*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-fPIC")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # what they compute in, see `with_type`
+VARIABLE = "COPPICE_KERNELS"
+PREBUILT = Path(__file__).parent / "prebuilt"
+FORMAT = 1  # of the files that a library consists of
+
+# Every function that Python calls, by its name without "coppice_". A letter per argument: p an address
+# (`Tensor.data_ptr()`), i an int64, f a float, d a double; after ">" what it returns, if anything.
+OPERATORS = {
+    "activation": "iiippii",
+    "at_least": "pppiiif",
+    "best_sums": "ppppiii",
+    "draw": "piiiiiipp",
+    "gumbel_argmax": "ipppii",
+    "int8_linear": "iippppppiii",
+    "judge": "ippippipipiiiiidiiiip",
+    "kv_copy": "ippppiiii",
+    "kv_write": "ippppp" + "i" * 8,
+    "layer_norm": "iippppiif",
+    "leaders": "ippididipppp",
+    "linear": "iippppiii",
+    "linear_kinds": "p",
+    "log_softmax": "iippppiii",
+    "ngrams_chances": "ppippip",
+    "ngrams_close_store": "p",
+    "ngrams_close_text": "p",
+    "ngrams_draft": "piipppp",
+    "ngrams_learn": "ppi",
+    "ngrams_observe": "pppii",
+    "ngrams_store": "pppif",
+    "ngrams_text": "ppffii",
+    "quantize": "iipppii",
+    "rms_norm": "iipppiif",
+    "rotary": "iippppiiiiiii",
+    "silu_mul": "iippii",
+    "stack": "ppipppppppp" + "iii",
+    "top_k": "ippiii",
+    "tree_attention": "ppppp",
+}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double, "": None}
+_INT8 = 4  # bit of `linear_kinds`: without it there is no int8_linear
 
 
-class BuildError(Exception):
-    """The kernels cannot be built here. The message says why."""
+class Place(NamedTuple):
+    """Where a library lies, or will once it is built."""
+
+    folder: Path
+    name: str  # without .so
+    target: Target
+    facts: dict[str, Any] | None  # None: it has to be built
+    trusted: bool = False  # see `files.facts`
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.name}.so"
 
 
 def compiler() -> str | None:
-    """The C++ compiler: $CXX, or the first of the usual names that there is."""
+    """Returns the C++ compiler: $CXX, or the first of the usual names that exists; None if there is none."""
     return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
 
 
 def cache_folder() -> Path:
-    """Where compiled code is kept from run to run."""
+    """Returns the folder in which compiled code is kept from run to run."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "coppice"
 
 
-def library() -> ctypes.CDLL:
-    """The kernels, built first if no earlier run of this machine, compiler and source did.
+def off() -> bool:
+    """Whether the user wants PyTorch only."""
+    return os.environ.get(VARIABLE) == "off"
 
-    Threads are those of torch's own OpenMP runtime, which is loaded already.
+
+def library() -> ctypes.CDLL:
+    """Returns the kernels, built first if this machine has none of these sources yet.
+
+    Their threads are those of torch's own OpenMP runtime, which is loaded already.
 
     Raises:
-        BuildError: no compiler, one that fails, or no place to write to.
+        BuildError: they are switched off, there is no compiler or it fails, there is no place to write to, or what is
+            there cannot be trusted or does not run here.
     """
     loaded = _load()
     if isinstance(loaded, BuildError):
@@ -50,35 +118,198 @@ def library() -> ctypes.CDLL:
 @lru_cache(maxsize=1)
 def _load() -> ctypes.CDLL | BuildError:
     try:
-        return ctypes.CDLL(str(_build()))
+        place = find()
+        try:
+            loaded = _open(place)
+        except BuildError as error:
+            if not place.trusted:
+                raise
+            _say(f"{error}; kernels are built instead")
+            place = _kept()
+            loaded = _open(place)
+        return loaded if loaded is not None else _build_once(place)
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         return BuildError(str(error))
     except BuildError as error:
         return error
 
 
-def _build() -> Path:
+def find() -> Place:
+    """Returns the library to load; nothing is built or loaded.
+
+    Raises:
+        BuildError: see `library`.
+        OSError, RuntimeError: the cache folder cannot be made or named.
+    """
+    if off():
+        raise BuildError(f"{VARIABLE}=off")
+    if named := os.environ.get(VARIABLE):
+        folder = files.private(Path(named))
+        place, refused = _best(folder)
+        if place is None:
+            raise BuildError(
+                f"{VARIABLE}={named} has no kernels for this machine: {'; '.join(refused) or 'it has none at all'}; "
+                f"build some: python -m kernels.build --output '{named}'"
+            )
+        return place
+    if PREBUILT.is_dir():
+        place, _ = _best(PREBUILT, trusted=True)
+        if place is not None:
+            return place
+    return _kept()
+
+
+def _kept() -> Place:
+    """What this machine builds for itself and keeps in the user's cache folder."""
+    folder = files.private(cache_folder() / "kernels", make=True)
+    name = hashlib.sha256(repr((sources(), NATIVE.flags, processor.identity())).encode()).hexdigest()[:32]
+    return Place(folder, name, NATIVE, files.facts(folder, name))
+
+
+def _best(folder: Path, *, trusted: bool = False) -> tuple[Place | None, list[str]]:
+    """The best library of a folder of `kernels.build` that runs here, and why others do not."""
+    refused = []
+    for target in TARGETS.values():
+        facts = files.facts(folder, target.name, trusted=trusted)
+        if facts is None:
+            continue
+        if reason := _why_not(target, facts):
+            refused.append(f"{target.name}: {reason}")
+        else:
+            return Place(folder, target.name, target, facts, trusted), refused
+    return None, refused
+
+
+def _why_not(target: Target, facts: dict[str, Any]) -> str | None:
+    """Why this machine cannot load a library that was built ahead, or None."""
+    if facts.get("sources") != sources():
+        return "it was built from other sources, those of another version: build it again"
+    if (facts.get("system"), facts.get("machine")) != (sys.platform, processor.machine()):
+        found = f"{facts.get('system')} on {facts.get('machine')}"
+        return f"it was built for {found}, and this is {sys.platform} on {processor.machine()}"
+    if target is NATIVE and facts.get("processor") != list(processor.identity()):
+        return "it was built for exactly the processor of another machine"
+    return target.why_not()
+
+
+@lru_cache(maxsize=4)
+def _sources(flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(repr((FORMAT, flags)).encode())
+    for source in (*HEADERS, *SOURCES):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def sources() -> str:
+    """Returns the digest of what is compiled and how, but for the target."""
+    return _sources(FLAGS)
+
+
+def _open(place: Place) -> ctypes.CDLL | None:
+    """Loads a library; None if it has to be built, or built again.
+
+    Raises:
+        BuildError: it was built ahead and is damaged, or it cannot be trusted.
+    """
+    descriptor = files.verified(place.folder, place.name, place.facts, trusted=place.trusted)
+    kept = place.target is NATIVE and place.name != NATIVE.name
+    if descriptor is None:
+        if kept:
+            return None
+        raise BuildError(f"{place.path} is not what was built: its size or digest is not that of its .json file")
+    try:
+        return _dlopen(descriptor, place.path)
+    except BuildError:
+        if kept:  # from a machine with a newer C library, say
+            return None
+        raise
+
+
+def _dlopen(descriptor: int, path: Path) -> ctypes.CDLL:
+    """Loads an open file, and checks that it has what Python calls.
+
+    The descriptor stays open once it is loaded: the loader tells libraries apart by name, and its number is the name.
+    """
+    name = f"/proc/self/fd/{descriptor}"
+    try:
+        found = ctypes.CDLL(name if os.path.exists(name) else str(path))
+    except OSError as error:
+        os.close(descriptor)
+        raise BuildError(f"{path} cannot be loaded: {str(error).removeprefix(f'{name}: ')}") from error
+    missing = [name for name in OPERATORS if not hasattr(found, f"coppice_{name}")]
+    if missing == ["int8_linear"]:
+        kinds = ctypes.c_int64()
+        found.coppice_linear_kinds(ctypes.byref(kinds))
+        missing = missing if kinds.value & _INT8 else []
+    if missing:
+        raise BuildError(f"{path} lacks {', '.join(missing)}")
+    return found
+
+
+def _build_once(place: Place) -> ctypes.CDLL:
+    """Builds what the cache lacks, unless another process did meanwhile, and loads it."""
+    with files.lock(place.folder):
+        place = place._replace(facts=files.facts(place.folder, place.name))
+        loaded = _open(place)
+        if loaded is not None:
+            return loaded
+        build(place.folder, place.name, NATIVE, announce="for this machine, once (up to a minute)")
+        place = place._replace(facts=files.facts(place.folder, place.name))
+        loaded = _open(place)
+    if loaded is None:
+        raise BuildError(f"{place.path} does not hold what was written to it: is the disk full or failing?")
+    return loaded
+
+
+def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
+    """Compiles the kernels and keeps them in a folder, with the facts by which they are verified and chosen.
+
+    Args:
+        announce: what stderr says after "building the C++ kernels", before and after.
+
+    Raises:
+        BuildError: no compiler, one that fails or builds for other machines, or a library that does not load here
+            although the target runs here.
+        OSError: the folder cannot be written to.
+    """
     command = compiler()
     if command is None:
         raise BuildError("no C++ compiler was found")
-    # Names the compiler and every instruction set that -march=native turned on.
-    macros = _run([command, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
-    digest = hashlib.sha256(repr((FLAGS, macros)).encode())
-    for source in (*HEADERS, *SOURCES):
-        digest.update(source.read_bytes())
-    path = cache_folder() / "kernels" / f"{digest.hexdigest()[:32]}.so"
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        objects = [f"{folder}/{source.stem}.o" for source in SOURCES]
-        steps = [[command, *FLAGS, "-c", source, "-o", made] for source, made in zip(SOURCES, objects, strict=True)]
+    triple = _run([command, "-dumpmachine"]).strip()
+    machine = processor.machine(triple.partition("-")[0])
+    if target.machine and machine != target.machine:
+        raise BuildError(
+            f"{target.name}: {command} builds for {triple}; name a compiler for {target.machine} by CXX, "
+            f"for example CXX={target.machine}-linux-gnu-g++"
+        )
+    said, start = f"the C++ kernels {announce}", time.monotonic()
+    _say(f"building {said} ...")
+    with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as work:
+        objects = [f"{work}/{source.stem}.o" for source in SOURCES]
+        options = [command, *FLAGS, *target.flags]
+        steps = [[*options, "-c", source, "-o", made] for source, made in zip(SOURCES, objects, strict=True)]
         with ThreadPoolExecutor() as pool:
             list(pool.map(_run, steps))
-        built = Path(folder) / path.name
-        _run([command, *FLAGS, "-shared", "-o", built, *objects])
-        built.replace(path)  # at once, as other processes may do the same
-    return path
+        built = Path(work) / f"{name}.so"
+        _run([*options, "-shared", "-o", built, *objects])
+        if machine == processor.machine() and target.why_not() is None:
+            _dlopen(os.open(built, os.O_RDONLY), built)  # nothing is kept that does not load
+        facts: dict[str, Any] = {
+            "target": target.name,
+            "system": "darwin" if "darwin" in triple else "linux" if "linux" in triple else sys.platform,
+            "machine": machine,
+            "sources": sources(),
+            "compiler": f"{command} ({triple})",
+        }
+        if target is NATIVE:
+            facts["processor"] = list(processor.identity())
+        files.save(folder, name, built, facts)
+    _say(f"built {said} in {time.monotonic() - start:.0f} s")
+
+
+def _say(text: str) -> None:
+    if sys.stderr is not None:
+        print(f"coppice: {text}", file=sys.stderr, flush=True)
 
 
 def _run(command: Sequence[str | Path]) -> str:
@@ -90,7 +321,7 @@ def _run(command: Sequence[str | Path]) -> str:
 
 
 def why_not() -> str | None:
-    """Why there are no C++ kernels on this machine; None: there are."""
+    """Returns why there are no C++ kernels on this machine, or None if there are."""
     loaded = _load()
     return str(loaded) if isinstance(loaded, BuildError) else None
 
@@ -101,14 +332,20 @@ def watched() -> bool:
 
 
 @lru_cache(maxsize=64)
-def function(name: str, signature: str, *, brief: bool = False) -> Callable[..., None]:
-    """A kernel by its name.
+def function(name: str, *, brief: bool = False) -> Callable[..., Any]:
+    """Returns a kernel.
 
     Args:
-        signature: a letter per argument: p an address (`Tensor.data_ptr()`), i an int64, f a float, d a double.
+        name: in `OPERATORS`.
         brief: other Python threads wait meanwhile; for what takes microseconds, or has a state that they may share.
+
+    Raises:
+        BuildError: there are no kernels, or not this one on this processor.
     """
-    found = getattr(ctypes.PyDLL(library()._name) if brief else library(), name)
-    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
-    found.argtypes, found.restype = [kinds[letter] for letter in signature], None
+    loaded = library()
+    arguments, _, result = OPERATORS[name].partition(">")
+    found = getattr(ctypes.PyDLL(loaded._name, handle=loaded._handle) if brief else loaded, f"coppice_{name}", None)
+    if found is None:
+        raise BuildError(f"the C++ kernels have no {name} for this processor")
+    found.argtypes, found.restype = [_TYPES[letter] for letter in arguments], _TYPES[result]
     return found

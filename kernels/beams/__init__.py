@@ -5,19 +5,13 @@
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 
 from kernels.cpp import function
 
 Distribution = tuple["array[int]", "array[float]"]  # cells and their probabilities
 WHOLE, MASSED, DENSE = 1, 2, 4  # nothing else is possible; the row's mass is not 1; all of it is there, as float32
 Key = tuple[int, int, int]  # of keyed numbers: seed, stream, position
-
-
-@lru_cache
-def _function(name: str, signature: str) -> Callable[..., None]:
-    return function(f"coppice_{name}", signature, brief=True)
 
 
 class Leaders:
@@ -36,7 +30,7 @@ class Leaders:
             array("q", [0]),
         )
         cells, numbers, count = (x.buffer_info()[0] for x in (self._cells, self._numbers, self._count))
-        self._run, self._room = _function("leaders", "ippididipppp"), room
+        self._run, self._room = function("leaders", brief=True), room
         self._options = vocab, temperature, top_k, top_p, room, numbers, numbers + 8 * room, cells, count
 
     def __call__(
@@ -62,7 +56,7 @@ class Leaders:
 def draw(probs: "array[float]", n: int, *, iid: bool, key: Key) -> list[int]:
     """See `search.verify.draw`."""
     drawn, count = array("q", bytes(8 * n)), ctypes.c_int64()
-    _function("draw", "piiiiiipp")(
+    function("draw", brief=True)(
         *(probs.buffer_info()[0], len(probs), n, iid, *key, drawn.buffer_info()[0], ctypes.addressof(count))
     )
     return drawn[: count.value].tolist()
@@ -86,7 +80,7 @@ def judge(
     """See `search.dsbd.DSBD.judge`: the width, how many drafts were accepted, and tried, and the entries."""
     drafts, nodes = array("q", drawn), array("q", parents)
     out = array("q", bytes(8 * (3 + room)))
-    _function("judge", "ippippipipiiiiidiiiip")(
+    function("judge", brief=True)(
         *(len(p[0]), p[0].buffer_info()[0], p[1].buffer_info()[0]),
         *(len(q[0]), q[0].buffer_info()[0], q[1].buffer_info()[0]),
         *(len(drafts), drafts.buffer_info()[0], len(nodes), nodes.buffer_info()[0], vocab),

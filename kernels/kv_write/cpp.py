@@ -19,7 +19,7 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     if k_TGD.stride(2) != 1 or v_TGD.stride(2) != 1:
         k_TGD, v_TGD = k_TGD.contiguous(), v_TGD.contiguous()
     (G, S, D), size = k_GSD.shape, k_GSD.itemsize
-    function("coppice_kv_write", "ippppp" + "i" * 8)(
+    function("kv_write")(
         torch.get_num_threads(),
         *(k_GSD.data_ptr(), v_GSD.data_ptr(), k_TGD.data_ptr(), v_TGD.data_ptr(), slots_T.data_ptr()),
         *(len(slots_T), G, S, D * size),
@@ -34,7 +34,7 @@ def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor) -> Callable[[Sequence[int], Sequen
         k_LGSD.is_contiguous() and v_LGSD.is_contiguous()
     ):
         raise ValueError(f"impl 'cpp': expected two contiguous caches alike, got {k_LGSD.shape} and {v_LGSD.shape}")
-    run = function("coppice_kv_copy", "ippppiiii")
+    run = function("kv_copy")
 
     def copy(source: Sequence[int], target: Sequence[int]) -> None:
         places, n = array("q", [*source, *target]), len(source)

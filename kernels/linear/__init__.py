@@ -20,7 +20,7 @@ def dtypes() -> set[torch.dtype]:
     if why_not() or not hasattr(torch.ops.mkldnn, "data_ptr"):
         return set()
     kinds = ctypes.c_int64()
-    function("coppice_linear_kinds", "p")(ctypes.addressof(kinds))
+    function("linear_kinds")(ctypes.addressof(kinds))
     every = (torch.float32, torch.bfloat16, torch.int8)
     return {dtype for bit, dtype in enumerate(every) if kinds.value >> bit & 1}
 
@@ -67,7 +67,7 @@ def linear(x: Tensor, address: int, bias: Tensor | None, out_features: int) -> T
     """
     x, width = x.contiguous(), x.shape[-1]
     out = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype)
-    function("coppice_linear", "iippppiii")(
+    function("linear")(
         *(KINDS[x.dtype], torch.get_num_threads(), x.data_ptr(), address),
         *(None if bias is None else bias.data_ptr(), out.data_ptr()),
         *(x.numel() // width, width * x.itemsize // 4, out_features),
@@ -87,7 +87,7 @@ def int8_linear(x: Tensor, address: int, sum_O: Tensor, scale_O: Tensor, bias: T
     """
     x, width = x.contiguous(), x.shape[-1]
     out = torch.empty(*x.shape[:-1], len(scale_O), dtype=x.dtype)
-    function("coppice_int8_linear", "iippppppiii")(
+    function("int8_linear")(
         *(KINDS[x.dtype], torch.get_num_threads(), x.data_ptr(), address, sum_O.data_ptr(), scale_O.data_ptr()),
         *(None if bias is None else bias.data_ptr(), out.data_ptr()),
         *(x.numel() // width, width, len(scale_O)),
@@ -112,7 +112,7 @@ def quantize(x: Tensor, *, impl: str) -> tuple[Tensor, Tensor]:
     x, width = x.contiguous(), x.shape[-1]
     steps = torch.empty(x.shape, dtype=torch.uint8)
     top = torch.empty(*x.shape[:-1], 1, dtype=x.dtype)
-    function("coppice_quantize", "iipppii")(
+    function("quantize")(
         *(KINDS[x.dtype], torch.get_num_threads(), x.data_ptr(), steps.data_ptr(), top.data_ptr(), top.numel(), width)
     )
     return steps, top

@@ -8,14 +8,15 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from kernels.cpp import function
 
 
-def _function(name: str, signature: str) -> Callable[..., None]:
-    return function(f"coppice_ngrams_{name}", signature, brief=True)
+def _function(name: str) -> Callable[..., Any]:
+    return function(f"ngrams_{name}", brief=True)
 
 
 class Store:
@@ -30,9 +31,9 @@ class Store:
     def __init__(self, keys: Tensor, counts: Tensor, doubt: float):
         self._tensors, made = (keys, counts), ctypes.c_void_p()
         where = ctypes.addressof(made), keys.data_ptr(), counts.data_ptr()
-        _function("store", "pppif")(*where, len(keys), doubt)
+        _function("store")(*where, len(keys), doubt)
         self.address = made.value
-        weakref.finalize(self, _function("close_store", "p"), self.address)
+        weakref.finalize(self, _function("close_store"), self.address)
 
 
 class Text:
@@ -49,15 +50,15 @@ class Text:
     def __init__(self, store: Store | None, adapt: bool, *, doubt: float, floor: float, kept: int):
         self._store, made = store, ctypes.c_void_p()
         where = ctypes.addressof(made), store.address if store is not None else None
-        _function("text", "ppffii")(*where, doubt, floor, kept, adapt)
+        _function("text")(*where, doubt, floor, kept, adapt)
         self._address = made.value
-        weakref.finalize(self, _function("close_text", "p"), self._address)
+        weakref.finalize(self, _function("close_text"), self._address)
         self._reserve(64)
         self._found, self._drafted = ctypes.c_int64(), 0
-        self._learn = _function("learn", "ppi")
-        self._observe = _function("observe", "pppii")
-        self._draft = _function("draft", "piipppp")
-        self._chances = _function("chances", "ppippip")
+        self._learn = _function("learn")
+        self._observe = _function("observe")
+        self._draft = _function("draft")
+        self._chances = _function("chances")
 
     def _reserve(self, room: int) -> None:
         self._room, self._numbers, self._scores = room, array("q", bytes(16 * room)), array("d", bytes(8 * room))

@@ -26,7 +26,7 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         raise ValueError(f"expected a weight of {list(x_NE.shape[-1:])}, got {list(weight_E.shape)}")
     x_NE, weight_E, width = x_NE.contiguous(), weight_E.contiguous(), x_NE.shape[-1]
     out_NE = torch.empty_like(x_NE)
-    function("coppice_rms_norm", "iipppiif")(
+    function("rms_norm")(
         *(KINDS[x_NE.dtype], torch.get_num_threads(), x_NE.data_ptr(), weight_E.data_ptr(), out_NE.data_ptr()),
         *(x_NE.numel() // width, width, eps),
     )
@@ -41,7 +41,7 @@ def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float) -> Te
         raise ValueError(f"expected a weight and a bias of {list(x_NE.shape[-1:])}, got {got}")
     x_NE, weight_E, bias_E, width = x_NE.contiguous(), weight_E.contiguous(), bias_E.contiguous(), x_NE.shape[-1]
     out_NE = torch.empty_like(x_NE)
-    function("coppice_layer_norm", "iippppiif")(
+    function("layer_norm")(
         *(KINDS[x_NE.dtype], torch.get_num_threads()),
         *(x_NE.data_ptr(), weight_E.data_ptr(), bias_E.data_ptr(), out_NE.data_ptr()),
         *(x_NE.numel() // width, width, eps),
@@ -58,7 +58,7 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     if x_THD.stride(2) != 1:
         x_THD = x_THD.contiguous()
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype)
-    function("coppice_rotary", "iippppiiiiiii")(
+    function("rotary")(
         *(KINDS[x_THD.dtype], torch.get_num_threads()),
         *(x_THD.data_ptr(), cos_TR.data_ptr(), sin_TR.data_ptr(), out_THD.data_ptr()),
         *(*x_THD.shape, cos_TR.shape[1], x_THD.stride(0), x_THD.stride(1), out_THD.stride(0)),
@@ -71,7 +71,7 @@ def silu_mul(x_NM: Tensor) -> Tensor:
     _check(x_NM)
     x_NM, width = x_NM.contiguous(), x_NM.shape[-1] // 2
     out = torch.empty(*x_NM.shape[:-1], width, dtype=x_NM.dtype)
-    function("coppice_silu_mul", "iippii")(
+    function("silu_mul")(
         *(KINDS[x_NM.dtype], torch.get_num_threads(), x_NM.data_ptr(), out.data_ptr(), out.numel() // width, width)
     )
     return out
@@ -82,7 +82,7 @@ def activation(x_NM: Tensor, name: str) -> Tensor:
     _check(x_NM)
     x_NM, width = x_NM.contiguous(), x_NM.shape[-1]
     out_NM = torch.empty_like(x_NM)
-    function("coppice_activation", "iiippii")(
+    function("activation")(
         *(KINDS[x_NM.dtype], torch.get_num_threads(), ACTIVATIONS[name], x_NM.data_ptr(), out_NM.data_ptr()),
         *(x_NM.numel() // width, width),
     )
@@ -95,7 +95,7 @@ def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     x_NV, (N, V) = x_NV.contiguous(), x_NV.shape
     logp_NV, finite_N, peaks_NB = torch.empty(N, V), torch.empty(N, dtype=torch.bool), torch.empty(N, -(-V // SPAN))
     pointers = x_NV.data_ptr(), logp_NV.data_ptr(), finite_N.data_ptr(), peaks_NB.data_ptr()
-    function("coppice_log_softmax", "iippppiii")(KINDS[x_NV.dtype], torch.get_num_threads(), *pointers, N, V, size)
+    function("log_softmax")(KINDS[x_NV.dtype], torch.get_num_threads(), *pointers, N, V, size)
     return logp_NV, finite_N, peaks_NB
 
 
@@ -119,7 +119,7 @@ def top_k(x_NV: Tensor, k: int) -> Tensor:
     if not 0 <= k <= V:
         raise ValueError(f"expected k from 0 to {V}, got {k}")
     out_N2K = torch.empty(N, 2, k, dtype=torch.float64)
-    function("coppice_top_k", "ippiii")(torch.get_num_threads(), x, out_N2K.data_ptr(), N, V, k)
+    function("top_k")(torch.get_num_threads(), x, out_N2K.data_ptr(), N, V, k)
     return out_N2K
 
 
@@ -129,7 +129,7 @@ def best_sums(logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor |
     N, V = logp_NV.shape
     k, sums_N = min(k, N * V), array("f", sums)
     out = torch.full((2 * k + 1,), math.inf, dtype=torch.float64)
-    function("coppice_best_sums", "ppppiii")(x, peaks, sums_N.buffer_info()[0], out.data_ptr(), N, V, k)
+    function("best_sums")(x, peaks, sums_N.buffer_info()[0], out.data_ptr(), N, V, k)
     return out
 
 
@@ -138,7 +138,7 @@ def at_least(logp_NV: Tensor, least: float, k: int, peaks_NB: Tensor | None = No
     logp_NV, x, peaks = _floats(logp_NV, peaks_NB)
     N, V = logp_NV.shape
     out_N2K = torch.empty(N, 2, k, dtype=torch.float64)
-    function("coppice_at_least", "pppiiif")(x, peaks, out_N2K.data_ptr(), N, V, k, least)
+    function("at_least")(x, peaks, out_N2K.data_ptr(), N, V, k, least)
     return out_N2K
 
 
@@ -147,9 +147,7 @@ def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int]) -> Tensor:
     logp_NV, x, _ = _floats(logp_NV)
     (N, V), words = logp_NV.shape, array("I", keys)
     out_N = torch.empty(N, dtype=torch.int64)
-    function("coppice_gumbel_argmax", "ipppii")(
-        *(torch.get_num_threads(), x, words.buffer_info()[0], out_N.data_ptr(), N, V)
-    )
+    function("gumbel_argmax")(*(torch.get_num_threads(), x, words.buffer_info()[0], out_N.data_ptr(), N, V))
     return out_N
 
 

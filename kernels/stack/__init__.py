@@ -140,7 +140,7 @@ class Stack:
         out_TE, threads = torch.empty_like(x_TE), torch.get_num_threads()
         heads_THD = torch.empty(T, self.heads + 2 * self.kv_heads, D, dtype=x_TE.dtype)  # queries, keys, values
         problem = cpp.problem(heads_THD[:, : self.heads], cache.k_LGSD[0], layout.seen, self.scale, self.window)
-        function("coppice_stack", "ppipppppppp" + "iii")(
+        function("stack")(
             *(ctypes.addressof(self._packed), ctypes.addressof(problem), threads, x_TE.data_ptr()),
             *((x.data_ptr() for x in angles) if angles else (None, None)),
             *(cache.k_LGSD.data_ptr(), cache.v_LGSD.data_ptr(), layout.write_slots_T.data_ptr()),

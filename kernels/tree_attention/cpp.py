@@ -67,7 +67,7 @@ def tree_attention(
     branches = branch_slots_RW, branch_positions_RW, ancestry_TC
     asked = problem(q_THD, k_GSD, (*trunk, *branches), scale, window)
     pointers = (x.data_ptr() for x in (q_THD, k_GSD, v_GSD, out_THD))
-    function("coppice_tree_attention", "ppppp")(ctypes.addressof(asked), *pointers)
+    function("tree_attention")(ctypes.addressof(asked), *pointers)
     return out_THD
 
 

@@ -1,0 +1,75 @@
+"""Builds the C++ kernels ahead of their use, for this machine or for others.
+
+    python -m kernels.build --output DIR                          for the processor of this machine
+    python -m kernels.build --target x86-64-v3 --output DIR       for all processors with AVX2
+    python -m kernels.build --list                                what this machine runs and would load
+
+The environment variable COPPICE_KERNELS=DIR makes Coppice load the best target in DIR that the processor runs, without
+a compiler; COPPICE_KERNELS=off makes it run in PyTorch only. What is in `kernels/prebuilt` when a wheel is made is
+shipped with it. CXX names another compiler, a cross compiler for --target aarch64 say.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from kernels import cpp, files, processor
+from kernels.processor import TARGETS
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for a build that failed, 2 for arguments that make no sense."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.build", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = ", ".join(TARGETS)
+    parser.add_argument(
+        "--target", action="append", choices=TARGETS, metavar="NAME", help=f"{known} (repeatable; default: native)"
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the kernels; made if it does not exist")
+    parser.add_argument("--list", action="store_true", help="print what there is, and build nothing")
+    options = parser.parse_args(arguments)
+    if options.list:
+        if options.target or options.output:
+            parser.error("--list goes with no other argument")
+        print(listing())
+        return 0
+    if options.output is None:
+        parser.error("--output DIR says where the kernels go")
+    try:
+        folder = files.private(options.output, make=True, mode=0o755)
+        for name in options.target or ["native"]:
+            with files.lock(folder):
+                cpp.build(folder, name, TARGETS[name], announce=f"for {name}")
+            print(folder / f"{name}.so")
+    except (OSError, files.BuildError) as error:
+        print(f"the kernels were not built: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def listing() -> str:
+    """Returns a page: this machine, the targets and whether they run here, what would be loaded from where."""
+    lines = [
+        f"processor        {processor.machine()}, {sys.platform}; of what the targets need it has "
+        + (" ".join(sorted(processor.features() & TARGETS["x86-64-v4-bf16"].needs)) or "nothing"),
+        f"compiler         {cpp.compiler() or 'none was found'}",
+        f"COPPICE_KERNELS  {os.environ.get(cpp.VARIABLE) or 'is not set'}",
+        "targets",
+    ]
+    for target in TARGETS.values():
+        reason = target.why_not()
+        lines.append(f"  {target.name:<15}{target.meaning}: {'runs here' if reason is None else f'no, {reason}'}")
+    try:
+        place = cpp.find()
+    except (OSError, RuntimeError, files.BuildError) as error:
+        lines.append(f"kernels          none are loaded: {error}")
+    else:
+        state = "loaded from" if place.facts else "built when first needed, into"
+        lines.append(f"kernels          {place.target.name}, {state} {place.path}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

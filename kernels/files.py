@@ -1,0 +1,194 @@
+"""Files of native code: written whole, verified before they are loaded, refused where other users could have written.
+
+Beside `NAME.so` lies `NAME.json`: the size and SHA-256 digest of the library, and what it was built from and for.
+"""
+
+import fcntl
+import grp
+import hashlib
+import json
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+LARGEST_FACTS = 1 << 16  # bytes of a JSON file
+
+
+class BuildError(Exception):
+    """The kernels cannot be built or loaded here. The message says why."""
+
+
+def private(folder: Path, *, make: bool = False, mode: int = 0o700) -> Path:
+    """Returns the real path of a folder from which code may be loaded: nobody but this user and root can change it.
+
+    Args:
+        make: create what is missing of the path, with this mode.
+
+    Raises:
+        BuildError: another user owns the folder or a folder above it, or others may write to it; or it is no folder.
+        OSError: it cannot be created.
+    """
+    if make:
+        _make(folder, mode)
+    try:
+        real = folder.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: symbolic links in a circle, before Python 3.13
+        raise BuildError(f"{folder}: there is no such folder") from error
+    # Links on the way need no look: whoever can change one of them can only lead to a folder that is checked.
+    for place in (real, *real.parents):
+        status = place.stat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise BuildError(f"{place} is not a folder")
+        _check(place, status, above=place != real)
+    return real
+
+
+def _make(folder: Path, mode: int) -> None:
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        with suppress(FileExistsError):  # another process made it meanwhile
+            path.mkdir(mode)
+            path.chmod(mode)  # whatever the umask took
+
+
+def _check(path: Path, status: os.stat_result, *, above: bool = False) -> None:
+    """Raises BuildError if another user could have written the file or folder; `above`: a folder above the one used."""
+    if status.st_uid not in (os.geteuid(), 0):
+        raise BuildError(
+            f"{path} belongs to user {status.st_uid}, who could plant code there: no kernels are loaded from it; "
+            "set XDG_CACHE_HOME or COPPICE_KERNELS to a folder of your own"
+        )
+    loose = status.st_mode & 0o022
+    if above and loose:
+        if status.st_mode & stat.S_ISVTX:  # as /tmp: others cannot move what is not theirs
+            return
+        if loose == 0o020 and _alone_in(status.st_gid):  # a umask of 002 where every user has a group
+            return
+    if loose:
+        raise BuildError(
+            f"other users may write to {path} (mode {stat.S_IMODE(status.st_mode):04o}) and plant code there: "
+            f"no kernels are loaded from it; make sure that what is in it is yours, then: chmod go-w '{path}'"
+        )
+
+
+def _alone_in(group: int) -> bool:
+    """Whether a group has no other members than this user."""
+    try:
+        own = pwd.getpwuid(os.geteuid()).pw_name
+        others = {*grp.getgrgid(group).gr_mem, *(user.pw_name for user in pwd.getpwall() if user.pw_gid == group)}
+    except KeyError:
+        return False
+    return others <= {own}
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Other processes that ask for the same lock wait meanwhile; file systems without locks do not hold them up."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def save(folder: Path, name: str, built: Path, facts: dict[str, Any]) -> None:
+    """Move a built library into a folder, and its facts beside it. A reader finds both whole or does not verify them.
+
+    Args:
+        built: the file, on the same file system.
+        facts: to which size and digest are added.
+    """
+    content = built.read_bytes()
+    facts = facts | {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    told = built.with_suffix(".json")
+    told.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+    for path in (built, told):
+        path.chmod(0o644)
+        _sync(path)
+    _sync(built.parent)
+    built.replace(folder / f"{name}.so")
+    told.replace(folder / f"{name}.json")
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some file systems cannot do it for folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def facts(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any] | None:
+    """What is known of a library, or None if nothing is or it cannot be read.
+
+    Args:
+        trusted: whoever can write here can also write the Python code that asks, so owners and modes do not matter.
+
+    Raises:
+        BuildError: another user could have written it.
+    """
+    descriptor = _open(folder / f"{name}.json", trusted)
+    if descriptor is None:
+        return None
+    with open(descriptor, "rb") as file:
+        content = file.read(LARGEST_FACTS)
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def verified(folder: Path, name: str, facts: dict[str, Any] | None, *, trusted: bool = False) -> int | None:
+    """Returns a library opened for reading if it has the size and digest that its facts name, else None.
+
+    What was verified is what the descriptor reads: nobody else can write to the file, and we only ever replace it.
+
+    Raises:
+        BuildError: another user could have written it.
+    """
+    descriptor = _open(folder / f"{name}.so", trusted)
+    if descriptor is None:
+        return None
+    facts = facts or {}
+    if os.fstat(descriptor).st_size == facts.get("size"):
+        with open(descriptor, "rb", closefd=False) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() == facts.get("sha256"):
+                return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _open(path: Path, trusted: bool) -> int | None:
+    """A regular file that only this user or root can have written, opened; None if there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if path.is_symlink():
+            raise BuildError(f"{path} is a symbolic link, and no kernels are loaded through one: remove it") from error
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise BuildError(f"{path} is not a regular file: remove it")
+        if not trusted:
+            _check(path, status)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

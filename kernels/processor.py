@@ -1,0 +1,108 @@
+"""The processor of this machine, and the targets that C++ kernels can be built for."""
+
+import platform
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+
+CPUINFO = Path("/proc/cpuinfo")
+# Lines of /proc/cpuinfo that say which instructions a processor has. Its model is among them, because an old kernel
+# does not list every instruction set of a new processor, and compilers ask the processor itself.
+IDENTITY = {"vendor_id", "cpu family", "model", "flags", "Features", "isa", "uarch", "cpu"} | {
+    f"CPU {part}" for part in ("implementer", "architecture", "variant", "part")
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A set of instructions.
+
+    Attributes:
+        name: as the command line and the files have it.
+        flags: what tells a compiler.
+        machine: kind of processor, as `machine()` returns it; empty: any.
+        needs: features of the processor, as Linux names them.
+        meaning: one line for people.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    machine: str
+    needs: frozenset[str]
+    meaning: str
+
+    def why_not(self) -> str | None:
+        """Returns why this machine cannot run the target, or None if it can."""
+        if self.machine and self.machine != machine():
+            return f"it is for {self.machine}, and this machine is {machine()}"
+        lacking = sorted(self.needs - features())
+        return f"this processor lacks {', '.join(lacking)}" if lacking else None
+
+
+_V2 = {"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"}
+_V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
+_V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
+
+NATIVE = Target("native", ("-march=native",), "", frozenset(), "all that the processor of the building machine has")
+TARGETS = {  # the best first
+    target.name: target
+    for target in (
+        NATIVE,
+        Target(
+            *("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), "x86_64", frozenset(_BF16)),
+            "AVX-512 with VNNI and BF16 (Sapphire Rapids, Zen 4 and later)",
+        ),
+        Target("x86-64-v4", ("-march=x86-64-v4",), "x86_64", frozenset(_V4), "AVX-512"),
+        Target("x86-64-v3", ("-march=x86-64-v3",), "x86_64", frozenset(_V3), "AVX2 and FMA"),
+        Target("aarch64", ("-march=armv8-a",), "aarch64", frozenset(), "any 64-bit ARM"),
+    )
+}
+
+
+def machine(name: str | None = None) -> str:
+    """The kind of processor by one name everywhere; of this machine, or of another by any of its names."""
+    name = (platform.machine() if name is None else name).lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
+@lru_cache(maxsize=1)
+def identity() -> tuple[str, ...]:
+    """What tells processors with different instructions apart, in a fixed order."""
+    try:
+        with CPUINFO.open(encoding="utf-8", errors="replace") as lines:
+            first = takewhile(str.strip, lines)  # the lines of the first processor; Linux lists what all of them have
+            said = [(key.strip(), value.split()) for key, _, value in (line.partition(":") for line in first)]
+        found = [(key, " ".join(sorted(values))) for key, values in said if key in IDENTITY]
+    except OSError:
+        found = []
+    if not found:
+        found = [("processor", platform.processor()), ("features", " ".join(sorted(_features_of_torch())))]
+    return (sys.platform, machine(), *(f"{key}: {value}" for key, value in sorted(found)))
+
+
+@lru_cache(maxsize=1)
+def features() -> frozenset[str]:
+    """Features of this processor, as Linux names them."""
+    listed = (line.partition(": ") for line in identity())
+    found = {word for key, _, value in listed if key in ("flags", "Features") for word in value.split()}
+    return frozenset(found or _features_of_torch())
+
+
+def _features_of_torch() -> set[str]:
+    """What torch tells of a processor where the operating system has no /proc/cpuinfo."""
+    if machine() != "x86_64":
+        return set()
+    found: set[str] = set()
+    for ask, features in (
+        ("_is_avx2_supported", _V3),
+        ("_is_avx512_supported", _V4),
+        ("_is_avx512_bf16_supported", _BF16),
+    ):
+        if getattr(torch.cpu, ask, bool)():
+            found |= features
+    return found

@@ -1,0 +1,572 @@
+"""How C++ kernels are found, built, kept and verified, with a library of two functions in the place of the real one."""
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from kernels import build, cpp, files, processor
+from kernels.processor import NATIVE, TARGETS
+
+ROOT = Path(__file__).parents[2]
+NAMED = "x86-64-v3" if processor.machine() == "x86_64" else "aarch64"  # a target that compilers here build for
+CACHED = cpp._load, cpp._sources, cpp.function, processor.identity, processor.features
+needs_compiler = pytest.mark.skipif(cpp.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.usefixtures("tiny")
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """Sources that compile in no time, an empty cache, and nothing loaded, before and after."""
+    source = tmp_path / "source" / "tiny.cpp"
+    source.parent.mkdir()
+    source.write_text(
+        'extern "C" void coppice_answer(long long* to) { *to = 42; }\n'
+        'extern "C" void coppice_linear_kinds(long long* to) { *to = 0; }\n'
+    )
+    for name, value in {
+        "SOURCES": [source],
+        "HEADERS": [],
+        "FLAGS": ("-fPIC",),
+        "OPERATORS": {"answer": "p", "linear_kinds": "p"},
+        "PREBUILT": tmp_path / "prebuilt",
+    }.items():
+        monkeypatch.setattr(cpp, name, value)
+    monkeypatch.delenv("COPPICE_KERNELS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    again()
+    yield source
+    again()
+
+
+def again():
+    """As a new process would start."""
+    for cached in CACHED:
+        cached.cache_clear()
+
+
+def answer():
+    """What the library says, in a process that starts now."""
+    again()
+    numbers = (cpp.ctypes.c_int64 * 1)()
+    cpp.function("answer")(cpp.ctypes.addressof(numbers))
+    return numbers[0]
+
+
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(cpp.shutil, "which", lambda name: None)
+
+
+def kept():
+    """The library and its facts in the cache."""
+    place = cpp.find()
+    return place.path, place.path.with_suffix(".json")
+
+
+def give_away(path, monkeypatch):
+    """Make a file or folder another user's, or let this process be one."""
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        monkeypatch.setattr(files.os, "geteuid", lambda: 12345)
+
+
+# --- building and keeping ---
+
+
+@needs_compiler
+def test_kernels_are_built_once_and_kept(monkeypatch, capfd):
+    assert answer() == 42
+    library, facts = kept()
+    assert sorted(library.parent.iterdir()) == [facts, library]  # nothing is left over
+    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
+    assert json.loads(facts.read_text())["size"] == library.stat().st_size
+    out, said = capfd.readouterr()
+    assert not out and re.fullmatch(
+        r"coppice: building the C\+\+ kernels for this machine, once .*\ncoppice: built .* in \d+ s\n", said
+    )
+    stamp = library.stat().st_mtime_ns
+    no_compiler(monkeypatch)  # nobody asks it for the name
+    assert answer() == 42 and library.stat().st_mtime_ns == stamp
+    assert capfd.readouterr() == ("", "")
+
+
+@needs_compiler
+def test_the_name_tells_sources_flags_and_processors_apart(monkeypatch, tiny):
+    names = {cpp.find().name}
+    tiny.write_text(tiny.read_text() + "\n")
+    again()
+    names.add(cpp.find().name)
+    monkeypatch.setattr(cpp, "FLAGS", ("-fPIC", "-DOTHER"))
+    names.add(cpp.find().name)
+    monkeypatch.setattr(processor, "identity", lambda: ("linux", "x86_64", "flags: sse2"))
+    names.add(cpp.find().name)
+    assert len(names) == 4
+    monkeypatch.setenv("CXX", "clang++")
+    assert cpp.find().name in names
+
+
+CPUINFO = """processor\t: 0
+vendor_id\t: GenuineIntel
+model\t\t: 85
+model name\t: Xeon
+stepping\t: 7
+cpu MHz\t\t: {mhz}
+flags\t\t: {flags}
+
+processor\t: 1
+flags\t\t: other
+"""
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_processor_is_known_by_its_instructions(monkeypatch, tmp_path, end):
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+
+    def of(text):
+        (tmp_path / "cpuinfo").write_text(text)
+        again()
+        return processor.identity()
+
+    plain = of(CPUINFO.format(mhz=2000, flags="sse2 avx2") + end)
+    assert "flags: avx2 sse2" in plain and processor.features() == {"sse2", "avx2"}
+    assert plain == of(CPUINFO.format(mhz=2400, flags="avx2 sse2") + end)
+    assert plain != of(CPUINFO.format(mhz=2000, flags="sse2 avx2 avx512f") + end)
+    assert plain != of(CPUINFO.format(mhz=2000, flags="sse2 avx2").replace("85", "86") + end)
+    arm = of("processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: 0xd0c" + end)
+    assert "CPU part: 0xd0c" in arm and processor.features() == {"fp", "asimd"}
+    (tmp_path / "cpuinfo").unlink()
+    again()
+    assert any(line.startswith("features") for line in processor.identity())  # torch knows some
+
+
+@needs_compiler
+def test_processes_that_start_together_build_once(capfd):
+    done = []
+    threads = [threading.Thread(target=lambda: done.append(cpp._load.__wrapped__())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 4 and not any(isinstance(found, cpp.BuildError) for found in done)
+    assert capfd.readouterr().err.count("building") == 1
+
+
+@needs_compiler
+def test_everything_is_on_the_disk_before_it_gets_its_name(monkeypatch):
+    events, fsync, replace = [], os.fsync, Path.replace
+    monkeypatch.setattr(files.os, "fsync", lambda d: events.append(os.fstat(d).st_ino) or fsync(d))
+    monkeypatch.setattr(Path, "replace", lambda self, to: events.append(to.suffix) or replace(self, to))
+    answer()
+    library, facts = (path.stat().st_ino for path in kept())
+    assert events[:2] == [library, facts] and events[3:] == [".so", ".json", kept()[0].parent.stat().st_ino]
+
+
+# --- what is damaged ---
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:4096])
+
+
+def bend(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "cut short": lambda library, facts: cut(library),
+    "empty": lambda library, facts: library.write_bytes(b""),
+    "a bit": lambda library, facts: bend(library),
+    "gone": lambda library, facts: library.unlink(),
+    "no facts": lambda library, facts: facts.unlink(),
+    "empty facts": lambda library, facts: facts.write_text(""),
+    "facts of no use": lambda library, facts: facts.write_text("[1]"),
+    "facts without a digest": lambda library, facts: facts.write_text(json.dumps({"size": library.stat().st_size})),
+    "not text": lambda library, facts: facts.write_bytes(b"\xff\xfe"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_damaged_is_built_once_again(damage, monkeypatch, capfd):
+    answer()
+    DAMAGE[damage](*kept())
+    capfd.readouterr()
+    assert answer() == 42
+    assert capfd.readouterr().err.count("building") == 1
+    assert answer() == 42 and not capfd.readouterr().err
+    DAMAGE[damage](*kept())
+    no_compiler(monkeypatch)
+    again()
+    assert cpp.why_not() == "no C++ compiler was found"
+
+
+@needs_compiler
+def test_a_disk_that_loses_what_is_written_is_an_error(monkeypatch, capfd):
+    save = files.save
+
+    def lose(folder, name, built, facts):
+        save(folder, name, built, facts)
+        cut(folder / f"{name}.so")
+
+    monkeypatch.setattr(files, "save", lose)
+    again()
+    assert "is the disk full or failing?" in cpp.why_not()
+    assert capfd.readouterr().err.count("building") == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("spoil", ["compiler", "file", "home"])
+def test_kernels_that_cannot_be_built_say_why(monkeypatch, tmp_path, spoil):
+    if spoil == "compiler":
+        broken = tmp_path / "c++"
+        broken.write_text("#!/bin/sh\necho 'fatal error: out of luck' >&2\nexit 1\n")
+        broken.chmod(0o755)
+        monkeypatch.setenv("CXX", str(broken))
+        expected = f"{broken} failed: fatal error: out of luck"
+    elif spoil == "file":
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache" / "coppice").write_text("in the way")
+        expected = "Not a directory"
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        expected = "no home"
+
+        def homeless():
+            raise RuntimeError(expected)
+
+        monkeypatch.setattr(cpp.Path, "home", homeless)
+    again()
+    assert expected in (cpp.why_not() or "")
+    with pytest.raises(cpp.BuildError, match=re.escape(expected)):
+        cpp.library()
+
+
+@needs_compiler
+def test_a_library_without_what_python_calls_is_not_kept(monkeypatch):
+    monkeypatch.setitem(cpp.OPERATORS, "absent", "p")
+    again()
+    assert re.fullmatch(r".*\.so lacks absent", cpp.why_not())
+    assert not list((cpp.cache_folder() / "kernels").iterdir())
+
+
+@needs_compiler
+def test_a_kept_library_without_what_python_calls_is_built_again(tiny, capfd):
+    """Two versions of a source with one name cannot be, but for a digest that collides: a library is still checked."""
+    answer()
+    library, facts = kept()
+    whole = tiny.read_text()
+    tiny.write_text(whole.replace("coppice_answer", "coppice_other"))
+    shared(tiny, library)
+    tiny.write_text(whole)
+    told = json.loads(facts.read_text())
+    content = library.read_bytes()
+    told |= {"size": len(content), "sha256": files.hashlib.sha256(content).hexdigest()}
+    facts.write_text(json.dumps(told))
+    assert answer() == 42 and capfd.readouterr().err.count("building") == 2
+
+
+@needs_compiler
+def test_int8_products_are_missing_only_where_there_are_some(monkeypatch, tiny):
+    monkeypatch.setitem(cpp.OPERATORS, "int8_linear", "p")
+    again()
+    assert cpp.why_not() is None
+    with pytest.raises(cpp.BuildError, match="no int8_linear for this processor"):
+        cpp.function("int8_linear")
+    tiny.write_text(tiny.read_text().replace("= 0", "= 4"))
+    again()
+    assert cpp.why_not().endswith("lacks int8_linear")
+
+
+# --- who may have written it ---
+
+
+def shared(source, library):
+    library.unlink()  # a new file: the old one may be loaded
+    subprocess.run([cpp.compiler(), "-fPIC", "-shared", "-o", library, source], check=True)
+
+
+@pytest.fixture
+def planted(tiny, tmp_path):
+    """A library in the cache that leaves a mark when it is loaded, with facts that fit it; returns the mark."""
+    answer()
+    library, facts = kept()
+    mark = tmp_path / "mark"
+    source = tmp_path / "planted.cpp"
+    source.write_text(
+        f'#include <cstdio>\nstruct S {{ S() {{ std::fclose(std::fopen("{mark}", "w")); }} }} s;\n{tiny.read_text()}'
+    )
+    shared(source, library)
+    library.chmod(0o644)
+    content = library.read_bytes()
+    told = {"size": len(content), "sha256": files.hashlib.sha256(content).hexdigest()}
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | told))
+    return mark
+
+
+@needs_compiler
+def test_the_planted_library_would_be_loaded(planted):
+    """Or the tests below would show nothing."""
+    answer()
+    assert planted.exists()
+
+
+def loosen(mode):
+    return lambda path, _: path.chmod(mode)
+
+
+LOOSE = {
+    "a folder that all may write": (lambda library: library.parent, loosen(0o777), "other users may write to"),
+    "a folder that a group may write": (lambda library: library.parent, loosen(0o770), "other users may write to"),
+    "a sticky folder": (lambda library: library.parent, loosen(0o1777), "other users may write to"),
+    "a folder above": (lambda library: library.parents[1], loosen(0o777), "other users may write to"),
+    "a library that all may write": (lambda library: library, loosen(0o666), "other users may write to"),
+    "facts that all may write": (
+        lambda library: library.with_suffix(".json"),
+        loosen(0o646),
+        "other users may write to",
+    ),
+    "another's folder": (lambda library: library.parent, give_away, "belongs to user"),
+    "another's folder above": (lambda library: library.parents[1], give_away, "belongs to user"),
+    "another's library": (lambda library: library, give_away, "belongs to user"),
+    "another's facts": (lambda library: library.with_suffix(".json"), give_away, "belongs to user"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", LOOSE)
+def test_what_another_user_may_have_written_is_not_loaded(case, planted, monkeypatch, capfd):
+    choose, spoil, expected = LOOSE[case]
+    path = choose(kept()[0])
+    spoil(path, monkeypatch)
+    capfd.readouterr()
+    again()
+    reason = cpp.why_not()
+    assert expected in reason and ("chmod go-w" in reason or "a folder of your own" in reason)
+    if os.geteuid() == 0 or "belongs" not in expected:
+        assert str(path) in reason
+    assert not planted.exists() and "building" not in capfd.readouterr().err
+
+
+@needs_compiler
+def test_links_lead_to_no_other_code(planted, tmp_path):
+    library, _ = kept()
+    elsewhere = library.rename(tmp_path / "elsewhere.so")
+    library.symlink_to(elsewhere)
+    again()
+    assert cpp.why_not() == f"{library} is a symbolic link, and no kernels are loaded through one: remove it"
+    library.unlink()
+    os.mkfifo(library)
+    again()
+    assert cpp.why_not() == f"{library} is not a regular file: remove it"  # and it does not hang
+    shutil.move(library.parent, tmp_path / "moved")
+    library.parent.symlink_to(tmp_path / "moved")
+    (tmp_path / "moved").chmod(0o777)
+    again()
+    assert str(tmp_path / "moved") in cpp.why_not() and not planted.exists()
+
+
+@needs_compiler
+def test_a_folder_of_ours_in_one_where_all_may_write_is_ours(tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o1777)  # as /tmp is
+    assert answer() == 42
+
+
+@needs_compiler
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_group_of_one_may_write_above(tmp_path, monkeypatch, alone):
+    """As with a umask of 002 on systems where every user has a group."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o775)
+    user, group = files.pwd.getpwuid(os.geteuid()), files.grp.getgrgid(os.getegid())
+    entries = [user] if alone else [user, type(user)(("other", "x", 12345, os.getegid(), "", "/", "/bin/sh"))]
+    monkeypatch.setattr(files.pwd, "getpwall", lambda: entries)
+    monkeypatch.setattr(files.grp, "getgrgid", lambda _: type(group)((group.gr_name, "x", group.gr_gid, [])))
+    again()
+    assert (cpp.why_not() is None) is alone
+
+
+# --- built ahead ---
+
+
+def ahead(*targets, folder):
+    """Kernels built ahead; returns what the command line wrote to stdout."""
+    return build.main([*(word for target in targets for word in ("--target", target)), "--output", str(folder)])
+
+
+def rewrite(folder, name, **changes):
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def copy(folder, name, new, **changes):
+    """As if the library had been built for another target."""
+    for suffix in (".so", ".json"):
+        shutil.copy(folder / f"{name}{suffix}", folder / f"{new}{suffix}")
+    rewrite(folder, new, target=new, **changes)
+
+
+@needs_compiler
+def test_kernels_built_ahead_need_no_compiler(monkeypatch, tmp_path, capfd):
+    folder = tmp_path / "deep" / "kernels"
+    assert ahead(NAMED, "native", folder=folder) == 0
+    out, said = capfd.readouterr()
+    assert out.split() == [str(folder / f"{NAMED}.so"), str(folder / "native.so")]
+    assert said.count("built the C++ kernels for") == 2
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        f"{name}{suffix}" for name in (NAMED, "native") for suffix in (".so", ".json")
+    )
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())} == {0o755, 0o644}
+    no_compiler(monkeypatch)
+    monkeypatch.setenv("COPPICE_KERNELS", str(folder))
+    assert answer() == 42 and not cpp.cache_folder().exists() and not capfd.readouterr().err
+    assert cpp.find().target is NATIVE
+
+
+@needs_compiler
+def test_the_best_target_that_runs_here_wins(monkeypatch, tmp_path):
+    folder = tmp_path / "kernels"
+    ahead("native", folder=folder)
+    for name in ("x86-64-v3", "x86-64-v4", "x86-64-v4-bf16"):
+        copy(folder, "native", name)
+    monkeypatch.setenv("COPPICE_KERNELS", str(folder))
+    monkeypatch.setattr(processor, "machine", lambda name=None: "x86_64")
+    for path in folder.glob("*.json"):
+        rewrite(folder, path.stem, machine="x86_64", processor=["another"])
+    for name in ("x86-64-v3", "x86-64-v4", "x86-64-v4-bf16"):
+        monkeypatch.setattr(processor, "features", lambda has=TARGETS[name].needs: frozenset(has))
+        assert cpp.find().target.name == name
+    monkeypatch.setattr(processor, "features", lambda: TARGETS["x86-64-v3"].needs - {"avx2", "fma"})
+    cpp._load.cache_clear()
+    reason = cpp.why_not()
+    assert f"COPPICE_KERNELS={folder} has no kernels for this machine" in reason
+    assert "x86-64-v3: this processor lacks avx2, fma" in reason
+    assert "native: it was built for exactly the processor of another machine" in reason
+    assert f"python -m kernels.build --output '{folder}'" in reason
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"sources": "0"}, "it was built from other sources"),
+        ({"system": "plan9"}, "it was built for plan9 on"),
+        ({"machine": "vax"}, "on vax, and this is"),
+    ],
+)
+def test_kernels_of_another_version_or_machine_are_refused(monkeypatch, tmp_path, changes, expected):
+    folder = tmp_path / "kernels"
+    ahead("native", folder=folder)
+    rewrite(folder, "native", **changes)
+    monkeypatch.setenv("COPPICE_KERNELS", str(folder))
+    again()
+    assert expected in cpp.why_not()
+
+
+@needs_compiler
+def test_kernels_built_ahead_are_verified_too(monkeypatch, tmp_path):
+    folder = tmp_path / "kernels"
+    ahead("native", folder=folder)
+    cut(folder / "native.so")
+    monkeypatch.setenv("COPPICE_KERNELS", str(folder))
+    again()
+    assert cpp.why_not().startswith(f"{folder}/native.so is not what was built")
+    ahead("native", folder=folder)
+    assert answer() == 42
+    folder.chmod(0o777)
+    again()
+    assert f"other users may write to {folder}" in cpp.why_not()
+    assert ahead("native", folder=folder) == 1  # which nobody could load
+
+
+def test_a_folder_that_is_not_there_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("COPPICE_KERNELS", str(tmp_path / "none"))
+    again()
+    assert cpp.why_not() == f"{tmp_path}/none: there is no such folder"
+
+
+def test_off_is_off(monkeypatch, capfd):
+    monkeypatch.setenv("COPPICE_KERNELS", "off")
+    again()
+    assert cpp.off() and cpp.why_not() == "COPPICE_KERNELS=off" and not cpp.cache_folder().exists()
+    assert capfd.readouterr() == ("", "")
+
+
+@needs_compiler
+def test_a_package_may_bring_kernels(monkeypatch, tmp_path, capfd):
+    ahead("native", folder=cpp.PREBUILT)
+    cpp.PREBUILT.chmod(0o777)  # who may write here may write the Python beside it
+    with monkeypatch.context() as patch:
+        no_compiler(patch)
+        assert answer() == 42 and cpp.find().trusted and not cpp.cache_folder().exists()
+    capfd.readouterr()
+    cut(cpp.PREBUILT / "native.so")
+    assert answer() == 42 and "is not what was built" in capfd.readouterr().err
+    rewrite(cpp.PREBUILT, "native", sources="0")
+    assert not cpp.find().trusted
+
+
+def test_a_wheel_ships_them():
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    assert re.search(r'^kernels = \[.*"prebuilt/\*".*\]', text, re.M)
+
+
+# --- the command line ---
+
+
+@needs_compiler
+def test_the_list_builds_nothing(capfd, monkeypatch, tmp_path):
+    assert build.main(["--list"]) == 0
+    out, said = capfd.readouterr()
+    assert not said and all(name in out for name in TARGETS)
+    assert f"native, built when first needed, into {cpp.find().path}" in out and not cpp.find().path.exists()
+    answer()
+    build.main(["--list"])
+    assert f"native, loaded from {cpp.find().path}" in capfd.readouterr().out
+    monkeypatch.setenv("COPPICE_KERNELS", "off")
+    build.main(["--list"])
+    assert "none are loaded: COPPICE_KERNELS=off" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["--target", "vax", "--output", "x"], ["--list", "--output", "x"]])
+def test_arguments_that_make_no_sense_are_refused(words, capfd):
+    with pytest.raises(SystemExit) as ended:
+        build.main(words)
+    assert ended.value.code == 2 and "usage" in capfd.readouterr().err
+
+
+@needs_compiler
+def test_another_machine_needs_another_compiler(tmp_path, capfd):
+    other = "aarch64" if processor.machine() == "x86_64" else "x86-64-v3"
+    assert ahead(other, folder=tmp_path / "kernels") == 1
+    assert re.search(r"builds for .*; name a compiler for .* by CXX, for example CXX=", capfd.readouterr().err)
+
+
+def test_a_cross_compiler_is_asked_for_the_target(monkeypatch, tmp_path):
+    """One that builds for a machine of its own: what comes out is kept, though it cannot be loaded here."""
+    compiler = tmp_path / "cross"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        '[ "$1" = -dumpmachine ] && echo riscv64-linux-gnu && exit\n'
+        f'echo "$@" >> {tmp_path}/seen\n'
+        'while [ "$1" != -o ]; do shift; done\necho code > "$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setitem(TARGETS, "riscv", processor.Target("riscv", ("-march=rv64gcv",), "riscv64", frozenset(), ""))
+    folder = tmp_path / "kernels"
+    assert ahead("riscv", folder=folder) == 0
+    assert all("-march=rv64gcv" in line for line in (tmp_path / "seen").read_text().splitlines())
+    assert json.loads((folder / "riscv.json").read_text())["machine"] == "riscv64"
+    monkeypatch.setenv("COPPICE_KERNELS", str(folder))
+    again()
+    assert "riscv: it was built for linux on riscv64, and this is" in cpp.why_not()
