@@ -27,15 +27,15 @@ THREADS = torch.get_num_threads()
 
 
 @pytest.fixture(autouse=True)
-def threads() -> None:
-    """An engine sets the number of threads of the whole process; the next test does not inherit it."""
+def own_process() -> None:
+    """What the process shares is as in a new one: threads, which an engine sets; kernels are there before a test moves
+    the cache folder, where they would be built once more."""
     torch.set_num_threads(THREADS)
+    cpp.why_not()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Builds the kernels once, before worker processes do; refuses to test other code than the environment asks for."""
-    if hasattr(config, "workerinput"):
-        return
+def pytest_configure() -> None:
+    """Builds the kernels before there are worker processes; refuses to test other code than the environment names."""
     missing, kernels = cpp.why_not(), os.environ.get("COPPICE_KERNELS")
     if kernels and (kernels == "off") != bool(missing):
         raise pytest.UsageError(f"COPPICE_KERNELS={kernels}, but {missing or 'there are C++ kernels'}")

@@ -448,7 +448,7 @@ def test_interrupted_the_best_is_kept(engine):
 
     def bests(rounds):
         reports = []
-        stop = {"interrupted": lambda: len(reports) >= rounds, "max_new_tokens": 9}
+        stop = {"interrupted": lambda: len(reports) >= rounds, "max_new_tokens": 6}
         for event in engine.stream(PROMPT, search, **stop):
             if isinstance(event, Progress):
                 reports.append((list(event.report.best()), event.report.info["best"]))
@@ -461,7 +461,7 @@ def test_interrupted_the_best_is_kept(engine):
         assert output.token_ids == reports[-1][0]
         engine.pool.check_invariants([])
         assert engine.pool.used_pages == 0
-    assert reports[-1][1] is not None and len(reports[-1][0]) == 9  # a leaf by then
+    assert reports[-1][1] is not None and len(reports[-1][0]) == 6  # a leaf by then
 
 
 def test_abandoned_the_pool_is_whole(engine):
