@@ -432,6 +432,8 @@ class Driver:
                 self._end(run, result=stop.value)
         except Exception as failure:
             self._end(run, error=failure)
+        finally:
+            del error  # its traceback knows this frame
 
     @staticmethod
     def _refuse(run: Run, wrong: str) -> NoReturn:
@@ -468,6 +470,8 @@ class Driver:
             for tree in run.trees:
                 tree.release()
             run.result, run.error, run.ticket = result, error, None
+            # The report's functions know the search, and that its run: a cycle, which would keep the model in memory.
+            run.generator, run.report = None, Report(info=run.report.info)
             if run in self.running:
                 self.running.remove(run)
             self._crowded = False

@@ -1,6 +1,7 @@
 """Engine: a checkpoint made ready to answer. `generate` for many prompts, `stream` for one, `Session` for a chat."""
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from engine.driver import Driver, Run, Runner
 from engine.errors import CheckpointError, CoppiceError, UsageError
 from engine.graphs import make_runner
 from engine.loading import check_quant, load_template, model_key, pick_device, pick_dtype
-from engine.memory import check_memory, is_out_of_memory, make_pools, out_of_memory
+from engine.memory import check_memory, is_out_of_memory, make_pools, out_of_memory, trim_memory
 from engine.packing import Chunk
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
@@ -240,8 +241,14 @@ class Engine:
             target.add(role, engine)
         if callable(reward):
             target.add("reward", reward)
+        trim_memory()
         target.load_seconds = time.perf_counter() - began
         return target
+
+    def __del__(self, is_finalizing=sys.is_finalizing, trim=trim_memory) -> None:
+        if not is_finalizing():
+            vars(self).clear()  # weights first: the C library would keep most of their memory
+            trim()
 
     @property
     def pool(self) -> PagePool:
@@ -313,7 +320,10 @@ class Engine:
         results: dict[int, SearchResult] = {}
         for i, outcome in self.serve(Request(prompt, search, **options) for prompt in prompts):
             if isinstance(outcome, CoppiceError):
-                raise outcome
+                try:
+                    raise outcome
+                finally:
+                    del outcome  # its traceback knows this frame
             results[i] = outcome
         return [results[i] for i in sorted(results)]
 
@@ -358,6 +368,8 @@ class Engine:
                     yield i, self._outcome(jobs.pop(i))
         finally:
             driver.close()
+            for job in jobs.values():
+                job.run.error = None  # see `_submit`
 
     def stream(
         self,
@@ -397,7 +409,10 @@ class Engine:
                     driver.stop(run, self._interrupted(run))
             outcome = self._outcome(job)
             if isinstance(outcome, CoppiceError):
-                raise outcome
+                try:
+                    raise outcome
+                finally:
+                    del outcome
             if rest := text.finish(outcome.outputs[0].text):
                 yield Text(rest)
             yield Done(outcome)
@@ -462,27 +477,30 @@ class Engine:
         retire: Callable[[TokenTree], None] | None = None,
     ) -> _Job:
         job = self._prepare(request)
+        # What starts the search knows the job's parts, not the job: a run that held its job would be a cycle, which
+        # keeps the model in memory until the garbage collector runs. Errors are let go of for the same reason.
+        ids, limit, eos, stops = job.ids, job.limit, job.eos, job.stops
         steady = self.shape.steady_length
-        if trunk is not None and steady is not None and max(len(job.ids), trunk.cached) > steady:
+        if trunk is not None and steady is not None and max(len(ids), trunk.cached) > steady:
             trunk.release(self.pool)
 
         def start(run: Run) -> SearchGenerator:
-            tree = driver.open_tree(run, "target", job.ids, len(job.ids) + job.limit, trunk)
+            tree = driver.open_tree(run, "target", ids, len(ids) + limit, trunk)
             judge = None
             if "reward" in request.search.models:
                 given = request.prompt
                 if not isinstance(given, str):
-                    given = self._tokenizer.decode(job.ids) if self._tokenizer else ""
-                answer = Answer(self._tokenizer, job.ids, request.messages, job.eos, job.stops, given)
+                    given = self._tokenizer.decode(ids) if self._tokenizer else ""
+                answer = Answer(self._tokenizer, ids, request.messages, eos, stops, given)
                 reward = request.reward or self.reward or self.companions["reward"]
                 judge = make_judge(reward, self, answer, lambda prompt: driver.open_tree(run, "reward", prompt))
             return request.search.run(
                 Task(
                     tree,
-                    job.limit,
-                    job.eos,
+                    limit,
+                    eos,
                     self.runner.vocab_size,
-                    job.stops,
+                    stops,
                     lambda model, prompt: driver.open_tree(run, model, prompt),
                     self._tokenizer,
                     lambda tokens: self.runner.time.charge(tokens, *run.company),
@@ -496,7 +514,7 @@ class Engine:
         if request.trace is not None:
             models = {"target": self, **self.companions}
             names = {role: engine.name for role, engine in models.items()}
-            request.trace.begin(request.search, job.ids, names, {role: e._tokenizer for role, e in models.items()})
+            request.trace.begin(request.search, ids, names, {role: e._tokenizer for role, e in models.items()})
         job.run = driver.submit(Run(start, retire=retire, trace=request.trace, search=request.search))
         return job
 
@@ -575,13 +593,14 @@ class Engine:
 
     def _outcome(self, job: _Job) -> SearchResult | CoppiceError:
         run = job.run
-        if isinstance(run.error, CoppiceError):
-            return run.error
-        if run.error is not None:
-            if not is_out_of_memory(run.error):
-                return search_error(type(job.request.search), run.error)
+        cause, run.error = run.error, None  # whose traceback knows the run
+        if isinstance(cause, CoppiceError):
+            return cause
+        if cause is not None:
+            if not is_out_of_memory(cause):
+                return search_error(type(job.request.search), cause)
             error = out_of_memory()
-            error.__cause__ = run.error
+            error.__cause__ = cause
             return error
         assert run.result is not None
         result = run.result

@@ -1,5 +1,6 @@
 """What fits: the pool that a budget allows, and whether a request can be served from it at all."""
 
+import ctypes
 import errno
 import math
 import os
@@ -17,6 +18,7 @@ from engine.requests import Search
 from models.layers import ModelShape
 
 PAGE_SIZE = {"cpu": 1, "cuda": 16}  # tokens; single ones waste nothing, larger ones suit a GPU's memory
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 MOST_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
 
 
@@ -46,6 +48,12 @@ def make_pools(
         raise KVMemoryError(
             f"the machine cannot give {size_text(pages * page_bytes)} to the KV cache", remedy="lower --kv-memory"
         ) from error
+
+
+def trim_memory() -> None:
+    """Give freed memory back to the system where the C library would keep it (glibc); elsewhere nothing."""
+    if _MALLOC_TRIM is not None:
+        _MALLOC_TRIM(0)
 
 
 def total_memory() -> int:

@@ -1,8 +1,10 @@
 """Linear layers on packed weights: the one seam between a model and how its matrices are stored."""
 
+import math
+import mmap
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +61,8 @@ class Linear(nn.Module):
     stays resident; elsewhere they are used as they lie, memory-mapped or on the device.
 
     Args:
-        weights: [out, in] each, in the checkpoint's dtype, memory-mapped as a rule.
+        weights: [out, in] each, in the checkpoint's dtype, memory-mapped as a rule. Those of an iterator are let go as
+            soon as they are copied.
         biases: one [out] per weight, or None for all.
         dtype, device: to compute in.
     """
@@ -68,19 +71,21 @@ class Linear(nn.Module):
 
     def __init__(
         self,
-        weights: Sequence[Tensor],
+        weights: Iterable[Tensor],
         biases: Sequence[Tensor] | None = None,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ):
         super().__init__()
+        weights = list(weights)
         self.out_features = sum(w.shape[0] for w in weights)
         self.packed = can_pack(dtype, device)
         self.bias = torch.cat([b.to(device, dtype) for b in biases]) if biases is not None else None
         self.address = 0  # of the packed matrix, if our own product of a few rows can read it
         if self.packed:
-            whole = _stack(weights, dtype).contiguous()
+            whole = _stack(weights, dtype)
+            del weights
             self.weights = [torch.ops.mkldnn._reorder_linear_weight(whole, self.ROWS_HINT)]
             self.address = panels(self.weights[0], whole)
         elif device.type == "cpu":
@@ -108,10 +113,17 @@ class Linear(nn.Module):
 
 
 def _stack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The weights below each other, cast on the way, so that there is never a cast copy besides."""
-    if len(weights) == 1:
-        return weights[0].to(dtype)
-    whole = weights[0].new_empty(sum(w.shape[0] for w in weights), weights[0].shape[1], dtype=dtype)
+    """The weights below each other, contiguous, cast on the way, so that there is never a cast copy besides.
+
+    What is copied lies in a mapping of its own: it goes back to the system at once, while the C library would put the
+    next matrices into the holes that it leaves, and keep what they leave in turn.
+    """
+    if len(weights) == 1 and weights[0].dtype == dtype and weights[0].is_contiguous():
+        return weights[0]
+    shape = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    size = max(1, math.prod(shape) * dtype.itemsize)
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(area, dtype=dtype, count=math.prod(shape)).view(shape)
     for part, w in zip(whole.split([w.shape[0] for w in weights]), weights, strict=True):
         part.copy_(w)
     return whole

@@ -40,17 +40,21 @@ class Weights:
 
         Matrices are stored [out, in]; `transposed` ones [in, out].
         """
-        weights = [self._read(f"{name}.weight") for name in names]
-        if transposed:
-            weights = [weight.T for weight in weights]
+        # Read one after the other by whoever takes them, so that their pages of the file can go when they are copied.
+        read = (self._read(f"{name}.weight") for name in names)
+        weights = (weight.T for weight in read) if transposed else read
         biases = [self._read(f"{name}.bias") for name in names] if bias else None
-        if self.quant == "int8" and sum(map(len, weights)) > 1:  # a scalar head saves nothing and loses the most
-            return Int8Linear(weights, biases, dtype=self.dtype)
+        outs = sum(self._shape(f"{name}.weight")[transposed] for name in names)
+        if self.quant == "int8" and outs > 1:  # a scalar head saves nothing and loses the most
+            return Int8Linear(list(weights), biases, dtype=self.dtype)
         return Linear(weights, biases, dtype=self.dtype, device=self.device)
 
     def embedding(self, name: str) -> "Embedding":
         """Token embeddings."""
         return Embedding(self.checkpoint, self.stored.get(name, name), self.dtype, self.device)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self.checkpoint.tensors[self.stored.get(name, name)].shape
 
     def _read(self, name: str) -> Tensor:
         name = self.stored.get(name, name)
