@@ -167,7 +167,8 @@ def split(request: dict[str, Any], known: dict[str, Any]) -> dict[str, str]:
 
     Args:
         request: "parts", JSON of a tokenizer's normalizer, pre-tokenizer and added tokens (see
-            `engine.tokenizer_limits.Guard`); "texts"; "seconds" of CPU time.
+            `engine.tokenizer_limits.Guard`); "texts"; "seconds" of CPU time; "growth", how many times longer the
+            normalizer may make a text.
         known: tokenizers by parts, the latest last; this one is added.
 
     Returns:
@@ -190,8 +191,12 @@ def split(request: dict[str, Any], known: dict[str, Any]) -> dict[str, str]:
             known[parts] = library
             if len(known) > COMPILED:
                 del known[next(iter(known))]
+        library = known[parts]
         for text in request["texts"]:
-            known[parts].encode(text, add_special_tokens=False)
+            library.encode(text, add_special_tokens=False)
+            grown = len(library.normalizer.normalize_str(text)) if library.normalizer else 0
+            if grown > request["growth"] * (len(text) + 10):
+                return {"refused": f"it makes {grown} characters of a text of {len(text)}"}
         return {}
     except BaseException as error:  # the library's panics derive from BaseException
         return {"refused": str(error)[:300]}

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer
 from engine import sandbox, sandbox_process
 from engine.errors import CheckpointError, CoppiceError, UsageError
 
-GROWTH = 100  # times longer, in bytes, that plain normalizers and pre-tokenizers may make a text
+GROWTH = 100  # times longer that normalizers, and plain pre-tokenizers, may make a text
 TOKEN_TEXT = 4096  # characters that decoders may make of a token; the longest tokens in use have some hundred
 ADDED_IDS = 1024  # that a post-processor may add to a text
 WORD = 256  # characters of a word that WordPiece, of cubic time, may look at; the library's default is 100
@@ -137,7 +137,8 @@ class Guard:
     def _ask(self, texts: list[str]) -> None:
         size = sum(map(_bytes, texts))
         seconds = sandbox.CPU_SECONDS + SECONDS_PER_BYTE * size
-        request = {"parts": json.dumps([self._parts, self._tokens]), "texts": texts, "seconds": seconds}
+        parts = json.dumps([self._parts, self._tokens])
+        request = {"parts": parts, "texts": texts, "seconds": seconds, "growth": GROWTH}
         try:
             reply = sandbox_process.ask(request, sandbox_process.WALL_SECONDS + 10 * seconds)
         except UsageError as error:
