@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from engine.tokenizer_limits import library_errors
+
 
 class Detokenizer:
     """Turns pieces into text that never changes, as they come.
@@ -229,7 +231,8 @@ class _Hold(Stage):
         return ()
 
     def finish(self) -> Sequence[str]:
-        return (self.decoder.decode(self.pieces),)
+        with library_errors("the tokenizer cannot decode these tokens"):
+            return (self.decoder.decode(self.pieces),)
 
 
 def _run(text: str, char: str, most: int) -> int:

@@ -604,7 +604,10 @@ class Engine:
             return error
         assert run.result is not None
         result = run.result
-        result.outputs = [replace(o, text=self._text(o, job.stops)) for o in result.outputs]
+        try:
+            result.outputs = [replace(o, text=self._text(o, job.stops)) for o in result.outputs]
+        except CoppiceError as error:  # the tokenizer cannot decode these tokens
+            return error
         result.stats["new_tokens"] = len(result.outputs[0].token_ids)
         return result
 

@@ -10,6 +10,7 @@ page tables of mapped weights.
 This file is run as a script and imports nothing of the project, so that starting it costs no `import torch`.
 """
 
+import itertools
 import json
 import sys
 
@@ -161,6 +162,46 @@ class Renderer:
         return "".join(parts)
 
 
+def split(request: dict[str, Any], known: dict[str, Any]) -> dict[str, str]:
+    """Part texts as a tokenizer does, to see whether that takes long.
+
+    Args:
+        request: "parts", JSON of a tokenizer's normalizer, pre-tokenizer and added tokens (see
+            `engine.tokenizer_limits.Guard`); "texts"; "seconds" of CPU time; "growth", how many times longer the
+            normalizer may make a text.
+        known: tokenizers by parts, the latest last; this one is added.
+
+    Returns:
+        {}; or {"refused"}, why the tokenizer cannot be used.
+    """
+    from tokenizers import AddedToken, Tokenizer
+
+    start_clock(request["seconds"])
+    try:
+        if (parts := request["parts"]) not in known:
+            spec, tokens = json.loads(parts)
+            model = {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}
+            whole = {"version": "1.0", "added_tokens": [], **spec, "model": model}
+            library = Tokenizer.from_str(json.dumps(whole))
+            flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+            for special, run in itertools.groupby(tokens, lambda token: token[-1]):
+                add = library.add_special_tokens if special else library.add_tokens
+                add([AddedToken(content, **dict(zip(flags, values, strict=True))) for content, *values in run])
+            library.encode_special_tokens = True
+            known[parts] = library
+            if len(known) > COMPILED:
+                del known[next(iter(known))]
+        library = known[parts]
+        for text in request["texts"]:
+            library.encode(text, add_special_tokens=False)
+            grown = len(library.normalizer.normalize_str(text)) if library.normalizer else 0
+            if grown > request["growth"] * (len(text) + 10):
+                return {"refused": f"it makes {grown} characters of a text of {len(text)}"}
+        return {}
+    except BaseException as error:  # the library's panics derive from BaseException
+        return {"refused": str(error)[:300]}
+
+
 def answer(request: dict[str, Any], compiled: dict[str, Renderer], size: int) -> dict[str, str]:
     """Compile a template, and render it.
 
@@ -177,7 +218,7 @@ def answer(request: dict[str, Any], compiled: dict[str, Renderer], size: int) ->
         renderer = compiled.pop(source, None)
         if renderer is None:
             renderer = Renderer(source)
-            _start_clock()  # compiling and rendering have a limit each
+            start_clock()  # compiling and rendering have a limit each
         compiled[source] = renderer
         if len(compiled) > COMPILED:
             del compiled[next(iter(compiled))]
@@ -219,8 +260,9 @@ def spent() -> bool:
         return False
 
 
-def _start_clock() -> None:
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+def start_clock(seconds: float = CPU_SECONDS) -> None:
+    """Let the kernel end this process after so much CPU time from now."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def serve() -> None:
@@ -232,11 +274,13 @@ def serve() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action is the point: the kernel ends the process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])  # the parent's mask was inherited
     compiled: dict[str, Renderer] = {}
+    split_by: dict[str, Any] = {}
     sys.stdout.write('{"ready": true}\n')
     sys.stdout.flush()
     for line in sys.stdin.buffer:
-        _start_clock()
-        reply = answer(json.loads(line), compiled, len(line))
+        start_clock()
+        request = json.loads(line)
+        reply = split(request, split_by) if "parts" in request else answer(request, compiled, len(line))
         text = json.dumps({**reply, "spent": spent()})
         del reply
         signal.setitimer(signal.ITIMER_PROF, 0)

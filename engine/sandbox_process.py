@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import jinja2
 import markupsafe
+import tokenizers
 
 from engine import sandbox
 from engine.errors import UsageError
@@ -66,11 +67,12 @@ def _runs(path: str) -> bool:
     return os.path.isabs(path) and os.path.isfile(path) and os.access(path, os.X_OK)
 
 
-def ask(request: dict[str, Any]) -> dict[str, str] | None:
+def ask(request: dict[str, Any], seconds: float = WALL_SECONDS) -> dict[str, str] | None:
     """Have a request answered by this process's sandbox; threads take turns.
 
     Args:
-        request: see `engine.sandbox.answer`.
+        request: see `engine.sandbox.answer` and `engine.sandbox.split`.
+        seconds: after which, at the latest, the sandbox is ended.
 
     Returns:
         The answer; None if the request broke a limit, which ended the sandbox.
@@ -84,7 +86,7 @@ def ask(request: dict[str, Any]) -> dict[str, str] | None:
             _end()
         process = _process = _process or _Process()
         try:
-            reply = process.ask(request)
+            reply = process.ask(request, seconds)
         except BaseException:  # Ctrl-C too: a reply still to come would answer the next request
             _end()
             raise
@@ -98,8 +100,8 @@ class _Process:
 
     def __init__(self):
         path = interpreter()
-        # The folders of the two packages come after the interpreter's own library, which may be of another version.
-        folders = {str(Path(package.__file__).parent.parent) for package in (jinja2, markupsafe)}
+        # The folders of these packages come after the interpreter's own library, which may be of another version.
+        folders = {str(Path(package.__file__).parent.parent) for package in (jinja2, markupsafe, tokenizers)}
         with _blocked(TERMINAL_SIGNALS):
             try:
                 # A session of its own: Ctrl-C in the terminal is for us, not for the renderer.
@@ -134,9 +136,9 @@ class _Process:
     def alive(self) -> bool:
         return self._popen.poll() is None
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
+    def ask(self, request: dict[str, Any], seconds: float = WALL_SECONDS) -> dict[str, Any] | None:
         """Send a request; None when the process is dead or did not answer in time."""
-        deadline = time.monotonic() + WALL_SECONDS
+        deadline = time.monotonic() + seconds
         try:
             sent = self._write(json.dumps(request).encode() + b"\n", deadline)
         except BrokenPipeError:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers import AddedToken
 
+from engine import tokenizer_limits
 from engine.detokenizer import Detokenizer, Stage
 from engine.errors import CheckpointError, UsageError
 from engine.tokenizer_files import byte_level, named_tokens, read_config, read_file, read_json
@@ -95,12 +96,15 @@ class Tokenizer:
                 encoder = SentencePieceEncoder(read_file(path), folder, config)
                 return cls(encoder, config, encoder.names)
             if path.name == "tokenizer.json":
-                library, names = tokenizers.Tokenizer.from_buffer(read_file(path)), named_tokens(config)
+                data = read_file(path)
+                guard = tokenizer_limits.guard(tokenizer_limits.parse(data), str(path))
+                library, names = tokenizers.Tokenizer.from_buffer(data), named_tokens(config)
             else:
+                guard = None
                 library, names = byte_level(folder, config)
-            return cls(LibraryEncoder(library, config, names), config, names)
-        except CheckpointError as error:
-            raise CheckpointError(error.what, where=error.where or str(path), remedy=error.remedy) from None
+            return cls(LibraryEncoder(library, config, names, guard, str(path)), config, names)
+        except (CheckpointError, UsageError) as error:
+            raise type(error)(error.what, where=error.where or str(path), remedy=error.remedy) from None
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # the tokenizers library panics with a BaseException

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, normalizers
 from engine.detokenizer import stages_of
 from engine.errors import CheckpointError, UsageError
 from engine.tokenizer_files import MAX_IDS, add_flags
+from engine.tokenizer_limits import Guard, check_output, library_errors
 
 # What spells SentencePiece's spaces: one before the text, then all of them.
 SPACES = [
@@ -29,8 +30,25 @@ class LibraryEncoder:
     number in it. Where a token is meant, its alias is written. The whole text is then encoded once.
     """
 
-    def __init__(self, library: tokenizers.Tokenizer, config: dict[str, Any], names: dict[str, str]):
-        """`names` are the named special tokens."""
+    def __init__(
+        self,
+        library: tokenizers.Tokenizer,
+        config: dict[str, Any],
+        names: dict[str, str],
+        guard: Guard | None = None,
+        where: str = "",
+    ):
+        """
+        Args:
+            library: the tokenizer; it is changed.
+            config: tokenizer_config.json.
+            names: the named special tokens.
+            guard: tries every text, if the library's patterns are not known to be harmless.
+            where: the file, for errors.
+
+        Raises:
+            CheckpointError: the vocabulary is malformed, or the tokenizer breaks a limit.
+        """
         library.no_padding()
         library.no_truncation()
         self.vocab = vocab = library.get_vocab(with_added_tokens=True)
@@ -40,6 +58,7 @@ class LibraryEncoder:
         self.pieces: list[str | None] = [None] * size
         for piece, i in vocab.items():
             self.pieces[i] = piece
+        check_output(library, self.pieces)
 
         own = {token.content: token for token in library.get_added_tokens_decoder().values()}
         added = add_flags(own, vocab, config, names)
@@ -57,8 +76,6 @@ class LibraryEncoder:
         if _normalizers(library) == SPACES and all(self.raw[content].normalized for content in special):
             # Such tokens are found in text that has its prefix already: no other follows them. Aliases come before.
             library.normalizer, self._prefix = normalizers.Replace(" ", "▁"), "▁"  # type: ignore[assignment]
-        unknown = library.encode("\ufdd0", add_special_tokens=False).ids  # <unk> is special, and ordinary text needs it
-        self._control_ids = {vocab[c] for c in special} - {*unknown, vocab.get(names.get("unk_token", ""))}
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
 
         nonce = secrets.token_hex(8)
@@ -76,7 +93,12 @@ class LibraryEncoder:
         if min(self._meaning) < size:
             raise CheckpointError("vocabulary mismatch: two tokens share an id")
 
-        self._library = library
+        self._library, self._guard = library, guard
+        self._where = where
+        if guard:
+            guard.add(library.get_added_tokens_decoder().values())
+        unknown = self._encode("\ufdd0").ids  # <unk> is special, and ordinary text needs it
+        self._control_ids = {vocab[c] for c in special} - {*unknown, vocab.get(names.get("unk_token", ""))}
         self._decoder = library.decoder
         self.stages = stages_of(self._decoder)
         if any(not 0 <= i < size for i in self.encode([""], True)):
@@ -87,20 +109,28 @@ class LibraryEncoder:
         parts = [part for part in parts if part != ""]
         text = self._prefix if parts and isinstance(parts[0], str) else ""
         text += "".join(part if isinstance(part, str) else self._alias[part] for part in parts)
-        encoding = self._library.encode(text, add_special_tokens=False)
+        encoding = self._encode(text)
         if not self._control_ids.isdisjoint(encoding.ids):
             # The model itself has the special token as a piece (Unigram models do): cut its spellings in two.
             text = self._special.sub(lambda found: found[0][0] + self._break + found[0][1:], text)
-            encoding = self._library.encode(text, add_special_tokens=False)
+            encoding = self._encode(text)
             if bad := self._control_ids.intersection(encoding.ids):
                 raise unspeakable(self.pieces[min(bad)])
         if add_special:
-            encoding = self._library.post_process(encoding, add_special_tokens=True)
+            with library_errors("the tokenizer cannot encode this text", self._where):
+                encoding = self._library.post_process(encoding, add_special_tokens=True)
         return [i for i in (self._meaning.get(i, i) for i in encoding.ids) if i >= 0]
 
     def decode(self, pieces: Sequence[str]) -> str:
         """The text of pieces."""
-        return " ".join(pieces) if self._decoder is None else self._decoder.decode(pieces)
+        with library_errors("the tokenizer cannot decode these tokens", self._where):
+            return " ".join(pieces) if self._decoder is None else self._decoder.decode(pieces)
+
+    def _encode(self, text: str) -> tokenizers.Encoding:
+        if self._guard:
+            self._guard.check(text)
+        with library_errors("the tokenizer cannot encode this text", self._where):
+            return self._library.encode(text, add_special_tokens=False)
 
 
 def unspeakable(piece: str | None) -> UsageError:

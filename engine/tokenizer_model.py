@@ -1,7 +1,7 @@
 """Encoding by the sentencepiece library: tokenizer.model."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ from engine.detokenizer import SentencePieces, run
 from engine.errors import CheckpointError
 from engine.tokenizer_files import MAX_IDS, add_tokens, flag, named_tokens
 from engine.tokenizer_json import unspeakable
+from engine.tokenizer_limits import GROWTH
 
 # A protobuf message may be followed by fields that override its own: normalizer_spec { add_dummy_prefix: false }.
 NO_PREFIX = b"\x1a\x02\x18\x00"
 REMEDY = "is it a sentencepiece model? other kinds need their tokenizer.json"
+NORMALIZERS, CHARSMAP = (3, 5), 2  # fields of the model, for encoding and decoding, and theirs of replacements
 
 
 class SentencePieceEncoder:
@@ -29,6 +31,7 @@ class SentencePieceEncoder:
     def __init__(self, model: bytes, folder: Path, config: dict[str, Any]):
         if not model:
             raise CheckpointError("vocabulary mismatch: the file is empty, 0 pieces", remedy="download the file again")
+        _check_replacements(model)
         try:
             whole, bare = SentencePieceProcessor(), SentencePieceProcessor()
             whole.LoadFromSerializedProto(model)
@@ -85,7 +88,10 @@ class SentencePieceEncoder:
         # A model that collapses spaces would strip those that start the text, but for the one that it writes itself.
         spaced = self._collapses and text.startswith(" ")
         processor = self._first if first or spaced else self._later
-        ids: list[int] = processor.encode(text)
+        try:
+            ids: list[int] = processor.encode(text)
+        except RuntimeError as error:
+            raise CheckpointError(f"the tokenizer cannot encode this text: {error}"[:500], remedy=REMEDY) from None
         if self._control_ids.isdisjoint(ids):
             return ids
         # The model itself has the special token as a piece, or as a symbol of its own: cut its spellings in two.
@@ -114,3 +120,56 @@ def _joined(parts: Iterable[str | int]) -> list[str | int]:
 
 def _adds(config: dict[str, Any], name: str, names: dict[str, str], vocab: dict[str, int], default: bool) -> bool:
     return flag(config, f"add_{name}", default) and names.get(name) in vocab
+
+
+def _check_replacements(model: bytes) -> None:
+    """Refuse a model that may make a text more than GROWTH times as long.
+
+    Its replacements are a trie, its size before it, and what the trie leads to: texts that end with a zero byte.
+
+    Raises:
+        CheckpointError: that; or the model is no message of protocol buffers.
+    """
+    try:
+        for number, spec in _messages(model):
+            for field, charsmap in _messages(spec) if number in NORMALIZERS else ():
+                texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0") if field == CHARSMAP else ()
+                if (longest := max(map(len, texts), default=0)) > GROWTH:
+                    what = f"a character may become {longest} bytes of text, at most {GROWTH} are allowed"
+                    raise CheckpointError(what, remedy="get the tokenizer from a source that you trust")
+    except IndexError:
+        raise CheckpointError("the tokenizer is malformed: it is cut short", remedy=REMEDY) from None
+
+
+def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Number and content of the fields of a message that are strings or messages. Raises IndexError."""
+    i = 0
+
+    def varint() -> int:
+        nonlocal i
+        value = shift = 0
+        while True:
+            value |= (data[i] & 127) << shift
+            shift, i = shift + 7, i + 1
+            if data[i - 1] < 128 or shift > 63:
+                return value
+
+    while i < len(data):
+        tag = varint() & 0xFFFFFFFF
+        match tag & 7:
+            case 0:
+                varint()
+            case 1:
+                i += 8
+            case 2:
+                length = varint()
+                if i + length > len(data):
+                    raise IndexError
+                yield tag >> 3, data[i : i + length]
+                i += length
+            case 5:
+                i += 4
+            case 3 | 4:  # the fields of a group are those of the message, for all that is to be found here
+                pass
+            case _:
+                raise IndexError
