@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         given = [*(sys.argv[1:] if args is None else args)]
         if self._flagged is not None:
             try:
-                for word, value in zip(given, [*given[1:], ""], strict=True):
+                for word, value in zip(given, [*given[1:], ""], strict=False):
                     text = value if word == "--search" else word.removeprefix("--search=")
                     if text != word and text != "list":
                         find_search(text)
@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
                     if key in SHARED_PARAMS
                 ]
                 also = f" It also takes {', '.join(shared)}." if shared else ""
-                group = self.add_argument_group(f"search {name}", _summary(cls).replace("%", "%%") + also)
+                group = self.add_argument_group(f"search {name}", _summary(cls) + also)
                 try:
                     _add_own_flags(group, name)
                 except argparse.ArgumentError as error:

@@ -13,7 +13,7 @@ import torch
 from engine import CoppiceError, Engine, KVMemoryError, Request, SearchError, TokenTree, UsageError, batch
 from engine.contract import attributed, is_ours, search_error, slots_of
 from engine.driver import Driver, Run
-from search import Evaluate, Greedy, Output, Report, Search, SearchResult, Trie
+from search import REGISTRY, Evaluate, Greedy, Output, Report, Search, SearchResult, Trie
 from tools.random_checkpoint import make
 
 OTHERS = (Greedy(), Trie(beams=3))
@@ -433,9 +433,8 @@ def test_a_batch_goes_on_after_a_fault(
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(batch, "load_engine", lambda args: engine)
-    monkeypatch.setattr("search.base.REGISTRY", REGISTRY_COPY := dict(__import__("search").REGISTRY))
-    for module in ("engine.cli", "engine.batch", "search.outside"):
-        monkeypatch.setattr(f"{module}.REGISTRY", REGISTRY_COPY)
+    monkeypatch.setitem(REGISTRY, "faulty", None)  # taken away again when the test has ended
+    del REGISTRY["faulty"]
     lines = [{"prompt": "a"}, {"prompt": "a", "params": {"search": "greedy"}}]
     for flags in ([], ["-v"]):
         out = io.BytesIO()
