@@ -12,6 +12,7 @@ import stat
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -55,6 +56,9 @@ output, an object per line:
 --resume keeps what FILE has, errors included, cuts off a torn last line, and goes on with the next record. Give it
 the same input and the same flags.
 
+A fault of a search of your own is the error of its line, with the code "search"; -v shows its traceback. A line can
+choose every search that the command line names (--search may be repeated), and loads none.
+
 exit codes: 0 every line was answered; 2 some line has an error for an answer, or wrong usage; 3 checkpoint; 4 memory;
   5 numerics; 1 our bug; 130 interrupted; 141 closed pipe. Codes 3 to 5 are about the whole run, not about a line.
 """
@@ -97,6 +101,8 @@ def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] |
             with saving(traces, args.trace), closing(engine.serve(records, on_step=meter.step)) as outcomes:
                 for i, outcome in outcomes:
                     meter.count(outcome)
+                    if args.verbose and isinstance(outcome, CoppiceError) and outcome.__cause__ is not None:
+                        traceback.print_exception(outcome)
                     sink.put(i, answer(records.finish(i), outcome))
         except KeyboardInterrupt:
             if sink.file is None:

@@ -29,6 +29,8 @@ from engine.trace_page import check_target
 from engine.version import __version__
 from models.checkpoint import Checkpoint
 from search.base import REGISTRY, make_search, parameters
+from search.outside import find_search
+from search.values import plain
 
 LIMITS = ("max_new_tokens", "ignore_eos", "stop")
 
@@ -63,13 +65,14 @@ class Settings:
     def shown(self) -> dict[str, Any]:
         """Everything in force, by the names that users write."""
         search = self.configuration()
-        own = {key: getattr(search, field) for key, field in parameters(self.search).items()}
+        own = {key: plain(getattr(search, field)) for key, field in parameters(self.search).items()}
         return {"search": self.search} | own | self.limits()
 
     def changed(self, changes: Mapping[str, Any]) -> "Settings":
         """Settings with these changes, all or none. Raises UsageError."""
         changes = dict(changes)
         name = changes.pop("search", self.search)
+        name = find_search(name) or name if isinstance(name, str) else name
         limits = {key: changes.pop(key) for key in LIMITS if key in changes}
         if type(new := limits.get("max_new_tokens", 1)) is not int or new < 1:
             raise UsageError(f"max_new_tokens: expected an integer >= 1, got {new!r}")
@@ -78,8 +81,8 @@ class Settings:
         if "stop" in limits:
             stop = limits["stop"]
             limits["stop"] = tuple(stop) if isinstance(stop, list) else (str(stop),) if stop != "" else ()
-        make_search(name, {})
-        make_search(name, {key: value for key, value in self.params.items() if key in parameters(name)} | changes)
+        known = parameters(name) if name in REGISTRY else {}
+        make_search(name, {key: value for key, value in self.params.items() if key in known} | changes)
         return dataclasses.replace(self, search=name, params={**self.params, **changes}, **limits)
 
 
@@ -124,8 +127,8 @@ def parser() -> argparse.ArgumentParser:
     parser = cli.Parser(
         "python -m engine.chat",
         "Talk to a model. On a terminal: a conversation. With -p or piped input: one reply on stdout.",
-        "exit codes: 0 fine, 1 our bug, 2 usage or input, 3 checkpoint, 4 memory, 5 numerics, 130 interrupted, "
-        "141 closed pipe",
+        "exit codes: 0 fine, 1 our bug, 2 usage, input or a fault of a search of your own, 3 checkpoint, 4 memory,\n"
+        "5 numerics, 130 interrupted, 141 closed pipe",
     )
     cli.add_model_flags(parser)
     cli.add_search_flags(parser)

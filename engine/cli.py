@@ -8,9 +8,10 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from engine.contract import is_ours
 from engine.demo import with_defaults
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError
@@ -20,6 +21,8 @@ from engine.startup import started
 from engine.tokenizer import check_utf8
 from engine.version import __version__
 from search.base import REGISTRY, SHARED_PARAMS, parameters
+from search.outside import find_search, load_entry_points
+from search.values import Kind, default_of, kinds, written
 
 INTERRUPTED, CLOSED_PIPE = 130, 141
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -36,6 +39,53 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+
+        self._flagged: set[str] | None = None  # searches whose flags are there; None: the command has no --search
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse's, after the searches that the arguments name were loaded and got their flags."""
+        given = [*(sys.argv[1:] if args is None else args)]
+        if self._flagged is not None:
+            try:
+                for word, value in zip(given, [*given[1:], ""], strict=False):
+                    text = value if word == "--search" else word.removeprefix("--search=")
+                    if text != word and text != "list":
+                        find_search(text)
+                self._flag_others()
+            except CoppiceError as error:
+                if not {"-v", "--verbose"}.isdisjoint(given):
+                    traceback.print_exc()
+                self.exit(error.exit_code, f"error: {error}\n")
+        return super().parse_known_args(given, namespace)
+
+    def format_help(self) -> str:
+        """As argparse's, with the flags of all searches."""
+        if self._flagged is not None:
+            self._flag_others()
+        return super().format_help()
+
+    def _flag_others(self) -> None:
+        """Add the flags of the searches that are not this project's, after all others. Raises UsageError."""
+        assert self._flagged is not None
+        for name, cls in REGISTRY.items():
+            if name not in self._flagged:
+                self._flagged.add(name)
+                shared = [
+                    f"--{key.replace('_', '-')} ({written(default_of(cls, key)).lower()})"
+                    for key in parameters(name)
+                    if key in SHARED_PARAMS
+                ]
+                also = f" It also takes {', '.join(shared)}." if shared else ""
+                group = self.add_argument_group(f"search {name}", _summary(cls) + also)
+                try:
+                    _add_own_flags(group, name)
+                except argparse.ArgumentError as error:
+                    option = str(error).rpartition(" ")[2]
+                    raise UsageError(
+                        f"the search {name!r} has a parameter whose flag would be {option}, which exists already",
+                        where=f"{cls.__module__}:{cls.__qualname__}",
+                        remedy="rename the field or the search",
+                    ) from None
 
     def error(self, message: str) -> NoReturn:
         for option in re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []:
@@ -72,16 +122,24 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_search_flags(parser: argparse.ArgumentParser) -> None:
-    """--search and every parameter of every search; those not given are None, see `search_params`."""
+def add_search_flags(parser: Parser) -> None:
+    """--search and every parameter of every search; those not given are None, see `search_params`.
+
+    The parser adds the flags of searches from outside of this project when it has seen which ones are wanted.
+    """
     group = parser.add_argument_group("search")
     group.add_argument(
-        "--search", action=_SearchName, default="greedy", metavar="NAME", help="the algorithm; list tells them (greedy)"
+        "--search",
+        action=_SearchName,
+        default="greedy",
+        metavar="NAME",
+        help="the algorithm; list shows all; module:Class loads one of your own, its parameters become flags; "
+        "given several times, all can be chosen later, the last one now (greedy)",
     )
     defaults: dict[str, dict[str, list[str]]] = {}  # parameter -> default -> searches
     for name, cls in REGISTRY.items():
         for key, f in parameters(name).items():
-            defaults.setdefault(key, {}).setdefault(str(getattr(cls, f)).lower(), []).append(name)
+            defaults.setdefault(key, {}).setdefault(written(default_of(cls, f)).lower(), []).append(name)
 
     def add(group: argparse._ArgumentGroup, key: str, help: str, **options: Any) -> None:
         default, *others = sorted(defaults[key], key="none".__eq__)  # what most have comes first
@@ -93,15 +151,42 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     modes = {"choices": ["false", "true", "never"]}
     add(group, "early_stopping", "true: when as many outputs have finished as there are beams", **modes)
     add(group, "num_return_sequences", "outputs to return", type=int, metavar="N")
-    for name, cls in REGISTRY.items():
-        for key, field in parameters(name).items():
-            if key not in SHARED_PARAMS:
-                add(group, key, f"{name}: {_argument_doc(cls, field)}", type=_literal, metavar="X")
+    ours = [name for name, cls in REGISTRY.items() if is_ours(cls)]
+    for name in ours:
+        _add_own_flags(group, name)
     group = parser.add_argument_group("sampling", "An error when given to a search that does not draw.")
     add(group, "temperature", "divides the log-probabilities; 0 takes the best token", type=float, metavar="X")
     add(group, "top_k", "draw from the K most probable tokens; 0: from all", type=int, metavar="K")
     add(group, "top_p", "draw from the most probable tokens that add up to P", type=float, metavar="P")
     add(group, "seed", "of the draws: same seed, same output", type=int, metavar="N")
+    parser._flagged = {*ours}
+
+
+def _add_own_flags(group: argparse._ArgumentGroup, name: str) -> None:
+    """The flags of the parameters that a search shares with no other, by their annotations."""
+    cls = REGISTRY[name]
+    accepted = kinds(cls)
+    for key, field in parameters(name).items():
+        if key not in SHARED_PARAMS and accepted[field].is_flag:
+            default = written(default_of(cls, field)).lower().replace("%", "%%")
+            group.add_argument(
+                "--" + key.replace("_", "-"),
+                type=_value(accepted[field]),
+                metavar=accepted[field].metavar,
+                help=f"{name}: {_argument_doc(cls, field)} ({default})",
+            )
+
+
+def _value(kind: Kind) -> Callable[[str], Any]:
+    """An argparse type."""
+
+    def parse(text: str) -> Any:
+        try:
+            return kind.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
 
 
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:
@@ -183,36 +268,36 @@ def _text(text: str) -> str:
         raise argparse.ArgumentTypeError(error.what) from None
 
 
-def _literal(text: str) -> Any:
-    """A number or boolean if it reads as one; the search checks what it is given."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return {"true": True, "false": False}.get(text, text)
-
-
 def _argument_doc(cls: type, field: str) -> str:
     """What a configuration's docstring says of a field, on one line."""
     found = re.search(rf"^ +{field}: (.+(?:\n {{8,}}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE)
     return re.sub(r"\s+", " ", found[1]).rstrip(".").replace("%", "%%") if found else field
 
 
+def _summary(cls: type) -> str:
+    """The first line of a class's docstring; a dataclass without one has none."""
+    own = cls.__doc__ or ""
+    return "" if own.startswith(f"{cls.__name__}(") else inspect.cleandoc(own).partition("\n")[0]
+
+
 class _SearchName(argparse.Action):
-    """`--search list` prints the registry and ends; other names must be in it."""
+    """`--search list` prints all searches and ends; other names must be known by now, see `Parser`."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         if values == "list":
+            errors = load_entry_points()
             width = max(map(len, REGISTRY))
             for name, cls in REGISTRY.items():
-                print(f"{name:{width}}  {(inspect.getdoc(cls) or '').partition(chr(10))[0]}")
+                print(f"{name:{width}}  {_summary(cls)}".rstrip())
+            for error in errors:
+                print(f"error: {error}", file=sys.stderr)
             parser.exit()
-        if values not in REGISTRY:
+        name = find_search(str(values))
+        if name is None:
             near = difflib.get_close_matches(str(values), REGISTRY, 1)
             hint = f"did you mean {near[0]}?" if near else "--search list tells what they do"
             raise argparse.ArgumentError(self, f"expected one of {', '.join(REGISTRY)}, got {values!r}; {hint}")
-        setattr(namespace, self.dest, values)
+        setattr(namespace, self.dest, name)
 
 
 # --- the end ---

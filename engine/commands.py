@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import trace_page, transcript
+from engine.contract import attributed
 from engine.conversation import figures, mib
 from engine.dialog import QUOTES, Dialog, candidate
 from engine.errors import UsageError
@@ -54,9 +55,9 @@ def regen(dialog: Dialog, rest: str) -> None:
     settings = dialog.settings.changed(changes)
     shown = settings.shown()
     before = dialog.made[1].shown() if dialog.made and turns and dialog.made[0] is turns[-1] else {}
-    if shown.get("temperature"):
+    if shown.get("temperature") and "seed" in shown:
         if "seed" not in changes:
-            settings = settings.changed({"seed": (before.get("seed", shown["seed"]) + 1) % 2**63})
+            settings = settings.changed({"seed": ((before.get("seed", shown["seed"]) or 0) + 1) % 2**63})
         dialog.screen.hint(f"[seed {settings.shown()['seed']}]")
     elif shown == before and turns[-1].finish_reason != "interrupted":
         dialog.screen.hint(
@@ -86,7 +87,9 @@ def change(dialog: Dialog, rest: str) -> None:
         return
     engine, settings = dialog.engine, dialog.settings.changed(assignments(rest))
     eos = frozenset() if settings.ignore_eos else engine.eos_token_ids
-    settings.configuration().check(engine.runner.vocab_size, eos)
+    search = settings.configuration()
+    with attributed(type(search)):
+        search.check(engine.runner.vocab_size, eos)
     if settings.stop:
         StopStrings(engine.tokenizer, settings.stop)
     dialog.settings = settings

@@ -344,7 +344,7 @@ class Watch:
 
     def __init__(self, engine: Engine, search: Search, beams: bool = False):
         self.engine, self.search = engine, search
-        many = {word: n for key, word in SEVERAL.items() if (n := getattr(search, key, 1)) > 1}
+        many = {word: n for key, word in SEVERAL.items() if type(n := getattr(search, key, 1)) is int and n > 1}
         self.kind, self.count = next(iter(many.items()), ("", 1))
         self.beams = beams and self.count > 1
         self.text = ""

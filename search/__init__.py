@@ -1,7 +1,21 @@
-"""Decoding searches: each one file, each a generator over token trees."""
+"""Decoding searches: each one file, each a generator over token trees. docs/write-a-search.md: one of your own."""
 
+from engine.errors import KVMemoryError, UsageError
 from search.aded import ADED
-from search.base import REGISTRY, make_search
+from search.base import (
+    REGISTRY,
+    Evaluate,
+    Output,
+    Report,
+    Search,
+    SearchGenerator,
+    SearchResult,
+    Task,
+    evaluate,
+    evaluate_best,
+    make_search,
+    register,
+)
 from search.beam_sample import BeamSample
 from search.dsbd import DSBD, Speculative
 from search.greedy import Greedy
@@ -17,10 +31,22 @@ __all__ = [
     "ULTS",
     "BeamSample",
     "BoN",
+    "Evaluate",
     "Greedy",
+    "KVMemoryError",
+    "Output",
+    "Report",
     "SBoN",
     "Sample",
+    "Search",
+    "SearchGenerator",
+    "SearchResult",
     "Speculative",
+    "Task",
     "Trie",
+    "UsageError",
+    "evaluate",
+    "evaluate_best",
     "make_search",
+    "register",
 ]

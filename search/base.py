@@ -2,18 +2,22 @@
 
 import dataclasses
 import difflib
+import inspect
 import math
 import re
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from engine.contract import attributed, is_ours
 from engine.errors import UsageError
 from engine.requests import Evaluate, Output, Read, Report, Search, SearchGenerator, SearchResult, Task
 from engine.tree import TokenTree
 from kernels.rows import at_least, best_sums
+from search.values import default_of, kinds
 
 __all__ = [
     "REGISTRY",
@@ -36,7 +40,9 @@ __all__ = [
 ]
 
 NO_NUMBERS = torch.empty(0, dtype=torch.float64)
-REGISTRY: dict[str, type] = {}
+REGISTRY: dict[str, type[Search]] = {}
+NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+S = TypeVar("S", bound=Search)
 SHARED_PARAMS = (
     "beams",
     "length_penalty",
@@ -49,20 +55,72 @@ SHARED_PARAMS = (
 )
 
 
-def register(name: str):
-    """Class decorator: make a configuration known under a name; its docstring's first line describes it."""
+def register(name: str) -> Callable[[type[S]], type[S]]:
+    """Class decorator: make a search known under a name; its docstring's first line describes it.
 
-    def add(cls: type) -> type:
-        REGISTRY[name] = cls
+    Args:
+        name: lower-case letters and digits, in parts with a hyphen between them.
+
+    Raises:
+        UsageError: the name is of another form or belongs to another class, or the class is no search.
+    """
+
+    def decorate(cls: type[S]) -> type[S]:
+        add(name, cls)
         return cls
 
-    return add
+    return decorate
+
+
+def add(name: str, cls: type) -> None:
+    """What `register` does."""
+    if not isinstance(name, str) or not NAME.fullmatch(name) or name == "list":
+        raise UsageError(
+            f"the name of a search: expected lower-case letters and digits with single hyphens, got {name!r}"
+        )
+    check_class(cls, cls.__qualname__ if isinstance(cls, type) else repr(cls))
+    known = REGISTRY.get(name)
+    if known is not None and not _same(known, cls):
+        raise UsageError(
+            f"the name {name!r} belongs to another search, {known.__module__}:{known.__qualname__}",
+            where=f"it was asked for by {cls.__module__}:{cls.__qualname__}",
+            remedy="choose another name",
+        )
+    REGISTRY[name] = cls
+
+
+def check_class(cls: Any, name: str) -> None:
+    """Refuse what is no class of a search that can be registered. Raises UsageError."""
+    if not isinstance(cls, type) or not issubclass(cls, Search):
+        got = "a class that does not derive from it" if isinstance(cls, type) else f"a {type(cls).__name__}"
+        raise UsageError(f"{name}: expected a class that derives from search.Search, got {got}")
+    if inspect.isabstract(cls):
+        raise UsageError(f"{name}: the class has no method run", remedy="write def run(self, task)")
+    if "__dataclass_fields__" not in vars(cls):
+        raise UsageError(
+            f"{name}: the class is no dataclass, so its fields are no parameters",
+            remedy="write @dataclass(frozen=True) above the class, below @register if that is there",
+        )
+
+
+def name_of(cls: type) -> str | None:
+    """The name that a class is registered under; None without one."""
+    return next((name for name, known in REGISTRY.items() if known is cls), None)
+
+
+def _same(a: type, b: type) -> bool:
+    """Whether two classes are one that was loaded twice: as a program and as a module, or again after a change."""
+    files = {str(getattr(sys.modules.get(cls.__module__), "__file__", cls.__module__)) for cls in (a, b)}
+    return a is b or (a.__qualname__ == b.__qualname__ and len(files) == 1)
 
 
 def parameters(name: str) -> dict[str, str]:
     """A search's parameters as users write them -> its configuration's fields (own ones carry the search's name)."""
+    prefix = name.replace("-", "_")
     return {
-        f.name if f.name in SHARED_PARAMS else f"{name}_{f.name}": f.name for f in dataclasses.fields(REGISTRY[name])
+        f.name if f.name in SHARED_PARAMS else f"{prefix}_{f.name}": f.name
+        for f in dataclasses.fields(REGISTRY[name])  # type: ignore[arg-type]
+        if f.init
     }
 
 
@@ -91,6 +149,7 @@ def make_search(name: str, params: dict[str, Any]) -> Search:
 
     Raises:
         UsageError: unknown search, a parameter that this search does not have, a value out of range.
+        SearchError: a search from outside of this project raised something else.
     """
     if not isinstance(name, str) or name not in REGISTRY:
         raise UsageError(f"search: expected one of {', '.join(REGISTRY)}, got {name!r}")
@@ -107,7 +166,22 @@ def make_search(name: str, params: dict[str, Any]) -> Search:
                 if near
                 else f"it has: {', '.join(known) or 'none'}",
             )
-    return REGISTRY[name](**{known[key]: value for key, value in params.items()})
+    cls, values = REGISTRY[name], {known[key]: value for key, value in params.items()}
+    if is_ours(cls):  # these say themselves what they expect
+        return cls(**values)
+    accepted = kinds(cls)
+    for key, field in known.items():
+        if field in values:
+            try:
+                values[field] = accepted[field].convert(values[field])
+            except ValueError as error:
+                raise UsageError(f"{key}: {error}") from None
+        elif default_of(cls, field) is dataclasses.MISSING:
+            raise UsageError(
+                f"{key}: the search {name!r} has no default for it", remedy=f"give --{key.replace('_', '-')}"
+            )
+    with attributed(cls):
+        return cls(**values)
 
 
 def best_candidates(logp_NV: Tensor, scores: list[float], k: int) -> tuple[list[float], list[int], list[int]]:
