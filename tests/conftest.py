@@ -53,6 +53,6 @@ def pytest_configure() -> None:
 
 
 def pytest_report_header() -> list[str]:
-    kernels = cpp.why_not() or f"C++, {os.environ.get('COPPICE_KERNELS', 'built for this processor')}"
+    kernels = cpp.why_not() or f"C++ for {cpp.find().target.name}, {cpp.find().path}"
     capability, isa = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "all there is")
     return [f"kernels: {kernels}", f"torch: {torch.__version__}, {capability}; oneDNN: {isa}; {THREADS} threads"]

@@ -240,7 +240,8 @@ def test_best_of_n_end_to_end(target, rewards):
         body = [t for t in best.token_ids if t != EOS]
         assert best.score == pytest.approx(reward.scores([prompt + body])[0], abs=1e-5)
         unhurried = target.generate([prompt], SBoN(n=12, seed=3, alpha=0), **options)[0]
-        assert unhurried.outputs == whole.outputs
+        assert [o.token_ids for o in unhurried.outputs] == [o.token_ids for o in whole.outputs]
+        assert [o.score for o in unhurried.outputs] == pytest.approx([o.score for o in whole.outputs], abs=1e-5)
         [decision] = result.stats["decisions"]
         assert decision["tokens"] == 4 and len(decision["rewards"]) == 12
         assert "decisions" not in figures(result) and "token_rate" in figures(result)

@@ -1,0 +1,24 @@
+"""What CI runs exists, and a run with other kernels than this processor's own really runs those."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_kernels_that_cannot_be_loaded_are_not_replaced_by_others(tmp_path):
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", "tests/test_traps.py"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"COPPICE_KERNELS": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.returncode == 4 and f"ERROR: COPPICE_KERNELS={tmp_path}, but" in done.stderr
+
+
+def test_ci_runs_targets_that_help_lists():
+    steps = re.findall(r"make ([\w-]+)", (ROOT / ".ci/run").read_text("utf-8"))
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert {"test", "test-avx2", "test-portable", "check"} == {*steps}
+    assert all(f'@echo "make {step} ' in makefile and f"\n{step}:" in makefile for step in steps)
