@@ -1,5 +1,6 @@
 """Decoding searches: each one file, each a generator over token trees."""
 
+import engine  # noqa: F401  # sets a filter before torch is imported  # isort: split
 from search.aded import ADED
 from search.base import REGISTRY, make_search
 from search.beam_sample import BeamSample

@@ -24,6 +24,7 @@ from engine.errors import KVMemoryError, UsageError
 from engine.requests import Evaluate
 from engine.sampling import draw
 from engine.tree import TokenTree
+from models.checkpoint import write_tensors
 
 WIDTH = 64  # largest entries of a softmax vector that are kept: smaller ones do not decide a maximum
 DRAWS = 4096  # of Delta per level: N of algorithm 1
@@ -64,10 +65,9 @@ class Vectors:
     def save(self, path: Path) -> None:
         """Write a safetensors file, all of it or none. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = safetensors.torch.save({"logp": self.logp_RK.contiguous(), "tokens": self.tokens_RK.contiguous()})
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             try:
-                file.write(content)
+                write_tensors(file, {"logp": self.logp_RK, "tokens": self.tokens_RK})
                 file.flush()
                 os.replace(file.name, path)
             except BaseException:
