@@ -1,1 +1,8 @@
 """Operators over token trees: each a folder with its definition, its fast versions and a front that picks one."""
+
+import warnings
+
+# PyTorch warns when it is imported where NumPy is absent, which nothing here needs. The filter stays: a context manager
+# would take back those that PyTorch itself sets while it is imported.
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+import torch as torch  # noqa: E402

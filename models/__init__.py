@@ -1,5 +1,8 @@
 """Model families: from a Hugging Face checkpoint folder to modules that evaluate token trees."""
 
+import kernels  # noqa: F401  # sets a filter before torch is imported
+
+# isort: split
 import torch
 
 from models import gpt2, llama, opt, phi, phi3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import json
 import math
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -235,6 +236,32 @@ def _open(folder: Path) -> Checkpoint:
     # So that a bad value is found here and not in mid-conversation.
     _ = checkpoint.architecture, checkpoint.torch_dtype, checkpoint.eos_token_ids, checkpoint.bos_token_id
     return checkpoint
+
+
+def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file. The library's own `save` needs NumPy.
+
+    Args:
+        file: takes the bytes.
+        tensors: by name; of any dtype in `DTYPES`, on a CPU.
+        metadata: the header's `__metadata__`.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end, order = 0, sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that all are aligned
+    for name in order:
+        start, end = end, end + tensors[name].nbytes
+        header[name] = {
+            "dtype": names[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        kept = tensors[name].contiguous()  # a name, so that the buffer outlives the write
+        file.write((ctypes.c_char * kept.nbytes).from_address(kept.data_ptr()))
 
 
 def read_json(path: Path, limit: int) -> dict[str, Any]:

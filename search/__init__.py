@@ -1,5 +1,6 @@
 """Decoding searches: each one file, each a generator over token trees. docs/write-a-search.md: one of your own."""
 
+import engine  # noqa: F401  # sets a filter before torch is imported  # isort: split
 from engine.errors import KVMemoryError, UsageError
 from search.aded import ADED
 from search.base import (

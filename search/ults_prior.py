@@ -23,6 +23,7 @@ from engine.errors import KVMemoryError, UsageError
 from engine.requests import Evaluate
 from engine.sampling import draw
 from engine.tree import TokenTree
+from models.checkpoint import write_tensors
 from models.files import read_regular, replacing
 
 WIDTH = 64  # largest entries of a softmax vector that are kept: smaller ones do not decide a maximum
@@ -64,9 +65,8 @@ class Vectors:
     def save(self, path: Path) -> None:
         """Write a safetensors file, all of it or none. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = safetensors.torch.save({"logp": self.logp_RK.contiguous(), "tokens": self.tokens_RK.contiguous()})
         with replacing(path) as file:
-            file.write(content)
+            write_tensors(file, {"logp": self.logp_RK, "tokens": self.tokens_RK})
 
     @staticmethod
     def load(path: Path) -> "Vectors":

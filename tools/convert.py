@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.cli import run
 from engine.errors import CheckpointError, UsageError
-from models.checkpoint import CONFIG_BYTES, DTYPES, INDEX_BYTES, Checkpoint, read_json
+from models.checkpoint import CONFIG_BYTES, DTYPES, INDEX_BYTES, Checkpoint, read_json, write_tensors
 from models.files import open_regular
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -73,7 +72,8 @@ def convert(source: str | Path, folder: str | Path, *, progress: bool = False) -
             if twice := weight_map.keys() & tensors.keys():
                 raise CheckpointError(f"tensor {min(twice)!r} lies in two files", where=str(source / file))
             name = file.replace("pytorch_model", "model").removesuffix(".bin") + ".safetensors"
-            save_file(tensors, partial / name, metadata={"format": "pt"})
+            with (partial / name).open("wb") as written:
+                write_tensors(written, tensors, {"format": "pt"})
             weight_map |= dict.fromkeys(tensors, name)
             size = sum(t.numel() * t.element_size() for t in tensors.values())
             total += size

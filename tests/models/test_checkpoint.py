@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from models.checkpoint import Checkpoint
+from models.checkpoint import Checkpoint, write_tensors
 from models.errors import CheckpointError
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
@@ -391,3 +392,23 @@ def test_any_weight_file_is_read_or_refused(tmp_path_factory, data, cut, at, byt
             checkpoint.read(checkpoint.tensors)
         except CheckpointError as error:
             assert "model.safetensors" in error.where
+
+
+def test_what_is_written_is_read(tmp_path):
+    """By safetensors' own reader; with dtypes of all sizes, views, an empty tensor and a scalar."""
+    tensors = {
+        "floats": torch.randn(3, 5).T,
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "half": torch.randn(3).bfloat16(),
+        "numbers": torch.tensor([[-1, 1 << 40]]),
+        "none": torch.empty(0, 4),
+        "é": torch.tensor(2.5),
+        "truth": torch.tensor([True, False]),
+    }
+    with (tmp_path / "file.safetensors").open("wb") as file:
+        write_tensors(file, tensors, {"format": "pt"})
+    found = load_file(tmp_path / "file.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(found[name].dtype == x.dtype and found[name].equal(x) for name, x in tensors.items())
+    with safe_open(tmp_path / "file.safetensors", framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}

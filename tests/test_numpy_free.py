@@ -1,0 +1,50 @@
+"""NumPy is no dependency: without it nothing warns and nothing fails, under `python -W error` too."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HIDE = "import sys; sys.modules['numpy'] = None\n"  # importing it raises ModuleNotFoundError
+BATCH = "import runpy; sys.argv = ['-m', *sys.argv[1:]]; runpy.run_module('engine.batch', run_name='__main__')"
+
+
+def run(code: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-c", HIDE + code, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, **options)
+
+
+def test_torch_alone_warns():
+    """If it no longer does, the filter in `kernels` can go."""
+    assert "Failed to initialize NumPy" in run("import torch").stderr
+
+
+@pytest.mark.parametrize(
+    "module", ["kernels.rows", "models.linear", "engine", "search.base", "tools.random_checkpoint"]
+)
+def test_whatever_is_imported_first(module):
+    done = run(f"import {module}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_engine_batch():
+    searches = ["greedy", "trie", "sample", "sbon", "dsbd", "aded", "ults"]
+    lines = [{"prompt": "Hello", "params": {"search": search, "max_new_tokens": 3}} for search in searches]
+    done = run(BATCH, "-q", "--threads", "1", input="\n".join(map(json.dumps, lines)))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [len(json.loads(line)["outputs"]) > 0 for line in done.stdout.splitlines()] == [True] * len(searches)
+
+
+def test_files_are_written(tmp_path):
+    """What ULTS keeps: the `save` of safetensors needs NumPy."""
+    code = (
+        "from pathlib import Path; import torch; from search.ults_prior import Vectors\n"
+        "Vectors.of(torch.randn(3, 9).log_softmax(-1)).save(Path(sys.argv[1])); print(Vectors.load(Path(sys.argv[1])))"
+    )
+    done = run(code, str(tmp_path / "prior.safetensors"))
+    assert (done.returncode, done.stderr) == (0, "") and "Vectors" in done.stdout
+
+    assert run("import tools.convert").stderr == ""
