@@ -16,6 +16,12 @@ import sys
 
 if __name__ == "__main__":  # started with -I -S: no site, no environment; the folders of packages come as arguments
     sys.path += sys.argv[1:]
+    try:
+        import jinja2
+    except ImportError:  # the parent's copy is in an archive, say: the interpreter's own
+        import site
+
+        site.main()
 
 import resource
 import signal

@@ -245,47 +245,41 @@ def test_a_full_context_is_halved_at_once(conversation):
     """Then the turns to come reuse what was read: dropped one by one, each would read the whole window afresh."""
     conversation.set_system("Be brief")
     afresh, room = [], 512 - 8
-    for i in range(80):
+    for i in range(40):
         user = f"number {i} " + "w" * (i % 7)
         events = list(conversation.stream(user, Greedy(), max_new_tokens=8, ignore_eos=True))
         stats, first = events[-1].result.stats, conversation.first
         if isinstance(events[0], Dropped):
             afresh.append(i)
-            alone = len(conversation.prompt_ids(user, i))
-            size = stats["prompt_tokens"]
-            assert events[0].left == i - first > 3
+            turn = conversation.turns.pop()
+            alone, size, larger = (len(conversation.prompt_ids(user, n)) for n in (i, first, first - 1))
+            assert events[0].left == i - first > 3 and size == stats["prompt_tokens"]
             assert alone + 2 * (size - alone) <= room  # the history could double
-            turn, conversation.turns[i:] = conversation.turns[i], []
-            larger = len(conversation.prompt_ids(user, first - 1))
-            conversation.turns.append(turn)
             assert alone + 2 * (larger - alone) > room  # and no more went than that takes
             # Again: the same turns are dropped, and what was read is still there.
-            conversation.turns.pop()
             again = list(conversation.stream(user, Greedy(), max_new_tokens=8, ignore_eos=True))
             assert again[0] == events[0] and conversation.turns[i] == turn
             assert again[-1].result.stats["reused_tokens"] == size - 1
         elif i:
             assert stats["reused_tokens"] > stats["prompt_tokens"] - 60
-    assert 2 <= len(afresh) < 10 and min(b - a for a, b in pairwise(afresh)) >= 5
+    assert 2 <= len(afresh) < 6 and min(b - a for a, b in pairwise(afresh)) >= 5
 
 
 def test_the_latest_turn_stays_if_it_fits(conversation):
     say(conversation, "a" * 100)
-    say(conversation, "b" * 200)
-    assert say(conversation, "c" * 50)[1] == 0
-    assert say(conversation, "d" * 180)[1] == 2 and conversation.first == 2
-    assert say(conversation, "e" * 230)[1] == 1 and conversation.first == 3  # more than half, and all there is
-    assert say(conversation, "f" * 400)[1] == 1 and conversation.first == 4
+    assert say(conversation, "b" * 380)[1] == 0
+    assert say(conversation, "c" * 400)[1] == 1 and conversation.first == 1  # it is more than half, and all there is
+    assert say(conversation, "d" * 600)[1] == 2 and conversation.first == 3
 
 
 def test_a_long_chat_on_the_demo_reuses_most_of_its_prompts():
     engine = Engine.load(demo_folder(), kv_memory=16 << 20)
     conversation = Conversation(engine)
     prompt = reused = 0
-    for user in islice(questions(), 60):
+    for user in islice(questions(), 40):
         stats = say(conversation, user, max_new_tokens=24)[0].result.stats
         prompt, reused = prompt + stats["prompt_tokens"], reused + stats["reused_tokens"]
-    assert conversation.first > 20 and reused > 0.75 * prompt
+    assert conversation.first > 12 and reused > 0.75 * prompt
     conversation.reset()
     engine.pool.check_invariants([])
 

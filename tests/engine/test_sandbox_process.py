@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import venv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -313,9 +314,13 @@ def test_the_interpreter_that_was_chosen(monkeypatch, tmp_path, application):
 
 
 def test_an_interpreter_without_jinja2(monkeypatch, tmp_path):
-    (tmp_path / "jinja2").mkdir()
-    empty = tmp_path / "jinja2" / "__init__.py"
-    monkeypatch.setattr(sandbox_process.jinja2, "__file__", str(tmp_path / "none" / "jinja2" / "__init__.py"))
-    monkeypatch.setattr(sandbox_process.markupsafe, "__file__", str(empty))
-    with pytest.raises(UsageError, match="cannot be started: "):
+    """Where this program's copy is in no folder, as in an archive, the interpreter's own serves."""
+    for package in (sandbox_process.jinja2, sandbox_process.markupsafe):
+        monkeypatch.setattr(package, "__file__", str(tmp_path / "archive.zip" / "jinja2" / "__init__.py"))
+    assert rendered() == "hi"
+    sandbox_process._end()
+    venv.create(tmp_path / "bare", with_pip=False)
+    monkeypatch.setenv(sandbox_process.VARIABLE, str(tmp_path / "bare" / "bin" / "python"))
+    with pytest.raises(UsageError, match="cannot be started: No module named 'jinja2'") as raised:
         rendered()
+    assert "set COPPICE_PYTHON" in str(raised.value)
