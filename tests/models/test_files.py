@@ -41,10 +41,11 @@ def within(call: Callable[[], Any], seconds: float = 60) -> Any:
     return outcome[0]
 
 
+Put = Callable[[Path], Path]
+
+
 @pytest.fixture(params=["fifo", "socket", "device", "folder"])
-def irregular(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Path], Path]:
+def irregular(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Put:
     """Puts something that is no regular file in a place."""
     opened: list[socket.socket] = []
 
