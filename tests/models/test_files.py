@@ -70,7 +70,7 @@ def irregular(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_no_regular_file(irregular: Put, tmp_path: Path):
     path = irregular(tmp_path / "x")
     error = within(lambda: open_regular(path))
-    assert isinstance(error, OSError) and error.strerror == "not a regular file"
+    assert isinstance(error, OSError) and "not a regular file" in error.strerror
     with pytest.raises(FileNotFoundError):
         open_regular(tmp_path / "absent")
 
