@@ -198,6 +198,7 @@ class Dialog:
         conversation = self.conversation
         if self._cut is not None:
             conversation.turns.append(self._cut)
+            self._cut = None
         if not conversation.turns or self._saved == (tuple(conversation.turns), conversation.system):
             return
         name = f"chat-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.json"

@@ -8,6 +8,7 @@ import pty
 import re
 import select
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import Done, Engine, Text, UsageError, chat
+from engine import Done, Engine, Text, UsageError, chat, transcript
 from engine.commands import assignments
 from engine.conversation import Conversation
 from engine.dialog import Watch
@@ -367,22 +368,44 @@ def press() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_interrupt_is_a_flag_and_the_second_leaves(monkeypatch):
+def test_interrupt_is_a_flag_and_a_second_one_leaves_while_the_reply_goes_on():
     before = signal.getsignal(signal.SIGINT)
     with Interrupt() as interrupt:
-        with pytest.raises(KeyboardInterrupt) as raised, interrupt.prompting():
+        for _ in range(3):  # at the prompt, right after a reply that was stopped, and again
+            with pytest.raises(KeyboardInterrupt) as raised, interrupt.prompting():
+                press()
+            assert not isinstance(raised.value, Quit) and not interrupt.pressed
             press()
-        assert not isinstance(raised.value, Quit) and not interrupt.pressed
+            assert interrupt.pressed
+        interrupt.stopped()
         press()
         assert interrupt.pressed
-        with pytest.raises(Quit):
+        with pytest.raises(Quit) as left:
             press()
-        monkeypatch.setattr(interrupt, "_last", time.monotonic() - 3)
-        press()
-        with pytest.raises(Quit), interrupt.prompting():
-            assert not interrupt.pressed
+        assert left.value.exit_code == 130
+        press()  # while the conversation is saved
+        with pytest.raises(KeyboardInterrupt), interrupt.prompting():  # the Quit was lost: all is as before
             press()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_closed_terminal_and_a_termination_leave_from_anywhere(number):
+    before = signal.getsignal(number)
+    for prompting in (True, False):
+        with (
+            Interrupt() as interrupt,
+            pytest.raises(Quit) as left,
+            interrupt.prompting() if prompting else contextlib.nullcontext(),
+        ):
+            signal.raise_signal(number)
+        assert left.value.exit_code == 128 + number and signal.getsignal(number) is before
+    signal.signal(number, signal.SIG_IGN)  # nohup
+    try:
+        with Interrupt():
+            signal.raise_signal(number)
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -418,12 +441,12 @@ def test_an_ignored_interrupt_stays_ignored():
 # --- as processes ---
 
 
-def spawn(*argv: str, **options) -> subprocess.Popen:
+def spawn(*argv: str, module: bool = True, **options) -> subprocess.Popen:
+    """The chat; or, unless `module`, Python with these arguments."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
-    environment["XDG_STATE_HOME"] = "/nowhere"  # lines typed here are nobody's history
     environment |= options.pop("environment", {})
     return subprocess.Popen(
-        [sys.executable, "-m", "engine.chat", "--kv-memory", "64M", *argv],
+        [sys.executable, *(["-m", "engine.chat"] if module else []), *argv, "--kv-memory", "64M"],
         env=environment,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
@@ -433,9 +456,9 @@ def spawn(*argv: str, **options) -> subprocess.Popen:
 class Typist:
     """Somebody at the terminal of a process."""
 
-    def __init__(self, *argv: str):
+    def __init__(self, *argv: str, **options):
         self.master, slave = pty.openpty()
-        self.process = spawn(*argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        self.process = spawn(*argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, **options)
         os.close(slave)
         self.seen = b""
 
@@ -446,6 +469,7 @@ class Typist:
             if select.select([self.master], [], [], 3)[0]:
                 with contextlib.suppress(OSError):
                     self.seen += os.read(self.master, 65536)
+        self.matched = found[0]
         self.before, self.seen = self.seen[: found.start()], self.seen[found.end() :]
 
     def type(self, text: str) -> None:
@@ -460,7 +484,12 @@ class Typist:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
-        os.close(self.master)
+        self.close()
+
+    def close(self) -> None:
+        if self.master >= 0:
+            os.close(self.master)
+        self.master = -1
 
 
 REPLY = r"(?:\x1b\[\?2004l\r)?[^\x1b]{12}"  # a prompt that is drawn again has escape sequences sooner
@@ -474,6 +503,9 @@ def test_a_person_at_a_terminal(long):
         typist.wait_for("half a line")
         typist.interrupt()  # clears the line
         typist.wait_for(r"> ")
+        assert b"leaves" not in typist.before
+        typist.interrupt()
+        typist.wait_for(r"\[Ctrl-D or /exit leaves\].*> ")
         typist.type("Once upon a time\n")
         typist.wait_for(r"time\r\n" + REPLY)
         typist.type("/sta")  # not shown before the prompt is back
@@ -481,19 +513,81 @@ def test_a_person_at_a_terminal(long):
         typist.interrupt()
         typist.wait_for(r"\[interrupted\].*> ")
         assert b"/sta" not in typist.before
-        time.sleep(Interrupt.TWICE + 0.1)
-        typist.type("ts\n")
+        typist.interrupt()  # at once: it leaves neither right after the reply that was stopped
+        typist.wait_for(r"> ")
+        typist.type("/stats\n")
         typist.wait_for(r"tokens \(interrupted\).*1 turn.*> ")
-        for _ in range(5):  # a busy machine may take more than two seconds for the two
-            typist.type("go on\n")
-            typist.wait_for(r"on\r\n" + REPLY)
+        typist.interrupt()  # nor after a command in between
+        typist.wait_for(r"> ")
+        typist.type("/stats\n")
+        typist.wait_for(r"1 turn.*> ")
+        typist.type("\x04")
+        assert typist.process.wait(30) == 0
+
+
+SECOND_REPLY = """
+import sys, time
+from engine import chat
+from engine.driver import Driver
+submit, step, drivers = Driver.submit, Driver.step, []
+def submitting(driver, run):
+    drivers.append(driver)
+    driver.steps = 0
+    return submit(driver, run)
+def stepping(driver):
+    step(driver)
+    driver.steps += 1
+    if len(drivers) == 2 and driver.steps > 5:
+        sys.stderr.write("(now)")
+        sys.stderr.flush()
+        time.sleep(60) if sys.argv[1] == "hangs" else 1 / 0
+Driver.submit, Driver.step = submitting, stepping
+sys.exit(chat.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "reply, ended_by, code",
+    [("hangs", "two Ctrl-C", 130), ("hangs", "SIGHUP", 129), ("hangs", "SIGTERM", 143), ("fails", "an error", 1)],
+)
+def test_a_conversation_is_saved_whatever_ends_the_chat(long, tmp_path, reply, ended_by, code):
+    argv = ["-c", SECOND_REPLY, reply, "--model", long, "--ignore-eos", "--max-new-tokens", "12"]
+    with Typist(*argv, module=False, environment={"XDG_STATE_HOME": str(tmp_path / "state")}) as typist:
+        typist.wait_for(r"plain completion.*> ")
+        typist.type("One\n")
+        typist.wait_for(r"One.*max_new_tokens 12\].*> ")
+        typist.type("Two\n")
+        typist.wait_for(r"\(now\)")
+        if ended_by == "two Ctrl-C":
             typist.interrupt()
-            typist.wait_for(r"\[interrupted\]")
+            time.sleep(0.3)  # the kernel would make one of two at once
             typist.interrupt()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                assert typist.process.wait(5) == 130
-                return
-        raise AssertionError("the second Ctrl-C did not end the chat")
+        elif ended_by != "an error":
+            typist.process.send_signal(getattr(signal, ended_by))
+        typist.wait_for(r"the conversation is saved; this goes on with it: --load \S+\.json")
+        [file] = (tmp_path / "state" / "coppice").glob("chat-*.json")
+        assert str(file).encode() in typist.matched
+        assert typist.process.wait(30) == code
+    turns = transcript.load(file).turns
+    assert [t.user for t in turns] == ["One", "Two"][: len(turns)]
+    if ended_by != "an error":
+        assert turns[1].finish_reason == "interrupted" and turns[1].reply  # as far as it had come
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    with spawn("--model", long, "--load", str(file), "-p", "Three", stdin=subprocess.DEVNULL,
+               stdout=subprocess.PIPE) as process:  # fmt: skip
+        assert process.stdout and process.stdout.read() and process.wait(30) == 0
+
+
+def test_a_conversation_is_saved_when_the_terminal_is_closed(long, tmp_path):
+    argv = ["--model", long, "--ignore-eos", "--max-new-tokens", "12"]
+    with Typist(*argv, environment={"XDG_STATE_HOME": str(tmp_path / "state")}) as typist:
+        typist.wait_for(r"plain completion.*> ")
+        typist.type("One\n")
+        typist.wait_for(r"One.*max_new_tokens 12\].*> ")
+        typist.close()
+        typist.process.wait(30)
+        [file] = (tmp_path / "state" / "coppice").glob("chat-*.json")
+        assert [t.user for t in transcript.load(file).turns] == ["One"]
 
 
 def test_an_overlooked_interrupt_is_seen_at_the_prompt():

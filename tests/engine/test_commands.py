@@ -12,8 +12,10 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
 
@@ -24,12 +26,14 @@ from hypothesis import strategies as st
 from engine import Engine, UsageError, chat, transcript
 from engine.commands import COMMANDS
 from engine.conversation import Conversation, Dropped, Turn
+from engine.demo import demo_folder
 from engine.dialog import Dialog, Watch
-from engine.engine import Done, Progress
+from engine.engine import Done, Progress, Text
 from engine.errors import CoppiceError
-from engine.terminal import Interrupt, Label, Screen, history_file
+from engine.terminal import Interrupt, Label, Quit, Screen, state_folder
 from models import files
 from search import Greedy, Sample, Trie
+from tools.bench.chat import questions
 from tools.random_checkpoint import make
 
 ROOT = Path(__file__).parent.parent.parent
@@ -57,6 +61,11 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def engine(folder) -> Engine:
     return Engine.load(folder, kv_memory=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory) -> str:
+    return make(tmp_path_factory.mktemp("long"), max_positions=60000, **SHAPE)["path"]
 
 
 @pytest.fixture
@@ -226,13 +235,60 @@ def test_the_oldest_turns_go_and_the_system_message_stays(conversation, engine):
         text = engine.tokenizer.decode(ids)
         assert text.startswith(f"[system]Be brief\n[user]number {dropped} ") and len(ids) <= 512
         assert len(done.result.outputs[0].token_ids) == 64  # room for a whole answer was made
-        if now:  # no more went than had to
-            assert len(conversation.prompt_ids(conversation.turns[-1].user, dropped - 1)) > 512 - 64 - 300
     assert dropped >= 5
     while len(conversation.turns) > 3:
         conversation.undo()
     assert conversation.first == 0  # what had been dropped for later turns is seen again
     assert engine.pool.used_pages == 0  # the cache was of a prompt that began elsewhere
+
+
+def test_a_full_context_is_halved_at_once(conversation):
+    """Then the turns to come reuse what was read: dropped one by one, each would read the whole window afresh."""
+    conversation.set_system("Be brief")
+    afresh, room = [], 512 - 8
+    for i in range(80):
+        user = f"number {i} " + "w" * (i % 7)
+        events = list(conversation.stream(user, Greedy(), max_new_tokens=8, ignore_eos=True))
+        stats, first = events[-1].result.stats, conversation.first
+        if isinstance(events[0], Dropped):
+            afresh.append(i)
+            alone = len(conversation.prompt_ids(user, i))
+            size = stats["prompt_tokens"]
+            assert events[0].left == i - first > 3
+            assert alone + 2 * (size - alone) <= room  # the history could double
+            turn, conversation.turns[i:] = conversation.turns[i], []
+            larger = len(conversation.prompt_ids(user, first - 1))
+            conversation.turns.append(turn)
+            assert alone + 2 * (larger - alone) > room  # and no more went than that takes
+            # Again: the same turns are dropped, and what was read is still there.
+            conversation.turns.pop()
+            again = list(conversation.stream(user, Greedy(), max_new_tokens=8, ignore_eos=True))
+            assert again[0] == events[0] and conversation.turns[i] == turn
+            assert again[-1].result.stats["reused_tokens"] == size - 1
+        elif i:
+            assert stats["reused_tokens"] > stats["prompt_tokens"] - 60
+    assert 2 <= len(afresh) < 10 and min(b - a for a, b in pairwise(afresh)) >= 5
+
+
+def test_the_latest_turn_stays_if_it_fits(conversation):
+    say(conversation, "a" * 100)
+    say(conversation, "b" * 200)
+    assert say(conversation, "c" * 50)[1] == 0
+    assert say(conversation, "d" * 180)[1] == 2 and conversation.first == 2
+    assert say(conversation, "e" * 230)[1] == 1 and conversation.first == 3  # more than half, and all there is
+    assert say(conversation, "f" * 400)[1] == 1 and conversation.first == 4
+
+
+def test_a_long_chat_on_the_demo_reuses_most_of_its_prompts():
+    engine = Engine.load(demo_folder(), kv_memory=16 << 20)
+    conversation = Conversation(engine)
+    prompt = reused = 0
+    for user in islice(questions(), 60):
+        stats = say(conversation, user, max_new_tokens=24)[0].result.stats
+        prompt, reused = prompt + stats["prompt_tokens"], reused + stats["reused_tokens"]
+    assert conversation.first > 20 and reused > 0.75 * prompt
+    conversation.reset()
+    engine.pool.check_invariants([])
 
 
 def test_what_fits_is_seen(conversation):
@@ -268,7 +324,7 @@ def test_a_small_cache_drops_turns_too(folder):
 def test_overflow_on_the_command_line(command):
     lines = "".join(f"number {i} {'word ' * 25}\n" for i in range(6))
     code, _, err = command("--ignore-eos", typed=lines, tty=True)
-    assert code == 0 and "no longer sees the oldest turn]" in err and "error" not in err
+    assert code == 0 and "no longer sees the oldest 2 turns, only the last 1]" in err and "error" not in err
     assert "no longer sees" not in command("--ignore-eos", "-q", typed=lines, tty=True)[2]
     code, _, err = command("--ignore-eos", "--on-overflow", "error", typed=lines, tty=True)
     assert code == 0 and "the conversation is full: with this turn it has" in err
@@ -355,6 +411,84 @@ def test_a_failed_save_leaves_the_old_file(conversation, tmp_path, monkeypatch, 
     typing("/undo")
     assert len(transcript.load(file).turns) == 1
     assert f"replaces what {file} holds" in typing("/reset")[1] and len(transcript.load(file).turns) == 1
+
+
+@pytest.fixture
+def state(monkeypatch, tmp_path) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "coppice"
+
+
+def users(file: Path) -> list[str]:
+    return [turn.user for turn in transcript.load(file).turns]
+
+
+def test_what_is_in_no_file_is_rescued(conversation, state, tmp_path):
+    typing = Typing(conversation)
+    dialog, err = typing.dialog, typing.screen.err
+    dialog.rescue()
+    assert not state.exists() and not err.getvalue()  # nothing was said
+    typing("One")
+    dialog.rescue()
+    [file] = state.iterdir()
+    assert users(file) == ["One"] and mode(file) == 0o600 and f"--load {file}" in err.getvalue()
+    file.unlink()
+    saved = tmp_path / "saved.json"
+    typing(f"/save {saved}")
+    dialog.rescue()
+    typing("/reset")
+    dialog.rescue()
+    typing(f"/load {saved}")
+    dialog.rescue()
+    assert not list(state.iterdir())
+    typing("Two")
+    dialog.rescue()
+    [file] = state.iterdir()
+    assert users(file) == ["One", "Two"] and users(saved) == ["One"]
+
+
+def test_a_rescue_goes_where_it_can(conversation, state, tmp_path, monkeypatch):
+    file = tmp_path / "chat.json"
+    typing = Typing(conversation, file=file)
+    typing("One")
+    typing.dialog._cut = Turn("Two", "a beg", "interrupted")
+    typing.dialog.rescue()
+    assert users(file) == ["One", "Two"] and not state.exists()
+    file.unlink()
+    file.mkdir()  # the file of --save cannot be written any more
+    with pytest.raises(UsageError, match="cannot save"):
+        typing("Three")
+    typing.dialog.rescue()
+    [rescued] = state.iterdir()
+    assert users(rescued) == ["One", "Two", "Three"]
+    monkeypatch.setenv("XDG_STATE_HOME", str(rescued))  # no folder
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "t"))
+    (tmp_path / "t").mkdir()
+    typing.dialog.rescue()
+    [folder] = (tmp_path / "t").iterdir()
+    assert len(list(folder.iterdir())) == 1 and mode(folder) == 0o700
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    typing.dialog.rescue()
+    assert "error: the conversation is lost: " in typing.screen.err.getvalue()
+
+
+@pytest.mark.parametrize("line", ["Two", "/regen"])
+def test_leaving_within_a_reply_keeps_what_there_is(conversation, state, monkeypatch, line):
+    typing = Typing(conversation)
+    typing("One")
+    turn = conversation.turns[0]
+
+    def left(*_, **__):
+        yield Text("a beg")
+        raise Quit
+
+    monkeypatch.setattr(type(conversation), "stream", left)
+    with pytest.raises(Quit):
+        typing(line)
+    typing.dialog.rescue()
+    [file] = state.iterdir()
+    turns = list(transcript.load(file).turns)
+    assert turns == ([turn] if line == "/regen" else [turn, Turn("Two", "a beg", "interrupted")])
 
 
 def test_save_leaves_other_files_alone(conversation, tmp_path):
@@ -549,8 +683,8 @@ def test_beams_command(conversation):
     assert watch.stop() and watch.candidates == ()
     steps = iter(range(100))
 
-    class Pressed:
-        pressed = property(lambda _: next(steps) == 5)
+    class Pressed(Interrupt):
+        pressed = property(lambda _: next(steps) == 5, lambda *_: None)
 
     typing.dialog.interrupt = Pressed()
     typing("Two")
@@ -608,16 +742,37 @@ def test_show_beams_without_a_terminal(command):
 # --- the history ---
 
 
-def test_where_lines_are_remembered(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert history_file() == tmp_path / "coppice" / "history"
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "none"))
-    assert history_file() is None
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_state_folder_is_made_and_private(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "my" / "state"))
+    assert state_folder() == tmp_path / "my" / "state" / "coppice"
+    assert [mode(tmp_path / part) for part in ("my", "my/state", "my/state/coppice")] == [0o700] * 3
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert history_file() is None
-    (tmp_path / ".local/state").mkdir(parents=True)
-    assert history_file() == tmp_path / ".local/state/coppice/history"
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    with pytest.raises(OSError, match="no home"):  # an account without one: it is not made
+        state_folder()
+    home.mkdir(mode=0o755)
+    assert state_folder() == home / ".local/state/coppice" == state_folder()
+    assert mode(home / ".local") == 0o700
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        state_folder()
+
+
+def test_a_chat_says_once_that_lines_are_not_remembered(long, tmp_path):
+    (tmp_path / "file").write_text("")
+    with Typist("--model", long, "--max-new-tokens", "4", XDG_STATE_HOME=str(tmp_path / "file")) as typist:
+        before = typist.wait_for(r"> ")
+        assert b"[typed lines will not be remembered: Not a directory: " in before
+        typist.type("Once\n")
+        assert b"remembered" not in typist.wait_for(r"max_new_tokens 4.*> ")
+        typist.type("\x04")
+        assert typist.process.wait(30) == 0
 
 
 class Typist:
@@ -661,16 +816,14 @@ class Typist:
         os.close(self.master)
 
 
-def test_live_candidates_and_history_at_a_terminal(tmp_path_factory, tmp_path):
-    model = make(tmp_path_factory.mktemp("long"), max_positions=60000, **SHAPE)["path"]
-    argv = ["--model", model, "--search", "trie", "--beams", "4", "--ignore-eos", "--max-new-tokens", "50000"]
+def test_live_candidates_and_history_at_a_terminal(long, tmp_path):
+    argv = ["--model", long, "--search", "trie", "--beams", "4", "--ignore-eos", "--max-new-tokens", "50000"]
     with Typist(*argv, "--show-beams", XDG_STATE_HOME=str(tmp_path)) as typist:
         typist.wait_for(r"> ")
         typist.type("Once upon a time\n")
         typist.wait_for(r"4 beams, \d+ undecided.*\r\n\x1b\[2m *-\d\.\d{4}  .*\x1b8.*4 beams")
         typist.process.send_signal(signal.SIGINT)
         typist.wait_for(r"\x1b\[J.*\[interrupted\].*> ")
-        time.sleep(Interrupt.TWICE + 0.1)
         typist.type("/bea\t\n")
         typist.wait_for(r"/beams .*candidates when the search was interrupted.*-\d\.\d{4} .*> ")
         typist.type("/exit\n")
