@@ -43,6 +43,8 @@ def read_regular(path: str | Path, limit: int) -> bytes:
 
 
 def _check_regular(mode: int, path: str | Path) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, f"{os.strerror(errno.EISDIR)}, not a regular file", str(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 

@@ -4,10 +4,13 @@ import errno
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from engine import batch
 from engine.engine import Engine
+from engine.errors import CheckpointError
+from models import files
+from search.base import REGISTRY, path_field
+from search.greedy import Greedy
 from tools.random_checkpoint import make
 
 ROOT = Path(__file__).parent.parent.parent
@@ -249,6 +256,100 @@ def test_wrong_command_lines_are_told_before_loading(tmp_path: Path, capsys: pyt
         assert batch.main(flags, io.BytesIO(), io.BytesIO()) == 2
         assert message in capsys.readouterr().err
     assert answered.read_text() == "x\n"
+
+
+def test_two_runs_on_one_output(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, codes = tmp_path / "out", []
+    inlet, to = os.pipe()
+    with os.fdopen(inlet, "rb") as stdin:
+        first = threading.Thread(target=lambda: codes.append(batch.main(["--output", str(path), "-q"], stdin)))
+        first.start()
+        try:
+            os.write(to, b'{"prompt": "a"}\n')
+            deadline = time.monotonic() + 60
+            while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            before = path.read_bytes()
+            for flags in ([], ["--resume"]):
+                assert run([{"prompt": "b"}], "--output", path, *flags) == (2, [])
+                err = capsys.readouterr().err
+                assert "another run is writing to the output file" in err and str(path) in err and "--output" in err
+            assert before and path.read_bytes() == before
+        finally:
+            os.close(to)
+            first.join(60)
+    assert codes == [0] and os.listdir(tmp_path) == ["out"]
+    assert run([{"prompt": "a"}, {"prompt": "b"}], "--output", path, "--resume") == (0, [])  # the lock is gone
+    assert path.read_bytes().count(b"\n") == 2
+
+
+def test_an_output_without_locks(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    assert run([{"prompt": "a"}], "--output", tmp_path / "a") == (0, [])
+    assert "its file system has no locks; no other run may write to it" in capsys.readouterr().err
+    assert run([{"prompt": "a"}], "--output", tmp_path / "b", "-q") == (0, [])
+    assert capsys.readouterr().err == ""
+
+
+def test_paths_are_not_for_lines(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    @dataclass(frozen=True)
+    class Own(Greedy):
+        notes: Path | None = None
+        book: str = path_field("none", words=("none", "any"))
+
+    monkeypatch.setitem(REGISTRY, "own", Own)
+    there = tmp_path / "there"
+    there.write_text("x")
+    for key in ("aded_store", "aded_save", "ults_prior", "own_notes", "own_book"):
+        search = key.partition("_")[0]
+        paths = [str(there), str(tmp_path / "absent"), str(tmp_path / "no" / "x"), "/", 3, ["x"]]
+        code, records = run([{"prompt": "a", "params": {"search": search, key: path}} for path in paths])
+        messages = {record["error"]["message"].partition(": ")[2] for record in records}
+        assert code == 2 and len(messages) == 1  # whatever is there
+        assert messages.pop().startswith(f"params.{key}: paths are given on the command line only")
+        assert run([{"prompt": "a", "params": {"search": search, key: None}}])[0] in (0, 2)
+    good = [{"ults_prior": "dirichlet", "search": "ults"}, {"own_book": "any", "search": "own"}, {"aded_store": None}]
+    code, records = run([{"prompt": "a", "params": params} for params in good], "--search", "aded")
+    assert code == 0, records
+    assert there.read_text() == "x" and os.listdir(tmp_path) == ["there"]
+    code, _ = run([{"prompt": "abc"}], "--search", "aded", "--aded-save", tmp_path / "store")  # the flag is as it was
+    assert code == 0 and (tmp_path / "store").is_file()
+
+
+def test_a_tokenizer_that_fails_on_one_prompt(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(folder, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "((ab)+)+$"}, "behavior": "Isolated", "invert": False}
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, spec["pre_tokenizer"]]}
+    file.write_text(json.dumps(spec))
+    engine = Engine.load(tmp_path / "model", threads=1, kv_memory=1 << 20)
+    monkeypatch.setattr(batch, "load_engine", lambda args: engine)
+    code, records = Run(engine)([{"prompt": "a"}, {"prompt": "ab" * 50 + "c"}, {"prompt": "a"}])
+    assert code == 2 and records[1]["error"]["code"] == "checkpoint"
+    assert records[1]["error"]["message"].startswith("line 2: the tokenizer is refused: ")
+    assert str(file) in records[1]["error"]["message"]
+    assert said(records[0]) == said(records[2])
+
+
+def test_a_tokenizer_that_fails_on_one_answer(run: Run, monkeypatch: pytest.MonkeyPatch):
+    _, expected = run([{"prompt": "a"}, {"prompt": "b"}])
+    decode, failing = run.engine.tokenizer.decode, tokens(expected[1])
+
+    def fail(ids: Any, **options: Any) -> str:
+        if list(ids) == failing:
+            raise CheckpointError("the tokenizer cannot decode these tokens")
+        return decode(ids, **options)
+
+    monkeypatch.setattr(run.engine.tokenizer, "decode", fail)
+    code, records = run([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}])
+    assert code == 2 and records[1]["error"]["code"] == "checkpoint"
+    assert said(records[0]) == said(records[2]) == said(expected[0])
 
 
 LINES = [{"prompt": "a"}, {"prompt": 3}, {"id": "c", "prompt": "c"}, {"id": "c", "prompt": "d"}, {"prompt": "e"}]

@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from itertools import islice, pairwise
 from pathlib import Path
@@ -558,6 +559,32 @@ def test_any_file_loads_or_is_refused(tmp_path_factory, changes, turn):
             assert all(isinstance(t.user + t.reply, str) and t.first <= i for i, t in enumerate(saved.turns))
 
 
+def test_two_chats_that_save_to_one_file(conversation, tmp_path):
+    file = tmp_path / "chat.json"
+    one, two = (Typing(Conversation(conversation.engine), file=file) for _ in range(2))
+    one("One")
+    with pytest.raises(UsageError, match="another program has changed the file in the meantime") as raised:
+        two("Two")
+    assert str(file) in str(raised.value) and "/save FILE" in str(raised.value)
+    assert [t.user for t in transcript.load(file).turns] == ["One"]
+    assert [t.user for t in two.dialog.conversation.turns] == ["Two"]  # it goes on
+    two(f"/save {tmp_path / 'other'}")
+    with pytest.raises(UsageError, match="in the meantime"):
+        two("/save")
+    one("Three")  # nothing has changed for this one
+    two(f"/load {file}")
+    two("Four")
+    assert [t.user for t in transcript.load(file).turns] == ["One", "Three", "Four"]
+    with pytest.raises(UsageError, match="in the meantime"):
+        one("Five")
+    one(f"/save {file}")  # said in so many words
+    one("Six")
+    assert [t.user for t in transcript.load(file).turns] == ["One", "Three", "Five", "Six"]
+    assert sorted(os.listdir(tmp_path)) == ["chat.json", "other"]
+    for typing in (one, two):
+        typing.dialog.conversation.session.close()
+
+
 def test_load_and_save_flags(command, tmp_path):
     file = tmp_path / "chat.json"
     code, first, err = command("--save", file, "-p", "One")
@@ -591,6 +618,11 @@ def test_prompts_from_files(command, tmp_path, folder):
         code, out, err = command("--prompt-file", tmp_path / name)
         assert (code, out) == (2, "") and words in err
         assert words in command(typed=f"/read {tmp_path / name}\n", tty=True)[2]
+    os.mkfifo(tmp_path / "fifo")
+    assert "not a regular file" in command(typed=f"/read {tmp_path / 'fifo'}\n", tty=True)[2]
+    writer = threading.Thread(target=lambda: (tmp_path / "fifo").write_bytes(file.read_bytes()), daemon=True)
+    writer.start()
+    assert command("--prompt-file", tmp_path / "fifo") == (0, text, "")  # as of --prompt-file <(command)
     assert command("--prompt-file", file, "-p", "x")[0] == 2
     assert command("-p", "-", piped=b"")[0] == 2
 

@@ -41,10 +41,11 @@ def within(call: Callable[[], Any], seconds: float = 60) -> Any:
     return outcome[0]
 
 
+Put = Callable[[Path], Path]
+
+
 @pytest.fixture(params=["fifo", "socket", "device", "folder"])
-def irregular(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Path], Path]:
+def irregular(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Put:
     """Puts something that is no regular file in a place."""
     opened: list[socket.socket] = []
 
@@ -69,7 +70,7 @@ def irregular(
 def test_what_is_no_regular_file(irregular: Put, tmp_path: Path):
     path = irregular(tmp_path / "x")
     error = within(lambda: open_regular(path))
-    assert isinstance(error, OSError) and error.strerror == "not a regular file"
+    assert isinstance(error, OSError) and "not a regular file" in error.strerror
     with pytest.raises(FileNotFoundError):
         open_regular(tmp_path / "absent")
 
