@@ -148,9 +148,11 @@ class NGramForester(Forester):
     def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Tensor, Joint | None]:
         yield from ()  # nothing to evaluate
         known: Known = {}
+        vocab = self.reader.vocab  # a prompt may hold ids that cannot be generated
         for beam in heads:
             chances = self.drafter.distribution(self.task.tree.path(beam.node)[self.learnt :])
-            ranked = sorted(((chance, token) for token, chance in chances.items() if chance > 0), reverse=True)
+            possible = ((chance, token) for token, chance in chances.items() if chance > 0 and token < vocab)
+            ranked = sorted(possible, reverse=True)
             if ranked:
                 known[beam.node] = Told.all([math.log(chance) for chance, _ in ranked], [token for _, token in ranked])
         told = [beam for beam in heads if beam.node in known]

@@ -10,6 +10,8 @@ from functools import cache
 import pytest
 import torch
 
+import kernels.cpp
+import search.joint as search_joint
 from engine.errors import KVMemoryError, UsageError
 from engine.pool import PagePool
 from engine.requests import Report, Task
@@ -41,10 +43,10 @@ def table(seed, vocab, agree=None, width=None):
 class Bench:
     """Runs a search over tables, and checks trees and requests as it goes."""
 
-    def __init__(self, target, draft=None, vocab=5, pages=400):
+    def __init__(self, target, draft=None, vocab=5, pages=400, page_size=1):
         self.models = {"target": target, "draft": draft or target}
         self.vocab = vocab
-        self.pools = {name: PagePool(SHAPE, pages, 1) for name in self.models}
+        self.pools = {name: PagePool(SHAPE, pages, page_size) for name in self.models}
 
     def run(self, search, max_new, eos=(), stops=None, prompt=(1, 2, 3), stop_after=None):
         self.trees = {}
@@ -144,11 +146,11 @@ def test_outputs_are_what_they_say(search):
                 assert o.finish_reason == last and (last != "length" or len(o.token_ids) == max_new)
 
 
-def p_beam(rows, weights, warp, vocab):
+def p_beam(rows, logprobs, counts, warp, vocab):
     """Of the nodes 0, 1, ..., as a search makes it of an answer."""
     reader, logp_NV = Reader(warp, vocab), torch.stack(rows)
     known = dict(enumerate(reader.rows(logp_NV, reader.read(logp_NV))))
-    return reader.p_beam(known, range(len(rows)), weights)
+    return reader.p_beam(known, range(len(rows)), logprobs, counts)
 
 
 def by_hand(search, max_new, eos, prompt=3):
@@ -157,9 +159,9 @@ def by_hand(search, max_new, eos, prompt=3):
     entries = {(): 1}
     for step in range(max_new):
         paths = list(live)
-        weights = [live[path] + math.log(entries[path]) for path in paths]
         warp = Warp(search.temperature, search.top_k, search.top_p)
-        joint = p_beam([TARGET(path) for path in paths], weights, warp, 5)
+        rows, counts = [TARGET(path) for path in paths], [entries[path] for path in paths]
+        joint = p_beam(rows, list(live.values()), counts, warp, 5)
         drawn = pick(joint.probs, itertools.islice(Uniforms(search.seed, 0, prompt + step), left))
         cells = [joint.cell(i) for i in drawn]
         grown = Counter((*paths[row], token) for row, token in cells)
@@ -206,31 +208,49 @@ def chi_square_holds(counts, probabilities):
 SMALL, SMALL_NEAR, SMALL_FAR = table("s", 3), table("sn", 3, agree=table("s", 3)), table("sf", 3)
 
 
-def exact(width, max_new, eos, model=SMALL, warp=Warp()):  # noqa: B008
-    """The law of beam sampling's best output: all lists of draws, step by step."""
+def unfolded(model, beams, warp):
+    """Equation (1) by its letter: W x V numbers, one for each entry of the list and token, warped as one row.
+
+    Args:
+        beams: (path, entries) pairs.
+    """
+    entries = [path for path, n in beams for _ in range(n)]
+    rows = [teacher(model, path) + model(path).double() for path in entries]
+    probs = torch.softmax(warp(torch.cat(rows).unsqueeze(0))[0], 0).view(len(rows), -1)
+    law = Counter()
+    for path, row in zip(entries, probs.tolist(), strict=True):
+        law.update({(*path, token): p for token, p in enumerate(row) if p})
+    return law
+
+
+def folded(model, beams, warp):
+    """Another distribution, for comparison: that of beams, n times as heavy where they are n entries."""
+    rows = [teacher(model, path) + math.log(n) + model(path).double() for path, n in beams]
+    probs = torch.softmax(warp(torch.cat(rows).unsqueeze(0))[0], 0).view(len(rows), -1)
+    return {(*path, token): p for (path, _), row in zip(beams, probs.tolist(), strict=True)
+            for token, p in enumerate(row) if p}  # fmt: skip
+
+
+def exact(width, max_new, eos, model=SMALL, warp=Warp(), law_of_next=unfolded, outputs=1):  # noqa: B008
+    """The law of beam sampling's best outputs: all lists of draws, step by step."""
     law = Counter()
 
     def step(beams, done, left, probability):
         if not beams:
-            best = max(done, key=lambda path: teacher(model, path) / len(path))
-            law[best] += probability
+            ranked = sorted(done, key=lambda path: -teacher(model, path) / len(path))
+            law[tuple(ranked[:outputs]) if outputs > 1 else ranked[0]] += probability
             return
-        weights = [teacher(model, p) + math.log(n) for p, n in beams]
-        joint = p_beam([model(path) for path, _ in beams], weights, warp, 3)
-        for drawn in itertools.combinations_with_replacement(range(len(joint.probs)), left):
-            counts = Counter(drawn)
-            ways = math.factorial(left) / math.prod(map(math.factorial, counts.values()))
-            grown = {}
-            for i, n in counts.items():
-                row, token = joint.cell(i)
-                grown[*beams[row][0], token] = n
+        joint = law_of_next(model, beams, warp)
+        for drawn in itertools.combinations_with_replacement(joint, left):
+            grown = Counter(drawn)
+            ways = math.factorial(left) / math.prod(map(math.factorial, grown.values()))
             over = {p: n for p, n in grown.items() if p[-1] in eos or len(p) == max_new}
             going = [(p, n) for p, n in grown.items() if p not in over]
             step(
                 going,
                 [*done, *over],
                 left - sum(over.values()),
-                probability * ways * math.prod(joint.probs[i] for i in drawn),
+                probability * ways * math.prod(joint[path] for path in drawn),
             )
 
     step([((), 1)], [], width, 1.0)
@@ -261,6 +281,48 @@ def test_whole_searches_have_the_law_of_beam_sampling(search, draft):
     assert chi_square_holds(counts, law)
 
 
+def counts_of(search, bench, max_new, eos, runs=1000):
+    """What came out of so many runs."""
+    found = Counter()
+    for seed in range(runs):
+        paths = [tuple(output.token_ids) for output in bench.run(replace(search, seed=seed), max_new, eos).outputs]
+        found[paths[0] if getattr(search, "num_return_sequences", 1) == 1 else tuple(paths)] += 1
+    return found
+
+
+WARPED = [({"top_k": 4}, 3), ({"temperature": 0.6, "top_k": 4}, 3), ({"temperature": 0.5}, 2), ({"top_p": 0.6}, 3)]
+EVEN = table("s3", 3)
+EVEN_NEAR = table("s3n", 3, agree=EVEN)
+
+
+def use(cpp, monkeypatch):
+    """Joint distributions by C++ or without."""
+    if not cpp:
+        monkeypatch.setattr(search_joint, "why_not", lambda: "as if there was none")
+    elif (why := kernels.cpp.why_not()) is not None:
+        pytest.skip(f"no C++: {why}")
+
+
+@pytest.mark.parametrize("options, max_new", WARPED, ids=str)
+@pytest.mark.parametrize(
+    "search, draft",
+    [
+        (BeamSample(beams=3, num_return_sequences=3), None),
+        (DSBD(draft_beams=3, width=3, gamma=2, num_return_sequences=3), EVEN_NEAR),
+        (DSBD(draft_beams=3, width=3, gamma=2, num_return_sequences=3, drafter="ngram", drafts="iid"), None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("cpp", [True, False], ids=["cpp", "python"])
+def test_warps_act_on_entries(search, draft, options, max_new, cpp, monkeypatch):
+    """The law of a search under a warp is that of the W x V numbers; nothing else would do."""
+    use(cpp, monkeypatch)
+    laws = [exact(3, max_new, (), EVEN, Warp(**options), law, 3) for law in (unfolded, folded)]
+    counts = counts_of(replace(search, **options), Bench(EVEN, draft, 3), max_new, ())
+    assert sum(laws[0].values()) == pytest.approx(1) and chi_square_holds(counts, laws[0])
+    assert not (set(counts) <= set(laws[1]) and chi_square_holds(counts, laws[1]))
+
+
 @pytest.mark.parametrize("draft", [SMALL_NEAR, SMALL_FAR])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=str)
 def test_speculative_sampling_has_the_law_of_sampling(draft, options):
@@ -276,6 +338,34 @@ def test_speculative_sampling_has_the_law_of_sampling(draft, options):
 
 
 # --- what must hold of every run ---
+
+
+def every_token(cpp, drafter, monkeypatch):
+    """What searches draw from models of several widths, flat and peaked, under several warps."""
+    use(cpp, monkeypatch)
+    found = []
+    for vocab in (7, 104, 700):
+        target = table(f"t{vocab}", vocab)
+        bench = Bench(target, table(f"d{vocab}", vocab, agree=target), vocab)
+        for options, seed in itertools.product(SAME, range(2)):
+            searches = [DSBD(draft_beams=3, gamma=2, drafter=drafter, seed=seed, **options)]
+            if drafter == "model":
+                searches += [DSBD(width=2, drafts="iid", seed=seed, **options), BeamSample(seed=seed, **options),
+                             Speculative(seed=seed, **options)]  # fmt: skip
+            outputs = (output for search in searches for output in bench.run(search, 8, (1,)).outputs)
+            found += [token for output in outputs for token in output.token_ids]
+    return found
+
+
+SAME = [{}, {"top_k": 4}, {"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.995}, {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 20, "top_p": 0.9}, {"temperature": 0}]  # fmt: skip
+
+
+@pytest.mark.parametrize("drafter, least", [("model", 1000), ("ngram", 250)])
+def test_draws_are_the_same_with_and_without_cpp(drafter, least, monkeypatch):
+    """Cell for cell in one order, so token for token: in lists or over all cells, whatever finds them."""
+    with_cpp = every_token(True, drafter, monkeypatch)
+    assert with_cpp == every_token(False, drafter, monkeypatch) and len(with_cpp) > least
 
 
 @pytest.mark.parametrize("draft", [NEAR, FAR])
@@ -304,12 +394,12 @@ def test_a_draft_that_is_the_target_is_accepted_whole():
 
 def test_a_layer_that_falls_short_may_go_on():
     """Without replacement p's favourite cannot be accepted twice, but it was drafted."""
-    figures = []
-    for short in ("end", "go-on"):
-        result = Bench(TARGET, TARGET).run(DSBD(draft_beams=4, width=3, short=short), 60)
-        figures.append(result.stats["tokens_per_target_forward"])
+    figures = {"end": 0.0, "go-on": 0.0}
+    for short, seed in itertools.product(figures, range(5)):
+        result = Bench(TARGET, TARGET).run(DSBD(draft_beams=4, width=3, short=short, seed=seed), 60)
+        figures[short] += result.stats["tokens_per_target_forward"] / 5
         assert result.stats["layers_accepted"] == 60 - result.stats["rounds"]
-    assert figures[0] < 2 and figures[1] > figures[0] + 0.5
+    assert figures["end"] < 2 and figures["go-on"] > figures["end"] + 0.5
 
 
 def test_figures_of_a_bad_draft():
@@ -373,6 +463,46 @@ def test_a_full_pool_costs_drafts_not_the_search(search):
     result = bench.run(search, 12)
     assert len(result.outputs[0].token_ids) == 12
     assert result.outputs[0].logprob == pytest.approx(teacher(TARGET, result.outputs[0].token_ids), abs=1e-5)
+
+
+IN_LITTLE_ROOM = [
+    (DSBD(draft_beams=2, gamma=1, width=1), 2, (4, 5)),
+    (DSBD(draft_beams=2, gamma=2, width=1), 3, (5, 6, 7)),
+    (DSBD(draft_beams=3, gamma=2, width=1, drafts="iid"), 3, (6, 8)),
+    (DSBD(draft_beams=2, gamma=2, width=1, drafter="ngram", drafts="iid"), 3, (6, 7)),
+    (DSBD(draft_beams=3, gamma=2, width=2, top_k=5), 3, (8, 9)),
+    (Speculative(gamma=2), 3, (5,)),
+]
+
+
+@pytest.mark.parametrize("search, max_new, pages", IN_LITTLE_ROOM, ids=str)
+def test_what_is_drawn_does_not_depend_on_room(search, max_new, pages):
+    """Pools that hold some forests and not others: to leave out those that do not fit would be a selection.
+
+    A right implementation under fresh seeds fails one of these cases with a probability of 1e-4.
+    """
+    dsbd = search.as_dsbd() if isinstance(search, Speculative) else search
+    law = exact(dsbd.width, max_new, (2,), warp=Warp(top_k=dsbd.top_k))
+    for n in pages:
+        assert chi_square_holds(counts_of(search, Bench(SMALL, SMALL_NEAR, 3, pages=n), max_new, (2,)), law)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_layers_are_counted_before_anything_is_drawn(page_size):
+    """As many as fit if all drafts differ: the number is the same for every seed, and what was counted on fits."""
+    seen = []
+    for room in range(16, 64, page_size):
+        layers = set()
+        for seed, draft in itertools.product(range(8), (NEAR, FAR)):
+            bench = Bench(TARGET, draft, pages=room // page_size, page_size=page_size)
+            bench.run(DSBD(draft_beams=4, gamma=3, width=1, seed=seed), 12, (0,), prompt=(1, 2, 3), stop_after=1)
+            layers.add(max(0, bench.passes["draft"]))
+            result = bench.run(DSBD(draft_beams=4, gamma=3, width=1, seed=seed), 12, (0,))
+            assert result.outputs[0].finish_reason in ("eos", "length")
+        seen.append(max(layers))
+        least = 3 if page_size == 1 else 4  # the prompt's pages
+        assert max(layers) == min(3, (room - least) // 4)
+    assert seen[-1] == 3
 
 
 def test_beams_that_do_not_fit_are_an_error():

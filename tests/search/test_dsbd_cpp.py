@@ -41,7 +41,7 @@ def reader_without_cpp(monkeypatch, *args):
 def test_leaders(vocab, coarse, monkeypatch):
     """The same cells in the same order, whether the host was told numbers of the rows, or C++ looks at them."""
     found = missed = 0
-    for (seed, warp), padding, counts in itertools.product(enumerate(WARPS), (0, 3), ([1, 1, 1], [2, 1, 5])):
+    for (seed, warp), (padding, counts) in itertools.product(enumerate(WARPS), ((0, [1, 1, 1]), (3, [2, 1, 5]))):
         reader, logp_NV = Reader(warp, vocab), rows_of(4, vocab, seed, coarse)
         logp_NV = torch.nn.functional.pad(logp_NV, (0, padding), value=-torch.inf)
         nodes, logprobs = [9, 4, 7], [-0.5, -0.5, -2.0]

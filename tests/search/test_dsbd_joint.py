@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import search.joint as search_joint
 from engine import Engine
 from engine.engine import Request
 from engine.errors import UsageError
 from engine.sampling import Uniforms, Warp
+from kernels.cpp import why_not
 from search import DSBD, BeamSample, Greedy, Speculative
 from search.joint import Joint, Reader, block_size, pick
 from search.verify import KINDS, Drafted, acceptances, draw, verify
@@ -29,16 +31,16 @@ def rows_of(n, vocab, seed, sharp=2.0, width=None):
     return torch.log_softmax(padded, -1)
 
 
-def p_beam(logp_NV, nodes, weights, warp, vocab):
+def p_beam(logp_NV, nodes, logprobs, warp, vocab, counts=None):
     """Of the nodes 0, 1, ..., as a search makes it of an answer."""
     reader = Reader(warp, vocab)
     known = dict(enumerate(reader.rows(logp_NV, reader.read(logp_NV))))
-    return reader.p_beam(known, nodes, weights)
+    return reader.p_beam(known, nodes, logprobs, counts)
 
 
-def plainly(logp_NV, weights, warp, vocab):
-    """Probabilities of all cells, by the definition."""
-    scores = (logp_NV[:, :vocab].double() + torch.tensor(weights, dtype=torch.float64).unsqueeze(1)).view(1, -1)
+def plainly(logp_NV, logprobs, warp, vocab):
+    """Probabilities of all cells of as many entries, by the definition."""
+    scores = (logp_NV[:, :vocab].double() + torch.tensor(logprobs, dtype=torch.float64).unsqueeze(1)).view(1, -1)
     return torch.log_softmax(warp(scores)[0], -1).exp()
 
 
@@ -66,6 +68,61 @@ def test_p_beam(vocab, width, sharp):
             assert float(joint.logps[i]) == float(logp_NV[node, token])
 
 
+@pytest.mark.parametrize("cpp", [True, False], ids=["cpp", "python"])
+@pytest.mark.parametrize("vocab, width", [(20, 20), (64, 70), (300, 300), (3000, 3100)])
+@pytest.mark.parametrize("sharp", [0.3, 3.0])
+def test_warps_act_on_every_entry(vocab, width, sharp, cpp, monkeypatch):
+    """Beams of several entries against the same entries one by one, warped as one row of W x V numbers."""
+    if not cpp:
+        monkeypatch.setattr(search_joint, "why_not", lambda: "as if there was none")
+    elif (why := why_not()) is not None:
+        pytest.skip(f"no C++: {why}")
+    apart = 0.0
+    for warp in WARPS:
+        logp_NV, logprobs, nodes, counts = (
+            rows_of(4, vocab, vocab, sharp, width),
+            [-0.4, -0.1, -1.3],
+            [2, 0, 3],
+            [3, 1, 5],
+        )
+        joint = p_beam(logp_NV, nodes, logprobs, warp, vocab, counts)
+        owner = [i for i, n in enumerate(counts) for _ in range(n)]
+        entries = plainly(logp_NV[[nodes[i] for i in owner]], [logprobs[i] for i in owner], warp, vocab)
+        expected = torch.zeros(3, vocab, dtype=torch.float64)
+        expected.index_add_(0, torch.tensor(owner), entries.view(-1, vocab))
+        if warp.temperature:  # at zero the first of equals is drawn, whichever copy it is
+            assert float((in_full(joint, nodes) - expected.view(-1)).abs().max()) < 1e-6
+        assert joint.cells is None or list(joint.cells) == sorted(joint.cells)
+        weights = [x + math.log(n) for x, n in zip(logprobs, counts, strict=True)]
+        folded = plainly(logp_NV[nodes], weights, warp, vocab)
+        apart = max(apart, float((folded - expected.view(-1)).abs().sum()) / 2)
+    assert apart > 0.1  # to fold equal entries first is another distribution
+
+
+def test_copies_at_the_borders_of_warps():
+    """A token of a beam of n entries takes n places; one whose copies straddle the border of top-k stays whole, as
+    equals do, and of one that straddles that of top-p some copies stay."""
+    logp_NV = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.4, 0.0]]).log()
+    logprobs, counts = [0.0, 0.0], [2, 1]  # copies: 0.6, 0.5, 0.5, 0.4, 0.3, 0.3, 0.2, 0.2
+    for top_k, expected in ((1, {3: 0.6}), (2, {3: 0.6, 0: 1.0}), (3, {3: 0.6, 0: 1.0}),
+                            (5, {3: 0.6, 0: 1.0, 4: 0.4, 1: 0.6})):  # fmt: skip
+        joint = p_beam(logp_NV, [0, 1], logprobs, Warp(top_k=top_k), 3, counts)
+        total = sum(expected.values())
+        assert dict(zip(joint.cells, joint.probs, strict=True)) == pytest.approx(
+            {c: m / total for c, m in expected.items()}
+        )
+    for share, expected in (
+        (0.65, {3: 0.6, 0: 0.5}),
+        (1.15, {3: 0.6, 0: 1.0}),
+        (2.25, {3: 0.6, 0: 1.0, 4: 0.4, 1: 0.3}),
+    ):
+        joint = p_beam(logp_NV, [0, 1], logprobs, Warp(top_p=share / 3), 3, counts)
+        total = sum(expected.values())
+        assert dict(zip(joint.cells, joint.probs, strict=True)) == pytest.approx(
+            {c: m / total for c, m in expected.items()}
+        )
+
+
 def test_ties_at_the_border_of_top_k_stay():
     logp_NV = torch.full((2, 1024), -20.0)
     logp_NV[0, [5, 300, 900]] = logp_NV[1, 7] = -1.0
@@ -80,7 +137,7 @@ def test_the_large_cells_are_found_without_the_others(monkeypatch):
     """The way through block maxima is taken, and all cells are not."""
     logp_NV, warps = rows_of(5, 32000, 1, 4.0), (Warp(1, 20), Warp(1, 0, 0.5), Warp(0.7, 20, 0.9), Warp(0))
     expected = [plainly(logp_NV, [0.0] * 5, warp, 32000) for warp in warps]
-    monkeypatch.setattr(Warp, "__call__", lambda *_: pytest.fail("all cells were warped"))
+    monkeypatch.setattr(Reader, "_all", lambda *_: pytest.fail("all cells were warped"))
     for warp, full in zip(warps, expected, strict=True):
         assert sorted(p_beam(logp_NV, range(5), [0.0] * 5, warp, 32000).cells) == full.nonzero().view(-1).tolist()
 
