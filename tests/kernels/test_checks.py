@@ -495,9 +495,9 @@ def test_draws_and_leaders_that_are_refused():
         with pytest.raises(ValueError, match="expected"):
             kernels.beams.address(bad)
     leaders = kernels.beams.Leaders(5, 1.0, 2, 1.0, 8)
-    for weights, places in (([], []), ([0.0], [1, 2, 3, 4]), ([0.0], [0] * 10)):
-        with pytest.raises(ValueError, match="five places for each beam"):
-            leaders(weights, places)
+    for logprobs, places in (([], []), ([0.0], [1, 2, 3, 4, 5]), ([0.0], [0] * 12)):
+        with pytest.raises(ValueError, match="six places for each beam"):
+            leaders(logprobs, places)
     with pytest.raises(ValueError, match="expected a token or more"):
         kernels.beams.Leaders(5, 1.0, 2, 1.0, 0)
 

@@ -311,7 +311,7 @@ def use(cpp, monkeypatch):
         (DSBD(draft_beams=3, width=3, gamma=2, num_return_sequences=3), EVEN_NEAR),
         (DSBD(draft_beams=3, width=3, gamma=2, num_return_sequences=3, drafter="ngram", drafts="iid"), None),
     ],
-    ids=str,
+    ids=lambda value: None if callable(value) else str(value),
 )
 @pytest.mark.parametrize("cpp", [True, False], ids=["cpp", "python"])
 def test_warps_act_on_entries(search, draft, options, max_new, cpp, monkeypatch):
