@@ -16,7 +16,7 @@ from engine.demo import with_defaults
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError
 from engine.loading import DTYPES
-from engine.memory import is_out_of_memory, out_of_memory
+from engine.memory import is_out_of_memory, out_of_memory, read_size
 from engine.startup import started
 from engine.tokenizer import check_utf8
 from engine.version import __version__
@@ -25,7 +25,6 @@ from search.outside import find_search, load_entry_points
 from search.values import Kind, default_of, kinds, written
 
 INTERRUPTED, CLOSED_PIPE = 130, 141
-UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 class Parser(argparse.ArgumentParser):
@@ -245,11 +244,10 @@ def load_engine(args: argparse.Namespace) -> Engine:
 
 def parse_size(text: str) -> int:
     """Bytes: a number with K, M, G or T (powers of 1024; KB and KiB mean the same). An argparse type."""
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGT]?)(?:I?B)?", text.strip().upper(), re.ASCII)
-    size = int(float(found[1]) * 1024 ** UNITS[found[2]]) if found else 0
-    if not 0 < size < 1 << 63:
-        raise argparse.ArgumentTypeError(f"expected a size such as 300000, 512M or 1.5G, got {text!r}")
-    return size
+    try:
+        return read_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive(text: str) -> int:

@@ -17,12 +17,20 @@ from engine.contract import attributed, check_search, search_error
 from engine.driver import Driver, Run, Runner
 from engine.errors import CheckpointError, CoppiceError, UsageError
 from engine.graphs import make_runner
-from engine.loading import check_quant, load_template, model_key, pick_device, pick_dtype
+from engine.loading import (
+    check_arguments,
+    check_parallel,
+    check_quant,
+    load_template,
+    model_key,
+    pick_device,
+    pick_dtype,
+)
 from engine.memory import check_memory, is_out_of_memory, make_pools, out_of_memory, trim_memory
 from engine.packing import Chunk
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
-from engine.rewards import Answer, Messages, RewardFunction, make_judge
+from engine.rewards import Answer, Messages, RewardFunction, check_messages, make_judge
 from engine.stopping import StopStrings, TextStream
 from engine.template import ChatTemplate
 from engine.tokenizer import FILES, Tokenizer
@@ -174,8 +182,7 @@ class Engine:
         parallel: int = 16,
         companions: "dict[str, Engine] | None" = None,
     ):
-        if parallel < 1:
-            raise UsageError(f"parallel: expected at least 1, got {parallel}")
+        check_parallel(parallel)
         self.runner, self.shape, self.name, self.parallel = runner, shape, name, parallel
         self.template, self.eos_token_ids = template, eos_token_ids
         self.companions = companions or {}
@@ -192,7 +199,7 @@ class Engine:
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
-        kv_memory: int | None = None,
+        kv_memory: int | str | None = None,
         compile: str = "off",
         quant: str = "none",
         chat_template: str | Path | None = None,
@@ -208,8 +215,8 @@ class Engine:
                 products of that dtype, where it is several times as fast; `capabilities` says which and why.
             device: "cpu", "cuda" or "auto".
             threads: CPU threads; None leaves torch's choice.
-            kv_memory: bytes of the KV pools together, which all hold as many tokens; None takes up to half of the free
-                memory.
+            kv_memory: bytes of the KV pools together, which all hold as many tokens, or a size such as "512M"; None
+                takes up to half of the free memory.
             compile: "on" runs the layers through torch.compile: loading takes seconds more, steps a little less.
             quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products.
             chat_template: a template file, "none" for plain completion, None for the checkpoint's own.
@@ -223,19 +230,16 @@ class Engine:
             UsageError: an argument out of range.
         """
         began = time.perf_counter()
+        budget = check_arguments(folder, threads, kv_memory, compile, chat_template, parallel, draft, reward)
         if threads is not None:
-            if type(threads) is not int or not 1 <= threads <= 4096:
-                raise UsageError(f"threads: expected an integer from 1 to 4096, got {threads!r}")
             torch.set_num_threads(threads)
-        if compile not in ("on", "off"):
-            raise UsageError(f"compile: expected on or off, got {compile!r}")
         place = pick_device(device)
         check_quant(quant, place)
         loaded = [_Loaded.open(folder, dtype, place, chat_template, quant, compile)]
         names = {"draft": draft, "reward": None if callable(reward) else reward}
         roles = [role for role in names if names[role] is not None]
         loaded += [_Loaded.open(names[role] or "", dtype, place, None, quant, compile) for role in roles]
-        pools = make_pools([(part.model.shape, part.precision.dtype) for part in loaded], place, kv_memory)
+        pools = make_pools([(part.model.shape, part.precision.dtype) for part in loaded], place, budget)
         target, *others = [part.engine(pool, parallel) for part, pool in zip(loaded, pools, strict=True)]
         for role, engine in zip(roles, others, strict=True):
             target.add(role, engine)
@@ -317,6 +321,8 @@ class Engine:
         """
         if isinstance(prompts, str):
             raise UsageError("prompts: expected a list of prompts, got one string", remedy="write [prompt]")
+        if not isinstance(prompts, Iterable):
+            raise UsageError(f"prompts: expected a list of prompts, got {prompts!r}", remedy="write [prompt]")
         results: dict[int, SearchResult] = {}
         for i, outcome in self.serve(Request(prompt, search, **options) for prompt in prompts):
             if isinstance(outcome, CoppiceError):
@@ -340,6 +346,9 @@ class Engine:
         Yields:
             (place among the requests, result or error), as they are finished.
         """
+        if not isinstance(requests, Iterable):
+            raise UsageError(f"requests: expected an iterable of Request, got {requests!r}")
+        _check_callable("on_step", on_step)
         driver = self._driver()
         source, jobs, places = iter(requests), {}, itertools.count()
         more = True
@@ -357,6 +366,8 @@ class Engine:
                     try:
                         if isinstance(request, CoppiceError):
                             raise request
+                        if not isinstance(request, Request):
+                            raise UsageError(f"requests: expected a Request, got {request!r}")
                         jobs[i] = self._submit(driver, request)
                     except CoppiceError as error:
                         yield i, error
@@ -390,6 +401,7 @@ class Engine:
         Raises:
             CoppiceError: as `generate`.
         """
+        _check_callable("interrupted", interrupted)
         driver = self._driver()
         job = self._submit(driver, Request(prompt, search, **options), trunk=trunk, retire=retire)
         run, text = job.run, TextStream(self._tokenizer, job.request.stop)
@@ -442,6 +454,8 @@ class Engine:
         """
         if not self.shape.scores:
             raise UsageError("this checkpoint has no scalar head", where=self.name, remedy="it generates text")
+        if not isinstance(texts, Iterable) or isinstance(texts, str):
+            raise UsageError(f"texts: expected a list of lists of token ids, got {texts!r}")
         texts = list(texts)
         for ids in texts:
             self._check_ids(ids)
@@ -526,9 +540,9 @@ class Engine:
                 where=self.name,
                 remedy="give a checkpoint whose architecture ends in ForCausalLM",
             )
-        if not hasattr(request.search, "run"):
+        if isinstance(request.search, type) or not hasattr(request.search, "run"):
             raise UsageError(f"search: expected a configuration such as search.Trie(), got {request.search!r}")
-        if not isinstance(request.prompt, Sequence):  # text is one too
+        if not isinstance(request.prompt, Sequence) or isinstance(request.prompt, bytes | bytearray):  # text is one too
             raise UsageError(f"prompt: expected token ids or text, got {request.prompt!r}")
         ids = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
         self._check_ids(ids)
@@ -540,14 +554,19 @@ class Engine:
             new = min(new, reach - len(ids) + 1)  # the last token is never evaluated: it needs no position
         if not isinstance(request.eos_token_ids, Iterable | None):
             raise UsageError(f"eos_token_ids: expected a list of token ids, got {request.eos_token_ids!r}")
-        eos = self.eos_token_ids if request.eos_token_ids is None else frozenset(request.eos_token_ids)
-        if any(type(token) is not int or token < 0 for token in eos):
-            raise UsageError(f"eos_token_ids: expected token ids, got {sorted(map(repr, eos))}")
-        if request.ignore_eos:
-            eos = frozenset()
+        ends = self.eos_token_ids if request.eos_token_ids is None else list(request.eos_token_ids)
+        if any(type(token) is not int or token < 0 for token in ends):
+            raise UsageError(f"eos_token_ids: expected token ids, got {sorted(map(repr, ends))}")
+        if not isinstance(request.ignore_eos, bool):
+            raise UsageError(f"ignore_eos: expected True or False, got {request.ignore_eos!r}")
+        eos = frozenset() if request.ignore_eos else frozenset(ends)
+        if not isinstance(request.stop, Sequence) or isinstance(request.stop, str | bytes):
+            raise UsageError(f"stop: expected a list of non-empty strings, got {request.stop!r}")
+        check_messages(request.messages)
+        if not isinstance(request.trace, Trace | None):
+            raise UsageError(f"trace: expected a Trace, got {request.trace!r}")
         stops = StopStrings(self.tokenizer, request.stop) if request.stop else None
-        if not callable(request.reward or len):
-            raise UsageError(f"reward: expected a function of (prompt, texts), got {request.reward!r}")
+        _check_callable("reward", request.reward, " of (prompt, texts)")
         check_search(request.search)
         for role in request.search.models:
             if role == "reward" and (request.reward or self.reward):
@@ -565,6 +584,8 @@ class Engine:
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Raises UsageError for a prompt that is empty, has ids that the model lacks, or is longer than its context."""
+        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+            raise UsageError(f"prompt: expected token ids, got {ids!r}")
         if not ids:
             bare = self._tokenizer is not None and not self._tokenizer.encode("")
             why = ", and this tokenizer adds no token of its own to begin with" if bare else ""
@@ -616,6 +637,11 @@ class Engine:
             return ""
         text = self._tokenizer.decode(output.token_ids)
         return stops.cut(text) if stops else text
+
+
+def _check_callable(name: str, value: object, arguments: str = "") -> None:
+    if value is not None and not callable(value):
+        raise UsageError(f"{name}: expected a function{arguments}, got {value!r}")
 
 
 class Session:

@@ -3,13 +3,15 @@
 import hashlib
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.capabilities import Precision, explicit_precision, pick_precision
 from engine.errors import UsageError
-from engine.memory import total_memory
+from engine.memory import read_size, total_memory
 from engine.template import ChatTemplate
 from engine.tokenizer import Tokenizer
 from models.checkpoint import Checkpoint
@@ -18,6 +20,35 @@ from models.linear import has_products
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SAMPLED, PIECE = 16, 1 << 14  # places of a weights file that tell it from others, and bytes read at each
+
+
+def check_arguments(
+    folder: Any, threads: Any, kv_memory: Any, compile: Any, chat_template: Any, parallel: Any, draft: Any, reward: Any
+) -> int | None:
+    """Check those of `Engine.load` that nothing else does; returns kv_memory in bytes. Raises UsageError."""
+    for name, value in {"folder": folder, "draft": draft, "reward": reward, "chat_template": chat_template}.items():
+        if isinstance(value, str | Path) or (value is None and name != "folder"):
+            continue
+        if name != "reward" or not callable(value):
+            kind = "a path or a function of (prompt, texts)" if name == "reward" else "a path"
+            raise UsageError(f"{name}: expected {kind}, got {value!r}")
+    if threads is not None and (type(threads) is not int or not 1 <= threads <= 4096):
+        raise UsageError(f"threads: expected an integer from 1 to 4096, got {threads!r}")
+    if compile not in ("on", "off"):
+        raise UsageError(f"compile: expected on or off, got {compile!r}")
+    check_parallel(parallel)
+    if kv_memory is None or (type(kv_memory) is int and 0 < kv_memory < 1 << 63):
+        return kv_memory
+    with suppress(ValueError):
+        if isinstance(kv_memory, str):
+            return read_size(kv_memory)
+    raise UsageError(f"kv_memory: expected bytes, or a size such as '512M' or '1.5G', got {kv_memory!r}")
+
+
+def check_parallel(parallel: Any) -> None:
+    """Refuse a number of searches that is none. Raises UsageError."""
+    if type(parallel) is not int or parallel < 1:
+        raise UsageError(f"parallel: expected an integer >= 1, got {parallel!r}")
 
 
 def pick_device(name: str) -> torch.device:

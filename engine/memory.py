@@ -4,6 +4,7 @@ import ctypes
 import errno
 import math
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -152,6 +153,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory() -> KVMemoryError:
     """The error for when the machine itself has no memory left."""
     return KVMemoryError("the machine ran out of memory", remedy="use fewer beams or a shorter prompt")
+
+
+def read_size(text: str) -> int:
+    """Bytes: a number with K, M, G or T (powers of 1024; KB and KiB mean the same). Raises ValueError."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGT]?)(?:I?B)?", text.strip().upper(), re.ASCII)
+    size = int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0
+    if not 0 < size < 1 << 63:
+        raise ValueError(f"expected a size such as 300000, 512M or 1.5G, got {text!r}")
+    return size
 
 
 def size_text(count: int, rounding: Callable[[float], float] = round) -> str:

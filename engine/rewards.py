@@ -302,6 +302,15 @@ def _specials(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     return dressed[:start], dressed[start + len(bare) :]
 
 
+def check_messages(messages: Any) -> None:
+    """Refuse what is neither None nor a list of objects. Raises UsageError."""
+    if messages is None:
+        return
+    listed = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not listed or not all(isinstance(message, Mapping) for message in messages):
+        raise UsageError(f"messages: expected a list of objects with role and content, got {messages!r}")
+
+
 def _plain(messages: Messages) -> str:
     """A conversation for a model that has no template: its texts, a line each."""
     return "".join(f"{message['content']}\n" for message in messages)

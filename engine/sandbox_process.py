@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import jinja2
-import markupsafe
 import tokenizers
 
 from engine import sandbox
@@ -100,8 +99,9 @@ class _Process:
 
     def __init__(self):
         path = interpreter()
-        # The folders of these packages come after the interpreter's own library, which may be of another version.
-        folders = {str(Path(package.__file__ or "").parent.parent) for package in (jinja2, markupsafe, tokenizers)}
+        # Folders of packages come after the library of the interpreter, which may be of another version.
+        packages = (jinja2, sys.modules["markupsafe"], tokenizers)
+        folders = {str(Path(package.__file__ or "").parent.parent) for package in packages}
         with _blocked(TERMINAL_SIGNALS):
             try:
                 # A session of its own: Ctrl-C in the terminal is for us, not for the renderer.

@@ -474,7 +474,7 @@ def test_progress(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(batch.time, "monotonic", lambda: next(clock))
     assert run(b"", "--input", path)[0] == 0
     err = capsys.readouterr().err
-    assert "\r0/2 lines, " in err and "tokens/s, KV 0.0 MB\x1b[K" in err and err.count("\n") == 2
+    assert "\r0/2 lines, " in err and "tokens/s, KV 0.0 MB\x1b[K" in err and err.count("\n") == 4
     assert run(b"", "--input", path, "-q")[0] == 0 and capsys.readouterr().err == ""
 
 

@@ -315,7 +315,7 @@ def test_the_interpreter_that_was_chosen(monkeypatch, tmp_path, application):
 
 def test_an_interpreter_without_jinja2(monkeypatch, tmp_path):
     """Where this program's copy is in no folder, as in an archive, the interpreter's own serves."""
-    for package in (sandbox_process.jinja2, sandbox_process.markupsafe):
+    for package in (sandbox_process.jinja2, sys.modules["markupsafe"]):
         monkeypatch.setattr(package, "__file__", str(tmp_path / "archive.zip" / "jinja2" / "__init__.py"))
     assert rendered() == "hi"
     sandbox_process._end()

@@ -1,0 +1,114 @@
+"""Every wrong argument of the Python interface is a UsageError that names it, never a TypeError or AttributeError."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Engine, Request, UsageError
+from engine.demo import demo_folder
+from search import Greedy, Trie
+
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load(demo_folder(), threads=1, kv_memory=4 * MB, dtype="float32")
+
+
+LOAD: list[tuple[str, list[Any]]] = [
+    ("folder", [None, 5, b"x", ["x"]]),
+    ("dtype", [None, 5, torch.float32, ["float32"], "int8"]),
+    ("device", [None, 0, torch.device("cpu"), "tpu", ["cpu"]]),
+    ("threads", ["2", 2.0, True, 0, [1]]),
+    ("kv_memory", ["512Q", "x", "", "-1M", 1.5, True, 0, -1, 1 << 70, [1]]),
+    ("compile", [None, True, "yes", ["on"]]),
+    ("quant", [None, 8, "int4", ["int8"]]),
+    ("chat_template", [5, ["none"], b"x"]),
+    ("parallel", ["x", None, 0, 1.0, True]),
+    ("draft", [5, b"x", ["x"], Greedy()]),
+    ("reward", [5, b"x", ["x"], object()]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in LOAD for value in values], ids=repr)
+def test_load(name, value):
+    options = {"folder": demo_folder(), "kv_memory": MB} | {name: value}
+    with pytest.raises(UsageError, match=f"^{name}: expected "):
+        Engine.load(**options)
+
+
+REQUEST: list[tuple[str, list[Any]]] = [
+    ("prompt", [None, 5, b"Hello", torch.tensor([5]), {5}, ["Hello"], [5, "x"], [5.0], [True], [-1]]),
+    ("search", [None, "trie", Trie, 5, {}]),
+    ("max_new_tokens", [None, "5", 5.0, True, 0]),
+    ("eos_token_ids", [5, "x", ["x"], [[5]], [None], [-1], [True]]),
+    ("ignore_eos", [None, 1, "yes"]),
+    ("stop", [None, 5, "x", b"x", [""], [5], {"x"}, 0, [b"x"]]),
+    ("messages", [5, "x", [5], {"role": "user"}]),
+    ("reward", [5, 0, "x", []]),
+    ("trace", [5, "x.html"]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REQUEST for value in values], ids=repr)
+def test_requests(engine, name, value):
+    options = {"prompt": "Hello", "search": Greedy(), "max_new_tokens": 1} | {name: value}
+    match = f"^{name}: expected "
+    [(place, error)] = engine.serve([Request(**options)])
+    assert place == 0 and isinstance(error, UsageError)
+    with pytest.raises(UsageError, match=match):
+        raise error
+    prompt = options.pop("prompt")
+    with pytest.raises(UsageError, match=match):
+        engine.generate([prompt], **options)
+    with pytest.raises(UsageError, match=match):
+        list(engine.stream(prompt, **options))
+    engine.pool.check_invariants([])
+
+
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("prompts", lambda engine: engine.generate(5, Greedy())),
+        ("prompts", lambda engine: engine.generate(None, Greedy())),
+        ("prompts", lambda engine: engine.generate("Hello", Greedy())),
+        ("requests", lambda engine: list(engine.serve(5))),
+        ("on_step", lambda engine: list(engine.serve([], on_step=5))),
+        ("interrupted", lambda engine: list(engine.stream("Hello", Greedy(), interrupted=5))),
+        ("prompt", lambda engine: engine.logits(5)),
+        ("prompt", lambda engine: engine.logits("Hello")),
+        ("prompt", lambda engine: engine.logits(torch.tensor([5]))),
+        ("role", lambda engine: engine.add(5, engine)),
+        ("draft", lambda engine: engine.add("draft", 5)),
+        ("reward", lambda engine: engine.add("reward", 5)),
+    ],
+)
+def test_other_calls(engine, name, ask):
+    with pytest.raises(UsageError, match=f"^{name}: expected "):
+        ask(engine)
+
+
+def test_what_is_no_request_does_not_disturb_the_others(engine):
+    outcomes = dict(engine.serve([5, Request("Hello", Greedy(), max_new_tokens=1), "x"]))
+    assert "expected a Request, got 5" in str(outcomes[0]) and "expected a Request, got 'x'" in str(outcomes[2])
+    assert outcomes[1].outputs
+
+
+@pytest.mark.parametrize("scores", [5, None, "Hello", ["Hello"], [5], [None]])
+def test_scores(scores):
+    with pytest.raises(UsageError, match="expected"):
+        Engine.load(demo_folder("reward"), threads=1, kv_memory=MB).scores(scores)
+
+
+@pytest.mark.parametrize("size", ["4M", "4 MB", "4mib", "4096K", 4 * MB])
+def test_sizes_are_those_of_the_command_line(size, engine):
+    loaded = Engine.load(
+        str(demo_folder()), threads=1, kv_memory=size, dtype="float32", draft=Path(demo_folder("draft"))
+    )
+    assert (
+        loaded.pool.pages > 0
+        and 3.9 * MB < sum(e.pool.pages * e.pool.page_bytes for e in (loaded, loaded.companions["draft"])) <= 4 * MB
+    )
