@@ -101,7 +101,7 @@ class _Process:
     def __init__(self):
         path = interpreter()
         # The folders of these packages come after the interpreter's own library, which may be of another version.
-        folders = {str(Path(package.__file__).parent.parent) for package in (jinja2, markupsafe, tokenizers)}
+        folders = {str(Path(package.__file__ or "").parent.parent) for package in (jinja2, markupsafe, tokenizers)}
         with _blocked(TERMINAL_SIGNALS):
             try:
                 # A session of its own: Ctrl-C in the terminal is for us, not for the renderer.

@@ -122,7 +122,7 @@ def test_a_process_with_little_memory_left_is_replaced(monkeypatch):
     monkeypatch.setattr(sandbox, "MEMORY_BYTES", 1 << 60)
     assert not sandbox.spent()
     replies = iter([{"text": "one", "spent": True}])
-    monkeypatch.setattr(sandbox_process._process, "ask", lambda _: next(replies))
+    monkeypatch.setattr(sandbox_process._process, "ask", lambda *_: next(replies))
     number = pid()
     assert rendered() == "one" and sandbox_process._process is None and gone(number)
 
@@ -316,6 +316,7 @@ def test_an_interpreter_without_jinja2(monkeypatch, tmp_path):
     (tmp_path / "jinja2").mkdir()
     empty = tmp_path / "jinja2" / "__init__.py"
     monkeypatch.setattr(sandbox_process.jinja2, "__file__", str(tmp_path / "none" / "jinja2" / "__init__.py"))
-    monkeypatch.setattr(sandbox_process.markupsafe, "__file__", str(empty))
+    for package in (sandbox_process.markupsafe, sandbox_process.tokenizers):
+        monkeypatch.setattr(package, "__file__", str(empty))
     with pytest.raises(UsageError, match="cannot be started: "):
         rendered()
