@@ -250,9 +250,7 @@ def test_without_an_interpreter_for_the_trial(tmp_path: Path, monkeypatch: pytes
     Tokenizer.load(folder(tmp_path, pre_tokenizer=split("a+")))  # plain: there is no trial
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", "{", "\ufeff{}", '{"a":' * 10_000]
-)
+@pytest.mark.parametrize("text", ["[]", "{", "\ufeff{}", '{"a":' * 10_000])
 def test_malformed(tmp_path: Path, text: str):
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(CheckpointError, match="the tokenizer is malformed"):
