@@ -7,6 +7,9 @@ it is, its memory by RLIMIT_AS. macOS does not enforce that limit: there the CPU
 a fresh interpreter, not a fork: a fork of a process with torch's threads may inherit a held lock, and would copy the
 page tables of mapped weights.
 
+Patterns of a tokenizer are programs too: those that are not known to take linear time are tried here (see
+`engine.tokenizer_limits`).
+
 This file is run as a script and imports nothing of the project, so that starting it costs no `import torch`.
 """
 

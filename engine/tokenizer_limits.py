@@ -166,17 +166,10 @@ def parse(data: bytes) -> dict[str, Any]:
     """A tokenizer.json as Python reads it.
 
     Raises:
-        CheckpointError: it is no JSON object; a key occurs twice, of which the library may take the other one.
+        CheckpointError: it is no JSON object.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs) and not all(type(value) is int for _, value in pairs):  # but in a vocabulary
-            raise ValueError("a key occurs twice")
-        return found
-
     try:
-        value = json.loads(data.decode(), object_pairs_hook=unique)
+        value = json.loads(data.decode())  # of two equal keys it takes the last one, and so does the library
     except (ValueError, RecursionError) as error:
         why = "nested too deep" if isinstance(error, RecursionError) else str(error)
         raise CheckpointError(f"the tokenizer is malformed: {why}"[:300]) from None

@@ -123,7 +123,7 @@ def test_a_process_with_little_memory_left_is_replaced(monkeypatch):
     monkeypatch.setattr(sandbox, "MEMORY_BYTES", 1 << 60)
     assert not sandbox.spent()
     replies = iter([{"text": "one", "spent": True}])
-    monkeypatch.setattr(sandbox_process._process, "ask", lambda _: next(replies))
+    monkeypatch.setattr(sandbox_process._process, "ask", lambda *_: next(replies))
     number = pid()
     assert rendered() == "one" and sandbox_process._process is None and gone(number)
 
@@ -315,7 +315,7 @@ def test_the_interpreter_that_was_chosen(monkeypatch, tmp_path, application):
 
 def test_an_interpreter_without_jinja2(monkeypatch, tmp_path):
     """Where this program's copy is in no folder, as in an archive, the interpreter's own serves."""
-    for package in (sandbox_process.jinja2, sys.modules["markupsafe"]):
+    for package in (sandbox_process.jinja2, sys.modules["markupsafe"], sandbox_process.tokenizers):
         monkeypatch.setattr(package, "__file__", str(tmp_path / "archive.zip" / "jinja2" / "__init__.py"))
     assert rendered() == "hi"
     sandbox_process._end()
