@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import search.joint as search_joint
 from engine import Engine
-from engine.engine import Request
+from engine.engine import Request, Session
 from engine.errors import UsageError
 from engine.sampling import Uniforms, Warp
 from kernels.cpp import why_not
@@ -286,6 +287,52 @@ def test_little_memory_makes_others_wait(engine, folders):
     tight, wide = (e.generate(prompts, search, max_new_tokens=30) for e in (small, engine))
     assert [r.outputs[0].token_ids for r in tight] == [r.outputs[0].token_ids for r in wide]
     small.pool.check_invariants([])
+
+
+def small_engine(tokens, folder=GOLDEN / "llama/gqa"):
+    """A model that drafts for itself, with room for so many tokens."""
+    probe = Engine.load(folder, draft=folder, dtype="float32", kv_memory=1 << 20)
+    room = tokens * sum(part.pool.bytes_per_token for part in (probe, probe.companions["draft"]))
+    return Engine.load(folder, draft=folder, dtype="float32", kv_memory=room)
+
+
+def test_a_cache_that_holds_some_forests_only():
+    """With four slots a forest of one draft fits and one of two does not, and a draft that ends needs no slot: what is
+    drawn must not depend on that. A right implementation under fresh seeds fails with a probability of 1e-4."""
+    engine, prompt, runs = small_engine(4), [1, 5, 9], 400
+    best = torch.topk(torch.log_softmax(engine.logits(prompt)[-1], -1), 5)
+    eos = int(best.indices[1])
+    search = DSBD(draft_beams=2, gamma=1, width=1, top_k=5)
+    requests = (Request(prompt, replace(search, seed=seed), 2, eos_token_ids=[eos]) for seed in range(runs))
+    counts = Counter(result.outputs[0].token_ids[0] for _, result in engine.serve(requests))
+    expected = [runs * p for p in torch.softmax(best.values, -1).tolist()]
+    assert sum(counts.values()) == sum(counts[token] for token in best.indices.tolist()) == runs
+    chi_square = sum((counts[t] - e) ** 2 / e for t, e in zip(best.indices.tolist(), expected, strict=True))
+    assert math.exp(-chi_square / 2) * (1 + chi_square / 2) > 1e-4  # four degrees of freedom
+
+
+def test_little_room_gives_the_same_answers_alone_and_in_company():
+    """How many layers are drafted depends on the pool, not on what other searches hold of it just now."""
+    engine, prompts = small_engine(22), [[1, 5 + i, 9] for i in range(4)]
+    search = DSBD(draft_beams=3, width=1, gamma=3, seed=3)
+    together = engine.generate(prompts, search, max_new_tokens=12, ignore_eos=True)
+    alone = [engine.generate([prompt], search, max_new_tokens=12, ignore_eos=True)[0] for prompt in prompts]
+    assert [r.outputs for r in together] == [r.outputs for r in alone]
+    assert any(r.stats["rounds_per_layer"][2] < r.stats["rounds_per_layer"][0] for r in alone)
+
+
+def test_what_a_conversation_holds_is_not_counted_on():
+    """Pages of a session between its turns cannot be had: fewer layers are drafted, and nothing fails."""
+    engine = small_engine(30)
+    session = Session(engine)
+    list(session.stream([1, *range(20, 34)], Greedy(), max_new_tokens=2, ignore_eos=True))
+    assert engine.pool.used_pages >= 14
+    for seed in range(10):
+        search = DSBD(draft_beams=3, width=1, gamma=3, seed=seed)
+        [result] = engine.generate([[1, 5, 9]], search, max_new_tokens=8, ignore_eos=True)
+        assert len(result.outputs[0].token_ids) == 8
+    session.close()
+    engine.pool.check_invariants([])
 
 
 def test_other_tokenizers_are_refused(folders):
