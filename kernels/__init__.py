@@ -6,3 +6,5 @@ import warnings
 # would take back those that PyTorch itself sets while it is imported.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 import torch as torch  # noqa: E402
+
+DISTRIBUTION = "coppice"  # another one has a package of this name: `models.own` looks for this line

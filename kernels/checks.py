@@ -96,8 +96,8 @@ def queries(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, window: int | None) -> 
     if H % G or not H:
         raise ValueError(f"q_THD: expected a multiple of the cache's {G} heads, got {H}")
     expect("q_THD", q_THD, k_GSD.dtype, (T, H, D), k_GSD.device, contiguous=False)
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected None or at least 1, got {window}")
+    if window is not None and window < 0:
+        raise ValueError(f"window: expected None or at least 0, got {window}")
 
 
 def tensors(layout: TreeLayout, device: torch.device) -> None:

@@ -5,6 +5,7 @@ import kernels  # noqa: F401  # sets a filter before torch is imported
 # isort: split
 import torch
 
+import models.own  # noqa: F401  # isort: split
 from models import gpt2, llama, opt, phi, phi3
 from models.checkpoint import Checkpoint
 from models.errors import CheckpointError

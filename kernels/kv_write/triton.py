@@ -17,7 +17,7 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     """See the front for arguments.
 
     Raises:
-        ValueError: memory that is not laid out for the kernel.
+        ValueError: tensors that the kernel cannot reach.
     """
     check_device(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
     T, G, D = k_TGD.shape

@@ -166,7 +166,6 @@ BAD_ATTENTION = {
     "keys in another order": ("k_GSD", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)),
     "fewer values than keys": ("v_GSD", lambda x: x[:, :-1].contiguous()),
     "values of another dtype": ("v_GSD", lambda x: x.half()),
-    "no window": ("window", lambda _: 0),
     "a window before the token": ("window", lambda _: -1),
     **{
         f"{name}, {what}": (name, spoil)
