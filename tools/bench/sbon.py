@@ -177,7 +177,12 @@ def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     unit = sum(e.pool.bytes_per_token for e in (free, free.companions["reward"]))
     tight = load(args, kv_memory=room * unit)
     alpha = 1 - args.kept / args.started
-    options = {"n": args.started, "tau": args.tau, "alpha": alpha, "temperature": args.temperature}
+    options: dict[str, Any] = {
+        "n": args.started,
+        "tau": args.tau,
+        "alpha": alpha,
+        "temperature": args.temperature,
+    }
     plain = {"temperature": args.temperature}
     at_once, stepwise = f"SBoN {args.started} -> {args.kept} at {args.tau}", f"SBoN {args.started} at {args.schedule}"
     plans: dict[str, tuple[Engine, Search]] = {
