@@ -125,13 +125,14 @@ def generator_fault(generator: Any) -> str:
 
 def report_fault(report: Report) -> str:
     """What is wrong with a Report; "" if nothing is."""
-    if not isinstance(report.settled, Sequence) or any(type(token) is not int for token in report.settled):
-        return f"Report.settled: expected a list of token ids, got {brief(report.settled)}"
+    settled, best, beams = report.settled, report.best, report.beams
+    if not isinstance(settled, list | tuple) or not all([type(token) is int for token in settled]):
+        return f"Report.settled: expected a list of token ids, got {brief(settled)}"
     if not isinstance(report.info, dict):
         return f"Report.info: expected a dict, got {brief(report.info)}"
-    for name in ("best", "beams"):
-        if not callable(getattr(report, name) or len):
-            return f"Report.{name}: expected a function without arguments, got {brief(getattr(report, name))}"
+    if not callable(best or len) or not callable(beams or len):
+        name, got = ("beams", beams) if callable(best or len) else ("best", best)
+        return f"Report.{name}: expected a function without arguments, got {brief(got)}"
     return ""
 
 
@@ -145,15 +146,17 @@ def request_fault(request: Any, trees: Sequence[TokenTree]) -> str:
     if not isinstance(request, Evaluate):
         return f"expected it to yield Evaluate or Report, got {brief(request)}"
     tree, nodes = request.tree, request.nodes
-    if not any(tree is own for own in trees):
+    if not callable(request.read or len):
+        return f"Evaluate.read: expected a function or None, got {brief(request.read)}"
+    if tree not in trees:
         got = "a tree of another run" if isinstance(tree, TokenTree) else brief(tree)
         return f"Evaluate.tree: expected task.tree or a tree that task.open_tree returned, got {got}"
-    if not isinstance(nodes, Sequence) or isinstance(nodes, str | bytes):
+    if type(nodes) is not list and (not isinstance(nodes, Sequence) or isinstance(nodes, str | bytes)):
         return f"Evaluate.nodes: expected a list of nodes, got {brief(nodes)}"
     if not nodes:
         return "Evaluate.nodes: expected at least one node, got none"
-    if not callable(request.read or len):
-        return f"Evaluate.read: expected a function or None, got {brief(request.read)}"
+    if tree.can_evaluate(nodes):
+        return ""
     grown = tree.grown
     for node in nodes:
         if type(node) is not int or not 0 <= node < grown:
@@ -162,7 +165,7 @@ def request_fault(request: Any, trees: Sequence[TokenTree]) -> str:
             return f"Evaluate.nodes: expected live nodes, got {node}, which keep() has freed or moved into the trunk"
         if tree.is_evaluated(node):
             return f"Evaluate.nodes: expected nodes not evaluated yet, got {node}; a search stores the rows it is sent"
-    return ""
+    raise AssertionError("a tree refuses nodes that nothing is wrong with")
 
 
 def tokens_fault(request: Evaluate, vocab_size: int, max_positions: int | None) -> str:

@@ -108,6 +108,16 @@ class TokenTree:
             return self._position[node] < self.trunk.cached
         return self._slot[node] >= 0
 
+    def can_evaluate(self, nodes: Iterable[int]) -> bool:
+        """Whether all of these are live nodes of this tree that are not evaluated yet."""
+        slots = self._slot
+        for node in nodes:
+            if type(node) is not int or not 0 <= node < len(slots):
+                return False
+            if slots[node] != NO_SLOT and (node != self.root or self.is_evaluated(node)):
+                return False
+        return True
+
     @property
     def grown(self) -> int:
         """How many nodes there have been, live or not: they are numbered from 0."""

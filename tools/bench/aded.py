@@ -40,7 +40,7 @@ step; at most {HOST_MS} together is wanted of backoff at 24 to 48 nodes; what pl
 tokens, pruning) is in it. *spread*: tokens per second, least to most. *same*: whether the tokens are the text's."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chain:
     """The paper's baseline: no tree, only the likeliest successor of the likeliest successor."""
 

@@ -346,7 +346,8 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
     made = stamp(argv)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    rows, warps = [], ({"top_k": 20}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}, {})
+    rows: list[dict[str, Any]] = []
+    warps: list[dict[str, Any]] = [{"top_k": 20}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}, {}]
     found: dict[DSBD, list[dict[str, float]]] = {
         DSBD(draft_beams=args.beams, gamma=args.gamma, width=width, **warp): []
         for warp in warps

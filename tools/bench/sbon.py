@@ -177,7 +177,13 @@ def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     unit = sum(e.pool.bytes_per_token for e in (free, free.companions["reward"]))
     tight = load(args, kv_memory=room * unit)
     alpha = 1 - args.kept / args.started
-    options = {"n": args.started, "tau": args.tau, "alpha": alpha, "temperature": args.temperature}
+    options: dict[str, Any] = {
+        "n": args.started,
+        "tau": args.tau,
+        "alpha": alpha,
+        "temperature": args.temperature,
+    }
+    halved: dict[str, Any] = options | {"alpha": 0.5}
     plain = {"temperature": args.temperature}
     at_once, stepwise = f"SBoN {args.started} -> {args.kept} at {args.tau}", f"SBoN {args.started} at {args.schedule}"
     plans: dict[str, tuple[Engine, Search]] = {
@@ -185,7 +191,7 @@ def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         at_once: (tight, SBoN(**options)),
         stepwise: (tight, SBoN(**options, schedule=args.schedule)),
         f"SBoN {args.started} -> {args.kept} when full": (tight, SBoN(**options, schedule="memory")),
-        f"SBoN {args.started}, halved when full": (tight, SBoN(**options | {"alpha": 0.5}, schedule="memory")),
+        f"SBoN {args.started}, halved when full": (tight, SBoN(**halved, schedule="memory")),
         **{f"Bo{n}*": (free, BoN(n=n, **plain)) for n in (2 * args.kept, 4 * args.kept)},
     }
     runs: dict[str, list[tuple[float, SearchResult]]] = {name: [] for name in plans}

@@ -158,12 +158,13 @@ def draw_toy(figure: Any, rows: list[dict[str, Any]], curves: dict[float, list],
 def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Time between an answer and the next question, per evaluated node; tables stand for the model."""
     made, rows = stamp(argv), []
+    batches: list[int] = args.batches
     generator = torch.Generator().manual_seed(0)
     rows_RV = torch.log_softmax(torch.randn(256, args.vocab, generator=generator) * 4, -1)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         prior = Path(folder) / "prior.safetensors"
         Vectors.of(rows_RV).save(prior)
-        for select, batch in itertools.product(("flat", "descendant", "posterior"), args.batches):
+        for select, batch in itertools.product(("flat", "descendant", "posterior"), batches):
             search = ULTS(
                 select=select, k_max=args.k_max, batch=batch, samples=args.samples, prior=str(prior), epsilon=0.0
             )
