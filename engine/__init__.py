@@ -1,7 +1,6 @@
 """The engine: token trees on a paged cache, evaluated for any search."""
 
 import engine.startup  # noqa: F401  # isort: split
-import kernels  # noqa: F401  # sets a filter before torch is imported  # isort: split
 from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
 from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, SearchError, UsageError
 from engine.requests import Evaluate, Output, Report, SearchResult, Task

@@ -1,11 +1,11 @@
 """Model families: from a Hugging Face checkpoint folder to modules that evaluate token trees."""
 
+# isort: off
+import models.own  # noqa: F401  # before anything of `kernels` is run
 import kernels  # noqa: F401  # sets a filter before torch is imported
-
-# isort: split
 import torch
 
-import models.own  # noqa: F401  # isort: split
+# isort: on
 from models import gpt2, llama, opt, phi, phi3
 from models.checkpoint import Checkpoint
 from models.errors import CheckpointError
