@@ -183,10 +183,10 @@ def split(request: dict[str, Any], known: dict[str, Any]) -> dict[str, str]:
     Returns:
         {}; or {"refused"}, why the tokenizer cannot be used.
     """
-    from tokenizers import AddedToken, Tokenizer
-
     start_clock(request["seconds"])
     try:
+        from tokenizers import AddedToken, Tokenizer
+
         if (parts := request["parts"]) not in known:
             spec, tokens = json.loads(parts)
             model = {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}

@@ -100,7 +100,7 @@ class _Process:
     def __init__(self):
         path = interpreter()
         # Folders of packages come after the library of the interpreter, which may be of another version.
-        packages = (jinja2, sys.modules["markupsafe"], tokenizers)
+        packages = jinja2, sys.modules["markupsafe"], tokenizers
         folders = {str(Path(package.__file__ or "").parent.parent) for package in packages}
         with _blocked(TERMINAL_SIGNALS):
             try:
