@@ -72,7 +72,8 @@ class Settings:
         """Settings with these changes, all or none. Raises UsageError."""
         changes = dict(changes)
         name = changes.pop("search", self.search)
-        name = find_search(name) or name if isinstance(name, str) else name
+        if isinstance(name, str):
+            name = find_search(name) or name
         limits = {key: changes.pop(key) for key in LIMITS if key in changes}
         if type(new := limits.get("max_new_tokens", 1)) is not int or new < 1:
             raise UsageError(f"max_new_tokens: expected an integer >= 1, got {new!r}")
@@ -81,7 +82,7 @@ class Settings:
         if "stop" in limits:
             stop = limits["stop"]
             limits["stop"] = tuple(stop) if isinstance(stop, list) else (str(stop),) if stop != "" else ()
-        known = parameters(name) if name in REGISTRY else {}
+        known = parameters(name) if isinstance(name, str) and name in REGISTRY else {}
         make_search(name, {key: value for key, value in self.params.items() if key in known} | changes)
         return dataclasses.replace(self, search=name, params={**self.params, **changes}, **limits)
 

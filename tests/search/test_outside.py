@@ -60,6 +60,10 @@ class Other(Count_Up):
 
     needed: str | None = None
 
+@dataclass(frozen=True)
+class Drawn(Count_Up):
+    temperature: float = 1.0
+
 function = print
 '''
 
@@ -204,10 +208,21 @@ def test_the_chat_knows_it(engine: Engine, monkeypatch: pytest.MonkeyPatch, caps
     assert dialog.reply("hi").token_ids == list(range(30, 38))
 
 
+def test_regen_needs_no_seed(engine: Engine):
+    """A search that draws may have no seed among its parameters, or none by default."""
+    assert find_search("own:Drawn") == "drawn"
+    for search, params in {"drawn": {"temperature": 0.5}, "aded": {"temperature": 0.5}}.items():
+        settings = Settings(search, params, 3, False, ())
+        dialog = Dialog(Conversation(engine), settings, Screen(quiet=True), Interrupt(), commands=chat.COMMANDS)
+        dialog.reply("hi")
+        dialog._obey("/regen", False)
+        assert len(dialog.conversation.turns) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("own:Absent", ["the module own has no Absent", "own.py", "its searches: Count_Up, Other"]),
+        ("own:Absent", ["the module own has no Absent", "own.py", "its searches: Count_Up, Other, Drawn"]),
         ("absent:X", ["there is no module absent", "searched: the current folder", "PYTHONPATH"]),
         ("own.inner:X", ["there is no module own.inner"]),
         ("own:function", ["own:function: expected a class that derives from search.Search, got a builtin_function"]),
