@@ -132,7 +132,7 @@ def paths() -> dict[str, tuple[str, ...]]:
     """
     found = {}
     for name, cls in REGISTRY.items():
-        fields = {f.name: f for f in dataclasses.fields(cls)}
+        fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for key, field in parameters(name).items():
             if "path" in fields[field].metadata or re.search(r"\bPath\b", str(fields[field].type)):
                 found[key] = fields[field].metadata.get("path", ())
