@@ -47,7 +47,7 @@ def seen(layout: TreeLayout, slots: int) -> Seen:
         checks.tensors(layout, _CPU)
         found, pages = _seen(layout.seen), layout.trunk_pages_RP
         table = layout.page_size, pages.shape[1], *pages.stride(), pages.data_ptr(), layout.write_slots_T.data_ptr()
-        if not _fits(found, len(layout.positions_T), slots, *table):
+        if not _fits(found, layout.positions_T.shape[0], slots, *table):
             checks.ranges(layout, slots)
         kept["_seen"], kept["_slots"] = found, slots
     return kept["_seen"]
@@ -131,9 +131,9 @@ def tree_attention(
     checks.queries(q_THD, k_GSD, v_GSD, window)
     trunk = positions_T, token_starts, trunk_seen_T, trunk_runs
     tensors = *trunk, branch_slots_RW, branch_positions_RW, ancestry_TC
-    checks.seen_tensors(tensors, len(q_THD), _CPU)
+    checks.seen_tensors(tensors, q_THD.shape[0], _CPU)
     told = _seen(tensors)
-    if not _fits(told, len(q_THD), k_GSD.shape[1]):
+    if not _fits(told, q_THD.shape[0], k_GSD.shape[1]):
         raise ValueError(f"the layout leads out of a cache of {k_GSD.shape[1]} slots")
     return attend(q_THD, k_GSD, v_GSD, told, scale, window)
 
