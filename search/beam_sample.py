@@ -1,8 +1,8 @@
 """Beam sampling: the next list of beams is drawn, with replacement, from all continuations of the present one.
 
-The list is a multiset: a beam that was drawn n times is one node with n entries and n times the weight. Entries that
-end leave the list, which is shorter by them from then on. DSBD draws the same lists with fewer passes of the target;
-this is its baseline and its oracle.
+The list is a multiset: a beam that was drawn n times is one node with n entries, each of which the warp sees by itself.
+`search.joint` says what is drawn, and in which order. Entries that end leave the list, which is shorter by them from
+then on. DSBD draws the same lists with fewer passes of the target; this is its baseline and its oracle.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class BeamSample(Search):
 
     Args:
         beams: entries of the list; those that finish leave it.
-        temperature, top_k, top_p: see `engine.sampling.Warp`; of the joint distribution over beams and tokens.
+        temperature, top_k, top_p: see `engine.sampling.Warp`; of the joint distribution over entries and tokens.
         seed: of the keyed draws.
         length_penalty: a finished beam scores logprob / length ** length_penalty.
         num_return_sequences: outputs to return, at most `beams`; there are fewer if entries coincide.

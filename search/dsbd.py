@@ -2,13 +2,14 @@
 
 "Dynamic-Width Speculative Beam Decoding for LLM Inference" (section 3, algorithm 1), errata mended: a draft is accepted
 with probability p'/q (printed upside down); q is renormalised over the drafts whose parents are still there, and, when
-drafts are drawn without replacement, over what had not been drawn; the width never depends on which tokens were drawn.
+drafts are drawn without replacement, over what had not been drawn; neither the width nor the number of layers that are
+drafted depends on which tokens were drawn.
 
-A round: the draft model beam-samples a forest of up to gamma layers below the beams; one pass of the target tells the
-true probabilities of all of it; layer by layer, drafts are accepted so that the list of beams is distributed as if
-drawn from the target's p_beam. A layer that falls short is completed by draws from the residual distribution and from
-p_beam, and ends the round, unless what was drawn happens to have been drafted as well; after the last layer the list
-grows once more by draws from p_beam alone.
+A round: the draft model beam-samples a forest below the beams, of gamma layers, or as many as are sure to fit into the
+KV cache; one pass of the target tells the true probabilities of all of it; layer by layer, drafts are accepted so that
+the list of beams is distributed as if drawn from the target's p_beam. A layer that falls short is completed by draws
+from the residual distribution and from p_beam, and ends the round, unless what was drawn happens to have been drafted
+as well; after the last layer the list grows once more by draws from p_beam alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ class DSBD(Search):
 
     Args:
         draft_beams: W_S, drafts per layer.
-        gamma: layers drafted per round.
+        gamma: layers drafted per round; fewer where the KV cache might not hold as many, see `Forester.layers`.
         width: W_L, entries of the list after every layer; 0 chooses them layer by layer (dynamic width).
         threshold: t, the probability with which a layer should be accepted at its dynamic width.
         min_width: W_min, the least dynamic width.
@@ -58,7 +59,8 @@ class DSBD(Search):
             happens to have been drafted too; "end" (the paper), the next round.
         keep: all beams, or 1: after each round only the most probable one goes on (one path of memory, but a selection:
             what it draws from is no longer p_beam).
-        temperature, top_k, top_p: see `engine.sampling.Warp`; of joint distributions, the draft's likewise.
+        temperature, top_k, top_p: see `engine.sampling.Warp`; of joint distributions over the list's entries and the
+            tokens (see `search.joint`), the draft's likewise.
         seed: of the keyed draws.
         length_penalty: a finished beam scores logprob / length ** length_penalty.
         num_return_sequences: outputs to return; there are fewer if fewer different ones finish.

@@ -236,13 +236,15 @@ class Reader:
         logp_WV = torch.stack([told.logp_NV[i] for *_, (told, i) in beams])  # type: ignore[index]
         if short := V - logp_WV.shape[1]:
             logp_WV = torch.nn.functional.pad(logp_WV, (0, short), value=-math.inf)
-        told_W2 = torch.tensor([(beam.offset, beam.count) for beam in beams], dtype=torch.float64)
-        offset_W1, n_W1 = told_W2.to(logp_WV.device).split(1, 1)
         warped = warp.top_k or warp.top_p < 1 or warp.temperature == 0
         if warped:
+            told_W2 = torch.tensor([(beam.offset, beam.count) for beam in beams], dtype=torch.float64)
+            offset_W1, n_W1 = told_W2.to(logp_WV.device).split(1, 1)
             probs = warp_copies((logp_WV + offset_W1).view(-1), n_W1.expand_as(logp_WV).reshape(-1), warp)
-        else:  # n copies are as much as one that is n times as probable
-            probs = warp((logp_WV + (offset_W1 + warp.temperature * n_W1.log()).float()).view(1, -1))[0].exp_()
+        else:  # n copies are as much as one whose logarithm, warped, is greater by log n
+            offsets = [beam.offset + warp.temperature * math.log(beam.count) for beam in beams]
+            offset_W1 = torch.tensor(offsets, dtype=torch.float32, device=logp_WV.device).unsqueeze(1)
+            probs = warp((logp_WV + offset_W1).view(1, -1))[0].exp_()
             probs /= probs.sum(dtype=torch.float64)
         probs, flat = torch.stack([probs, logp_WV.view(-1).to(probs.dtype)]).cpu()  # one transfer
         if len(probs) <= FEW or (warped and int((probs > 0).sum()) <= FEW):

@@ -285,8 +285,7 @@ class Toy:
         reader, logp_NV = Reader(self.warp, self.vocab), torch.stack([model(path) for path, _, _ in beams])
         nodes = [self.node(path) for path, _, _ in beams]
         known = dict(zip(nodes, reader.rows(logp_NV, reader.read(logp_NV)), strict=True))
-        weights = [logprob + math.log(count) for _, logprob, count in beams]
-        return Memo(reader.p_beam(known, nodes, weights))
+        return Memo(reader.p_beam(known, nodes, [logprob for _, logprob, _ in beams], [count for *_, count in beams]))
 
     def node(self, path):
         """A number for a path."""
