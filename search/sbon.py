@@ -90,7 +90,7 @@ class SBoN(BoN):
         _check("risk", self.risk, float, 0, 1)
         if not isinstance(self.keep_finished, bool):
             raise UsageError(f"keep_finished: expected true or false, got {self.keep_finished!r}")
-        if isinstance(self.schedule, int) and not isinstance(self.schedule, bool):
+        if type(self.schedule) is int or str(self.schedule).strip().isdecimal():
             raise UsageError(f"schedule: expected tokens and rate, as {self.schedule}:0.5, got {self.schedule}")
         if not isinstance(self.schedule, str):
             raise UsageError(f"schedule: expected a text, got {self.schedule!r}")
