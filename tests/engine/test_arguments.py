@@ -29,7 +29,7 @@ LOAD: list[tuple[str, list[Any]]] = [
     ("chat_template", [5, ["none"], b"x"]),
     ("parallel", ["x", None, 0, 1.0, True]),
     ("draft", [5, b"x", ["x"], Greedy()]),
-    ("reward", [5, b"x", ["x"], object()]),
+    ("reward", [5, b"x", ["x"], []]),
 ]
 
 
