@@ -161,6 +161,13 @@ def test_a_batch_line_loads_nothing(engine: Engine, monkeypatch: pytest.MonkeyPa
     assert "own" not in sys.modules
 
 
+def test_a_batch_line_names_no_file(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    lines = [{"prompt": "a", "params": {"count_up_file": value}} for value in ("x", None)]
+    wrong, right = answer(engine, monkeypatch, lines, "--search", "own:Count_Up")
+    assert "params.count_up_file: paths are given on the command line only" in wrong["error"]["message"]
+    assert right["outputs"]
+
+
 def test_flags(refused: Callable[..., str], capsys: pytest.CaptureFixture[str]):
     args = chat.parser().parse_args(
         ["--search", "own:Count_Up", "--count-up-start=7", "--count-up-mode=down", "--count-up-file=x", "--beams=3"]
