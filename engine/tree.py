@@ -586,5 +586,5 @@ class TokenTree:
         assert self._position[self.root] == len(self.trunk.tokens) - 1
         assert self.trunk.cached <= len(self.trunk.tokens)
         assert len(self.trunk.pages) == -(-self.trunk.cached // size), (len(self.trunk.pages), self.trunk.cached)
-        assert len(set(self.pages_held)) == len(self.pages_held)
+        assert len(set(self.pages_held)) == len(self.pages_held) == self.page_count
         assert [p for first, n in self._runs for p in range(first, first + n)] == self.trunk.pages
