@@ -11,6 +11,15 @@ if starting and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+try:
+    import models.own  # noqa: F401
+except ImportError as error:
+    if not starting or not hasattr(error, "exit_code"):
+        raise
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
 def started() -> None:
     """Loading is over: Ctrl-C is a KeyboardInterrupt."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:

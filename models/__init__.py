@@ -2,6 +2,7 @@
 
 import torch
 
+import models.own  # noqa: F401  # isort: split
 from models import gpt2, llama, opt, phi, phi3
 from models.checkpoint import Checkpoint
 from models.errors import CheckpointError

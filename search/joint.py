@@ -54,13 +54,13 @@ class Told:
         self.numbers, self.size, self.kind, self.logp_NV = numbers, size, kind, logp_NV
         self.stride = len(numbers) // rows
         # What C++ reads, from one row to the next: the log-probabilities, the peaks of all of them.
-        self.address = numbers.data_ptr() if isinstance(numbers, Tensor) else numbers.buffer_info()[0]
+        self.address = kernels.beams.address(numbers)
         self.step, self.peaks, self.peaks_step = 8 * self.stride, 0, 0
         if kind & DENSE:
             assert logp_NV is not None
             if self.stride:
                 self.peaks, self.peaks_step = self.address, self.step
-            self.address, self.step = logp_NV.data_ptr(), 4 * size
+            self.address, self.step = kernels.beams.address(logp_NV, torch.float32), 4 * size
 
     @classmethod
     def all(cls, logps: Sequence[float], tokens: Sequence[int]) -> "Row":

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels import checks
 from kernels.cpp import watched, why_not
 from kernels.kv_write import cpp, cpu, reference
 
@@ -17,20 +18,23 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     """Store key and value t in slot slots_T[t] of one layer's cache, in place.
 
     Args:
-        k_GSD, v_GSD: one layer's cache.
-        k_TGD, v_TGD: new rows, in the cache's dtype.
-        slots_T: int64; distinct, but for padding tokens, which share TRASH_SLOT.
+        k_GSD, v_GSD: one layer's cache, contiguous.
+        k_TGD, v_TGD: new rows, in the cache's dtype; any strides.
+        slots_T: int64, contiguous; distinct, but for padding tokens, which share TRASH_SLOT.
         impl: "reference" (the definition), "cpu" (fast PyTorch, any device), "cpp" (a C++ kernel, on a CPU) or "triton"
             (GPU kernels).
 
     Raises:
-        ValueError: shapes that do not fit together, unknown impl, or what the implementation cannot do.
+        ValueError: tensors that do not fit together, slots out of range, unknown impl, or what the implementation
+            cannot do. Slots on a GPU are not looked at, which would wait for it: there whoever made them answers for
+            them.
     """
-    G, _, D = k_GSD.shape
-    if k_TGD.shape != (slots_T.shape[0], G, D) or v_TGD.shape != k_TGD.shape:
-        raise ValueError(f"expected rows {[slots_T.shape[0], G, D]}, got k {list(k_TGD.shape)}, v {list(v_TGD.shape)}")
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    if impl != "cpp" and not torch.compiler.is_compiling():  # C++ looks at them by itself
+        checks.kv_write(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
+        if slots_T.is_cpu:
+            checks.within("slots_T", slots_T, k_GSD.shape[1])
     if impl == "triton":
         from kernels.kv_write import triton  # absent on some machines, and slow to import
 
@@ -51,7 +55,11 @@ def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor) -> Copier:
 
     Args:
         k_LGSD, v_LGSD: the whole cache, contiguous.
+
+    Raises:
+        ValueError: they are not alike or not contiguous; when called, for slots out of range or lists of two lengths.
     """
+    checks.caches(k_LGSD, v_LGSD)
     if k_LGSD.is_cpu and not why_not():
         return cpp.kv_copier(k_LGSD, v_LGSD)
     return partial(cpu.kv_copy, k_LGSD, v_LGSD)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels import checks
+
 
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:
     """See the front for arguments."""
@@ -15,6 +17,9 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
 
 def kv_copy(k_LGSD: Tensor, v_LGSD: Tensor, source: Sequence[int], target: Sequence[int]) -> None:
     """See the front for arguments."""
+    checks.copies(source, target, k_LGSD.shape[2])
+    if not target:
+        return
     start, n = target[0], len(target)
     source_n, together = _places(source, k_LGSD.device), list(target) == list(range(start, start + n))
     for cache_LGSD in (k_LGSD, v_LGSD):

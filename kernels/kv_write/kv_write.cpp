@@ -4,10 +4,12 @@
 #include <cstring>
 #include <vector>
 
-// Sizes and strides are in bytes.
-extern "C" void coppice_kv_write(int64_t threads, char* k_GSD, char* v_GSD, const char* k_TGD, const char* v_TGD,
-                                 const int64_t* slots_T, int64_t tokens, int64_t heads, int64_t slots, int64_t row,
-                                 int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head) {
+// Sizes and strides are in bytes. Returns 0, and writes nothing, if a slot is none of the cache's.
+extern "C" int64_t coppice_kv_write(int64_t threads, char* k_GSD, char* v_GSD, const char* k_TGD, const char* v_TGD,
+                                    const int64_t* slots_T, int64_t tokens, int64_t heads, int64_t slots, int64_t row,
+                                    int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head) {
+    for (int64_t t = 0; t < tokens; t++)
+        if (slots_T[t] < 0 || slots_T[t] >= slots) return 0;
 #pragma omp parallel for num_threads(threads) if (tokens * heads * row > 1 << 14)
     for (int64_t g = 0; g < heads; g++) {
         for (int64_t t = 0; t < tokens; t++)  // all lines on their way at once; stores alone wait for one another
@@ -22,6 +24,7 @@ extern "C" void coppice_kv_write(int64_t threads, char* k_GSD, char* v_GSD, cons
             std::memcpy(v_GSD + to, v_TGD + t * v_token + g * v_head, row);
         }
     }
+    return 1;
 }
 
 // Slots to others, in each of `heads` heads (of all layers); all are read before any is written.

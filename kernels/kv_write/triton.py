@@ -17,12 +17,12 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     """See the front for arguments.
 
     Raises:
-        ValueError: memory that is not laid out for the kernel.
+        ValueError: tensors that the kernel cannot reach.
     """
     check_device(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
     T, G, D = k_TGD.shape
-    if any(x.stride(2) != 1 for x in (k_GSD, v_GSD, k_TGD, v_TGD)) or any(x.stride(1) != D for x in (k_GSD, v_GSD)):
-        raise ValueError(f"impl 'triton': expected contiguous slots, got strides {k_GSD.stride()}, {k_TGD.stride()}")
+    if k_TGD.stride(2) != 1 or v_TGD.stride(2) != 1:
+        k_TGD, v_TGD = k_TGD.contiguous(), v_TGD.contiguous()
     _write[T, triton.cdiv(G * D, BLOCK)](
         k_GSD, v_GSD, k_TGD, v_TGD, slots_T,
         k_GSD.stride(0), v_GSD.stride(0), k_TGD.stride(0), k_TGD.stride(1), v_TGD.stride(0), v_TGD.stride(1),

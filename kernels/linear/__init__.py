@@ -4,15 +4,18 @@ oneDNN's own product is the definition, and what larger numbers of rows take; bo
 """
 
 import ctypes
+import weakref
 
 import torch
 from torch import Tensor
 
+from kernels.checks import expect, floats
 from kernels.cpp import KINDS, function, why_not
 
 FEW = 256  # rows, a whole pass; of more, oneDNN may be some hundredths quicker
 PANEL = 64
 STEP = 16  # words; a panel's depth is a multiple of it
+_PACKED: dict[int, tuple[torch.dtype, int, int]] = {}  # by address: dtype, rows and columns of matrices that are alive
 
 
 def dtypes() -> set[torch.dtype]:
@@ -48,7 +51,25 @@ def panels(packed: Tensor, weight_OI: Tensor) -> int:
         found = torch.frombuffer(memory, dtype=torch.int8)
         if not found.equal(whole.view(PANEL, -1, per_word).transpose(0, 1).contiguous().view(torch.int8).flatten()):
             return 0
+    _PACKED[address] = weight_OI.dtype, outs, width
+    weakref.finalize(packed, _PACKED.pop, address, None)
     return address
+
+
+def _check(x: Tensor, address: int, dtype: torch.dtype, out_features: int, bias: Tensor | None) -> None:
+    """Raises ValueError unless rows, matrix and bias fit together."""
+    floats("x", x)
+    found = dtype, out_features, x.shape[-1]
+    if _PACKED.get(address) != found:
+        raise ValueError(f"address: expected panels of {list(found)}, got {_PACKED.get(address, 'no packed matrix')}")
+    if bias is not None:
+        expect("bias", bias, x.dtype, (out_features,), x.device)
+    _check_able(x)
+
+
+def _check_able(x: Tensor) -> None:
+    if x.dtype not in KINDS or not x.is_cpu:
+        raise ValueError(f"impl 'cpp': expected float32, bfloat16 or float16 on a CPU, got {x.dtype} on {x.device}")
 
 
 def few_rows(x: Tensor) -> bool:
@@ -62,9 +83,13 @@ def linear(x: Tensor, address: int, bias: Tensor | None, out_features: int) -> T
     Args:
         x: [..., in], float32 or bfloat16, the dtype of the matrix.
         address: of its `panels`.
-        bias: [out_features] or None, in the dtype of x.
+        bias: [out_features] or None, contiguous, in the dtype of x.
         out_features: rows of the matrix.
+
+    Raises:
+        ValueError: tensors that do not fit together, or an address that `panels` did not give or that is no longer one.
     """
+    _check(x, address, x.dtype, out_features, bias)
     x, width = x.contiguous(), x.shape[-1]
     out = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype)
     function("linear")(
@@ -83,8 +108,14 @@ def int8_linear(x: Tensor, address: int, sum_O: Tensor, scale_O: Tensor, bias: T
         address: of the `panels` of an int8 matrix.
         sum_O: int32, of the matrix's rows.
         scale_O: float32, of the matrix's rows, over 127.
-        bias: [out] or None, in the dtype of x.
+        bias: [out] or None, contiguous, in the dtype of x.
+
+    Raises:
+        ValueError: see `linear`.
     """
+    _check(x, address, torch.int8, len(scale_O), bias)
+    expect("sum_O", sum_O, torch.int32, scale_O.shape, x.device)
+    expect("scale_O", scale_O, torch.float32, scale_O.shape[:1], x.device)
     x, width = x.contiguous(), x.shape[-1]
     out = torch.empty(*x.shape[:-1], len(scale_O), dtype=x.dtype)
     function("int8_linear")(
@@ -104,11 +135,16 @@ def quantize(x: Tensor, *, impl: str) -> tuple[Tensor, Tensor]:
 
     Returns:
         uint8 steps, 128 standing for 0, and the largest magnitudes [..., 1] in the dtype of x.
+
+    Raises:
+        ValueError: x is not of floats, is empty, or is not for C++.
     """
+    floats("x", x)
     if impl != "cpp":
         steps = x.to(torch.float32, copy=True)
         top = steps.abs().amax(-1, keepdim=True)
         return steps.mul_(127 / top).add_(128.5).int().to(torch.uint8), top.to(x.dtype)
+    _check_able(x)
     x, width = x.contiguous(), x.shape[-1]
     steps = torch.empty(x.shape, dtype=torch.uint8)
     top = torch.empty(*x.shape[:-1], 1, dtype=x.dtype)

@@ -10,9 +10,21 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from kernels.checks import expect
 from kernels.cpp import function
+
+_HOST = torch.device("cpu")
+TOKENS = (1 << 21) - 1
+
+
+def _given(tokens: Sequence[int]) -> "array[int]":
+    """Tokens for C++. Raises ValueError for numbers that are none."""
+    if tokens and not 0 <= min(tokens) <= max(tokens) < TOKENS:
+        raise ValueError(f"expected tokens from 0 to {TOKENS - 1}, got {min(tokens)} to {max(tokens)}")
+    return array("q", tokens)
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -23,12 +35,17 @@ class Store:
     """Counted tri-grams, as a file has them (see `search.ngrams`), and what was looked up in them.
 
     Args:
-        keys: ascending: int64.
-        counts: int32.
+        keys: ascending: int64, contiguous, on the host.
+        counts: int32, likewise, one for each key.
         doubt: occurrences that an order leaves to the shorter ones, for itself and for each successor it knows.
+
+    Raises:
+        ValueError: other tensors.
     """
 
     def __init__(self, keys: Tensor, counts: Tensor, doubt: float):
+        expect("keys", keys, torch.int64, (keys.numel(),), _HOST)
+        expect("counts", counts, torch.int32, (keys.numel(),), _HOST)
         self._tensors, made = (keys, counts), ctypes.c_void_p()
         where = ctypes.addressof(made), keys.data_ptr(), counts.data_ptr()
         _function("store")(*where, len(keys), doubt)
@@ -65,8 +82,8 @@ class Text:
         self._tokens, self._values = self._numbers.buffer_info()[0], self._scores.buffer_info()[0]
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """The text goes on with these."""
-        given = array("q", tokens)
+        """The text goes on with these. Raises ValueError for numbers that are no tokens."""
+        given = _given(tokens)
         self._learn(self._address, given.buffer_info()[0], len(given))
 
     def observe(self, nodes: Sequence[int], told: Tensor) -> None:
@@ -77,12 +94,14 @@ class Text:
 
         Raises:
             IndexError: there is no such node.
+            ValueError: another tensor.
         """
         if not nodes:
             return
         if min(nodes) < -1 or max(nodes) >= self._drafted:
             raise IndexError(f"the last draft has {self._drafted} nodes, got {nodes}")
         given, k = array("q", nodes), told.numel() // (2 * len(nodes))
+        expect("told", told, torch.float64, (*told.shape,), _HOST)
         self._observe(self._address, given.buffer_info()[0], told.data_ptr(), len(nodes), k)
 
     def draft(self, nodes: int, depth: int) -> tuple[list[int], list[int], list[float]]:
@@ -97,7 +116,7 @@ class Text:
 
     def chances(self, ahead: Sequence[int]) -> dict[int, float]:
         """Of the tokens after the text and these."""
-        given = array("q", ahead)
+        given = _given(ahead)
         while True:
             self._chances(
                 *(self._address, given.buffer_info()[0], len(given), self._tokens, self._values, self._room),

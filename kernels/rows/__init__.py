@@ -1,7 +1,8 @@
 """Operators on rows, between a layer's matrix products and after the last: the front that picks an implementation.
 
 With impl "cpp" it is C++, eager on a CPU, each operator one pass over its rows. Otherwise it is PyTorch, which a
-compiler fuses. What C++ cannot do it refuses with ValueError: other dtypes, tensors that do not match.
+compiler fuses. Tensors that do not fit together are a ValueError, the same whatever the implementation; so are, with
+impl "cpp", the dtypes and devices that C++ does not have.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpp import watched, why_not
-from kernels.rows import cpp, reference
+from kernels.rows import checks, cpp, reference
 
 
 def _pick(name: str, impl: str) -> Callable[..., Any]:
@@ -22,6 +23,11 @@ def _pick(name: str, impl: str) -> Callable[..., Any]:
     return getattr(reference if torch.compiler.is_compiling() else torch.ops.coppice, name)
 
 
+def _checked() -> bool:
+    """Whether tensors are looked at: a compiler sees them once only, and what it makes checks them itself."""
+    return not torch.compiler.is_compiling()
+
+
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, *, impl: str) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, each row by itself (Zhang and Sennrich, 2019).
 
@@ -29,6 +35,8 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, *, impl: str) -> Tensor
         x_NE, weight_E: of one dtype; arithmetic is float32 or better.
         impl: of the pass, see `kernels.tree_attention`.
     """
+    if _checked():
+        checks.vectors(x_NE, weight_E=weight_E)
     return _pick("rms_norm", impl)(x_NE, weight_E, eps)
 
 
@@ -39,6 +47,8 @@ def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float, *, im
         x_NE, weight_E, bias_E: of one dtype; arithmetic is float32 or better.
         impl: of the pass, see `kernels.tree_attention`.
     """
+    if _checked():
+        checks.vectors(x_NE, weight_E=weight_E, bias_E=bias_E)
     return _pick("layer_norm", impl)(x_NE, weight_E, bias_E, eps)
 
 
@@ -50,6 +60,8 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, impl: str) -> Tenso
         cos_TR, sin_TR: of each token's angles, both halves alike, in the dtype of x.
         impl: of the pass, see `kernels.tree_attention`.
     """
+    if _checked():
+        checks.angles(x_THD, cos_TR, sin_TR)
     return _pick("rotary", impl)(x_THD, cos_TR, sin_TR)
 
 
@@ -60,6 +72,8 @@ def silu_mul(x_NM: Tensor, *, impl: str) -> Tensor:
         x_NM: gates, then what they let through.
         impl: of the pass, see `kernels.tree_attention`.
     """
+    if _checked():
+        checks.halves(x_NM)
     return _pick("silu_mul", impl)(x_NM)
 
 
@@ -73,6 +87,8 @@ def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
     """
     if name not in cpp.ACTIVATIONS:
         raise ValueError(f"name: expected one of {', '.join(cpp.ACTIVATIONS)}, got {name!r}")
+    if _checked():
+        checks.vectors(x_NM)
     return _pick("activation", impl)(x_NM, name)
 
 
@@ -85,6 +101,8 @@ def log_softmax(x_NV: Tensor, size: int, *, impl: str) -> tuple[Tensor, Tensor, 
         x_NV: logits; those past `size` have their share of the mass.
         impl: of the pass, see `kernels.tree_attention`.
     """
+    if _checked():
+        checks.sized(x_NV, size)
     logp_NV, finite_N, peaks_NB = _pick("log_softmax", impl)(x_NV, size)
     return logp_NV, finite_N, peaks_NB
 
@@ -98,6 +116,8 @@ def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
         impl: see `kernels.tree_attention`; None: "cpp" for float32 on a CPU where there is C++, else PyTorch. Of equals
             C++ takes the first, while PyTorch does not say which.
     """
+    if _checked():
+        checks.largest(x_NV, k)
     return _pick("top_k", impl or _best(x_NV))(x_NV, k)
 
 
@@ -115,6 +135,9 @@ def best_sums(
         peaks_NB: of these rows, without the sums, if they are known.
         impl: see `top_k`.
     """
+    if _checked():
+        checks.sums(logp_NV, sums, k)
+        checks.peaks(logp_NV, peaks_NB)
     return _pick("best_sums", impl or _best(logp_NV))(logp_NV, sums, k, peaks_NB)
 
 
@@ -130,8 +153,9 @@ def at_least(
         peaks_NB: of these rows, if they are known.
         impl: see `top_k`.
     """
-    if not 0 <= k <= logp_NV.shape[1]:
-        raise ValueError(f"expected k from 0 to {logp_NV.shape[1]}, got {k}")
+    if _checked():
+        checks.largest(logp_NV, k)
+        checks.peaks(logp_NV, peaks_NB)
     return _pick("at_least", impl or _best(logp_NV))(logp_NV, least, k, peaks_NB)
 
 
@@ -146,8 +170,8 @@ def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int], *, impl: str | None = No
         keys: two 32-bit numbers for each row.
         impl: see `kernels.tree_attention`; None: "cpp" for float32 on a CPU where there is C++, else PyTorch.
     """
-    if len(keys) != 2 * len(logp_NV):
-        raise ValueError(f"expected {2 * len(logp_NV)} keys for {len(logp_NV)} rows, got {len(keys)}")
+    if _checked():
+        checks.keys(logp_NV, keys)
     return _pick("gumbel_argmax", impl or _best(logp_NV))(logp_NV, keys)
 
 

@@ -13,17 +13,15 @@ from kernels.rows.reference import SPAN
 ACTIVATIONS = {name: i for i, name in enumerate(("relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh"))}
 
 
-def _check(*tensors: Tensor) -> None:
-    kinds = {(x.dtype, x.device.type) for x in tensors}
-    if len(kinds) > 1 or tensors[0].dtype not in KINDS or tensors[0].device.type != "cpu":
-        raise ValueError(f"impl 'cpp': expected float32, bfloat16 or float16, one of them, on a CPU, got {kinds}")
+def _able(x: Tensor) -> None:
+    """Refuses what C++ does not have; whether tensors fit together the front has checked."""
+    if x.dtype not in KINDS or not x.is_cpu:
+        raise ValueError(f"impl 'cpp': expected float32, bfloat16 or float16 on a CPU, got {x.dtype} on {x.device}")
 
 
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """See the front for arguments."""
-    _check(x_NE, weight_E)
-    if weight_E.shape != x_NE.shape[-1:]:
-        raise ValueError(f"expected a weight of {list(x_NE.shape[-1:])}, got {list(weight_E.shape)}")
+    _able(x_NE)
     x_NE, weight_E, width = x_NE.contiguous(), weight_E.contiguous(), x_NE.shape[-1]
     out_NE = torch.empty_like(x_NE)
     function("rms_norm")(
@@ -35,10 +33,7 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 
 def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float) -> Tensor:
     """See the front for arguments."""
-    _check(x_NE, weight_E, bias_E)
-    if not weight_E.shape == bias_E.shape == x_NE.shape[-1:]:
-        got = f"{list(weight_E.shape)}, {list(bias_E.shape)}"
-        raise ValueError(f"expected a weight and a bias of {list(x_NE.shape[-1:])}, got {got}")
+    _able(x_NE)
     x_NE, weight_E, bias_E, width = x_NE.contiguous(), weight_E.contiguous(), bias_E.contiguous(), x_NE.shape[-1]
     out_NE = torch.empty_like(x_NE)
     function("layer_norm")(
@@ -51,9 +46,7 @@ def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float) -> Te
 
 def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """See the front for arguments."""
-    _check(x_THD, cos_TR, sin_TR)
-    if cos_TR.shape != sin_TR.shape or len(cos_TR) != len(x_THD) or cos_TR.shape[1] > x_THD.shape[2]:
-        raise ValueError(f"expected angles of {list(x_THD.shape)}, got {list(cos_TR.shape)}, {list(sin_TR.shape)}")
+    _able(x_THD)
     cos_TR, sin_TR = cos_TR.contiguous(), sin_TR.contiguous()
     if x_THD.stride(2) != 1:
         x_THD = x_THD.contiguous()
@@ -68,7 +61,7 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 
 def silu_mul(x_NM: Tensor) -> Tensor:
     """See the front for arguments."""
-    _check(x_NM)
+    _able(x_NM)
     x_NM, width = x_NM.contiguous(), x_NM.shape[-1] // 2
     out = torch.empty(*x_NM.shape[:-1], width, dtype=x_NM.dtype)
     function("silu_mul")(
@@ -79,7 +72,7 @@ def silu_mul(x_NM: Tensor) -> Tensor:
 
 def activation(x_NM: Tensor, name: str) -> Tensor:
     """See the front for arguments."""
-    _check(x_NM)
+    _able(x_NM)
     x_NM, width = x_NM.contiguous(), x_NM.shape[-1]
     out_NM = torch.empty_like(x_NM)
     function("activation")(
@@ -91,7 +84,7 @@ def activation(x_NM: Tensor, name: str) -> Tensor:
 
 def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """See the front for arguments."""
-    _check(x_NV)
+    _able(x_NV)
     x_NV, (N, V) = x_NV.contiguous(), x_NV.shape
     logp_NV, finite_N, peaks_NB = torch.empty(N, V), torch.empty(N, dtype=torch.bool), torch.empty(N, -(-V // SPAN))
     pointers = x_NV.data_ptr(), logp_NV.data_ptr(), finite_N.data_ptr(), peaks_NB.data_ptr()
@@ -104,20 +97,13 @@ def _floats(x_NV: Tensor, peaks_NB: Tensor | None = None) -> tuple[Tensor, int, 
     if x_NV.dtype != torch.float32 or not x_NV.is_cpu:
         raise ValueError(f"impl 'cpp': expected float32 on a CPU, got {x_NV.dtype} on {x_NV.device}")
     x_NV = x_NV.contiguous()
-    if peaks_NB is None:
-        return x_NV, x_NV.data_ptr(), None
-    shape = len(x_NV), -(-x_NV.shape[1] // SPAN)
-    if peaks_NB.shape != shape or peaks_NB.dtype != torch.float32 or not peaks_NB.is_contiguous():
-        raise ValueError(f"expected contiguous float32 peaks of {list(shape)}, got {list(peaks_NB.shape)}")
-    return x_NV, x_NV.data_ptr(), peaks_NB.data_ptr()
+    return x_NV, x_NV.data_ptr(), None if peaks_NB is None else peaks_NB.data_ptr()
 
 
 def top_k(x_NV: Tensor, k: int) -> Tensor:
     """See the front for arguments; float32 only."""
     x_NV, x, _ = _floats(x_NV)
     N, V = x_NV.shape
-    if not 0 <= k <= V:
-        raise ValueError(f"expected k from 0 to {V}, got {k}")
     out_N2K = torch.empty(N, 2, k, dtype=torch.float64)
     function("top_k")(torch.get_num_threads(), x, out_N2K.data_ptr(), N, V, k)
     return out_N2K

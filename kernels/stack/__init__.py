@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.checks import expect
 from kernels.cpp import KINDS, function, watched
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import few_rows
@@ -80,6 +81,9 @@ class Stack:
         eps: of the norms.
         scale, window: of the attention.
 
+    Raises:
+        ValueError: vectors and matrices that do not fit together.
+
     Attributes:
         idle: takes nothing, as the layers are to be called one by one: compiled, or watched.
     """
@@ -102,6 +106,23 @@ class Stack:
         self.layers, self.norm, self.scale, self.window = layers, norm, scale, window
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         dtype, (width,) = norm.weight.dtype, norm.weight.shape
+        host = torch.device("cpu")
+
+        def check(name: str, x: Tensor | None, size: int, dtype: torch.dtype = dtype) -> None:
+            if x is not None:
+                expect(name, x, dtype, (size,), host)
+
+        for given in (norm, *(n for layer in layers for n in layer[:2] if n is not None)):
+            check("a norm's weight", given.weight, width)
+            check("a norm's bias", given.bias, width)
+        for layer in layers:
+            outs = tuple(matrix.outs for matrix in (layer.qkv, layer.out, layer.up, layer.down))
+            if outs != (wanted := ((heads + 2 * kv_heads) * head_dim, width, layers[0].up.outs, width)):
+                raise ValueError(f"expected matrices of {list(wanted)} rows, got {list(outs)}")
+            for matrix in layer[2:]:
+                check("a matrix's bias", matrix.bias, matrix.outs)
+                check("a matrix's sum_O", matrix.sum_O, matrix.outs, torch.int32)
+                check("a matrix's scale_O", matrix.scale_O, matrix.outs, torch.float32)
         gated, number = activation is None, 0 if activation is None else ACTIVATIONS[activation]
         sizes = len(layers), heads, kv_heads, head_dim, width, layers[0].up.outs // (2 if gated else 1), gated, number
         packed = (_Layer * len(layers))(*(_Layer(*map(_norm, layer[:2]), *map(_matrix, layer[2:])) for layer in layers))
@@ -124,7 +145,7 @@ class Stack:
             [T, E], the last norm applied.
 
         Raises:
-            ValueError: tensors that do not fit together.
+            ValueError: tensors that do not fit together, or a layout that leads out of the cache.
         """
         T, D, (*_, S, _), weight_E = x_TE.shape[0], self.head_dim, cache.k_LGSD.shape, self.norm.weight
         R = angles[0].shape[1] if angles else 0
@@ -137,9 +158,12 @@ class Stack:
             if x.shape != shape or x.dtype != weight_E.dtype or not x.is_cpu or not x.is_contiguous():
                 got = f"{x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}"
                 raise ValueError(f"expected contiguous {weight_E.dtype} {list(shape)} on a CPU, got {got}")
+        if R % 2 or R > D:
+            raise ValueError(f"angles: expected an even number of columns, at most {D}, got {R}")
         out_TE, threads = torch.empty_like(x_TE), torch.get_num_threads()
         heads_THD = torch.empty(T, self.heads + 2 * self.kv_heads, D, dtype=x_TE.dtype)  # queries, keys, values
-        problem = cpp.problem(heads_THD[:, : self.heads], cache.k_LGSD[0], layout.seen, self.scale, self.window)
+        queries_THD = heads_THD[:, : self.heads]
+        problem = cpp.problem(queries_THD, self.kv_heads, S, cpp.seen(layout, S), self.scale, self.window, threads)
         function("stack")(
             *(ctypes.addressof(self._packed), ctypes.addressof(problem), threads, x_TE.data_ptr()),
             *((x.data_ptr() for x in angles) if angles else (None, None)),

@@ -19,8 +19,8 @@ void coppice_int8_linear(int64_t, int64_t, const void*, const void*, const int32
 #endif
 void coppice_rotary(int64_t, int64_t, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t,
                     int64_t, int64_t, int64_t);
-void coppice_kv_write(int64_t, char*, char*, const char*, const char*, const int64_t*, int64_t, int64_t, int64_t,
-                      int64_t, int64_t, int64_t, int64_t, int64_t);
+int64_t coppice_kv_write(int64_t, char*, char*, const char*, const char*, const int64_t*, int64_t, int64_t, int64_t,
+                         int64_t, int64_t, int64_t, int64_t, int64_t);
 void coppice_tree_attention(const void*, const void*, const void*, const void*, void*);
 void coppice_silu_mul(int64_t, int64_t, const void*, void*, int64_t, int64_t);
 void coppice_activation(int64_t, int64_t, int64_t, const void*, void*, int64_t, int64_t);

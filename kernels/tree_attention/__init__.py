@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels import checks
 from kernels.cpp import watched
 from kernels.layout import TreeLayout
 from kernels.tree_attention import cpp, cpu, reference
@@ -24,7 +25,7 @@ def tree_attention(
 
     Args:
         q_THD: queries; H is a multiple of G, query head h reads key/value head h // (H / G).
-        k_GSD, v_GSD: one layer's cache, the keys and values of this pass already written.
+        k_GSD, v_GSD: one layer's cache, contiguous, the keys and values of this pass already written.
         layout: the pass.
         scale: factor of the dot products.
         window: a token at position p sees only positions > p - window; None sees all.
@@ -35,30 +36,36 @@ def tree_attention(
         [T, H, D] in q's dtype; zeros for a token that sees nothing.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together, unknown impl, or what the implementation cannot do.
+        ValueError: tensors that do not fit together or a layout that leads out of the cache, unknown impl, or what the
+            implementation cannot do. What a layout on a GPU holds is not looked at, which would wait for it: there
+            whoever made it answers for it.
     """
-    T, H, D = q_THD.shape
-    if k_GSD.shape != v_GSD.shape or k_GSD.shape[2] != D or H % k_GSD.shape[0]:
-        raise ValueError(
-            f"expected k and v [G, S, {D}] with G dividing {H}, got {list(k_GSD.shape)}, {list(v_GSD.shape)}"
-        )
-    if not (q_THD.dtype == k_GSD.dtype == v_GSD.dtype):
-        raise ValueError(f"expected one dtype, got q {q_THD.dtype}, k {k_GSD.dtype}, v {v_GSD.dtype}")
-    if layout.positions_T.shape[0] != T:
-        raise ValueError(f"expected a layout of {T} tokens, got {layout.positions_T.shape[0]}")
     impl = impl or layout.impl
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    compiling = torch.compiler.is_compiling()
+    seen = None
+    if not compiling:
+        checks.queries(q_THD, k_GSD, v_GSD, window)
+        if layout.positions_T.shape[0] != q_THD.shape[0]:
+            raise ValueError(f"expected a layout of {q_THD.shape[0]} tokens, got {layout.positions_T.shape[0]}")
+        if impl == "cpp":
+            cpp.check_able(q_THD)
+            seen = cpp.seen(layout, k_GSD.shape[1])
+        else:
+            checks.fits(layout, k_GSD.shape[1], k_GSD.device)
     if impl == "triton":
         from kernels.tree_attention import triton  # absent on some machines, and slow to import
 
-        if torch.compiler.is_compiling():  # opaque to the compiler; called straight when eager
+        if compiling:  # opaque to the compiler; called straight when eager
             return torch.ops.coppice.tree_attention_triton(*triton.operands(q_THD, k_GSD, v_GSD, layout), scale, window)
         return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window)
     if impl == "reference":
         return reference.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window)
+    if seen is not None and not watched():
+        return cpp.attend(q_THD, k_GSD, v_GSD, seen, scale, window)
     if impl == "cpp":
-        run = torch.ops.coppice.tree_attention_cpp if watched() else cpp.tree_attention
+        run = torch.ops.coppice.tree_attention_cpp
     else:
-        run = torch.ops.coppice.tree_attention_cpu if torch.compiler.is_compiling() else cpu.tree_attention
+        run = torch.ops.coppice.tree_attention_cpu if compiling else cpu.tree_attention
     return run(q_THD, k_GSD, v_GSD, *layout.seen, scale, window)

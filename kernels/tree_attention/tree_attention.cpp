@@ -447,6 +447,38 @@ void tree_attention(const Problem& p, const T* q, const T* k, const T* v, T* out
 
 }  // namespace
 
+// Whether a layout leads to nothing but slots of the cache: 1 or 0; as `ranges` in checks.py, which says what is wrong.
+// A negative pages_width: there are no pages; write_slots may be null.
+extern "C" int64_t coppice_layout_fits(int64_t tokens, int64_t trees, int64_t run_count, int64_t table_width,
+                                       int64_t slots, int64_t page_size, int64_t pages_width, int64_t tree_stride,
+                                       int64_t page_stride, const int32_t* starts, const int32_t* seen,
+                                       const int32_t* runs, const int64_t* branch_slots, const int32_t* pages,
+                                       const int64_t* write_slots) {
+    if (starts[0] != 0 || starts[trees] != tokens) return 0;
+    std::vector<int64_t> lengths(trees);
+    for (const int32_t* run = runs; run < runs + 3 * run_count; run += 3) {
+        if (run[0] < 0 || run[0] >= trees || run[1] < 0 || run[2] < 0 || int64_t(run[1]) + run[2] > slots) return 0;
+        lengths[run[0]] += run[2];
+    }
+    for (int64_t r = 0; r < trees; r++)
+        if (starts[r] > starts[r + 1]) return 0;
+    for (int64_t r = 0; r < trees; r++) {
+        int64_t most = 0;
+        for (int64_t t = starts[r]; t < starts[r + 1]; t++) {
+            if (seen[t] < 0) return 0;
+            most = std::max<int64_t>(most, seen[t]);
+        }
+        if (most > lengths[r] || (pages_width >= 0 && most > pages_width * page_size)) return 0;
+        for (int64_t i = 0; pages_width >= 0 && i * page_size < most; i++) {
+            const int32_t page = pages[r * tree_stride + i * page_stride];
+            if (page < 0 || page >= slots / page_size) return 0;
+        }
+    }
+    const auto none = [&](int64_t slot) { return slot < 0 || slot >= slots; };
+    return std::none_of(branch_slots, branch_slots + trees * table_width, none) &&
+           (!write_slots || std::none_of(write_slots, write_slots + tokens, none));
+}
+
 extern "C" void coppice_tree_attention(const Problem* p, const void* q, const void* k, const void* v, void* out) {
     with_type(p->kind, [&](auto type) {
         using T = decltype(type);

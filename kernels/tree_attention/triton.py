@@ -41,7 +41,7 @@ def tree_attention(
     """See the front for arguments.
 
     Raises:
-        ValueError: what the kernel cannot do: a dtype, a head size above 256, memory that is not laid out for it.
+        ValueError: what the kernel cannot do: a dtype, a head size above 256, another device.
     """
     return _tree_attention(*operands(q_THD, k_GSD, v_GSD, layout), scale, window)
 
@@ -79,6 +79,8 @@ def _tree_attention(
     window: int | None,
 ) -> Tensor:
     _check(q_THD, k_GSD, v_GSD, token_starts)
+    if q_THD.stride(2) != 1:
+        q_THD = q_THD.contiguous()
     T, H, D = q_THD.shape
     G, (R, P), W = k_GSD.shape[0], trunk_pages_RP.shape, branch_slots_RW.shape[1]
     group = H // G
@@ -142,8 +144,6 @@ def _check(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, token_starts: Tensor) ->
         raise ValueError(f"impl 'triton': expected float16, bfloat16 or float32, got {q_THD.dtype}")
     if D > LARGEST_HEAD:
         raise ValueError(f"impl 'triton': expected a head size of at most {LARGEST_HEAD}, got {D}")
-    if q_THD.stride(2) != 1 or any(x.stride(2) != 1 or x.stride(1) != D for x in (k_GSD, v_GSD)):
-        raise ValueError(f"impl 'triton': expected contiguous slots, got strides {q_THD.stride()}, {k_GSD.stride()}")
     check_device(q_THD, k_GSD, v_GSD, token_starts)
 
 

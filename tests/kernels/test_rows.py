@@ -144,11 +144,10 @@ def test_what_is_not_finite_stays_in_its_row(dtype, bad):
 def test_cpp_refuses_what_it_cannot_do():
     x, weight, cos = draw(2, 8), draw(8), draw(2, 8)
     for run in (
-        lambda: rows.rms_norm(x, weight.double(), 1e-5, impl="cpp"),
         lambda: rows.rms_norm(x.double(), weight.double(), 1e-5, impl="cpp"),
-        lambda: rows.layer_norm(x, weight, weight.double(), 1e-5, impl="cpp"),
+        lambda: rows.layer_norm(x.double(), weight.double(), weight.double(), 1e-5, impl="cpp"),
         lambda: rows.activation(x.double(), "gelu", impl="cpp"),
-        lambda: rows.rotary(x.view(2, 1, 8), cos.bfloat16(), cos.bfloat16(), impl="cpp"),
+        lambda: rows.rotary(x.double().view(2, 1, 8), cos.double(), cos.double(), impl="cpp"),
         lambda: rows.silu_mul(x.double(), impl="cpp"),
         lambda: rows.top_k(x.double(), 2, impl="cpp"),
         lambda: rows.top_k(x.to("meta"), 2, impl="cpp"),
@@ -162,15 +161,15 @@ def test_cpp_refuses_what_it_cannot_do():
         rows.top_k(x, 9, impl="cpp")
     with pytest.raises(ValueError, match="expected k from 0 to 8"):
         rows.at_least(x, 0.5, 9)
-    with pytest.raises(ValueError, match=r"expected contiguous float32 peaks of \[2, 1\], got \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"peaks_NB: expected contiguous float32 \[2, 1\]"):
         rows.at_least(x, 0.5, 3, draw(2, 2), impl="cpp")
-    with pytest.raises(ValueError, match="expected a weight"):
+    with pytest.raises(ValueError, match=r"weight_E: expected float32 \[8\]"):
         rows.rms_norm(x, draw(7), 1e-5, impl="cpp")
-    with pytest.raises(ValueError, match="expected a weight and a bias"):
+    with pytest.raises(ValueError, match=r"bias_E: expected float32 \[8\]"):
         rows.layer_norm(x, weight, draw(7), 1e-5, impl="cpp")
     with pytest.raises(ValueError, match=r"name: expected one of relu, gelu, .*got 'mish'"):
         rows.activation(x, "mish", impl="cpp")
-    with pytest.raises(ValueError, match="expected angles"):
+    with pytest.raises(ValueError, match="cos_TR: expected an even number of columns, at most 4"):
         rows.rotary(x.view(2, 2, 4), cos, cos, impl="cpp")
 
 

@@ -1,0 +1,164 @@
+"""What operators check before they take an address or compute: dtype, shape, device, order in memory, range.
+
+Every implementation of an operator refuses the same inputs with the same error. What only one of them cannot do, a
+dtype that C++ does not have, it refuses by itself.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kernels.layout import WORD, TreeLayout
+
+
+def expect(
+    name: str,
+    x: Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    device: torch.device,
+    *,
+    contiguous: bool = True,
+) -> None:
+    """Raises ValueError unless a tensor is what an operator takes; `contiguous`: its elements lie in order."""
+    if x.dtype == dtype and x.shape == shape and x.device == device and (not contiguous or x.is_contiguous()):
+        return
+    order = "contiguous " if contiguous else ""
+    raise ValueError(
+        f"{name}: expected {order}{_short(dtype)} {list(shape)} on {device}, "
+        f"got {_short(x.dtype)} {list(x.shape)} on {x.device}, strides {list(x.stride())}"
+    )
+
+
+def floats(name: str, x: Tensor, dims: int | None = None) -> None:
+    """Raises ValueError unless a tensor is of floats, with so many dimensions, of which the last is not empty."""
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"{name}: expected a floating-point dtype, got {_short(x.dtype)}")
+    if (x.dim() != dims if dims else not x.dim()) or not x.shape[-1]:
+        wanted = f"{dims} dimensions" if dims else "one dimension or more"
+        raise ValueError(f"{name}: expected {wanted}, the last not empty, got {list(x.shape)}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def within(name: str, slots: Tensor, size: int) -> None:
+    """Raises ValueError unless slots lie in the cache; reads them, which on a GPU would wait for it."""
+    bad = next((slot for slot in slots.flatten().tolist() if not 0 <= slot < size), None)
+    if bad is not None:
+        raise ValueError(f"{name}: expected slots from 0 to {size - 1}, got {bad}")
+
+
+def cache(k_GSD: Tensor, v_GSD: Tensor) -> None:
+    """Raises ValueError unless keys and values are one layer's cache: alike, contiguous, with room for something."""
+    if k_GSD.dim() != 3 or not k_GSD.numel():
+        raise ValueError(f"k_GSD: expected [heads, slots, head size], none of them 0, got {list(k_GSD.shape)}")
+    expect("k_GSD", k_GSD, k_GSD.dtype, k_GSD.shape, k_GSD.device)
+    expect("v_GSD", v_GSD, k_GSD.dtype, k_GSD.shape, k_GSD.device)
+
+
+def caches(k_LGSD: Tensor, v_LGSD: Tensor) -> None:
+    """As `cache`, for all layers."""
+    if k_LGSD.dim() != 4 or not k_LGSD.numel():
+        raise ValueError(
+            f"k_LGSD: expected [layers, heads, slots, head size], none of them 0, got {list(k_LGSD.shape)}"
+        )
+    expect("k_LGSD", k_LGSD, k_LGSD.dtype, k_LGSD.shape, k_LGSD.device)
+    expect("v_LGSD", v_LGSD, k_LGSD.dtype, k_LGSD.shape, k_LGSD.device)
+
+
+def copies(source: Sequence[int], target: Sequence[int], size: int) -> None:
+    """Raises ValueError unless slots can be copied to others in a cache of so many."""
+    if len(source) != len(target) or any(
+        slots and not 0 <= min(slots) <= max(slots) < size for slots in (source, target)
+    ):
+        raise ValueError(f"expected slots below {size}, as many to read as to write, got {source} and {target}")
+
+
+def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:
+    """Raises ValueError for tensors that `kernels.kv_write.kv_write` does not take, but for slots out of range."""
+    cache(k_GSD, v_GSD)
+    (G, _, D), dtype, device = k_GSD.shape, k_GSD.dtype, k_GSD.device
+    expect("slots_T", slots_T, torch.int64, slots_T.shape[:1] or (1,), device)
+    expect("k_TGD", k_TGD, dtype, (slots_T.shape[0], G, D), device, contiguous=False)
+    expect("v_TGD", v_TGD, dtype, (slots_T.shape[0], G, D), device, contiguous=False)
+
+
+def queries(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, window: int | None) -> None:
+    """Raises ValueError for queries and a cache that `kernels.tree_attention.tree_attention` does not take."""
+    cache(k_GSD, v_GSD)
+    floats("q_THD", q_THD, 3)
+    G, _, D = k_GSD.shape
+    T, H, _ = q_THD.shape
+    if H % G or not H:
+        raise ValueError(f"q_THD: expected a multiple of the cache's {G} heads, got {H}")
+    expect("q_THD", q_THD, k_GSD.dtype, (T, H, D), k_GSD.device, contiguous=False)
+    if window is not None and window < 0:
+        raise ValueError(f"window: expected None or at least 0, got {window}")
+
+
+def tensors(layout: TreeLayout, device: torch.device) -> None:
+    """Raises ValueError for a layout whose tensors do not fit together; what they hold is not read."""
+    T, R = len(layout.positions_T), len(layout.token_starts) - 1
+    if R < 1 or layout.page_size < 1:
+        raise ValueError(f"layout: expected a tree or more and pages of a slot or more, got {R}, {layout.page_size}")
+    pages = layout.trunk_pages_RP
+    seen_tensors(layout.seen, T, device)
+    expect("write_slots_T", layout.write_slots_T, torch.int64, (T,), device)
+    expect("trunk_len_R", layout.trunk_len_R, torch.int32, (R,), device)
+    expect("trunk_pages_RP", pages, torch.int32, (R, pages.shape[-1]), device, contiguous=False)
+
+
+def seen_tensors(seen: Sequence[Tensor], T: int, device: torch.device) -> None:
+    """As `tensors`, of `TreeLayout.seen` alone, for T tokens."""
+    positions_T, token_starts, trunk_seen_T, trunk_runs, branch_slots_RW, branch_positions_RW, ancestry_TC = seen
+    R, W = len(token_starts) - 1, branch_slots_RW.shape[-1]
+    expect("positions_T", positions_T, torch.int64, (T,), device)
+    expect("token_starts", token_starts, torch.int32, (R + 1,), device)
+    expect("trunk_seen_T", trunk_seen_T, torch.int32, (T,), device)
+    expect("trunk_runs", trunk_runs, torch.int32, (len(trunk_runs), 3), _HOST)
+    expect("branch_slots_RW", branch_slots_RW, torch.int64, (R, W), device)
+    expect("branch_positions_RW", branch_positions_RW, torch.int32, (R, W), device)
+    expect("ancestry_TC", ancestry_TC, torch.int32, (T, W // WORD), device)
+    if W % WORD:
+        raise ValueError(f"branch_slots_RW: expected a multiple of {WORD} columns, got {W}")
+
+
+_HOST = torch.device("cpu")
+
+
+def ranges(layout: TreeLayout, slots: int) -> None:
+    """Raises ValueError for a layout that leads out of a cache of so many slots; reads tensors on the host."""
+    starts, seen, page = layout.token_starts.tolist(), layout.trunk_seen_T.tolist(), layout.page_size
+    R, T = len(starts) - 1, len(seen)
+    if starts[0] != 0 or starts[-1] != T or any(first > last for first, last in pairwise(starts)):
+        raise ValueError(f"token_starts: expected numbers that ascend from 0 to {T}, got {starts}")
+    lengths = [0] * R
+    for r, first, length in layout.trunk_runs.tolist():
+        if not 0 <= r < R or length < 0 or not 0 <= first <= first + length <= slots:
+            raise ValueError(f"trunk_runs: expected trees below {R} and slots below {slots}, got {[r, first, length]}")
+        lengths[r] += length
+    for r, (table, length) in enumerate(zip(layout.trunk_pages_RP.tolist(), lengths, strict=True)):
+        most = max(seen[starts[r] : starts[r + 1]], default=0)
+        if min(seen[starts[r] : starts[r + 1]], default=0) < 0 or most > length or most > len(table) * page:
+            raise ValueError(f"trunk_seen_T: expected at most the trunk of tree {r}, {length} tokens, got {most}")
+        if any(not 0 <= number < slots // page for number in table[: -(-most // page)]):
+            raise ValueError(f"trunk_pages_RP: expected pages below {slots // page} of tree {r}, got {table}")
+    within("branch_slots_RW", layout.branch_slots_RW, slots)
+    within("write_slots_T", layout.write_slots_T, slots)
+
+
+def fits(layout: TreeLayout, slots: int, device: torch.device) -> None:
+    """Raises ValueError unless a layout fits a cache of so many slots on a device; once for each layout.
+
+    What tensors hold is read on the host only; on a GPU whoever made them answers for it.
+    """
+    kept = vars(layout)
+    if kept.get("_fits") != (slots, device):
+        tensors(layout, device)
+        if device.type == "cpu":
+            ranges(layout, slots)
+        kept["_fits"] = slots, device

@@ -1,0 +1,73 @@
+"""What the operators on rows refuse, whatever the implementation; see their fronts for arguments."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.checks import expect, floats
+from kernels.rows.reference import SPAN
+
+
+def vectors(x_NE: Tensor, **vectors: Tensor) -> None:
+    """Rows, and vectors of their width and dtype."""
+    floats("x_NE", x_NE)
+    for name, vector in vectors.items():
+        expect(name, vector, x_NE.dtype, x_NE.shape[-1:], x_NE.device, contiguous=False)
+
+
+def angles(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> None:
+    """Heads, and the angles that they are rotated by."""
+    floats("x_THD", x_THD, 3)
+    floats("cos_TR", cos_TR, 2)
+    T, _, D = x_THD.shape
+    R = cos_TR.shape[1]
+    if R % 2 or R > D:
+        raise ValueError(f"cos_TR: expected an even number of columns, at most {D}, got {R}")
+    expect("cos_TR", cos_TR, x_THD.dtype, (T, R), x_THD.device, contiguous=False)
+    expect("sin_TR", sin_TR, x_THD.dtype, (T, R), x_THD.device, contiguous=False)
+
+
+def halves(x_NM: Tensor) -> None:
+    """Rows of two halves."""
+    floats("x_NM", x_NM)
+    if x_NM.shape[-1] % 2:
+        raise ValueError(f"x_NM: expected rows of two halves, got {list(x_NM.shape)}")
+
+
+def sized(x_NV: Tensor, size: int) -> None:
+    """Logits, of which some are of tokens."""
+    floats("x_NV", x_NV, 2)
+    if not 0 <= size <= x_NV.shape[1]:
+        raise ValueError(f"size: expected from 0 to {x_NV.shape[1]}, got {size}")
+
+
+def largest(x_NV: Tensor, k: int) -> None:
+    """Rows of which there are k values each."""
+    floats("x_NV", x_NV, 2)
+    if not 0 <= k <= x_NV.shape[1]:
+        raise ValueError(f"k: expected k from 0 to {x_NV.shape[1]}, got {k}")
+
+
+def peaks(x_NV: Tensor, peaks_NB: Tensor | None) -> None:
+    """Peaks of these rows, or None."""
+    if peaks_NB is not None:
+        expect("peaks_NB", peaks_NB, torch.float32, (len(x_NV), -(-x_NV.shape[1] // SPAN)), x_NV.device)
+
+
+def sums(logp_NV: Tensor, sums: Sequence[float], k: int) -> None:
+    """Rows, a sum for each of them, and how many values are asked for."""
+    floats("logp_NV", logp_NV, 2)
+    if len(sums) != len(logp_NV) or not len(sums):
+        raise ValueError(f"sums: expected one for each of {len(logp_NV)} rows, and one or more, got {len(sums)}")
+    if k < 1:
+        raise ValueError(f"k: expected at least 1, got {k}")
+
+
+def keys(logp_NV: Tensor, keys: Sequence[int]) -> None:
+    """Rows, and two 32-bit numbers for each."""
+    floats("logp_NV", logp_NV, 2)
+    if len(keys) != 2 * len(logp_NV):
+        raise ValueError(f"keys: expected {2 * len(logp_NV)} keys for {len(logp_NV)} rows, got {len(keys)}")
+    if len(keys) and not 0 <= min(keys) <= max(keys) < 1 << 32:
+        raise ValueError(f"keys: expected numbers below 2^32, got {min(keys)} to {max(keys)}")

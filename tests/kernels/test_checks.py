@@ -1,0 +1,522 @@
+"""What operators refuse: the same inputs, with the same error, whatever the implementation, before anything is read.
+
+Some of these inputs would end the process if C++ took their addresses.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import re
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels.beams
+from kernels import cpp, linear, ngrams, rows
+from kernels.kv_write import cpu as kv_cpu
+from kernels.kv_write import kv_copier, kv_write
+from kernels.layout import KVCache, TreeLayout
+from kernels.stack import Layer, Matrix, Norm, Stack
+from kernels.tree_attention import tree_attention
+
+ROOT = Path(__file__).parents[2]
+needs_cpp = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
+INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+IMPLS = ["reference", "cpu", *([] if cpp.why_not() else ["cpp"]), *(["triton"] if INTERPRETED else [])]
+S = 40  # slots of the caches
+
+
+def refusals(run, impls):
+    """The errors of all implementations, which are one."""
+    found = set()
+    for impl in impls:
+        with pytest.raises(ValueError) as refused:
+            run(impl)
+        found.add(str(refused.value))
+    assert len(found) == 1, found
+    return found.pop()
+
+
+# --- KV writes ---
+
+
+def write_arguments():
+    k, v = torch.zeros(3, S, 4), torch.zeros(3, S, 4)
+    return {"k_GSD": k, "v_GSD": v, "k_TGD": torch.ones(6, 3, 4), "v_TGD": torch.ones(6, 3, 4)} | {
+        "slots_T": torch.tensor([5, 9, 11, 12, 13, 20])
+    }
+
+
+BAD_WRITES = {
+    "int32 slots": ("slots_T", lambda x: x.int()),
+    "float slots": ("slots_T", lambda x: x.double()),
+    "strided slots": ("slots_T", lambda x: x.repeat_interleave(2)[::2]),
+    "slots of two dimensions": ("slots_T", lambda x: x.view(2, 3)),
+    "one slot without dimensions": ("slots_T", lambda x: x[0]),
+    "a slot far away": ("slots_T", lambda x: x.index_fill(0, torch.tensor([5]), 10**9)),
+    "a slot just outside": ("slots_T", lambda x: x.index_fill(0, torch.tensor([0]), S)),
+    "a slot before the first": ("slots_T", lambda x: x.index_fill(0, torch.tensor([3]), -1)),
+    "slots elsewhere": ("slots_T", lambda x: x.to("meta")),
+    "more slots than rows": ("slots_T", lambda x: torch.cat([x, x])),
+    "keys of another dtype": ("k_TGD", lambda x: x.double()),
+    "values of another dtype": ("v_TGD", lambda x: x.bfloat16()),
+    "values of another head size": ("v_TGD", lambda x: x[..., :3]),
+    "keys of fewer heads": ("k_TGD", lambda x: x[:, :2]),
+    "keys elsewhere": ("k_TGD", lambda x: x.to("meta")),
+    "a cache in another order": ("k_GSD", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)),
+    "a cache with gaps": ("v_GSD", lambda x: x.repeat(1, 1, 2)[..., ::2]),
+    "caches of two sizes": ("v_GSD", lambda x: x[:, : S - 1].contiguous()),
+    "caches of two dtypes": ("v_GSD", lambda x: x.double()),
+    "a cache of all layers": ("k_GSD", lambda x: x.unsqueeze(0)),
+    "an empty cache": ("k_GSD", lambda x: x[:, :0]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_WRITES)
+def test_writes_that_are_refused(case):
+    name, spoil = BAD_WRITES[case]
+    arguments = write_arguments()
+    arguments[name] = spoil(arguments[name])
+    said = refusals(lambda impl: kv_write(**arguments, impl=impl), IMPLS)
+    assert re.match(r"(slots_T|[kv]_(TGD|GSD)): expected ", said)
+    assert all(not arguments[name].any() for name in ("k_GSD", "v_GSD"))  # nothing was written, not even the rest
+
+
+@needs_cpp
+def test_the_operator_of_writes_that_a_compiler_calls_refuses_them_too():
+    arguments = write_arguments()
+    for case in ("int32 slots", "strided slots", "a slot far away"):
+        name, spoil = BAD_WRITES[case]
+        with pytest.raises(ValueError, match="slots_T: expected"):
+            torch.ops.coppice.kv_write_cpp(**arguments | {name: spoil(arguments[name])})
+
+
+def test_no_rows_are_written_nowhere():
+    for impl in IMPLS[: -1 if INTERPRETED else None]:  # a GPU has no launch of no programs
+        arguments = {name: x[:0] if x.shape[0] == 6 else x for name, x in write_arguments().items()}
+        kv_write(**arguments, impl=impl)
+
+
+@pytest.mark.parametrize(
+    "make", [kv_copier, lambda k, v: lambda *slots: kv_cpu.kv_copy(k, v, *slots)], ids=["cpp", "cpu"]
+)
+@pytest.mark.parametrize(("source", "target"), [([1, 2], [3]), ([1], [S]), ([-1], [3]), ([1], [10**9])])
+def test_copies_that_are_refused(make, source, target):
+    k, v = torch.zeros(2, 3, S, 4), torch.zeros(2, 3, S, 4)
+    with pytest.raises(ValueError, match=rf"expected slots below {S}, as many to read as to write, got \["):
+        make(k, v)(source, target)
+    make(k, v)([], [])
+
+
+def test_caches_that_are_not_copied():
+    k = torch.zeros(2, 3, S, 4)
+    for bad in (k.transpose(0, 1), k.double(), k[:, :, :5], k[0], k.to("meta")):
+        with pytest.raises(ValueError, match="v_LGSD: expected contiguous float32"):
+            kv_copier(k, bad)
+        with pytest.raises(ValueError, match=r"[kv]_LGSD: expected"):
+            kv_copier(bad, k)
+
+
+# --- attention ---
+
+
+def attention_arguments(**changes):
+    """Two trees: a prompt of three tokens, and two branch nodes behind a trunk of five tokens in two pages of four."""
+    layout = TreeLayout(
+        positions_T=torch.tensor([0, 1, 2, 5, 5]),
+        write_slots_T=torch.tensor([8, 9, 10, 16, 17]),
+        token_starts=torch.tensor([0, 3, 5], dtype=torch.int32),
+        trunk_seen_T=torch.tensor([1, 2, 3, 5, 5], dtype=torch.int32),
+        trunk_pages_RP=torch.tensor([[2, 0], [3, 5]], dtype=torch.int32),
+        trunk_len_R=torch.tensor([3, 5], dtype=torch.int32),
+        trunk_runs=torch.tensor([[0, 8, 3], [1, 12, 4], [1, 20, 1]], dtype=torch.int32),
+        branch_slots_RW=torch.tensor([[0] * 32, [16, 17] + [0] * 30]),
+        branch_positions_RW=torch.tensor([[0] * 32, [5, 5] + [0] * 30], dtype=torch.int32),
+        ancestry_TC=torch.tensor([[0], [0], [0], [1], [2]], dtype=torch.int32),
+        page_size=4,
+    )
+    inputs = {name: changes.pop(name) for name in ("q_THD", "k_GSD", "v_GSD", "window") if name in changes}
+    layout = dataclasses.replace(layout, **{name: spoil(getattr(layout, name)) for name, spoil in changes.items()})
+    k, v = torch.randn(2, S, 4), torch.randn(2, S, 4)
+    arguments = {"q_THD": torch.randn(5, 4, 4), "k_GSD": k, "v_GSD": v, "window": None}
+    return arguments | {name: spoil(arguments[name]) for name, spoil in inputs.items()} | {"layout": layout}
+
+
+def put(*place_and_value):
+    *place, value = place_and_value
+
+    def change(x):
+        x = x.clone()
+        x[tuple(place)] = value
+        return x
+
+    return change
+
+
+BAD_ATTENTION = {
+    "queries of another dtype": ("q_THD", lambda x: x.double()),
+    "queries of a head size of their own": ("q_THD", lambda x: x[..., :3]),
+    "query heads that share no keys": ("q_THD", lambda x: x[:, :3]),
+    "no query heads": ("q_THD", lambda x: x[:, :0]),
+    "queries without heads": ("q_THD", lambda x: x[:, 0]),
+    "fewer queries than tokens": ("q_THD", lambda x: x[:4]),
+    "queries elsewhere": ("q_THD", lambda x: x.to("meta")),
+    "keys in another order": ("k_GSD", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)),
+    "fewer values than keys": ("v_GSD", lambda x: x[:, :-1].contiguous()),
+    "values of another dtype": ("v_GSD", lambda x: x.half()),
+    "a window before the token": ("window", lambda _: -1),
+    **{
+        f"{name}, {what}": (name, spoil)
+        for name in ("positions_T", "write_slots_T", "token_starts", "trunk_seen_T", "trunk_len_R", "trunk_runs")
+        for what, spoil in {
+            "another dtype": lambda x: x.int() if x.dtype == torch.int64 else x.long(),
+            "strided": lambda x: x.repeat_interleave(2, 0)[::2],
+            "elsewhere": lambda x: x.to("meta"),
+        }.items()
+    },
+    **{
+        f"{name}, {what}": (name, spoil)
+        for name in ("branch_slots_RW", "branch_positions_RW", "ancestry_TC")
+        for what, spoil in {
+            "another dtype": lambda x: x.int() if x.dtype == torch.int64 else x.long(),
+            "strided": lambda x: (
+                x.repeat_interleave(2, 1)[:, ::2] if x.shape[1] > 1 else x.repeat_interleave(2, 0)[::2]
+            ),
+            "narrow": lambda x: x[:, :-1].contiguous(),
+            "one row too few": lambda x: x[:-1],
+        }.items()
+    },
+    "fewer positions": ("positions_T", lambda x: x[:-1]),
+    "fewer write slots": ("write_slots_T", lambda x: x[:-1]),
+    "fewer lengths": ("trunk_len_R", lambda x: x[:-1]),
+    "fewer page tables": ("trunk_pages_RP", lambda x: x[:-1]),
+    "page tables of another dtype": ("trunk_pages_RP", lambda x: x.long()),
+    "runs of two numbers": ("trunk_runs", lambda x: x[:, :2].contiguous()),
+    "no trees": ("token_starts", lambda x: x[:1]),
+    "pages of nothing": ("page_size", lambda _: 0),
+    "a write slot far away": ("write_slots_T", put(2, 10**9)),
+    "a write slot before the first": ("write_slots_T", put(0, -1)),
+    "a branch slot far away": ("branch_slots_RW", put(1, 1, 10**12)),
+    "a branch slot just outside": ("branch_slots_RW", put(0, 31, S)),
+    "a branch slot before the first": ("branch_slots_RW", put(1, 0, -5)),
+    "tokens before the first": ("token_starts", put(0, 1)),
+    "trees that overlap": ("token_starts", put(1, 6)),
+    "more tokens than there are": ("token_starts", put(2, 6)),
+    "a run far away": ("trunk_runs", put(1, 1, 2**31 - 3)),
+    "a run just outside": ("trunk_runs", put(0, 1, S - 2)),
+    "a run before the first": ("trunk_runs", put(2, 1, -1)),
+    "a run of less than nothing": ("trunk_runs", put(2, 2, -1)),
+    "a run of no tree": ("trunk_runs", put(2, 0, 2)),
+    "a run of a tree before the first": ("trunk_runs", put(0, 0, -1)),
+    "a trunk longer than its runs": ("trunk_seen_T", put(3, 6)),
+    "a trunk of less than nothing": ("trunk_seen_T", put(1, -1)),
+    "a page far away": ("trunk_pages_RP", put(1, 1, 10**9)),
+    "a page just outside": ("trunk_pages_RP", put(0, 0, S // 4)),
+    "a page before the first": ("trunk_pages_RP", put(1, 0, -1)),
+    "a page table too short": ("trunk_pages_RP", lambda x: x[:, :1]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ATTENTION)
+def test_attention_that_is_refused(case):
+    name, spoil = BAD_ATTENTION[case]
+    arguments = attention_arguments(**{name: spoil})
+    said = refusals(lambda impl: tree_attention(**arguments, scale=0.5, impl=impl), IMPLS)
+    assert ": expected " in said or "expected a layout of" in said
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_attention_that_is_not_refused(impl):
+    """What a layout does not use may be anything: pages behind the trunk, filled up or left over."""
+    arguments = attention_arguments(trunk_pages_RP=put(0, 1, 10**9))
+    found = tree_attention(**arguments, scale=0.5, impl=impl)
+    torch.testing.assert_close(found, tree_attention(**arguments, scale=0.5, impl="reference"))
+    smaller = {name: arguments[name][:, :20].contiguous() for name in ("k_GSD", "v_GSD")}
+    with pytest.raises(ValueError, match=r"expected .* slots below 20"):  # checked again for another cache
+        tree_attention(**arguments | smaller, scale=0.5, impl=impl)
+
+
+@needs_cpp
+@pytest.mark.parametrize("case", BAD_ATTENTION)
+def test_the_operator_that_a_compiler_calls_refuses_it_too(case):
+    name, spoil = BAD_ATTENTION[case]
+    if name in ("write_slots_T", "trunk_len_R", "trunk_pages_RP", "page_size"):
+        pytest.skip("not an argument of the operator")
+    if "elsewhere" in case:
+        pytest.skip("torch looks at the meta device itself")
+    arguments = attention_arguments(**{name: spoil})
+    layout, window = arguments.pop("layout"), arguments.pop("window")
+    with pytest.raises(ValueError, match=r"expected|leads out of a cache"):
+        torch.ops.coppice.tree_attention_cpp(*arguments.values(), *layout.seen, 0.5, window)
+
+
+@needs_cpp
+def test_dtypes_that_cpp_does_not_have_are_refused_by_it_alone():
+    arguments = attention_arguments(**dict.fromkeys(("q_THD", "k_GSD", "v_GSD"), torch.Tensor.double))
+    assert tree_attention(**arguments, scale=0.5, impl="reference").dtype == torch.float64
+    with pytest.raises(ValueError, match="impl 'cpp': expected float32, bfloat16 or float16 on a CPU"):
+        tree_attention(**arguments, scale=0.5, impl="cpp")
+
+
+# --- the stack ---
+
+
+def stack(**changes):
+    """A layer of two heads, whose matrices nobody reads."""
+    sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "eps": 1e-5, "scale": 0.5, "window": None, "activation": "gelu"}
+    parts = {"norm": Norm(torch.ones(8)), "qkv": Matrix(1, 24, None), "out": Matrix(1, 8, torch.zeros(8)), **changes}
+    layer = Layer(
+        Norm(torch.ones(8)), parts["norm"], parts["qkv"], parts["out"], Matrix(1, 16, None), Matrix(1, 8, None)
+    )
+    return Stack([layer], Norm(torch.ones(8)), **sizes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm": Norm(torch.ones(7))},
+        {"norm": Norm(torch.ones(8).double())},
+        {"norm": Norm(torch.ones(16)[::2])},
+        {"norm": Norm(torch.ones(8), torch.ones(9))},
+        {"qkv": Matrix(1, 23, None)},
+        {"out": Matrix(1, 8, torch.zeros(7))},
+        {"out": Matrix(1, 8, None, torch.zeros(8), torch.zeros(8))},
+        {"out": Matrix(1, 8, None, torch.zeros(8, dtype=torch.int32), torch.zeros(8).double())},
+    ],
+)
+def test_parts_that_make_no_stack(changes):
+    stack()
+    with pytest.raises(ValueError, match="expected"):
+        stack(**changes)
+
+
+@needs_cpp
+@pytest.mark.parametrize("case", [case for case in BAD_ATTENTION if BAD_ATTENTION[case][0][1:] not in ("_THD", "_GSD")])
+def test_a_stack_refuses_what_its_operators_refuse(case, monkeypatch):
+    name, spoil = BAD_ATTENTION[case]
+    if name == "window":
+        pytest.skip("not an argument of the stack's call")
+    monkeypatch.setattr("kernels.stack.function", lambda name: pytest.fail(f"{name} was called"))
+    layout = attention_arguments(**{name: spoil})["layout"]
+    cache = KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4))
+    with pytest.raises(ValueError, match="expected"):
+        stack()(torch.zeros(5, 8), None, cache, layout)
+
+
+@needs_cpp
+@pytest.mark.parametrize("columns", [3, 6])
+def test_a_stack_refuses_angles_that_are_no_pairs_of_a_head(columns):
+    cache = KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4))
+    with pytest.raises(ValueError, match="angles: expected an even number of columns, at most 4"):
+        stack()(torch.zeros(5, 8), (torch.ones(5, columns),) * 2, cache, attention_arguments()["layout"])
+
+
+# --- rows ---
+
+X, W, HEADS, COS = torch.randn(3, 8), torch.ones(8), torch.randn(3, 2, 8), torch.ones(3, 4)
+BAD_ROWS = {
+    "rms_norm, weight": lambda impl: rows.rms_norm(X, W[:7], 1e-5, impl=impl),
+    "rms_norm, dtype": lambda impl: rows.rms_norm(X, W.double(), 1e-5, impl=impl),
+    "rms_norm, device": lambda impl: rows.rms_norm(X, W.to("meta"), 1e-5, impl=impl),
+    "rms_norm, integers": lambda impl: rows.rms_norm(X.long(), W.long(), 1e-5, impl=impl),
+    "rms_norm, empty": lambda impl: rows.rms_norm(X[:, :0], W[:0], 1e-5, impl=impl),
+    "rms_norm, no rows": lambda impl: rows.rms_norm(X[0, 0], W[0], 1e-5, impl=impl),
+    "layer_norm, bias": lambda impl: rows.layer_norm(X, W, W[:1], 1e-5, impl=impl),
+    "layer_norm, dtype": lambda impl: rows.layer_norm(X.bfloat16(), W.bfloat16(), W, 1e-5, impl=impl),
+    "layer_norm, shape": lambda impl: rows.layer_norm(X, W.view(2, 4), W, 1e-5, impl=impl),
+    "rotary, fewer angles": lambda impl: rows.rotary(HEADS, COS[:1], COS[:1], impl=impl),
+    "rotary, two shapes": lambda impl: rows.rotary(HEADS, COS, COS[:, :2], impl=impl),
+    "rotary, odd": lambda impl: rows.rotary(HEADS, COS[:, :3], COS[:, :3], impl=impl),
+    "rotary, wide": lambda impl: rows.rotary(HEADS[..., :2], COS, COS, impl=impl),
+    "rotary, dtype": lambda impl: rows.rotary(HEADS, COS.half(), COS.half(), impl=impl),
+    "rotary, no heads": lambda impl: rows.rotary(X, COS, COS, impl=impl),
+    "silu_mul, odd": lambda impl: rows.silu_mul(X[:, :7], impl=impl),
+    "silu_mul, integers": lambda impl: rows.silu_mul(X.int(), impl=impl),
+    "activation, integers": lambda impl: rows.activation(X.int(), "relu", impl=impl),
+    "activation, empty": lambda impl: rows.activation(X[:, :0], "relu", impl=impl),
+    "activation, name": lambda impl: rows.activation(X, "mish", impl=impl),
+    "log_softmax, size": lambda impl: rows.log_softmax(X, 9, impl=impl),
+    "log_softmax, less than none": lambda impl: rows.log_softmax(X, -1, impl=impl),
+    "log_softmax, one row": lambda impl: rows.log_softmax(X[0], 8, impl=impl),
+    "top_k, k": lambda impl: rows.top_k(X, 9, impl=impl),
+    "top_k, less than none": lambda impl: rows.top_k(X, -1, impl=impl),
+    "top_k, integers": lambda impl: rows.top_k(X.long(), 1, impl=impl),
+    "best_sums, sums": lambda impl: rows.best_sums(X, [0.0, 0.0], 2, impl=impl),
+    "best_sums, k": lambda impl: rows.best_sums(X, [0.0] * 3, 0, impl=impl),
+    "best_sums, peaks": lambda impl: rows.best_sums(X, [0.0] * 3, 2, torch.zeros(3, 2), impl=impl),
+    "best_sums, no rows": lambda impl: rows.best_sums(X[:0], [], 2, impl=impl),
+    "at_least, k": lambda impl: rows.at_least(X, 0.5, 9, impl=impl),
+    "at_least, peaks": lambda impl: rows.at_least(X, 0.5, 2, torch.zeros(3, 1).double(), impl=impl),
+    "at_least, strided peaks": lambda impl: rows.at_least(X, 0.5, 2, torch.zeros(3, 2)[:, ::2], impl=impl),
+    "gumbel_argmax, keys": lambda impl: rows.gumbel_argmax(X, [1] * 5, impl=impl),
+    "gumbel_argmax, large keys": lambda impl: rows.gumbel_argmax(X, [1] * 5 + [1 << 32], impl=impl),
+    "gumbel_argmax, small keys": lambda impl: rows.gumbel_argmax(X, [1] * 5 + [-1], impl=impl),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_rows_that_are_refused(case):
+    assert "expected" in refusals(BAD_ROWS[case], ["cpu", "cpp"])
+
+
+# --- products ---
+
+BAD_PRODUCTS = {
+    "no such matrix": {"address": 64},
+    "width": {"x": torch.ones(2, 7)},
+    "dtype": {"x": torch.ones(2, 8).bfloat16()},
+    "float64": {"x": torch.ones(2, 8).double()},
+    "integers": {"x": torch.ones(2, 8).long()},
+    "rows of the matrix": {"out_features": 4},
+    "bias": {"bias": torch.ones(4)},
+    "bias dtype": {"bias": torch.ones(3).double()},
+    "strided bias": {"bias": torch.ones(6)[::2]},
+    "no rows": {"x": torch.tensor(1.0)},
+}
+
+
+@pytest.mark.parametrize("case", BAD_PRODUCTS)
+def test_products_that_are_refused(case, monkeypatch):
+    monkeypatch.setitem(linear._PACKED, 4096, (torch.float32, 3, 8))
+    monkeypatch.setattr(linear, "function", lambda name: pytest.fail(f"{name} was called"))
+    arguments = {"x": torch.ones(2, 8), "address": 4096, "bias": torch.ones(3), "out_features": 3}
+    with pytest.raises(ValueError, match=r"(x|address|bias): expected"):
+        linear.linear(**arguments | BAD_PRODUCTS[case])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"address": 64},
+        {"x": torch.ones(2, 7)},
+        {"x": torch.ones(2, 8).double()},
+        {"sum_O": torch.ones(3)},
+        {"sum_O": torch.ones(2, dtype=torch.int32)},
+        {"scale_O": torch.ones(3).double()},
+        {"scale_O": torch.ones(6)[::2]},
+        {"bias": torch.ones(2)},
+    ],
+)
+def test_int8_products_that_are_refused(changes, monkeypatch):
+    monkeypatch.setitem(linear._PACKED, 4096, (torch.int8, 3, 8))
+    monkeypatch.setattr(linear, "function", lambda name: pytest.fail(f"{name} was called"))
+    arguments = {"x": torch.ones(2, 8), "address": 4096, "sum_O": torch.ones(3, dtype=torch.int32)}
+    arguments |= {"scale_O": torch.ones(3), "bias": None}
+    with pytest.raises(ValueError, match="expected"):
+        linear.int8_linear(**arguments | changes)
+
+
+def test_a_matrix_that_is_gone_has_no_address(monkeypatch):
+    weight = torch.randn(64, 64)
+    if torch.float32 not in linear.dtypes():
+        pytest.skip(f"no C++ products of float32 here: {cpp.why_not() or 'the processor'}")
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    address = linear.panels(packed, weight)
+    assert linear._PACKED[address] == (torch.float32, 64, 64)
+    del packed
+    with pytest.raises(ValueError, match="got no packed matrix"):
+        linear.linear(torch.ones(1, 64), address, None, 64)
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 8).long(), torch.ones(2, 0), torch.tensor(1.0)])
+def test_rows_that_are_not_quantised(x):
+    assert "x: expected" in refusals(lambda impl: linear.quantize(x, impl=impl), ["cpu", "cpp"])
+
+
+# --- n-grams and beams ---
+
+
+def numbers(*values):
+    return array("q", values)
+
+
+@needs_cpp
+@pytest.mark.parametrize(
+    ("keys", "counts"),
+    [
+        (torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)),
+        (torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)),
+        (torch.zeros(4, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)),
+        (torch.zeros(8, dtype=torch.int64)[::2], torch.zeros(4, dtype=torch.int32)),
+        (torch.zeros(2, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)),
+    ],
+)
+def test_stores_that_are_refused(keys, counts):
+    with pytest.raises(ValueError, match=r"(keys|counts): expected contiguous int"):
+        ngrams.Store(keys, counts, 0.5)
+
+
+@needs_cpp
+def test_texts_that_are_refused():
+    text = ngrams.Text(None, True, doubt=0.5, floor=0.1, kept=4)
+    for bad in ([-1], [ngrams.TOKENS], [5, 1 << 40]):
+        with pytest.raises(ValueError, match="expected tokens from 0 to"):
+            text.learn(bad)
+        with pytest.raises(ValueError, match="expected tokens from 0 to"):
+            text.chances(bad)
+    for bad in (torch.zeros(4), torch.zeros(8).double()[::2], torch.zeros(4).double().to("meta")):
+        with pytest.raises(ValueError, match="told: expected contiguous float64"):
+            text.observe([-1], bad)
+
+
+@needs_cpp
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"drawn": [2]},
+        {"drawn": [-1]},
+        {"p": (numbers(1, 2), array("f", [0.5, 0.5]))},
+        {"p": (numbers(1, 2), array("d", [1.0]))},
+        {"p": (numbers(), array("d"))},
+        {"q": ([1, 2], array("d", [0.5, 0.5]))},
+        {"draft_beams": -1},
+        {"room": -1},
+        {"vocab": 0},
+    ],
+)
+def test_judgements_that_are_refused(changes):
+    p = numbers(1, 2), array("d", [0.5, 0.5])
+    arguments = {"p": p, "q": p, "drawn": [0], "parents": [0], "vocab": 5, "room": 4, "key": (1, 2, 3)}
+    arguments |= {"iid": True, "width": 2, "draft_beams": 2, "min_width": 1, "threshold": 0.5}
+    kernels.beams.judge(**arguments)
+    with pytest.raises(ValueError, match="expected"):
+        kernels.beams.judge(**arguments | changes)
+
+
+@needs_cpp
+def test_draws_and_leaders_that_are_refused():
+    for probs, n in ((array("f", [1.0]), 1), ([1.0], 1), (array("d"), 1), (array("d", [1.0]), -1)):
+        with pytest.raises(ValueError, match="expected"):
+            kernels.beams.draw(probs, n, iid=True, key=(1, 2, 3))
+    for bad in (torch.ones(3), torch.ones(6).double()[::2], array("f", [1.0]), torch.ones(3).double().to("meta")):
+        with pytest.raises(ValueError, match="expected"):
+            kernels.beams.address(bad)
+    leaders = kernels.beams.Leaders(5, 1.0, 2, 1.0, 8)
+    for weights, places in (([], []), ([0.0], [1, 2, 3, 4]), ([0.0], [0] * 10)):
+        with pytest.raises(ValueError, match="five places for each beam"):
+            leaders(weights, places)
+    with pytest.raises(ValueError, match="expected a token or more"):
+        kernels.beams.Leaders(5, 1.0, 2, 1.0, 0)
+
+
+# --- the table of functions ---
+
+
+def test_the_table_has_what_python_calls_and_what_cpp_offers():
+    offered = {}
+    for source in cpp.SOURCES:
+        text = re.sub(r"//.*", "", source.read_text("utf-8"))
+        for kind, name, arguments in re.findall(r"\b(void|int64_t) coppice_(\w+)\(([^)]*)\)\s*\{", text):
+            letters = [
+                "p" if "*" in x else {"float": "f", "double": "d"}.get(x.split()[0], "i") for x in arguments.split(",")
+            ]
+            offered[name] = "".join(letters) + (">i" if kind == "int64_t" else "")
+    assert offered == cpp.OPERATORS
+    called = set()
+    for path in (ROOT / "kernels").rglob("*.py"):
+        prefix = "ngrams_" if path.parent.name == "ngrams" else ""
+        text = path.read_text("utf-8")
+        called |= {prefix + name for name in re.findall(r'(?<!def )\b_?function\("(\w+)"', text)}
+    assert called == set(cpp.OPERATORS)
