@@ -36,7 +36,7 @@ def _exact() -> bool:
     weight, ones = torch.full((64, 64), 127, dtype=torch.int8), torch.ones(64)
     packed = torch.ops.onednn.qlinear_prepack(weight, None)
     x, zero = torch.full((1, 64), 255, dtype=torch.uint8), torch.zeros(64, dtype=torch.int32)
-    return _onednn(x, packed, ones, zero, torch.float32).eq(64 * 127 * (255 - 128)).all().item()
+    return bool(_onednn(x, packed, ones, zero, torch.float32).eq(64 * 127 * (255 - 128)).all())
 
 
 class Int8Linear(nn.Module):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 
 # Two threads, however many cores there are. They sleep while they wait: where there are fewer cores than threads, as
 # with a test process for each core, threads that spin take ten times the processor time of the work.
@@ -49,3 +50,11 @@ def pytest_report_header() -> list[str]:
     kernels = cpp.why_not() or f"C++ for {cpp.find().target.name}, {cpp.find().path}"
     capability, isa = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "all there is")
     return [f"kernels: {kernels}", f"torch: {torch.__version__}, {capability}; oneDNN: {isa}; {THREADS} threads"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests were skipped for which reason; -rs says where."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[-1].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
