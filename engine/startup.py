@@ -14,10 +14,11 @@ if starting and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 try:
     import models.own  # noqa: F401
 except ImportError as error:
-    if not starting or not hasattr(error, "exit_code"):
+    status = getattr(error, "exit_code", None)
+    if not starting or status is None:
         raise
     print(f"error: {error}", file=sys.stderr)
-    sys.exit(error.exit_code)
+    sys.exit(status)
 
 
 def started() -> None:

@@ -102,7 +102,7 @@ def queries(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, window: int | None) -> 
 
 def tensors(layout: TreeLayout, device: torch.device) -> None:
     """Raises ValueError for a layout whose tensors do not fit together; what they hold is not read."""
-    T, R = len(layout.positions_T), len(layout.token_starts) - 1
+    T, R = layout.positions_T.shape[0], layout.token_starts.shape[0] - 1
     if R < 1 or layout.page_size < 1:
         raise ValueError(f"layout: expected a tree or more and pages of a slot or more, got {R}, {layout.page_size}")
     pages = layout.trunk_pages_RP
@@ -115,11 +115,11 @@ def tensors(layout: TreeLayout, device: torch.device) -> None:
 def seen_tensors(seen: Sequence[Tensor], T: int, device: torch.device) -> None:
     """As `tensors`, of `TreeLayout.seen` alone, for T tokens."""
     positions_T, token_starts, trunk_seen_T, trunk_runs, branch_slots_RW, branch_positions_RW, ancestry_TC = seen
-    R, W = len(token_starts) - 1, branch_slots_RW.shape[-1]
+    R, W = token_starts.shape[0] - 1, branch_slots_RW.shape[-1]
     expect("positions_T", positions_T, torch.int64, (T,), device)
     expect("token_starts", token_starts, torch.int32, (R + 1,), device)
     expect("trunk_seen_T", trunk_seen_T, torch.int32, (T,), device)
-    expect("trunk_runs", trunk_runs, torch.int32, (len(trunk_runs), 3), _HOST)
+    expect("trunk_runs", trunk_runs, torch.int32, (trunk_runs.shape[0], 3), _HOST)
     expect("branch_slots_RW", branch_slots_RW, torch.int64, (R, W), device)
     expect("branch_positions_RW", branch_positions_RW, torch.int32, (R, W), device)
     expect("ancestry_TC", ancestry_TC, torch.int32, (T, W // WORD), device)

@@ -46,8 +46,9 @@ def seen(layout: TreeLayout, slots: int) -> Seen:
     if kept.get("_slots") != slots:
         checks.tensors(layout, _CPU)
         found, pages = _seen(layout.seen), layout.trunk_pages_RP
-        table = layout.page_size, pages.shape[1], *pages.stride(), pages.data_ptr(), layout.write_slots_T.data_ptr()
-        if not _fits(found, len(layout.positions_T), slots, *table):
+        row, column = pages.stride()
+        table = layout.page_size, pages.shape[1], row, column, pages.data_ptr(), layout.write_slots_T.data_ptr()
+        if not _fits(found, layout.positions_T.shape[0], slots, *table):
             checks.ranges(layout, slots)
         kept["_seen"], kept["_slots"] = found, slots
     return kept["_seen"]
@@ -55,8 +56,13 @@ def seen(layout: TreeLayout, slots: int) -> Seen:
 
 def _seen(seen: Sequence[Tensor]) -> Seen:
     _, token_starts, _, trunk_runs, branch_slots_RW, _, ancestry_TC = seen
-    sizes = token_starts.shape[0] - 1, trunk_runs.shape[0], branch_slots_RW.shape[1], ancestry_TC.shape[1]
-    return Seen(*sizes, tuple(x.data_ptr() for x in seen))
+    return Seen(
+        token_starts.shape[0] - 1,
+        trunk_runs.shape[0],
+        branch_slots_RW.shape[1],
+        ancestry_TC.shape[1],
+        tuple(x.data_ptr() for x in seen),
+    )
 
 
 def _fits(
@@ -131,9 +137,9 @@ def tree_attention(
     checks.queries(q_THD, k_GSD, v_GSD, window)
     trunk = positions_T, token_starts, trunk_seen_T, trunk_runs
     tensors = *trunk, branch_slots_RW, branch_positions_RW, ancestry_TC
-    checks.seen_tensors(tensors, len(q_THD), _CPU)
+    checks.seen_tensors(tensors, q_THD.shape[0], _CPU)
     told = _seen(tensors)
-    if not _fits(told, len(q_THD), k_GSD.shape[1]):
+    if not _fits(told, q_THD.shape[0], k_GSD.shape[1]):
         raise ValueError(f"the layout leads out of a cache of {k_GSD.shape[1]} slots")
     return attend(q_THD, k_GSD, v_GSD, told, scale, window)
 
