@@ -478,7 +478,7 @@ def test_triton_refuses_what_it_cannot_do(device):
         kv_write(k.repeat(1, 1, 2)[..., :16], v, k[:, :6].transpose(0, 1), v[:, :6].transpose(0, 1),
                  layout.write_slots_T, impl="triton")  # fmt: skip
     with pytest.raises(ValueError, match=r"expected C.* tensors.*got"):
-        tree_attention(*(x.to("meta") for x in (q, k, v)), layout, scale=1.0)
+        tree_attention(*(x.to("meta") for x in (q, k, v)), layout.to("meta"), scale=1.0)
 
 
 @pytest.mark.parametrize(("impl", "device"), EVERY_IMPL)
