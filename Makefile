@@ -10,7 +10,7 @@ PY := .venv/bin/python
 CACHES = .pytest_cache .ruff_cache .hypothesis
 
 # A process per core, of which each may take 2 GB; ARGS='-n 0' runs all tests in one process.
-PYTEST = $(PY) -m pytest -m 'not gpu' -n auto --maxprocesses 4 --dist worksteal -rs
+PYTEST = $(PY) -m pytest -m 'not gpu' -n auto --maxprocesses 4 --dist worksteal
 # What depends on the processor or on the C++ kernels.
 NUMERIC = tests/kernels tests/models tests/search tests/test_golden.py
 AVX2_KERNELS = build/avx2

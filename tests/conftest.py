@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 
 # Two threads, however many cores there are. They sleep while they wait: where there are fewer cores than threads, as
 # with a test process for each core, threads that spin take ten times the processor time of the work.
@@ -20,8 +21,10 @@ from kernels import cpp
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
-# A shell's background job ignores Ctrl-C, and so would every command line that a test starts.
+# A shell's background job ignores Ctrl-C, one under nohup a closed terminal, and so would every command line that a test
+# starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # What a chat keeps, the history of typed lines for one, is not to be kept among the things of whoever runs the tests.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="coppice-tests-")
@@ -56,3 +59,11 @@ def pytest_report_header() -> list[str]:
     kernels = cpp.why_not() or f"C++ for {cpp.find().target.name}, {cpp.find().path}"
     capability, isa = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "all there is")
     return [f"kernels: {kernels}", f"torch: {torch.__version__}, {capability}; oneDNN: {isa}; {THREADS} threads"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests were skipped for which reason; -rs says where."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[-1].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")

@@ -8,9 +8,9 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from engine import errors
-from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, UsageError
+from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, SearchError, UsageError
 
-KINDS = [CoppiceError, CheckpointError, KVMemoryError, NumericsError, UsageError]
+KINDS = [CoppiceError, CheckpointError, KVMemoryError, NumericsError, SearchError, UsageError]
 
 
 class OwnError(UsageError):

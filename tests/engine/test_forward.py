@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import Engine, Evaluate, KVMemoryError, NumericsError, Output, Report, SearchResult
+from engine.contract import ContractError
 from engine.driver import Driver, Run, Runner
 from engine.engine import make_pools
 from engine.pool import PagePool
@@ -388,7 +389,7 @@ def test_a_search_that_asks_wrongly_fails_alone(bench64, ask):
     run, beside = driver.submit(Run(start)), driver.submit(Run(other.start_on(driver)))
     while driver.busy:
         driver.step()
-    assert isinstance(run.error, ValueError) and "node" in str(run.error)
+    assert isinstance(run.error, ContractError) and "node" in str(run.error)
     raise_errors([beside])
     driver.runners["target"].pool.check_invariants([])
 

@@ -14,7 +14,7 @@ import pytest
 from engine import CoppiceError, Engine
 from engine.demo import demo_folder
 from engine.engine import Session
-from search import REGISTRY
+from search import REGISTRY, Search
 from tools.random_checkpoint import make
 
 ROOT = Path(__file__).parents[2]
@@ -99,18 +99,12 @@ def test_nothing_holds_an_engine_that_was_let_go(name, manner, no_collector):
     assert_freed(engine)
 
 
-class Failing:
+class Failing(Search):
     """A search with a fault."""
 
     def run(self, task):
         raise ValueError("a fault")
         yield
-
-    def slots(self, prompt, new):
-        return 1, 1
-
-    def check(self, vocab_size, eos_token_ids):
-        pass
 
 
 def test_nothing_holds_an_engine_after_a_fault(no_collector):

@@ -26,6 +26,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.dtype], None]:
         whole = torch.zeros(-(-outs // linear.PANEL) * linear.PANEL, -(-width // linear.STEP) * linear.STEP)
         whole[:outs, :width] = weight_OI
         matrices.append(whole.view(-1, linear.PANEL, whole.shape[1]).transpose(1, 2).contiguous())
+        monkeypatch.setitem(linear._PACKED, matrices[-1].data_ptr(), (torch.float32, outs, width))
         return matrices[-1].data_ptr()
 
     def need(dtype: torch.dtype) -> None:
