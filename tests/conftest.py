@@ -21,8 +21,7 @@ from kernels import cpp
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
-# A shell's background job ignores Ctrl-C, one under nohup a closed terminal, and so would every command line that a test
-# starts.
+# A shell's background job ignores Ctrl-C and one under nohup a closed terminal; so would what a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
