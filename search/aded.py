@@ -1,9 +1,10 @@
 """ADED: drafts from n-grams, verified by the model: the tokens of plain decoding in fewer forward passes.
 
-"Adaptive Draft-Verification for Efficient Large Language Model Decoding", errata mended. Every node of a draft gets one
-draw, keyed by its position, and the longest drafted path of draws is taken, so that the output is what `greedy` or
-`sample` gives, token for token, whatever was drafted. `search/drafters.py` makes drafts, `search/draft_size.py` says
-how much of them is worth evaluating, `search/ngrams.py` keeps what was counted beforehand.
+"Adaptive Draft-Verification for Efficient Large Language Model Decoding", errata mended; comments cite the steps of
+docs/algorithms.md. Every node of a draft gets one draw, keyed by its position, and the longest drafted path of draws is
+taken, so that the output is what `greedy` or `sample` gives, token for token, whatever was drafted.
+`search/drafters.py` makes drafts, `search/draft_size.py` says how much of them is worth evaluating, `search/ngrams.py`
+keeps what was counted beforehand.
 """
 
 import time
@@ -143,13 +144,13 @@ class ADED(Search):
                 yield Report([token], lambda: tokens, {"drafted": 0, "accepted": 0})
                 continue
             began = time.thread_time()
-            drafter.learn(unlearnt)  # 2.
-            draft = drafter.draft(wanted, reach)  # 3., 4.
+            drafter.learn(unlearnt)  # A2
+            draft = drafter.draft(wanted, reach)  # A3, A4
             row, places = self._plant(task, draft, size.choose(draft), reach)
             draft_seconds += (drafting := time.thread_time() - began)
             curious = len(row) > 1 and drafter.curiosity < 1
             try:
-                logp_NV, found = yield from evaluate(tree, list(row), look if curious else None)  # 5.
+                logp_NV, found = yield from evaluate(tree, list(row), look if curious else None)  # A5
             except KVMemoryError:
                 if len(row) == 1:
                     raise
@@ -159,7 +160,7 @@ class ADED(Search):
             began = time.thread_time() - (looking if curious else 0.0)
             known = Likely(found, min(len(row), 1 + OBSERVED)) if curious else None
             node, fresh = tree.root, []
-            while (i := row.get(node)) is not None:  # 6.
+            while (i := row.get(node)) is not None:  # A6
                 logps = known[i] if known and i < len(known) else {}
                 if warp is None and logps:
                     token = max(logps, key=logps.__getitem__)  # of equals the lower
@@ -168,7 +169,7 @@ class ADED(Search):
                 logprob += logps[token] if token in logps else float(logp_NV[i, token])
                 tokens.append(token)
                 fresh.append(token)
-                reason = task.finish_reason(tokens)  # 7.
+                reason = task.finish_reason(tokens)  # A7
                 if reason:
                     break
                 node = tree.child(node, token)  # the drafted node, if that was drafted

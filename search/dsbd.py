@@ -1,9 +1,9 @@
 """DSBD: beams drawn as beam sampling draws them, several steps for one pass of the target model.
 
-"Dynamic-Width Speculative Beam Decoding for LLM Inference" (section 3, algorithm 1), errata mended: a draft is accepted
-with probability p'/q (printed upside down); q is renormalised over the drafts whose parents are still there, and, when
-drafts are drawn without replacement, over what had not been drawn; neither the width nor the number of layers that are
-drafted depends on which tokens were drawn.
+"Dynamic-Width Speculative Beam Decoding for LLM Inference" (section 3, algorithm 1), errata mended; comments cite the
+steps of docs/algorithms.md. A draft is accepted with probability p'/q (printed upside down); q is renormalised over the
+drafts whose parents are still there, and, when drafts are drawn without replacement, over what had not been drawn;
+neither the width nor the number of layers that are drafted depends on which tokens were drawn.
 
 A round: the draft model beam-samples a forest below the beams, of gamma layers, or as many as are sure to fit into the
 KV cache; one pass of the target tells the true probabilities of all of it; layer by layer, drafts are accepted so that
@@ -154,10 +154,10 @@ class DSBD(Search):
         """Algorithm 1: replace the list of beams, layer by layer, until a layer falls short or none is left."""
         for depth, layer in enumerate([*layers, None]):
             live = [beam.node for beam in beams.live]
-            p = p_beam(reader, known, beams.live)  # line 12
+            p = p_beam(reader, known, beams.live)  # D4
             numbers = Uniforms(self.seed, VERIFYING, task.tree.position(live[0]) + 1)
             room = self.entries - beams.ended
-            if layer is None:  # lines 32 to 34
+            if layer is None:  # D8
                 width = min(room, self.width or self.bonus_width or self.draft_beams)
                 beams.advance(p, p.draw(width, numbers))
                 stats.bonus(width)
@@ -195,7 +195,7 @@ class DSBD(Search):
     def judge(
         self, p: Joint, layer: Layer, parents: Sequence[int], room: int, numbers: Iterator[float]
     ) -> tuple[int, Verdict]:
-        """Lines 10 to 31 for one layer.
+        """D4 to D7 for one layer.
 
         Args:
             p: p_beam, given the accepted beams of the layer above.

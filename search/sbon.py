@@ -1,9 +1,9 @@
 """Best-of-N, and speculative best-of-N: most utterances are given up early, by the rewards of their beginnings.
 
-"Accelerating Best-of-N via Speculative Rejection", algorithm 1; comments number its steps. Mended: accepted are exactly
-N - floor(alpha N) utterances, ranked by reward, then by number; an utterance that ended by itself need not be given up
-(`keep_finished`). Any number of decision points; or one whenever the cache is full (the paper's section 6.3 and its
-successor); or rates chosen as section 7 suggests, from how well earlier rewards foretold later ones.
+"Accelerating Best-of-N via Speculative Rejection", algorithm 1, errata mended; comments cite the steps of
+docs/algorithms.md. Besides the paper's single decision point there may be any number of them, or one whenever the cache
+is full (the paper's section 6.3 and its successor), or rates chosen as section 7 suggests, from how well earlier
+rewards predicted later ones.
 
 All utterances are one tree and their draws are keyed: those that survive are best-of-N's own, token for token.
 """
@@ -119,7 +119,7 @@ class SBoN(BoN):
         race = Race(task, self, started, self.keep_finished)
         while race.drawn.live:
             try:
-                yield from race.drawn.extend()  # 1., 4.
+                yield from race.drawn.extend()  # S1, S4
             except KVMemoryError as error:
                 if self.schedule != "memory":
                     error.remedy += "; or --sbon-schedule memory, which makes do with what there is"
@@ -204,9 +204,9 @@ class Race:
 
     def decide(self, count: Callable[[], int]) -> Generator[Evaluate, Tensor, None]:
         """Rank what runs and give up all but the `count` best (asked for once the rewards are known)."""
-        yield from self.judge()  # 2.
+        yield from self.judge()  # S2
         ranked = sorted(self.running, key=lambda i: (-self.rewards[i], i))
-        accept = count()  # 3.
+        accept = count()  # S3
         best, rest = ranked[:accept], ranked[accept:]
         spared = [i for i in rest if self.keep_finished and self.drawn.reasons[i] is not None]
         live = len(self.drawn.live)
@@ -241,8 +241,8 @@ class Race:
 
     def end(self) -> Generator[Evaluate | Report, Any, SearchResult]:
         """The final rewards and the best of the candidates."""
-        yield from self.judge()  # 5.
-        order = sorted(self.running + self.spared, key=lambda i: (-self.rewards[i], i))  # 6.
+        yield from self.judge()  # S5
+        order = sorted(self.running + self.spared, key=lambda i: (-self.rewards[i], i))  # S6
         yield Report(self.drawn.tokens[order[0]][self.settled :])
         outputs = [self.drawn.output(i, self.rewards[i]) for i in order[: self.config.num_return_sequences]]
         return SearchResult(outputs, self._stats(order))

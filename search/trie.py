@@ -1,8 +1,8 @@
 """Trie beam search: beam search on one tree, exactly Hugging Face's result, no cache per beam.
 
 "Efficient Beam Search for Large Language Models Using Trie-Based Decoding" (algorithms 1-3, errata mended), with the
-candidates, end-of-sequence handling, length penalty and stopping rules of transformers 5. Comments number the steps of
-that definition. Pruning is immediate, as freeing a slot costs nothing.
+candidates, end-of-sequence handling, length penalty and stopping rules of transformers 5. Comments cite the steps of
+docs/algorithms.md. Pruning is immediate, as freeing a slot costs nothing.
 """
 
 import math
@@ -58,30 +58,30 @@ class Trie(Search):
     def run(self, task: Task) -> SearchGenerator:
         tree, mode = task.tree, EARLY_STOPPING[self.early_stopping]
         candidates = max(2, 1 + len(task.eos_token_ids)) * self.beams
-        live, scores = [tree.root], [0.0]  # 1.
+        live, scores = [tree.root], [0.0]  # T1
         done: list[Finished] = []
         settled = 0  # tokens reported as certain
         for step in range(1, task.max_new_tokens + 1):
-            sums, rows, tokens = yield from evaluate_best(tree, live, scores, candidates)  # 2.
-            reasons = [self._finish(task, live[r], token, step) for r, token in zip(rows, tokens, strict=True)]  # 3.
-            for rank, (s, row, token, reason) in enumerate(zip(sums, rows, tokens, reasons, strict=True)):  # 4.
+            sums, rows, tokens = yield from evaluate_best(tree, live, scores, candidates)  # T2
+            reasons = [self._finish(task, live[r], token, step) for r, token in zip(rows, tokens, strict=True)]  # T3
+            for rank, (s, row, token, reason) in enumerate(zip(sums, rows, tokens, reasons, strict=True)):  # T4
                 if reason and rank < self.beams:
                     path = [*tree.path(live[row]), token]
                     done.append(Finished(path, s, s / step**self.length_penalty, reason))
             done = sorted(done, key=lambda finished: -finished.score)[: self.beams]  # stable: older first
-            going = [i for i, reason in enumerate(reasons) if reason is None][: self.beams]  # 5.
-            if not going or (mode == "true" and len(done) == self.beams):  # 7.
+            going = [i for i, reason in enumerate(reasons) if reason is None][: self.beams]  # T5
+            if not going or (mode == "true" and len(done) == self.beams):  # T7
                 break
             scores = [sums[i] for i in going]
             length = task.max_new_tokens if mode == "never" and self.length_penalty > 0 else step
             worst = done[-1].score if len(done) == self.beams else -math.inf
-            if not scores[0] / length**self.length_penalty > worst:  # 6.
+            if not scores[0] / length**self.length_penalty > worst:  # T6
                 break
             if len(done) >= self.num_return_sequences and done[self.num_return_sequences - 1].score >= self._bound(
                 scores[0], step + 1, task.max_new_tokens
             ):
                 break  # nothing alive can change what is returned
-            live = tree.grow([live[rows[i]] for i in going], [tokens[i] for i in going])  # 8.
+            live = tree.grow([live[rows[i]] for i in going], [tokens[i] for i in going])  # T8
             tree.keep(live)
             certain = self._certain(tree.settled_from(settled), done[0].tokens[settled:] if done else None)
             best = done[0] if done and done[0].score >= scores[0] / step**self.length_penalty else None

@@ -1,9 +1,9 @@
 """ULTS: a most probable sequence by best-first search, guided by beliefs about what cannot be seen yet.
 
-"Uncertainty-guided likelihood-tree search" (algorithm 2), with its errata mended: finished leaves are never selected
-nor among the samples that nodes carry, the stop test is strict, everything is in log space. A node's samples are keyed
-by its path, so that they do not depend on the order of evaluation. `ults_prior` has the beliefs, `ults_boundary` the
-rules of selection.
+"Uncertainty-guided likelihood-tree search" (algorithm 2), errata mended; comments cite the steps of docs/algorithms.md.
+Finished leaves are never selected nor among the samples that nodes carry, the stop test is strict, everything is in log
+space. A node's samples are keyed by its path, so that they do not depend on the order of evaluation. `ults_prior` has
+the beliefs, `ults_boundary` the rules of selection.
 """
 
 import math
@@ -100,7 +100,7 @@ class ULTS(Search):
     def run(self, task: Task) -> SearchGenerator:
         tree = task.tree
         origin = Family.above(tree.trunk.tokens[-1], self.seed, self.samples)
-        winners, nodes = [(origin, 0)], [tree.root]  # L <- {x0}
+        winners, nodes = [(origin, 0)], [tree.root]  # U2
         leaves: list[Leaf] = []  # the best found, best first; c* is the last one's score
         used = [1] + [0] * task.max_new_tokens  # nodes evaluated per level
         rounds = dropped = settled = 0
@@ -109,12 +109,12 @@ class ULTS(Search):
         sample = partial(self._samples, rest, task.max_new_tokens, [torch.empty(0)])
         boundary = RULES[self.select](origin, partial(self._ceiling, task.max_new_tokens), sample)
         while True:
-            # Expand: L <- (L without x) and children(x); the best complete paths so far.
+            # U5
             rounds += 1
             families, finished = self._expand(task, rest, winners, nodes, logp_NV)
             boundary.add(families)
             leaves = sorted(leaves + finished, key=lambda leaf: -leaf.score)[: self.num_return_sequences]
-            # Stop when P(c* < v*) <= epsilon.
+            # U7
             bar = leaves[-1].score if len(leaves) == self.num_return_sequences else -math.inf
             better = boundary.exceeding(bar)
             certain = _common(tree.settled_from(settled), leaves[0].tokens[settled:] if leaves else None)
@@ -123,7 +123,7 @@ class ULTS(Search):
             room = min(self.batch, self.budget - sum(used) if self.budget else self.batch)
             if better <= (self.epsilon if bar > -math.inf else 0) or room <= 0:
                 break
-            # Select the most frequent winners; the k_max-th of a level is the last that it has.
+            # U3, and U6: the k_max-th node of a level is the last that it has.
             winners = []
             for family, child in boundary.winners(room):
                 winners.append((family, child))

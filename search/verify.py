@@ -125,7 +125,7 @@ def verify(
     spent: list[int] = []  # cells of that
     accepted: list[int] = []
     tried = 0
-    for x, q_x in drafts:  # lines 15 to 25
+    for x, q_x in drafts:  # D6
         if len(accepted) == width:
             break
         tried += 1
@@ -140,7 +140,7 @@ def verify(
             accepted.append(x)  # type: ignore[arg-type]
             rest.reset(spent)
     entries = list(accepted)
-    if len(entries) < width:  # lines 26 to 29
+    if len(entries) < width:  # D7
         entries += pick(rest.probabilities(), islice(numbers, 1))
         entries += pick(p, islice(numbers, width - len(entries)))
     return Verdict(entries, len(accepted), tried)
