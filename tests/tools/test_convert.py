@@ -216,7 +216,7 @@ def test_an_interrupt_leaves_nothing(pickled, capsys, monkeypatch):
     def stopped(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert, "save_file", stopped)
+    monkeypatch.setattr(convert, "write_tensors", stopped)
     fails(capsys, source, out, 130, "interrupted")
 
 
