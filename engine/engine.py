@@ -31,9 +31,9 @@ from engine.packing import Chunk
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.rewards import Answer, Messages, RewardFunction, check_messages, make_judge
-from engine.stopping import StopStrings, TextStream
-from engine.template import ChatTemplate
-from engine.tokenizer import FILES, Tokenizer
+from engine.text.stopping import StopStrings, TextStream
+from engine.text.template import ChatTemplate
+from engine.text.tokenizer import FILES, Tokenizer
 from engine.trace import Trace
 from engine.tree import TokenTree, Trunk
 from models import load_model

@@ -12,8 +12,8 @@ import torch
 from engine.capabilities import Precision, explicit_precision, pick_precision
 from engine.errors import UsageError
 from engine.memory import read_size, total_memory
-from engine.template import ChatTemplate
-from engine.tokenizer import Tokenizer
+from engine.text.template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 from models.checkpoint import Checkpoint
 from models.int8 import why_no_int8
 from models.linear import has_products

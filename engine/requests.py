@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from engine.pool import PagePool
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.tree import TokenTree
 
 Read = Callable[[Tensor, Tensor | None], Tensor]

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from engine.errors import CheckpointError, KVMemoryError, UsageError
 from engine.requests import Evaluate
-from engine.stopping import StopStrings
-from engine.template import Span
-from engine.tokenizer import Tokenizer
+from engine.text.stopping import StopStrings
+from engine.text.template import Span
+from engine.text.tokenizer import Tokenizer
 from engine.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """First import of the package: while a command line's modules are loaded, Ctrl-C ends the process without a traceback.
 
-`engine.cli.run` gives Ctrl-C back its meaning. Programs that import the engine are left alone.
+`engine.app.cli.run` gives Ctrl-C back its meaning. Programs that import the engine are left alone.
 """
 
 import signal

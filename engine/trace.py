@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.requests import Evaluate, Report, Search, SearchResult
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.tree import FREED, TokenTree
 
 MOST_NODES = 20_000  # of one request; a record ends with the last step that they suffice for

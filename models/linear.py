@@ -137,9 +137,7 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: 
     spare = padded_rows(rows) - rows
     if not spare:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    y = torch.ops.mkldnn._linear_pointwise(
-        F.pad(x.reshape(rows, -1), (0, 0, 0, spare)), weight, bias, "none", [], ""
-    )
+    y = torch.ops.mkldnn._linear_pointwise(F.pad(x.reshape(rows, -1), (0, 0, 0, spare)), weight, bias, "none", [], "")
     return y[:rows].view(*x.shape[:-1], out_features)
 
 

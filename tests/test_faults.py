@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from engine import batch, chat
+from engine.app import batch, chat
 from engine.driver import Driver, Runner
 from engine.engine import Done, Engine, Prefill, Session
 from engine.tree import TokenTree
@@ -529,7 +529,7 @@ def test_a_batch_that_ran_out_of_memory_goes_on(
 
 REAL = """
 import io, re, resource, sys
-from engine import batch
+from engine.app import batch
 from engine.engine import Engine
 engine = Engine.load(sys.argv[1], threads=1, kv_memory=1 << 20)
 batch.load_engine = lambda args: engine

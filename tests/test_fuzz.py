@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine import batch
+from engine.app import batch
 from engine.engine import Engine
 from engine.errors import CoppiceError
 from search.greedy import Greedy

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine import Engine
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tools.random_checkpoint import make
 
 SHAPE = {"layers": 1, "width": 16, "mlp": 16, "heads": 2, "vocab": 300, "max_positions": 64}

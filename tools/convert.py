@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.cli import run
+from engine.app.cli import run
 from engine.errors import CheckpointError, UsageError
 from models.checkpoint import CONFIG_BYTES, DTYPES, INDEX_BYTES, Checkpoint, read_json, write_tensors
 from models.files import open_regular

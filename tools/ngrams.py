@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from engine import cli
+from engine.app import cli
 from engine.errors import UsageError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from models.checkpoint import Checkpoint
 from search.ngrams import MAGIC, REST, SUCCESSORS, Run, count, merge, open_store, write_store
 

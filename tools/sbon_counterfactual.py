@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import Engine, Request, cli
+from engine import Engine, Request
+from engine.app import cli
 from engine.demo import with_defaults
 from engine.errors import CoppiceError, UsageError
 from engine.requests import SearchGenerator, SearchResult, Task

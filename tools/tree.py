@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
-from engine import cli
+from engine.app import cli
+from engine.app.trace_page import check_target, load, saving, write
 from engine.conversation import Conversation
 from engine.engine import Done, Prefill, Progress
 from engine.errors import UsageError
 from engine.trace import Traces
-from engine.trace_page import check_target, load, saving, write
 from search.base import make_search
 
 PROMPT = "Tell me a story about a fox."

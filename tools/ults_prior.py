@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from engine import batch, cli
+from engine.app import batch, cli
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError
 from search import ULTS

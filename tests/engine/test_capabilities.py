@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import Engine, UsageError, batch, capabilities, chat, loading
+from engine import Engine, UsageError, capabilities, loading
+from engine.app import batch, chat
 from engine.capabilities import Capabilities, explicit_precision, pick_precision
 from engine.demo import demo_folder
 from engine.memory import free_memory, total_memory

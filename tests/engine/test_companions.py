@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine import Engine, KVMemoryError, UsageError
-from engine.chat import main
+from engine.app.chat import main
 from search.base import Evaluate, Output, Search, SearchResult
 from tools.random_checkpoint import make
 

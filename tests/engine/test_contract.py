@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import CoppiceError, Engine, KVMemoryError, Request, SearchError, TokenTree, UsageError, batch
+from engine import CoppiceError, Engine, KVMemoryError, Request, SearchError, TokenTree, UsageError
+from engine.app import batch
 from engine.contract import attributed, is_ours, search_error, slots_of
 from engine.driver import Driver, Run
 from search import REGISTRY, Evaluate, Greedy, Output, Report, Search, SearchResult, Trie

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import Engine, UsageError, batch, chat
+from engine import Engine, UsageError
+from engine.app import batch, chat
 from engine.conversation import Conversation
 from engine.demo import BANNER, ROLES, demo_folder, with_defaults
 from search import REGISTRY, Greedy, Sample, Trie

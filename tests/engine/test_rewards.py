@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import Engine, KVMemoryError, UsageError
-from engine.batch import main as batch
-from engine.chat import main as chat
+from engine.app.batch import main as batch
+from engine.app.chat import main as chat
 from engine.conversation import Conversation, figures
 from engine.engine import Done, Progress, Request
 from engine.requests import Output, Search, SearchResult

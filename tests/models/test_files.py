@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from engine.app.trace_page import load as load_trace
+from engine.app.trace_page import write as write_trace
+from engine.app.transcript import load as load_transcript
 from engine.errors import CheckpointError, CoppiceError, UsageError
-from engine.template import ChatTemplate
-from engine.tokenizer import Tokenizer
-from engine.trace_page import load as load_trace
-from engine.trace_page import write as write_trace
-from engine.transcript import load as load_transcript
+from engine.text.template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 from models.checkpoint import Checkpoint
 from models.files import lock, locked, open_regular, read_regular, replacing
 from search.ngrams import add_to_store as add

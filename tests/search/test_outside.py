@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, UsageError, batch, chat, cli
-from engine.chat import Settings
+from engine import Engine, UsageError
+from engine.app import batch, chat, cli
+from engine.app.chat import Settings
+from engine.app.dialog import Dialog
+from engine.app.terminal import Interrupt, Screen
 from engine.conversation import Conversation
-from engine.dialog import Dialog
-from engine.terminal import Interrupt, Screen
 from search import REGISTRY, Evaluate, Greedy, Output, Search, SearchResult, Trie, make_search, register
 from search.base import parameters
 from search.outside import entry_points, find_search

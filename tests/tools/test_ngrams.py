@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from search.ngrams import count, merge, open_store
 from tools import ngrams
 

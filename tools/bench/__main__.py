@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from engine import cli
+from engine.app import cli
 from tools.bench import aded, chat, dsbd, gpu, kv, papers, peers, sbon, speed, ults
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from engine import cli
+from engine.app import cli
 from engine.errors import UsageError
 from engine.loading import pick_device
 from tools.bench import limits

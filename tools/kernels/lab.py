@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine import cli
+from engine.app import cli
 from engine.errors import UsageError
 from engine.pool import PagePool
 from kernels.kv_write import reference as reference_write

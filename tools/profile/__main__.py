@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine import Engine, cli
+from engine import Engine
+from engine.app import cli
 from engine.demo import is_demo
 from engine.engine import Done
 from engine.errors import UsageError

@@ -22,8 +22,8 @@ import engine.graphs
 from engine import Engine
 from engine.driver import Driver, Runner
 from engine.requests import Evaluate, Search, Task
-from engine.stopping import TextStream
-from engine.tokenizer import Tokenizer
+from engine.text.stopping import TextStream
+from engine.text.tokenizer import Tokenizer
 from engine.tree import TokenTree
 from kernels.stack import one_by_one
 from models.int8 import Int8Linear

@@ -7,11 +7,11 @@ from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
-from engine.detokenizer import SentencePieces, run
 from engine.errors import CheckpointError
-from engine.tokenizer_files import MAX_IDS, add_tokens, flag, named_tokens
-from engine.tokenizer_json import unspeakable
-from engine.tokenizer_limits import GROWTH
+from engine.text.detokenizer import SentencePieces, run
+from engine.text.tokenizer_files import MAX_IDS, add_tokens, flag, named_tokens
+from engine.text.tokenizer_json import unspeakable
+from engine.text.tokenizer_limits import GROWTH
 
 # A protobuf message may be followed by fields that override its own: normalizer_spec { add_dummy_prefix: false }.
 NO_PREFIX = b"\x1a\x02\x18\x00"

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from engine import suspension
-from engine.suspension import Suspension
+from engine.app import suspension
+from engine.app.suspension import Suspension
 from tools.random_checkpoint import make
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 SHELLS = {"bash": ["--norc", "-i"], "dash": ["-i"]}
 CHAT = [sys.executable, "-m", "engine.chat", "--kv-memory", "64M", "--ignore-eos", "--max-new-tokens", "50000"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.errors import UsageError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 
 class StopStrings:

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers import AddedToken
 
-from engine import tokenizer_limits
-from engine.detokenizer import Detokenizer, Stage
 from engine.errors import CheckpointError, UsageError
-from engine.tokenizer_files import byte_level, named_tokens, read_config, read_file, read_json
-from engine.tokenizer_json import LibraryEncoder
-from engine.tokenizer_model import SentencePieceEncoder
+from engine.text import tokenizer_limits
+from engine.text.detokenizer import Detokenizer, Stage
+from engine.text.tokenizer_files import byte_level, named_tokens, read_config, read_file, read_json
+from engine.text.tokenizer_json import LibraryEncoder
+from engine.text.tokenizer_model import SentencePieceEncoder
 
 __all__ = ["FILES", "Tokenizer", "check_utf8", "read_json"]
 

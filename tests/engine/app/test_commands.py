@@ -23,20 +23,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import Engine, UsageError, chat, transcript
-from engine.commands import COMMANDS
+from engine import Engine, UsageError
+from engine.app import chat, transcript
+from engine.app.commands import COMMANDS
+from engine.app.dialog import Dialog, Watch
+from engine.app.terminal import Interrupt, Label, Quit, Screen, state_folder
 from engine.conversation import Conversation, Dropped, Turn
 from engine.demo import demo_folder
-from engine.dialog import Dialog, Watch
 from engine.engine import Done, Progress, Text
 from engine.errors import CoppiceError
-from engine.terminal import Interrupt, Label, Quit, Screen, state_folder
 from models import files
 from search import Greedy, Sample, Trie
 from tools.bench.chat import questions
 from tools.random_checkpoint import make
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['content'] == 'forbidden' %}{{ raise_exception('no') }}{% endif %}"
     "[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}[assistant]"

@@ -6,8 +6,8 @@ may take exponential time, and a search that takes too many steps ends in a pani
 - Decoders, post-processors and models are checked once, when the file is loaded: what they can make of a token is known
   from what they are.
 - Normalizers and pre-tokenizers are `plain` if they are known to take linear time and to lengthen a text little. Those
-  of the usual models are. Others are tried first, on every text, in the sandbox (see `engine.sandbox`), whose time and
-  memory are limited; only what passes there is done here.
+  of the usual models are. Others are tried first, on every text, in the sandbox (see `engine.text.sandbox`), whose time
+  and memory are limited; only what passes there is done here.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from engine import sandbox, sandbox_process
 from engine.errors import CheckpointError, CoppiceError, UsageError
+from engine.text import sandbox, sandbox_process
 
 GROWTH = 100  # times longer that normalizers, and plain pre-tokenizers, may make a text
 TOKEN_TEXT = 4096  # characters that decoders may make of a token; the longest tokens in use have some hundred

@@ -13,15 +13,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine import transcript
+from engine.app import transcript
+from engine.app.suspension import Suspension
+from engine.app.terminal import Interrupt, Label, LineEditor, Quit, Screen, one_line, state_folder
+from engine.app.trace_page import saving
 from engine.conversation import Conversation, Dropped, Turn, figures
 from engine.engine import Done, Engine, Prefill, Progress, Text
 from engine.errors import CoppiceError, UsageError
 from engine.requests import Output, Report, Search, SearchResult
-from engine.suspension import Suspension
-from engine.terminal import Interrupt, Label, LineEditor, Quit, Screen, one_line, state_folder
 from engine.trace import Traces
-from engine.trace_page import saving
 
 STATUS_DELAY = 0.3  # seconds without settled text before the beams' state is shown
 MOST_SHOWN = 8  # candidates under the text

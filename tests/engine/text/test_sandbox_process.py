@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from engine import sandbox, sandbox_process
 from engine.errors import CheckpointError, UsageError
-from engine.template import ChatTemplate
+from engine.text import sandbox, sandbox_process
+from engine.text.template import ChatTemplate
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 HI = [{"role": "user", "content": "hi"}]
 LINUX = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks at processes in /proc")
 
@@ -132,8 +132,8 @@ def test_a_process_with_little_memory_left_is_replaced(monkeypatch):
 def test_it_ends_with_the_program(end):
     done = run(f"""
         import os, signal
-        from engine import sandbox_process
-        from engine.template import ChatTemplate
+        from engine.text import sandbox_process
+        from engine.text.template import ChatTemplate
         ChatTemplate("x").render([{{"role": "user", "content": "hi"}}])
         print(sandbox_process._process.pid, flush=True)
         {end}
@@ -162,8 +162,8 @@ def test_a_fork_has_a_process_of_its_own():
     done = run("""
         import os, sys, threading, time, warnings
         warnings.simplefilter("error")
-        from engine import sandbox_process
-        from engine.template import ChatTemplate
+        from engine.text import sandbox_process
+        from engine.text.template import ChatTemplate
         template = ChatTemplate("{{ messages[0].content }}")
         render = lambda text: "".join(t for t, _ in template.render([{"role": "user", "content": text}]))
         render("x")
@@ -256,7 +256,7 @@ def test_many_open_files():
         if min(hard, 4096) > 1100:
             for _ in range(1050):
                 os.open(os.devnull, os.O_RDONLY)
-        from engine.template import ChatTemplate
+        from engine.text.template import ChatTemplate
         print(ChatTemplate("x" * 10).render([{"role": "user", "content": "hi"}])[0][0])
     """)
     assert done.stdout == "x" * 10 + "\n", done.stderr

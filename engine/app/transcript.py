@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from engine.conversation import REASONS, Conversation, Turn
 from engine.errors import UsageError
-from engine.tokenizer import check_utf8
+from engine.text.tokenizer import check_utf8
 from engine.version import __version__
 from models.files import locked, open_regular, read_regular, replacing
 

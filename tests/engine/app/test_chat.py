@@ -17,16 +17,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import Done, Engine, Text, UsageError, chat, transcript
-from engine.commands import assignments
+from engine import Done, Engine, Text, UsageError
+from engine.app import chat, transcript
+from engine.app.commands import assignments
+from engine.app.dialog import Watch
+from engine.app.terminal import Interrupt, Label, Quit, Screen, cells, clip
 from engine.conversation import Conversation
-from engine.dialog import Watch
 from engine.errors import CoppiceError
-from engine.terminal import Interrupt, Label, Quit, Screen, cells, clip
 from search import Greedy, Trie
 from tools.random_checkpoint import make
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -527,7 +528,7 @@ def test_a_person_at_a_terminal(long):
 
 SECOND_REPLY = """
 import sys, time
-from engine import chat
+from engine.app import chat
 from engine.driver import Driver
 submit, step, drivers = Driver.submit, Driver.step, []
 def submitting(driver, run):
@@ -592,7 +593,7 @@ def test_a_conversation_is_saved_when_the_terminal_is_closed(long, tmp_path):
 
 def test_an_overlooked_interrupt_is_seen_at_the_prompt():
     overlooked = "threading.Timer(0.5, _thread.interrupt_main).start()"  # as if it came right before readline waits
-    ask = "from engine.terminal import *; i = Interrupt().__enter__(); e = LineEditor()"
+    ask = "from engine.app.terminal import *; i = Interrupt().__enter__(); e = LineEditor()"
     master, slave = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-c", f"import _thread, threading; {ask}; {overlooked}\nwith i.prompting(): e.ask('> ')"],

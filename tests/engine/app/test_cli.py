@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine import cli
+from engine.app import cli
 from engine.errors import CheckpointError, KVMemoryError, NumericsError, UsageError
 from search import REGISTRY, make_search
 from search.base import parameters

@@ -20,8 +20,8 @@ from typing import IO, Any
 import jinja2
 import tokenizers
 
-from engine import sandbox
 from engine.errors import UsageError
+from engine.text import sandbox
 
 VARIABLE = "COPPICE_PYTHON"  # environment variable: the interpreter
 START_SECONDS = 60.0  # an interpreter's own start, on a machine that may be busy
@@ -70,7 +70,7 @@ def ask(request: dict[str, Any], seconds: float = WALL_SECONDS) -> dict[str, str
     """Have a request answered by this process's sandbox; threads take turns.
 
     Args:
-        request: see `engine.sandbox.answer` and `engine.sandbox.split`.
+        request: see `engine.text.sandbox.answer` and `engine.text.sandbox.split`.
         seconds: after which, at the latest, the sandbox is ended.
 
     Returns:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from engine import sandbox
 from engine.errors import CheckpointError, UsageError
-from engine.template import MAX_TEMPLATE_BYTES, ChatTemplate
-from engine.tokenizer import Tokenizer
+from engine.text import sandbox
+from engine.text.template import MAX_TEMPLATE_BYTES, ChatTemplate
+from engine.text.tokenizer import Tokenizer
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "text"
+GOLDEN = Path(__file__).parents[2] / "golden" / "text"
 HI = [{"role": "user", "content": "hi"}]
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 

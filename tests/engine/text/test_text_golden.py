@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.template import ChatTemplate
-from engine.tokenizer import Tokenizer
+from engine.text.template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "text"
+GOLDEN = Path(__file__).parents[2] / "golden" / "text"
 CHATTING = ["bytelevel", "prepend", "metaspace"]
 OLDER = ["gpt2", "opt", "sp_bpe", "sp_legacy", "sp_unigram"]
 

@@ -9,13 +9,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from engine import trace_page, transcript
+from engine.app import trace_page, transcript
+from engine.app.dialog import QUOTES, Dialog, candidate
 from engine.contract import attributed
 from engine.conversation import figures, mib
-from engine.dialog import QUOTES, Dialog, candidate
 from engine.errors import UsageError
-from engine.stopping import StopStrings
-from engine.tokenizer import check_utf8
+from engine.text.stopping import StopStrings
+from engine.text.tokenizer import check_utf8
 from models.files import open_regular
 
 MAX_PROMPT_FILE = 16 << 20

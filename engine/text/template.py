@@ -8,9 +8,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from engine import sandbox, sandbox_process
 from engine.errors import CheckpointError, UsageError
-from engine.tokenizer import Tokenizer, check_utf8, read_json
+from engine.text import sandbox, sandbox_process
+from engine.text.tokenizer import Tokenizer, check_utf8, read_json
 from models.files import open_regular
 
 Span = tuple[str, bool]  # text, and whether special tokens spelled in it are control tokens
@@ -21,9 +21,9 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """A Jinja chat template, rendered as transformers 5 renders it, in a process with limits (see `engine.sandbox`).
+    """A Jinja chat template, rendered as transformers 5 renders it, in a process with limits (`engine.text.sandbox`).
 
-    All templates of a process share that one; it is started for the first render (see `engine.sandbox_process`).
+    All templates of a process share that one; it is started for the first render (see `engine.text.sandbox_process`).
 
     Control tokens are the template's privilege. A special token that a message spells reaches the template as one
     private-use character, chosen to occur nowhere in the messages, and comes back as a span of plain text: whatever
@@ -131,7 +131,7 @@ class ChatTemplate:
 
         Raises:
             CheckpointError: it is malformed or breaks a limit.
-            UsageError: templates cannot be rendered here, see `engine.sandbox_process.interpreter`.
+            UsageError: templates cannot be rendered here, see `engine.text.sandbox_process.interpreter`.
         """
         self._ask({})
 
@@ -147,7 +147,7 @@ class ChatTemplate:
 
         Raises:
             UsageError: the messages are malformed, or the template rejects them; or templates cannot be rendered here,
-                see `engine.sandbox_process.interpreter`.
+                see `engine.text.sandbox_process.interpreter`.
             CheckpointError: the template fails or breaks a limit.
         """
         if not messages:

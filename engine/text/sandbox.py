@@ -1,4 +1,4 @@
-"""The program that renders chat templates: `engine.sandbox_process` runs it and talks to it in JSON lines.
+"""The program that renders chat templates: `engine.text.sandbox_process` runs it and talks to it in JSON lines.
 
 A template is a program from a stranger. Jinja's sandbox keeps it from running code, not from filling the memory or
 looping for ever, and one filter (`center(10**9)`) can do either inside a single C call that no Python-level deadline
@@ -8,7 +8,7 @@ a fresh interpreter, not a fork: a fork of a process with torch's threads may in
 page tables of mapped weights.
 
 Patterns of a tokenizer are programs too: those that are not known to take linear time are tried here (see
-`engine.tokenizer_limits`).
+`engine.text.tokenizer_limits`).
 
 This file is run as a script and imports nothing of the project, so that starting it costs no `import torch`.
 """
@@ -176,7 +176,7 @@ def split(request: dict[str, Any], known: dict[str, Any]) -> dict[str, str]:
 
     Args:
         request: "parts", JSON of a tokenizer's normalizer, pre-tokenizer and added tokens (see
-            `engine.tokenizer_limits.Guard`); "texts"; "seconds" of CPU time; "growth", how many times longer the
+            `engine.text.tokenizer_limits.Guard`); "texts"; "seconds" of CPU time; "growth", how many times longer the
             normalizer may make a text.
         known: tokenizers by parts, the latest last; this one is added.
 

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from engine import Engine, batch
+from engine import Engine
+from engine.app import batch
 from engine.errors import CheckpointError, UsageError
-from engine.tokenizer import Tokenizer
-from engine.tokenizer_json import LibraryEncoder
+from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer_json import LibraryEncoder
 from search import Sample
 from tools import random_checkpoint
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "text"
+GOLDEN = Path(__file__).parents[2] / "golden" / "text"
 BYTES = {f"<0x{b:02X}>": b for b in range(256)}
 NASTY = [
     "🙂👍🏽👩‍👩‍👧‍👦🇨🇭",

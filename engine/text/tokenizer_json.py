@@ -9,10 +9,10 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, normalizers
 
-from engine.detokenizer import stages_of
 from engine.errors import CheckpointError, UsageError
-from engine.tokenizer_files import MAX_IDS, add_flags
-from engine.tokenizer_limits import Guard, check_output, library_errors
+from engine.text.detokenizer import stages_of
+from engine.text.tokenizer_files import MAX_IDS, add_flags
+from engine.text.tokenizer_limits import Guard, check_output, library_errors
 
 # What spells SentencePiece's spaces: one before the text, then all of them.
 SPACES = [

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from engine.tokenizer_limits import library_errors
+from engine.text.tokenizer_limits import library_errors
 
 
 class Detokenizer:

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, UsageError, batch, chat, cli, trace_page
+from engine import Engine, UsageError
+from engine.app import batch, chat, cli, trace_page
+from engine.app.trace_page import check_target, load, page, write
 from engine.demo import demo_folder
 from engine.trace import Trace
-from engine.trace_page import check_target, load, page, write
 from search import Trie
 from tools import tree
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HOSTILE = [
     "</script><script>window.hacked=1</script>",
     "<img src=x onerror=window.hacked=1>",
@@ -108,7 +109,7 @@ def test_colours_can_be_told_from_their_ground():
         low, high = sorted((light(a), light(b)))
         return (high + 0.05) / (low + 0.05)
 
-    style = (ROOT / "engine/trace_page.css").read_text(encoding="utf-8")
+    style = (ROOT / "engine/app/trace_page.css").read_text(encoding="utf-8")
     for theme in re.findall(r":root \{(.*?)\}", style, re.DOTALL):
         colours = dict(re.findall(r"--([\w-]+): (#\w{6})", theme))
         pairs = [(name, name.removesuffix("-ink")) for name in colours if name.endswith("-ink")]

@@ -8,8 +8,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from engine.detokenizer import BYTE_OF_CHAR
 from engine.errors import CheckpointError
+from engine.text.detokenizer import BYTE_OF_CHAR
 from models.files import read_regular
 
 MAX_TOKENIZER_BYTES = 512 << 20

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TextIO
 
-from engine.suspension import Suspended, Suspension
+from engine.app.suspension import Suspended, Suspension
 
 # A model may write escape sequences; a terminal must not obey them. A pipe gets the bytes as they are.
 CONTROLS = {i: chr(0x2400 + i) for i in range(32) if i not in (9, 10)} | {127: "␡"}

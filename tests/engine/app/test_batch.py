@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import batch
+from engine.app import batch
 from engine.engine import Engine
 from engine.errors import CheckpointError
 from models import files
@@ -26,7 +26,7 @@ from search.base import REGISTRY, path_field
 from search.greedy import Greedy
 from tools.random_checkpoint import make
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 

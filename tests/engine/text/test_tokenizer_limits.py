@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine import sandbox_process, tokenizer_limits
 from engine.errors import CheckpointError, UsageError
-from engine.tokenizer import Tokenizer
-from engine.tokenizer_limits import plain
+from engine.text import sandbox_process, tokenizer_limits
+from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer_limits import plain
 
 CASED = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"

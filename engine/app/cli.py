@@ -18,7 +18,7 @@ from engine.errors import CoppiceError, UsageError
 from engine.loading import DTYPES
 from engine.memory import is_out_of_memory, out_of_memory, read_size
 from engine.startup import started
-from engine.tokenizer import check_utf8
+from engine.text.tokenizer import check_utf8
 from engine.version import __version__
 from search.base import REGISTRY, SHARED_PARAMS, parameters
 from search.outside import find_search, load_entry_points

@@ -1,0 +1,599 @@
+"""Batch: prompts in as JSON Lines, answers out as JSON Lines in the same order, many of them in every forward pass."""
+
+import argparse
+import codecs
+import difflib
+import io
+import json
+import math
+import os
+import queue
+import stat
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from typing import IO, Any
+
+from engine.app.cli import (
+    Parser,
+    add_limit_flags,
+    add_model_flags,
+    add_search_flags,
+    add_trace_flag,
+    add_verbosity_flags,
+    limits,
+    load_engine,
+    run,
+    search_params,
+)
+from engine.app.trace_page import check_target, saving
+from engine.driver import Driver
+from engine.engine import Engine, Request
+from engine.errors import CoppiceError, UsageError
+from engine.requests import SearchResult
+from engine.text.tokenizer import check_utf8
+from engine.trace import Traces
+from models.files import lock
+from search.base import REGISTRY, make_search, parameters, paths
+
+DESCRIPTION = "Answer prompts: JSON Lines in, JSON Lines out, in input order, each line as soon as it is ready."
+EPILOG = """\
+input, an object per line (blank lines are skipped):
+  {"prompt": TEXT} or {"messages": [{"role", "content"}, ...]} or {"prompt_ids": [...]}, and if you like
+  "id": a string or an integer, repeated in the answer (the record's number, from 0)
+  "params": an object that overrides the command line for this line. Keys are the flags in snake_case (search, beams,
+    max_new_tokens, stop, ...) and eos_token_ids, a list; flags that name files are for the command line alone. A line
+    that changes the search does not inherit the parameters of the command line that its search lacks.
+
+output, an object per line:
+  {"id", "outputs": [{"text", "token_ids", "logprob", "score", "finish_reason"}, ...], "stats": {...}}, best first, or
+  {"id", "error": {"code", "message"}}; the run goes on after it.
+
+--resume keeps what FILE has, errors included, cuts off a torn last line, and goes on with the next record. Give it
+the same input and the same flags.
+
+A fault of a search of your own is the error of its line, with the code "search"; -v shows its traceback. A line can
+choose every search that the command line names (--search may be repeated), and loads none.
+
+exit codes: 0 every line was answered; 2 some line has an error for an answer, or wrong usage; 3 checkpoint; 4 memory;
+  5 numerics; 1 our bug; 130 interrupted; 141 closed pipe. Codes 3 to 5 are about the whole run, not about a line.
+"""
+MAX_LINE = 64 << 20
+PROMPTS = ("prompt", "messages", "prompt_ids")
+LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids")
+READ_AHEAD = 64  # lines of a pipe
+
+
+def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> int:
+    """The command line; `stdin` and `stdout` take the place of the process's. Returns the exit code."""
+    parser = Parser("python -m engine.batch", DESCRIPTION, EPILOG)
+    add_model_flags(parser)
+    add_search_flags(parser)
+    add_limit_flags(parser)
+    group = parser.add_argument_group("batch")
+    group.add_argument("--input", default="-", metavar="FILE", help="- is stdin (-)")
+    group.add_argument("--output", default="-", metavar="FILE", help="must be new or empty; - is stdout (-)")
+    group.add_argument("--resume", action="store_true", help="go on where FILE ends")
+    add_trace_flag(group, "one page, on which the latest lines can be chosen by their ids")
+    add_verbosity_flags(parser)
+    args = parser.parse_args(argv)
+    return run(lambda: batch(args, stdin, stdout), args.verbose)
+
+
+def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] | None) -> int:
+    """Serve the input to its end. Raises CoppiceError for what is wrong with the whole run."""
+    make_search(args.search, search_params(args))  # a wrong command line is told before anything is loaded
+    traces = None
+    if args.trace is not None:
+        check_target(args.trace, args.input, args.output)
+        traces = Traces()
+    source = _open_input(args, stdin)
+    # A pipe is left to the end of the process: closing it would wait for the thread that reads it.
+    with source if source.seekable() else nullcontext(), closing(Sink.open(args, source, stdout)) as sink:
+        engine = load_engine(args)
+        meter = Meter(engine, args, source)
+        records = Records(source, engine, args, sink.kept, traces)
+        try:
+            with saving(traces, args.trace), closing(engine.serve(records, on_step=meter.step)) as outcomes:
+                for i, outcome in outcomes:
+                    meter.count(outcome)
+                    if args.verbose and isinstance(outcome, CoppiceError) and outcome.__cause__ is not None:
+                        traceback.print_exception(outcome)
+                    sink.put(i, answer(records.finish(i), outcome))
+        except KeyboardInterrupt:
+            if sink.file is None:
+                raise
+            raise KeyboardInterrupt(f"{args.output} has the answers so far; the same with --resume goes on") from None
+        finally:
+            meter.clear()
+        if records.index < len(sink.kept):
+            raise UsageError(
+                f"{args.output} has {len(sink.kept)} answers, the input only {records.index} records",
+                remedy="--resume needs the input that the answers are for",
+            )
+        meter.summary(len(sink.kept))
+        if sink.errors:
+            if not args.quiet:
+                print(f"{sink.errors} of {sink.lines} answers are errors", file=sys.stderr)
+            return UsageError.exit_code
+        return 0
+
+
+# --- records ---
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an answer belongs: the record's id, and its line in the input, from 1."""
+
+    id: str | int
+    line: int
+
+
+class Records:
+    """Iterates over what `Engine.serve` wants: requests, errors in their places, None while a pipe has nothing.
+
+    Args:
+        source: the input.
+        engine: for its tokenizer and template.
+        args: of the command line.
+        kept: ids of the records that are answered already.
+        traces: where to record what is done for the others.
+    """
+
+    def __init__(
+        self,
+        source: IO[bytes],
+        engine: Engine,
+        args: argparse.Namespace,
+        kept: Sequence[str | int],
+        traces: Traces | None = None,
+    ):
+        self.source, self.engine, self.args, self.kept, self.traces = source, engine, args, kept, traces
+        self.index = 0  # records read
+        self._places: dict[int, Place] = {}  # under way
+
+    def finish(self, i: int) -> Place:
+        """The place of the i-th request, which is answered now."""
+        return self._places.pop(i)
+
+    def __iter__(self) -> Iterator[Request | CoppiceError | None]:
+        for number, line in read_lines(self.source, lambda: bool(self._places)):
+            if line is None:
+                yield None
+                continue
+            if not line.strip():
+                continue
+            index, self.index = self.index, self.index + 1
+            record, error = None, None
+            try:
+                record = parse_record(line)
+            except UsageError as fault:
+                error = fault
+            identity = index if record is None else record.get("id", index)
+            if not _is_id(identity):
+                error, identity = UsageError(f"id: expected a string or an integer, got {_show(identity)}"), index
+            if index < len(self.kept):
+                if identity != self.kept[index]:
+                    raise UsageError(
+                        f"record {index} of the input has the id {identity!r}, its answer {self.kept[index]!r}",
+                        where=f"line {number} of the input",
+                        remedy="--resume needs the input that the answers are for",
+                    )
+                continue
+            self._places[index - len(self.kept)] = Place(identity, number)
+            try:
+                request = error or make_request(record or {}, self.engine, self.args)
+                if self.traces and isinstance(request, Request):
+                    request = replace(request, trace=self.traces.new(identity))
+                yield request
+            except CoppiceError as fault:
+                yield fault
+
+
+def read_lines(source: IO[bytes], busy: Callable[[], bool]) -> Iterator[tuple[int, bytes | None]]:
+    """Numbered lines of the input. From a pipe, (0, None) whenever it has none at the moment and `busy()`."""
+    lines = enumerate(iter(lambda: _line(source), b""), 1)
+    if source.seekable():
+        yield from ((number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line) for number, line in lines)
+        return
+    waiting: queue.Queue = queue.Queue(READ_AHEAD)
+
+    def read() -> None:
+        try:
+            for item in lines:
+                waiting.put(item)
+            waiting.put(None)
+        except Exception as error:
+            waiting.put(error)
+
+    threading.Thread(target=read, name="input", daemon=True).start()
+    while True:
+        try:
+            item = waiting.get(block=not busy())
+        except queue.Empty:
+            yield 0, None
+            continue
+        if item is None:
+            return
+        if isinstance(item, Exception):
+            raise item
+        yield item
+
+
+def _line(source: IO[bytes]) -> bytes:
+    """The next line; of one that is far too long only the beginning, so that a stray file does not fill the memory."""
+    try:
+        line = source.readline(MAX_LINE + 1)
+        if len(line) > MAX_LINE:
+            while (more := source.readline(1 << 20)) and not more.endswith(b"\n"):
+                pass
+    except OSError as error:
+        raise UsageError(f"cannot read the input: {error.strerror}") from None
+    return line
+
+
+def parse_record(line: bytes) -> dict[str, Any]:
+    """A line of the input as an object. Raises UsageError."""
+    if len(line) > MAX_LINE:
+        raise UsageError(f"the line has more than {MAX_LINE >> 20} MB")
+    try:
+        record = json.loads(
+            line.decode(),
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            parse_int=_sane,
+            object_pairs_hook=_unique,
+        )
+    except UnicodeDecodeError as error:
+        raise UsageError(f"not valid UTF-8: byte 0x{line[error.start]:02X} at {error.start}") from None
+    except RecursionError:
+        raise UsageError("malformed JSON: nested too deep") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"malformed JSON: {error.msg} at character {error.pos}") from None
+    if not isinstance(record, dict):
+        raise UsageError(f"expected a JSON object, got {_show(record)}")
+    return record
+
+
+def _no_constant(name: str) -> float:
+    raise UsageError(f"malformed JSON: {name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise UsageError(f"the number {digits[:40]} is out of range")
+    return value
+
+
+def _sane(digits: str) -> int:
+    if len(digits) > 20 or abs(value := int(digits)) >= 1 << 63:
+        raise UsageError(f"the integer {digits[:40]} is out of range")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise UsageError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} occurs twice")
+    return record
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool)
+
+
+def make_request(record: dict[str, Any], engine: Engine, args: argparse.Namespace) -> Request:
+    """The request of a record, with the command line for what it leaves open. Raises CoppiceError."""
+    _known(record, ["id", *PROMPTS, "params"], "")
+    given = [key for key in PROMPTS if key in record]
+    if len(given) != 1:
+        raise UsageError(f"expected one of prompt, messages and prompt_ids, got {' and '.join(given) or 'none'}")
+    params = record.get("params", {})
+    if not isinstance(params, dict):
+        raise UsageError(f"params: expected an object, got {_show(params)}")
+    known = ["search", *LIMITS, *dict.fromkeys(key for name in REGISTRY for key in parameters(name))]
+    _known(params, known, "params.")
+    options = limits(args) | {key: params[key] for key in LIMITS if key in params}
+    if isinstance(options["stop"], str):
+        options["stop"] = [options["stop"]]
+    _strings(options["stop"], "stop")
+    if not isinstance(options["ignore_eos"], bool):
+        raise UsageError(f"ignore_eos: expected true or false, got {_show(options['ignore_eos'])}")
+    if "eos_token_ids" in options:
+        _integers(options["eos_token_ids"], "eos_token_ids")
+    for key, words in paths().items():
+        if params.get(key) is not None and params[key] not in words:
+            also = f"; here it may be {' or '.join(words)}" if words else ""
+            raise UsageError(f"params.{key}: paths are given on the command line only{also}")
+    name = params.get("search", args.search)
+    own = {key: value for key, value in params.items() if key not in ("search", *LIMITS)}
+    inherited = search_params(args)
+    if isinstance(name, str) and name != args.search and name in REGISTRY:
+        inherited = {key: value for key, value in inherited.items() if key in parameters(name)}
+    search = make_search(name, inherited | own)
+    return Request(_prompt(given[0], record[given[0]], engine), search, messages=record.get("messages"), **options)
+
+
+def _prompt(key: str, value: Any, engine: Engine) -> Sequence[int]:
+    if key == "prompt_ids":
+        return _integers(value, key)
+    if key == "prompt":
+        if not isinstance(value, str):
+            raise UsageError(f"prompt: expected a string, got {_show(value)}")
+        return engine.tokenizer.encode(value)
+    if not isinstance(value, list) or not value:
+        raise UsageError(f"messages: expected a list of at least one message, got {_show(value)}")
+    for i, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise UsageError(f"messages[{i}]: expected an object, got {_show(message)}")
+        for part in ("role", "content"):
+            if not isinstance(message.get(part), str):
+                got = _show(message[part]) if part in message else "none"
+                raise UsageError(f"messages[{i}].{part}: expected a string, got {got}")
+    tokenizer = engine.tokenizer
+    if engine.template is None:
+        raise UsageError("messages: the model has no chat template", remedy="give a prompt, or --chat-template FILE")
+    return tokenizer.encode_rendered(engine.template.render(value))
+
+
+def _known(record: dict[str, Any], keys: Sequence[str], where: str) -> None:
+    for key in record:
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, 1)
+            remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(keys)}"
+            raise UsageError(f"{where}{key[:100]}: no such key", remedy=remedy)
+
+
+def _integers(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list) or any(type(item) is not int for item in value):
+        raise UsageError(f"{name}: expected a list of integers, got {_show(value)}")
+    return value
+
+
+def _strings(value: Any, name: str) -> None:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+        raise UsageError(f"{name}: expected a non-empty string or a list of them, got {_show(value)}")
+    for item in value:
+        check_utf8(item)
+
+
+def _show(value: Any) -> str:
+    """A JSON value for a message, cut short."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def answer(place: Place, outcome: SearchResult | CoppiceError) -> dict[str, Any]:
+    """The output record of a request."""
+    if isinstance(outcome, CoppiceError):
+        message = f"line {place.line}: {'; '.join(str(outcome).splitlines())}"
+        return {"id": place.id, "error": {"code": outcome.code, "message": message}}
+    return outcome.record(place.id)
+
+
+# --- files ---
+
+
+def _open_input(args: argparse.Namespace, stdin: IO[bytes] | None) -> IO[bytes]:
+    if args.input != "-":
+        try:
+            return open(args.input, "rb")
+        except OSError as error:
+            raise UsageError(f"cannot read the input: {error.strerror}", where=args.input) from None
+    if stdin is not None:
+        return stdin
+    if sys.stdin is None:
+        raise UsageError("standard input is closed", remedy="give --input FILE")
+    if sys.stdin.isatty() and not args.quiet:
+        print("JSON Lines are read from the terminal; Ctrl-D ends them", file=sys.stderr)
+    # A reader of its own: a thread that waits in sys.stdin holds a lock which the interpreter wants when it ends.
+    return open(sys.stdin.fileno(), "rb", closefd=False)
+
+
+class Sink:
+    """Writes answers in order, whole lines only.
+
+    Attributes:
+        file: --output FILE; None is stdout.
+        kept: ids of the answers that were there before.
+        lines, errors: answers in all, and those that are errors.
+    """
+
+    def __init__(self, stream: IO[bytes], name: str, file: io.FileIO | None = None):
+        self.stream, self.name, self.file = stream, name, file
+        self.kept: list[str | int] = []
+        self.lines = self.errors = 0
+        self._held: dict[int, dict[str, Any]] = {}
+        self._next = 0
+
+    @staticmethod
+    def open(args: argparse.Namespace, source: IO[bytes], stdout: IO[bytes] | None) -> "Sink":
+        """The output that the flags ask for. Raises UsageError."""
+        if args.output == "-":
+            if args.resume:
+                raise UsageError("--resume needs --output FILE")
+            if stdout is None and sys.stdout is None:
+                raise UsageError("standard output is closed", remedy="give --output FILE")
+            sink = Sink(stdout or sys.stdout.buffer, "standard output")
+            if _same_file(source, sink.stream):
+                raise UsageError("the input and the output are the same file")
+            return sink
+        file = None
+        try:
+            file = open(args.output, "ab", buffering=0)  # noqa: SIM115  (the sink closes it)
+            sink = Sink(file, args.output, file)
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                sink._lock(args.quiet)
+            if _same_file(source, file):
+                raise UsageError("the input and the output are the same file", where=args.output)
+            if args.resume:
+                sink._keep()
+            elif os.fstat(file.fileno()).st_size:
+                remedy = "--resume goes on with it; or give another name, or delete it"
+                raise UsageError("the output file exists and is not empty", where=args.output, remedy=remedy)
+        except OSError as error:
+            raise UsageError(f"cannot write the output: {error.strerror}", where=args.output) from None
+        except UsageError:
+            if file is not None:
+                file.close()
+            raise
+        return sink
+
+    def _lock(self, quiet: bool) -> None:
+        """Keep other runs from writing to the file, until it is closed. Raises UsageError if one is."""
+        assert self.file is not None
+        try:
+            if not lock(self.file.fileno()) and not quiet and sys.stderr is not None:
+                note = f"{self.name}: its file system has no locks; no other run may write to it meanwhile"
+                print(note, file=sys.stderr)
+        except BlockingIOError:
+            remedy = "wait until that run has ended, or give another --output"
+            raise UsageError("another run is writing to the output file", where=self.name, remedy=remedy) from None
+
+    def _keep(self) -> None:
+        """Count the answers that the file has; cut off a torn last line."""
+        assert self.file is not None
+        whole = 0
+        with open(self.name, "rb") as old:
+            for number, line in enumerate(old, 1):
+                head = b'{"id": '
+                if not line.endswith(b"\n") and (line.startswith(head) or head.startswith(line)):
+                    break
+                try:
+                    record = json.loads(line)
+                    identity = record["id"]
+                    if not _is_id(identity) or ("outputs" in record) == ("error" in record):
+                        raise ValueError
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    raise UsageError(
+                        "--resume: this is no answer of an earlier run",
+                        where=f"{self.name}, line {number}",
+                        remedy="give the file that the interrupted run wrote",
+                    ) from None
+                self.kept.append(identity)
+                self.errors += "error" in record
+                whole += len(line)
+        self.lines = len(self.kept)
+        if stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
+            self.file.truncate(whole)
+
+    def put(self, i: int, record: dict[str, Any]) -> None:
+        """Take the i-th answer; write it and what waited for it, if all before it are written."""
+        self._held[i] = record
+        while self._next in self._held:
+            record = self._held.pop(self._next)
+            # A lone surrogate (of an id) leaves as it came: as an escape of JSON.
+            line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
+            self._write(line + b"\n")
+            self._next += 1
+            self.lines += 1
+            self.errors += "error" in record
+
+    def _write(self, line: bytes) -> None:
+        size = os.fstat(self.file.fileno()).st_size if self.file else 0
+        try:
+            left = memoryview(line)
+            while left:
+                left = left[self.stream.write(left) :]
+            self.stream.flush()
+        except BaseException as error:
+            if self.file and stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
+                self.file.truncate(size)  # whole lines only, also when the disk is full
+            if isinstance(error, BrokenPipeError) or not isinstance(error, OSError):
+                raise
+            remedy = "its lines are whole: make room, and go on with --resume" if self.file else ""
+            raise UsageError(f"cannot write the output: {error.strerror}", where=self.name, remedy=remedy) from None
+
+    def close(self) -> None:
+        if self.file:
+            self.file.close()
+
+
+def _same_file(a: IO[bytes], b: IO[bytes]) -> bool:
+    try:
+        one, two = os.fstat(a.fileno()), os.fstat(b.fileno())
+    except (OSError, ValueError):  # not files of the system
+        return False
+    return stat.S_ISREG(one.st_mode) and os.path.samestat(one, two)
+
+
+# --- progress ---
+
+
+class Meter:
+    """Progress on stderr: one line that is drawn over on a terminal, a line now and then elsewhere with -v."""
+
+    def __init__(self, engine: Engine, args: argparse.Namespace, source: IO[bytes]):
+        self.engine = engine
+        self.terminal = sys.stderr is not None and sys.stderr.isatty()
+        self.quiet, self.notes = args.quiet or sys.stderr is None, set()  # what searches told, once each
+        self.on = not args.quiet and (self.terminal or args.verbose)
+        self.began = time.monotonic()
+        self.shown, self.drawn = self.began, False
+        self.done = self.tokens = self.peak = 0
+        self.total = _count(source) if self.on and args.input != "-" else None
+        machine = engine.capabilities
+        if self.on:
+            told = f"{engine.name} loaded in {engine.load_seconds:.1f} s", machine.precision, machine.paths
+            print(*filter(None, told), sep="\n", file=sys.stderr)
+        if machine.warning and not self.quiet:
+            print(machine.warning, file=sys.stderr)
+
+    def count(self, outcome: SearchResult | CoppiceError) -> None:
+        """An answer is there, and about to be written."""
+        self.clear()
+        self.done += 1
+        if isinstance(outcome, SearchResult):
+            self.tokens += outcome.stats["new_tokens"]
+
+    def step(self, driver: Driver) -> None:
+        """A step is made."""
+        for note in [r.report.info["note"] for r in driver.running if "note" in r.report.info]:
+            if not self.quiet and note not in self.notes:
+                self.clear()
+                self.notes.add(note)
+                print(note, file=sys.stderr)
+        if not self.on:
+            return
+        live = self.engine.pool.used_pages * self.engine.pool.page_bytes
+        self.peak = max(self.peak, live)
+        now = time.monotonic()
+        if now - self.shown < (0.2 if self.terminal else 10):
+            return
+        self.shown = now
+        tokens = self.tokens + sum(len(r.report.best()) for r in driver.running if r.report.best)
+        of = "" if self.total is None else f"/{self.total}"
+        text = f"{self.done}{of} lines, {tokens / (now - self.began):.0f} tokens/s, KV {live / 1e6:.1f} MB"
+        print(f"\r{text}\x1b[K" if self.terminal else f"{text}\n", end="", file=sys.stderr, flush=True)
+        self.drawn = self.terminal
+
+    def clear(self) -> None:
+        """Wipe the line away, for something else to be written."""
+        if self.drawn:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self.drawn = False
+
+    def summary(self, kept: int) -> None:
+        """All is done."""
+        if not self.on:
+            return
+        seconds = time.monotonic() - self.began
+        text = f"{self.done} lines, {self.tokens} new tokens in {seconds:.1f} s ({self.tokens / seconds:.0f} tokens/s)"
+        before = f"; {kept} lines were there before" if kept else ""
+        print(f"{text}, KV peak {self.peak / 1e6:.1f} MB{before}", file=sys.stderr)
+
+
+def _count(source: IO[bytes]) -> int | None:
+    """Records of a file; None for a pipe."""
+    if not source.seekable():
+        return None
+    count = sum(1 for line in iter(lambda: _line(source), b"") if line.strip())
+    source.seek(0)
+    return count

@@ -1,0 +1,257 @@
+"""The chat: `python -m engine.chat`. On a terminal a conversation, with piped input one reply."""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.app import cli, transcript
+from engine.app.commands import ALIASES, COMMANDS, decode_prompt, literal, read_prompt, tell_loaded
+from engine.app.dialog import Dialog
+from engine.app.terminal import Interrupt, Label, Quit, Screen
+from engine.app.trace_page import check_target
+from engine.capabilities import dtype_name
+from engine.conversation import OVERFLOW, Conversation
+from engine.demo import BANNER, demo_folder, is_demo
+from engine.engine import Engine
+from engine.errors import UsageError
+from engine.requests import Search
+from engine.trace import Traces
+from engine.version import __version__
+from models.checkpoint import Checkpoint
+from search.base import REGISTRY, make_search, parameters
+from search.outside import find_search
+from search.values import plain
+
+LIMITS = ("max_new_tokens", "ignore_eos", "stop")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `/set` may change: the search, its parameters, the limits (see `engine.app.dialog.Settings`).
+
+    `params` may hold parameters of other searches, for when one changes back.
+    """
+
+    search: str
+    params: Mapping[str, Any]
+    max_new_tokens: int
+    ignore_eos: bool
+    stop: tuple[str, ...]
+
+    @property
+    def searches(self) -> Sequence[str]:
+        """Names of all there are."""
+        return tuple(REGISTRY)
+
+    def configuration(self) -> Search:
+        """The search's configuration. Raises UsageError."""
+        known = parameters(self.search)
+        return make_search(self.search, {key: value for key, value in self.params.items() if key in known})
+
+    def limits(self) -> dict[str, Any]:
+        """Options of `Engine.stream`."""
+        return {key: getattr(self, key) for key in LIMITS}
+
+    def shown(self) -> dict[str, Any]:
+        """Everything in force, by the names that users write."""
+        search = self.configuration()
+        own = {key: plain(getattr(search, field)) for key, field in parameters(self.search).items()}
+        return {"search": self.search} | own | self.limits()
+
+    def changed(self, changes: Mapping[str, Any]) -> "Settings":
+        """Settings with these changes, all or none. Raises UsageError."""
+        changes = dict(changes)
+        name = changes.pop("search", self.search)
+        if isinstance(name, str):
+            name = find_search(name) or name
+        limits = {key: changes.pop(key) for key in LIMITS if key in changes}
+        if type(new := limits.get("max_new_tokens", 1)) is not int or new < 1:
+            raise UsageError(f"max_new_tokens: expected an integer >= 1, got {new!r}")
+        if not isinstance(ignore := limits.get("ignore_eos", False), bool):
+            raise UsageError(f"ignore_eos: expected true or false, got {ignore!r}")
+        if "stop" in limits:
+            stop = limits["stop"]
+            limits["stop"] = tuple(stop) if isinstance(stop, list) else (str(stop),) if stop != "" else ()
+        known = parameters(name) if isinstance(name, str) and name in REGISTRY else {}
+        make_search(name, {key: value for key, value in self.params.items() if key in known} | changes)
+        return dataclasses.replace(self, search=name, params={**self.params, **changes}, **limits)
+
+
+# --- texts ---
+
+
+def banner(engine: Engine, settings: Settings, folder: str | Path) -> str:
+    """What a person should know before the first prompt."""
+    count = sum(math.prod(tensor.shape) for tensor in Checkpoint.open(folder).tensors.values())
+    keys, machine = engine.pool.cache.k_LGSD, engine.capabilities
+    dtype, device = machine.precision or dtype_name(keys.dtype), keys.device
+    where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+    params = ", ".join(f"{key} {literal(value)}" for key, value in settings.params.items())
+    context = f"context {engine.shape.max_positions} tokens" if engine.shape.max_positions else "context without limit"
+    lines = [
+        f"coppice {__version__} · {engine.name}: {_count(count)} parameters, {dtype}, {where}, "
+        f"loaded in {engine.load_seconds:.1f} s",
+        f"search {settings.search}{f' ({params})' if params else ''} · {context}, "
+        f"cache for {engine.pool.pages * engine.pool.page_size}",
+    ]
+    if machine.paths:
+        lines.append(machine.paths)
+    if engine.template is None:
+        lines.append("no chat template: plain completion. Each prompt is continued, the text so far is its context.")
+    if is_demo(folder):
+        lines.append(BANNER)
+    return "\n".join([*lines, "/help lists the commands; Ctrl-C stops a reply, Ctrl-D leaves"])
+
+
+def _count(number: int) -> str:
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)
+
+
+# --- the command line ---
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags, in groups."""
+    parser = cli.Parser(
+        "python -m engine.chat",
+        "Talk to a model. On a terminal: a conversation. With -p or piped input: one reply on stdout.",
+        "exit codes: 0 fine, 1 our bug, 2 usage, input or a fault of a search of your own, 3 checkpoint, 4 memory,\n"
+        "5 numerics, 130 interrupted, 141 closed pipe",
+    )
+    cli.add_model_flags(parser)
+    cli.add_search_flags(parser)
+    cli.add_limit_flags(parser)
+    group = parser.add_argument_group("chat")
+    prompts = group.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "-p", "--prompt", metavar="TEXT", help="one reply to this (piped input is appended; -: that alone), then exit"
+    )
+    prompts.add_argument("--prompt-file", metavar="FILE", help="likewise, to a file's text (-: piped input)")
+    group.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
+    group.add_argument(
+        "--on-overflow",
+        choices=OVERFLOW,
+        default=OVERFLOW[0],
+        help="when the context is full: the oldest turns go unseen, or the new one is refused (drop-turns)",
+    )
+    group.add_argument("--load", metavar="FILE", help="go on with a saved conversation")
+    group.add_argument("--save", metavar="FILE", type=Path, help="save the conversation after every turn")
+    group.add_argument("--show-beams", action="store_true", help="the live candidates under the text, on a terminal")
+    group.add_argument("--stats", action="store_true", help="figures after each reply, on stderr")
+    group.add_argument("--json", action="store_true", help="replies as JSON lines, as engine.batch writes them")
+    cli.add_trace_flag(group, "of the latest replies, written after each")
+    cli.add_verbosity_flags(parser)
+    return parser
+
+
+def one_shot(args: argparse.Namespace) -> str | None:
+    """The only prompt, from the flags and from piped input; None on a terminal. Raises UsageError."""
+    given, piped_alone = args.prompt, "-" in (args.prompt, args.prompt_file)
+    if piped_alone:
+        given = None
+    elif args.prompt_file is not None:
+        given = read_prompt(args.prompt_file, pipes=True)  # --prompt-file <(command)
+    if not piped_alone and sys.stdin is not None and sys.stdin.isatty():
+        return given
+    piped = decode_prompt(sys.stdin.buffer.read() if sys.stdin is not None else b"", "stdin")
+    if given is not None:
+        return f"{given}\n{piped}" if piped else given
+    if not piped.strip():
+        raise UsageError("the input is empty", where="stdin", remedy="pipe a prompt in, or give -p TEXT")
+    return piped
+
+
+def chat(args: argparse.Namespace) -> int:
+    """Run the command line. Returns the exit code; raises CoppiceError."""
+    make_search(args.search, cli.search_params(args))
+    settings = Settings(args.search, cli.search_params(args), **cli.limits(args))
+    if sys.stdout is None:
+        raise BrokenPipeError("stdout is closed")
+    file_state = transcript.state(args.save) if args.save is not None else None
+    saved = transcript.load(args.load) if args.load is not None else None
+    if args.save is not None:
+        check_save(args.save, args.load)
+    if args.trace is not None:
+        check_target(args.trace, args.save, args.load, args.prompt_file)
+    prompt = one_shot(args)
+    # Whatever the locale. Bytes that are not UTF-8 come in as surrogates, which are refused when the text is encoded.
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stderr, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors=errors)
+    screen = Screen(quiet=args.quiet)
+    if args.show_beams and not screen.lively and not args.quiet:
+        screen.note("--show-beams is for terminals: ignored here")
+    began = time.monotonic()
+    with screen.status(lambda: Label("", f"[loading the model: {time.monotonic() - began:.1f} s]")):
+        engine = cli.load_engine(args)
+    if engine.capabilities.warning and not args.quiet:
+        screen.note(engine.capabilities.warning)
+    conversation = Conversation(engine, args.system, args.on_overflow)
+    with Interrupt() as interrupt, contextlib.closing(conversation.session):
+        dialog = Dialog(
+            conversation,
+            settings,
+            screen,
+            interrupt,
+            commands=COMMANDS,
+            aliases=ALIASES,
+            as_json=args.json,
+            stats=args.stats,
+            show_beams=args.show_beams,
+            file=args.save,
+            file_state=file_state,
+            traces=Traces() if args.trace is not None else Traces(0) if prompt is None else None,  # 0: the last
+            trace_file=args.trace,
+            verbose=args.verbose,
+        )
+        if saved is not None:
+            conversation.restore(saved.turns, saved.system if args.system is None else args.system)
+            dialog.mark_saved()
+        if prompt is not None:
+            return cli.INTERRUPTED if dialog.reply(prompt).finish_reason == "interrupted" else 0
+        screen.hint(banner(engine, settings, args.model or demo_folder()))
+        if saved is not None:
+            tell_loaded(dialog, saved)
+        return dialog.converse()
+
+
+def check_save(file: Path, loaded: str | None) -> None:
+    """Refuse a file that cannot be saved to, or that holds a conversation which is not the loaded one."""
+    transcript.check_target(file)
+    with contextlib.suppress(OSError):
+        if file.expanduser().stat().st_size and (
+            loaded is None or not file.expanduser().samefile(Path(loaded).expanduser())
+        ):
+            raise UsageError(
+                "the file holds a saved conversation, which the first turn would replace",
+                where=str(file),
+                remedy=f"--load {file} goes on with it; or give another name, or delete it",
+            )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line's entry; returns the exit code."""
+    args = parser().parse_args(argv)
+
+    def run() -> int:
+        try:
+            return chat(args)
+        except Quit as quit:
+            if quit.exit_code == cli.INTERRUPTED:
+                raise
+            return quit.exit_code
+
+    return cli.run(run, args.verbose)

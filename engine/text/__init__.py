@@ -1,0 +1,1 @@
+"""Text in and out: tokenizers, chat templates in their sandbox, detokenizing, stop strings."""
