@@ -26,7 +26,7 @@ from engine.demo import with_defaults
 from engine.errors import CoppiceError, UsageError
 from engine.requests import SearchGenerator, SearchResult, Task
 from search.sbon import BoN, Race
-from search.sbon_rates import accepted, kendall
+from search.sbon.rates import accepted, kendall
 from tools.bench.figures import draw
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, finish, stamp, table

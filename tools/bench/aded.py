@@ -22,8 +22,8 @@ from engine.errors import UsageError
 from engine.requests import Evaluate, Search, SearchGenerator, Task
 from kernels.rows.reference import peaks
 from search import ADED, Greedy, Sample
-from search.drafters import MCTS, Draft
-from search.ngrams import count, merge, open_store, write_store
+from search.aded.drafters import MCTS, Draft
+from search.aded.ngrams import count, merge, open_store, write_store
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.measure import progress, spread
 from tools.bench.report import add_save_flag, finish, stamp, table

@@ -26,7 +26,7 @@ from kernels.rows.reference import peaks
 from models.checkpoint import Checkpoint
 from models.layers import ModelShape
 from search import DSBD, BeamSample, Sample, Speculative
-from search.joint import Reader
+from search.dsbd.joint import Reader
 from tools.bench.aded import corpus
 from tools.bench.figures import draw
 from tools.bench.measure import progress, spread

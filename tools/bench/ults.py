@@ -18,7 +18,7 @@ from engine.pool import PagePool
 from engine.requests import Evaluate, Search, SearchGenerator, SearchResult, Task
 from engine.tree import TokenTree
 from search import ULTS, Sample, Trie
-from search.ults_prior import Vectors
+from search.ults.prior import Vectors
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.figures import draw, need_figures
 from tools.bench.measure import progress
