@@ -8,7 +8,6 @@ import importlib.util
 import os
 import re
 from array import array
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from kernels.layout import KVCache, TreeLayout
 from kernels.stack import Layer, Matrix, Norm, Stack
 from kernels.tree_attention import tree_attention
 
-ROOT = Path(__file__).parents[2]
 needs_cpp = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 IMPLS = ["reference", "cpu", *([] if cpp.why_not() else ["cpp"]), *(["triton"] if INTERPRETED else [])]
@@ -499,24 +497,3 @@ def test_draws_and_leaders_that_are_refused():
             leaders(logprobs, places)
     with pytest.raises(ValueError, match="expected a token or more"):
         kernels.beams.Leaders(5, 1.0, 2, 1.0, 0)
-
-
-# --- the table of functions ---
-
-
-def test_the_table_has_what_python_calls_and_what_cpp_offers():
-    offered = {}
-    for source in cpp.SOURCES:
-        text = re.sub(r"//.*", "", source.read_text("utf-8"))
-        for kind, name, arguments in re.findall(r"\b(void|int64_t) coppice_(\w+)\(([^)]*)\)\s*\{", text):
-            letters = [
-                "p" if "*" in x else {"float": "f", "double": "d"}.get(x.split()[0], "i") for x in arguments.split(",")
-            ]
-            offered[name] = "".join(letters) + (">i" if kind == "int64_t" else "")
-    assert offered == cpp.OPERATORS
-    called = set()
-    for path in (ROOT / "kernels").rglob("*.py"):
-        prefix = "ngrams_" if path.parent.name == "ngrams" else ""
-        text = path.read_text("utf-8")
-        called |= {prefix + name for name in re.findall(r'(?<!def )\b_?function\("(\w+)"', text)}
-    assert called == set(cpp.OPERATORS)
