@@ -17,7 +17,7 @@ from engine.pool import PagePool
 from engine.requests import Report, Task
 from engine.sampling import Uniforms, Warp
 from engine.tree import TokenTree
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import DSBD, BeamSample, Greedy, Speculative, make_search
 from search.dsbd.joint import Reader, pick
 

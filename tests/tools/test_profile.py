@@ -11,8 +11,8 @@ import torch
 from engine import Engine
 from engine.demo import demo_folder
 from engine.pool import PagePool
-from models.layers import ModelShape
-from models.linear import Linear
+from models.config import ModelShape
+from models.floats import FloatLinear
 from search import Trie
 from tools.bench import limits
 from tools.kernels.scenes import scene
@@ -91,7 +91,7 @@ def test_attention_by_hand():
 
 
 def test_linear_layers_by_hand():
-    layer = Linear([torch.randn(5, 8), torch.randn(3, 8)], dtype=torch.float32, device=torch.device("cpu"))
+    layer = FloatLinear([torch.randn(5, 8), torch.randn(3, 8)], dtype=torch.float32, device=torch.device("cpu"))
     x = torch.randn(4, 8)
     assert linear_work(layer, x, layer(x)) == (4 * (64 + 32 + 32), 2 * 4 * 8 * 8)
 

@@ -15,7 +15,7 @@ from engine.pool import PagePool
 from kernels.kv_write import reference as reference_write
 from kernels.layout import TRASH_SLOT, TreeLayout
 from kernels.tree_attention import reference as reference_attention
-from models.layers import ModelShape
+from models.config import ModelShape
 from tools.bench import gpu, limits
 from tools.bench.measure import spread
 from tools.kernels.contenders import PACKED, Contender, check_result, packed
