@@ -9,7 +9,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from kernels.checks import expect, floats
+from kernels.checks import expect, floats, native
 from kernels.cpp import KINDS, function, why_not
 
 FEW = 256  # rows, a whole pass; of more, oneDNN may be some hundredths quicker
@@ -64,12 +64,7 @@ def _check(x: Tensor, address: int, dtype: torch.dtype, out_features: int, bias:
         raise ValueError(f"address: expected panels of {list(found)}, got {_PACKED.get(address, 'no packed matrix')}")
     if bias is not None:
         expect("bias", bias, x.dtype, (out_features,), x.device)
-    _check_able(x)
-
-
-def _check_able(x: Tensor) -> None:
-    if x.dtype not in KINDS or not x.is_cpu:
-        raise ValueError(f"impl 'cpp': expected float32, bfloat16 or float16 on a CPU, got {x.dtype} on {x.device}")
+    native(x)
 
 
 def few_rows(x: Tensor) -> bool:
@@ -144,7 +139,7 @@ def quantize(x: Tensor, *, impl: str) -> tuple[Tensor, Tensor]:
         steps = x.to(torch.float32, copy=True)
         top = steps.abs().amax(-1, keepdim=True)
         return steps.mul_(127 / top).add_(128.5).int().to(torch.uint8), top.to(x.dtype)
-    _check_able(x)
+    native(x)
     x, width = x.contiguous(), x.shape[-1]
     steps = torch.empty(x.shape, dtype=torch.uint8)
     top = torch.empty(*x.shape[:-1], 1, dtype=x.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.cpp import KINDS, OPERATORS, function
+from kernels.custom_ops import like, register
 from kernels.layout import TreeLayout
 
 _CPU = torch.device("cpu")
@@ -102,13 +103,6 @@ def attend(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, seen: Seen, scale: float
     return out_THD
 
 
-def check_able(q_THD: Tensor) -> None:
-    """Raises ValueError for what C++ does not have."""
-    if q_THD.dtype not in KINDS or not q_THD.is_cpu:
-        got = f"{q_THD.dtype} on {q_THD.device}"
-        raise ValueError(f"impl 'cpp': expected float32, bfloat16 or float16 on a CPU, got {got}")
-
-
 def tree_attention(
     q_THD: Tensor,
     k_GSD: Tensor,
@@ -124,7 +118,7 @@ def tree_attention(
     window: int | None,
 ) -> Tensor:
     """The operator that compilers and profilers see, which comes without a layout that remembers being checked."""
-    check_able(q_THD)
+    checks.native(q_THD)
     checks.queries(q_THD, k_GSD, v_GSD, window)
     trunk = positions_T, token_starts, trunk_seen_T, trunk_runs
     tensors = *trunk, branch_slots_RW, branch_positions_RW, ancestry_TC
@@ -135,9 +129,4 @@ def tree_attention(
     return attend(q_THD, k_GSD, v_GSD, told, scale, window)
 
 
-torch.library.custom_op("coppice::tree_attention_cpp", tree_attention, mutates_args=())
-
-
-@torch.library.register_fake("coppice::tree_attention_cpp")
-def _(q_THD, *_args):
-    return q_THD.new_empty(q_THD.shape)
+register("tree_attention_cpp", tree_attention, like)
