@@ -33,7 +33,7 @@ void coppice_rotary(int64_t kind, int64_t threads, const void* x, const void* co
 // x [rows, 2 * width]: gates, then the values that they scale.
 void coppice_silu_mul(int64_t kind, int64_t threads, const void* x, void* out, int64_t rows, int64_t width);
 
-// `number` counts the names in reference.py's ACTIVATIONS.
+// `number`: the place of a name in ACTIVATIONS of rows/checks.py.
 void coppice_activation(int64_t kind, int64_t threads, int64_t number, const void* x, void* out, int64_t rows,
                         int64_t width);
 

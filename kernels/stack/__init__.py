@@ -1,5 +1,5 @@
 """All layers of a decoder in one call, for a step of few rows on a CPU: the operators as the models call them, one
-after the other (stack.cpp). Their definitions are those of the operators."""
+after the other (native.cpp). Their definitions are those of the operators."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ from kernels.checks import expect
 from kernels.cpp import KINDS, OPERATORS, function, watched
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import few_rows
-from kernels.rows.cpp import ACTIVATIONS
-from kernels.tree_attention import cpp
+from kernels.rows.checks import ACTIVATIONS
+from kernels.tree_attention import native
 
 _STRUCTURES = OPERATORS.structures
 
@@ -100,7 +100,7 @@ class Stack:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self._check()
         dtype, (width,) = self.weight_E.dtype, self.weight_E.shape
-        gated, number = activation is None, 0 if activation is None else ACTIVATIONS[activation]
+        gated, number = activation is None, 0 if activation is None else ACTIVATIONS.index(activation)
         sizes = len(layers), heads, kv_heads, head_dim, width, layers[0].up.outs // (2 if gated else 1), gated, number
         self._layers = (_STRUCTURES["Layer"] * len(layers))(*map(_layer, layers))
         pointer = ctypes.addressof(self._layers)
@@ -180,7 +180,7 @@ class Stack:
         out_TE, threads = torch.empty_like(x_TE), torch.get_num_threads()
         heads_THD = torch.empty(T, self.heads + 2 * self.kv_heads, D, dtype=x_TE.dtype)  # queries, keys, values
         queries_THD = heads_THD[:, : self.heads]
-        problem = cpp.problem(queries_THD, self.kv_heads, S, cpp.seen(layout, S), 1.0, None, threads)
+        problem = native.problem(queries_THD, self.kv_heads, S, native.seen(layout, S), 1.0, None, threads)
         function("stack")(
             *map(ctypes.addressof, (self._packed, problem, rotated)),
             *(threads, x_TE.data_ptr(), cache.k_LGSD.data_ptr(), cache.v_LGSD.data_ptr()),

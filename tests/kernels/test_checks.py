@@ -14,15 +14,15 @@ import torch
 
 import kernels.beams
 from kernels import cpp, linear, ngrams, rows
-from kernels.kv_write import cpu as kv_cpu
 from kernels.kv_write import kv_copier, kv_write
+from kernels.kv_write import torch as kv_torch
 from kernels.layout import KVCache, TreeLayout
 from kernels.stack import Layer, Matrix, Norm, Stack
 from kernels.tree_attention import tree_attention
 
 needs_cpp = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-IMPLS = ["reference", "cpu", *([] if cpp.why_not() else ["cpp"]), *(["triton"] if INTERPRETED else [])]
+IMPLS = ["reference", "torch", *([] if cpp.why_not() else ["cpp"]), *(["triton"] if INTERPRETED else [])]
 S = 40  # slots of the caches
 
 
@@ -98,7 +98,7 @@ def test_no_rows_are_written_nowhere():
 
 
 @pytest.mark.parametrize(
-    "make", [kv_copier, lambda k, v: lambda *slots: kv_cpu.kv_copy(k, v, *slots)], ids=["cpp", "cpu"]
+    "make", [kv_copier, lambda k, v: lambda *slots: kv_torch.kv_copy(k, v, *slots)], ids=["cpp", "torch"]
 )
 @pytest.mark.parametrize(("source", "target"), [([1, 2], [3]), ([1], [S]), ([-1], [3]), ([1], [10**9])])
 def test_copies_that_are_refused(make, source, target):
@@ -370,7 +370,7 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("case", BAD_ROWS)
 def test_rows_that_are_refused(case):
-    assert "expected" in refusals(BAD_ROWS[case], ["cpu", "cpp"])
+    assert "expected" in refusals(BAD_ROWS[case], ["torch", "cpp"])
 
 
 # --- products ---
@@ -434,7 +434,7 @@ def test_a_matrix_that_is_gone_has_no_address(monkeypatch):
 
 @pytest.mark.parametrize("x", [torch.ones(2, 8).long(), torch.ones(2, 0), torch.tensor(1.0)])
 def test_rows_that_are_not_quantised(x):
-    assert "x: expected" in refusals(lambda impl: linear.quantize(x, impl=impl), ["cpu", "cpp"])
+    assert "x: expected" in refusals(lambda impl: linear.quantize(x, impl=impl), ["torch", "cpp"])
 
 
 # --- n-grams and beams ---
