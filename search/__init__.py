@@ -18,10 +18,11 @@ from search.base import (
     register,
 )
 from search.beam_sample import BeamSample
-from search.dsbd import DSBD, Speculative
+from search.dsbd import DSBD
 from search.greedy import Greedy
 from search.sample import Sample
 from search.sbon import BoN, SBoN
+from search.speculative import Speculative
 from search.trie import Trie
 from search.ults import ULTS
 

@@ -15,7 +15,7 @@ from engine.app import cli
 from engine.errors import UsageError
 from engine.text.tokenizer import Tokenizer
 from models.checkpoint import Checkpoint
-from search.ngrams import MAGIC, REST, SUCCESSORS, Run, count, merge, open_store, write_store
+from search.aded.ngrams import MAGIC, REST, SUCCESSORS, Run, count, merge, open_store, write_store
 
 PIECE = 1 << 18  # characters tokenised at once
 HELD = 1 << 22  # distinct tri-grams of a piece of work, about; 16 bytes each, and as much again while they are merged

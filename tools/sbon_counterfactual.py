@@ -26,10 +26,10 @@ from engine.demo import with_defaults
 from engine.errors import CoppiceError, UsageError
 from engine.requests import SearchGenerator, SearchResult, Task
 from search.sbon import BoN, Race
-from search.sbon_rates import accepted, kendall
+from search.sbon.rates import accepted, kendall
 from tools.bench.figures import draw
 from tools.bench.measure import progress
-from tools.bench.report import finish, stamp, table
+from tools.bench.report import add_save_flag, finish, stamp, table
 from tools.demo.generator import dialogue
 
 ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -376,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     two = commands.add_parser("analyse", help="tables and figures of what was collected")
     two.add_argument("file", metavar="FILE")
     two.add_argument("--score", type=float, default=98, help="the least that is wanted (%(default)s)")
-    two.add_argument("--save", metavar="FILE", help="also write the section sbon-counterfactual of this page")
+    add_save_flag(two, "sbon")
     two.add_argument("--faithful", action="store_true", help="the paper's rule: finished utterances may be rejected")
     two.set_defaults(run=analyse)
     three = commands.add_parser("gaussian", help="the same for Gaussian rewards of known correlation")

@@ -20,7 +20,7 @@ from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError
 from search import ULTS
 from search.base import Output, Search, SearchGenerator, SearchResult, Task
-from search.ults_prior import Vectors, cache_file, gather
+from search.ults.prior import Vectors, cache_file, gather
 
 
 @dataclass(frozen=True)

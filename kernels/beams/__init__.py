@@ -1,6 +1,6 @@
 """Calls the C++ joint distributions of beams (beams.cpp): their best cells, draws, and which drafts are accepted.
 
-`search.joint` and `search.verify` are the definition. Cells are numbers node * vocab + token, in ascending order.
+`search.dsbd.joint` and `search.dsbd.verify` are the definition. Cells are numbers node * vocab + token, ascending.
 """
 
 import ctypes
@@ -69,7 +69,7 @@ class Leaders:
 
         Args:
             logprobs: of the beams.
-            rows: of each beam in turn its node, its entries, and what is known of its row (see `search.joint.Told`):
+            rows: of each beam in turn its node, its entries, and what is known of its row (`search.dsbd.joint.Told`):
                 the address, how many log-probabilities, WHOLE, MASSED or DENSE, the address of its peaks if it is
                 dense (0: unknown). Addresses are those of `address`.
 
@@ -88,7 +88,7 @@ class Leaders:
 
 
 def draw(probs: "array[float]", n: int, *, iid: bool, key: Key) -> list[int]:
-    """See `search.verify.draw`. Raises ValueError for what is no distribution of float64, or fewer than no draws."""
+    """See `search.dsbd.verify.draw`. Raises ValueError for no distribution of float64, or fewer than no draws."""
     where = _place(probs, "d")
     if n < 0 or not len(probs):
         raise ValueError(f"expected a cell or more, and no draw or more, got {len(probs)} and {n}")

@@ -1,5 +1,5 @@
-// What is drawn from joint distributions of beams, where few cells (beam, token) can be: `search.joint` and
-// `search.verify`, in one call for each layer.
+// What is drawn from joint distributions of beams, where few cells (beam, token) can be: `search.dsbd.joint` and
+// `search.dsbd.verify`, in one call for each layer.
 //
 // Cells are in ascending order. Numbers are those of Python, but for the last bit of sums that it rounds once.
 
@@ -53,7 +53,7 @@ void pick(const double* probs, int64_t size, int64_t draws, Numbers& numbers, st
         out.push_back(std::upper_bound(sums.begin(), sums.end(), numbers.next() * sum) - sums.begin());
 }
 
-// p', what is left of p after rejections, see `search.verify.Rest`.
+// p', what is left of p after rejections, see `search.dsbd.verify.Rest`.
 struct Rest {
     const double *p, *q;
     int64_t size;
@@ -240,7 +240,7 @@ bool warp(const std::vector<Row>& rows, double temperature, int64_t top_k, doubl
 
 }  // namespace
 
-// The cells that p_beam, warped, leaves: `search.joint.Reader._leaders`. Count is -1 if more may be drawn than can be
+// The cells that p_beam, warped, leaves: `search.dsbd.joint.Reader._leaders`. Count is -1 if more may be drawn than can be
 // told here, or more than there is room for.
 //
 // Of each beam its log-probability; and six places: its node; its entries; the address of what is known of its row, how
@@ -249,7 +249,7 @@ extern "C" void coppice_leaders(int64_t beams, const double* logprobs, const int
                                 double temperature, int64_t top_k, double top_p, int64_t room, double* probs,
                                 double* logps, int64_t* cells, int64_t* count) {
     constexpr int64_t NUCLEUS[] = {32, 256, 1024};  // cells that are looked at for top-p
-    constexpr int64_t SMALL = 64;                   // vocabularies no larger are known whole, as in `search.joint`
+    constexpr int64_t SMALL = 64;                   // vocabularies no larger are known whole, as in `search.dsbd.joint`
     enum { WHOLE = 1, MASSED = 2, DENSE = 4 };      // as in __init__.py
     *count = -1;
     const double best = *std::max_element(logprobs, logprobs + beams);
@@ -286,7 +286,7 @@ extern "C" void coppice_leaders(int64_t beams, const double* logprobs, const int
     *count = ranked.size();
 }
 
-// `search.verify.draw`.
+// `search.dsbd.verify.draw`.
 extern "C" void coppice_draw(const double* probs, int64_t size, int64_t n, int64_t iid, int64_t seed, int64_t stream,
                              int64_t position, int64_t* out, int64_t* count) {
     Numbers numbers(seed, stream, position);

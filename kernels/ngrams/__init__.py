@@ -1,6 +1,6 @@
 """Calls the C++ n-grams (ngrams.cpp): what a request has learnt, and drafts from it. Tokens are less than 2^21 - 1.
 
-`search.drafters.Backoff` is the definition; everything here is equal to it, to the last bit. Where there is no C++
+`search.aded.drafters.Backoff` is the definition; everything here is equal to it, to the last bit. Where there is no C++
 (`kernels.cpp.why_not`) nothing of it can be made.
 """
 
@@ -32,7 +32,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 class Store:
-    """Counted tri-grams, as a file has them (see `search.ngrams`), and what was looked up in them.
+    """Counted tri-grams, as a file has them (see `search.aded.ngrams`), and what was looked up in them.
 
     Args:
         keys: ascending: int64, contiguous, on the host.

@@ -1,4 +1,4 @@
-// Drafts from n-grams: `search.drafters.Backoff`, number for number, in one call for each draft.
+// Drafts from n-grams: `search.aded.drafters.Backoff`, number for number, in one call for each draft.
 //
 // Every sum has the order it has there, and no product is fused with a sum, so that equal chances stay equal.
 
@@ -87,7 +87,7 @@ struct Known {
     double left;
 };
 
-// Tri-grams of a file, ascending, and how often each occurred (see `search.ngrams`).
+// Tri-grams of a file, ascending, and how often each occurred (see `search.aded.ngrams`).
 struct Store {
     const int64_t* keys;
     const int32_t* counts;

@@ -18,9 +18,9 @@ from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from models.checkpoint import Checkpoint
 from models.files import lock, locked, open_regular, read_regular, replacing
-from search.ngrams import add_to_store as add
-from search.ngrams import count, open_store
-from search.ults_prior import Vectors
+from search.aded.ngrams import add_to_store as add
+from search.aded.ngrams import count, open_store
+from search.ults.prior import Vectors
 from tools.random_checkpoint import make
 
 
@@ -212,6 +212,6 @@ def test_no_count_is_lost_when_two_add_to_a_store(tmp_path: Path):
 
 
 def test_a_store_whose_folder_stays_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("search.ngrams.WAIT", 0.05)
+    monkeypatch.setattr("search.aded.ngrams.WAIT", 0.05)
     with locked(tmp_path, 1), pytest.raises(UsageError, match="another program has locked its folder"):
         add(tmp_path / "store", count([1, 2, 3]), 100, "")

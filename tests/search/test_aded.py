@@ -22,7 +22,7 @@ from engine.sampling import Warp, gumbels
 from engine.tree import TokenTree
 from models.layers import ModelShape
 from search import ADED, Greedy, Sample
-from search.drafters import Draft
+from search.aded.drafters import Draft
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 V, PROMPT = 8, [1, 2, 3]

@@ -17,10 +17,10 @@ from engine.tree import TokenTree
 from kernels.cpp import why_not
 from models.layers import ModelShape
 from search import ADED
+from search.aded.draft_size import DraftSize
+from search.aded.drafters import MCTS, Backoff, BackoffCpp, Draft, backoff
+from search.aded.ngrams import BITS, count, merge, open_store, write_store
 from search.base import Likely, likely
-from search.draft_size import DraftSize
-from search.drafters import MCTS, Backoff, BackoffCpp, Draft, backoff
-from search.ngrams import BITS, count, merge, open_store, write_store
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 TEXT = [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 2, 3, 1, 2, 3]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kernels.cpp
-import search.joint as search_joint
+import search.dsbd.joint as search_joint
 from engine.errors import KVMemoryError, UsageError
 from engine.pool import PagePool
 from engine.requests import Report, Task
@@ -20,7 +20,7 @@ from engine.tree import TokenTree
 from kernels.rows.reference import peaks
 from models.layers import ModelShape
 from search import DSBD, BeamSample, Greedy, Speculative, make_search
-from search.joint import Reader, pick
+from search.dsbd.joint import Reader, pick
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 

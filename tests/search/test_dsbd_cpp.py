@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import kernels.beams
-import search.joint
+import search.dsbd.joint
 from engine.sampling import Uniforms, Warp
 from kernels.beams import DENSE
 from kernels.cpp import why_not
 from kernels.rows.reference import peaks
 from search import DSBD
-from search.beam_sample import Beam
-from search.forest import Layer
-from search.joint import Joint, Rated, Reader, Told
-from search.verify import IID, KINDS, draw
+from search.dsbd.beams import Beam
+from search.dsbd.forest import Layer
+from search.dsbd.joint import Joint, Rated, Reader, Told
+from search.dsbd.verify import IID, KINDS, draw
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no C++: {why_not()}")
 WARPS = [Warp(*w) for w in itertools.product((1.0, 0.7, 1e-6), (0, 1, 7, 40), (1.0, 0.9, 0.3))] + [Warp(0)]
@@ -32,7 +32,7 @@ def rows_of(n, vocab, seed, coarse):
 
 def reader_without_cpp(monkeypatch, *args):
     with monkeypatch.context() as patch:
-        patch.setattr(search.joint, "why_not", lambda: "as if there was none")
+        patch.setattr(search.dsbd.joint, "why_not", lambda: "as if there was none")
         return Reader(*args)
 
 

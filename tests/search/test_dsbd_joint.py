@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import search.joint as search_joint
+import search.dsbd.joint as search_joint
 from engine import Engine
 from engine.engine import Request, Session
 from engine.errors import UsageError
 from engine.sampling import Uniforms, Warp
 from kernels.cpp import why_not
 from search import DSBD, BeamSample, Greedy, Speculative
-from search.joint import Joint, Reader, block_size, pick
-from search.verify import KINDS, Drafted, acceptances, draw, verify
+from search.dsbd.joint import Joint, Reader, block_size, pick
+from search.dsbd.verify import KINDS, Drafted, acceptances, draw, verify
 from tools.random_checkpoint import make
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import UsageError
-from search import ngrams
-from search.ngrams import HEADER, REST, NGramStore, add_to_store, count, merge, open_store, write_store
+from search.aded import ngrams
+from search.aded.ngrams import HEADER, REST, NGramStore, add_to_store, count, merge, open_store, write_store
 
 MARK = "ab" * 32
 

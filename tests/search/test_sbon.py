@@ -19,7 +19,7 @@ from engine.sampling import gumbels
 from engine.tree import TokenTree
 from models.layers import ModelShape
 from search import BoN, SBoN, make_search
-from search.sbon_rates import accepted, accepted_by_risk, expected_lengths, foretold, kendall, rank_correlation
+from search.sbon.rates import accepted, accepted_by_risk, expected_lengths, foretold, kendall, rank_correlation
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 EOS = 5

@@ -16,7 +16,7 @@ from engine.requests import Report, Task
 from engine.tree import TokenTree
 from search import ULTS, ults_prior
 from search.ults import _most_probable
-from search.ults_boundary import RULES, Boundary
+from search.ults.boundary import RULES, Boundary
 from tools.random_checkpoint import make
 from tools.toy_trees import SHAPE, ToyTree, checksum
 

@@ -8,7 +8,7 @@ import torch
 
 from engine import UsageError
 from search import ULTS, ults_prior
-from search.ults_prior import POOL, Vectors, dirichlet, fit, key
+from search.ults.prior import POOL, Vectors, dirichlet, fit, key
 
 
 def kolmogorov(a, b):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.text.tokenizer import Tokenizer
-from search.ngrams import count, merge, open_store
+from search.aded.ngrams import count, merge, open_store
 from tools import ngrams
 
 MODEL = Path(__file__).parent.parent / "golden/llama/plain"

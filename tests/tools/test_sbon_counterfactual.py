@@ -8,7 +8,7 @@ import torch
 
 from engine import Engine
 from search import BoN, SBoN
-from search.sbon_rates import accepted
+from search.sbon.rates import accepted
 from tools.random_checkpoint import make
 from tools.sbon_counterfactual import (
     ALPHAS,

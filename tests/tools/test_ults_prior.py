@@ -7,7 +7,7 @@ import torch
 
 from engine import Engine
 from search import ULTS
-from search.ults_prior import WIDTH, Vectors
+from search.ults.prior import WIDTH, Vectors
 from tools.random_checkpoint import make
 from tools.ults_prior import main
 

@@ -22,14 +22,13 @@ from engine.errors import UsageError
 from engine.requests import Evaluate, Search, SearchGenerator, Task
 from kernels.rows.reference import peaks
 from search import ADED, Greedy, Sample
-from search.drafters import MCTS, Draft
-from search.ngrams import count, merge, open_store, write_store
+from search.aded.drafters import MCTS, Draft
+from search.aded.ngrams import count, merge, open_store, write_store
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.measure import progress, spread
 from tools.bench.report import add_save_flag, finish, stamp, table
 from tools.random_checkpoint import make
 
-DOCS = Path(__file__).parents[2] / "docs"
 SLOWEST, SPEEDUP, HOST_MS = 0.95, 1.5, 0.5  # what is wanted
 HOST = ("draft_ms", "verify_ms")
 CLEARLY = 1.1  # x from which drafts are said to pay
@@ -118,7 +117,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--noise-seconds", type=float, default=30, metavar="S", help=told)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="(%(default)s)")
     parser.add_argument("--threads", type=int)
-    add_save_flag(parser, "docs/aded.md")
+    add_save_flag(parser, "aded")
     parser.set_defaults(run=run)
 
 
@@ -173,7 +172,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     ])  # fmt: skip
     result = {"model": name, "results": rows, "sizes": sizes}
     short = "random" if args.model is None else "demo" if is_demo(args.model) else name
-    finish(f"aded-{short}", made, body, result, str(DOCS / "aded.md") if args.save == "" else args.save)
+    finish(f"aded-{short}", made, body, result, args.save)
     return result
 
 

@@ -26,14 +26,13 @@ from kernels.rows.reference import peaks
 from models.checkpoint import Checkpoint
 from models.layers import ModelShape
 from search import DSBD, BeamSample, Sample, Speculative
-from search.joint import Reader
+from search.dsbd.joint import Reader
 from tools.bench.aded import corpus
 from tools.bench.figures import draw
 from tools.bench.measure import progress, spread
-from tools.bench.report import add_save_flag, finish, stamp, table
+from tools.bench.report import RESULTS, add_save_flag, finish, stamp, table
 from tools.random_checkpoint import make
 
-DOCS = Path(__file__).parents[2] / "docs"
 LIMIT_MS = 0.5  # wanted: bookkeeping per round
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 WIDTH, DRAFT_WIDTH = 768, 256  # of the simulated pair
@@ -90,8 +89,8 @@ def add_parser(commands: Any) -> None:
     front.add_argument("--top-p", type=float, default=0.9, help="(%(default)s)")
     front.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     front.add_argument("--threads", type=int)
-    front.add_argument("--figure", nargs="?", const="", metavar="FILE", help="an SVG, docs/dsbd-NAME.svg by default")
-    add_save_flag(front)
+    front.add_argument("--figure", nargs="?", const="", metavar="FILE", help="an SVG (docs/results/dsbd-NAME.svg)")
+    add_save_flag(front, "dsbd")
     front.set_defaults(run=run_front)
 
     overhead = parts.add_parser("overhead", help="milliseconds of search per round, without a model")
@@ -101,13 +100,8 @@ def add_parser(commands: Any) -> None:
     overhead.add_argument("--new-tokens", type=int, default=64, help="(%(default)s)")
     overhead.add_argument("--runs", type=int, default=9, help="(%(default)s)")
     overhead.add_argument("--threads", type=int)
-    add_save_flag(overhead)
+    add_save_flag(overhead, "dsbd")
     overhead.set_defaults(run=run_overhead)
-
-
-def save_to(args: argparse.Namespace) -> str | None:
-    """The page to write: docs/dsbd.md unless another is named."""
-    return str(DOCS / "dsbd.md") if args.save == "" else args.save
 
 
 # --- quality against speed ---
@@ -124,10 +118,10 @@ def run_front(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     body = front_report(args, label, sizes, rows, ratios)
     result = {"model": label, "rows": rows, "speedups": ratios}
     if args.figure is not None:
-        path = Path(args.figure) if args.figure else DOCS / f"dsbd-{name}.svg"
+        path = Path(args.figure) if args.figure else RESULTS / f"dsbd-{name}.svg"
         draw(path, (7, 4.5), lambda figure: paint(figure, rows, label))
         body += f"\n\n![log-likelihood against tokens per second]({path.name})"
-    finish(f"dsbd-{name}", made, body, result, save_to(args))
+    finish(f"dsbd-{name}", made, body, result, args.save)
     return result
 
 
@@ -380,7 +374,7 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
         table(["part", "ms per round"], [[part, f"{ms:.2f}"] for part, ms in parts.items()]),
     ])  # fmt: skip
     result = {"rows": rows, "parts": parts, "limit_ms": LIMIT_MS}
-    finish("dsbd-overhead", made, body, result, save_to(args))
+    finish("dsbd-overhead", made, body, result, args.save)
     return result
 
 

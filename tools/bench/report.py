@@ -1,4 +1,4 @@
-"""Reporting: a table for people, a JSON line for programs, a section of docs/benchmarks.md that each command owns."""
+"""Reporting: a table for people, a JSON line for programs, and the section of docs/results/ that each command owns."""
 
 import argparse
 import json
@@ -11,13 +11,13 @@ from typing import Any
 
 from tools.bench import measure
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
-def add_save_flag(parser: argparse._ActionsContainer, page: str = "docs/benchmarks.md") -> None:
-    """--save, see `finish`."""
-    told = f"also write the command's section of {page}, or of FILE"
-    parser.add_argument("--save", nargs="?", const="", metavar="FILE", help=told)
+def add_save_flag(parser: argparse._ActionsContainer, page: str = "benchmarks") -> None:
+    """--save: a Path or None, see `finish`. `page` is the name of a page in docs/results."""
+    text = f"also write the command's section of docs/results/{page}.md, or of FILE; pictures go beside it"
+    parser.add_argument("--save", nargs="?", type=Path, const=RESULTS / f"{page}.md", metavar="FILE", help=text)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -72,18 +72,17 @@ def stamp_text(made: dict[str, Any]) -> str:
     )
 
 
-def finish(name: str, made: dict[str, Any], body: str, result: dict[str, Any], save: str | None) -> None:
-    """Print the table and the JSON line; with `save` (a page, "" for the project's) replace the command's section."""
+def finish(name: str, made: dict[str, Any], body: str, result: dict[str, Any], save: Path | None) -> None:
+    """Print the tables and the JSON line; with `save` replace the command's section of that page."""
     if save is not None:
-        page = Path(save) if save else PAGE
-        write_section(page, name, f"{stamp_text(made)}\n\n{body}")
-        measure.progress(f"saved: section {name} of {page.name}")
+        write_section(save, name, f"{stamp_text(made)}\n\n{body}")
     print(body)
     print(json.dumps({"bench": name, **made, **result}), flush=True)
 
 
-def write_section(page: Path, name: str, text: str) -> None:
-    """Replace what stands between the section's markers; a page without them gets the section at its end."""
+def write_section(page: Path, name: str, text: str, title: str = "") -> None:
+    """Replace what stands between the section's markers; a page without them gets the section, with a title, at its
+    end."""
     begin, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
     block = f"{begin}\n{text}\n{end}"
     old = page.read_text(encoding="utf-8") if page.exists() else ""
@@ -91,5 +90,6 @@ def write_section(page: Path, name: str, text: str) -> None:
     if pattern.search(old):
         new = pattern.sub(lambda _: block, old)
     else:
-        new = f"{old.rstrip()}\n\n## {name}\n\n{block}\n".lstrip()
+        new = f"{old.rstrip()}\n\n## {title or name}\n\n{block}\n".lstrip()
     page.write_text(new, encoding="utf-8")
+    measure.progress(f"saved: section {name} of {page.name}")

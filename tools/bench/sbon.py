@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
 from tools.sbon_counterfactual import add_prompt_flags, as_request, prompts
 
-DOCS = Path(__file__).parents[2] / "docs"
 SPEEDUP, SCORE, SLOWER = 2.0, 98.0, 1.3  # what is wanted
 STEPS = "12:0.5,24:0.5,48:0.5"  # drawn beside the others
 TABLE = """Per prompt, all on the same keyed draws. *speedup*: seconds of the first row over its own, the median over
@@ -58,7 +56,7 @@ def add_parser(commands: Any) -> None:
         part.add_argument("--seed", type=int, default=0, help="(%(default)s)")
         part.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
         part.add_argument("--threads", type=int)
-        add_save_flag(part)
+        add_save_flag(part, "sbon")
 
 
 # --- the paper's table 1 ---
@@ -83,7 +81,7 @@ def run_table(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         TABLE,
     ])  # fmt: skip
     result = {"model": engine.name, "prompts": len(records), "rows": rows}
-    finish("sbon-table", made, body, result, page(args.save))
+    finish("sbon-table", made, body, result, args.save)
     ours = rows[1]
     if ours["speedup"] < SPEEDUP or ours["score"] < SCORE:
         progress(f"SBoN: x {ours['speedup']:.2f} at a score of {ours['score']:.1f}; {SPEEDUP} at {SCORE} is wanted")
@@ -211,7 +209,7 @@ def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     }
     held = {name: timeline(engine, records[0], search, args) for name, (engine, search) in timed.items()}
     if args.save is not None:
-        picture = Path(page(args.save) or "").with_name("sbon_memory.svg")
+        picture = args.save.with_name("sbon_memory.svg")
         draw(picture, (9, 3.8), lambda figure: paint(figure, held, room))
     body = "\n\n".join([
         f"{tight.name}, {len(records)} prompts, {args.seeds} seeds, up to {args.max_new_tokens} tokens, temperature "
@@ -225,7 +223,7 @@ def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "![live tokens over the steps of one prompt](sbon_memory.svg)",
     ])  # fmt: skip
     result = {"model": tight.name, "room": room, "rows": rows, "timelines": held}
-    finish("sbon-memory", made, body, result, page(args.save))
+    finish("sbon-memory", made, body, result, args.save)
     for row in rows[1:3]:
         if row["gain"] <= 0 or row["time"] > SLOWER:
             progress(f"{row['search']}: gain {row['gain']:.2f} at {row['time']:.2f} x the time; {SLOWER} is wanted")
@@ -275,11 +273,6 @@ def paint(figure: Any, held: dict[str, list[tuple[int, int]]], room: int) -> Non
 
 
 # --- both ---
-
-
-def page(save: str | None) -> str | None:
-    """Where `--save` writes without a file: this search's own page."""
-    return save if save is None else save or str(DOCS / "sbon.md")
 
 
 def load(args: argparse.Namespace, **options: Any) -> Engine:

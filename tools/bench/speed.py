@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     if torch.cuda.is_available():
         parser = argparse.ArgumentParser()
         gpu.add_parser(parser.add_subparsers())
-        return gpu.run(parser.parse_args(["gpu"] if args.save is None else ["gpu", "--save", args.save]), argv)
+        return gpu.run(parser.parse_args(["gpu"] if args.save is None else ["gpu", "--save", str(args.save)]), argv)
     made = stamp(argv)
     torch.set_num_threads(args.threads)
     kinds = [kind for kind in args.dtypes if kind != "int8" or not why_no_int8(torch.device("cpu"))]

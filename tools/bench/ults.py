@@ -18,7 +18,7 @@ from engine.pool import PagePool
 from engine.requests import Evaluate, Search, SearchGenerator, SearchResult, Task
 from engine.tree import TokenTree
 from search import ULTS, Sample, Trie
-from search.ults_prior import Vectors
+from search.ults.prior import Vectors
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.figures import draw, need_figures
 from tools.bench.measure import progress
@@ -26,7 +26,6 @@ from tools.bench.report import add_save_flag, finish, stamp, table
 from tools.toy_trees import SHAPE, ToyTree
 from tools.ults_prior import Collect
 
-DOCS = Path(__file__).parents[2] / "docs"
 ALPHAS, EPSILONS = (0.1, 0.2, 0.5, 0.8), (0.05, 0.1, 0.3)
 LIMIT_MS, NODES_RATIO = 0.3, 0.75  # what is wanted
 
@@ -66,12 +65,7 @@ def add_parser(commands: Any) -> None:
     model.add_argument("--threads", type=int)
     model.set_defaults(run=run_model)
     for part in (toy, overhead, model):
-        add_save_flag(part)
-
-
-def page(save: str | None) -> str | None:
-    """`--save` without a file means docs/ults.md."""
-    return str(DOCS / "ults.md") if save == "" else save
+        add_save_flag(part, "ults")
 
 
 # --- toy trees ---
@@ -106,7 +100,7 @@ def run_toy(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         ]),
         figure,
     ])  # fmt: skip
-    finish("ults-toy", made, body, {"optima": optima, "beam": curves, "results": rows}, page(args.save))
+    finish("ults-toy", made, body, {"optima": optima, "beam": curves, "results": rows}, args.save)
     return {"results": rows}
 
 
@@ -182,7 +176,7 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
               [[r["select"], r["batch"], r["nodes"], r["rounds"], f"{r['ms']:.3f}", f"{r['min']:.3f}-{r['max']:.3f}"]
                for r in rows]),
     ])  # fmt: skip
-    finish("ults-overhead", made, body, {"results": rows}, page(args.save))
+    finish("ults-overhead", made, body, {"results": rows}, args.save)
     return {"results": rows}
 
 
@@ -259,7 +253,7 @@ def run_model(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     size = 14, 4 * len(args.depths)
     figure = save_figure(f"ults-{short}", size, lambda f: draw_model(f, rows, args.depths), args.save)
     body = model_report(short if is_demo(folder) else name, engine, rows, args) + f"\n\n{figure}"
-    finish(f"ults-model-{short}", made, body, {"model": name, "results": rows}, page(args.save))
+    finish(f"ults-model-{short}", made, body, {"model": name, "results": rows}, args.save)
     return {"results": rows}
 
 
@@ -401,10 +395,10 @@ def share(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.0%}"
 
 
-def save_figure(name: str, size: tuple[float, float], paint: Callable[[Any], None], save: str | None) -> str:
+def save_figure(name: str, size: tuple[float, float], paint: Callable[[Any], None], save: Path | None) -> str:
     """With `--save`, draw NAME.svg beside the page; how the page shows it."""
     if save is None:
         return ""
-    path = Path(page(save) or "").with_name(f"{name}.svg")
+    path = save.with_name(f"{name}.svg")
     draw(path, size, paint)
     return f"![{name}]({path.name})"

@@ -32,7 +32,6 @@ from tools.kernels.lab import Lab, Shape, verdicts
 from tools.kernels.report import paint, report
 from tools.kernels.scenes import level_sizes
 
-PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 TEMPLATE = Path(__file__).with_name("template.py")
 
 
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     group.add_argument("--seconds", type=float, default=0.1, help="of each measurement, at least (%(default)s)")
     group.add_argument("--json", metavar="FILE", help="also write the result there")
     group.add_argument("--picture", metavar="FILE", help="draw it, as .svg or .png (needs the extra viz)")
-    add_save_flag(group, "docs/kernels.md")
+    add_save_flag(group, "kernels")
     group.add_argument("-v", "--verbose", action="store_true", help="tracebacks")
     args = parser.parse_args(words)
 
@@ -113,13 +112,12 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
         for i, shape in enumerate(grid):
             progress(f"{operator} {i + 1} of {len(grid)}: {shape}")
             lab.measure(operator, able, shape)
-    page = None if args.save is None else Path(args.save or PAGE)
     figure = f"kernels-{device.type}.svg"
     pictures = [Path(args.picture)] if args.picture else []
-    for path in [*pictures, *([page.with_name(figure)] if page else [])]:
+    for path in [*pictures, *([args.save.with_name(figure)] if args.save else [])]:
         draw(path, (11, 7), lambda figure: paint(figure, lab.rows))
     name = next((c.name for c in candidates.values()), None)
-    body = report(lab, absent, name) + (f"\n\n![]({figure})" if page else "")
+    body = report(lab, absent, name) + (f"\n\n![]({figure})" if args.save else "")
     result = {
         "device": device.type,
         "candidate": name,
@@ -132,7 +130,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
     }
     if args.json:
         Path(args.json).write_text(json.dumps(made | result), encoding="utf-8")
-    finish(f"kernels-{device.type}", made, body, result, page and str(page))
+    finish(f"kernels-{device.type}", made, body, result, args.save)
     return result
 
 

@@ -45,7 +45,6 @@ from tools.profile.report import (
 )
 from tools.profile.trace import Operator, read_trace
 
-PAGE = Path(__file__).parents[2] / "docs" / "profile.md"
 PROMPT = "Tell me a story about a fox."
 
 
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     group.add_argument("--trace-steps", type=int, default=16, metavar="N", help="steps in the trace (%(default)s)")
     group.add_argument("--top", type=int, default=15, metavar="N", help="operators to list (%(default)s)")
     group.add_argument("--out", default="profile", metavar="DIR", help="where files go (%(default)s/)")
-    add_save_flag(group, "docs/profile.md")
+    add_save_flag(group, "profile")
     cli.add_verbosity_flags(parser)
     args = parser.parse_args(words)
 
@@ -105,14 +104,13 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
     profiled.measure()
     model = "random" if args.random is not None else "demo" if not args.model or is_demo(args.model) else name
     section = re.sub(r"\W+", "-", f"profile {model} {args.search}".lower())
-    page = None if args.save is None else Path(args.save or PAGE)
-    picture = profiled.picture(page and page.with_name(f"{section}.svg"))
+    picture = profiled.picture(args.save and args.save.with_name(f"{section}.svg"))
     setting = f"{name}, {args.dtype if args.dtype != 'auto' else dtype_name(engine)}, {engine.runner.device.type}"
     threads = f", {torch.get_num_threads()} threads" if engine.runner.device.type == "cpu" else ""
-    body = profiled.report(f"{setting}{threads}; {describe(search)}") + (f"\n\n![]({picture})" if page else "")
+    body = profiled.report(f"{setting}{threads}; {describe(search)}") + (f"\n\n![]({picture})" if args.save else "")
     result = {"model": name, "search": args.search, **profiled.result()}
     (Path(args.out) / "result.json").write_text(json.dumps(result), encoding="utf-8")
-    finish(section, made, body, result, page and str(page))
+    finish(section, made, body, result, args.save)
     return result
 
 

@@ -1,7 +1,7 @@
 """The five papers' main comparisons: our figures beside theirs, with the setting of each and what differs.
 
 Without names all of them are run, one after the other; one that fails does not lose the others' results. The models are
-the bundled demo, unless others are given. `--save` writes docs/papers.md and its pictures.
+the bundled demo, unless others are given. `--save` writes docs/results/papers.md and its pictures.
 """
 
 import argparse
@@ -26,24 +26,7 @@ from tools.bench.papers import aded, dsbd, sbon, trie, ults
 from tools.bench.papers.common import Findings, Models
 from tools.bench.report import add_save_flag, stamp, stamp_text, write_section
 
-PAGE = Path(__file__).parents[3] / "docs" / "papers.md"
 PAPERS: dict[str, ModuleType] = {"trie": trie, "ults": ults, "sbon": sbon, "aded": aded, "dsbd": dsbd}
-INTRO = """# The papers' experiments
-
-What the five papers measured, measured here: our figures beside theirs. Each section was written by the command that
-stands in it, and
-
-    python -m tools.bench papers --save
-
-writes them all again, on the bundled demo, in less than 20 minutes on two cores. `python -m tools.bench papers NAME
---model DIR --draft DIR --reward DIR` makes the same comparison on your models; `--random` makes it on a random Llama of
-any shape, where that can say anything.
-
-The models differ by a factor of a thousand and more, the machines by another: compare ratios, accept lengths and the
-shapes of curves, not seconds. The papers' numbers are those of their tables and texts; the files in
-`tools/bench/papers/` cite them.
-"""
-
 
 def paper_name(text: str) -> str:
     """A paper's name, for argparse."""
@@ -66,14 +49,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--dtype", default="float32", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--threads", type=int)
     parser.add_argument("--peer-python", default=sys.executable, metavar="PATH", help="interpreter with transformers")
-    add_save_flag(parser, "docs/papers.md")
+    add_save_flag(parser, "papers")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Run the papers asked for, print and save each as it is done. Raises CoppiceError at the end if one failed."""
-    page = None if args.save is None else Path(args.save) if args.save else PAGE
-    if page is not None:
+    if args.save is not None:
         need_figures()
     made, found, failed = stamp(argv), {}, []
     with tempfile.TemporaryDirectory(prefix="papers-") as scratch, opened(args, Path(scratch)) as models:
@@ -91,8 +73,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
             found[name] = findings.result
             progress(f"{name}: {time.perf_counter() - began:.0f} s")
             print(f"# {PAPERS[name].TITLE}\n\n{findings.body}\n", flush=True)
-            if page is not None:
-                save(page, name, models, stamp_text(made), findings)
+            if args.save is not None:
+                save(args.save, name, models, stamp_text(made), findings)
     print(json.dumps({"bench": "papers", **made, "model": models.name, "papers": found}), flush=True)
     if failed:
         raise CoppiceError(f"failed: {', '.join(failed)}", remedy="-v shows where")
@@ -128,29 +110,15 @@ def compare(paper: ModuleType, models: Models) -> Findings:
 
 
 def save(page: Path, name: str, models: Models, stamped: str, findings: Findings) -> None:
-    """Replace the paper's section of the page and its picture; a page that is not there yet gets all sections."""
+    """Replace the paper's section of the page and its picture."""
     label = "" if models.kind == "demo" else "-random" if models.kind == "random" else f"-{slug(models.name)}"
-    section = f"papers-{name}{label}"
+    section, title = f"papers-{name}{label}", PAPERS[name].TITLE
     body = f"{stamped}\n\n{findings.body}"
     if findings.paint is not None and findings.size is not None:
         draw(page.with_name(f"{section}.svg"), findings.size, findings.paint)
-        body += f"\n\n![{PAPERS[name].TITLE}]({section}.svg)"
-    text = page.read_text(encoding="utf-8") if page.exists() else skeleton()
-    if f"<!-- bench:{section} -->" not in text:
-        text += f"\n{heading(PAPERS[name].TITLE + ': ' + models.name, section)}"
-    page.write_text(text, encoding="utf-8")
-    write_section(page, section, body)
-    progress(f"saved: section {section} of {page.name}")
+        body += f"\n\n![{title}]({section}.svg)"
+    write_section(page, section, body, f"{title}: {models.name}" if label else title)
 
 
 def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def heading(title: str, section: str) -> str:
-    return f"## {title}\n\n<!-- bench:{section} -->\n<!-- /bench:{section} -->\n"
-
-
-def skeleton() -> str:
-    """The page before anything was measured."""
-    return "\n".join([INTRO, *(heading(paper.TITLE, f"papers-{name}") for name, paper in PAPERS.items())])

@@ -12,7 +12,7 @@ from engine.demo import demo_folder
 from engine.engine import Progress
 from engine.requests import Search
 from search import Greedy
-from search.ngrams import count, merge, open_store, write_store
+from search.aded.ngrams import count, merge, open_store, write_store
 from tools.bench import aded as bench
 from tools.bench.measure import progress
 from tools.bench.papers.common import Findings, Models, bullets, ratio, story_requests

@@ -15,18 +15,18 @@ as well; after the last layer the list grows once more by draws from p_beam alon
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import kernels.beams
 from engine.errors import UsageError
 from engine.sampling import Uniforms, Warp
+from search.aded.drafters import backoff
+from search.aded.ngrams import NGramStore, open_store
 from search.base import Search, SearchGenerator, Task, register
-from search.beam_sample import Beam, Beams, check_ranges, check_sampling, p_beam
-from search.drafters import backoff
-from search.forest import Forester, Layer, ModelForester, NGramForester
-from search.joint import Joint, Known, Reader
-from search.ngrams import NGramStore, open_store
-from search.verify import (
+from search.dsbd.beams import Beam, Beams, check_ranges, check_sampling, p_beam
+from search.dsbd.forest import Forester, Layer, ModelForester, NGramForester
+from search.dsbd.joint import Joint, Known, Reader
+from search.dsbd.stats import Stats
+from search.dsbd.verify import (
     IID,
     KINDS,
     WITHOUT,
@@ -60,7 +60,7 @@ class DSBD(Search):
         keep: all beams, or 1: after each round only the most probable one goes on (one path of memory, but a selection:
             what it draws from is no longer p_beam).
         temperature, top_k, top_p: see `engine.sampling.Warp`; of joint distributions over the list's entries and the
-            tokens (see `search.joint`), the draft's likewise.
+            tokens (see `search.dsbd.joint`), the draft's likewise.
         seed: of the keyed draws.
         length_penalty: a finished beam scores logprob / length ** length_penalty.
         num_return_sequences: outputs to return; there are fewer if fewer different ones finish.
@@ -149,7 +149,7 @@ class DSBD(Search):
         return ModelForester(task.open_tree("draft", task.tree.trunk.tokens), *options)
 
     def _verify(
-        self, task: Task, beams: Beams, layers: list[Layer], reader: Reader, known: Known, stats: "Stats"
+        self, task: Task, beams: Beams, layers: list[Layer], reader: Reader, known: Known, stats: Stats
     ) -> None:
         """Algorithm 1: replace the list of beams, layer by layer, until a layer falls short or none is left."""
         for depth, layer in enumerate([*layers, None]):
@@ -225,76 +225,3 @@ class DSBD(Search):
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         least = prompt_tokens + new_tokens - 1
         return least, prompt_tokens + self.entries * (new_tokens - 1) + self.gamma * self.draft_beams
-
-
-@register("speculative")
-@dataclass(frozen=True)
-class Speculative(Search):
-    """Speculative sampling: draws from the model's distribution, several tokens per pass with a draft (--draft).
-
-    Args:
-        gamma: tokens drafted per round.
-        temperature, top_k, top_p: see `engine.sampling.Warp`.
-        seed: of the keyed draws.
-    """
-
-    gamma: int = 4
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    models = ("draft",)
-
-    def __post_init__(self):
-        self.as_dsbd()
-
-    def as_dsbd(self) -> DSBD:
-        """DSBD with one draft and one beam, which is the same."""
-        options = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "seed": self.seed}
-        return DSBD(draft_beams=1, width=1, gamma=self.gamma, drafts=IID, length_penalty=0, **options)
-
-    def run(self, task: Task) -> SearchGenerator:
-        return self.as_dsbd().run(task)
-
-    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-        return self.as_dsbd().slots(prompt_tokens, new_tokens)
-
-
-# --- figures ---
-
-
-class Stats:
-    """What rounds came to, layer by layer."""
-
-    def __init__(self, gamma: int):
-        self.rounds = self.passes = self.bonuses = self.bonus_widths = 0
-        self.seen, self.full, self.widths, self.accepted, self.tried = ([0] * gamma for _ in range(5))
-
-    def layer(self, depth: int, width: int, verdict: Verdict, whole: bool) -> None:
-        """A drafted layer was verified; `whole`: the round may go on below it."""
-        self.seen[depth] += 1
-        self.full[depth] += whole
-        self.widths[depth] += width
-        self.accepted[depth] += verdict.accepted
-        self.tried[depth] += verdict.tried
-
-    def bonus(self, width: int) -> None:
-        """All layers were accepted, and one was drawn after them."""
-        self.bonuses += 1
-        self.bonus_widths += width
-
-    def told(self, steps: int) -> dict[str, Any]:
-        """The figures, as docs/stats.md has them."""
-
-        def mean(sums: Sequence[int], counts: Sequence[int]) -> list[float | None]:
-            return [round(a / n, 4) if n else None for a, n in zip(sums, counts, strict=True)]
-
-        return {
-            "steps": steps,
-            "rounds": self.rounds,
-            "layers_accepted": sum(self.full),
-            "tokens_per_target_forward": steps / self.passes,
-            "rounds_per_layer": [*self.seen, self.bonuses],
-            "width_per_layer": mean([*self.widths, self.bonus_widths], [*self.seen, self.bonuses]),
-            "acceptance_per_layer": mean(self.accepted, self.tried),
-        }

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from kernels import ngrams
 from kernels.cpp import why_not
+from search.aded.ngrams import BITS, NONE, NGramStore
 from search.base import Likely
-from search.ngrams import BITS, NONE, NGramStore
 
 NODES = 64  # of a draft of the paper's
 KEPT = 16  # successors that a context of this request keeps when it has seen twice as many

@@ -20,7 +20,6 @@ from torch import Tensor
 from engine.errors import KVMemoryError, UsageError
 from engine.tree import TokenTree
 from kernels.rows import top_k
-from search import ults_prior
 from search.base import (
     Answer,
     Evaluate,
@@ -33,8 +32,9 @@ from search.base import (
     path_field,
     register,
 )
-from search.ults_boundary import RULES, Boundary, Family
-from search.ults_prior import Rest, Vectors
+from search.ults import prior as ults_prior
+from search.ults.boundary import RULES, Boundary, Family
+from search.ults.prior import Rest, Vectors
 
 GATHERED = 32  # completions, and at most so many tokens of each, that a search gathers for want of a prior
 UNDER_WAY: set[Path | None] = set()  # files whose vectors are being gathered in this process

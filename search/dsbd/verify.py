@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from search.joint import Probabilities, pick
+from search.dsbd.joint import Probabilities, pick
 
 IID, WITHOUT = KINDS = ("iid", "without-replacement")
 NOTHING = 1e-9  # probability left at which drawing without replacement stops

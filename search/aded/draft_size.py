@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from engine.timing import PassTime
-from search.drafters import Draft
+from search.aded.drafters import Draft
 
 MOST = 64  # nodes of a draft
 

@@ -18,7 +18,7 @@ from engine.errors import KVMemoryError, UsageError
 from engine.sampling import Warp
 from search.base import Answer, Evaluate, Report, Search, SearchGenerator, SearchResult, Task, register
 from search.sample import Utterances
-from search.sbon_rates import accepted, accepted_by_risk, expected_lengths, foretold
+from search.sbon.rates import accepted, accepted_by_risk, expected_lengths, foretold
 
 MOST = 4096  # utterances
 

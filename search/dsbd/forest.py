@@ -9,11 +9,11 @@ import kernels.beams
 from engine.pool import PagePool
 from engine.sampling import Uniforms
 from engine.tree import TokenTree
+from search.aded.drafters import Drafter
 from search.base import Answer, Evaluate, Task
-from search.beam_sample import Beam, extend, p_beam
-from search.drafters import Drafter
-from search.joint import Joint, Known, Reader, Told
-from search.verify import IID, draw
+from search.dsbd.beams import Beam, extend, p_beam
+from search.dsbd.joint import Joint, Known, Reader, Told
+from search.dsbd.verify import IID, draw
 
 DRAFTING = 1  # stream of keyed numbers for the first layer of a round, keyed by where it begins; more for those below
 
@@ -34,7 +34,7 @@ class Forester:
         reader: of rows.
         width: drafts per layer.
         gamma: layers, at most.
-        kind: how drafts are drawn, see `search.verify.draw`.
+        kind: how drafts are drawn, see `search.dsbd.verify.draw`.
         seed: of the keyed draws.
     """
 

@@ -3,8 +3,7 @@
 "Adaptive Draft-Verification for Efficient Large Language Model Decoding", errata mended; comments cite the steps of
 docs/algorithms.md. Every node of a draft gets one draw, keyed by its position, and the longest drafted path of draws is
 taken, so that the output is what `greedy` or `sample` gives, token for token, whatever was drafted.
-`search/drafters.py` makes drafts, `search/draft_size.py` says how much of them is worth evaluating, `search/ngrams.py`
-keeps what was counted beforehand.
+`drafters` makes drafts, `draft_size` decides how much of a draft is evaluated, `ngrams` keeps counts on disk.
 """
 
 import time
@@ -16,6 +15,9 @@ from torch import Tensor
 
 from engine.errors import KVMemoryError, UsageError
 from engine.sampling import Warp, draw
+from search.aded.draft_size import MOST, DraftSize
+from search.aded.drafters import MCTS, Draft, Drafter, backoff
+from search.aded.ngrams import NGramStore, add_to_store, count, open_store
 from search.base import (
     Evaluate,
     Likely,
@@ -28,9 +30,6 @@ from search.base import (
     likely,
     register,
 )
-from search.draft_size import MOST, DraftSize
-from search.drafters import MCTS, Draft, Drafter, backoff
-from search.ngrams import NGramStore, add_to_store, count, open_store
 
 MS = 1000
 OBSERVED = 12  # likeliest nodes of a draft after which the drafter is told what the model thinks
