@@ -59,7 +59,7 @@ class Runner:
         vocab_size: int,
         *,
         budget: int = 256,
-        impl: str = "cpu",
+        impl: str = "torch",
         token_buckets: Sequence[int] | None = None,
         word_buckets: Sequence[int] | None = None,
     ):

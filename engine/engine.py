@@ -38,7 +38,7 @@ from engine.trace import Trace
 from engine.tree import TokenTree, Trunk
 from models import load_model
 from models.checkpoint import Checkpoint
-from models.layers import ModelShape
+from models.config import ModelShape
 
 
 @dataclass(frozen=True)

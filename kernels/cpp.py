@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels import files, processor
+from kernels import files, operators, processor
 from kernels.files import BuildError
 from kernels.processor import NATIVE, TARGETS, Target
 
@@ -28,48 +28,13 @@ __all__ = ["FLAGS", "KINDS", "BuildError", "compiler", "function", "library", "o
 
 SOURCES = sorted(Path(__file__).parent.glob("*/*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-fPIC", "-Werror=missing-declarations")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # what they compute in, see `with_type`
 VARIABLE = "COPPICE_KERNELS"
 PREBUILT = Path(__file__).parent / "prebuilt"
 FORMAT = 1  # of the files that a library consists of
 
-# Every function that Python calls, by its name without "coppice_". A letter per argument: p an address
-# (`Tensor.data_ptr()`), i an int64, f a float, d a double; after ">" what it returns, if anything.
-OPERATORS = {
-    "activation": "iiippii",
-    "at_least": "pppiiif",
-    "best_sums": "ppppiii",
-    "draw": "piiiiiipp",
-    "gumbel_argmax": "ipppii",
-    "int8_linear": "iippppppiii",
-    "judge": "ippippipipiiiiidiiiip",
-    "kv_copy": "ippppiiii",
-    "kv_write": "ippppp" + "i" * 8 + ">i",
-    "layout_fits": "iiiiiiiii" + "pppppp" + ">i",
-    "layer_norm": "iippppiif",
-    "leaders": "ippididipppp",
-    "linear": "iippppiii",
-    "linear_kinds": "p",
-    "log_softmax": "iippppiii",
-    "ngrams_chances": "ppippip",
-    "ngrams_close_store": "p",
-    "ngrams_close_text": "p",
-    "ngrams_draft": "piipppp",
-    "ngrams_learn": "ppi",
-    "ngrams_observe": "pppii",
-    "ngrams_store": "pppif",
-    "ngrams_text": "ppffii",
-    "quantize": "iipppii",
-    "rms_norm": "iipppiif",
-    "rotary": "iippppiiiiiii",
-    "silu_mul": "iippii",
-    "stack": "ppipppppppp" + "iii",
-    "top_k": "ippiii",
-    "tree_attention": "ppppp",
-}
-_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double, "": None}
-_INT8 = 4  # bit of `linear_kinds`: without it there is no int8_linear
+OPERATORS = operators.parse(Path(__file__).with_name("operators.h").read_text("utf-8"))
 
 
 class Place(NamedTuple):
@@ -195,7 +160,7 @@ def _why_not(target: Target, facts: dict[str, Any]) -> str | None:
 
 @lru_cache(maxsize=4)
 def _sources(flags: tuple[str, ...]) -> str:
-    digest = hashlib.sha256(repr((FORMAT, flags)).encode())
+    digest = hashlib.sha256(repr((FORMAT, flags, OPERATORS.table())).encode())
     for source in (*HEADERS, *SOURCES):
         digest.update(source.read_bytes())
     return digest.hexdigest()
@@ -227,7 +192,7 @@ def _open(place: Place) -> ctypes.CDLL | None:
 
 
 def _dlopen(descriptor: int, path: Path) -> ctypes.CDLL:
-    """Loads an open file, and checks that it has what Python calls.
+    """Loads an open file, and checks that Python can call it.
 
     The descriptor stays open once it is loaded: the loader tells libraries apart by name, and its number is the name.
     """
@@ -237,13 +202,8 @@ def _dlopen(descriptor: int, path: Path) -> ctypes.CDLL:
     except OSError as error:
         os.close(descriptor)
         raise BuildError(f"{path} cannot be loaded: {str(error).removeprefix(f'{name}: ')}") from error
-    missing = [name for name in OPERATORS if not hasattr(found, f"coppice_{name}")]
-    if missing == ["int8_linear"]:
-        kinds = ctypes.c_int64()
-        found.coppice_linear_kinds(ctypes.byref(kinds))
-        missing = missing if kinds.value & _INT8 else []
-    if missing:
-        raise BuildError(f"{path} lacks {', '.join(missing)}")
+    if reason := OPERATORS.differences(found):
+        raise BuildError(f"{path} {reason}")
     return found
 
 
@@ -286,9 +246,11 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
     said, start = f"the C++ kernels {announce}", time.monotonic()
     _say(f"building {said} ...")
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as work:
-        objects = [f"{work}/{source.stem}.o" for source in SOURCES]
+        table = Path(work) / "structures.cpp"
+        table.write_text(OPERATORS.table(), "utf-8")
+        objects = {f"{work}/{i}.o": source for i, source in enumerate((*SOURCES, table))}
         options = [command, *FLAGS, *target.flags]
-        steps = [[*options, "-c", source, "-o", made] for source, made in zip(SOURCES, objects, strict=True)]
+        steps = [[*options, "-c", source, "-o", made] for made, source in objects.items()]
         with ThreadPoolExecutor() as pool:
             list(pool.map(_run, steps))
         built = Path(work) / f"{name}.so"
@@ -337,16 +299,13 @@ def function(name: str, *, brief: bool = False) -> Callable[..., Any]:
     """Returns a kernel.
 
     Args:
-        name: in `OPERATORS`.
+        name: of a function in operators.h, without "coppice_".
         brief: other Python threads wait meanwhile; for what takes microseconds, or has a state that they may share.
 
     Raises:
-        BuildError: there are no kernels, or not this one on this processor.
+        BuildError: there are no kernels.
     """
     loaded = library()
-    arguments, _, result = OPERATORS[name].partition(">")
-    found = getattr(ctypes.PyDLL(loaded._name, handle=loaded._handle) if brief else loaded, f"coppice_{name}", None)
-    if found is None:
-        raise BuildError(f"the C++ kernels have no {name} for this processor")
-    found.argtypes, found.restype = [_TYPES[letter] for letter in arguments], _TYPES[result]
+    found = getattr(ctypes.PyDLL(loaded._name, handle=loaded._handle) if brief else loaded, f"coppice_{name}")
+    found.restype, found.argtypes = OPERATORS.functions[name]
     return found

@@ -1,5 +1,5 @@
 """All layers of a decoder in one call, for a step of few rows on a CPU: the operators as the models call them, one
-after the other (stack.cpp). Their definitions are those of the operators."""
+after the other (native.cpp). Their definitions are those of the operators."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from kernels.checks import expect
-from kernels.cpp import KINDS, function, watched
+from kernels.cpp import KINDS, OPERATORS, function, watched
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import few_rows
-from kernels.rows.cpp import ACTIVATIONS
-from kernels.tree_attention import cpp
+from kernels.rows.checks import ACTIVATIONS
+from kernels.tree_attention import native
+
+_STRUCTURES = OPERATORS.structures
 
 
 class Matrix(NamedTuple):
@@ -43,31 +45,6 @@ class Layer(NamedTuple):
     out: Matrix
     up: Matrix
     down: Matrix
-
-
-class _Matrix(ctypes.Structure):  # this and the next three in step with stack.cpp
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("packed", "bias", "sums", "scale")), ("outs", ctypes.c_int64))
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("weight", "bias"))
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, _Norm) for name in ("attention_norm", "mlp_norm")),
-        *((name, _Matrix) for name in ("qkv", "out", "up", "down")),
-    )
-
-
-class _Stack(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("kind", "element", "layers", "heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("width", "mlp_width", "gated", "activation")),
-        ("layer", ctypes.POINTER(_Layer)),
-        ("norm", _Norm),
-        ("eps", ctypes.c_float),
-    )
 
 
 class Stack:
@@ -123,10 +100,13 @@ class Stack:
                 check("a matrix's bias", matrix.bias, matrix.outs)
                 check("a matrix's sum_O", matrix.sum_O, matrix.outs, torch.int32)
                 check("a matrix's scale_O", matrix.scale_O, matrix.outs, torch.float32)
-        gated, number = activation is None, 0 if activation is None else ACTIVATIONS[activation]
+        gated, number = activation is None, 0 if activation is None else ACTIVATIONS.index(activation)
         sizes = len(layers), heads, kv_heads, head_dim, width, layers[0].up.outs // (2 if gated else 1), gated, number
-        packed = (_Layer * len(layers))(*(_Layer(*map(_norm, layer[:2]), *map(_matrix, layer[2:])) for layer in layers))
-        self._packed = _Stack(KINDS[dtype], dtype.itemsize, *sizes, packed, _norm(norm), eps)
+        layer_type = _STRUCTURES["Layer"]
+        packed = (layer_type(*map(_norm, layer[:2]), *map(_matrix, layer[2:])) for layer in layers)
+        self._layers = (layer_type * len(layers))(*packed)
+        pointer = ctypes.addressof(self._layers)
+        self._packed = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, pointer, _norm(norm), eps)
 
     def takes(self, x_TE: Tensor, layout: TreeLayout) -> bool:
         """Whether it runs these tokens: few, by C++, and nobody looks on who wants to see operators."""
@@ -163,7 +143,8 @@ class Stack:
         out_TE, threads = torch.empty_like(x_TE), torch.get_num_threads()
         heads_THD = torch.empty(T, self.heads + 2 * self.kv_heads, D, dtype=x_TE.dtype)  # queries, keys, values
         queries_THD = heads_THD[:, : self.heads]
-        problem = cpp.problem(queries_THD, self.kv_heads, S, cpp.seen(layout, S), self.scale, self.window, threads)
+        seen = native.seen(layout, S)
+        problem = native.problem(queries_THD, self.kv_heads, S, seen, self.scale, self.window, threads)
         function("stack")(
             *(ctypes.addressof(self._packed), ctypes.addressof(problem), threads, x_TE.data_ptr()),
             *((x.data_ptr() for x in angles) if angles else (None, None)),
@@ -187,12 +168,13 @@ def one_by_one(model: Any) -> Iterator[None]:
         stack.idle = idle
 
 
-def _norm(norm: Norm | None) -> _Norm:
-    return _Norm(*map(_address, norm or (None, None)))
+def _norm(norm: Norm | None) -> ctypes.Structure:
+    return _STRUCTURES["Norm"](*map(_address, norm or (None, None)))
 
 
-def _matrix(matrix: Matrix) -> _Matrix:
-    return _Matrix(matrix.address, *map(_address, (matrix.bias, matrix.sum_O, matrix.scale_O)), matrix.outs)
+def _matrix(matrix: Matrix) -> ctypes.Structure:
+    addresses = map(_address, (matrix.bias, matrix.sum_O, matrix.scale_O))
+    return _STRUCTURES["Matrix"](matrix.address, *addresses, matrix.outs)
 
 
 def _address(x: Tensor | None) -> int | None:

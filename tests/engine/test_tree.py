@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.errors import KVMemoryError
 from engine.pool import PagePool
 from engine.tree import TokenTree, Trunk
-from models.layers import ModelShape
+from models.config import ModelShape
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=100, max_positions=None)
 

@@ -20,7 +20,7 @@ from engine.pool import PagePool
 from engine.requests import Report, Task
 from engine.sampling import Warp, gumbels
 from engine.tree import TokenTree
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import ADED, Greedy, Sample
 from search.aded.drafters import Draft
 

@@ -15,7 +15,7 @@ from engine.requests import Report, Task
 from engine.timing import PassTime
 from engine.tree import TokenTree
 from kernels.cpp import why_not
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import ADED
 from search.aded.draft_size import DraftSize
 from search.aded.drafters import MCTS, Backoff, BackoffCpp, Draft, backoff

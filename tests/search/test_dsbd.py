@@ -18,7 +18,7 @@ from engine.requests import Report, Task
 from engine.sampling import Uniforms, Warp
 from engine.tree import TokenTree
 from kernels.rows.reference import peaks
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import DSBD, BeamSample, Greedy, Speculative, make_search
 from search.dsbd.joint import Reader, pick
 

@@ -15,7 +15,7 @@ from engine.pool import PagePool
 from engine.requests import Report, Task
 from engine.sampling import Warp, draw, gumbels
 from engine.tree import TokenTree
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import Sample
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)

@@ -17,7 +17,7 @@ from engine.pool import PagePool
 from engine.requests import Report, Task
 from engine.sampling import gumbels
 from engine.tree import TokenTree
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import BoN, SBoN, make_search
 from search.sbon.rates import accepted, accepted_by_risk, expected_lengths, foretold, kendall, rank_correlation
 

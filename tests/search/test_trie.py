@@ -11,7 +11,7 @@ from engine.errors import UsageError
 from engine.pool import PagePool
 from engine.requests import Evaluate, Report, Task
 from engine.tree import TokenTree
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import Trie
 from search.base import best_candidates
 

@@ -24,7 +24,7 @@ from engine.requests import Evaluate, Search, Task
 from engine.tree import TokenTree
 from kernels.rows.reference import peaks
 from models.checkpoint import Checkpoint
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import DSBD, BeamSample, Sample, Speculative
 from search.dsbd.joint import Reader
 from tools.bench.aded import corpus

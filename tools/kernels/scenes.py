@@ -10,7 +10,7 @@ from engine.packing import Chunk, pack
 from engine.pool import PagePool
 from engine.tree import TokenTree
 from kernels.layout import NULL_SLOT, TreeLayout
-from models.layers import ModelShape
+from models.config import ModelShape
 
 
 @dataclass

@@ -6,50 +6,8 @@
 
 #include <memory>
 
+#include "../operators.h"
 #include "../vectors.h"
-
-// The operators, see their files.
-extern "C" {
-void coppice_rms_norm(int64_t, int64_t, const void*, const void*, void*, int64_t, int64_t, float);
-void coppice_layer_norm(int64_t, int64_t, const void*, const void*, const void*, void*, int64_t, int64_t, float);
-void coppice_linear(int64_t, int64_t, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
-#ifdef __AVX512VNNI__
-void coppice_int8_linear(int64_t, int64_t, const void*, const void*, const int32_t*, const float*, const void*, void*,
-                         int64_t, int64_t, int64_t);
-#endif
-void coppice_rotary(int64_t, int64_t, const void*, const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t,
-                    int64_t, int64_t, int64_t);
-int64_t coppice_kv_write(int64_t, char*, char*, const char*, const char*, const int64_t*, int64_t, int64_t, int64_t,
-                         int64_t, int64_t, int64_t, int64_t, int64_t);
-void coppice_tree_attention(const void*, const void*, const void*, const void*, void*);
-void coppice_silu_mul(int64_t, int64_t, const void*, void*, int64_t, int64_t);
-void coppice_activation(int64_t, int64_t, int64_t, const void*, void*, int64_t, int64_t);
-}
-
-// In step with the structures in __init__.py. `sums` and `scale` are those of an int8 matrix.
-struct Matrix {
-    const void *packed, *bias;
-    const int32_t* sums;
-    const float* scale;
-    int64_t outs;
-};
-
-// A LayerNorm, or, without a bias, an RMSNorm.
-struct Norm {
-    const void *weight, *bias;
-};
-
-struct Layer {
-    Norm attention_norm, mlp_norm;  // without the latter the MLP reads what attention does, and not its sum
-    Matrix qkv, out, up, down;
-};
-
-struct Stack {
-    int64_t kind, element, layers, heads, kv_heads, head_dim, width, mlp_width, gated, activation;
-    const Layer* layer;
-    Norm norm;
-    float eps;
-};
 
 namespace {
 
@@ -61,11 +19,10 @@ void normalize(const Stack& s, int64_t threads, const Norm& norm, const void* x,
 }
 
 void multiply(const Stack& s, int64_t threads, const Matrix& m, const void* x, void* out, int64_t rows, int64_t width) {
-#ifdef __AVX512VNNI__
     if (m.sums)
-        return coppice_int8_linear(s.kind, threads, x, m.packed, m.sums, m.scale, m.bias, out, rows, width, m.outs);
-#endif
-    coppice_linear(s.kind, threads, x, m.packed, m.bias, out, rows, width * s.element / 4, m.outs);
+        coppice_int8_linear(s.kind, threads, x, m.packed, m.sums, m.scale, m.bias, out, rows, width, m.outs);
+    else
+        coppice_linear(s.kind, threads, x, m.packed, m.bias, out, rows, width * s.element / 4, m.outs);
 }
 
 void add(int64_t kind, const void* more, void* x, int64_t size) {
@@ -78,10 +35,8 @@ void add(int64_t kind, const void* more, void* x, int64_t size) {
 
 }  // namespace
 
-// x [T, E] is changed, out [T, E] takes it through the last norm. `attention` is the problem of a layer, whose queries
-// will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D]. Without cos nothing is rotated.
-extern "C" void coppice_stack(const Stack* stack, const void* attention, int64_t threads, void* x, const void* cos,
-                              const void* sin, char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out,
+extern "C" void coppice_stack(const Stack* stack, const Attention* attention, int64_t threads, void* x,
+                              const void* cos, const void* sin, char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out,
                               int64_t tokens, int64_t slots, int64_t rotary_dims) {
     const Stack& s = *stack;
     const int64_t turned = s.heads + s.kv_heads, every = turned + s.kv_heads, head = s.head_dim * s.element;

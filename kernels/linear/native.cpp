@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "../operators.h"
 #include "../vectors.h"
 
 namespace {
@@ -115,7 +116,6 @@ float quantize(const T* x, uint8_t* steps, int64_t width) {
 
 }  // namespace
 
-// Which kinds of matrices there are products for here: bits 0 and 1 as in `with_type`, bit 2 int8.
 extern "C" void coppice_linear_kinds(int64_t* kinds) {
     *kinds = 0;
 #ifdef __AVX512F__
@@ -145,21 +145,20 @@ extern "C" void coppice_linear(int64_t kind, int64_t threads, const void* x, con
 #endif
 }
 
-extern "C" void coppice_quantize(int64_t kind, int64_t threads, const void* x, void* steps, void* top, int64_t rows,
+extern "C" void coppice_quantize(int64_t kind, int64_t threads, const void* x, uint8_t* steps, void* top, int64_t rows,
                                  int64_t width) {
     with_type(kind, [&](auto type) {
         typedef decltype(type) T;
 #pragma omp parallel for num_threads(threads)
         for (int64_t r = 0; r < rows; r++)
-            store(all(quantize((const T*)x + r * width, (uint8_t*)steps + r * width, width)), (T*)top + r, 1);
+            store(all(quantize((const T*)x + r * width, steps + r * width, width)), (T*)top + r, 1);
     });
 }
 
-#ifdef __AVX512VNNI__
-// `sums` are those of the matrix's rows, `scale` theirs over 127.
 extern "C" void coppice_int8_linear(int64_t kind, int64_t threads, const void* x, const void* packed,
                                     const int32_t* sums, const float* scale, const void* bias, void* out, int64_t rows,
                                     int64_t width, int64_t outs) {
+#ifdef __AVX512VNNI__
     std::vector<uint8_t> steps(rows * width);
     std::vector<float> top(rows);
     auto round = [&](int64_t row) {
@@ -179,5 +178,5 @@ extern "C" void coppice_int8_linear(int64_t kind, int64_t threads, const void* x
         });
     };
     product<FourInt8>(threads, steps.data(), packed, rows, width / 4, outs, round, finish);
-}
 #endif
+}

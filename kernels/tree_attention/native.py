@@ -1,4 +1,4 @@
-"""Calls the C++ tree attention (tree_attention.cpp): any head size, float32, bfloat16 and float16, a CPU."""
+"""Calls the C++ tree attention (native.cpp): any head size, float32, bfloat16 and float16, a CPU."""
 
 import ctypes
 from collections.abc import Sequence
@@ -8,22 +8,13 @@ import torch
 from torch import Tensor
 
 from kernels import checks
-from kernels.cpp import KINDS, function
+from kernels.cpp import KINDS, OPERATORS, function
 from kernels.layout import TreeLayout
 
 _CPU = torch.device("cpu")
 
 
-class Problem(ctypes.Structure):
-    """In step with `Problem` in tree_attention.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("kind", "heads", "kv_heads", "head_dim", "slots", "trees", "run_count")),
-        *((name, ctypes.c_int64) for name in ("table_width", "words", "q_token", "q_head", "window", "threads")),
-        *((name, ctypes.c_void_p) for name in ("positions", "starts", "seen", "runs", "branch_slots")),
-        *((name, ctypes.c_void_p) for name in ("branch_positions", "ancestry")),
-        ("scale", ctypes.c_float),
-    )
+Attention = OPERATORS.structures["Attention"]
 
 
 class Seen(NamedTuple):
@@ -85,7 +76,7 @@ def _fits(
 
 def problem(
     q_THD: Tensor, kv_heads: int, slots: int, seen: Seen, scale: float, window: int | None, threads: int
-) -> Problem:
+) -> ctypes.Structure:
     """Returns what attention must know but for where q, k, v and its output lie.
 
     Args:
@@ -93,7 +84,7 @@ def problem(
         kv_heads, slots: of the cache.
     """
     _, H, D = q_THD.shape
-    return Problem(
+    return Attention(
         *(KINDS[q_THD.dtype], H, kv_heads, D, slots, *seen[:4], q_THD.stride(0), q_THD.stride(1)),
         *(-1 if window is None else window, threads, *seen.addresses, scale),
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.linear import Linear, can_pack, padded_rows
+from models.floats import FloatLinear, can_pack, padded_rows
 
 HOST = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def test_products_meet_few_numbers_of_rows() -> None:
 @pytest.mark.parametrize("shape", [(1,), (15,), (17,), (35,), (2, 50), (255,)])
 def test_added_rows_change_nothing(shape: tuple[int, ...]) -> None:
     weight_OE, bias_O, x = torch.randn(48, 32), torch.randn(48), torch.randn(*shape, 32)
-    layer = Linear([weight_OE], [bias_O], dtype=torch.float32, device=HOST)
+    layer = FloatLinear([weight_OE], [bias_O], dtype=torch.float32, device=HOST)
     got = layer(x)
     assert got.shape == (*shape, 48) and got.is_contiguous()
     torch.testing.assert_close(got, x @ weight_OE.T + bias_O)

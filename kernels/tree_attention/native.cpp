@@ -11,21 +11,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "../operators.h"
 #include "../vectors.h"
-
-// In step with `Problem` in cpp.py. Strides count elements.
-struct Problem {
-    int64_t kind, heads, kv_heads, head_dim, slots, trees, run_count, table_width, words, q_token, q_head, window,
-        threads;
-    const int64_t* positions;
-    const int32_t* starts;
-    const int32_t* seen;
-    const int32_t* runs;
-    const int64_t* branch_slots;
-    const int32_t* branch_positions;
-    const uint32_t* ancestry;
-    float scale;
-};
 
 namespace {
 
@@ -52,7 +39,7 @@ struct Part {
 template <typename T>
 class Worker {
   public:
-    Worker(const Problem& p, const T* q, const T* k, const T* v, T* out)
+    Worker(const Attention& p, const T* q, const T* k, const T* v, T* out)
         : p(p), q(q), k(k), v(v), out(out), D(p.head_dim), group(p.heads / p.kv_heads), q_words(VECTORS * D) {
 #ifdef __AVX512BF16__
         pairs = std::is_same_v<T, BFloat16> && D % 2 == 0;
@@ -155,7 +142,7 @@ class Worker {
     }
 
   private:
-    const Problem& p;
+    const Attention& p;
     const T *q, *k, *v;
     T* out;
     const int D, group;
@@ -409,7 +396,7 @@ class Worker {
 };
 
 template <typename T>
-void tree_attention(const Problem& p, const T* q, const T* k, const T* v, T* out) {
+void tree_attention(const Attention& p, const T* q, const T* k, const T* v, T* out) {
     const int D = p.head_dim, G = p.kv_heads, group = p.heads / G;
     std::vector<Tile> tiles;
     int64_t keys = p.table_width;
@@ -447,8 +434,6 @@ void tree_attention(const Problem& p, const T* q, const T* k, const T* v, T* out
 
 }  // namespace
 
-// Whether a layout leads to nothing but slots of the cache: 1 or 0; as `ranges` in checks.py, which says what is wrong.
-// A negative pages_width: there are no pages; write_slots may be null.
 extern "C" int64_t coppice_layout_fits(int64_t tokens, int64_t trees, int64_t run_count, int64_t table_width,
                                        int64_t slots, int64_t page_size, int64_t pages_width, int64_t tree_stride,
                                        int64_t page_stride, const int32_t* starts, const int32_t* seen,
@@ -479,7 +464,7 @@ extern "C" int64_t coppice_layout_fits(int64_t tokens, int64_t trees, int64_t ru
            (!write_slots || std::none_of(write_slots, write_slots + tokens, none));
 }
 
-extern "C" void coppice_tree_attention(const Problem* p, const void* q, const void* k, const void* v, void* out) {
+extern "C" void coppice_tree_attention(const Attention* p, const void* q, const void* k, const void* v, void* out) {
     with_type(p->kind, [&](auto type) {
         using T = decltype(type);
         tree_attention(*p, (const T*)q, (const T*)k, (const T*)v, (T*)out);

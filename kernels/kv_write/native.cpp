@@ -4,7 +4,8 @@
 #include <cstring>
 #include <vector>
 
-// Sizes and strides are in bytes. Returns 0, and writes nothing, if a slot is none of the cache's.
+#include "../operators.h"
+
 extern "C" int64_t coppice_kv_write(int64_t threads, char* k_GSD, char* v_GSD, const char* k_TGD, const char* v_TGD,
                                     const int64_t* slots_T, int64_t tokens, int64_t heads, int64_t slots, int64_t row,
                                     int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head) {
@@ -27,7 +28,6 @@ extern "C" int64_t coppice_kv_write(int64_t threads, char* k_GSD, char* v_GSD, c
     return 1;
 }
 
-// Slots to others, in each of `heads` heads (of all layers); all are read before any is written.
 extern "C" void coppice_kv_copy(int64_t threads, char* k_GSD, char* v_GSD, const int64_t* source_T,
                                 const int64_t* target_T, int64_t tokens, int64_t heads, int64_t slots, int64_t row) {
 #pragma omp parallel num_threads(threads) if (tokens * heads * row > 1 << 17)

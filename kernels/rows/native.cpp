@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "../operators.h"
 #include "../vectors.h"
 
 namespace {
@@ -94,7 +95,7 @@ Floats tanh(Floats x) {
     return square < 0.3f ? x + x * square * y : x < 0 ? -far : far;
 }
 
-// Calls f with the function that Python numbers so (ACTIVATIONS in cpp.py).
+// Calls f with the function that Python numbers so (ACTIVATIONS in checks.py).
 template <typename F>
 void with_activation(int64_t number, F f) {
     if (number == 0) f([](Floats x) { return x < 0 ? Floats{} : x; });
@@ -288,8 +289,6 @@ extern "C" void coppice_layer_norm(int64_t kind, int64_t threads, const void* x,
     });
 }
 
-// x [tokens, heads, head_dim] with strides of its own, cos and sin [tokens, dims]; heads of out are contiguous. It may
-// be x.
 extern "C" void coppice_rotary(int64_t kind, int64_t threads, const void* x, const void* cos, const void* sin,
                                void* out, int64_t tokens, int64_t heads, int64_t head_dim, int64_t dims,
                                int64_t token_stride, int64_t head_stride, int64_t out_stride) {
@@ -303,7 +302,6 @@ extern "C" void coppice_rotary(int64_t kind, int64_t threads, const void* x, con
     });
 }
 
-// x [rows, 2 width]: gates, then what they let through.
 extern "C" void coppice_silu_mul(int64_t kind, int64_t threads, const void* x, void* out, int64_t rows, int64_t width) {
     with_type(kind, [&](auto type) {
         using T = decltype(type);
@@ -340,7 +338,6 @@ extern "C" void coppice_log_softmax(int64_t kind, int64_t threads, const void* x
     });
 }
 
-// k of 0 to the width. Of each row k values, then their places.
 extern "C" void coppice_top_k(int64_t threads, const float* x, double* out, int64_t rows, int64_t width, int64_t k) {
     if (!k) return;
 #pragma omp parallel num_threads(threads) if (rows * width > 4 * SMALL)
@@ -354,7 +351,6 @@ extern "C" void coppice_top_k(int64_t threads, const float* x, double* out, int6
     }
 }
 
-// k of 1 to the number of elements. `peaks` may be null.
 extern "C" void coppice_best_sums(const float* x, const float* peaks, const float* sums, double* out, int64_t rows,
                                   int64_t width, int64_t k) {
     Leaders leaders;
@@ -362,7 +358,6 @@ extern "C" void coppice_best_sums(const float* x, const float* peaks, const floa
     leaders.write(k, out);
 }
 
-// `peaks` may be null.
 extern "C" void coppice_at_least(const float* x, const float* peaks, double* out, int64_t rows, int64_t width,
                                  int64_t k, float least) {
     const int64_t blocks = (width + SPAN - 1) / SPAN;
@@ -370,9 +365,8 @@ extern "C" void coppice_at_least(const float* x, const float* peaks, double* out
         at_least(x + r * width, peaks ? peaks + r * blocks : nullptr, width, least, k, out + 2 * r * k);
 }
 
-// Two keys of each row.
-extern "C" void coppice_gumbel_argmax(int64_t threads, const float* logp, const uint32_t* keys, int64_t* places,
+extern "C" void coppice_gumbel_argmax(int64_t threads, const float* logp, const uint32_t* keys, int64_t* tokens,
                                       int64_t rows, int64_t width) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width > SMALL)
-    for (int64_t r = 0; r < rows; r++) places[r] = gumbel_argmax(logp + r * width, width, keys[2 * r], keys[2 * r + 1]);
+    for (int64_t r = 0; r < rows; r++) tokens[r] = gumbel_argmax(logp + r * width, width, keys[2 * r], keys[2 * r + 1]);
 }
