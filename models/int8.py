@@ -50,7 +50,7 @@ class Int8Linear(nn.Module):
         self.address = linear.panels(self.weight, weight_OI) if dtype in cpp.KINDS else 0
         self.sum_O = weight_OI.sum(1, dtype=torch.int32)
         self.bias = torch.cat([b.to(dtype) for b in biases]) if biases is not None else None
-        self.impl = "cpu" if cpp.why_not() or dtype not in cpp.KINDS else "cpp"
+        self.impl = "torch" if cpp.why_not() or dtype not in cpp.KINDS else "cpp"
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
@@ -73,7 +73,11 @@ class Int8Linear(nn.Module):
     @property
     def matrix(self) -> Matrix | None:
         """For a stack, which has our own products only."""
-        return Matrix(self.address, len(self.scale_O), self.bias, self.sum_O, self.scale_O) if self.address else None
+        return (
+            Matrix(self.address, len(self.scale_O), self.bias, self.sum_O, self.scale_O, "int8_linear")
+            if self.address
+            else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""

@@ -95,7 +95,7 @@ Floats tanh(Floats x) {
     return square < 0.3f ? x + x * square * y : x < 0 ? -far : far;
 }
 
-// Calls f with the function that Python numbers so (ACTIVATIONS in cpp.py).
+// Calls f with the function that Python numbers so (ACTIVATIONS in checks.py).
 template <typename F>
 void with_activation(int64_t number, F f) {
     if (number == 0) f([](Floats x) { return x < 0 ? Floats{} : x; });
@@ -286,6 +286,22 @@ extern "C" void coppice_layer_norm(int64_t kind, int64_t threads, const void* x,
 #pragma omp parallel for num_threads(threads) if (rows * width > SMALL)
         for (int64_t r = 0; r < rows; r++)
             layer_norm((const T*)x + r * width, (const T*)weight, (const T*)bias, (T*)out + r * width, width, eps);
+    });
+}
+
+extern "C" void coppice_head_norm(int64_t kind, int64_t threads, void* x, const void* weight, const void* bias,
+                                  int64_t tokens, int64_t heads, int64_t head_dim, int64_t token_stride, float eps) {
+    with_type(kind, [&](auto type) {
+        using T = decltype(type);
+#pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > SMALL)
+        for (int64_t t = 0; t < tokens; t++)
+            for (int64_t h = 0; h < heads; h++) {
+                T* row = (T*)x + t * token_stride + h * head_dim;
+                if (bias)
+                    layer_norm(row, (const T*)weight, (const T*)bias, row, head_dim, eps);
+                else
+                    rms_norm(row, (const T*)weight, row, head_dim, eps);
+            }
     });
 }
 
