@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.checks import expect, floats, native
 from kernels.cpp import KINDS, function, why_not
 
-FEW = 256  # rows, a whole pass; of more, oneDNN may be some hundredths quicker
+MAX_ROWS = 256  # of a whole pass; with more, oneDNN may be some hundredths quicker
 PANEL = 64
 STEP = 16  # words; a panel's depth is a multiple of it
 _PACKED: dict[int, tuple[torch.dtype, int, int]] = {}  # by address: dtype, rows and columns of matrices that are alive
@@ -69,7 +69,7 @@ def _check(x: Tensor, address: int, dtype: torch.dtype, out_features: int, bias:
 
 def few_rows(x: Tensor) -> bool:
     """Whether x has so few rows that these products are the quicker ones."""
-    return x.numel() <= FEW * x.shape[-1]
+    return x.numel() <= MAX_ROWS * x.shape[-1]
 
 
 def linear(x: Tensor, address: int, bias: Tensor | None, out_features: int) -> Tensor:
