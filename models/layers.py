@@ -7,10 +7,10 @@ the rotated dims), S cache slots.
 import torch
 from torch import Tensor, nn
 
+from kernels import stack
 from kernels.kv_write import kv_write
 from kernels.layout import TreeLayout
 from kernels.rows import activation, layer_norm, rms_norm, rotary, silu_mul
-from kernels.stack import Norm
 from kernels.tree_attention import tree_attention
 from models.config import Config, Names
 from models.weights import Weights
@@ -26,9 +26,9 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = weight, eps
 
     @property
-    def vectors(self) -> Norm:
+    def vectors(self) -> stack.Norm:
         """For a stack."""
-        return Norm(self.weight)
+        return stack.Norm(self.weight)
 
     def forward(self, x: Tensor, impl: str) -> Tensor:
         """[..., E] -> the same; `impl` is the pass's."""
@@ -43,9 +43,9 @@ class LayerNorm(nn.Module):
         self.weight, self.bias, self.eps = weight, bias, eps
 
     @property
-    def vectors(self) -> Norm:
+    def vectors(self) -> stack.Norm:
         """For a stack."""
-        return Norm(self.weight, self.bias)
+        return stack.Norm(self.weight, self.bias)
 
     def forward(self, x: Tensor, impl: str) -> Tensor:
         """[..., E] -> the same; `impl` is the pass's."""
@@ -122,6 +122,29 @@ class Layer(nn.Module):
         self.attention_norm = load_norm(c, weights, layer + names.attention_norm)
         self.mlp_norm = load_norm(c, weights, layer + names.mlp_norm) if c.order != "parallel" else None
         self.attention, self.mlp = Attention(c, names, weights, index), MLP(c, names, weights, index)
+
+    def described(self, table: int | None) -> stack.Layer | None:
+        """For a stack, whose angles of number `table` rotate queries and keys; None: it has no product of a matrix."""
+        attention, mlp = self.attention, self.mlp
+        norms = (self.attention_norm, self.mlp_norm, attention.q_norm, attention.k_norm)
+        attention_norm, mlp_norm, q_norm, k_norm = (norm and norm.vectors for norm in norms)
+        qkv, out, up, down = (part.matrix for part in (attention.qkv, attention.out, mlp.up, mlp.down))
+        if attention_norm is None or qkv is None or out is None or up is None or down is None:
+            return None
+        return stack.Layer(
+            attention_norm=attention_norm,
+            mlp_norm=mlp_norm,
+            qkv=qkv,
+            out=out,
+            up=up,
+            down=down,
+            scale=attention.scale,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            order=self.order,
+            window=attention.window,
+            table=table,
+        )
 
     def forward(self, x_TE: Tensor, rope: Rope, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> Tensor:
         impl, cache = layout.impl, (k_GSD, v_GSD, layout)

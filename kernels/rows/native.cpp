@@ -289,6 +289,22 @@ extern "C" void coppice_layer_norm(int64_t kind, int64_t threads, const void* x,
     });
 }
 
+extern "C" void coppice_head_norm(int64_t kind, int64_t threads, void* x, const void* weight, const void* bias,
+                                  int64_t tokens, int64_t heads, int64_t head_dim, int64_t token_stride, float eps) {
+    with_type(kind, [&](auto type) {
+        using T = decltype(type);
+#pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > SMALL)
+        for (int64_t t = 0; t < tokens; t++)
+            for (int64_t h = 0; h < heads; h++) {
+                T* row = (T*)x + t * token_stride + h * head_dim;
+                if (bias)
+                    layer_norm(row, (const T*)weight, (const T*)bias, row, head_dim, eps);
+                else
+                    rms_norm(row, (const T*)weight, row, head_dim, eps);
+            }
+    });
+}
+
 extern "C" void coppice_rotary(int64_t kind, int64_t threads, const void* x, const void* cos, const void* sin,
                                void* out, int64_t tokens, int64_t heads, int64_t head_dim, int64_t dims,
                                int64_t token_stride, int64_t head_stride, int64_t out_stride) {

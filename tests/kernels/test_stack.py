@@ -26,7 +26,8 @@ SIZES = {
 }
 FAMILIES = [
     *("opt/plain", "opt/no_biases", "opt/no_affine", "gpt2/plain", "gpt2/unscaled", "gpt2/gelu", "gpt2/wide"),
-    *("phi/plain", "phi/gqa", "phi/partial"),
+    *("opt/post_norm", "opt/no_final_norm", "gpt2/by_layer", "phi/plain", "phi/gqa", "phi/partial", "phi/qk_layernorm"),
+    *("phi3/plain", "phi3/window", "qwen3/plain", "qwen3/windows", "qwen3/bias"),
 ]
 KINDS = [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"), ("float16", "int8")]
 
@@ -116,10 +117,24 @@ def test_a_window(load, tmp_path):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("variant", ["opt/post_norm", "opt/no_final_norm", "gpt2/by_layer", "phi/qk_layernorm"])
-def test_some_models_have_no_stack(load, variant):
-    engine = load(GOLDEN / variant)
-    assert engine.runner.model.stack is None and engine.logits(list(range(20))).isfinite().all()
+def test_a_table_of_angles_for_each_layer(load, folder):
+    """As of models whose layers of long and of short reach differ, or of which some rotate nothing."""
+    engine = load(folder)
+    model, cache = engine.runner.model, engine.pool.cache
+    tree = TokenTree(engine.pool, [1, 2, 3])
+    layout = pack([Chunk(tree, 3, [], tree.place(3, []))], engine.pool.page_size, impl="cpp").layout
+    x_TE = torch.randn(3, len(model.norm.weight))
+    angles = [(torch.randn(3, dims), torch.randn(3, dims)) for dims in (4, model.config.head_dim)]
+    for first, second in [(None, 1), (1, 0)]:
+        layers = [layer._replace(table=t) for layer, t in zip(model.stack.layers, (first, second), strict=True)]
+        sizes = {name: getattr(model.config, name) for name in ("heads", "kv_heads", "head_dim")}
+        together = Stack(layers, model.norm.vectors, activation=None, eps=model.config.norm_eps, **sizes)
+        expected_TE = x_TE
+        for i, (layer, table) in enumerate(zip(model.layers, (first, second), strict=True)):
+            rope = None if table is None else angles[table]
+            expected_TE = layer(expected_TE, rope, cache.k_LGSD[i], cache.v_LGSD[i], layout)
+        assert together(x_TE.clone(), angles, cache, layout).equal(model.norm(expected_TE, "cpp"))
+    tree.release()
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
@@ -160,5 +175,5 @@ def test_what_does_not_fit_is_refused(load, folder):
         (torch.zeros(3, width), angles.double()),
     ):
         with pytest.raises(ValueError, match="expected contiguous"):
-            stack(x, (cos, cos), cache, layout)
+            stack(x, [(cos, cos)], cache, layout)
     tree.release()
