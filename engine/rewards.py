@@ -168,7 +168,7 @@ class ModelJudge:
         prompt = prompt[: min(shared_length(prompt, ids) for ids in texts)]
         if not prompt:
             raise UsageError(
-                "the reward model reads the prompt in other tokens, depending on what follows",
+                "the tokens that the reward model reads for the prompt change with the text after it",
                 remedy="give a longer prompt",
             )
         self.tree, self._score = self.open_tree(prompt), {}

@@ -66,7 +66,7 @@ def passes(engine):
             parents = tree.grow([tree.root] * 4, [1, 2, 3, 4])
             nodes = tree.grow([*parents[:2], *parents[:2]], [9, 9, 11, 12]) if rounds else []
             nodes = [*parents, *nodes] if rounds else []
-            chunks.append(Chunk(tree, prompt, nodes, tree.place(prompt, nodes)))
+            chunks.append(Chunk(tree, prompt, nodes, tree.allocate(prompt, nodes)))
         found.append(engine.runner.forward(chunks).clone())
     found += [engine.pool.cache.k_LGSD[:, :, :80].clone(), engine.pool.cache.v_LGSD[:, :, :80].clone()]
     for tree in trees:
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused(load, folder):
     engine = load(folder)
     stack, cache, width = engine.runner.model.stack, engine.pool.cache, len(engine.runner.model.norm.weight)
     tree = TokenTree(engine.pool, [1, 2, 3])
-    layout = pack([Chunk(tree, 3, [], tree.place(3, []))], engine.pool.page_size, impl="cpp").layout
+    layout = pack([Chunk(tree, 3, [], tree.allocate(3, []))], engine.pool.page_size, impl="cpp").layout
     angles = torch.ones(3, stack.head_dim)
     for x, cos in (
         (torch.zeros(4, width), angles),
