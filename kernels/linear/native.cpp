@@ -1,6 +1,6 @@
 // Products of a few rows with a matrix that oneDNN packed, at the bandwidth of memory. oneDNN stores panels of 64
-// outputs one after the other. For each 32-bit word of a row of x (one float32, two bfloat16 or four int8) a panel has the 64
-// words to multiply it with, padded with zeros to a multiple of 16 words of depth. The sums of all rows stay in
+// outputs one after the other. For each 32-bit word of a row of x (one float32, two bfloat16 or four int8) a panel has
+// the 64 words to multiply it with, padded with zeros to a multiple of 16 words of depth. The sums of all rows stay in
 // registers while half a panel streams by, or a whole panel if there are few rows.
 
 #include <algorithm>
