@@ -8,8 +8,8 @@ import torch
 
 from kernels import cpp
 from kernels.linear import dtypes
-from models.int8 import why_no_int8
-from models.linear import can_pack, has_products
+from models.floats import can_pack, has_products
+from models.linear import FORMATS
 
 
 @dataclass(frozen=True)
@@ -51,23 +51,25 @@ class Capabilities:
         Args:
             model: has a `stack` if all of its layers can run as one call.
             precision: of the model.
-            quant: "int8" or "none".
+            quant: format of its matrices, a key of `FORMATS`.
             device: of the model.
             impl: implementation of the operators, see `kernels.tree_attention`.
         """
         name = dtype_name(precision.dtype)
         warning = f"{name} is slow: {precision.reason}" if precision.slow else ""
-        weights = ", int8 weights" if quant == "int8" else ""
+        weights = "" if quant == "none" else f", {quant} weights"
+        formats = {f"{name} weights": FORMATS[name].why_not(device) is None for name in FORMATS if name != "none"}
         if device.type != "cpu":
-            return Capabilities(f"{precision}{weights}", "GPU: Triton kernels, CUDA graphs; not here: int8 weights")
+            absent = ", ".join(name for name, here in formats.items() if not here)
+            return Capabilities(f"{precision}{weights}", f"GPU: Triton kernels, CUDA graphs; not here: {absent}")
         no_kernels = f" ({cpp.why_not()})" if impl != "cpp" and cpp.why_not() else ""
-        few_rows = impl == "cpp" and (torch.int8 if weights else precision.dtype) in dtypes()
+        few_rows = impl == "cpp" and FORMATS[quant].stored(precision.dtype) in dtypes()
         paths = {
             f"C++ kernels{no_kernels}": impl == "cpp",
             f"packed {name} weights": can_pack(precision.dtype, device),
             "products of few rows": few_rows,
             "all layers in one call": few_rows and getattr(model, "stack", None) is not None,
-            "int8 weights": why_no_int8(device) is None,
+            **formats,
         }
         here, absent = ([path for path in paths if paths[path] is there] for there in (True, False))
         told = [", ".join(here) or "PyTorch only"] + ([f"not here: {', '.join(absent)}"] if absent else [])

@@ -15,8 +15,8 @@ from engine.memory import read_size, total_memory
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from models.checkpoint import Checkpoint
-from models.int8 import why_no_int8
-from models.linear import has_products
+from models.floats import has_products
+from models.linear import FORMATS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SAMPLED, PIECE = 16, 1 << 14  # places of a weights file that tell it from others, and bytes read at each
@@ -74,12 +74,12 @@ def pick_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> Preci
 
 def check_quant(name: str, device: torch.device) -> None:
     """Refuse a quantisation that is unknown, or that this machine cannot run. Raises UsageError."""
-    if name not in ("none", "int8"):
-        raise UsageError(f"quant: expected none or int8, got {name!r}")
-    if name == "int8" and (reason := why_no_int8(device)):
+    if not isinstance(name, str) or name not in FORMATS:
+        raise UsageError(f"quant: expected {' or '.join(FORMATS)}, got {name!r}")
+    if reason := FORMATS[name].why_not(device):
         halves = has_products(torch.bfloat16, device)
         remedy = "--dtype bfloat16 halves the weights" if halves else "--dtype float32 is the fastest here"
-        raise UsageError(f"quant: {reason}", remedy=f"leave out --quant int8; {remedy}")
+        raise UsageError(f"quant: {reason}", remedy=f"leave out --quant {name}; {remedy}")
 
 
 def load_template(folder: str | Path, choice: str | Path | None, tokenizer: Tokenizer | None) -> ChatTemplate | None:

@@ -16,7 +16,7 @@ from engine.contract import slots_of
 from engine.errors import KVMemoryError
 from engine.pool import PagePool
 from engine.requests import Search
-from models.layers import ModelShape
+from models.config import ModelShape
 
 PAGE_SIZE = {"cpu": 1, "cuda": 16}  # tokens; single ones waste nothing, larger ones suit a GPU's memory
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)

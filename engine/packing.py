@@ -18,7 +18,11 @@ class Chunk:
     tree: TokenTree
     trunk_tokens: int
     nodes: Sequence[int]
-    slots: Sequence[int]  # as `TokenTree.place` gave them
+    slots: Sequence[int]  # as `TokenTree.allocate` returned them
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return self.trunk_tokens + len(self.nodes)
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,9 @@ def pack(
     token_buckets: Sequence[int] | None = None,
     word_buckets: Sequence[int] | None = None,
     tree_buckets: Sequence[int] | None = None,
-    impl: str = "cpu",
+    impl: str = "torch",
 ) -> Pass:
-    """Lay out chunks, already placed, one after the other.
+    """Lay out chunks, whose tokens have their slots, one after the other.
 
     Args:
         chunks: one per tree.

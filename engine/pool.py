@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.errors import KVMemoryError
 from kernels.kv_write import kv_copier
 from kernels.layout import NULL_SLOT, TRASH_SLOT, KVCache
-from models.layers import ModelShape
+from models.config import ModelShape
 
 FREE, CLAIMED, USED = 0, 1, 2
 

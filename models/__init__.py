@@ -6,21 +6,16 @@ import kernels  # noqa: F401  # sets a filter before torch is imported
 import torch
 
 # isort: on
-from models import gpt2, llama, opt, phi, phi3
+from models import gpt2, llama, opt, phi, phi3, qwen3
 from models.checkpoint import Checkpoint
+from models.decoder import Decoder
 from models.errors import CheckpointError
 
-Model = llama.Llama | gpt2.GPT2 | opt.OPT | phi.Phi | phi3.Phi3
-FAMILIES: dict[str, type[Model]] = {
-    **dict.fromkeys(llama.ARCHITECTURES, llama.Llama),
-    **dict.fromkeys(gpt2.ARCHITECTURES, gpt2.GPT2),
-    **dict.fromkeys(opt.ARCHITECTURES, opt.OPT),
-    **dict.fromkeys(phi.ARCHITECTURES, phi.Phi),
-    **dict.fromkeys(phi3.ARCHITECTURES, phi3.Phi3),
-}
+_CLASSES: list[type[Decoder]] = [llama.Llama, gpt2.GPT2, opt.OPT, phi.Phi, phi3.Phi3, qwen3.Qwen3]
+FAMILIES = {name: family for family in _CLASSES for name in family.architectures}
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = "none") -> Model:
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = "none") -> Decoder:
     """Build the checkpoint's model; see `Weights` for the arguments.
 
     Raises:

@@ -4,7 +4,7 @@ A product of two int8 numbers is exact in int32, and every token has a scale of 
 depend on those beside it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -17,19 +17,6 @@ from kernels.stack import Matrix
 CHUNK = 1 << 22  # weights that are floats at once while a matrix is quantised
 
 
-def why_no_int8(device: torch.device) -> str | None:
-    """What int8 linear layers lack on this machine; None: nothing."""
-    if device.type != "cpu":
-        return "int8 weights run on a CPU only"
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qlinear_pointwise"):
-        return "this torch was built without oneDNN's int8 products"
-    if not torch.cpu._is_vnni_supported():
-        return "this processor has no int8 products (AVX-VNNI or AVX512-VNNI)"
-    if not _exact():
-        return "oneDNN's int8 products overflow here: is ONEDNN_MAX_CPU_ISA set to less than the processor has?"
-    return None
-
-
 @lru_cache(maxsize=1)
 def _exact() -> bool:
     """Whether oneDNN adds up products of int8 in 32 bits: without VNNI it does so in 16, which overflow unnoticed."""
@@ -40,15 +27,22 @@ def _exact() -> bool:
 
 
 class Int8Linear(nn.Module):
-    """y = x W^T + b with W as int8 times a scale per row; see `models.linear.Linear` for the arguments.
+    """y = x W^T + b with W as int8 times a scale per row, see `models.linear.Linear`.
 
     x is rounded to 255 steps, each row by its own largest magnitude.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None, *, dtype: torch.dtype):
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        biases: Sequence[Tensor] | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         super().__init__()
         self.dtype = dtype
-        weight_OI, scale_O = quantize(weights)
+        weight_OI, scale_O = quantize([*weights])
         self.weight = torch.ops.onednn.qlinear_prepack(weight_OI, None)
         self.scale_O = scale_O / 127  # the rows of x are scaled to -127 .. 127
         self.zero_O = torch.zeros(len(scale_O), dtype=torch.int32)
@@ -56,12 +50,34 @@ class Int8Linear(nn.Module):
         self.address = linear.panels(self.weight, weight_OI) if dtype in cpp.KINDS else 0
         self.sum_O = weight_OI.sum(1, dtype=torch.int32)
         self.bias = torch.cat([b.to(dtype) for b in biases]) if biases is not None else None
-        self.impl = "cpu" if cpp.why_not() or dtype not in cpp.KINDS else "cpp"
+        self.impl = "torch" if cpp.why_not() or dtype not in cpp.KINDS else "cpp"
+
+    @staticmethod
+    def why_not(device: torch.device) -> str | None:
+        """What int8 linear layers lack on this machine; None: nothing."""
+        if device.type != "cpu":
+            return "int8 weights run on a CPU only"
+        if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qlinear_pointwise"):
+            return "this torch was built without oneDNN's int8 products"
+        if not torch.cpu._is_vnni_supported():
+            return "this processor has no int8 products (AVX-VNNI or AVX512-VNNI)"
+        if not _exact():
+            return "oneDNN's int8 products overflow here: is ONEDNN_MAX_CPU_ISA set to less than the processor has?"
+        return None
+
+    @staticmethod
+    def stored(dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the packed matrix."""
+        return torch.int8
 
     @property
     def matrix(self) -> Matrix | None:
         """For a stack, which has our own products only."""
-        return Matrix(self.address, len(self.scale_O), self.bias, self.sum_O, self.scale_O) if self.address else None
+        return (
+            Matrix(self.address, len(self.scale_O), self.bias, self.sum_O, self.scale_O, "int8_linear")
+            if self.address
+            else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""

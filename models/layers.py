@@ -1,125 +1,21 @@
-"""What two families use: norms, activations, the shape of a model."""
+"""The parts of a decoder: norms, attention, MLP, and the layer they make.
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+Shape legend: T tokens of a pass, E width, M MLP width, H query heads, G key/value heads, D head size (of cos and sin:
+the rotated dims), S cache slots.
+"""
 
 import torch
 from torch import Tensor, nn
 
-from kernels.rows import activation, layer_norm, rms_norm, silu_mul
-from kernels.stack import Layer as StackLayer
-from kernels.stack import Norm, Stack
-from models.fields import Fields
+from kernels import stack
+from kernels.kv_write import kv_write
+from kernels.layout import TreeLayout
+from kernels.rows import activation, layer_norm, rms_norm, rotary, silu_mul
+from kernels.tree_attention import tree_attention
+from models.config import Config, Names
+from models.weights import Weights
 
-ACTIVATIONS = {  # to the names of `kernels.rows.activation`
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "tanh": "tanh",
-}
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What the engine needs to know of any model.
-
-    Args:
-        layers, kv_heads, head_dim, vocab_size: dimensions.
-        max_positions: longest sequence the checkpoint is made for; None: no limit.
-        steady_length: keys of sequences longer than this depend on how long the sequence was when they were computed,
-            so that a longer prompt cannot take them over; None: they never do.
-        scores: a scalar head: the model scores texts and generates none.
-        switch_length: sequences longer than this use other rotary factors throughout (longrope), so that a path which
-            grows past it is evaluated afresh; None: they never do.
-    """
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int | None
-    steady_length: int | None = None
-    scores: bool = False
-    switch_length: int | None = None
-
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one token's keys and values take in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
-
-
-def architecture(fields: Fields) -> str:
-    """The first of the config's architectures, checked by `Checkpoint.architecture`."""
-    return str((fields.config.get("architectures") or [""])[0])
-
-
-def has_scalar_head(fields: Fields) -> bool:
-    """Whether the config is of a `...ForSequenceClassification`: a reward model, which scores the text so far."""
-    return architecture(fields).endswith("ForSequenceClassification")
-
-
-def head_shape(scores: bool, vocab_size: int, width: int) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the last matrix: one score, or a logit per token."""
-    return {"score.weight": (1, width)} if scores else {"lm_head.weight": (vocab_size, width)}
-
-
-def gated(name: str) -> Callable[..., Tensor]:
-    """The middle of a gated MLP, (x [N, 2M], impl=...) -> [N, M]: the first half, activated, times the second."""
-    if name == "silu":
-        return silu_mul
-
-    def middle(x_NM: Tensor, *, impl: str) -> Tensor:
-        gate, up = x_NM.chunk(2, -1)
-        return activation(gate, name, impl=impl) * up
-
-    return middle
-
-
-def stacked(
-    layers: Iterable[tuple[Any, ...]],
-    norm: "RMSNorm | LayerNorm",
-    shape: ModelShape,
-    heads: int,
-    activation: str,
-    *,
-    gated: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
-) -> Stack | None:
-    """The layers of a model as one call for steps of few rows; None where that has no operators.
-
-    Args:
-        layers: of each the norms before attention and before the MLP (None: it reads what attention reads), then the
-            linear layers: to queries, keys and values, out of attention, into the MLP, out of it.
-        norm: after them.
-        shape, heads: of the model; of queries.
-        activation, gated: of the MLP, see `gated`.
-        scale, window: of attention; None: 1 / sqrt(head size), and no window.
-    """
-    if gated and activation != "silu":
-        return None
-    told = []
-    for attention_norm, mlp_norm, *linears in layers:
-        matrices = [linear.matrix for linear in linears]
-        if None in matrices:
-            return None
-        told.append(StackLayer(attention_norm.vectors, mlp_norm and mlp_norm.vectors, *matrices))
-    return Stack(
-        told,
-        norm.vectors,
-        activation=None if gated else activation,
-        heads=heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        eps=norm.eps,
-        scale=shape.head_dim**-0.5 if scale is None else scale,
-        window=window,
-    )
+Rope = tuple[Tensor, Tensor] | None  # cos_TD and sin_TD; None: nothing is rotated
 
 
 class RMSNorm(nn.Module):
@@ -130,9 +26,9 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = weight, eps
 
     @property
-    def vectors(self) -> Norm:
+    def vectors(self) -> stack.Norm:
         """For a stack."""
-        return Norm(self.weight)
+        return stack.Norm(self.weight)
 
     def forward(self, x: Tensor, impl: str) -> Tensor:
         """[..., E] -> the same; `impl` is the pass's."""
@@ -147,10 +43,116 @@ class LayerNorm(nn.Module):
         self.weight, self.bias, self.eps = weight, bias, eps
 
     @property
-    def vectors(self) -> Norm:
+    def vectors(self) -> stack.Norm:
         """For a stack."""
-        return Norm(self.weight, self.bias)
+        return stack.Norm(self.weight, self.bias)
 
     def forward(self, x: Tensor, impl: str) -> Tensor:
         """[..., E] -> the same; `impl` is the pass's."""
         return layer_norm(x, self.weight, self.bias, self.eps, impl=impl)
+
+
+def load_norm(c: Config, weights: Weights, name: str) -> RMSNorm | LayerNorm:
+    """The norm of a configuration with the vectors of a name."""
+    if c.rms:
+        return RMSNorm(weights.vector(f"{name}.weight"), c.norm_eps)
+    if c.affine:
+        return LayerNorm(weights.vector(f"{name}.weight"), weights.vector(f"{name}.bias"), c.norm_eps)
+    one_E = torch.ones(c.width, dtype=weights.dtype, device=weights.device)
+    return LayerNorm(one_E, torch.zeros_like(one_E), c.norm_eps)
+
+
+class Attention(nn.Module):
+    """Attention of tokens to the trunks and branches they descend from, their keys and values written first."""
+
+    def __init__(self, c: Config, names: Names, weights: Weights, index: int):
+        super().__init__()
+        layer, options = names.layer.format(index), {"bias": c.attention_bias, "transposed": names.transposed}
+        self.qkv = weights.linear(*(layer + name for name in names.qkv), **options)
+        self.out = weights.linear(layer + names.out, **options)
+        self.q_norm = load_norm(c, weights, layer + names.q_norm) if c.head_norms else None
+        self.k_norm = load_norm(c, weights, layer + names.k_norm) if c.head_norms else None
+        self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
+        self.scale, self.window = c.scale(index), c.window(index)
+
+    def forward(self, x_TE: Tensor, rope: Rope, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> Tensor:
+        H, G, impl = self.heads, self.kv_heads, layout.impl
+        rows_THD = self.qkv(x_TE).unflatten(-1, (H + 2 * G, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_TGD, v_TGD = rows_THD.split([H, G, G], 1)
+            q_THD, k_TGD = self.q_norm(q_THD, impl), self.k_norm(k_TGD, impl)
+            if rope is not None:
+                q_THD, k_TGD = rotary(q_THD, *rope, impl=impl), rotary(k_TGD, *rope, impl=impl)
+        else:
+            turned_THD, v_TGD = rows_THD.split([H + G, G], 1)
+            if rope is not None:
+                turned_THD = rotary(turned_THD, *rope, impl=impl)
+            q_THD, k_TGD = turned_THD.split([H, G], 1)
+        kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=impl)
+        mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=self.scale, window=self.window)
+        return self.out(mixed_THD.flatten(1))
+
+
+class MLP(nn.Module):
+    """Two products and an activation between them; gated, the activated half is multiplied with the other half."""
+
+    def __init__(self, c: Config, names: Names, weights: Weights, index: int):
+        super().__init__()
+        layer, options = names.layer.format(index), {"bias": c.mlp_bias, "transposed": names.transposed}
+        self.up = weights.linear(*(layer + name for name in names.up), **options)
+        self.down = weights.linear(layer + names.down, **options)
+        self.activation, self.gated = c.activation, c.gated
+
+    def forward(self, x_TE: Tensor, impl: str) -> Tensor:
+        up_TM = self.up(x_TE)
+        if not self.gated:
+            return self.down(activation(up_TM, self.activation, impl=impl))
+        if self.activation == "silu":
+            return self.down(silu_mul(up_TM, impl=impl))
+        gate_TM, up_TM = up_TM.chunk(2, -1)
+        return self.down(activation(gate_TM, self.activation, impl=impl) * up_TM)
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each added to the stream; where their norms stand is `Config.order`."""
+
+    def __init__(self, c: Config, names: Names, weights: Weights, index: int):
+        super().__init__()
+        layer, self.order = names.layer.format(index), c.order
+        self.attention_norm = load_norm(c, weights, layer + names.attention_norm)
+        self.mlp_norm = load_norm(c, weights, layer + names.mlp_norm) if c.order != "parallel" else None
+        self.attention, self.mlp = Attention(c, names, weights, index), MLP(c, names, weights, index)
+
+    def described(self, table: int | None) -> stack.Layer | None:
+        """For a stack, whose angles of number `table` rotate queries and keys; None: it has no product of a matrix."""
+        attention, mlp = self.attention, self.mlp
+        norms = (self.attention_norm, self.mlp_norm, attention.q_norm, attention.k_norm)
+        attention_norm, mlp_norm, q_norm, k_norm = (norm and norm.vectors for norm in norms)
+        qkv, out, up, down = (part.matrix for part in (attention.qkv, attention.out, mlp.up, mlp.down))
+        if attention_norm is None or qkv is None or out is None or up is None or down is None:
+            return None
+        return stack.Layer(
+            attention_norm=attention_norm,
+            mlp_norm=mlp_norm,
+            qkv=qkv,
+            out=out,
+            up=up,
+            down=down,
+            scale=attention.scale,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            order=self.order,
+            window=attention.window,
+            table=table,
+        )
+
+    def forward(self, x_TE: Tensor, rope: Rope, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> Tensor:
+        impl, cache = layout.impl, (k_GSD, v_GSD, layout)
+        if self.mlp_norm is None:
+            normed_TE = self.attention_norm(x_TE, impl)
+            return self.attention(normed_TE, rope, *cache) + self.mlp(normed_TE, impl) + x_TE
+        if self.order == "after":
+            x_TE = self.attention_norm(x_TE + self.attention(x_TE, rope, *cache), impl)
+            return self.mlp_norm(x_TE + self.mlp(x_TE, impl), impl)
+        x_TE = x_TE + self.attention(self.attention_norm(x_TE, impl), rope, *cache)
+        return x_TE + self.mlp(self.mlp_norm(x_TE, impl), impl)

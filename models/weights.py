@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.checkpoint import Checkpoint
-from models.int8 import Int8Linear
-from models.linear import Linear
+from models.linear import FORMATS, Linear
 
 
 class Weights:
@@ -18,7 +17,7 @@ class Weights:
         checkpoint: checked already.
         stored: the name a tensor is stored under, where it is not its own (`Checkpoint.check` returns this).
         dtype, device: to compute in.
-        quant: "int8" for matrices in int8, "none" for `dtype`.
+        quant: format of the matrices, a key of `models.linear.FORMATS`; "none" keeps them in `dtype`.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class Weights:
         """A norm's weight or a table of positions, say: a copy, as a view would hold on to the whole mapping."""
         return self._read(name).to(self.device, self.dtype, copy=True)
 
-    def linear(self, *names: str, bias: bool = False, transposed: bool = False) -> Linear | Int8Linear:
+    def linear(self, *names: str, bias: bool = False, transposed: bool = False) -> Linear:
         """A linear layer of one matrix, or of several that share their input; names without `.weight`.
 
         Matrices are stored [out, in]; `transposed` ones [in, out].
@@ -45,9 +44,8 @@ class Weights:
         weights = (weight.T for weight in read) if transposed else read
         biases = [self._read(f"{name}.bias") for name in names] if bias else None
         outs = sum(self._shape(f"{name}.weight")[transposed] for name in names)
-        if self.quant == "int8" and outs > 1:  # a scalar head saves nothing and loses the most
-            return Int8Linear(list(weights), biases, dtype=self.dtype)
-        return Linear(weights, biases, dtype=self.dtype, device=self.device)
+        quant = self.quant if outs > 1 else "none"  # a scalar head saves nothing and loses the most
+        return FORMATS[quant](weights, biases, dtype=self.dtype, device=self.device)
 
     def embedding(self, name: str) -> "Embedding":
         """Token embeddings."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.errors import UsageError
 from engine.sampling import Warp, draws
-from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, evaluate, register
+from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, register
 
 
 @register("sample")
@@ -92,9 +92,9 @@ class Utterances:
             token_n = draws(self.warp(logp_NV)[row_n], self.seed, self.live, positions)
             return torch.cat([token_n.double(), logp_NV[row_n, token_n].double()])
 
-        _, found = yield from evaluate(self.tree, list(rows), read)
-        told = found.tolist()
-        for i, token, logp in zip(self.live, map(int, told), told[len(row) :], strict=False):
+        answer = yield Evaluate(self.tree, list(rows), read)
+        found = answer.numbers.tolist()
+        for i, token, logp in zip(self.live, map(int, found), found[len(row) :], strict=False):
             self.tokens[i].append(token)
             self.logprobs[i] += logp
             self.reasons[i] = self.task.finish_reason(self.tokens[i])

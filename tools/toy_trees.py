@@ -16,7 +16,7 @@ import torch
 from engine.pool import PagePool
 from engine.requests import Report, Search, SearchResult, Task
 from engine.tree import TokenTree
-from models.layers import ModelShape
+from models.config import ModelShape
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 
@@ -77,9 +77,9 @@ class ToyTree:
                 return end.value
             answer = None
             if not isinstance(request, Report):
-                tree.place(*tree.pending(request.nodes))
+                tree.allocate(*tree.pending(request.nodes))
                 rows = np.stack([self.logp(tree.path(node)) for node in request.nodes])
-                answer = torch.from_numpy(rows).float()
+                answer = request.answer(torch.from_numpy(rows).float())
 
 
 def checksum(trees: Iterable[ToyTree]) -> str:

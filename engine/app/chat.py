@@ -139,13 +139,13 @@ def parser() -> argparse.ArgumentParser:
     prompts.add_argument(
         "-p", "--prompt", metavar="TEXT", help="one reply to this (piped input is appended; -: that alone), then exit"
     )
-    prompts.add_argument("--prompt-file", metavar="FILE", help="likewise, to a file's text (-: piped input)")
+    prompts.add_argument("--prompt-file", metavar="FILE", help="one reply to a file's text (-: piped input), then exit")
     group.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
     group.add_argument(
         "--on-overflow",
         choices=OVERFLOW,
         default=OVERFLOW[0],
-        help="when the context is full: the oldest turns go unseen, or the new one is refused (drop-turns)",
+        help="when the context is full: drop the oldest turns, or refuse the new one (drop-turns)",
     )
     group.add_argument("--load", metavar="FILE", help="go on with a saved conversation")
     group.add_argument("--save", metavar="FILE", type=Path, help="save the conversation after every turn")

@@ -20,6 +20,7 @@ from engine.memory import is_out_of_memory, out_of_memory, read_size
 from engine.startup import started
 from engine.text.tokenizer import check_utf8
 from engine.version import __version__
+from models.linear import FORMATS
 from search.base import REGISTRY, SHARED_PARAMS, parameters
 from search.outside import find_search, load_entry_points
 from search.values import Kind, default_of, kinds, written
@@ -106,7 +107,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", choices=dtypes, default="auto", help="of weights and cache (auto: the checkpoint's, or float32)"
     )
-    group.add_argument("--quant", choices=["none", "int8"], default="none", help="weights as int8, on a CPU (none)")
+    group.add_argument("--quant", choices=[*FORMATS], default="none", help="weights as int8, on a CPU (none)")
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
     group.add_argument("--compile", choices=["off", "on"], default="off", help="torch.compile (off)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's choice)")
@@ -133,7 +134,7 @@ def add_search_flags(parser: Parser) -> None:
         default="greedy",
         metavar="NAME",
         help="the algorithm; list shows all; module:Class loads one of your own, its parameters become flags; "
-        "given several times, all can be chosen later, the last one now (greedy)",
+        "given several times: the last one runs, all can be chosen later (greedy)",
     )
     defaults: dict[str, dict[str, list[str]]] = {}  # parameter -> default -> searches
     for name, cls in REGISTRY.items():
@@ -293,7 +294,7 @@ class _SearchName(argparse.Action):
         name = find_search(str(values))
         if name is None:
             near = difflib.get_close_matches(str(values), REGISTRY, 1)
-            hint = f"did you mean {near[0]}?" if near else "--search list tells what they do"
+            hint = f"did you mean {near[0]}?" if near else "--search list describes them"
             raise argparse.ArgumentError(self, f"expected one of {', '.join(REGISTRY)}, got {values!r}; {hint}")
         setattr(namespace, self.dest, name)
 

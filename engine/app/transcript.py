@@ -86,7 +86,7 @@ def save(
             with replacing(target) as file:
                 file.write(data)
     except OSError as error:
-        remedy = "a file that was there is as it was; the conversation goes on"
+        remedy = "an existing file is unchanged; the conversation goes on"
         raise UsageError(f"cannot save the conversation: {error.strerror}", where=str(path), remedy=remedy) from None
     return target
 
@@ -171,7 +171,7 @@ def _writable(path: str | Path) -> Path:
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"cannot save the conversation: {_reason(error)}", where=str(path)) from None
     if not ours:
-        what = "the file exists and is no saved conversation: it is left alone"
+        what = "the file exists and is no saved conversation: it was not changed"
         raise UsageError(what, where=str(path), remedy="give another name, or delete it")
     return target
 

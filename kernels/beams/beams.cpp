@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "../operators.h"
+
 #include "../vectors.h"
 
 namespace {

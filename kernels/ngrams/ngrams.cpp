@@ -11,6 +11,8 @@
 #include <tuple>
 #include <vector>
 
+#include "../operators.h"
+
 namespace {
 
 constexpr int BITS = 21;
@@ -269,19 +271,20 @@ struct Text {
 
 extern "C" {
 
-void coppice_ngrams_store(Store** made, const int64_t* keys, const int32_t* counts, int64_t size, float doubt) {
+void coppice_ngrams_store(void** made, const int64_t* keys, const int32_t* counts, int64_t size, float doubt) {
     *made = new Store{keys, counts, size, doubt, {}};
 }
 
-void coppice_ngrams_text(Text** made, Store* store, float doubt, float floor, int64_t kept, int64_t adapt) {
-    *made = new Text{store, doubt, floor, size_t(kept), adapt != 0};
+void coppice_ngrams_text(void** made, void* store, float doubt, float floor, int64_t kept, int64_t adapt) {
+    *made = new Text{(Store*)store, doubt, floor, size_t(kept), adapt != 0};
 }
 
-void coppice_ngrams_close_store(Store* store) { delete store; }
+void coppice_ngrams_close_store(void* store) { delete (Store*)store; }
 
-void coppice_ngrams_close_text(Text* text) { delete text; }
+void coppice_ngrams_close_text(void* text) { delete (Text*)text; }
 
-void coppice_ngrams_learn(Text* text, const int64_t* tokens, int64_t n) {
+void coppice_ngrams_learn(void* of, const int64_t* tokens, int64_t n) {
+    Text* text = (Text*)of;
     for (int64_t i = 0; i < n; i++) {
         if (text->adapt) text->count(text->context, {{tokens[i], 1}});
         text->context = text->on(text->context, tokens[i]);
@@ -289,7 +292,8 @@ void coppice_ngrams_learn(Text* text, const int64_t* tokens, int64_t n) {
 }
 
 // `told`: of each node k log-probabilities and k tokens, NaN where there are no more.
-void coppice_ngrams_observe(Text* text, const int64_t* nodes, const double* told, int64_t n, int64_t k) {
+void coppice_ngrams_observe(void* of, const int64_t* nodes, const double* told, int64_t n, int64_t k) {
+    Text* text = (Text*)of;
     for (int64_t i = 0; i < n; i++) text->fetch(nodes[i] < 0 ? text->context : text->contexts[nodes[i]]);
     for (int64_t i = 0; i < n; i++, told += 2 * k) {
         text->added.clear();
@@ -299,14 +303,15 @@ void coppice_ngrams_observe(Text* text, const int64_t* nodes, const double* told
     }
 }
 
-void coppice_ngrams_draft(Text* text, int64_t nodes, int64_t depth, int64_t* tokens, int64_t* parents, double* scores,
+void coppice_ngrams_draft(void* of, int64_t nodes, int64_t depth, int64_t* tokens, int64_t* parents, double* scores,
                           int64_t* found) {
-    *found = text->draft(nodes, depth, tokens, parents, scores);
+    *found = ((Text*)of)->draft(nodes, depth, tokens, parents, scores);
 }
 
 // Chances after the text and `ahead`: as many as there is room for are written, `found` says how many there are.
-void coppice_ngrams_chances(Text* text, const int64_t* ahead, int64_t n, int64_t* tokens, double* chances, int64_t room,
+void coppice_ngrams_chances(void* of, const int64_t* ahead, int64_t n, int64_t* tokens, double* chances, int64_t room,
                             int64_t* found) {
+    Text* text = (Text*)of;
     uint64_t context = text->context;
     for (int64_t i = 0; i < n; i++) context = text->on(context, ahead[i]);
     text->mix(context, 0);

@@ -27,7 +27,6 @@ from search.base import (
     SearchGenerator,
     SearchResult,
     Task,
-    evaluate,
     likely,
     register,
 )
@@ -128,7 +127,7 @@ class ADED(Search):
             reach = self._reach(task, len(tokens))
             wanted = size.wanted() if reach else 0
             if not wanted:  # plain decoding, without more ado: where passes are short, a microsecond counts
-                logp_V = (yield Evaluate(tree, [tree.root]))[0]
+                logp_V = (yield Evaluate(tree, [tree.root])).rows_NV[0]
                 began = time.perf_counter()
                 token = self._pick(logp_V, warp, tree.position(tree.root) + 1)
                 logprob += float(logp_V[token])
@@ -149,13 +148,13 @@ class ADED(Search):
             draft_seconds += (drafting := time.thread_time() - began)
             curious = len(row) > 1 and drafter.curiosity < 1
             try:
-                logp_NV, found = yield from evaluate(tree, list(row), look if curious else None)  # A5
+                logp_NV, found = yield Evaluate(tree, list(row), look if curious else None)  # A5
             except KVMemoryError:
                 if len(row) == 1:
                     raise
                 tree.keep([tree.root])
                 row = {tree.root: 0}
-                logp_NV, curious = (yield Evaluate(tree, [tree.root])), False
+                logp_NV, curious = (yield Evaluate(tree, [tree.root])).rows_NV, False
             began = time.thread_time() - (looking if curious else 0.0)
             known = Likely(found, min(len(row), 1 + OBSERVED)) if curious else None
             node, fresh = tree.root, []

@@ -36,7 +36,7 @@ from engine.tree import TokenTree
 from kernels.beams import DENSE, MASSED, WHOLE, Distribution, Leaders
 from kernels.cpp import why_not
 from kernels.rows import top_k
-from search.base import NO_NUMBERS, Evaluate, evaluate
+from search.base import Answer, Evaluate
 
 FEW = 1024  # cells that are kept in lists
 NUCLEUS = 64  # tokens of a row that are looked at for top-p before all are; vocabularies no larger are known whole
@@ -109,17 +109,17 @@ class Reader:
         self.whole = warp.top_p < 1 and not k  # wants the mass of all tokens
         self._cells = None if why_not() else Leaders(vocab, warp.temperature, warp.top_k, warp.top_p, FEW)
 
-    def know(self, tree: TokenTree, nodes: Iterable[int], known: Known) -> Generator[Evaluate, Tensor, bool]:
+    def know(self, tree: TokenTree, nodes: Iterable[int], known: Known) -> Generator[Evaluate, Answer, bool]:
         """Evaluate those of the nodes that are not known yet; returns whether there were any."""
         if new := sorted({node for node in nodes if node not in known}):  # the order in which answers come
-            logp_NV, numbers = yield from evaluate(tree, new, self.read)
+            logp_NV, numbers = yield Evaluate(tree, new, self.read)
             known.update(zip(new, self.rows(logp_NV, numbers), strict=True))
         return bool(new)
 
     def read(self, logp_NV: Tensor, peaks_NB: Tensor | None = None) -> Tensor:
         """What the host is going to look at, on the rows' device, as float64: see `rows`."""
         if self._dense(logp_NV):
-            return peaks_NB.double().view(-1) if peaks_NB is not None else NO_NUMBERS
+            return peaks_NB.double().view(-1) if peaks_NB is not None else torch.empty(0, dtype=torch.float64)
         V = logp_NV.shape[1]
         best_N2K = top_k(logp_NV, self._known(V))
         if not self._mass(V):

@@ -14,7 +14,8 @@ from engine.app import batch, chat
 from engine.capabilities import Capabilities, explicit_precision, pick_precision
 from engine.demo import demo_folder
 from engine.memory import free_memory, total_memory
-from models import linear
+from models import floats
+from models.int8 import Int8Linear
 
 ROOT = Path(__file__).parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -94,7 +95,7 @@ def test_the_command_lines_say_it(fast, monkeypatch, capsys, tmp_path):
 
 
 def test_advice_on_int8_does_not_lead_into_the_trap(fast, monkeypatch):
-    monkeypatch.setattr(loading, "why_no_int8", lambda _: "no int8 here")
+    monkeypatch.setattr(Int8Linear, "why_not", lambda _: "no int8 here")
     with pytest.raises(UsageError) as caught:
         loading.check_quant("int8", CPU)
     assert ("--dtype bfloat16" in str(caught.value)) == fast and ("--dtype float32" in str(caught.value)) != fast
@@ -115,12 +116,12 @@ def test_products_of_bfloat16_are_not_those_that_convert(monkeypatch, packs, ins
         pytest.skip("this torch is built without oneDNN")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: packs)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
-    monkeypatch.setattr(linear.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(floats.platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", level)
-    assert linear.has_products(torch.bfloat16, CPU) == expected
+    assert floats.has_products(torch.bfloat16, CPU) == expected
 
 
-@pytest.mark.skipif(linear.platform.machine() != "x86_64", reason="oneDNN's levels are those of x86-64")
+@pytest.mark.skipif(floats.platform.machine() != "x86_64", reason="oneDNN's levels are those of x86-64")
 def test_a_processor_held_to_avx2_computes_in_float32():
     code = (
         "from engine import Engine; from engine.demo import demo_folder\n"

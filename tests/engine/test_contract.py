@@ -13,7 +13,7 @@ import torch
 from engine import CoppiceError, Engine, KVMemoryError, Request, SearchError, TokenTree, UsageError
 from engine.app import batch
 from engine.contract import attributed, is_ours, search_error, slots_of
-from engine.driver import Driver, Run
+from engine.driver import Driver, Job
 from search import REGISTRY, Evaluate, Greedy, Output, Report, Search, SearchResult, Trie
 from tools.random_checkpoint import make
 
@@ -303,8 +303,9 @@ def test_the_line_of_what_breaks_the_contract(engine: Engine):
 
 def test_nodes_may_be_asked_for_twice_in_one_request(engine: Engine):
     def steps(task):
-        rows = yield ask(task, [0, 0])
+        rows, numbers = yield ask(task, [0, 0], read=lambda rows_NV, _: rows_NV[:, 7])
         assert rows.shape[0] == 2 and torch.equal(rows[0], rows[1])
+        assert numbers.tolist() == rows[:, 7].tolist()  # of the rows in the order asked
         return DONE
 
     assert engine.generate([[1, 7]], Steps(steps))[0].outputs[0].token_ids == [5]
@@ -453,4 +454,4 @@ def test_attributed_passes_what_is_meant_for_the_user():
     with pytest.raises(SearchError), attributed(Steps):
         raise ValueError("x")
     assert "ValueError" in search_error(Steps, ValueError()).what
-    assert Run(lambda run: None).foreign is False and Driver.__name__  # internal runs are trusted
+    assert Job(lambda run: None).foreign is False and Driver.__name__  # internal runs are trusted

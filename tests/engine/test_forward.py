@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import Engine, Evaluate, KVMemoryError, NumericsError, Output, Report, SearchResult
 from engine.contract import ContractError
-from engine.driver import Driver, Run, Runner
+from engine.driver import Driver, Job, Runner
 from engine.engine import make_pools
 from engine.pool import PagePool
 from tools.random_checkpoint import make
@@ -138,7 +138,7 @@ class Walk:
             unknown = [n for n in live if not tree.is_evaluated(n)]
             nodes = rng.sample(unknown, rng.randint(1, len(unknown)))
             try:
-                logp_NV = yield Evaluate(tree, nodes)
+                logp_NV, _ = yield Evaluate(tree, nodes)
             except KVMemoryError:
                 tree.check_invariants()
                 self.refused += 1
@@ -161,7 +161,7 @@ class Walk:
         return SearchResult([Output(tree.path(max(live)), None, None, "length")])
 
     def ask_alone(self, tree, node):
-        logp_NV = yield Evaluate(tree, [node])
+        logp_NV, _ = yield Evaluate(tree, [node])
         self.note(tree, [node], logp_NV)
 
     def note(self, tree, nodes, logp_NV):
@@ -190,7 +190,7 @@ class Walk:
 def finish(driver, walks, on_step=None):
     """Run walks to their end; the pool is checked after every step and empty at last."""
     pool = driver.runners["target"].pool
-    runs = [driver.submit(Run(walk.start_on(driver))) for walk in walks]
+    runs = [driver.submit(Job(walk.start_on(driver))) for walk in walks]
     while driver.busy:
         driver.step()
         for run in driver.running:
@@ -303,14 +303,14 @@ def test_a_request_of_several_passes_that_fails_is_undone_whole(bench64):
             except KVMemoryError:
                 tree.keep(nodes[:2])
             tree.check_invariants()
-            logp_NV = yield Evaluate(tree, [tree.root, *nodes[:2]])
+            logp_NV, _ = yield Evaluate(tree, [tree.root, *nodes[:2]])
             told.extend(zip([tuple(prompt), (*prompt, 10), (*prompt, 11)], logp_NV, strict=True))
             return SearchResult([Output([], None, None, "length")])
 
         return go()
 
     driver = bench64.driver(pages=4, budget=6)
-    run = driver.submit(Run(start))
+    run = driver.submit(Job(start))
     while driver.busy:
         driver.step()
     raise_errors([run])
@@ -335,7 +335,7 @@ def test_a_prompt_that_does_not_fit(bench64):
 @pytest.mark.parametrize("after", [1, 2, 4])
 def test_closing_midway_leaves_the_pool_whole(bench64, after):
     driver = bench64.driver(budget=20)
-    runs = [driver.submit(Run(walk.start_on(driver))) for walk in walks_of(3, 4)]
+    runs = [driver.submit(Job(walk.start_on(driver))) for walk in walks_of(3, 4)]
     for _ in range(after):
         driver.step()
     pool = driver.runners["target"].pool
@@ -357,7 +357,7 @@ def test_a_trunk_handed_on_is_as_good_as_a_fresh_one(bench64, seed):
     for turn in range(5):
         walk = Walk(seed * 10 + turn, prompt, steps=5)
         handed = []
-        run = driver.submit(Run(walk.start_on(driver), trunk=trunk, retire=lambda t, h=handed: h.append(t.retire())))
+        run = driver.submit(Job(walk.start_on(driver), trunk=trunk, retire=lambda t, h=handed: h.append(t.retire())))
         while driver.busy:
             driver.step()
             held = [p for r in driver.running for t in r.trees for p in t.pages_held]
@@ -386,7 +386,7 @@ def test_a_search_that_asks_wrongly_fails_alone(bench64, ask):
         return go()
 
     driver, other = bench64.driver(), Walk(1, [1, 2, 3])
-    run, beside = driver.submit(Run(start)), driver.submit(Run(other.start_on(driver)))
+    run, beside = driver.submit(Job(start)), driver.submit(Job(other.start_on(driver)))
     while driver.busy:
         driver.step()
     assert isinstance(run.error, ContractError) and "node" in str(run.error)
@@ -402,7 +402,7 @@ def test_rows_come_in_the_order_asked_duplicates_included(bench64):
 
         def go():
             nodes = tree.grow_path(tree.root, [9, 8, 7])
-            logp_NV = yield Evaluate(tree, [nodes[2], tree.root, nodes[0], nodes[2]])
+            logp_NV, _ = yield Evaluate(tree, [nodes[2], tree.root, nodes[0], nodes[2]])
             seen.extend(zip([(1, 2, 3, 9, 8, 7), (1, 2, 3), (1, 2, 3, 9), (1, 2, 3, 9, 8, 7)], logp_NV, strict=True))
             return SearchResult([Output([], None, None, "length")])
 
@@ -411,7 +411,7 @@ def test_rows_come_in_the_order_asked_duplicates_included(bench64):
     for budget in (256, 2):
         seen.clear()
         driver = bench64.driver(budget=budget)
-        run = driver.submit(Run(start))
+        run = driver.submit(Job(start))
         while driver.busy:
             driver.step()
         raise_errors([run])
@@ -477,13 +477,13 @@ def test_a_search_may_catch_nan_and_drop_the_node(poisoned):
                 tree.keep([good])
                 tree.check_invariants()
             more = tree.grow([good, good], [8, 9])  # one of them takes the slot that holds NaN
-            told.append((yield Evaluate(tree, more)))
+            told.append((yield Evaluate(tree, more)).rows_NV)
             return SearchResult([Output([], None, None, "length")])
 
         return go()
 
     driver = Driver({"target": poisoned.runner})
-    run = driver.submit(Run(start))
+    run = driver.submit(Job(start))
     while driver.busy:
         driver.step()
     raise_errors([run])

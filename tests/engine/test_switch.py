@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine import Done, Engine, Evaluate, Output, SearchResult, Session
-from engine.driver import Run
+from engine.driver import Job
 from search import Greedy, Sample, Trie
 
 FOLDER = Path(__file__).parents[1] / "golden" / "phi3" / "longrope"
@@ -28,7 +28,7 @@ def wander(driver, run, prompt, seed, records):
     """Grow single nodes and chains at random places, ask for some of mixed depths, drop some."""
     rng = random.Random(seed)
     tree = driver.open_tree(run, "target", prompt)
-    records.append((list(prompt), (yield Evaluate(tree, [tree.root]))[0]))
+    records.append((list(prompt), (yield Evaluate(tree, [tree.root])).rows_NV[0]))
     live = [tree.root]
     for _ in range(12):
         for _ in range(rng.randint(1, 4)):
@@ -36,7 +36,7 @@ def wander(driver, run, prompt, seed, records):
         live = [n for n in dict.fromkeys(live) if tree.is_live(n)]
         asked = [n for n in live if not tree.is_evaluated(n) and rng.random() < 0.6]
         if asked:
-            for node, row in zip(asked, (yield Evaluate(tree, asked)), strict=True):
+            for node, row in zip(asked, (yield Evaluate(tree, asked)).rows_NV, strict=True):
                 records.append(([*prompt, *tree.path(node)], row.clone()))
         tree.check_invariants()
         if rng.random() < 0.4:
@@ -52,7 +52,7 @@ def test_random_trees_across_the_border(engine, seed):
     runs = []
     for i, length in enumerate([20, 29, 31, 32, 33, 50]):
         prompt = [rng.randrange(3, 100) for _ in range(length)]
-        runs.append(driver.submit(Run(lambda run, p=prompt, i=i: wander(driver, run, p, seed * 10 + i, records))))
+        runs.append(driver.submit(Job(lambda run, p=prompt, i=i: wander(driver, run, p, seed * 10 + i, records))))
     while driver.busy:
         driver.step()
     assert not [run.error for run in runs if run.error]

@@ -36,6 +36,6 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.dtype], None]:
             return
         if dtype != torch.float32:
             pytest.skip(f"no C++ products of {dtype} for few rows: they need {NEEDS[dtype]}")
-        monkeypatch.setattr("models.linear.panels", panels)
+        monkeypatch.setattr("models.floats.panels", panels)
 
     return need

@@ -8,23 +8,21 @@ import importlib.util
 import os
 import re
 from array import array
-from pathlib import Path
 
 import pytest
 import torch
 
 import kernels.beams
 from kernels import cpp, linear, ngrams, rows
-from kernels.kv_write import cpu as kv_cpu
 from kernels.kv_write import kv_copier, kv_write
+from kernels.kv_write import torch as kv_torch
 from kernels.layout import KVCache, TreeLayout
 from kernels.stack import Layer, Matrix, Norm, Stack
 from kernels.tree_attention import tree_attention
 
-ROOT = Path(__file__).parents[2]
 needs_cpp = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-IMPLS = ["reference", "cpu", *([] if cpp.why_not() else ["cpp"]), *(["triton"] if INTERPRETED else [])]
+IMPLS = ["reference", "torch", *([] if cpp.why_not() else ["cpp"]), *(["triton"] if INTERPRETED else [])]
 S = 40  # slots of the caches
 
 
@@ -100,7 +98,7 @@ def test_no_rows_are_written_nowhere():
 
 
 @pytest.mark.parametrize(
-    "make", [kv_copier, lambda k, v: lambda *slots: kv_cpu.kv_copy(k, v, *slots)], ids=["cpp", "cpu"]
+    "make", [kv_copier, lambda k, v: lambda *slots: kv_torch.kv_copy(k, v, *slots)], ids=["cpp", "torch"]
 )
 @pytest.mark.parametrize(("source", "target"), [([1, 2], [3]), ([1], [S]), ([-1], [3]), ([1], [10**9])])
 def test_copies_that_are_refused(make, source, target):
@@ -265,11 +263,11 @@ def test_dtypes_that_cpp_does_not_have_are_refused_by_it_alone():
 
 def stack(**changes):
     """A layer of two heads, whose matrices nobody reads."""
-    sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "eps": 1e-5, "scale": 0.5, "window": None, "activation": "gelu"}
+    sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "eps": 1e-5, "activation": "gelu"}
     parts = {"norm": Norm(torch.ones(8)), "qkv": Matrix(1, 24, None), "out": Matrix(1, 8, torch.zeros(8)), **changes}
-    layer = Layer(
-        Norm(torch.ones(8)), parts["norm"], parts["qkv"], parts["out"], Matrix(1, 16, None), Matrix(1, 8, None)
-    )
+    up, down = Matrix(1, 16, None), Matrix(1, 8, None)
+    names = {name: parts[name] for name in ("q_norm", "k_norm", "order", "table") if name in parts}
+    layer = Layer(Norm(torch.ones(8)), parts["norm"], parts["qkv"], parts["out"], up, down, scale=0.5, **names)
     return Stack([layer], Norm(torch.ones(8)), **sizes)
 
 
@@ -282,8 +280,15 @@ def stack(**changes):
         {"norm": Norm(torch.ones(8), torch.ones(9))},
         {"qkv": Matrix(1, 23, None)},
         {"out": Matrix(1, 8, torch.zeros(7))},
-        {"out": Matrix(1, 8, None, torch.zeros(8), torch.zeros(8))},
-        {"out": Matrix(1, 8, None, torch.zeros(8, dtype=torch.int32), torch.zeros(8).double())},
+        {"out": Matrix(1, 8, None, torch.zeros(8), torch.zeros(8), "int8_linear")},
+        {"out": Matrix(1, 8, None, torch.zeros(8, dtype=torch.int32), torch.zeros(8).double(), "int8_linear")},
+        {"out": Matrix(1, 8, None, torch.zeros(8, dtype=torch.int32), torch.zeros(8))},
+        {"out": Matrix(1, 8, None, product="int8_linear")},
+        {"q_norm": Norm(torch.ones(8))},
+        {"k_norm": Norm(torch.ones(4), torch.ones(8))},
+        {"order": "parallel"},
+        {"norm": None},
+        {"order": "between"},
     ],
 )
 def test_parts_that_make_no_stack(changes):
@@ -302,7 +307,7 @@ def test_a_stack_refuses_what_its_operators_refuse(case, monkeypatch):
     layout = attention_arguments(**{name: spoil})["layout"]
     cache = KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4))
     with pytest.raises(ValueError, match="expected"):
-        stack()(torch.zeros(5, 8), None, cache, layout)
+        stack()(torch.zeros(5, 8), (), cache, layout)
 
 
 @needs_cpp
@@ -310,7 +315,14 @@ def test_a_stack_refuses_what_its_operators_refuse(case, monkeypatch):
 def test_a_stack_refuses_angles_that_are_no_pairs_of_a_head(columns):
     cache = KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4))
     with pytest.raises(ValueError, match="angles: expected an even number of columns, at most 4"):
-        stack()(torch.zeros(5, 8), (torch.ones(5, columns),) * 2, cache, attention_arguments()["layout"])
+        stack(table=0)(torch.zeros(5, 8), [(torch.ones(5, columns),) * 2], cache, attention_arguments()["layout"])
+
+
+@needs_cpp
+def test_a_stack_refuses_other_numbers_of_tables():
+    cache = KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4))
+    with pytest.raises(ValueError, match="angles: expected 1 tables, got 0"):
+        stack(table=0)(torch.zeros(5, 8), (), cache, attention_arguments()["layout"])
 
 
 # --- rows ---
@@ -358,7 +370,7 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("case", BAD_ROWS)
 def test_rows_that_are_refused(case):
-    assert "expected" in refusals(BAD_ROWS[case], ["cpu", "cpp"])
+    assert "expected" in refusals(BAD_ROWS[case], ["torch", "cpp"])
 
 
 # --- products ---
@@ -422,7 +434,7 @@ def test_a_matrix_that_is_gone_has_no_address(monkeypatch):
 
 @pytest.mark.parametrize("x", [torch.ones(2, 8).long(), torch.ones(2, 0), torch.tensor(1.0)])
 def test_rows_that_are_not_quantised(x):
-    assert "x: expected" in refusals(lambda impl: linear.quantize(x, impl=impl), ["cpu", "cpp"])
+    assert "x: expected" in refusals(lambda impl: linear.quantize(x, impl=impl), ["torch", "cpp"])
 
 
 # --- n-grams and beams ---
@@ -499,24 +511,3 @@ def test_draws_and_leaders_that_are_refused():
             leaders(logprobs, places)
     with pytest.raises(ValueError, match="expected a token or more"):
         kernels.beams.Leaders(5, 1.0, 2, 1.0, 0)
-
-
-# --- the table of functions ---
-
-
-def test_the_table_has_what_python_calls_and_what_cpp_offers():
-    offered = {}
-    for source in cpp.SOURCES:
-        text = re.sub(r"//.*", "", source.read_text("utf-8"))
-        for kind, name, arguments in re.findall(r"\b(void|int64_t) coppice_(\w+)\(([^)]*)\)\s*\{", text):
-            letters = [
-                "p" if "*" in x else {"float": "f", "double": "d"}.get(x.split()[0], "i") for x in arguments.split(",")
-            ]
-            offered[name] = "".join(letters) + (">i" if kind == "int64_t" else "")
-    assert offered == cpp.OPERATORS
-    called = set()
-    for path in (ROOT / "kernels").rglob("*.py"):
-        prefix = "ngrams_" if path.parent.name == "ngrams" else ""
-        text = path.read_text("utf-8")
-        called |= {prefix + name for name in re.findall(r'(?<!def )\b_?function\("(\w+)"', text)}
-    assert called == set(cpp.OPERATORS)

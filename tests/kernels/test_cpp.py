@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from kernels import build, cpp, files, processor
+from kernels import build, cpp, files, operators, processor
 from kernels.processor import NATIVE, TARGETS
 
 ROOT = Path(__file__).parents[2]
 NAMED = "x86-64-v3" if processor.machine() == "x86_64" else "aarch64"  # a target that compilers here build for
 CACHED = cpp._load, cpp._sources, cpp.function, processor.identity, processor.features
+HEADER = 'extern "C" {\nvoid coppice_answer(int64_t* to);\n}\n'
 needs_compiler = pytest.mark.skipif(cpp.compiler() is None, reason="no C++ compiler")
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -26,15 +27,12 @@ def tiny(monkeypatch, tmp_path):
     """Sources that compile in no time, an empty cache, and nothing loaded, before and after."""
     source = tmp_path / "source" / "tiny.cpp"
     source.parent.mkdir()
-    source.write_text(
-        'extern "C" void coppice_answer(long long* to) { *to = 42; }\n'
-        'extern "C" void coppice_linear_kinds(long long* to) { *to = 0; }\n'
-    )
+    source.write_text('extern "C" void coppice_answer(long long* to) { *to = 42; }\n')
     for name, value in {
         "SOURCES": [source],
         "HEADERS": [],
         "FLAGS": ("-fPIC",),
-        "OPERATORS": {"answer": "p", "linear_kinds": "p"},
+        "OPERATORS": operators.parse(HEADER),
         "PREBUILT": tmp_path / "prebuilt",
     }.items():
         monkeypatch.setattr(cpp, name, value)
@@ -252,7 +250,7 @@ def test_kernels_that_cannot_be_built_say_why(monkeypatch, tmp_path, spoil):
 
 @needs_compiler
 def test_a_library_without_what_python_calls_is_not_kept(monkeypatch):
-    monkeypatch.setitem(cpp.OPERATORS, "absent", "p")
+    monkeypatch.setitem(cpp.OPERATORS.functions, "absent", (None, []))
     again()
     assert re.fullmatch(r".*\.so lacks absent", cpp.why_not())
     assert not list((cpp.cache_folder() / "kernels").iterdir())
@@ -274,24 +272,14 @@ def test_a_kept_library_without_what_python_calls_is_built_again(tiny, capfd):
     assert answer() == 42 and capfd.readouterr().err.count("building") == 2
 
 
-@needs_compiler
-def test_int8_products_are_missing_only_where_there_are_some(monkeypatch, tiny):
-    monkeypatch.setitem(cpp.OPERATORS, "int8_linear", "p")
-    again()
-    assert cpp.why_not() is None
-    with pytest.raises(cpp.BuildError, match="no int8_linear for this processor"):
-        cpp.function("int8_linear")
-    tiny.write_text(tiny.read_text().replace("= 0", "= 4"))
-    again()
-    assert cpp.why_not().endswith("lacks int8_linear")
-
-
 # --- who may have written it ---
 
 
 def shared(source, library):
     library.unlink()  # a new file: the old one may be loaded
-    subprocess.run([cpp.compiler(), "-fPIC", "-shared", "-o", library, source], check=True)
+    table = source.with_name("structures.cpp")
+    table.write_text(cpp.OPERATORS.table())
+    subprocess.run([cpp.compiler(), "-fPIC", "-shared", "-o", library, source, table], check=True)
 
 
 @pytest.fixture

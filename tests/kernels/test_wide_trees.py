@@ -9,8 +9,9 @@ from engine.packing import Chunk, pack
 from engine.pool import PagePool
 from engine.tree import TokenTree
 from kernels import cpp
-from kernels.tree_attention import cpu, tree_attention
-from models.layers import ModelShape
+from kernels.tree_attention import torch as plain
+from kernels.tree_attention import tree_attention
+from models.config import ModelShape
 
 SHAPE = ModelShape(layers=1, kv_heads=2, head_dim=8, vocab_size=1, max_positions=None)
 
@@ -19,7 +20,7 @@ def grown(seed, chains, depth, *, fork=0.0, drop=0, page=1):
     """A tree of chains that grew step by step side by side; some forked on the way, some dropped half-way."""
     rng = random.Random(seed)
     tree = TokenTree(PagePool(SHAPE, chains * depth * 2 // page + 40, page), [1, 2, 3, 4, 5])
-    tree.place(*tree.pending([tree.root]))
+    tree.allocate(*tree.pending([tree.root]))
     ends = [tree.root] * chains
     for step in range(depth):
         for i in range(1, len(ends)):
@@ -31,7 +32,7 @@ def grown(seed, chains, depth, *, fork=0.0, drop=0, page=1):
             ends = ends[drop:]
             tree.keep(ends)
         if step < depth - 1:
-            tree.place(*tree.pending(ends))
+            tree.allocate(*tree.pending(ends))
     tree.check_invariants()
     return tree, ends
 
@@ -40,7 +41,7 @@ def attend(impl, chunks, window, dtype=torch.float64, heads=6):
     pool = chunks[0].tree.pool
     p = pack(chunks, pool.page_size)
     generator = torch.Generator().manual_seed(0)
-    live = [s for c in chunks for n in range(c.tree.trunk.cached) for s in [c.tree._trunk_slot(n)]]
+    live = [c.tree.trunk.slot(n, pool.page_size) for c in chunks for n in range(c.tree.trunk.cached)]
     live += [s for c in chunks for s in p.layout.branch_slots_RW.flatten().tolist()]
     k, v = (torch.full(pool.cache.k_LGSD.shape[1:], float("nan"), dtype=dtype) for _ in range(2))
     for x in (k, v):
@@ -59,7 +60,7 @@ def kernel_equals_definition(chunks, window):
 
 def next_chunk(tree, nodes):
     trunk, pending = tree.pending(nodes)
-    return Chunk(tree, trunk, pending, tree.place(trunk, pending))
+    return Chunk(tree, trunk, pending, tree.allocate(trunk, pending))
 
 
 @pytest.mark.parametrize("window", [None, 3, 40])
@@ -78,8 +79,8 @@ def next_chunk(tree, nodes):
 def test_decoding(options, own, window):
     tree, ends = grown(3, **options)
     chunk = next_chunk(tree, ends)
-    fast, layout = attend("cpu", [chunk], window)
-    assert (cpu._columns(layout.ancestry_TC)[0].dim() == 2) == own
+    fast, layout = attend("torch", [chunk], window)
+    assert (plain._columns(layout.ancestry_TC)[0].dim() == 2) == own
     slow, _ = attend("reference", [chunk], window)
     torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
     kernel_equals_definition([chunk], window)
@@ -88,19 +89,19 @@ def test_decoding(options, own, window):
 def test_many_tiles_and_a_narrow_neighbour(monkeypatch):
     wide, ends = grown(1, 50, 25)
     narrow = TokenTree(wide.pool, [1, 2])
-    narrow.place(*narrow.pending([narrow.root]))
+    narrow.allocate(*narrow.pending([narrow.root]))
     chunks = [next_chunk(narrow, narrow.grow([narrow.root] * 3, [7, 8, 9])), next_chunk(wide, ends)]
-    whole, _ = attend("cpu", chunks, None)
+    whole, _ = attend("torch", chunks, None)
     slow, _ = attend("reference", chunks, None)
     torch.testing.assert_close(whole, slow, rtol=1e-11, atol=1e-12)
     kernel_equals_definition(chunks, None)
     for slots in (1, 70, 300):
-        monkeypatch.setattr(cpu, "TILE_SLOTS", slots)
-        cpu._tiles.cache_clear()
-        tiled, _ = attend("cpu", chunks, None)
+        monkeypatch.setattr(plain, "TILE_SLOTS", slots)
+        plain._tiles.cache_clear()
+        tiled, _ = attend("torch", chunks, None)
         torch.testing.assert_close(tiled, whole, rtol=1e-12, atol=1e-13)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        low, _ = attend("cpu", chunks, None, dtype)
+        low, _ = attend("torch", chunks, None, dtype)
         exact, _ = attend("reference", chunks, None, dtype)
         torch.testing.assert_close(low.double(), exact.double(), rtol=0, atol=8 * torch.finfo(dtype).eps)
 
@@ -112,11 +113,11 @@ def test_reading_whole_texts_at_once():
     for end in ends[:6]:
         more += tree.grow_path(end, range(10_000, 10_032))
     chunk = next_chunk(tree, [more[32 * i + 31] for i in range(6)])
-    fast, layout = attend("cpu", [chunk], None)
+    fast, layout = attend("torch", [chunk], None)
     slow, _ = attend("reference", [chunk], None)
     torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
     kernel_equals_definition([chunk], None)
-    columns, visible = cpu._columns(layout.ancestry_TC)
+    columns, visible = plain._columns(layout.ancestry_TC)
     assert columns.dim() == 1 and len(columns) == len(chunk.nodes) + 6 * 19 < layout.branch_slots_RW.shape[1]
     assert visible.any(0).all()
     tree.check_invariants()
@@ -127,7 +128,7 @@ def test_bits_are_kept_for_the_latest_nodes_only():
     assert tree.live_branches > 1000 and len(tree._bits) <= 60
     middle = tree.parent(tree.parent(ends[3]))
     [sibling] = tree.grow([middle], [999_999])
-    tree.place(*tree.pending([sibling]))
+    tree.allocate(*tree.pending([sibling]))
     chain = {n for n in range(len(tree._token)) if tree.is_live(n) and tree._slot[n] >= 0}
     path, node = set(), sibling
     while node in chain:

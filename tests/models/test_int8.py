@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from engine import Engine, UsageError
 from models import int8
-from models.int8 import Int8Linear, quantize, why_no_int8
+from models.int8 import Int8Linear, quantize
 from search import Trie
 from tools.bench.measure import weight_bytes
 from tools.random_checkpoint import make
@@ -20,7 +20,7 @@ from tools.random_checkpoint import make
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden"
 CPU = torch.device("cpu")
-needs_int8 = pytest.mark.skipif(bool(why_no_int8(CPU)), reason=str(why_no_int8(CPU)))
+needs_int8 = pytest.mark.skipif(bool(Int8Linear.why_not(CPU)), reason=str(Int8Linear.why_not(CPU)))
 
 
 def draw(*shape, seed=0):
@@ -30,7 +30,11 @@ def draw(*shape, seed=0):
 def layer(dtype=torch.float32, bias=True):
     weights = [draw(40, 64), draw(24, 64, seed=1) * 50]
     biases = [draw(40, seed=2), draw(24, seed=3)] if bias else None
-    return Int8Linear(weights, biases, dtype=dtype), torch.cat(weights), torch.cat(biases) if biases else None
+    return (
+        Int8Linear(weights, biases, dtype=dtype, device=CPU),
+        torch.cat(weights),
+        torch.cat(biases) if biases else None,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -123,7 +127,7 @@ def test_refusals(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     with pytest.raises(UsageError, match="this processor has no int8 products"):
         Engine.load(GOLDEN / "llama/gqa", quant="int8")
-    assert "CPU only" in str(why_no_int8(torch.device("cuda")))
+    assert "CPU only" in str(Int8Linear.why_not(torch.device("cuda")))
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="ONEDNN_MAX_CPU_ISA is for x86-64")
@@ -131,7 +135,7 @@ def test_products_that_overflow_are_refused():
     """As on a processor with VNNI whose oneDNN is held to AVX2."""
     program = (
         "import torch; torch.cpu._is_vnni_supported = lambda: True; "
-        "from models.int8 import why_no_int8; print(why_no_int8(torch.device('cpu')))"
+        "from models.int8 import Int8Linear; print(Int8Linear.why_not(torch.device('cpu')))"
     )
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": str(ROOT)}
     told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)

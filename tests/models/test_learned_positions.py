@@ -13,9 +13,9 @@ from engine import Engine
 from engine.errors import UsageError
 from kernels.rows import activation
 from models.checkpoint import Checkpoint
+from models.config import ACTIVATIONS
 from models.errors import CheckpointError
-from models.layers import ACTIVATIONS
-from models.linear import Linear
+from models.floats import FloatLinear
 from search import Greedy, Trie
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -203,7 +203,7 @@ def test_only_generated_ids_stop():
 )
 def test_activations(name, formula):
     x = torch.linspace(-8, 8, 1001, dtype=torch.float64)
-    torch.testing.assert_close(activation(x, ACTIVATIONS[name], impl="cpu"), formula(x), rtol=0, atol=1e-10)
+    torch.testing.assert_close(activation(x, ACTIVATIONS[name], impl="torch"), formula(x), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -211,6 +211,6 @@ def test_activations(name, formula):
 def test_a_matrix_stored_transposed(dtype, shape):
     stored, x = torch.randn(shape, dtype=torch.float32), torch.randn(3, shape[0])
     device = torch.device("cpu")
-    straight = Linear([stored.T.contiguous()], [torch.ones(shape[1])], dtype=dtype, device=device)
-    turned = Linear([stored.T], [torch.ones(shape[1])], dtype=dtype, device=device)
+    straight = FloatLinear([stored.T.contiguous()], [torch.ones(shape[1])], dtype=dtype, device=device)
+    turned = FloatLinear([stored.T], [torch.ones(shape[1])], dtype=dtype, device=device)
     torch.testing.assert_close(turned(x.to(dtype)), straight(x.to(dtype)))

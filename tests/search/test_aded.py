@@ -20,7 +20,7 @@ from engine.pool import PagePool
 from engine.requests import Report, Task
 from engine.sampling import Warp, gumbels
 from engine.tree import TokenTree
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import ADED, Greedy, Sample
 from search.aded.drafters import Draft
 
@@ -88,15 +88,15 @@ def run(configuration, max_new=25, eos=(), stops=None, row_of=table, room=None, 
                 settled += request.settled
                 continue
             try:
-                tree.place(*tree.pending(request.nodes))
+                tree.allocate(*tree.pending(request.nodes))
             except KVMemoryError as error:
                 request = generator.throw(error)
-                tree.place(*tree.pending(request.nodes))
+                tree.allocate(*tree.pending(request.nodes))
             tree.check_invariants()
             paths = [tree.path(node) for node in request.nodes]
             assert len(set(map(tuple, paths))) == len(paths) and max(map(len, paths)) < max_new
             steps.append([path[len(paths[0]) :] for path in paths])
-            answer = torch.stack([row_of(path) for path in paths])
+            answer = request.answer(torch.stack([row_of(path) for path in paths]))
     except StopIteration as end:
         result = end.value
     tree.release()
@@ -338,8 +338,9 @@ def test_the_distribution_of_three_tokens(monkeypatch):
                 request = generator.send(answer)
                 answer = None
                 if not isinstance(request, Report):
-                    tree.place(*tree.pending(request.nodes))
-                    answer = Rows(logp[path[-1] if (path := tree.path(n)) else ()] for n in request.nodes)
+                    tree.allocate(*tree.pending(request.nodes))
+                    rows = Rows(logp[path[-1] if (path := tree.path(n)) else ()] for n in request.nodes)
+                    answer = request.answer(rows)
         except StopIteration as end:
             counts[tuple(end.value.outputs[0].token_ids)] += 1
         tree.release()

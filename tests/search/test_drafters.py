@@ -15,7 +15,7 @@ from engine.requests import Report, Task
 from engine.timing import PassTime
 from engine.tree import TokenTree
 from kernels.cpp import why_not
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import ADED
 from search.aded.draft_size import DraftSize
 from search.aded.drafters import MCTS, Backoff, BackoffCpp, Draft, backoff
@@ -378,10 +378,11 @@ def decode(configuration, text, tokenizer=None, new=60, reports=None):
             if reports is not None:
                 reports.append(request)
         else:
-            tree.place(*tree.pending(request.nodes))
-            answer = torch.full((len(request.nodes), 40), -torch.inf)
-            for row, node in zip(answer, request.nodes, strict=True):
+            tree.allocate(*tree.pending(request.nodes))
+            rows = torch.full((len(request.nodes), 40), -torch.inf)
+            for row, node in zip(rows, request.nodes, strict=True):
                 row[text[tree.position(node) + 1]] = 0.0
+            answer = request.answer(rows)
 
 
 def test_reports_stay_as_they_were_told(corpus, store, monkeypatch):

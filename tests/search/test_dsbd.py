@@ -17,7 +17,8 @@ from engine.pool import PagePool
 from engine.requests import Report, Task
 from engine.sampling import Uniforms, Warp
 from engine.tree import TokenTree
-from models.layers import ModelShape
+from kernels.rows.reference import peaks
+from models.config import ModelShape
 from search import DSBD, BeamSample, Greedy, Speculative, make_search
 from search.dsbd.joint import Reader, pick
 
@@ -81,15 +82,14 @@ class Bench:
                 assert request.nodes and not any(request.tree.is_evaluated(n) for n in request.nodes)
                 assert list(request.nodes) == sorted(set(request.nodes))  # as drivers answer
                 try:
-                    request.tree.place(*request.tree.pending(request.nodes))
+                    request.tree.allocate(*request.tree.pending(request.nodes))
                 except KVMemoryError as full:
                     error = full
                     continue
                 self.passes[name] += 1
                 self.widest[name] = max(self.widest[name], len(request.nodes))
-                answer = torch.stack([self.models[name](tuple(request.tree.path(n))) for n in request.nodes])
-                if request.read and self.passes[name] % 2:  # with what the search wants to know of it, or without
-                    answer = answer, request.read(answer)
+                rows = torch.stack([self.models[name](tuple(request.tree.path(n))) for n in request.nodes])
+                answer = request.answer(rows, peaks(rows) if self.passes[name] % 2 else None)
         except StopIteration as end:
             return end.value
         finally:

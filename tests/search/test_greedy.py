@@ -6,7 +6,7 @@ import torch
 from engine.pool import PagePool
 from engine.requests import Report, Task
 from engine.tree import TokenTree
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import Greedy, Sample, Trie
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
@@ -27,9 +27,9 @@ def run(search, row_of, max_new, eos=(), stops=None):
             settled += request.settled
             continue
         passes += 1
-        tree.place(*tree.pending(request.nodes))
+        tree.allocate(*tree.pending(request.nodes))
         tree.check_invariants()
-        answer = torch.stack([row_of(tree.path(n)) for n in request.nodes])
+        answer = request.answer(torch.stack([row_of(tree.path(n)) for n in request.nodes]))
     assert tree.live_branches == 0 and tree.live_tokens == 3 + passes - 1
     return result.outputs[0], settled, passes
 

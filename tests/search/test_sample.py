@@ -15,7 +15,7 @@ from engine.pool import PagePool
 from engine.requests import Report, Task
 from engine.sampling import Warp, draw, gumbels
 from engine.tree import TokenTree
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import Sample
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
@@ -47,14 +47,14 @@ def run(search, max_new, eos=(), prompt=(1, 2, 3), logp_of=table):
             answer = None
             continue
         assert len(set(request.nodes)) == len(request.nodes)
-        tree.place(*tree.pending(request.nodes))
+        tree.allocate(*tree.pending(request.nodes))
         tree.check_invariants()
         paths = [tree.path(n) for n in request.nodes]
         assert len(set(map(tuple, paths))) == len(paths)  # sequences that agree share their node
         prefixes = {tuple(p[:i]) for p in paths for i in range(1, len(p) + 1)}
         assert tree.live_tokens == len(prompt) + len(prefixes)
         widths.append(len(paths))
-        answer = torch.stack([logp_of(path) for path in paths])
+        answer = request.answer(torch.stack([logp_of(path) for path in paths]))
     tree.release()
     tree.pool.check_invariants([])
     return result, settled, widths

@@ -17,7 +17,7 @@ from engine.pool import PagePool
 from engine.requests import Report, Task
 from engine.sampling import gumbels
 from engine.tree import TokenTree
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import BoN, SBoN, make_search
 from search.sbon.rates import accepted, accepted_by_risk, expected_lengths, foretold, kendall, rank_correlation
 
@@ -84,12 +84,12 @@ def run(search, max_new=24, reward=walk, eos=(EOS,), pages=4000, page=1, logp_of
                 request = generator.send(None)
                 continue
             try:
-                tree.place(*tree.pending(request.nodes))
+                tree.allocate(*tree.pending(request.nodes))
             except KVMemoryError as error:
                 request = generator.throw(error)
                 continue
             slots.append(tree.live_tokens)
-            answer = torch.stack([logp_of(tree.path(n)) for n in request.nodes])
+            answer = request.answer(torch.stack([logp_of(tree.path(n)) for n in request.nodes]))
             request = generator.send(answer)
     except StopIteration as end:
         result = end.value

@@ -11,7 +11,7 @@ from engine.errors import UsageError
 from engine.pool import PagePool
 from engine.requests import Evaluate, Report, Task
 from engine.tree import TokenTree
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import Trie
 from search.base import best_candidates
 
@@ -95,18 +95,18 @@ class Watched:
             assert isinstance(request, Evaluate) and request.tree is self.tree
             trunk, nodes = self.tree.pending(request.nodes)
             if deep:  # too deep for checks that cost the depth at every step
-                self.tree.place(trunk, nodes)
-                answer = torch.stack([table(()) for _ in request.nodes])
+                self.tree.allocate(trunk, nodes)
+                answer = request.answer(torch.stack([table(()) for _ in request.nodes]))
                 continue
             self.tree.check_invariants()
             assert not any(map(self.tree.is_evaluated, request.nodes))
-            self.tree.place(trunk, nodes)
+            self.tree.allocate(trunk, nodes)
             self.pool.check_invariants(self.tree.pages_held)
             paths = [self.tree.path(n) for n in request.nodes]
             self.frontiers.append(paths)
             prefixes = {tuple(p[:i]) for p in paths for i in range(1, len(p) + 1)}
             assert self.tree.live_tokens == len(prompt) + len(prefixes)  # prompt and distinct ancestors
-            answer = torch.stack([table(path) for path in paths]).clone()
+            answer = request.answer(torch.stack([table(path) for path in paths]))
         self.tree.release()
         self.pool.check_invariants([])
 

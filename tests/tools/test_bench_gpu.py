@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from engine.pool import PagePool
 from kernels.tree_attention import tree_attention
-from models.layers import ModelShape
+from models.config import ModelShape
 from tools.bench import gpu
 from tools.bench.__main__ import main
 

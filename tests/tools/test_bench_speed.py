@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.checkpoint import Checkpoint
-from models.int8 import why_no_int8
+from models.int8 import Int8Linear
 from tools.bench import host, limits, speed
 from tools.bench.__main__ import main
 from tools.random_checkpoint import make
@@ -88,7 +88,7 @@ def test_the_idle_model_measures_the_host_alone():
     assert set(times) == {5, 20} and all(0 < t < 1 for t in times.values())
 
 
-@pytest.mark.skipif(bool(why_no_int8(torch.device("cpu"))), reason=str(why_no_int8(torch.device("cpu"))))
+@pytest.mark.skipif(bool(Int8Linear.why_not(torch.device("cpu"))), reason=str(Int8Linear.why_not(torch.device("cpu"))))
 def test_int8_errors_are_those_of_the_logits(model):
     found = speed.int8_errors(model, list(range(3, 30)))
     assert 0 < found["mean"] < found["max"] and 0 < found["kl"] < 0.5 and 0.5 < found["top1"] <= 1

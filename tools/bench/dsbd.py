@@ -24,7 +24,7 @@ from engine.requests import Evaluate, Search, Task
 from engine.tree import TokenTree
 from kernels.rows.reference import peaks
 from models.checkpoint import Checkpoint
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import DSBD, BeamSample, Sample, Speculative
 from search.dsbd.joint import Reader
 from tools.bench.aded import corpus
@@ -327,7 +327,7 @@ def hidden(folder: Path, ids: Sequence[int]) -> torch.Tensor:
     engine = Engine.load(folder)
     tree = TokenTree(engine.pool, ids)
     try:
-        return engine.runner.forward([Chunk(tree, len(ids), [], tree.place(len(ids), []))])[: len(ids)].clone()
+        return engine.runner.forward([Chunk(tree, len(ids), [], tree.allocate(len(ids), []))])[: len(ids)].clone()
     finally:
         tree.release()
 
@@ -409,13 +409,12 @@ def overhead(config: DSBD, vocab: int, new_tokens: int, seed: int) -> dict[str, 
         answer = None
         if isinstance(request, Evaluate):
             tree = request.tree
-            tree.place(*tree.pending(request.nodes))
+            tree.allocate(*tree.pending(request.nodes))
             name = "target" if tree is trees["target"] else "draft"
             which = [(tree.token(node) * 7 + tree.position(node)) % 64 for node in request.nodes]
             logp_NV, peaks_NB = answers[name][which], known[name][which]
-            assert request.read is not None
             began = time.perf_counter()
-            answer = logp_NV, request.read(logp_NV, peaks_NB)
+            answer = request.answer(logp_NV, peaks_NB)
             seconds += time.perf_counter() - began
 
 

@@ -23,9 +23,9 @@ from engine.compiling import compile_model
 from engine.graphs import WORDS, make_runner
 from engine.pool import PagePool
 from kernels.tree_attention import tree_attention
+from models.config import ModelShape
 from models.fields import Fields
-from models.layers import ModelShape
-from models.llama import EMBEDDING, Llama
+from models.llama import Llama
 from search import Trie
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, finish, stamp, table
@@ -202,7 +202,7 @@ class RandomCheckpoint:
             shape = self.shapes[name]
             x = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
             made[name] = x.normal_(std=0.02) if len(shape) > 1 else x.fill_(1)
-            self.bytes += 0 if name == EMBEDDING else 2 * x.numel()
+            self.bytes += 0 if name == f"{Llama.names.embedding}.weight" else 2 * x.numel()
         return made
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.graphs import make_runner
 from engine.memory import make_pools
-from models.layers import ModelShape
+from models.config import ModelShape
 from search import Trie
 
 VOCAB, TABLE = 512, 97  # made-up logits repeat after so many rows

@@ -9,8 +9,7 @@ import torch
 
 from kernels.layout import TreeLayout
 from models.checkpoint import Checkpoint
-from models.int8 import Int8Linear
-from models.linear import Linear
+from models.linear import FORMATS
 from tools.bench import gpu
 
 BYTES = 1 << 28  # read to measure the bandwidth: more than any cache holds
@@ -47,7 +46,8 @@ def gemm_rate(kind: str) -> float:
     dtype = torch.bfloat16 if kind == "int8" else getattr(torch, kind)
     weight = torch.randn(out, width)
     x = torch.randn(rows, width).to(dtype)
-    layer = Int8Linear([weight], dtype=dtype) if kind == "int8" else Linear([weight], dtype=dtype, device=x.device)
+    format = FORMATS["int8" if kind == "int8" else "none"]
+    layer = format([weight], dtype=dtype, device=x.device)
     return 2 * rows * width * out / best(lambda: layer(x))
 
 

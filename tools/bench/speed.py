@@ -18,7 +18,7 @@ import torch
 
 from engine import Engine
 from models.checkpoint import Checkpoint
-from models.int8 import why_no_int8
+from models.int8 import Int8Linear
 from tools.bench import gpu, host, limits, peers
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.measure import cores, progress
@@ -86,9 +86,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         return gpu.run(parser.parse_args(["gpu"] if args.save is None else ["gpu", "--save", str(args.save)]), argv)
     made = stamp(argv)
     torch.set_num_threads(args.threads)
-    kinds = [kind for kind in args.dtypes if kind != "int8" or not why_no_int8(torch.device("cpu"))]
+    kinds = [kind for kind in args.dtypes if kind != "int8" or not Int8Linear.why_not(torch.device("cpu"))]
     for kind in set(args.dtypes) - set(kinds):
-        progress(f"{kind}: {why_no_int8(torch.device('cpu'))}")
+        progress(f"{kind}: {Int8Linear.why_not(torch.device('cpu'))}")
     bandwidth, rates = limits.read_bandwidth(), {kind: limits.gemm_rate(kind) for kind in kinds}
     with checkpoint(args) as (folder, name), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         bench = Bench(args, folder, scratch)

@@ -7,7 +7,7 @@ work is done, only to whole passes.
 
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,12 +27,12 @@ from engine.text.tokenizer import Tokenizer
 from engine.tree import TokenTree
 from kernels.stack import one_by_one
 from models.int8 import Int8Linear
-from models.linear import Linear
+from models.linear import FORMATS, Linear
 from tools.bench.limits import attention_work
 
 SEARCH, TEXT, DRIVER = "search", "tokens and text", "driver"
 MODEL_PARTS = ("linear layers", "attention", "KV writes", "head", "norms, rotary, sums", "passes")
-TREE_METHODS = ("grow", "keep", "pending", "place", "unplace", "regimes")
+TREE_METHODS = ("grow", "keep", "pending", "allocate", "release_slots", "by_rope")
 
 
 @dataclass
@@ -187,7 +187,8 @@ def watched(engine: Engine, watch: Watch, deep: bool) -> Iterator[None]:
         if watch.parts and deep:
             for runner in runners.values():
                 stack.enter_context(one_by_one(runner.model))
-            for kind in (Linear, Int8Linear):
+            kinds: Mapping[str, Any] = FORMATS
+            for kind in kinds.values():
                 exchange(kind, "forward", linear(kind.forward, watch))
             for module in [m for name, m in sys.modules.items() if name.startswith("models.")]:
                 for name, wrap in (("tree_attention", attention), ("kv_write", writing)):
@@ -246,13 +247,14 @@ def counting(runner: Runner, watch: Watch) -> Callable:
     """A model's forward that notes what its layers' attention has to do, where nothing can be put around that."""
     model, inner = runner.model, runner.model.forward
     shape, keys = model.shape, runner.pool.cache.k_LGSD
+    windows = Counter(map(model.config.window, range(shape.layers)))
     if keys.device.type != "cpu":  # a graph's layout changes under it
         return inner
 
     def forward(tokens_T: Tensor, positions_T: Tensor, spans_T: Tensor, cache: Any, layout: Any) -> Tensor:
-        window = getattr(model.config, "window", None)
-        facts = layout, model.config.heads, shape.kv_heads, shape.head_dim, keys.dtype, window
-        watch.seen.append((watch.step, f"{watch.role}: attention", shape.layers, facts))
+        for window, layers in windows.items():
+            facts = layout, model.config.heads, shape.kv_heads, shape.head_dim, keys.dtype, window
+            watch.seen.append((watch.step, f"{watch.role}: attention", layers, facts))
         return inner(tokens_T, positions_T, spans_T, cache, layout)
 
     return forward
@@ -261,7 +263,7 @@ def counting(runner: Runner, watch: Watch) -> Callable:
 def linear(inner: Callable, watch: Watch) -> Callable:
     timed = watch.timed("linear layers", inner, of_model=True)
 
-    def forward(self: Linear | Int8Linear, x: Tensor) -> Tensor:
+    def forward(self: Linear, x: Tensor) -> Tensor:
         part = watch.stack[-1] if watch.stack else ""
         head = part.endswith("head")
         y = inner(self, x) if head else timed(self, x)
@@ -271,7 +273,7 @@ def linear(inner: Callable, watch: Watch) -> Callable:
     return forward
 
 
-def linear_work(layer: Linear | Int8Linear, x: Tensor, y: Tensor) -> tuple[int, int]:
+def linear_work(layer: Linear, x: Tensor, y: Tensor) -> tuple[int, int]:
     """Bytes of weights, input and output, and operations."""
     elements = x.shape[-1] * y.shape[-1]
     weights = elements + 4 * y.shape[-1] if isinstance(layer, Int8Linear) else elements * y.itemsize

@@ -201,7 +201,7 @@ def test_system_message(conversation, engine):
     typing = Typing(conversation)
     assert "no system message" in typing("/system")[1]
     typing("One")
-    assert "afresh" in typing("/system Be  brief")[1] and "Be  brief" in typing("/system")[1]
+    assert "again" in typing("/system Be  brief")[1] and "Be  brief" in typing("/system")[1]
     typing("Two")
     ids = conversation.session.trunk.tokens
     assert "[system]Be  brief\n[user]One" in engine.tokenizer.decode(ids) and len(conversation.turns) == 2

@@ -1,0 +1,47 @@
+"""Calls the C++ KV writes (native.cpp): any dtype, a CPU."""
+
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kernels import checks
+from kernels.cpp import function
+from kernels.custom_ops import nothing, register
+
+
+def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:
+    """See the front for arguments."""
+    checks.kv_write(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
+    if not k_GSD.is_cpu:
+        raise ValueError(f"impl 'cpp': expected tensors on a CPU, got {k_GSD.device}")
+    if k_TGD.stride(2) != 1 or v_TGD.stride(2) != 1:
+        k_TGD, v_TGD = k_TGD.contiguous(), v_TGD.contiguous()
+    (G, S, D), size = k_GSD.shape, k_GSD.itemsize
+    fits = function("kv_write")(
+        torch.get_num_threads(),
+        *(k_GSD.data_ptr(), v_GSD.data_ptr(), k_TGD.data_ptr(), v_TGD.data_ptr(), slots_T.data_ptr()),
+        *(len(slots_T), G, S, D * size),
+        *(stride * size for x in (k_TGD, v_TGD) for stride in x.stride()[:2]),
+    )
+    if not fits:
+        checks.within("slots_T", slots_T.tolist(), S)
+
+
+def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor) -> Callable[[Sequence[int], Sequence[int]], None]:
+    """See the front for arguments. What concerns the cache is looked up once: copies are small and many."""
+    (L, G, S, D), size = k_LGSD.shape, k_LGSD.itemsize
+    run = function("kv_copy")
+
+    def copy(source: Sequence[int], target: Sequence[int]) -> None:
+        checks.copies(source, target, S)
+        slots, n = array("q", [*source, *target]), len(source)
+        address, _ = slots.buffer_info()
+        caches = k_LGSD.data_ptr(), v_LGSD.data_ptr()
+        run(torch.get_num_threads(), *caches, address, address + 8 * n, n, L * G, S, D * size)
+
+    return copy
+
+
+register("kv_write_cpp", kv_write, nothing, mutates=("k_GSD", "v_GSD"))

@@ -1,0 +1,191 @@
+// Every function and structure that crosses the border between Python and C++. All native.cpp include it, so that the
+// compiler compares, and operators.py derives the ctypes side from it. So its form is strict: after `extern "C" {` only
+// structures of plain fields and prototypes, types from `int64_t`, `float`, `double`, earlier structures and pointers,
+// and `//` comments.
+//
+// `kind` numbers element types (KINDS in cpp.py, `with_type` in vectors.h); strides count elements unless bytes are
+// mentioned; `threads` is the most that an operator uses. Shape legend: layout.py.
+
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// --- rows ---
+
+void coppice_rms_norm(int64_t kind, int64_t threads, const void* x, const void* weight, void* out, int64_t rows,
+                      int64_t width, float eps);
+
+void coppice_layer_norm(int64_t kind, int64_t threads, const void* x, const void* weight, const void* bias, void* out,
+                        int64_t rows, int64_t width, float eps);
+
+// Norms of heads, in place: x [tokens, heads, head_dim], `token_stride` apart. Without a bias RMSNorms.
+void coppice_head_norm(int64_t kind, int64_t threads, void* x, const void* weight, const void* bias, int64_t tokens,
+                       int64_t heads, int64_t head_dim, int64_t token_stride, float eps);
+
+// x [tokens, heads, head_dim] with strides of its own, cos and sin [tokens, dims]; heads of out are contiguous. It may
+// be x.
+void coppice_rotary(int64_t kind, int64_t threads, const void* x, const void* cos, const void* sin, void* out,
+                    int64_t tokens, int64_t heads, int64_t head_dim, int64_t dims, int64_t token_stride,
+                    int64_t head_stride, int64_t out_stride);
+
+// x [rows, 2 * width]: gates, then the values that they scale.
+void coppice_silu_mul(int64_t kind, int64_t threads, const void* x, void* out, int64_t rows, int64_t width);
+
+// `number`: the place of a name in ACTIVATIONS of rows/checks.py.
+void coppice_activation(int64_t kind, int64_t threads, int64_t number, const void* x, void* out, int64_t rows,
+                        int64_t width);
+
+void coppice_log_softmax(int64_t kind, int64_t threads, const void* x, float* out, bool* finite, float* peaks,
+                         int64_t rows, int64_t width, int64_t size);
+
+// k of 0 to the width. Of each row k values, then their positions.
+void coppice_top_k(int64_t threads, const float* x, double* out, int64_t rows, int64_t width, int64_t k);
+
+// k of 1 to the number of elements. `peaks` may be null.
+void coppice_best_sums(const float* x, const float* peaks, const float* sums, double* out, int64_t rows, int64_t width,
+                       int64_t k);
+
+// `peaks` may be null.
+void coppice_at_least(const float* x, const float* peaks, double* out, int64_t rows, int64_t width, int64_t k,
+                      float least);
+
+// Two keys of each row.
+void coppice_gumbel_argmax(int64_t threads, const float* logp, const uint32_t* keys, int64_t* tokens, int64_t rows,
+                           int64_t width);
+
+// --- linear ---
+
+// Writes which kinds of matrices have products on this processor: bits 0 and 1 as `kind`, bit 2 int8.
+void coppice_linear_kinds(int64_t* kinds);
+
+// `words` of 32 bits are a row of x.
+void coppice_linear(int64_t kind, int64_t threads, const void* x, const void* packed, const void* bias, void* out,
+                    int64_t rows, int64_t words, int64_t outs);
+
+// `sums` are those of the matrix's rows, `scale` their scales over 127. Does nothing on processors without VNNI.
+void coppice_int8_linear(int64_t kind, int64_t threads, const void* x, const void* packed, const int32_t* sums,
+                         const float* scale, const void* bias, void* out, int64_t rows, int64_t width, int64_t outs);
+
+void coppice_quantize(int64_t kind, int64_t threads, const void* x, uint8_t* steps, void* top, int64_t rows,
+                      int64_t width);
+
+// --- kv_write ---
+
+// Sizes and strides are in bytes. Returns 0, and writes nothing, if a slot is outside the cache.
+int64_t coppice_kv_write(int64_t threads, char* k_GSD, char* v_GSD, const char* k_TGD, const char* v_TGD,
+                         const int64_t* slots_T, int64_t tokens, int64_t heads, int64_t slots, int64_t row,
+                         int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head);
+
+// Copies slots to others, in each of `heads` heads (of all layers); all are read before any is written.
+void coppice_kv_copy(int64_t threads, char* k_GSD, char* v_GSD, const int64_t* source_T, const int64_t* target_T,
+                     int64_t tokens, int64_t heads, int64_t slots, int64_t row);
+
+// --- tree_attention ---
+
+// Sizes of the queries and of a layer's cache, the tensors of a `TreeLayout`, and options.
+struct Attention {
+    int64_t kind, heads, kv_heads, head_dim, slots, trees, run_count, table_width, words, q_token, q_head;
+    int64_t window, threads;  // a negative window: none
+    const int64_t* positions;
+    const int32_t* starts;
+    const int32_t* seen;
+    const int32_t* runs;
+    const int64_t* branch_slots;
+    const int32_t* branch_positions;
+    const uint32_t* ancestry;
+    float scale;
+};
+
+// Returns 1 if a layout leads to slots of the cache only, else 0; `ranges` in checks.py finds out what is wrong.
+// A negative pages_width: there are no pages; write_slots may be null.
+int64_t coppice_layout_fits(int64_t tokens, int64_t trees, int64_t run_count, int64_t table_width, int64_t slots,
+                            int64_t page_size, int64_t pages_width, int64_t tree_stride, int64_t page_stride,
+                            const int32_t* starts, const int32_t* seen, const int32_t* runs,
+                            const int64_t* branch_slots, const int32_t* pages, const int64_t* write_slots);
+
+void coppice_tree_attention(const Attention* attention, const void* q, const void* k, const void* v, void* out);
+
+// --- stack ---
+
+// A packed matrix. `product` counts the names in stack/__init__.py's PRODUCTS; `sums` and `scale` are those of int8.
+struct Matrix {
+    int64_t product;
+    const void* packed;
+    const void* bias;
+    const int32_t* sums;
+    const float* scale;
+    int64_t outs;
+};
+
+// A LayerNorm, or, without a bias, an RMSNorm, or, without a weight, nothing.
+struct Norm {
+    const void* weight;
+    const void* bias;
+};
+
+// Cosines and sines [tokens, dims].
+struct Angles {
+    const void* cos;
+    const void* sin;
+    int64_t dims;
+};
+
+// `order` counts the names in stack/__init__.py's ORDERS; a negative window: none; `table` is the number of the angles
+// that queries and keys are rotated by, negative: they are not.
+struct Layer {
+    int64_t order, window, table;
+    Norm attention_norm, mlp_norm, q_norm, k_norm;
+    Matrix qkv, out, up, down;
+    float scale;
+};
+
+struct Stack {
+    int64_t kind, element, layers, heads, kv_heads, head_dim, width, mlp_width, gated, activation;
+    const Layer* layer;
+    Norm norm;
+    float eps;
+};
+
+// x [T, E] is changed, out [T, E] takes it through the last norm. `attention` is that of every layer but for window and
+// scale; its queries will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D].
+void coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t threads, void* x,
+                   char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out, int64_t tokens, int64_t slots);
+
+// --- beams ---
+
+void coppice_leaders(int64_t beams, const double* logprobs, const int64_t* places, int64_t vocab, double temperature,
+                     int64_t top_k, double top_p, int64_t room, double* probs, double* logps, int64_t* cells,
+                     int64_t* count);
+
+void coppice_draw(const double* probs, int64_t size, int64_t n, int64_t iid, int64_t seed, int64_t stream,
+                  int64_t position, int64_t* out, int64_t* count);
+
+void coppice_judge(int64_t p_size, const int64_t* p_cells, const double* p, int64_t q_size, const int64_t* q_cells,
+                   const double* q_all, int64_t drafts, const int64_t* drawn, int64_t parents, const int64_t* nodes,
+                   int64_t vocab, int64_t iid, int64_t fixed_width, int64_t draft_beams, int64_t min_width,
+                   double threshold, int64_t room, int64_t seed, int64_t stream, int64_t position, int64_t* out);
+
+// --- ngrams ---
+
+void coppice_ngrams_store(void** made, const int64_t* keys, const int32_t* counts, int64_t size, float doubt);
+
+void coppice_ngrams_text(void** made, void* store, float doubt, float floor, int64_t kept, int64_t adapt);
+
+void coppice_ngrams_close_store(void* store);
+
+void coppice_ngrams_close_text(void* text);
+
+void coppice_ngrams_learn(void* text, const int64_t* tokens, int64_t n);
+
+// `told`: of each node k log-probabilities and k tokens, NaN where there are no more.
+void coppice_ngrams_observe(void* text, const int64_t* nodes, const double* told, int64_t n, int64_t k);
+
+void coppice_ngrams_draft(void* text, int64_t nodes, int64_t depth, int64_t* tokens, int64_t* parents, double* scores,
+                          int64_t* found);
+
+// Chances after the text and `ahead`: as many as there is room for are written, `found` is set to their number.
+void coppice_ngrams_chances(void* text, const int64_t* ahead, int64_t n, int64_t* tokens, double* chances, int64_t room,
+                            int64_t* found);
+}

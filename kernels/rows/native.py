@@ -1,0 +1,149 @@
+"""Calls the C++ operators on rows (native.cpp): float32, bfloat16 and float16, a CPU, contiguous but for heads."""
+
+import math
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.checks import native
+from kernels.cpp import KINDS, function
+from kernels.custom_ops import like, register
+from kernels.rows.checks import ACTIVATIONS, SPAN
+
+
+def _run(name: str, x: Tensor, *arguments: Tensor | int | float) -> None:
+    """Calls C++ with the element type of x, the threads, and the addresses of tensors among the arguments."""
+    plain = (a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
+    function(name)(KINDS[x.dtype], torch.get_num_threads(), *plain)
+
+
+def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """See the front for arguments."""
+    native(x_NE)
+    x_NE, width = x_NE.contiguous(), x_NE.shape[-1]
+    out_NE = torch.empty_like(x_NE)
+    _run("rms_norm", x_NE, x_NE, weight_E.contiguous(), out_NE, x_NE.numel() // width, width, eps)
+    return out_NE
+
+
+def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float) -> Tensor:
+    """See the front for arguments."""
+    native(x_NE)
+    x_NE, weight_E, bias_E, width = x_NE.contiguous(), weight_E.contiguous(), bias_E.contiguous(), x_NE.shape[-1]
+    out_NE = torch.empty_like(x_NE)
+    _run("layer_norm", x_NE, x_NE, weight_E, bias_E, out_NE, x_NE.numel() // width, width, eps)
+    return out_NE
+
+
+def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """See the front for arguments."""
+    native(x_THD)
+    cos_TR, sin_TR = cos_TR.contiguous(), sin_TR.contiguous()
+    if x_THD.stride(2) != 1:
+        x_THD = x_THD.contiguous()
+    out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype)
+    strides = x_THD.stride(0), x_THD.stride(1), out_THD.stride(0)
+    _run("rotary", x_THD, x_THD, cos_TR, sin_TR, out_THD, *x_THD.shape, cos_TR.shape[1], *strides)
+    return out_THD
+
+
+def silu_mul(x_NM: Tensor) -> Tensor:
+    """See the front for arguments."""
+    native(x_NM)
+    x_NM, width = x_NM.contiguous(), x_NM.shape[-1] // 2
+    out = _half(x_NM)
+    _run("silu_mul", x_NM, x_NM, out, out.numel() // width, width)
+    return out
+
+
+def activation(x_NM: Tensor, name: str) -> Tensor:
+    """See the front for arguments."""
+    native(x_NM)
+    x_NM, width = x_NM.contiguous(), x_NM.shape[-1]
+    out_NM = torch.empty_like(x_NM)
+    _run("activation", x_NM, ACTIVATIONS.index(name), x_NM, out_NM, x_NM.numel() // width, width)
+    return out_NM
+
+
+def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See the front for arguments."""
+    native(x_NV)
+    x_NV, out = x_NV.contiguous(), _log_softmax_like(x_NV)
+    _run("log_softmax", x_NV, x_NV, *out, *x_NV.shape, size)
+    return out
+
+
+def top_k(x_NV: Tensor, k: int) -> Tensor:
+    """See the front for arguments; float32 only."""
+    native(x_NV, torch.float32)
+    x_NV, out_N2K = x_NV.contiguous(), _pairs(x_NV, k)
+    function("top_k")(torch.get_num_threads(), x_NV.data_ptr(), out_N2K.data_ptr(), *x_NV.shape, k)
+    return out_N2K
+
+
+def best_sums(logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor | None = None) -> Tensor:
+    """See the front for arguments; float32 only. Values are sorted and ties broken, so that the last number is inf."""
+    native(logp_NV, torch.float32)
+    logp_NV, sums_N = logp_NV.contiguous(), array("f", sums)
+    out = _sums_like(logp_NV, sums, k).fill_(math.inf)
+    pointers = logp_NV.data_ptr(), _pointer(peaks_NB), sums_N.buffer_info()[0], out.data_ptr()
+    function("best_sums")(*pointers, *logp_NV.shape, len(out) // 2)
+    return out
+
+
+def at_least(logp_NV: Tensor, least: float, k: int, peaks_NB: Tensor | None = None) -> Tensor:
+    """See the front for arguments; float32 only."""
+    native(logp_NV, torch.float32)
+    logp_NV, out_N2K = logp_NV.contiguous(), _pairs(logp_NV, k)
+    pointers = logp_NV.data_ptr(), _pointer(peaks_NB), out_N2K.data_ptr()
+    function("at_least")(*pointers, *logp_NV.shape, k, least)
+    return out_N2K
+
+
+def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int]) -> Tensor:
+    """See the front for arguments."""
+    native(logp_NV, torch.float32)
+    logp_NV, words = logp_NV.contiguous(), array("I", keys)
+    out_N = torch.empty(len(logp_NV), dtype=torch.int64)
+    pointers = logp_NV.data_ptr(), words.buffer_info()[0], out_N.data_ptr()
+    function("gumbel_argmax")(torch.get_num_threads(), *pointers, *logp_NV.shape)
+    return out_N
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+# Empty results: of the operators above and, for compilers, of their fakes.
+
+
+def _half(x_NM: Tensor) -> Tensor:
+    return x_NM.new_empty(*x_NM.shape[:-1], x_NM.shape[-1] // 2)
+
+
+def _log_softmax_like(x_NV: Tensor, _size: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    N, V = x_NV.shape
+    logp_NV, finite_N = x_NV.new_empty(N, V, dtype=torch.float32), x_NV.new_empty(N, dtype=torch.bool)
+    return logp_NV, finite_N, x_NV.new_empty(N, -(-V // SPAN), dtype=torch.float32)
+
+
+def _pairs(x_NV: Tensor, k: int) -> Tensor:
+    return x_NV.new_empty(len(x_NV), 2, k, dtype=torch.float64)
+
+
+def _sums_like(logp_NV: Tensor, _sums: Sequence[float], k: int, _peaks_NB: Tensor | None = None) -> Tensor:
+    return logp_NV.new_empty(2 * min(k, logp_NV.numel()) + 1, dtype=torch.float64)
+
+
+register("rms_norm", rms_norm, like)
+register("layer_norm", layer_norm, like)
+register("rotary", rotary, like)
+register("silu_mul", silu_mul, _half)
+register("activation", activation, like)
+register("log_softmax", log_softmax, _log_softmax_like)
+register("top_k", top_k, _pairs)
+register("best_sums", best_sums, _sums_like)
+register("at_least", at_least, lambda x_NV, _least, k, _peaks_NB=None: _pairs(x_NV, k))
+register("gumbel_argmax", gumbel_argmax, lambda x_NV, _keys: x_NV.new_empty(len(x_NV), dtype=torch.int64))

@@ -1,0 +1,242 @@
+"""What a decoder computes, and the names of its tensors: all that tells most families from each other."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from models.fields import Fields
+from models.rope import RopeConfig
+
+ACTIVATIONS = {  # to the names of `kernels.rows.activation`
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "tanh": "tanh",
+}
+HEAD, SCORE = "lm_head", "score"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What changes the numbers. The defaults are Llama's.
+
+    Args:
+        width, mlp_width, head_dim: of the stream between layers; inside an MLP; of a head.
+        scores: a scalar head in place of the language model's.
+        tied: the head's matrix is the embedding.
+        rope: None: positions are learned, a row of a table each.
+        rms: norms are RMSNorms and not LayerNorms; affine: they have weights (and biases).
+        gated: the MLP multiplies its activated half with the other half.
+        order: a norm before attention and one before the MLP; after each and its sum with the stream; or one norm for
+            both, which stand side by side.
+        head_norms: queries and keys have norms of their own, head by head, before they are rotated.
+        windows, scales: of attention, by layer; empty: none, and 1 / sqrt(head_dim).
+        embedding_width: of the embedding, where matrices lead from it to `width` and back.
+    """
+
+    vocab_size: int
+    width: int
+    mlp_width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: str
+    tied: bool
+    scores: bool
+    max_positions: int
+    rope: RopeConfig | None = None
+    rms: bool = True
+    affine: bool = True
+    gated: bool = True
+    order: Literal["before", "after", "parallel"] = "before"
+    final_norm: bool = True
+    head_norms: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    windows: tuple[int | None, ...] = ()
+    scales: tuple[float, ...] = ()
+    embedding_width: int | None = None
+
+    def window(self, layer: int) -> int | None:
+        """Of a layer's attention."""
+        return self.windows[layer] if self.windows else None
+
+    def scale(self, layer: int) -> float:
+        """Of a layer's attention."""
+        return self.scales[layer] if self.scales else self.head_dim**-0.5
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the engine needs to know of any model.
+
+    Args:
+        layers, kv_heads, head_dim, vocab_size: dimensions.
+        max_positions: longest sequence the checkpoint is made for; None: no limit.
+        steady_length: keys of sequences longer than this depend on how long the sequence was when they were computed,
+            so that a longer prompt cannot take them over; None: they never do.
+        scores: a scalar head: the model scores texts and generates none.
+        switch_length: sequences longer than this use other rotary factors throughout (longrope), so that a path which
+            grows past it is evaluated afresh; None: they never do.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int | None
+    steady_length: int | None = None
+    scores: bool = False
+    switch_length: int | None = None
+
+    @staticmethod
+    def of(c: Config) -> "ModelShape":
+        """The shape of a configuration."""
+        reach = c.rope.reach(c.max_positions) if c.rope else c.max_positions
+        steady, switch = (c.rope.steady_length, c.rope.switch_length) if c.rope else (None, None)
+        return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch)
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes that one token's keys and values take in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Names:
+    """The tensors in a checkpoint, without `.weight` and `.bias`; the defaults are Llama's.
+
+    Args:
+        layer: begins the names of a layer's parts, {} is its number.
+        qkv, up: one stored matrix or several, which lie below each other here.
+        positions: the table of learned positions; position p has row p + `offset`.
+        project: the matrices between `embedding_width` and `width`, in and out.
+        transposed: the layers' matrices are stored [in, out].
+    """
+
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.{}."
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    out: str = "self_attn.o_proj"
+    mlp_norm: str = "post_attention_layernorm"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    norm: str = "model.norm"
+    positions: str = ""
+    offset: int = 0
+    project: tuple[str, str] = ("", "")
+    transposed: bool = False
+
+    def tensors(self, c: Config) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of everything that a checkpoint of this configuration holds."""
+        embedding_width = c.embedding_width or c.width
+        shapes: dict[str, tuple[int, ...]] = {f"{self.embedding}.weight": (c.vocab_size, embedding_width)}
+        if self.positions:
+            shapes[f"{self.positions}.weight"] = (c.max_positions + self.offset, c.width)
+        if c.embedding_width:
+            into, out_of = self.project
+            shapes |= {f"{into}.weight": (c.width, embedding_width), f"{out_of}.weight": (embedding_width, c.width)}
+
+        def add(name: str, shape: tuple[int, ...], bias: bool) -> None:
+            shapes[f"{name}.weight"] = shape[::-1] if self.transposed else shape
+            if bias:
+                shapes[f"{name}.bias"] = shape[:1]
+
+        q, kv, up = c.heads * c.head_dim, c.kv_heads * c.head_dim, (2 if c.gated else 1) * c.mlp_width
+        qkv = (q, kv, kv) if len(self.qkv) == 3 else (q + 2 * kv,)
+        for i in range(c.layers):
+            layer = self.layer.format(i)
+            for name, size in self.norms(c).items():
+                if c.affine:
+                    add(layer + name, (size,), not c.rms)
+            for name, outs in zip(self.qkv, qkv, strict=True):
+                add(layer + name, (outs, c.width), c.attention_bias)
+            add(layer + self.out, (c.width, q), c.attention_bias)
+            for name in self.up:
+                add(layer + name, (up // len(self.up), c.width), c.mlp_bias)
+            add(layer + self.down, (c.width, c.mlp_width), c.mlp_bias)
+        if c.final_norm and c.affine:
+            add(self.norm, (c.width,), not c.rms)
+        head = (SCORE, 1, False) if c.scores else (HEAD, c.vocab_size, c.head_bias)
+        shapes[f"{head[0]}.weight"] = (head[1], embedding_width)
+        return shapes | ({f"{head[0]}.bias": (head[1],)} if head[2] else {})
+
+    def norms(self, c: Config) -> dict[str, int]:
+        """The norms of a layer, and the sizes of their vectors."""
+        parallel = {} if c.order == "parallel" else {self.mlp_norm: c.width}
+        heads = {self.q_norm: c.head_dim, self.k_norm: c.head_dim} if c.head_norms else {}
+        return {self.attention_norm: c.width, **parallel, **heads}
+
+
+def architecture(fields: Fields) -> str:
+    """The first of the config's architectures, checked by `Checkpoint.architecture`."""
+    return str((fields.config.get("architectures") or [""])[0])
+
+
+def common(fields: Fields, *, activation: str, default: str, tied: bool) -> dict[str, Any]:
+    """Arguments of a `Config` that every family reads alike.
+
+    Args:
+        activation, default: the field of the MLP's activation, and its value where it is absent.
+        tied: the value of `tie_word_embeddings` where it is absent.
+    """
+    return {
+        "vocab_size": fields.int("vocab_size"),
+        "activation": ACTIVATIONS[fields.choice(activation, set(ACTIVATIONS), default=default)],
+        "tied": fields.bool("tie_word_embeddings", default=tied),
+        # A `...ForSequenceClassification` is a reward model, which scores the text so far.
+        "scores": architecture(fields).endswith("ForSequenceClassification"),
+    }
+
+
+def rotary(
+    fields: Fields,
+    *,
+    positions: int,
+    activation: str = "silu",
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    **rope: Any,
+) -> dict[str, Any]:
+    """Arguments of a `Config` that families with rotary embeddings read alike.
+
+    Args:
+        positions, activation, kv_heads, head_dim: values of absent fields; None: as many heads as queries have, and an
+            even share of the width.
+        rope: see `RopeConfig.from_hf`.
+
+    Raises:
+        CheckpointError: naming the field.
+    """
+    width = fields.int("hidden_size")
+    heads = fields.int("num_attention_heads", high=2**14)
+    shared = fields.int("num_key_value_heads", default=kv_heads or heads, high=2**14)
+    if heads % shared:
+        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+    if not head_dim and fields.config.get("head_dim") is None and width % heads:
+        raise fields.error("hidden_size", f"a multiple of num_attention_heads {heads}")
+    size = fields.int("head_dim", default=head_dim or width // heads, high=2**14)
+    if size % 2 and "partial" not in rope:
+        raise fields.error("head_dim", "an even number")
+    max_positions = fields.int("max_position_embeddings", default=positions, high=2**31)
+    return common(fields, activation="hidden_act", default=activation, tied=False) | {
+        "width": width,
+        "heads": heads,
+        "kv_heads": shared,
+        "head_dim": size,
+        "mlp_width": fields.int("intermediate_size"),
+        "layers": fields.int("num_hidden_layers", high=2**14),
+        "max_positions": max_positions,
+        "rope": RopeConfig.from_hf(fields, size, max_positions, **rope),
+    }

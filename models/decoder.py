@@ -1,0 +1,117 @@
+"""A decoder: tokens, positions and a layout to hidden rows, hidden rows to logits. A family is a subclass.
+
+Shape legend: T tokens of a pass, N asked rows, E width, P positions, D rotated dims, V vocabulary.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kernels.layout import KVCache, TreeLayout
+from kernels.stack import Stack
+from models.checkpoint import Checkpoint
+from models.config import HEAD, SCORE, Config, ModelShape, Names
+from models.fields import Fields
+from models.layers import Layer, Rope, load_norm
+from models.rope import BUFFERS, RotaryEmbedding
+from models.weights import Weights
+
+
+class Decoder(nn.Module):
+    """A causal language model, or one with a scalar head.
+
+    A family sets the class attributes and `read`.
+
+    Attributes:
+        architectures: of config.json.
+        names: of the tensors.
+        default_eos_token_ids: where no file of the checkpoint has any.
+        ignored: tensors that a checkpoint may hold besides.
+        base: begins the names of a save of the whole model; a save of the model without its head lacks it.
+        stack: all layers as one call, for passes of few tokens on a CPU; None where that has no operators.
+    """
+
+    architectures: ClassVar[tuple[str, ...]]
+    names: ClassVar[Names] = Names()
+    default_eos_token_ids: ClassVar[frozenset[int]] = frozenset([2])
+    ignored: ClassVar[Sequence[re.Pattern[str]]] = BUFFERS
+    base: ClassVar[str] = ""
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        """Read and check a Hugging Face config. Raises CheckpointError naming the field."""
+        raise NotImplementedError
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = "none"):
+        """Load from a checkpoint; see `Weights` for the arguments.
+
+        Raises:
+            CheckpointError: wrong fields or tensors; before any tensor is read.
+        """
+        super().__init__()
+        self.config, names = (c := self.read(checkpoint.fields)), self.names
+        tied = {f"{HEAD}.weight": f"{names.embedding}.weight"} if c.tied and not c.scores else {}
+        stored = checkpoint.check(names.tensors(c), ignore=self.ignored, tied=tied, base=self.base)
+        weights = Weights(checkpoint, stored, dtype, device, quant)
+        self.shape = ModelShape.of(c)
+        self.embedding = weights.embedding(f"{names.embedding}.weight")
+        self.positions_PE = weights.vector(f"{names.positions}.weight") if names.positions else None
+        self.rotary = RotaryEmbedding(c.rope).to(device) if c.rope else None
+        projected = names.project if c.embedding_width else (None, None)
+        self.project_in, self.project_out = (weights.linear(name) if name else None for name in projected)
+        self.layers = nn.ModuleList(Layer(c, names, weights, i) for i in range(c.layers))
+        self.norm = load_norm(c, weights, names.norm) if c.final_norm else None
+        self.head = weights.linear(SCORE) if c.scores else weights.linear(HEAD, bias=c.head_bias)
+        self.stack = self._stack()
+
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, spans_T: Tensor, cache: KVCache, layout: TreeLayout
+    ) -> Tensor:
+        """Evaluate the T tokens of a pass; their keys and values go into the cache.
+
+        Args:
+            tokens_T, positions_T: int64; positions of a learned table lie below `shape.max_positions`.
+            spans_T: int64, length of each token's sequence when it was evaluated (for length-dependent rotary kinds).
+
+        Returns:
+            hidden rows [T, E], final norm applied.
+        """
+        x_TE = self.embedding(tokens_T)
+        if self.project_in is not None:
+            x_TE = self.project_in(x_TE)
+        if self.positions_PE is not None:
+            x_TE = x_TE + F.embedding(positions_T + self.names.offset, self.positions_PE)
+        rope: Rope = None if self.rotary is None else self.rotary.cos_sin(positions_T, spans_T, x_TE.dtype)
+        if self.stack is not None and self.stack.takes(x_TE, layout):
+            return self.stack(x_TE, () if rope is None else (rope,), cache, layout)
+        for i, layer in enumerate(self.layers):
+            x_TE = layer(x_TE, rope, cache.k_LGSD[i], cache.v_LGSD[i], layout)
+        return x_TE if self.norm is None else self.norm(x_TE, layout.impl)
+
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype."""
+        return self.head(hidden_NE if self.project_out is None else self.project_out(hidden_NE))
+
+    def _stack(self) -> Stack | None:
+        c, layers = self.config, []
+        if c.gated and c.activation != "silu":
+            return None
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            described = layer.described(None if c.rope is None else 0)
+            if described is None:
+                return None
+            layers.append(described)
+        return Stack(
+            layers,
+            self.norm and self.norm.vectors,
+            activation=None if c.gated else c.activation,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            eps=c.norm_eps,
+        )

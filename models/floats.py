@@ -1,0 +1,166 @@
+"""Linear layers on weights of the dtype that the model computes in; on a CPU packed where oneDNN can."""
+
+import math
+import mmap
+import os
+import platform
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kernels.cpp import watched
+from kernels.linear import few_rows, linear, panels
+from kernels.stack import Matrix
+
+CONVERTING = ("AVX512_CORE", "AVX512_CORE_VNNI")  # levels of oneDNN that take bfloat16 and have no products of it
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN multiplies by prepacked weights of this dtype on this machine (float16 needs AVX512-FP16)."""
+    if (
+        device.type != "cpu"
+        or not torch.backends.mkldnn.is_available()
+        or platform.machine() not in ("x86_64", "AMD64")
+    ):
+        return False
+    if dtype == torch.float32:
+        return True
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return False
+
+
+def has_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device multiplies matrices of this dtype by instructions made for it; float32 is faster if not.
+
+    `can_pack` is true of more processors: on those with AVX-512 but without AVX512-BF16 oneDNN packs bfloat16, and
+    converts it to float32 in every product.
+    """
+    if dtype in (torch.float32, torch.float64):
+        return True
+    if device.type == "cuda":
+        return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype != torch.bfloat16 or device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return can_pack(dtype, device)
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True  # aarch64 with the BF16 extension
+    level = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    return torch.cpu._is_avx512_bf16_supported() and level.upper() not in CONVERTING
+
+
+class FloatLinear(nn.Module):
+    """y = x W^T + b, see `models.linear.Linear`.
+
+    Where oneDNN can, weights are packed once into its blocked layout and the original is let go, so that one copy
+    stays resident; elsewhere they are used as they lie, memory-mapped or on the device.
+    """
+
+    ROWS_HINT = 16  # rows per product that the packing is made for: a step of decoding, the common case
+
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        biases: Sequence[Tensor] | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__()
+        weights = list(weights)
+        self.out_features = sum(w.shape[0] for w in weights)
+        self.packed = can_pack(dtype, device)
+        self.bias = torch.cat([b.to(device, dtype) for b in biases]) if biases is not None else None
+        self.address = 0  # of the packed matrix, if our own product of a few rows can read it
+        if self.packed:
+            whole = _stack(weights, dtype)
+            del weights
+            self.weights = [torch.ops.mkldnn._reorder_linear_weight(whole, self.ROWS_HINT)]
+            self.address = panels(self.weights[0], whole)
+        elif device.type == "cpu":
+            self.weights = [w.to(device, dtype) for w in weights]
+        else:  # one product instead of several
+            self.weights = [_stack(weights, dtype).to(device)]
+
+    @staticmethod
+    def why_not(device: torch.device) -> str | None:
+        """Every device multiplies floats."""
+        return None
+
+    @staticmethod
+    def stored(dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the packed matrix."""
+        return dtype
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """For a stack, which has our own products only."""
+        return Matrix(self.address, self.out_features, self.bias) if self.address else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., sum of outs]."""
+        if self.packed:
+            # Opaque to the compiler, which would take the packed weight for a plain one.
+            run = torch.ops.coppice.packed_linear if watched() else packed_linear
+            return run(x, self.weights[0], self.bias, self.out_features, self.address)
+        y = (
+            F.linear(x, self.weights[0])
+            if len(self.weights) == 1
+            else torch.cat([F.linear(x, w) for w in self.weights], -1)
+        )
+        return y if self.bias is None else y + self.bias
+
+
+def _stack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The weights below each other, contiguous, cast on the way, so that there is never a cast copy besides.
+
+    What is copied lies in a mapping of its own: it goes back to the system at once, while the C library would put the
+    next matrices into the holes that it leaves, and keep what they leave in turn.
+    """
+    if len(weights) == 1 and weights[0].dtype == dtype and weights[0].is_contiguous():
+        return weights[0]
+    shape = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    size = max(1, math.prod(shape) * dtype.itemsize)
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(area, dtype=dtype, count=math.prod(shape)).view(shape)
+    for part, w in zip(whole.split([w.shape[0] for w in weights]), weights, strict=True):
+        part.copy_(w)
+    return whole
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, address: int) -> Tensor:
+    """x W^T + b with W packed by oneDNN; address: see `kernels.linear.panels`."""
+    if address and few_rows(x) and (x.dtype, x.shape[-1]) == (weight.dtype, weight.shape[1]):
+        return linear(x, address, bias, out_features)
+    rows = x.numel() // x.shape[-1]
+    spare = padded_rows(rows) - rows
+    if not spare:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    y = torch.ops.mkldnn._linear_pointwise(F.pad(x.reshape(rows, -1), (0, 0, 0, spare)), weight, bias, "none", [], "")
+    return y[:rows].view(*x.shape[:-1], out_features)
+
+
+def padded_rows(rows: int) -> int:
+    """The number of rows, at least this one, that oneDNN is asked for: any up to 16, few different ones beyond.
+
+    oneDNN compiles a primitive for each number of rows that a matrix meets, half a megabyte and a millisecond each,
+    and keeps a thousand of them: without this a chat, whose prompts have any length, grows by a hundred megabytes.
+    Multiples of three where it matters, as its blocks have three rows on AVX2; powers of two stay as they are above.
+    """
+    if rows <= 16:
+        return rows
+    step = 3 if rows <= 33 else 6 if rows <= 66 else 16 if rows <= 256 else 64
+    return -(-rows // step) * step
+
+
+torch.library.custom_op("coppice::packed_linear", packed_linear, mutates_args=())
+
+
+@torch.library.register_fake("coppice::packed_linear")
+def _(x, weight, bias, out_features, address):
+    return x.new_empty(*x.shape[:-1], out_features)

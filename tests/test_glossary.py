@@ -1,0 +1,69 @@
+"""docs/glossary.md: the code has every name that the page gives for it."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("kernels", "models", "engine", "search")
+PAGE = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+
+
+@functools.cache
+def names() -> set[str]:
+    """Modules, classes, functions, constants and parameters; `Class.member`; string constants in quotation marks."""
+    found: set[str] = set()
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            found.add(".".join(file.relative_to(ROOT).with_suffix("").parts))
+            module = ast.parse(file.read_text(encoding="utf-8"))
+            found |= {name for node in module.body for name in assigned(node)}
+            for node in ast.walk(module):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    found.add(node.name)
+                if isinstance(node, ast.arg):
+                    found.add(node.arg)
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.add(f'"{node.value}"')
+                if isinstance(node, ast.ClassDef):
+                    found |= {f"{node.name}.{member}" for member in members(node)}
+    return found
+
+
+def assigned(node: ast.stmt) -> list[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def members(kind: ast.ClassDef) -> set[str]:
+    own = {name for node in kind.body for name in (*assigned(node), getattr(node, "name", ""))}
+    return own | {
+        node.attr
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+
+
+NAMED = [
+    name
+    for row in re.findall(r"^\| (.+) \|$", PAGE, re.M)
+    for cell in row.split("|")[:3]
+    for name in re.findall(r"`([^`]+)`", cell)
+]
+
+
+def test_the_page_is_read():
+    assert {"Request", "TokenTree.keep", "TreeLayout.write_slots_T"} <= set(NAMED) and len(NAMED) > 50
+
+
+def test_every_name_exists():
+    stale = set(NAMED) - names()
+    assert not stale
+
+
+@pytest.mark.parametrize("name", ["Sequence", "TokenTree.drop_all", "engine.nothing", '"cuda_graph_of_nothing"'])
+def test_a_stale_name_would_be_seen(name: str):
+    assert name not in names()
