@@ -38,7 +38,7 @@ UNITS = {"us": 1e6, "ms": 1e3, "kB": 1e-3, "G": 1e-9, "M": 1e-6}
 
 
 class Cells(string.Formatter):
-    """`str.format` for cells: "{seconds:ms.2f}" scales by a unit, "MB" and "yes" are formats, what is unknown is blank."""
+    """`str.format` for cells: "{seconds:ms.2f}" scales by a unit, "MB" and "yes" are formats, None gives a blank."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         try:
