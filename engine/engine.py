@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.capabilities import Capabilities, Precision
 from engine.compiling import LEAST, compile_model, warm_up
 from engine.contract import attributed, check_search, search_error
-from engine.driver import Driver, Run, Runner
+from engine.driver import Driver, Job, Runner
 from engine.errors import CheckpointError, CoppiceError, UsageError
 from engine.graphs import make_runner
 from engine.loading import (
@@ -31,11 +31,12 @@ from engine.packing import Chunk
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.rewards import Messages, Responses, RewardFunction, check_messages, make_judge
+from engine.slots import Trunk
 from engine.text.stopping import StopStrings, TextStream
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import FILES, Tokenizer
 from engine.trace import Trace
-from engine.tree import TokenTree, Trunk
+from engine.tree import TokenTree
 from models import load_model
 from models.checkpoint import Checkpoint
 from models.config import ModelShape
@@ -104,15 +105,15 @@ Event = Prefill | Text | Progress | Done
 
 
 @dataclass
-class _Job:
-    """A request made ready: ids, limits and its run."""
+class _Prepared:
+    """A request made ready: ids, limits and its job."""
 
     request: Request
     ids: list[int]
     limit: int
     eos: frozenset[int]
     stops: StopStrings | None
-    run: Run = field(init=False)
+    job: Job = field(init=False)
 
 
 @dataclass
@@ -350,11 +351,11 @@ class Engine:
             raise UsageError(f"requests: expected an iterable of Request, got {requests!r}")
         _check_callable("on_step", on_step)
         driver = self._driver()
-        source, jobs, places = iter(requests), {}, itertools.count()
+        source, under_way, places = iter(requests), {}, itertools.count()
         more = True
         try:
             while more or driver.busy:
-                while more and len(jobs) < self.parallel:
+                while more and len(under_way) < self.parallel:
                     try:
                         request = next(source)
                     except StopIteration:
@@ -368,19 +369,19 @@ class Engine:
                             raise request
                         if not isinstance(request, Request):
                             raise UsageError(f"requests: expected a Request, got {request!r}")
-                        jobs[i] = self._submit(driver, request)
+                        under_way[i] = self._submit(driver, request)
                     except CoppiceError as error:
                         yield i, error
                 if driver.busy:
                     self._step(driver)
                     if on_step:
                         on_step(driver)
-                for i in [i for i, job in jobs.items() if job.run.done]:
-                    yield i, self._outcome(jobs.pop(i))
+                for i in [i for i, prepared in under_way.items() if prepared.job.done]:
+                    yield i, self._outcome(under_way.pop(i))
         finally:
             driver.close()
-            for job in jobs.values():
-                job.run.error = None  # see `_submit`
+            for prepared in under_way.values():
+                prepared.job.error = None  # see `_submit`
 
     def stream(
         self,
@@ -403,23 +404,23 @@ class Engine:
         """
         _check_callable("interrupted", interrupted)
         driver = self._driver()
-        job = self._submit(driver, Request(prompt, search, **options), trunk=trunk, retire=retire)
-        run, text = job.run, TextStream(self._tokenizer, job.request.stop)
+        prepared = self._submit(driver, Request(prompt, search, **options), trunk=trunk, retire=retire)
+        job, text = prepared.job, TextStream(self._tokenizer, prepared.request.stop)
         seen: Report | None = None
         try:
-            while not run.done:
+            while not job.done:
                 self._step(driver)
-                if new := text.push(run.settled):
+                if new := text.push(job.settled):
                     yield Text(new)
-                if run.trees and not run.prefilled and not run.done:
-                    tree = run.trees[0]
+                if job.trees and not job.prefilled and not job.done:
+                    tree = job.trees[0]
                     yield Prefill(tree.trunk.cached, tree.prompt_length)
-                elif run.report is not seen and not run.done:
-                    seen = run.report
-                    yield Progress(run.report, run.trees[0])
-                if interrupted() and not run.done:
-                    driver.stop(run, self._interrupted(run))
-            outcome = self._outcome(job)
+                elif job.report is not seen and not job.done:
+                    seen = job.report
+                    yield Progress(job.report, job.trees[0])
+                if interrupted() and not job.done:
+                    driver.stop(job, self._interrupted(job))
+            outcome = self._outcome(prepared)
             if isinstance(outcome, CoppiceError):
                 try:
                     raise outcome
@@ -440,7 +441,7 @@ class Engine:
             with torch.inference_mode():
                 for start in range(0, len(ids), self.runner.budget):
                     n = min(self.runner.budget, len(ids) - start)
-                    hidden_TE = self.runner.forward([Chunk(tree, n, [], tree.place(n, []))])
+                    hidden_TE = self.runner.forward([Chunk(tree, n, [], tree.allocate(n, []))])
                     rows.append(self.runner.model.logits(hidden_TE[:n]).float())
         finally:
             tree.release()
@@ -460,22 +461,22 @@ class Engine:
         for ids in texts:
             self._check_ids(ids)
 
-        def ask(run: Run, ids: Sequence[int]) -> SearchGenerator:
-            tree = driver.open_tree(run, "target", ids)
+        def ask(job: Job, ids: Sequence[int]) -> SearchGenerator:
+            tree = driver.open_tree(job, "target", ids)
             rows_N1, _ = yield Evaluate(tree, [tree.root])
             return SearchResult([Output(list(ids), None, float(rows_N1[0, 0]), "length")])
 
         driver = self._driver()
         try:
-            runs = [driver.submit(Run(lambda run, ids=ids: ask(run, ids))) for ids in texts]
+            jobs = [driver.submit(Job(lambda job, ids=ids: ask(job, ids))) for ids in texts]
             while driver.busy:
                 self._step(driver)
         finally:
             driver.close()
-        for run in runs:
-            if run.error is not None:
-                raise run.error
-        return [run.result.outputs[0].score for run in runs]  # type: ignore[union-attr,misc]
+        for job in jobs:
+            if job.error is not None:
+                raise job.error
+        return [job.result.outputs[0].score for job in jobs]  # type: ignore[union-attr,misc]
 
     # --- inside ---
 
@@ -489,17 +490,17 @@ class Engine:
         request: Request,
         trunk: Trunk | None = None,
         retire: Callable[[TokenTree], None] | None = None,
-    ) -> _Job:
-        job = self._prepare(request)
-        # What starts the search knows the job's parts, not the job: a run that held its job would be a cycle, which
+    ) -> _Prepared:
+        prepared = self._prepare(request)
+        # What starts the search knows parts of `prepared`, not itself: a job that held it would be a cycle, which
         # keeps the model in memory until the garbage collector runs. Errors are let go of for the same reason.
-        ids, limit, eos, stops = job.ids, job.limit, job.eos, job.stops
+        ids, limit, eos, stops = prepared.ids, prepared.limit, prepared.eos, prepared.stops
         steady = self.shape.steady_length
         if trunk is not None and steady is not None and max(len(ids), trunk.cached) > steady:
             trunk.release(self.pool)
 
-        def start(run: Run) -> SearchGenerator:
-            tree = driver.open_tree(run, "target", ids, len(ids) + limit, trunk)
+        def start(job: Job) -> SearchGenerator:
+            tree = driver.open_tree(job, "target", ids, len(ids) + limit, trunk)
             judge = None
             if "reward" in request.search.models:
                 given = request.prompt
@@ -507,7 +508,7 @@ class Engine:
                     given = self._tokenizer.decode(ids) if self._tokenizer else ""
                 answer = Responses(self._tokenizer, ids, request.messages, eos, stops, given)
                 reward = request.reward or self.reward or self.companions["reward"]
-                judge = make_judge(reward, self, answer, lambda prompt: driver.open_tree(run, "reward", prompt))
+                judge = make_judge(reward, self, answer, lambda prompt: driver.open_tree(job, "reward", prompt))
             return request.search.run(
                 Task(
                     tree,
@@ -515,13 +516,13 @@ class Engine:
                     eos,
                     self.runner.vocab_size,
                     stops,
-                    lambda model, prompt: driver.open_tree(run, model, prompt),
+                    lambda model, prompt: driver.open_tree(job, model, prompt),
                     self._tokenizer,
-                    lambda tokens: self.runner.time.charge(tokens, *run.company),
+                    lambda tokens: self.runner.time.charge(tokens, *job.batch_load),
                     model_key=self.model_key,
                     start_token=self.start_token,
                     judge=judge,
-                    spare=lambda pool: driver.spare(run, pool),
+                    spare=lambda pool: driver.spare(job, pool),
                 )
             )
 
@@ -529,10 +530,10 @@ class Engine:
             models = {"target": self, **self.companions}
             names = {role: engine.name for role, engine in models.items()}
             request.trace.begin(request.search, ids, names, {role: e._tokenizer for role, e in models.items()})
-        job.run = driver.submit(Run(start, retire=retire, trace=request.trace, search=request.search))
-        return job
+        prepared.job = driver.submit(Job(start, retire=retire, trace=request.trace, search=request.search))
+        return prepared
 
-    def _prepare(self, request: Request) -> _Job:
+    def _prepare(self, request: Request) -> _Prepared:
         """Check a request against the model and its memory. Raises UsageError or KVMemoryError."""
         if self.shape.scores:
             raise UsageError(
@@ -580,7 +581,7 @@ class Engine:
         with attributed(type(request.search)):
             request.search.check(self.runner.vocab_size, eos)
         check_memory(self.pool, request.search, len(ids), new)
-        return _Job(request, ids, new, eos, stops)
+        return _Prepared(request, ids, new, eos, stops)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Raises UsageError for a prompt that is empty, has ids that the model lacks, or is longer than its context."""
@@ -608,25 +609,25 @@ class Engine:
                 raise
             raise out_of_memory() from error
 
-    def _interrupted(self, run: Run) -> SearchResult:
-        best = list(run.report.best()) if run.report.best else list(run.settled)
+    def _interrupted(self, job: Job) -> SearchResult:
+        best = list(job.report.best()) if job.report.best else list(job.settled)
         return SearchResult([Output(best, None, None, "interrupted")])
 
-    def _outcome(self, job: _Job) -> SearchResult | CoppiceError:
-        run = job.run
-        cause, run.error = run.error, None  # whose traceback knows the run
+    def _outcome(self, prepared: _Prepared) -> SearchResult | CoppiceError:
+        job = prepared.job
+        cause, job.error = job.error, None  # whose traceback knows the job
         if isinstance(cause, CoppiceError):
             return cause
         if cause is not None:
             if not is_out_of_memory(cause):
-                return search_error(type(job.request.search), cause)
+                return search_error(type(prepared.request.search), cause)
             error = out_of_memory()
             error.__cause__ = cause
             return error
-        assert run.result is not None
-        result = run.result
+        assert job.result is not None
+        result = job.result
         try:
-            result.outputs = [replace(o, text=self._text(o, job.stops)) for o in result.outputs]
+            result.outputs = [replace(o, text=self._text(o, prepared.stops)) for o in result.outputs]
         except CoppiceError as error:  # the tokenizer cannot decode these tokens
             return error
         result.stats["new_tokens"] = len(result.outputs[0].token_ids)

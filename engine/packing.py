@@ -18,7 +18,11 @@ class Chunk:
     tree: TokenTree
     trunk_tokens: int
     nodes: Sequence[int]
-    slots: Sequence[int]  # as `TokenTree.place` gave them
+    slots: Sequence[int]  # as `TokenTree.allocate` returned them
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return self.trunk_tokens + len(self.nodes)
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def pack(
     tree_buckets: Sequence[int] | None = None,
     impl: str = "torch",
 ) -> Pass:
-    """Lay out chunks, already placed, one after the other.
+    """Lay out chunks, whose tokens have their slots, one after the other.
 
     Args:
         chunks: one per tree.

@@ -13,7 +13,7 @@ from engine.errors import NumericsError
 from engine.packing import Chunk, pack
 from engine.tree import TokenTree
 from kernels import cpp
-from kernels.linear import FEW
+from kernels.linear import MAX_ROWS
 from kernels.stack import Stack
 from search import Greedy, Trie
 from tools.random_checkpoint import make
@@ -66,7 +66,7 @@ def passes(engine):
             parents = tree.grow([tree.root] * 4, [1, 2, 3, 4])
             nodes = tree.grow([*parents[:2], *parents[:2]], [9, 9, 11, 12]) if rounds else []
             nodes = [*parents, *nodes] if rounds else []
-            chunks.append(Chunk(tree, prompt, nodes, tree.place(prompt, nodes)))
+            chunks.append(Chunk(tree, prompt, nodes, tree.allocate(prompt, nodes)))
         found.append(engine.runner.forward(chunks).clone())
     found += [engine.pool.cache.k_LGSD[:, :, :80].clone(), engine.pool.cache.v_LGSD[:, :, :80].clone()]
     for tree in trees:
@@ -98,9 +98,9 @@ def check(load, folder, kind, monkeypatch):
 
 def test_more_rows_are_the_operators(load, folder, monkeypatch):
     engine = load(folder)
-    engine.runner.budget = FEW + 1
+    engine.runner.budget = MAX_ROWS + 1
     monkeypatch.setattr(Stack, "__call__", lambda *_: pytest.fail("these are too many rows"))
-    engine.logits(list(range(FEW + 1)))
+    engine.logits(list(range(MAX_ROWS + 1)))
 
 
 def test_a_window(load, tmp_path):
@@ -122,7 +122,7 @@ def test_a_table_of_angles_for_each_layer(load, folder):
     engine = load(folder)
     model, cache = engine.runner.model, engine.pool.cache
     tree = TokenTree(engine.pool, [1, 2, 3])
-    layout = pack([Chunk(tree, 3, [], tree.place(3, []))], engine.pool.page_size, impl="cpp").layout
+    layout = pack([Chunk(tree, 3, [], tree.allocate(3, []))], engine.pool.page_size, impl="cpp").layout
     x_TE = torch.randn(3, len(model.norm.weight))
     angles = [(torch.randn(3, dims), torch.randn(3, dims)) for dims in (4, model.config.head_dim)]
     for first, second in [(None, 1), (1, 0)]:
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused(load, folder):
     engine = load(folder)
     stack, cache, width = engine.runner.model.stack, engine.pool.cache, len(engine.runner.model.norm.weight)
     tree = TokenTree(engine.pool, [1, 2, 3])
-    layout = pack([Chunk(tree, 3, [], tree.place(3, []))], engine.pool.page_size, impl="cpp").layout
+    layout = pack([Chunk(tree, 3, [], tree.allocate(3, []))], engine.pool.page_size, impl="cpp").layout
     angles = torch.ones(3, stack.head_dim)
     for x, cos in (
         (torch.zeros(4, width), angles),

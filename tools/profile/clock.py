@@ -32,7 +32,7 @@ from tools.bench.limits import attention_work
 
 SEARCH, TEXT, DRIVER = "search", "tokens and text", "driver"
 MODEL_PARTS = ("linear layers", "attention", "KV writes", "head", "norms, rotary, sums", "passes")
-TREE_METHODS = ("grow", "keep", "pending", "place", "unplace", "regimes")
+TREE_METHODS = ("grow", "keep", "pending", "allocate", "release_slots", "by_rope")
 
 
 @dataclass
