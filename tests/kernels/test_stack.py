@@ -122,7 +122,7 @@ def test_a_table_of_angles_for_each_layer(load, folder):
     engine = load(folder)
     model, cache = engine.runner.model, engine.pool.cache
     tree = TokenTree(engine.pool, [1, 2, 3])
-    layout = pack([Chunk(tree, 3, [], tree.place(3, []))], engine.pool.page_size, impl="cpp").layout
+    layout = pack([Chunk(tree, 3, [], tree.allocate(3, []))], engine.pool.page_size, impl="cpp").layout
     x_TE = torch.randn(3, len(model.norm.weight))
     angles = [(torch.randn(3, dims), torch.randn(3, dims)) for dims in (4, model.config.head_dim)]
     for first, second in [(None, 1), (1, 0)]:
