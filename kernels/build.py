@@ -62,12 +62,12 @@ def listing() -> str:
         reason = target.why_not()
         lines.append(f"  {target.name:<15}{target.meaning}: {'runs here' if reason is None else f'no, {reason}'}")
     try:
-        place = cpp.find()
+        chosen = cpp.find()
     except (OSError, RuntimeError, files.BuildError) as error:
         lines.append(f"kernels          none are loaded: {error}")
     else:
-        state = "loaded from" if place.facts else "built when first needed, into"
-        lines.append(f"kernels          {place.target.name}, {state} {place.path}")
+        state = "loaded from" if chosen.facts else "built when first needed, into"
+        lines.append(f"kernels          {chosen.target.name}, {state} {chosen.path}")
     return "\n".join(lines)
 
 

@@ -109,14 +109,14 @@ def save(folder: Path, name: str, built: Path, facts: dict[str, Any]) -> None:
     """
     content = built.read_bytes()
     facts = facts | {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    told = built.with_suffix(".json")
-    told.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
-    for path in (built, told):
+    described = built.with_suffix(".json")
+    described.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+    for path in (built, described):
         path.chmod(0o644)
         _sync(path)
     _sync(built.parent)
     built.replace(folder / f"{name}.so")
-    told.replace(folder / f"{name}.json")
+    described.replace(folder / f"{name}.json")
     _sync(folder)
 
 

@@ -1,7 +1,7 @@
-// Every function and structure that crosses the border between Python and C++: included by all native.cpp, so that the
-// compiler compares, and read by operators.py, which derives the ctypes side from it. So its form is strict: after the
-// line `extern "C" {` nothing but structures of plain fields and prototypes of functions, types from `int64_t`, `float`,
-// `double`, earlier structures and pointers, one declaration per semicolon, `//` comments only.
+// Every function and structure that crosses the border between Python and C++. All native.cpp include it, so that the
+// compiler compares, and operators.py derives the ctypes side from it. So its form is strict: after `extern "C" {` only
+// structures of plain fields and prototypes, types from `int64_t`, `float`, `double`, earlier structures and pointers,
+// and `//` comments.
 //
 // `kind` numbers element types (KINDS in cpp.py, `with_type` in vectors.h); strides count elements unless bytes are
 // mentioned; `threads` is the most that an operator uses. Shape legend: layout.py.

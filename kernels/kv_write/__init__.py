@@ -36,7 +36,7 @@ def kv_write(
     if impl != "cpp" and not compiler.is_compiling():  # C++ looks at them by itself
         checks.kv_write(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
         if slots_T.is_cpu:
-            checks.within("slots_T", slots_T, k_GSD.shape[1])
+            checks.within("slots_T", slots_T.tolist(), k_GSD.shape[1])
     if impl == "triton":
         from kernels.kv_write import triton  # absent on some machines, and slow to import
 
@@ -61,7 +61,7 @@ def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor) -> Copier:
     Raises:
         ValueError: they are not alike or not contiguous; when called, for slots out of range or lists of two lengths.
     """
-    checks.caches(k_LGSD, v_LGSD)
+    checks.cache(k_LGSD, v_LGSD, "LGSD")
     if k_LGSD.is_cpu and not why_not():
         return native.kv_copier(k_LGSD, v_LGSD)
     return partial(plain.kv_copy, k_LGSD, v_LGSD)

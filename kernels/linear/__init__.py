@@ -9,10 +9,10 @@ import weakref
 import torch
 from torch import Tensor
 
-from kernels.checks import expect, floats
+from kernels.checks import expect, floats, native
 from kernels.cpp import KINDS, function, why_not
 
-FEW = 256  # rows, a whole pass; of more, oneDNN may be some hundredths quicker
+MAX_ROWS = 256  # of a whole pass; with more, oneDNN may be some hundredths quicker
 PANEL = 64
 STEP = 16  # words; a panel's depth is a multiple of it
 _PACKED: dict[int, tuple[torch.dtype, int, int]] = {}  # by address: dtype, rows and columns of matrices that are alive
@@ -64,17 +64,12 @@ def _check(x: Tensor, address: int, dtype: torch.dtype, out_features: int, bias:
         raise ValueError(f"address: expected panels of {list(found)}, got {_PACKED.get(address, 'no packed matrix')}")
     if bias is not None:
         expect("bias", bias, x.dtype, (out_features,), x.device)
-    _check_able(x)
-
-
-def _check_able(x: Tensor) -> None:
-    if x.dtype not in KINDS or not x.is_cpu:
-        raise ValueError(f"impl 'cpp': expected float32, bfloat16 or float16 on a CPU, got {x.dtype} on {x.device}")
+    native(x)
 
 
 def few_rows(x: Tensor) -> bool:
     """Whether x has so few rows that these products are the quicker ones."""
-    return x.numel() <= FEW * x.shape[-1]
+    return x.numel() <= MAX_ROWS * x.shape[-1]
 
 
 def linear(x: Tensor, address: int, bias: Tensor | None, out_features: int) -> Tensor:
@@ -144,7 +139,7 @@ def quantize(x: Tensor, *, impl: str) -> tuple[Tensor, Tensor]:
         steps = x.to(torch.float32, copy=True)
         top = steps.abs().amax(-1, keepdim=True)
         return steps.mul_(127 / top).add_(128.5).int().to(torch.uint8), top.to(x.dtype)
-    _check_able(x)
+    native(x)
     x, width = x.contiguous(), x.shape[-1]
     steps = torch.empty(x.shape, dtype=torch.uint8)
     top = torch.empty(*x.shape[:-1], 1, dtype=x.dtype)

@@ -102,7 +102,7 @@ def log_softmax(x_NV: Tensor, size: int, *, impl: str) -> tuple[Tensor, Tensor, 
         impl: of the pass, see `kernels.tree_attention`.
     """
     if _checked():
-        checks.sized(x_NV, size)
+        checks.count("size", x_NV, size)
     logp_NV, finite_N, peaks_NB = _pick("log_softmax", impl)(x_NV, size)
     return logp_NV, finite_N, peaks_NB
 
@@ -117,7 +117,7 @@ def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
             C++ takes the first, while PyTorch does not say which.
     """
     if _checked():
-        checks.largest(x_NV, k)
+        checks.count("k", x_NV, k)
     return _pick("top_k", impl or _best(x_NV))(x_NV, k)
 
 
@@ -154,7 +154,7 @@ def at_least(
         impl: see `top_k`.
     """
     if _checked():
-        checks.largest(logp_NV, k)
+        checks.count("k", logp_NV, k)
         checks.peaks(logp_NV, peaks_NB)
     return _pick("at_least", impl or _best(logp_NV))(logp_NV, least, k, peaks_NB)
 

@@ -50,7 +50,7 @@ def tree_attention(
         if layout.positions_T.shape[0] != q_THD.shape[0]:
             raise ValueError(f"expected a layout of {q_THD.shape[0]} tokens, got {layout.positions_T.shape[0]}")
         if impl == "cpp":
-            native.check_able(q_THD)
+            checks.native(q_THD)
             seen = native.seen(layout, k_GSD.shape[1])
         else:
             checks.fits(layout, k_GSD.shape[1], k_GSD.device)

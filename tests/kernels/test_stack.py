@@ -13,7 +13,7 @@ from engine.errors import NumericsError
 from engine.packing import Chunk, pack
 from engine.tree import TokenTree
 from kernels import cpp
-from kernels.linear import FEW
+from kernels.linear import MAX_ROWS
 from kernels.stack import Stack
 from search import Greedy, Trie
 from tools.random_checkpoint import make
@@ -98,9 +98,9 @@ def check(load, folder, kind, monkeypatch):
 
 def test_more_rows_are_the_operators(load, folder, monkeypatch):
     engine = load(folder)
-    engine.runner.budget = FEW + 1
+    engine.runner.budget = MAX_ROWS + 1
     monkeypatch.setattr(Stack, "__call__", lambda *_: pytest.fail("these are too many rows"))
-    engine.logits(list(range(FEW + 1)))
+    engine.logits(list(range(MAX_ROWS + 1)))
 
 
 def test_a_window(load, tmp_path):
