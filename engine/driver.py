@@ -1,8 +1,8 @@
 """The driver: many searches, one forward pass per model and step. This is the whole machine.
 
 A search asks; its pending tokens join those of the other searches; one pass answers all of them. Long prompts go
-through in chunks beside the decoding of others. When the pool runs full, the search that came last starts again
-later; a search that is alone is told.
+through in chunks beside the decoding of others. When the pool runs full, the latest search is preempted and starts
+again later; a search that is alone gets KVMemoryError.
 """
 
 import contextlib
@@ -80,6 +80,19 @@ class Runner:
             impl=self.impl,
         )
         return self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]."""
+        tree, rows = TokenTree(self.pool, ids), []
+        try:
+            for start in range(0, len(ids), self.budget):
+                n = min(self.budget, len(ids) - start)
+                hidden_TE = self.forward([Chunk(tree, n, [], tree.allocate(n, []))])
+                rows.append(self.model.logits(hidden_TE[:n]).float())
+        finally:
+            tree.release()
+        return torch.cat(rows)
 
     def evaluate(self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Part] = ()) -> Answers:
         """One forward pass.

@@ -11,35 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.capabilities import Capabilities, Precision
-from engine.compiling import LEAST, compile_model, warm_up
 from engine.contract import attributed, check_search, search_error
-from engine.driver import Driver, Job, Runner
-from engine.errors import CheckpointError, CoppiceError, UsageError
-from engine.graphs import make_runner
-from engine.loading import (
-    check_arguments,
-    check_parallel,
-    check_quant,
-    load_template,
-    model_key,
-    pick_device,
-    pick_dtype,
-)
-from engine.memory import check_memory, is_out_of_memory, make_pools, out_of_memory, trim_memory
-from engine.packing import Chunk
+from engine.driver import Driver, Job
+from engine.errors import CoppiceError, UsageError
+from engine.loading import LoadedModel, check_arguments, check_companion, check_parallel, load_models
+from engine.memory import check_memory, is_out_of_memory, out_of_memory, trim_memory
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.rewards import Messages, Responses, RewardFunction, check_messages, make_judge
 from engine.slots import Trunk
 from engine.text.stopping import StopStrings, TextStream
-from engine.text.template import ChatTemplate
-from engine.text.tokenizer import FILES, Tokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.trace import Trace
 from engine.tree import TokenTree
-from models import load_model
-from models.checkpoint import Checkpoint
-from models.config import ModelShape
 
 
 @dataclass(frozen=True)
@@ -116,82 +100,19 @@ class _Prepared:
     job: Job = field(init=False)
 
 
-@dataclass
-class _Loaded:
-    """A checkpoint in memory, without a pool yet: pools share what memory the weights of all models leave."""
-
-    folder: Path
-    checkpoint: Checkpoint
-    model: Any
-    precision: Precision
-    quant: str
-    compiled: bool
-    tokenizer: Tokenizer | None
-    template: ChatTemplate | None
-
-    @staticmethod
-    def open(
-        folder: str | Path, dtype: str, device: torch.device, chat_template: str | Path | None, quant: str, compile: str
-    ) -> "_Loaded":
-        checkpoint = Checkpoint.open(folder)
-        precision = pick_dtype(dtype, checkpoint, device)
-        tokenizer = Tokenizer.load(folder) if any((Path(folder) / name).exists() for name in FILES) else None
-        template = load_template(folder, chat_template, tokenizer)
-        model = load_model(checkpoint, precision.dtype, device, quant)
-        compiled = compile == "on" and compile_model(model)
-        return _Loaded(Path(folder), checkpoint, model, precision, quant, compiled, tokenizer, template)
-
-    def engine(self, pool: PagePool, parallel: int) -> "Engine":
-        shape, tokenizer = self.model.shape, self.tokenizer
-        vocab_size = min(shape.vocab_size, tokenizer.size) if tokenizer else shape.vocab_size
-        eos = self.checkpoint.eos_token_ids
-        if not eos and "eos_token_id" not in self.checkpoint.config and not self.checkpoint.generation_config:
-            eos = self.model.default_eos_token_ids
-        if not eos and tokenizer and tokenizer.eos_token_id is not None:
-            eos = frozenset([tokenizer.eos_token_id])
-        engine = Engine(
-            make_runner(self.model, pool, vocab_size),
-            shape,
-            tokenizer=tokenizer,
-            template=self.template,
-            eos_token_ids=eos,
-            name=self.folder.resolve().name,
-            parallel=parallel,
-        )
-        runner = engine.runner
-        engine.capabilities = Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl)
-        engine.model_key = model_key(self.checkpoint, self.precision.dtype, self.quant)
-        engine.start_token = min([t for t in [self.checkpoint.bos_token_id] if t is not None] or eos or [0])
-        if self.compiled and engine.runner.device.type == "cpu":
-            engine.runner.token_buckets = engine.runner.word_buckets = LEAST
-            warm_up(self.model, lambda: engine.logits([engine.start_token] * 5))
-        return engine
-
-
 class Engine:
     """A model, its pool of KV pages, its tokenizer; the models beside it by role. Made by `Engine.load`."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        shape: ModelShape,
-        *,
-        tokenizer: Tokenizer | None = None,
-        template: ChatTemplate | None = None,
-        eos_token_ids: frozenset[int] = frozenset(),
-        name: str = "model",
-        parallel: int = 16,
-        companions: "dict[str, Engine] | None" = None,
-    ):
+    def __init__(self, model: LoadedModel, parallel: int = 16):
         check_parallel(parallel)
-        self.runner, self.shape, self.name, self.parallel = runner, shape, name, parallel
-        self.template, self.eos_token_ids = template, eos_token_ids
-        self.companions = companions or {}
+        self.model, self.parallel = model, parallel
+        self.runner, self.shape, self.name = model.runner, model.shape, model.name
+        self.template, self.eos_token_ids = model.template, model.eos_token_ids
+        self.model_key, self.start_token = model.key, model.start_token  # see `Task`
+        self.capabilities = model.capabilities  # what the model computes in, and which fast paths this machine has
+        self.companions: dict[str, Engine] = {}
         self.reward: RewardFunction | None = None  # instead of a model
-        self.model_key, self.start_token = "", 0  # see `Task`
-        self._tokenizer = tokenizer
         self.load_seconds = 0.0
-        self.capabilities = Capabilities()  # what the model computes in, and which fast paths this machine has
 
     @staticmethod
     def load(
@@ -234,18 +155,14 @@ class Engine:
         budget = check_arguments(folder, threads, kv_memory, compile, chat_template, parallel, draft, reward)
         if threads is not None:
             torch.set_num_threads(threads)
-        place = pick_device(device)
-        check_quant(quant, place)
-        loaded = [_Loaded.open(folder, dtype, place, chat_template, quant, compile)]
-        names = {"draft": draft, "reward": None if callable(reward) else reward}
-        roles = [role for role in names if names[role] is not None]
-        loaded += [_Loaded.open(names[role] or "", dtype, place, None, quant, compile) for role in roles]
-        pools = make_pools([(part.model.shape, part.precision.dtype) for part in loaded], place, budget)
-        target, *others = [part.engine(pool, parallel) for part, pool in zip(loaded, pools, strict=True)]
-        for role, engine in zip(roles, others, strict=True):
-            target.add(role, engine)
+        roles = {"target": folder, "draft": draft, "reward": reward}
+        folders = {role: path for role, path in roles.items() if isinstance(path, str | Path)}
+        options = {"dtype": dtype, "device": device, "compile": compile, "quant": quant, "chat_template": chat_template}
+        models = load_models(folders, kv_memory=budget, **options)
+        target, *others = [Engine(model, parallel) for model in models.values()]
+        target.companions = dict(zip([*models][1:], others, strict=True))
         if callable(reward):
-            target.add("reward", reward)
+            target.reward = reward
         trim_memory()
         target.load_seconds = time.perf_counter() - began
         return target
@@ -263,13 +180,7 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer. Raises CheckpointError if it has none."""
-        if self._tokenizer is None:
-            raise CheckpointError(
-                "the checkpoint has no tokenizer",
-                where=self.name,
-                remedy="add its tokenizer files, or give prompts as token ids",
-            )
-        return self._tokenizer
+        return self.model.need_tokenizer()
 
     def add(self, role: str, engine: "Engine | RewardFunction") -> None:
         """Let searches ask another model too.
@@ -289,25 +200,7 @@ class Engine:
                 raise UsageError(f"{role}: expected an Engine{' or a function' * (role == 'reward')}, got {engine!r}")
             self.reward = engine
             return
-        if role == "reward" and not engine.shape.scores:
-            raise UsageError(
-                "the reward model has no scalar head",
-                where=engine.name,
-                remedy="give a checkpoint whose architecture ends in ForSequenceClassification",
-            )
-        if role == "draft":
-            mine, its = self._tokenizer, engine._tokenizer
-            differ = mine.difference(its) if mine and its else ""
-            if not (mine and its) and self.shape.vocab_size != engine.shape.vocab_size:
-                differ = f"{self.shape.vocab_size} tokens in one, {engine.shape.vocab_size} in the other"
-            if engine.shape.scores:
-                raise UsageError("the draft is a reward model: it generates none", where=engine.name)
-            if differ:
-                raise UsageError(
-                    "the draft has another tokenizer than the model",
-                    where=f"{engine.name}: {differ}",
-                    remedy="drafts must be made of the same tokens",
-                )
+        check_companion(role, self.model, engine.model)
         self.companions[role] = engine
         if role == "reward":
             self.reward = None
@@ -405,7 +298,7 @@ class Engine:
         _check_callable("interrupted", interrupted)
         driver = self._driver()
         prepared = self._submit(driver, Request(prompt, search, **options), trunk=trunk, retire=retire)
-        job, text = prepared.job, TextStream(self._tokenizer, prepared.request.stop)
+        job, text = prepared.job, TextStream(self.model.tokenizer, prepared.request.stop)
         seen: Report | None = None
         try:
             while not job.done:
@@ -435,17 +328,7 @@ class Engine:
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]. For checks."""
         self._check_ids(ids)
-        tree = TokenTree(self.pool, ids)
-        rows = []
-        try:
-            with torch.inference_mode():
-                for start in range(0, len(ids), self.runner.budget):
-                    n = min(self.runner.budget, len(ids) - start)
-                    hidden_TE = self.runner.forward([Chunk(tree, n, [], tree.allocate(n, []))])
-                    rows.append(self.runner.model.logits(hidden_TE[:n]).float())
-        finally:
-            tree.release()
-        return torch.cat(rows)
+        return self.runner.logits(ids)
 
     def scores(self, texts: Iterable[Sequence[int]]) -> list[float]:
         """What a scalar-head model (a reward model) says of token sequences, evaluated together.
@@ -505,10 +388,10 @@ class Engine:
             if "reward" in request.search.models:
                 given = request.prompt
                 if not isinstance(given, str):
-                    given = self._tokenizer.decode(ids) if self._tokenizer else ""
-                answer = Responses(self._tokenizer, ids, request.messages, eos, stops, given)
-                reward = request.reward or self.reward or self.companions["reward"]
-                judge = make_judge(reward, self, answer, lambda prompt: driver.open_tree(job, "reward", prompt))
+                    given = self.model.tokenizer.decode(ids) if self.model.tokenizer else ""
+                answer = Responses(self.model.tokenizer, ids, request.messages, eos, stops, given)
+                reward = request.reward or self.reward or self.companions["reward"].model
+                judge = make_judge(reward, self.model, answer, lambda prompt: driver.open_tree(job, "reward", prompt))
             return request.search.run(
                 Task(
                     tree,
@@ -517,7 +400,7 @@ class Engine:
                     self.runner.vocab_size,
                     stops,
                     lambda model, prompt: driver.open_tree(job, model, prompt),
-                    self._tokenizer,
+                    self.model.tokenizer,
                     lambda tokens: self.runner.time.charge(tokens, *job.batch_load),
                     model_key=self.model_key,
                     start_token=self.start_token,
@@ -529,7 +412,7 @@ class Engine:
         if request.trace is not None:
             models = {"target": self, **self.companions}
             names = {role: engine.name for role, engine in models.items()}
-            request.trace.begin(request.search, ids, names, {role: e._tokenizer for role, e in models.items()})
+            request.trace.begin(request.search, ids, names, {role: e.model.tokenizer for role, e in models.items()})
         prepared.job = driver.submit(Job(start, retire=retire, trace=request.trace, search=request.search))
         return prepared
 
@@ -588,7 +471,7 @@ class Engine:
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
             raise UsageError(f"prompt: expected token ids, got {ids!r}")
         if not ids:
-            bare = self._tokenizer is not None and not self._tokenizer.encode("")
+            bare = self.model.tokenizer is not None and not self.model.tokenizer.encode("")
             why = ", and this tokenizer adds no token of its own to begin with" if bare else ""
             raise UsageError("the prompt is empty" + why, remedy="give at least one token to go on from")
         vocab = self.shape.vocab_size
@@ -634,9 +517,9 @@ class Engine:
         return result
 
     def _text(self, output: Output, stops: StopStrings | None) -> str:
-        if self._tokenizer is None:
+        if self.model.tokenizer is None:
             return ""
-        text = self._tokenizer.decode(output.token_ids)
+        text = self.model.tokenizer.decode(output.token_ids)
         return stops.cut(text) if stops else text
 
 

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         folder = files.private(options.output, make=True, mode=0o755)
         for name in options.target or ["native"]:
-            with files.lock(folder):
+            with files.locked(folder):
                 cpp.build(folder, name, TARGETS[name], announce=f"for {name}")
             print(folder / f"{name}.so")
     except (OSError, files.BuildError) as error:

@@ -208,7 +208,7 @@ def _dlopen(descriptor: int, path: Path) -> ctypes.CDLL:
 
 def _build_once(chosen: LibraryFile) -> ctypes.CDLL:
     """Builds what the cache lacks, unless another process did meanwhile, and loads it."""
-    with files.lock(chosen.folder):
+    with files.locked(chosen.folder):
         chosen = chosen._replace(facts=files.facts(chosen.folder, chosen.name))
         loaded = _open(chosen)
         if loaded is not None:

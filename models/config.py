@@ -9,15 +9,9 @@ from models.fields import Fields
 from models.rope import RopeConfig
 
 ACTIVATIONS = {  # to the names of `kernels.rows.activation`
-    "silu": "silu",
+    **{name: name for name in ("silu", "relu", "gelu", "quick_gelu", "tanh")},
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
     "swish": "silu",
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "tanh": "tanh",
 }
 HEAD, SCORE = "lm_head", "score"
 
@@ -168,9 +162,10 @@ class Names:
             add(layer + self.down, (c.width, c.mlp_width), c.mlp_bias)
         if c.final_norm and c.affine:
             add(self.norm, (c.width,), not c.rms)
-        head = (SCORE, 1, False) if c.scores else (HEAD, c.vocab_size, c.head_bias)
-        shapes[f"{head[0]}.weight"] = (head[1], embedding_width)
-        return shapes | ({f"{head[0]}.bias": (head[1],)} if head[2] else {})
+        if c.scores:
+            return shapes | {f"{SCORE}.weight": (1, embedding_width)}
+        bias = {f"{HEAD}.bias": (c.vocab_size,)} if c.head_bias else {}
+        return shapes | {f"{HEAD}.weight": (c.vocab_size, embedding_width)} | bias
 
     def norms(self, c: Config) -> dict[str, int]:
         """The norms of a layer, and the sizes of their vectors."""

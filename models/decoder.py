@@ -16,7 +16,7 @@ from kernels.stack import Stack
 from models.checkpoint import Checkpoint
 from models.config import HEAD, SCORE, Config, ModelShape, Names
 from models.fields import Fields
-from models.layers import Layer, Rope, load_norm
+from models.layers import Layer, Norm, Rope
 from models.rope import BUFFERS, RotaryEmbedding
 from models.weights import Weights
 
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         projected = names.project if c.embedding_width else (None, None)
         self.project_in, self.project_out = (weights.linear(name) if name else None for name in projected)
         self.layers = nn.ModuleList(Layer(c, names, weights, i) for i in range(c.layers))
-        self.norm = load_norm(c, weights, names.norm) if c.final_norm else None
+        self.norm = Norm(c, weights, names.norm) if c.final_norm else None
         self.head = weights.linear(SCORE) if c.scores else weights.linear(HEAD, bias=c.head_bias)
         self.stack = self._stack()
 

@@ -119,7 +119,7 @@ def _read_share(holder: Fields, partial: float | None) -> float:
     return share
 
 
-def _read_llama3(rope: Fields) -> dict[str, float]:
+def _read_llama3(rope: Fields) -> dict[str, Any]:
     low = rope.float("low_freq_factor", low=1e-6, high=1e6)
     high = rope.float("high_freq_factor", low=1e-6, high=1e6)
     if high <= low:

@@ -1,6 +1,7 @@
-"""Products of a few rows with matrices that oneDNN packed: as many rows as a step of decoding has, memory's speed.
+"""Products of the few rows of a decoding step with matrices that oneDNN packed, at the bandwidth of memory.
 
-oneDNN's own product is the definition, and what larger numbers of rows take; both read the same packed matrix.
+oneDNN's own product is the definition, and faster for many rows; both read the same packed matrix. Only C++ has these
+products (native.cpp); `quantize` has PyTorch too.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ _PACKED: dict[int, tuple[torch.dtype, int, int]] = {}  # by address: dtype, rows
 
 
 def dtypes() -> set[torch.dtype]:
-    """Of the matrices that there are products for on this machine."""
+    """Returns the dtypes of matrices that have products on this machine."""
     if why_not() or not hasattr(torch.ops.mkldnn, "data_ptr"):
         return set()
     kinds = ctypes.c_int64()
@@ -29,10 +30,10 @@ def dtypes() -> set[torch.dtype]:
 
 
 def panels(packed: Tensor, weight_OI: Tensor) -> int:
-    """The address of a packed matrix, if there are products for it here, or 0: its first and last panel are looked at.
+    """Returns the address of a packed matrix that has products here, or 0. The first and the last panel are compared.
 
     Args:
-        packed: what oneDNN made of the matrix. It has to live as long as the address is used.
+        packed: the matrix as oneDNN packed it; it has to live as long as the address is used.
         weight_OI: the matrix, contiguous: float32, bfloat16 or int8.
     """
     (outs, width), per_word = weight_OI.shape, 4 // weight_OI.itemsize
@@ -68,7 +69,7 @@ def _check(x: Tensor, address: int, dtype: torch.dtype, out_features: int, bias:
 
 
 def few_rows(x: Tensor) -> bool:
-    """Whether x has so few rows that these products are the quicker ones."""
+    """Whether x has so few rows that these products are faster than those of oneDNN."""
     return x.numel() <= MAX_ROWS * x.shape[-1]
 
 

@@ -38,9 +38,9 @@ def seen(layout: TreeLayout, slots: int) -> Seen:
     if kept.get("_slots") != slots:
         checks.tensors(layout, _CPU)
         found, pages = _seen(layout.seen), layout.trunk_pages_RP
-        row, column = pages.stride()
-        table = layout.page_size, pages.shape[1], row, column, pages.data_ptr(), layout.write_slots_T.data_ptr()
-        if not _fits(found, layout.positions_T.shape[0], slots, *table):
+        sizes = layout.page_size, pages.shape[1], *pages.stride()
+        table = *sizes, pages.data_ptr(), layout.write_slots_T.data_ptr()
+        if not _fits(found, layout.positions_T.shape[0], slots, table):
             checks.ranges(layout, slots)
         kept["_seen"], kept["_slots"] = found, slots
     return kept["_seen"]
@@ -57,21 +57,15 @@ def _seen(seen: Sequence[Tensor]) -> Seen:
     )
 
 
-def _fits(
-    seen: Seen,
-    tokens: int,
-    slots: int,
-    page_size: int = 1,
-    pages: int = -1,
-    tree_stride: int = 0,
-    page_stride: int = 0,
-    pages_at: int | None = None,
-    written_at: int | None = None,
-) -> bool:
+NO_PAGES = 1, -1, 0, 0, None, None
+
+
+def _fits(seen: Seen, tokens: int, slots: int, pages: Sequence[int | None] = NO_PAGES) -> bool:
+    """Whether a layout leads to slots of the cache only; pages: `layout_fits` of operators.h has their six numbers."""
     _, starts, sees, runs, branch_slots, *_ = seen.addresses
+    sizes, addresses = pages[:4], pages[4:]
     return function("layout_fits")(
-        *(tokens, seen.trees, seen.runs, seen.width, slots, page_size, pages, tree_stride, page_stride),
-        *(starts, sees, runs, branch_slots, pages_at, written_at),
+        *(tokens, seen.trees, seen.runs, seen.width, slots, *sizes, starts, sees, runs, branch_slots, *addresses)
     )
 
 

@@ -16,6 +16,7 @@ from engine import Engine, Evaluate, KVMemoryError, NumericsError, Output, Repor
 from engine.contract import ContractError
 from engine.driver import Driver, Job, Runner
 from engine.engine import make_pools
+from engine.loading import LoadedModel
 from engine.pool import PagePool
 from tools.random_checkpoint import make
 
@@ -70,7 +71,7 @@ class Bench:
 
     def __post_init__(self):
         model = Wide(self.engine.runner.model) if self.dtype == "float64" else self.engine.runner.model
-        self.oracle = Engine(Runner(model, self.engine.pool, VOCAB), self.engine.shape)
+        self.oracle = Engine(LoadedModel(Runner(model, self.engine.pool, VOCAB), self.engine.shape))
         self.known = {}
 
     def driver(self, pages=400, page_size=4, parallel=16, **options):

@@ -18,6 +18,7 @@ from engine import Engine
 from engine.driver import Runner
 from engine.errors import UsageError
 from engine.graphs import TOKENS, TREES, WORDS, GraphRunner, make_runner
+from engine.loading import LoadedModel
 from engine.packing import Chunk, pack
 from engine.pool import PagePool
 from engine.tree import TokenTree
@@ -57,7 +58,7 @@ def engines(variant, impl, **options):
     runner = GraphRunner(plain.runner.model, pool, plain.runner.vocab_size, impl=impl, record=Recorder(), **options)
     runner.host.fill_(2**31 - 1)
     runner.memory.fill_(2**31 - 1)
-    return plain, Engine(runner, plain.shape, eos_token_ids=plain.eos_token_ids)
+    return plain, Engine(LoadedModel(runner, plain.shape, eos_token_ids=plain.eos_token_ids))
 
 
 def check(plain, graphs, prompts, search, **options):
