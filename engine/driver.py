@@ -30,7 +30,7 @@ from engine.errors import KVMemoryError, NumericsError
 from engine.interrupts import uninterrupted
 from engine.packing import Chunk, pack
 from engine.pool import PagePool
-from engine.requests import Evaluate, Read, Report, Search, SearchGenerator, SearchResult
+from engine.requests import Answer, Evaluate, Read, Report, Search, SearchGenerator, SearchResult
 from engine.timing import PassTime
 from engine.trace import RecordedTree, Trace
 from engine.tree import TokenTree, Trunk
@@ -59,7 +59,7 @@ class Runner:
         vocab_size: int,
         *,
         budget: int = 256,
-        impl: str = "cpu",
+        impl: str = "torch",
         token_buckets: Sequence[int] | None = None,
         word_buckets: Sequence[int] | None = None,
     ):
@@ -199,14 +199,14 @@ class Ticket:
     def left(self) -> int:
         return self.trunk_left + len(self.nodes_left)
 
-    def answer(self) -> Tensor | tuple[Tensor, Tensor]:
-        """One row per node asked for, in the order asked; with the numbers, if there are any."""
+    def answer(self) -> Answer:
+        """One row per node asked for, in the order asked."""
         rows_NV = self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows)
         nodes = list(self.request.nodes)
         if nodes == self.answered:
-            return rows_NV if self.numbers is None else (rows_NV, self.numbers)
-        place = {node: i for i, node in enumerate(self.answered)}
-        return rows_NV[torch.tensor([place[n] for n in nodes], device=rows_NV.device)]
+            return self.request.answer(rows_NV) if self.numbers is None else Answer(rows_NV, self.numbers)
+        row = {node: i for i, node in enumerate(self.answered)}
+        return self.request.answer(rows_NV[torch.tensor([row[n] for n in nodes], device=rows_NV.device)])
 
 
 class Driver:

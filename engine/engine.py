@@ -30,7 +30,7 @@ from engine.memory import check_memory, is_out_of_memory, make_pools, out_of_mem
 from engine.packing import Chunk
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
-from engine.rewards import Answer, Messages, RewardFunction, check_messages, make_judge
+from engine.rewards import Messages, Responses, RewardFunction, check_messages, make_judge
 from engine.text.stopping import StopStrings, TextStream
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import FILES, Tokenizer
@@ -462,7 +462,7 @@ class Engine:
 
         def ask(run: Run, ids: Sequence[int]) -> SearchGenerator:
             tree = driver.open_tree(run, "target", ids)
-            rows_N1 = yield Evaluate(tree, [tree.root])
+            rows_N1, _ = yield Evaluate(tree, [tree.root])
             return SearchResult([Output(list(ids), None, float(rows_N1[0, 0]), "length")])
 
         driver = self._driver()
@@ -505,7 +505,7 @@ class Engine:
                 given = request.prompt
                 if not isinstance(given, str):
                     given = self._tokenizer.decode(ids) if self._tokenizer else ""
-                answer = Answer(self._tokenizer, ids, request.messages, eos, stops, given)
+                answer = Responses(self._tokenizer, ids, request.messages, eos, stops, given)
                 reward = request.reward or self.reward or self.companions["reward"]
                 judge = make_judge(reward, self, answer, lambda prompt: driver.open_tree(run, "reward", prompt))
             return request.search.run(

@@ -46,7 +46,7 @@ def make_runner(model, pool: PagePool, vocab_size: int) -> Runner:
         reason = cpp.why_not()
         if reason and not cpp.off():
             warnings.warn(f"the kernels in PyTorch run, slower than those in C++: {reason}", stacklevel=2)
-        return Runner(model, pool, vocab_size, impl="cpu" if reason else "cpp")
+        return Runner(model, pool, vocab_size, impl="torch" if reason else "cpp")
     if importlib.util.find_spec("triton") is None:
         raise UsageError("a GPU needs the package triton", remedy="install it, or use --device cpu")
     from kernels.tree_attention.triton import DTYPES, LARGEST_HEAD

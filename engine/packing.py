@@ -47,7 +47,7 @@ def pack(
     token_buckets: Sequence[int] | None = None,
     word_buckets: Sequence[int] | None = None,
     tree_buckets: Sequence[int] | None = None,
-    impl: str = "cpu",
+    impl: str = "torch",
 ) -> Pass:
     """Lay out chunks, already placed, one after the other.
 

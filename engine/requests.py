@@ -1,6 +1,6 @@
 """What a search asks of its driver, and what it returns: the whole contract between algorithms and the engine.
 
-A search is a generator. It yields `Evaluate` and is sent log-probabilities; it yields `Report` and is sent None; it
+A search is a generator. It yields `Evaluate` and is sent an `Answer`; it yields `Report` and is sent None; it
 returns a `SearchResult`. When the KV pool is full, KVMemoryError is thrown in at the `Evaluate` that did not fit:
 nothing of it was done, so that the search may drop nodes and ask again.
 """
@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -20,22 +20,41 @@ from engine.tree import TokenTree
 Read = Callable[[Tensor, Tensor | None], Tensor]
 
 
+class Answer(NamedTuple):
+    """What a search is sent for an `Evaluate`.
+
+    Attributes:
+        rows_NV: float32, on the model's device: natural logarithms of probabilities, a row per node in the order asked,
+            normalised over the model's vocabulary; ids past the tokenizer's are -inf afterwards. [N, 1], a score per
+            node, for a tree of a scalar-head model.
+        numbers: what the `read` of the request returned, float64 [n], on the host; None without a `read`.
+    """
+
+    rows_NV: Tensor
+    numbers: Tensor | None
+
+
 @dataclass(frozen=True)
 class Evaluate:
-    """Ask for the next-token log-probabilities after `nodes`: float32 [N, V], natural log, normalised over the model's
-    vocabulary; ids past the tokenizer's are -inf afterwards.
+    """Ask for the next-token log-probabilities after `nodes`; the driver sends an `Answer`.
 
     Nodes must be live and not evaluated yet; ancestors that are not evaluated either are evaluated in the same pass.
-    On a tree of a scalar-head model the answer is a score per node, [N, 1].
 
-    `read` makes of the rows and their peaks (see `kernels.rows.log_softmax`; None if they are not known), on their
-    device, float64 numbers that the search is going to look at. A driver may then send (rows, the numbers on the host)
-    instead of rows, having brought everything there at once.
+    Args:
+        tree: holds the nodes.
+        nodes: at least one.
+        read: function of the rows and their peaks (see `kernels.rows.log_softmax`; None if they were not computed),
+            both on the model's device. It returns what the search is going to look at, float64 [n] on that device; the
+            driver brings the numbers of all searches to the host at once.
     """
 
     tree: TokenTree
     nodes: Sequence[int]
     read: Read | None = None
+
+    def answer(self, rows_NV: Tensor, peaks_NB: Tensor | None = None) -> Answer:
+        """The answer that consists of these rows, and of what `read` returns for them."""
+        return Answer(rows_NV, None if self.read is None else self.read(rows_NV, peaks_NB).cpu())
 
 
 @dataclass(frozen=True)

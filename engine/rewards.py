@@ -10,10 +10,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from engine.errors import CheckpointError, KVMemoryError, UsageError
-from engine.requests import Evaluate
+from engine.requests import Answer, Evaluate
 from engine.text.stopping import StopStrings
 from engine.text.template import Span
 from engine.text.tokenizer import Tokenizer
@@ -31,7 +29,7 @@ CONTEXT = 8  # tokens before a text that tell a decoder whether a space starts i
 
 
 @dataclass(frozen=True)
-class Answer:
+class Responses:
     """Responses to one prompt, as the target's tokens and as text.
 
     Args:
@@ -75,7 +73,7 @@ class Script:
     closing: list[int]
 
     @staticmethod
-    def write(answer: Answer, target: "Engine", reward: "Engine") -> "Script":
+    def write(answer: Responses, target: "Engine", reward: "Engine") -> "Script":
         """Raises UsageError: the two models have no tokens in common and no text either."""
         mine, its = answer.tokenizer, reward._tokenizer
         same = not mine.difference(its) if mine and its else target.shape.vocab_size == reward.shape.vocab_size
@@ -147,7 +145,7 @@ class ModelJudge:
                 remedy="shorten the prompt, or give --kv-memory more",
             )
 
-    def rewards(self, responses: Sequence[Sequence[int]]) -> Generator[Evaluate, Tensor, list[float]]:
+    def rewards(self, responses: Sequence[Sequence[int]]) -> Generator[Evaluate, Answer, list[float]]:
         """The rewards of responses as they stand, all at once or, if the cache is too small for that, in parts."""
         room = self.reach - len(self.script.closing)
         self._ids = {tuple(tokens): self.script.whole(tokens)[:room] for tokens in responses}
@@ -177,7 +175,7 @@ class ModelJudge:
 
     def _ask(
         self, texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]] = ()
-    ) -> Generator[Evaluate, Tensor, list[float]]:
+    ) -> Generator[Evaluate, Answer, list[float]]:
         """Rewards of texts; what has been read of the others stays as long as there is room."""
         tree = self.tree
         assert tree is not None
@@ -191,7 +189,7 @@ class ModelJudge:
         new = [node for node in paths if node not in self._score]
         try:
             if new:  # every node is asked, so that whatever is evaluated has its score
-                rows_N1 = yield Evaluate(tree, new)
+                rows_N1 = (yield Evaluate(tree, new)).rows_NV
                 self._score.update(zip(new, rows_N1[:, 0].tolist(), strict=True))
         except KVMemoryError:
             held = tree.live_branches
@@ -226,10 +224,10 @@ class ModelJudge:
 class FunctionJudge:
     """Rewards by a Python function."""
 
-    def __init__(self, function: RewardFunction, answer: Answer):
+    def __init__(self, function: RewardFunction, answer: Responses):
         self.function, self.answer = function, answer
 
-    def rewards(self, responses: Sequence[Sequence[int]]) -> Generator[Evaluate, Tensor, list[float]]:
+    def rewards(self, responses: Sequence[Sequence[int]]) -> Generator[Evaluate, Answer, list[float]]:
         """The rewards of responses as they stand. Raises UsageError: the function fails or answers something else."""
         prompt = self.answer.prompt_text if self.answer.messages is None else list(self.answer.messages)
         texts = [self.answer.text(tokens) for tokens in responses]
@@ -250,7 +248,10 @@ class FunctionJudge:
 
 
 def make_judge(
-    reward: "Engine | RewardFunction", target: "Engine", answer: Answer, open_tree: Callable[[Sequence[int]], TokenTree]
+    reward: "Engine | RewardFunction",
+    target: "Engine",
+    answer: Responses,
+    open_tree: Callable[[Sequence[int]], TokenTree],
 ) -> ModelJudge | FunctionJudge:
     """What gives a search its rewards.
 
@@ -279,7 +280,7 @@ def _begins(ids: Sequence[int], start: Sequence[int]) -> bool:
 
 
 def _around(
-    render: Callable[..., list[Span]], source: str, answer: Answer, where: str
+    render: Callable[..., list[Span]], source: str, answer: Responses, where: str
 ) -> tuple[list[Span], list[Span], Span]:
     """What the template puts before and after the assistant's message, and the message that stood there."""
     messages = [{"role": "user", "content": answer.prompt_text}] if answer.messages is None else list(answer.messages)

@@ -28,16 +28,16 @@ class TreeLayout:
 
     positions_T: Tensor  # int64, trunk length + depth: never a slot's place in memory
     write_slots_T: Tensor  # int64, the slot that takes each token's key and value
-    token_starts: Tensor  # int32 [R + 1]: tree r owns tokens starts[r] .. starts[r + 1] - 1. "cpu" reads it on the host
+    token_starts: Tensor  # int32 [R + 1]: tree r owns tokens starts[r] .. starts[r + 1] - 1
     trunk_seen_T: Tensor  # int32, how many trunk tokens each token sees: all, or its own prefix during prefill
     trunk_pages_RP: Tensor  # int32, page numbers, filled up with 0
     trunk_len_R: Tensor  # int32
-    trunk_runs: Tensor  # int32 [n, 3], on the host: (tree, first slot, length) of each piece, in order; for "cpu" only
+    trunk_runs: Tensor  # int32 [n, 3], on the host: (tree, first slot, length) of each piece; unknown to "triton"
     branch_slots_RW: Tensor  # int64, holes and padding are NULL_SLOT
     branch_positions_RW: Tensor  # int32, position of the token in each branch slot (sliding windows)
     ancestry_TC: Tensor  # int32 words, bit i: this token sees branch slot i of its tree
     page_size: int
-    impl: str = "cpu"  # which implementation of the operators the engine chose
+    impl: str = "torch"  # which implementation of the operators the engine chose
 
     def to(self, device: torch.device | str) -> "TreeLayout":
         """The same layout on a device, but for `trunk_runs`."""

@@ -50,7 +50,7 @@ class Int8Linear(nn.Module):
         self.address = linear.panels(self.weight, weight_OI) if dtype in cpp.KINDS else 0
         self.sum_O = weight_OI.sum(1, dtype=torch.int32)
         self.bias = torch.cat([b.to(dtype) for b in biases]) if biases is not None else None
-        self.impl = "cpu" if cpp.why_not() or dtype not in cpp.KINDS else "cpp"
+        self.impl = "torch" if cpp.why_not() or dtype not in cpp.KINDS else "cpp"
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:

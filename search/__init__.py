@@ -5,6 +5,7 @@ from engine.errors import KVMemoryError, UsageError
 from search.aded import ADED
 from search.base import (
     REGISTRY,
+    Answer,
     Evaluate,
     Output,
     Report,
@@ -12,7 +13,6 @@ from search.base import (
     SearchGenerator,
     SearchResult,
     Task,
-    evaluate,
     evaluate_best,
     make_search,
     register,
@@ -31,6 +31,7 @@ __all__ = [
     "DSBD",
     "REGISTRY",
     "ULTS",
+    "Answer",
     "BeamSample",
     "BoN",
     "Evaluate",
@@ -47,7 +48,6 @@ __all__ = [
     "Task",
     "Trie",
     "UsageError",
-    "evaluate",
     "evaluate_best",
     "make_search",
     "register",

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from engine.contract import attributed, is_ours
 from engine.errors import UsageError
-from engine.requests import Evaluate, Output, Read, Report, Search, SearchGenerator, SearchResult, Task
+from engine.requests import Answer, Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.tree import TokenTree
 from kernels.rows import at_least, best_sums, top_k
 from search.values import default_of, kinds
 
 __all__ = [
     "REGISTRY",
+    "Answer",
     "Evaluate",
     "Output",
     "Report",
@@ -29,7 +30,6 @@ __all__ = [
     "SearchResult",
     "Task",
     "best_candidates",
-    "evaluate",
     "evaluate_best",
     "likely",
     "likely_tokens",
@@ -40,7 +40,6 @@ __all__ = [
     "top_k",
 ]
 
-NO_NUMBERS = torch.empty(0, dtype=torch.float64)
 REGISTRY: dict[str, type[Search]] = {}
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 S = TypeVar("S", bound=Search)
@@ -203,18 +202,8 @@ def evaluate_best(
     tree: TokenTree, nodes: Sequence[int], scores: list[float], k: int
 ) -> Generator[Evaluate, Any, tuple[list[float], list[int], list[int]]]:
     """`best_candidates` of the nodes, evaluated: to be asked with `yield from`. One wait for the device."""
-    logp_NV, found = yield from evaluate(tree, nodes, lambda logp_NV, peaks_NB: best_sums(logp_NV, scores, k, peaks_NB))
-    return _ranked(logp_NV, scores, found.tolist())
-
-
-def evaluate(
-    tree: TokenTree, nodes: Sequence[int], read: Read | None
-) -> Generator[Evaluate, Any, tuple[Tensor, Tensor]]:
-    """The rows of nodes and, on the host, what `read` makes of them, if anything: to be asked with `yield from`."""
-    answer = yield Evaluate(tree, nodes, read)
-    if isinstance(answer, tuple):
-        return answer
-    return answer, read(answer, None).cpu() if read is not None else NO_NUMBERS
+    answer = yield Evaluate(tree, nodes, lambda logp_NV, peaks_NB: best_sums(logp_NV, scores, k, peaks_NB))
+    return _ranked(answer.rows_NV, scores, answer.numbers.tolist())
 
 
 def _ranked(logp_NV: Tensor, scores: list[float], packed: list[float]) -> tuple[list[float], list[int], list[int]]:

@@ -13,7 +13,7 @@ class Greedy(Search):
     def run(self, task: Task) -> SearchGenerator:
         tree, tokens, logprob = task.tree, [], 0.0
         while True:
-            logp_NV = yield Evaluate(tree, [tree.root])
+            logp_NV, _ = yield Evaluate(tree, [tree.root])
             token = int(logp_NV[0].argmax())
             tokens.append(token)
             logprob += float(logp_NV[0, token])

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 RANK = {"kernels": 0, "models": 1, "engine": 2, "search": 3, "tools": 4}
 COMMAND_LINES = re.compile(r"engine/(app/\w+|chat|batch)\.py")  # these alone look up, into search
 ORACLE = re.compile(r"tools/(make_golden\.py|golden_text\.py|bench.*)")  # these alone import transformers
-IMPLEMENTATIONS = {"reference", "cpu", "triton"}
+IMPLEMENTATIONS = {"reference", "torch", "native", "triton"}
 
 
 def core_dependencies() -> set[str]:
@@ -101,13 +101,15 @@ def test_arrows(package: str) -> None:
         ("engine/app/batch.py", "from .cli import main", True),
         ("engine/__init__.py", "from .engine import Engine", True),
         ("search/trie.py", "from engine.tree import TokenTree", True),
-        ("kernels/op/__init__.py", "from . import cpu, reference, triton", True),
-        ("kernels/op/cpu.py", "import torch\nimport math", True),
-        ("kernels/op/cpu.py", "from .reference import attend", False),
-        ("kernels/op/cpu.py", "from . import reference", False),
+        ("kernels/op/__init__.py", "from . import native, reference, torch, triton", True),
+        ("kernels/op/torch.py", "import torch\nimport math", True),
+        ("kernels/op/torch.py", "from .reference import attend", False),
+        ("kernels/op/torch.py", "from . import reference", False),
+        ("kernels/op/native.py", "from .torch import attend", False),
+        ("kernels/op/native.py", "import torch", True),
         ("kernels/op/triton.py", "import triton.language as tl\nimport triton", True),
-        ("kernels/op/triton.py", "from kernels.op import cpu", False),
-        ("kernels/op/triton.py", "from kernels.other import cpu", True),
+        ("kernels/op/triton.py", "from kernels.op import torch", False),
+        ("kernels/op/triton.py", "from kernels.other import native", True),
         ("kernels/op/bench.py", "import jinja2", False),
         ("tools/make_golden.py", "import transformers, numpy", True),
         ("tools/bench/hf.py", "from transformers import AutoModel", True),

@@ -3,26 +3,28 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
-from torch import Tensor
+from torch import Tensor, compiler, ops  # `torch` is the module beside this one
 
 from kernels import checks
 from kernels.cpp import watched, why_not
-from kernels.kv_write import cpp, cpu, reference
+from kernels.kv_write import native, reference
+from kernels.kv_write import torch as plain
 
 Copier = Callable[[Sequence[int], Sequence[int]], None]
-IMPLEMENTATIONS = ("reference", "cpu", "cpp", "triton")
+IMPLEMENTATIONS = ("reference", "torch", "cpp", "triton")
 
 
-def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, *, impl: str = "cpu") -> None:
+def kv_write(
+    k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, *, impl: str = "torch"
+) -> None:
     """Store key and value t in slot slots_T[t] of one layer's cache, in place.
 
     Args:
         k_GSD, v_GSD: one layer's cache, contiguous.
         k_TGD, v_TGD: new rows, in the cache's dtype; any strides.
         slots_T: int64, contiguous; distinct, but for padding tokens, which share TRASH_SLOT.
-        impl: "reference" (the definition), "cpu" (fast PyTorch, any device), "cpp" (a C++ kernel, on a CPU) or "triton"
-            (GPU kernels).
+        impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU) or "triton" (GPU
+            kernels).
 
     Raises:
         ValueError: tensors that do not fit together, slots out of range, unknown impl, or what the implementation
@@ -31,20 +33,20 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    if impl != "cpp" and not torch.compiler.is_compiling():  # C++ looks at them by itself
+    if impl != "cpp" and not compiler.is_compiling():  # C++ looks at them by itself
         checks.kv_write(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
         if slots_T.is_cpu:
             checks.within("slots_T", slots_T, k_GSD.shape[1])
     if impl == "triton":
         from kernels.kv_write import triton  # absent on some machines, and slow to import
 
-        run = torch.ops.coppice.kv_write_triton if torch.compiler.is_compiling() else triton.kv_write
+        run = ops.coppice.kv_write_triton if compiler.is_compiling() else triton.kv_write
     elif impl == "reference":
         run = reference.kv_write
     elif impl == "cpp":
-        run = torch.ops.coppice.kv_write_cpp if watched() else cpp.kv_write
+        run = ops.coppice.kv_write_cpp if watched() else native.kv_write
     else:
-        run = torch.ops.coppice.kv_write_cpu if torch.compiler.is_compiling() else cpu.kv_write
+        run = ops.coppice.kv_write_torch if compiler.is_compiling() else plain.kv_write
     run(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
 
 
@@ -61,5 +63,5 @@ def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor) -> Copier:
     """
     checks.caches(k_LGSD, v_LGSD)
     if k_LGSD.is_cpu and not why_not():
-        return cpp.kv_copier(k_LGSD, v_LGSD)
-    return partial(cpu.kv_copy, k_LGSD, v_LGSD)
+        return native.kv_copier(k_LGSD, v_LGSD)
+    return partial(plain.kv_copy, k_LGSD, v_LGSD)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from kernels.cpp import watched, why_not
-from kernels.rows import checks, cpp, reference
+from kernels.rows import checks, native, reference
 
 
 def _pick(name: str, impl: str) -> Callable[..., Any]:
     if impl != "cpp":
         return getattr(reference, name)
     if not watched():
-        return getattr(cpp, name)
+        return getattr(native, name)
     return getattr(reference if torch.compiler.is_compiling() else torch.ops.coppice, name)
 
 
@@ -85,8 +85,8 @@ def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
             approximation), "silu", "quick_gelu" (x times the logistic function of 1.702 x) or "tanh".
         impl: of the pass, see `kernels.tree_attention`.
     """
-    if name not in cpp.ACTIVATIONS:
-        raise ValueError(f"name: expected one of {', '.join(cpp.ACTIVATIONS)}, got {name!r}")
+    if name not in checks.ACTIVATIONS:
+        raise ValueError(f"name: expected one of {', '.join(checks.ACTIVATIONS)}, got {name!r}")
     if _checked():
         checks.vectors(x_NM)
     return _pick("activation", impl)(x_NM, name)
@@ -176,4 +176,4 @@ def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int], *, impl: str | None = No
 
 
 def _best(x: Tensor) -> str:
-    return "cpp" if x.is_cpu and x.dtype == torch.float32 and not why_not() else "cpu"
+    return "cpp" if x.is_cpu and x.dtype == torch.float32 and not why_not() else "torch"

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from kernels.checks import expect, floats
-from kernels.rows.reference import SPAN
+
+ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh"  # C++ knows their numbers in this order
+SPAN = 128  # elements of a row that have a peak
 
 
 def vectors(x_NE: Tensor, **vectors: Tensor) -> None:

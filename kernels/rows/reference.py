@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.rows.checks import SPAN
+
 ACTIVATIONS = {
     "relu": F.relu,
     "gelu": F.gelu,
@@ -16,7 +18,6 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "tanh": torch.tanh,
 }
-SPAN = 128  # elements of a row that have a peak
 LINES = 16  # see `top_k`: this many make reading and sorting cost least together
 
 

@@ -1,5 +1,5 @@
 """All layers of a decoder in one call, for a step of few rows on a CPU: the operators as the models call them, one
-after the other (stack.cpp). Their definitions are those of the operators."""
+after the other (native.cpp). Their definitions are those of the operators."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ from kernels.checks import expect
 from kernels.cpp import KINDS, OPERATORS, function, watched
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import few_rows
-from kernels.rows.cpp import ACTIVATIONS
-from kernels.tree_attention import cpp
+from kernels.rows.checks import ACTIVATIONS
+from kernels.tree_attention import native
 
 _STRUCTURES = OPERATORS.structures
 
@@ -100,7 +100,7 @@ class Stack:
                 check("a matrix's bias", matrix.bias, matrix.outs)
                 check("a matrix's sum_O", matrix.sum_O, matrix.outs, torch.int32)
                 check("a matrix's scale_O", matrix.scale_O, matrix.outs, torch.float32)
-        gated, number = activation is None, 0 if activation is None else ACTIVATIONS[activation]
+        gated, number = activation is None, 0 if activation is None else ACTIVATIONS.index(activation)
         sizes = len(layers), heads, kv_heads, head_dim, width, layers[0].up.outs // (2 if gated else 1), gated, number
         layer_type = _STRUCTURES["Layer"]
         packed = (layer_type(*map(_norm, layer[:2]), *map(_matrix, layer[2:])) for layer in layers)
@@ -143,7 +143,8 @@ class Stack:
         out_TE, threads = torch.empty_like(x_TE), torch.get_num_threads()
         heads_THD = torch.empty(T, self.heads + 2 * self.kv_heads, D, dtype=x_TE.dtype)  # queries, keys, values
         queries_THD = heads_THD[:, : self.heads]
-        problem = cpp.problem(queries_THD, self.kv_heads, S, cpp.seen(layout, S), self.scale, self.window, threads)
+        seen = native.seen(layout, S)
+        problem = native.problem(queries_THD, self.kv_heads, S, seen, self.scale, self.window, threads)
         function("stack")(
             *(ctypes.addressof(self._packed), ctypes.addressof(problem), threads, x_TE.data_ptr()),
             *((x.data_ptr() for x in angles) if angles else (None, None)),

@@ -1,14 +1,14 @@
 """Attention of tree tokens over their trunk and their ancestors: the front that checks and picks an implementation."""
 
-import torch
-from torch import Tensor
+from torch import Tensor, compiler, ops  # `torch` is the module beside this one
 
 from kernels import checks
 from kernels.cpp import watched
 from kernels.layout import TreeLayout
-from kernels.tree_attention import cpp, cpu, reference
+from kernels.tree_attention import native, reference
+from kernels.tree_attention import torch as plain
 
-IMPLEMENTATIONS = ("reference", "cpu", "cpp", "triton")
+IMPLEMENTATIONS = ("reference", "torch", "cpp", "triton")
 
 
 def tree_attention(
@@ -29,8 +29,8 @@ def tree_attention(
         layout: the pass.
         scale: factor of the dot products.
         window: a token at position p sees only positions > p - window; None sees all.
-        impl: "reference" (the definition), "cpu" (fast PyTorch, any device), "cpp" (a C++ kernel, on a CPU) or "triton"
-            (GPU kernels); None takes the layout's.
+        impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU) or "triton" (GPU
+            kernels); None takes the layout's.
 
     Returns:
         [T, H, D] in q's dtype; zeros for a token that sees nothing.
@@ -43,29 +43,29 @@ def tree_attention(
     impl = impl or layout.impl
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    compiling = torch.compiler.is_compiling()
+    compiling = compiler.is_compiling()
     seen = None
     if not compiling:
         checks.queries(q_THD, k_GSD, v_GSD, window)
         if layout.positions_T.shape[0] != q_THD.shape[0]:
             raise ValueError(f"expected a layout of {q_THD.shape[0]} tokens, got {layout.positions_T.shape[0]}")
         if impl == "cpp":
-            cpp.check_able(q_THD)
-            seen = cpp.seen(layout, k_GSD.shape[1])
+            native.check_able(q_THD)
+            seen = native.seen(layout, k_GSD.shape[1])
         else:
             checks.fits(layout, k_GSD.shape[1], k_GSD.device)
     if impl == "triton":
         from kernels.tree_attention import triton  # absent on some machines, and slow to import
 
         if compiling:  # opaque to the compiler; called straight when eager
-            return torch.ops.coppice.tree_attention_triton(*triton.operands(q_THD, k_GSD, v_GSD, layout), scale, window)
+            return ops.coppice.tree_attention_triton(*triton.operands(q_THD, k_GSD, v_GSD, layout), scale, window)
         return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window)
     if impl == "reference":
         return reference.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window)
     if seen is not None and not watched():
-        return cpp.attend(q_THD, k_GSD, v_GSD, seen, scale, window)
+        return native.attend(q_THD, k_GSD, v_GSD, seen, scale, window)
     if impl == "cpp":
-        run = torch.ops.coppice.tree_attention_cpp
+        run = ops.coppice.tree_attention_cpp
     else:
-        run = torch.ops.coppice.tree_attention_cpu if compiling else cpu.tree_attention
+        run = ops.coppice.tree_attention_torch if compiling else plain.tree_attention
     return run(q_THD, k_GSD, v_GSD, *layout.seen, scale, window)

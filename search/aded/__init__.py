@@ -18,7 +18,7 @@ from search.aded.draft_size import MAX_NODES, DraftSize
 from search.aded.drafters import MCTS, Backoff, Drafter
 from search.aded.drafting import Drafting
 from search.aded.ngrams import NGramStore, add_to_store, check_store, count, open_store
-from search.base import Output, Report, Search, SearchGenerator, SearchResult, Task, evaluate, register
+from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, register
 from search.options import MAX_SEED, check_choices, check_integers, check_numbers
 
 
@@ -92,13 +92,13 @@ class ADED(Search):
         while reason is None:
             planted = drafts.plant(len(tokens))  # A2, A3, A4
             try:
-                logp_NV, numbers = yield from evaluate(tree, list(planted.row), planted.read)  # A5
+                logp_NV, numbers = yield Evaluate(tree, list(planted.row), planted.read)  # A5
             except KVMemoryError:
                 if len(planted.row) == 1:
                     raise
                 tree.keep([tree.root])
                 planted = planted.without_nodes(tree.root)
-                logp_NV, numbers = yield from evaluate(tree, [tree.root], None)
+                logp_NV, numbers = yield Evaluate(tree, [tree.root])
             with drafts.verifying:
                 node, fresh, likely = tree.root, [], planted.likely(numbers)
                 while (i := planted.row.get(node)) is not None:  # A6

@@ -5,13 +5,11 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
 from engine.pool import PagePool
 from engine.sampling import Uniforms
 from engine.tree import TokenTree
 from search.aded.drafters import Drafter
-from search.base import Evaluate, Task
+from search.base import Answer, Evaluate, Task
 from search.dsbd.beams import extend
 from search.dsbd.joint import Beam, Joint, Reader, Row, Rows
 from search.dsbd.verify import draw
@@ -42,7 +40,7 @@ class Forester:
     def __init__(self, task: Task, reader: Reader, width: int, gamma: int, kind: str, seed: int):
         self.task, self.reader, self.width, self.gamma, self.kind, self.seed = task, reader, width, gamma, kind, seed
 
-    def forest(self, beams: Sequence[Beam]) -> Generator[Evaluate, Tensor, tuple[list[Layer], list[Beam]]]:
+    def forest(self, beams: Sequence[Beam]) -> Generator[Evaluate, Answer, tuple[list[Layer], list[Beam]]]:
         """Beam sampling below the target's beams, whose log-probabilities are the target's.
 
         Returns:
@@ -81,7 +79,7 @@ class Forester:
         """What a round below the target's `nodes` evaluates: trees, nodes of each, and at most how many below them."""
         return [(self.task.tree, nodes, layers * self.width)]
 
-    def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Tensor, Joint | None]:
+    def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Answer, Joint | None]:
         """What the next layer is drawn from; None if nothing is known of it."""
         raise NotImplementedError
 
@@ -103,7 +101,7 @@ class ModelForester(Forester):
         drafts = (layers - 1) * self.width  # the draft is not asked what follows the last layer
         return [*super().needs(nodes, layers), (self.tree, self._twins(nodes), drafts)]
 
-    def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Tensor, Joint]:
+    def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Answer, Joint]:
         nodes = [beam.node for beam in heads]
         twins = self._twins(nodes)
         yield from self.reader.fetch(self.tree, twins, self.rows)
@@ -138,7 +136,7 @@ class NGramForester(Forester):
         self.learnt = 0  # tokens after the prompt
         drafter.learn(task.tree.trunk.tokens)
 
-    def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Tensor, Joint | None]:
+    def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Answer, Joint | None]:
         yield from ()  # nothing to evaluate
         rows: Rows = {}
         vocab = self.reader.vocab  # a prompt may hold ids that cannot be generated

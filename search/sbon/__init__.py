@@ -14,11 +14,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from engine.errors import KVMemoryError, UsageError
 from engine.sampling import Warp
-from search.base import Evaluate, Report, Search, SearchGenerator, SearchResult, Task, register
+from search.base import Answer, Evaluate, Report, Search, SearchGenerator, SearchResult, Task, register
 from search.sample import Utterances
 from search.sbon.rates import accepted, accepted_by_risk, expected_lengths, foretold
 
@@ -194,7 +192,7 @@ class Race:
         """Tokens of the longest utterances: those that go on."""
         return max(map(len, self.drawn.tokens))
 
-    def judge(self) -> Generator[Evaluate, Tensor, None]:
+    def judge(self) -> Generator[Evaluate, Answer, None]:
         """Ask for the rewards of all that run and whose reward is not final yet."""
         assert self.task.judge is not None
         asked = [i for i in self.running if i not in self._final]
@@ -202,7 +200,7 @@ class Race:
         self.rewards.update(zip(asked, told, strict=True))
         self._final.update(i for i in asked if self.drawn.reasons[i] is not None)
 
-    def decide(self, count: Callable[[], int]) -> Generator[Evaluate, Tensor, None]:
+    def decide(self, count: Callable[[], int]) -> Generator[Evaluate, Answer, None]:
         """Rank what runs and give up all but the `count` best (asked for once the rewards are known)."""
         yield from self.judge()  # S2
         ranked = sorted(self.running, key=lambda i: (-self.rewards[i], i))

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,18 @@ from torch import Tensor
 from engine.errors import KVMemoryError, UsageError
 from engine.tree import TokenTree
 from kernels.rows import top_k
-from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, path_field, register
+from search.base import (
+    Answer,
+    Evaluate,
+    Output,
+    Report,
+    Search,
+    SearchGenerator,
+    SearchResult,
+    Task,
+    path_field,
+    register,
+)
 from search.ults import prior as ults_prior
 from search.ults.boundary import RULES, Boundary, Family
 from search.ults.prior import Rest, Vectors
@@ -104,7 +115,7 @@ class ULTS(Search):
         leaves: list[Leaf] = []  # the best found, best first; c* is the last one's score
         used = [1] + [0] * task.max_new_tokens  # nodes evaluated per level
         rounds = dropped = settled = 0
-        logp_NV = yield Evaluate(tree, nodes)
+        logp_NV, _ = yield Evaluate(tree, nodes)
         rest, prior = yield from self._belief(task, logp_NV)
         sample = partial(self._samples, rest, task.max_new_tokens, [torch.empty(0)])
         boundary = RULES[self.select](origin, partial(self._ceiling, task.max_new_tokens), sample)
@@ -212,7 +223,7 @@ class ULTS(Search):
             value_CN /= depth**self.length_penalty
         return value_CN.view(F, C, -1)
 
-    def _belief(self, task: Task, logp_NV: Tensor) -> Generator[Evaluate | Report, Tensor, tuple[Rest, str]]:
+    def _belief(self, task: Task, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Rest, str]]:
         """The distributions of Delta, and where their prior is from."""
         depth, source = task.max_new_tokens, self.prior
         if source == "dirichlet" or depth == 1:  # below the first level there is nothing to believe
@@ -233,7 +244,7 @@ class ULTS(Search):
         )
         return rest, source
 
-    def _own_vectors(self, task: Task, logp_NV: Tensor) -> Generator[Evaluate | Report, Tensor, tuple[Vectors, str]]:
+    def _own_vectors(self, task: Task, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Vectors, str]]:
         """The model's softmax vectors along texts of its own, kept from an earlier run or gathered now.
 
         They depend on the model and not on the prompt, so that no answer depends on those before it; but without any
@@ -318,7 +329,7 @@ class ULTS(Search):
 
 def _evaluate(
     tree: TokenTree, boundary: Boundary, winners: list[tuple[Family, int]], used: list[int]
-) -> Generator[Evaluate, Tensor, tuple[list[int], Tensor, int]]:
+) -> Generator[Evaluate, Answer, tuple[list[int], Tensor, int]]:
     """Ask for the winners. While the pool is full the least promising open subtree is dropped, at last a winner.
 
     Returns:
@@ -334,7 +345,7 @@ def _evaluate(
             tree.keep([*(f.node for f in boundary.families), *nodes])
             boundary.shrunk = False
         try:
-            return nodes, (yield Evaluate(tree, nodes)), dropped
+            return nodes, (yield Evaluate(tree, nodes)).rows_NV, dropped
         except KVMemoryError:
             dropped += 1
             if least := boundary.least_promising([f for f, _ in winners]):

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from engine.errors import KVMemoryError, UsageError
-from engine.requests import Evaluate
+from engine.requests import Answer, Evaluate
 from engine.sampling import draw
 from engine.tree import TokenTree
 from models.checkpoint import write_tensors
@@ -132,7 +132,7 @@ def _log_gamma(shape: Tensor, generator: torch.Generator) -> Tensor:
 
 def gather(
     tree: TokenTree, depth: int, eos: frozenset[int], sequences: int, seed: int = 0
-) -> Generator[Evaluate, Tensor, tuple[Vectors, bool]]:
+) -> Generator[Evaluate, Answer, tuple[Vectors, bool]]:
     """Collect the model's softmax vectors along completions of a tree's prompt, drawn from the model.
 
     Args:
@@ -150,7 +150,7 @@ def gather(
     for _ in range(depth):
         frontier = list(dict.fromkeys(node.values()))
         try:
-            logp_NV = yield Evaluate(tree, frontier)
+            logp_NV, _ = yield Evaluate(tree, frontier)
         except KVMemoryError:
             complete = False
             if not parts:

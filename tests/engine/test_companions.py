@@ -45,9 +45,9 @@ class AskAll(Search):
     def run(self, task):
         prompt = [5, 6, 7]
         for role, tree in {"target": task.tree, **{r: task.open_tree(r, prompt) for r in self.models}}.items():
-            first = yield Evaluate(tree, [tree.root])
+            first, _ = yield Evaluate(tree, [tree.root])
             [node] = tree.grow([tree.root], [9])
-            second = yield Evaluate(tree, [node])
+            second, _ = yield Evaluate(tree, [node])
             self.told[role] = (first[0].clone(), second[0].clone())
         return SearchResult([Output([9], 0.0, 0.0, "length")])
 

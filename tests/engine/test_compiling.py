@@ -64,7 +64,7 @@ def test_without_a_compiler_it_warns_and_runs(monkeypatch, fresh, tmp_path):
         "no C++ compiler was found: --compile on has no effect",
         "the kernels in PyTorch run, slower than those in C++: no C++ compiler was found",
     ]
-    assert engine.runner.token_buckets is None and engine.runner.impl == "cpu"
+    assert engine.runner.token_buckets is None and engine.runner.impl == "torch"
     assert engine.generate([[5, 6]], Trie(beams=2), max_new_tokens=2)
 
 
@@ -75,14 +75,14 @@ def test_without_kernels_it_warns_and_runs(monkeypatch, fresh, tmp_path):
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     with pytest.warns(UserWarning, match="the kernels in PyTorch run.*out of luck"):
-        assert Engine.load(MODEL, dtype="float32", kv_memory=1 << 22).runner.impl == "cpu"
+        assert Engine.load(MODEL, dtype="float32", kv_memory=1 << 22).runner.impl == "torch"
 
 
 def test_kernels_switched_off_are_no_reason_to_warn(monkeypatch, fresh):
     monkeypatch.setenv("COPPICE_KERNELS", "off")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        assert Engine.load(MODEL, dtype="float32", kv_memory=1 << 22).runner.impl == "cpu"
+        assert Engine.load(MODEL, dtype="float32", kv_memory=1 << 22).runner.impl == "torch"
     assert not warned and cpp.why_not() == "COPPICE_KERNELS=off"
 
 

@@ -303,8 +303,9 @@ def test_the_line_of_what_breaks_the_contract(engine: Engine):
 
 def test_nodes_may_be_asked_for_twice_in_one_request(engine: Engine):
     def steps(task):
-        rows = yield ask(task, [0, 0])
+        rows, numbers = yield ask(task, [0, 0], read=lambda rows_NV, _: rows_NV[:, 7])
         assert rows.shape[0] == 2 and torch.equal(rows[0], rows[1])
+        assert numbers.tolist() == rows[:, 7].tolist()  # of the rows in the order asked
         return DONE
 
     assert engine.generate([[1, 7]], Steps(steps))[0].outputs[0].token_ids == [5]

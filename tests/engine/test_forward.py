@@ -138,7 +138,7 @@ class Walk:
             unknown = [n for n in live if not tree.is_evaluated(n)]
             nodes = rng.sample(unknown, rng.randint(1, len(unknown)))
             try:
-                logp_NV = yield Evaluate(tree, nodes)
+                logp_NV, _ = yield Evaluate(tree, nodes)
             except KVMemoryError:
                 tree.check_invariants()
                 self.refused += 1
@@ -161,7 +161,7 @@ class Walk:
         return SearchResult([Output(tree.path(max(live)), None, None, "length")])
 
     def ask_alone(self, tree, node):
-        logp_NV = yield Evaluate(tree, [node])
+        logp_NV, _ = yield Evaluate(tree, [node])
         self.note(tree, [node], logp_NV)
 
     def note(self, tree, nodes, logp_NV):
@@ -303,7 +303,7 @@ def test_a_request_of_several_passes_that_fails_is_undone_whole(bench64):
             except KVMemoryError:
                 tree.keep(nodes[:2])
             tree.check_invariants()
-            logp_NV = yield Evaluate(tree, [tree.root, *nodes[:2]])
+            logp_NV, _ = yield Evaluate(tree, [tree.root, *nodes[:2]])
             told.extend(zip([tuple(prompt), (*prompt, 10), (*prompt, 11)], logp_NV, strict=True))
             return SearchResult([Output([], None, None, "length")])
 
@@ -402,7 +402,7 @@ def test_rows_come_in_the_order_asked_duplicates_included(bench64):
 
         def go():
             nodes = tree.grow_path(tree.root, [9, 8, 7])
-            logp_NV = yield Evaluate(tree, [nodes[2], tree.root, nodes[0], nodes[2]])
+            logp_NV, _ = yield Evaluate(tree, [nodes[2], tree.root, nodes[0], nodes[2]])
             seen.extend(zip([(1, 2, 3, 9, 8, 7), (1, 2, 3), (1, 2, 3, 9), (1, 2, 3, 9, 8, 7)], logp_NV, strict=True))
             return SearchResult([Output([], None, None, "length")])
 
@@ -477,7 +477,7 @@ def test_a_search_may_catch_nan_and_drop_the_node(poisoned):
                 tree.keep([good])
                 tree.check_invariants()
             more = tree.grow([good, good], [8, 9])  # one of them takes the slot that holds NaN
-            told.append((yield Evaluate(tree, more)))
+            told.append((yield Evaluate(tree, more)).rows_NV)
             return SearchResult([Output([], None, None, "length")])
 
         return go()

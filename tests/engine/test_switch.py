@@ -28,7 +28,7 @@ def wander(driver, run, prompt, seed, records):
     """Grow single nodes and chains at random places, ask for some of mixed depths, drop some."""
     rng = random.Random(seed)
     tree = driver.open_tree(run, "target", prompt)
-    records.append((list(prompt), (yield Evaluate(tree, [tree.root]))[0]))
+    records.append((list(prompt), (yield Evaluate(tree, [tree.root])).rows_NV[0]))
     live = [tree.root]
     for _ in range(12):
         for _ in range(rng.randint(1, 4)):
@@ -36,7 +36,7 @@ def wander(driver, run, prompt, seed, records):
         live = [n for n in dict.fromkeys(live) if tree.is_live(n)]
         asked = [n for n in live if not tree.is_evaluated(n) and rng.random() < 0.6]
         if asked:
-            for node, row in zip(asked, (yield Evaluate(tree, asked)), strict=True):
+            for node, row in zip(asked, (yield Evaluate(tree, asked)).rows_NV, strict=True):
                 records.append(([*prompt, *tree.path(node)], row.clone()))
         tree.check_invariants()
         if rng.random() < 0.4:

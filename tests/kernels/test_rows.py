@@ -197,7 +197,7 @@ def test_top_k(width):
             values, places = read(rows.top_k(x, k, impl="cpp"))
             ranked = x.sort(dim=1, descending=True, stable=True)  # of equals the first
             assert values.equal(ranked.values[:, :k]) and places.equal(ranked.indices[:, :k])
-            values, places = read(rows.top_k(x, k, impl="cpu"))
+            values, places = read(rows.top_k(x, k, impl="torch"))
             assert values.equal(ranked.values[:, :k]) and x.gather(1, places).equal(values)
             assert all(len(set(row)) == k for row in places.tolist())
 
@@ -210,7 +210,7 @@ def test_top_k_of_nan_is_anything():
         assert values[0].equal(x[0].topk(4).values) and x.gather(1, places).nan_to_num().equal(values.nan_to_num())
 
 
-@pytest.mark.parametrize("impl", ["cpp", "cpu"])
+@pytest.mark.parametrize("impl", ["cpp", "torch"])
 @pytest.mark.parametrize("width", [1, 15, 16, 100, 3001])
 def test_at_least(width, impl):
     x = torch.log_softmax(torch.linspace(0, 8, 300).unsqueeze(1) * draw(300, width), -1)
@@ -240,11 +240,11 @@ def test_best_sums(width, n):
                 told = rows.best_sums(x, sums, k, peaks, impl="cpp")
                 assert told[:k].float().equal(ranked.values[:k]) and told[k:-1].long().equal(ranked.indices[:k])
                 assert told[-1] == math.inf
-            told = rows.best_sums(x, sums, k, impl="cpu")
+            told = rows.best_sums(x, sums, k, impl="torch")
             assert told[:k].float().equal(ranked.values[:k]) and added[told[k:-1].long()].equal(ranked.values[:k])
             rest = ranked.values[k:].max() if k < n * width else torch.tensor(float("-inf"))
             assert told[-1].float() == rest or told[-1] <= rest < ranked.values[k - 1]
-    assert rows.best_sums(x, sums, 10**6, impl="cpp").shape == rows.best_sums(x, sums, 10**6, impl="cpu").shape
+    assert rows.best_sums(x, sums, 10**6, impl="cpp").shape == rows.best_sums(x, sums, 10**6, impl="torch").shape
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 100, 3001])
@@ -254,7 +254,7 @@ def test_gumbel_argmax(width, scale):
     logp = draw(200, width) * scale
     logp[5], logp[6, 1:], logp[7, ::2] = float("-inf"), float("-inf"), float("-inf")
     found = rows.gumbel_argmax(logp, keys, impl="cpp")
-    assert found.equal(rows.gumbel_argmax(logp, keys, impl="cpu"))
+    assert found.equal(rows.gumbel_argmax(logp, keys, impl="torch"))
     assert found.equal((logp + reference.gumbels(keys, width, logp.device)).argmax(1))
     logp[3] = float("nan")
     assert 0 <= rows.gumbel_argmax(logp, keys, impl="cpp")[3] < width
@@ -268,7 +268,7 @@ def test_top_k_of_other_rows_is_pytorchs(monkeypatch):
     wide = draw(2, 80)[:, ::2]
     assert read(rows.top_k(wide, 3))[0].equal(wide.topk(3).values)
     monkeypatch.setattr(rows, "why_not", lambda: "nothing to build with")
-    monkeypatch.setattr(rows.cpp, "top_k", lambda *_: pytest.fail("there is no C++"))
+    monkeypatch.setattr(rows.native, "top_k", lambda *_: pytest.fail("there is no C++"))
     assert read(rows.top_k(x, 3))[0].equal(x.topk(3).values)
 
 

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from kernels import cpp
-from kernels.kv_write import cpu as kv_cpu
 from kernels.kv_write import kv_copier, kv_write
+from kernels.kv_write import torch as kv_torch
 from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, KVCache, TreeLayout, unpack_bits
-from kernels.tree_attention import cpu, reference, tree_attention
+from kernels.tree_attention import reference, tree_attention
+from kernels.tree_attention import torch as plain
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KERNEL_DTYPES = DTYPES[1:]  # what the C++ and the Triton kernels take
@@ -32,7 +33,7 @@ TRITON = [pytest.param("cpu", marks=(needs_triton, interpreted), id="interpreted
 needs_cpp = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 EVERY_IMPL = [  # (impl, device)
     pytest.param("reference", "cpu", id="reference"),
-    pytest.param("cpu", "cpu", id="cpu"),
+    pytest.param("torch", "cpu", id="torch"),
     pytest.param("cpp", "cpu", marks=needs_cpp, id="cpp"),
     pytest.param("triton", "cpu", marks=(needs_triton, interpreted), id="interpreted"),
     pytest.param("triton", "cuda", marks=on_gpu, id="cuda"),
@@ -258,7 +259,7 @@ def test_kernels_over_prefix_lengths(prefix, queries, impl, device):
 FAST_DTYPES = [
     pytest.param(*fast.values, dtype, marks=fast.marks, id=f"{fast.id}-{str(dtype).removeprefix('torch.')}")
     for fast in FAST
-    for dtype in (DTYPES if fast.id == "cpu" else KERNEL_DTYPES)
+    for dtype in (DTYPES if fast.id == "torch" else KERNEL_DTYPES)
 ]
 
 
@@ -300,7 +301,7 @@ def test_tiles_do_not_show(monkeypatch):
     f = forest(3, trees, padding=4)
     (q, k, v), _ = cast(f, torch.float64)
     whole = tree_attention(q, k, v, f.layout, scale=0.25, window=50)
-    monkeypatch.setattr(cpu, "TILE_SCORES", 1)
+    monkeypatch.setattr(plain, "TILE_SCORES", 1)
     tiled = tree_attention(q, k, v, f.layout, scale=0.25, window=50)
     torch.testing.assert_close(tiled[:-4], whole[:-4], rtol=1e-12, atol=1e-13)
 
@@ -508,7 +509,7 @@ def test_kv_write_into_one_layer_of_a_cache(impl, device):
     assert whole[0].eq(0).all() and whole[1].transpose(0, 1)[[4, 9, 6, 19]].equal(rows)
 
 
-@pytest.mark.parametrize("make", [kv_copier, lambda k, v: partial(kv_cpu.kv_copy, k, v)], ids=["cpp", "cpu"])
+@pytest.mark.parametrize("make", [kv_copier, lambda k, v: partial(kv_torch.kv_copy, k, v)], ids=["cpp", "torch"])
 @pytest.mark.parametrize("target", [[9, 12, 2, 4], [10, 11, 12, 13], [4, 5, 6, 7]], ids=["apart", "row", "overlap"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kv_copy(make, target, dtype):
@@ -536,7 +537,7 @@ def test_kv_copy_of_much_and_of_what_cannot_be():
         kv_copier(k, v.transpose(0, 1))
 
 
-@pytest.mark.parametrize("impl", ["cpu", pytest.param("cpp", marks=needs_cpp)])
+@pytest.mark.parametrize("impl", ["torch", pytest.param("cpp", marks=needs_cpp)])
 @pytest.mark.parametrize("name", ["branches", "prefill without and with a prefix", "padding rows after branches"])
 def test_custom_ops(name, impl):
     trees, shape = FORESTS[name]

@@ -9,7 +9,8 @@ from engine.packing import Chunk, pack
 from engine.pool import PagePool
 from engine.tree import TokenTree
 from kernels import cpp
-from kernels.tree_attention import cpu, tree_attention
+from kernels.tree_attention import torch as plain
+from kernels.tree_attention import tree_attention
 from models.config import ModelShape
 
 SHAPE = ModelShape(layers=1, kv_heads=2, head_dim=8, vocab_size=1, max_positions=None)
@@ -78,8 +79,8 @@ def next_chunk(tree, nodes):
 def test_decoding(options, own, window):
     tree, ends = grown(3, **options)
     chunk = next_chunk(tree, ends)
-    fast, layout = attend("cpu", [chunk], window)
-    assert (cpu._columns(layout.ancestry_TC)[0].dim() == 2) == own
+    fast, layout = attend("torch", [chunk], window)
+    assert (plain._columns(layout.ancestry_TC)[0].dim() == 2) == own
     slow, _ = attend("reference", [chunk], window)
     torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
     kernel_equals_definition([chunk], window)
@@ -90,17 +91,17 @@ def test_many_tiles_and_a_narrow_neighbour(monkeypatch):
     narrow = TokenTree(wide.pool, [1, 2])
     narrow.place(*narrow.pending([narrow.root]))
     chunks = [next_chunk(narrow, narrow.grow([narrow.root] * 3, [7, 8, 9])), next_chunk(wide, ends)]
-    whole, _ = attend("cpu", chunks, None)
+    whole, _ = attend("torch", chunks, None)
     slow, _ = attend("reference", chunks, None)
     torch.testing.assert_close(whole, slow, rtol=1e-11, atol=1e-12)
     kernel_equals_definition(chunks, None)
     for slots in (1, 70, 300):
-        monkeypatch.setattr(cpu, "TILE_SLOTS", slots)
-        cpu._tiles.cache_clear()
-        tiled, _ = attend("cpu", chunks, None)
+        monkeypatch.setattr(plain, "TILE_SLOTS", slots)
+        plain._tiles.cache_clear()
+        tiled, _ = attend("torch", chunks, None)
         torch.testing.assert_close(tiled, whole, rtol=1e-12, atol=1e-13)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        low, _ = attend("cpu", chunks, None, dtype)
+        low, _ = attend("torch", chunks, None, dtype)
         exact, _ = attend("reference", chunks, None, dtype)
         torch.testing.assert_close(low.double(), exact.double(), rtol=0, atol=8 * torch.finfo(dtype).eps)
 
@@ -112,11 +113,11 @@ def test_reading_whole_texts_at_once():
     for end in ends[:6]:
         more += tree.grow_path(end, range(10_000, 10_032))
     chunk = next_chunk(tree, [more[32 * i + 31] for i in range(6)])
-    fast, layout = attend("cpu", [chunk], None)
+    fast, layout = attend("torch", [chunk], None)
     slow, _ = attend("reference", [chunk], None)
     torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
     kernel_equals_definition([chunk], None)
-    columns, visible = cpu._columns(layout.ancestry_TC)
+    columns, visible = plain._columns(layout.ancestry_TC)
     assert columns.dim() == 1 and len(columns) == len(chunk.nodes) + 6 * 19 < layout.branch_slots_RW.shape[1]
     assert visible.any(0).all()
     tree.check_invariants()

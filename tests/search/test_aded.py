@@ -96,7 +96,7 @@ def run(configuration, max_new=25, eos=(), stops=None, row_of=table, room=None, 
             paths = [tree.path(node) for node in request.nodes]
             assert len(set(map(tuple, paths))) == len(paths) and max(map(len, paths)) < max_new
             steps.append([path[len(paths[0]) :] for path in paths])
-            answer = torch.stack([row_of(path) for path in paths])
+            answer = request.answer(torch.stack([row_of(path) for path in paths]))
     except StopIteration as end:
         result = end.value
     tree.release()
@@ -339,7 +339,8 @@ def test_the_distribution_of_three_tokens(monkeypatch):
                 answer = None
                 if not isinstance(request, Report):
                     tree.place(*tree.pending(request.nodes))
-                    answer = Rows(logp[path[-1] if (path := tree.path(n)) else ()] for n in request.nodes)
+                    rows = Rows(logp[path[-1] if (path := tree.path(n)) else ()] for n in request.nodes)
+                    answer = request.answer(rows)
         except StopIteration as end:
             counts[tuple(end.value.outputs[0].token_ids)] += 1
         tree.release()

@@ -379,9 +379,10 @@ def decode(configuration, text, tokenizer=None, new=60, reports=None):
                 reports.append(request)
         else:
             tree.place(*tree.pending(request.nodes))
-            answer = torch.full((len(request.nodes), 40), -torch.inf)
-            for row, node in zip(answer, request.nodes, strict=True):
+            rows = torch.full((len(request.nodes), 40), -torch.inf)
+            for row, node in zip(rows, request.nodes, strict=True):
                 row[text[tree.position(node) + 1]] = 0.0
+            answer = request.answer(rows)
 
 
 def test_reports_stay_as_they_were_told(corpus, store, monkeypatch):

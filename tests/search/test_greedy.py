@@ -29,7 +29,7 @@ def run(search, row_of, max_new, eos=(), stops=None):
         passes += 1
         tree.place(*tree.pending(request.nodes))
         tree.check_invariants()
-        answer = torch.stack([row_of(tree.path(n)) for n in request.nodes])
+        answer = request.answer(torch.stack([row_of(tree.path(n)) for n in request.nodes]))
     assert tree.live_branches == 0 and tree.live_tokens == 3 + passes - 1
     return result.outputs[0], settled, passes
 

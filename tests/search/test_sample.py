@@ -54,7 +54,7 @@ def run(search, max_new, eos=(), prompt=(1, 2, 3), logp_of=table):
         prefixes = {tuple(p[:i]) for p in paths for i in range(1, len(p) + 1)}
         assert tree.live_tokens == len(prompt) + len(prefixes)
         widths.append(len(paths))
-        answer = torch.stack([logp_of(path) for path in paths])
+        answer = request.answer(torch.stack([logp_of(path) for path in paths]))
     tree.release()
     tree.pool.check_invariants([])
     return result, settled, widths

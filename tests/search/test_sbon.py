@@ -89,7 +89,7 @@ def run(search, max_new=24, reward=walk, eos=(EOS,), pages=4000, page=1, logp_of
                 request = generator.throw(error)
                 continue
             slots.append(tree.live_tokens)
-            answer = torch.stack([logp_of(tree.path(n)) for n in request.nodes])
+            answer = request.answer(torch.stack([logp_of(tree.path(n)) for n in request.nodes]))
             request = generator.send(answer)
     except StopIteration as end:
         result = end.value

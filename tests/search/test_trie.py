@@ -96,7 +96,7 @@ class Watched:
             trunk, nodes = self.tree.pending(request.nodes)
             if deep:  # too deep for checks that cost the depth at every step
                 self.tree.place(trunk, nodes)
-                answer = torch.stack([table(()) for _ in request.nodes])
+                answer = request.answer(torch.stack([table(()) for _ in request.nodes]))
                 continue
             self.tree.check_invariants()
             assert not any(map(self.tree.is_evaluated, request.nodes))
@@ -106,7 +106,7 @@ class Watched:
             self.frontiers.append(paths)
             prefixes = {tuple(p[:i]) for p in paths for i in range(1, len(p) + 1)}
             assert self.tree.live_tokens == len(prompt) + len(prefixes)  # prompt and distinct ancestors
-            answer = torch.stack([table(path) for path in paths]).clone()
+            answer = request.answer(torch.stack([table(path) for path in paths]))
         self.tree.release()
         self.pool.check_invariants([])
 

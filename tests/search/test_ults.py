@@ -152,7 +152,7 @@ def follow(search, *, seed=0, slots=4096, eos=EOS, depth=DEPTH, vocab=VOCAB, row
         paths = [tuple(tree.path(node)) for node in request.nodes]
         assert all(len(path) < depth and (not path or path[-1] not in eos) for path in paths)  # never a leaf
         asked.append(paths)
-        answer = torch.stack([row(path, seed) for path in paths])
+        answer = request.answer(torch.stack([row(path, seed) for path in paths]))
     tree.release()
     pool.check_invariants([])
     assert settled == result.outputs[0].token_ids

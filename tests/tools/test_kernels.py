@@ -42,7 +42,7 @@ def candidate(tmp_path, text):
 def test_everything_that_is_there(capsys):
     found, told = lab(capsys, "--json", "out.json")
     assert json.loads(Path("out.json").read_text())["rows"] == found["rows"]
-    ours = ["reference", "cpu"] if cpp.why_not() else ["reference", "cpu", "cpp"]
+    ours = ["reference", "torch"] if cpp.why_not() else ["reference", "torch", "cpp"]
     assert found["right"]["tree_attention"] == dict.fromkeys([*ours, "sdpa"], True)
     assert found["right"]["kv_write"] == dict.fromkeys(ours, True)
     assert "flex" in found["absent"]["tree_attention"] and "triton" in found["absent"]["tree_attention"]
@@ -56,7 +56,7 @@ def test_everything_that_is_there(capsys):
     assert attention["bytes"] == 4 * 16 * (2 * 26 * 2 + 2 * 3 * 4)
     writes = next(row for row in found["rows"] if row["operator"] == "kv_write")
     assert writes["bytes"] == 2 * 2 * (3 * 2 * 16 * 4) + 3 * 8
-    passed = [trap for trap in found["traps"] if trap["impl"] == "cpu" and not trap["wrong"]]
+    passed = [trap for trap in found["traps"] if trap["impl"] == "torch" and not trap["wrong"]]
     assert len(passed) == 2 * 2 * len(PLANS)
 
 
@@ -87,7 +87,7 @@ def test_wrong_candidates_are_found_out(old, new, trap, capsys, tmp_path):
     assert TEMPLATE_TEXT.count(old) == 1
     found, told = lab(capsys, *candidate(tmp_path, TEMPLATE_TEXT.replace(old, new)), "--dtypes", "float32")
     operator = "kv_write" if "slots_T" in old else "tree_attention"
-    assert not found["right"][operator]["mine"] and found["right"][operator]["cpu"]
+    assert not found["right"][operator]["mine"] and found["right"][operator]["torch"]
     assert trap in [t["name"] for t in found["traps"] if t["wrong"] and t["impl"] == "mine"]
     assert "mine is WRONG" in told.out and f"- mine, float32, {trap}: " in told.out
 
@@ -144,7 +144,7 @@ def test_errors_by_hand():
 
 def test_trees():
     assert level_sizes(15, 1, 3) == [15, 15, 15] and level_sizes(15, 4, 3) == [1, 4, 15]
-    for trap in traps(torch.float32, torch.device("cpu"), "cpu"):
+    for trap in traps(torch.float32, torch.device("cpu"), "torch"):
         assert trap.k_GSD.isnan().any() and not trap.k_GSD[:, 0].any(), trap.name
         assert not trap.q_THD[: trap.rows].isnan().any() and trap.q_THD[trap.rows :].isnan().all()
 
@@ -159,8 +159,8 @@ def test_bad_grids(capsys):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled where there is a GPU")
 def test_triton_is_interpreted_when_asked_for_and_not_timed(capsys):
-    found, told = lab(capsys, "--impls", "triton", "cpu", "--dtypes", "float32")
-    assert found["right"]["tree_attention"] == {"cpu": True, "triton": True} == found["right"]["kv_write"]
+    found, told = lab(capsys, "--impls", "triton", "torch", "--dtypes", "float32")
+    assert found["right"]["tree_attention"] == {"torch": True, "triton": True} == found["right"]["kv_write"]
     assert {row["seconds"] is None for row in found["rows"] if row["impl"] == "triton"} == {True}
     assert "interpreted" in told.out and found["absent"]["tree_attention"]["sdpa"] == "not asked for"
 

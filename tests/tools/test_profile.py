@@ -64,7 +64,7 @@ def profile(capsys, *words):
         ("aten::embedding", [[999, 8], [5]], [FLOAT, LONG], [], (2 * 5 * 8 * 4 + 40, 0)),
         ("aten::gather", [[3, 9], [], [3, 2]], [FLOAT, SCALAR, LONG], [], (2 * 6 * 4 + 48, 0)),
         ("aten::topk", [[3, 9], []], [FLOAT, SCALAR], [], (108, 0)),
-        ("coppice::kv_write_cpu", [[2, 99, 8], [2, 99, 8], [5, 2, 8], [5, 2, 8], [5]], [HALF] * 4 + [LONG], [],
+        ("coppice::kv_write_torch", [[2, 99, 8], [2, 99, 8], [5, 2, 8], [5, 2, 8], [5]], [HALF] * 4 + [LONG], [],
          (2 * 2 * 160 + 40, 0)),
         ("coppice::best_sums", [[3, 999], [], [], [3, 8]], [FLOAT, "ScalarList", SCALAR, FLOAT], [], (4 * 24, 0)),
         ("coppice::at_least", [[3, 999], [], [], []], [FLOAT, SCALAR, SCALAR, ""], [], (4 * 3 * 999, 0)),
@@ -80,7 +80,7 @@ def test_bytes_and_operations_by_hand(name, dims, types, constants, work):
 
 def test_attention_by_hand():
     pool = PagePool(ModelShape(1, 2, 8, 1, None), 100, 4)
-    s = scene(pool, 10, 3, impl="cpu")  # two levels of three: each query sees the trunk, its parent, itself
+    s = scene(pool, 10, 3, impl="torch")  # two levels of three: each query sees the trunk, its parent, itself
     size = torch.bfloat16.itemsize
     rows = 2 * (10 + 6) * 2 + 2 * 3 * 4  # keys and values of 2 heads, queries and outputs of 4
     operations = 4 * 3 * (10 + 2) * 4 * 8
@@ -120,7 +120,7 @@ def test_a_trace_is_read(tmp_path):
         event("target: layers", 0, 100, "user_annotation"),
         event("aten::mm", 10, 20, **shapes, **{"External id": 7}),
         event("aten::mm", 40, 30, **shapes, **{"External id": 8}),
-        event("coppice::tree_attention_cpu", 80, 10, **{"Input Dims": [], "Input type": []}),
+        event("coppice::tree_attention_torch", 80, 10, **{"Input Dims": [], "Input type": []}),
         event("nobody::knows", 92, 1, **{"Input Dims": [], "Input type": []}),
         event("gemm_kernel", 200, 5, "kernel", **{"External id": 7}),
         event("gemm_kernel", 210, 6, "kernel", **{"External id": 8}),

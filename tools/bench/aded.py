@@ -81,15 +81,15 @@ class Recite(Search):
                 request = generator.send(answer)
                 answer = yield replace(request, read=None) if isinstance(request, Evaluate) else request
                 if isinstance(request, Evaluate):
-                    answer.fill_(-math.log(answer.shape[1]))
+                    rows_NV, _ = answer
+                    rows_NV.fill_(-math.log(rows_NV.shape[1]))
                     on_path = {tree.root}
                     for i, node in enumerate(request.nodes):
                         at = tree.position(node) - tree.prompt_length
                         if node == tree.root or (tree.parent(node) in on_path and tree.token(node) == self.text[at]):
                             on_path.add(node)
-                            answer[i, self.text[at + 1]] = 0.0
-                    if request.read is not None:
-                        answer = answer, request.read(answer, peaks(answer))
+                            rows_NV[i, self.text[at + 1]] = 0.0
+                    answer = request.answer(rows_NV, peaks(rows_NV))
         except StopIteration as end:
             return end.value
 

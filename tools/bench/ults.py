@@ -193,7 +193,7 @@ def think(search: ULTS, depth: int, rows_RV: torch.Tensor) -> tuple[float, Searc
         answer, asked = None, time.perf_counter()
         if isinstance(request, Evaluate):
             tree.place(*tree.pending(request.nodes))
-            answer = rows_RV[[hash(tuple(tree.path(n))) % len(rows_RV) for n in request.nodes]]
+            answer = request.answer(rows_RV[[hash(tuple(tree.path(n))) % len(rows_RV) for n in request.nodes]])
             answering += time.perf_counter() - asked
 
 
@@ -215,10 +215,10 @@ class WithoutEos(Search):
             except StopIteration as end:
                 return end.value
             answer = yield replace(request, read=None) if isinstance(request, Evaluate) else request
-            if isinstance(request, Evaluate) and eos:
-                answer = torch.log_softmax(
-                    answer.index_fill(1, torch.tensor(eos, device=answer.device), -torch.inf), -1
-                )
+            if isinstance(request, Evaluate):
+                rows_NV, _ = answer
+                without = rows_NV.index_fill(1, torch.tensor(eos, dtype=torch.int64, device=rows_NV.device), -torch.inf)
+                answer = request.answer(torch.log_softmax(without, -1) if eos else rows_NV)
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         return self.search.slots(prompt_tokens, new_tokens)

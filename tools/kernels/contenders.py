@@ -25,7 +25,7 @@ from tools.kernels.scenes import Scene
 
 OPERATORS = ("tree_attention", "kv_write")
 PACKED = ("sdpa", "flex")  # they take contiguous keys and a mask, which somebody has to make
-NAMES = ("reference", "cpu", "cpp", "triton", *PACKED)
+NAMES = ("reference", "torch", "cpp", "triton", *PACKED)
 
 
 @dataclass

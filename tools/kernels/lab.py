@@ -99,7 +99,7 @@ class Lab:
     def trap(self, operator: str, able: Sequence[Contender], dtype: str) -> None:
         """Every trap for all that take whole passes."""
         check = attention_fault if operator == "tree_attention" else write_fault
-        for trap in traps(getattr(torch, dtype), self.device, "cpu"):
+        for trap in traps(getattr(torch, dtype), self.device, "torch"):
             for contender in able:
                 if contender.name in ("reference", *PACKED):
                     continue
@@ -138,7 +138,7 @@ class Lab:
         """tree_attention on one shape."""
         pool, dtype, scale = self.pool(shape), getattr(torch, shape.dtype), shape.head**-0.5
         k_LGSD, v_LGSD = pool.cache.k_LGSD, pool.cache.v_LGSD
-        s = scene(pool, shape.prefix, shape.queries, branching=shape.branching, depth=shape.depth, impl="cpu")
+        s = scene(pool, shape.prefix, shape.queries, branching=shape.branching, depth=shape.depth, impl="torch")
         draw_q = torch.randn(shape.queries, shape.heads, shape.head, generator=torch.Generator().manual_seed(1))
         q_THD = draw_q.to(self.device, dtype)
         exact, plain = definition(q_THD, k_LGSD[0], v_LGSD[0], s.layout, scale, None)
@@ -165,7 +165,7 @@ class Lab:
     def writes(self, able: Sequence[Contender], shape: Shape) -> Iterator[Row]:
         """kv_write on one shape."""
         pool, dtype = self.pool(shape), getattr(torch, shape.dtype)
-        s = scene(pool, shape.prefix, shape.queries, branching=shape.branching, depth=shape.depth, impl="cpu")
+        s = scene(pool, shape.prefix, shape.queries, branching=shape.branching, depth=shape.depth, impl="torch")
         new = rows_of(shape.queries, shape.heads, shape.kv_heads, shape.head, dtype, self.device)
         slots_T = s.layout.write_slots_T
         moved = 2 * sum(x.numel() * x.itemsize for x in new) + slots_T.nbytes

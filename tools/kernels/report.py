@@ -38,7 +38,7 @@ def report(lab: Lab, absent: dict[str, dict[str, str]], candidate: str | None) -
         refusals = sorted({f"- {r.impl} refuses: {r.refused}" for r in [*rows, *caught] if r.refused})
         parts += ["\n".join(lines) for lines in (faults, refusals) if lines]
         parts += [fast_table(rows, names), FAST]
-        focus = candidate if candidate in names else "cpu" if "cpu" in names else names[0]
+        focus = candidate if candidate in names else "torch" if "torch" in names else names[0]
         parts += [f"{focus} in detail:", detail_table([row for row in rows if row.impl == focus])]
     return "\n\n".join(part for part in parts if part)
 

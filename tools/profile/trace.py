@@ -196,7 +196,7 @@ FORMULAS: dict[str, Callable[[Call], Work]] = {
     **named("gather", gathers),
     **named("embedding", embeds),
     **named("index_copy_", puts),
-    **named("coppice::kv_write_cpu coppice::kv_write_cpp coppice::kv_write_triton", writes_kv),
+    **named("coppice::kv_write_torch coppice::kv_write_cpp coppice::kv_write_triton", writes_kv),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Calls the C++ operators on rows (rows.cpp): float32, bfloat16 and float16, a CPU, contiguous but for heads."""
+"""Calls the C++ operators on rows (native.cpp): float32, bfloat16 and float16, a CPU, contiguous but for heads."""
 
 import math
 from array import array
@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpp import KINDS, function
-from kernels.rows.reference import SPAN
-
-ACTIVATIONS = {name: i for i, name in enumerate(("relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh"))}
+from kernels.rows.checks import ACTIVATIONS, SPAN
 
 
 def _able(x: Tensor) -> None:
@@ -76,7 +74,7 @@ def activation(x_NM: Tensor, name: str) -> Tensor:
     x_NM, width = x_NM.contiguous(), x_NM.shape[-1]
     out_NM = torch.empty_like(x_NM)
     function("activation")(
-        *(KINDS[x_NM.dtype], torch.get_num_threads(), ACTIVATIONS[name], x_NM.data_ptr(), out_NM.data_ptr()),
+        *(KINDS[x_NM.dtype], torch.get_num_threads(), ACTIVATIONS.index(name), x_NM.data_ptr(), out_NM.data_ptr()),
         *(x_NM.numel() // width, width),
     )
     return out_NM

@@ -1,4 +1,4 @@
-"""Calls the C++ KV writes (kv_write.cpp): any dtype, a CPU."""
+"""Calls the C++ KV writes (native.cpp): any dtype, a CPU."""
 
 from array import array
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Calls the C++ tree attention (tree_attention.cpp): any head size, float32, bfloat16 and float16, a CPU."""
+"""Calls the C++ tree attention (native.cpp): any head size, float32, bfloat16 and float16, a CPU."""
 
 import ctypes
 from collections.abc import Sequence

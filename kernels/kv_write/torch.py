@@ -35,9 +35,9 @@ def _places(slots: Sequence[int], device: torch.device) -> Tensor:
     return torch.frombuffer(array("q", slots), dtype=torch.int64).to(device, non_blocking=True)
 
 
-torch.library.custom_op("coppice::kv_write_cpu", kv_write, mutates_args=("k_GSD", "v_GSD"))
+torch.library.custom_op("coppice::kv_write_torch", kv_write, mutates_args=("k_GSD", "v_GSD"))
 
 
-@torch.library.register_fake("coppice::kv_write_cpu")
+@torch.library.register_fake("coppice::kv_write_torch")
 def _(k_GSD, v_GSD, k_TGD, v_TGD, slots_T):
     return None

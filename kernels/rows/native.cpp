@@ -95,7 +95,7 @@ Floats tanh(Floats x) {
     return square < 0.3f ? x + x * square * y : x < 0 ? -far : far;
 }
 
-// Calls f with the function that Python numbers so (ACTIVATIONS in cpp.py).
+// Calls f with the function that Python numbers so (ACTIVATIONS in checks.py).
 template <typename F>
 void with_activation(int64_t number, F f) {
     if (number == 0) f([](Floats x) { return x < 0 ? Floats{} : x; });

@@ -138,7 +138,7 @@ def _rows(cache_GSD: Tensor, tile: Tile) -> list[Tensor]:
     return rows
 
 
-# Keyed by the tensors' identity: all layers of a pass share one layout, and nothing writes to one that "cpu" reads.
+# Keyed by the tensors' identity: all layers of a pass share one layout, and nothing writes to one that "torch" reads.
 @lru_cache(maxsize=1)
 def _tiles(
     positions_T: Tensor,
@@ -255,9 +255,9 @@ def _slots(piece: slice | Tensor, device: torch.device) -> Tensor:
     return torch.arange(piece.start, piece.stop, device=device) if isinstance(piece, slice) else piece
 
 
-torch.library.custom_op("coppice::tree_attention_cpu", tree_attention, mutates_args=())
+torch.library.custom_op("coppice::tree_attention_torch", tree_attention, mutates_args=())
 
 
-@torch.library.register_fake("coppice::tree_attention_cpu")
+@torch.library.register_fake("coppice::tree_attention_torch")
 def _(q_THD, *_args):
     return q_THD.new_empty(q_THD.shape)
