@@ -7,12 +7,13 @@ so a sequence is the same however many are drawn beside it. Sequences share node
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.sampling import Warp, draws
-from search.base import Answer, Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
+from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
 from search.options import Sampling, check_integers
 
 
@@ -70,7 +71,7 @@ class Utterances:
         self.live = list(range(count))
         self._node = [self.tree.root] * count  # the last of each
 
-    def extend(self) -> Generator[Evaluate, Answer, None]:
+    def extend(self) -> Generator[Evaluate, Any, None]:
         """Draw one more token of every live sequence. A KVMemoryError leaves everything as it was."""
         rows = {node: row for row, node in enumerate(dict.fromkeys(self._node[i] for i in self.live))}
         row = [rows[self._node[i]] for i in self.live]

@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, count, islice
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.sampling import Uniforms, Warp
 from engine.tree import TokenTree
-from search.base import Answer, Evaluate, top_k
+from search.base import Evaluate, top_k
 
 MAX_LISTED_CELLS = 1024  # a distribution over more cells is a tensor
 NUCLEUS = 64  # tokens of a row that are looked at for top-p before all are; smaller vocabularies are listed whole
@@ -96,7 +96,7 @@ class Reader:
         self.k = 1 if warp.temperature == 0 else warp.top_k
         self._size = (self.k + 1 if self.k < MAX_TOP_K else 0) if self.k else NUCLEUS if warp.top_p < 1 else 0
 
-    def fetch(self, tree: TokenTree, nodes: Iterable[int], rows: Rows) -> Generator[Evaluate, Answer, bool]:
+    def fetch(self, tree: TokenTree, nodes: Iterable[int], rows: Rows) -> Generator[Evaluate, Any, bool]:
         """Add the rows of those nodes that have none yet; returns whether there were any."""
         if new := sorted({node for node in nodes if node not in rows}):  # the order in which answers come
             logp_NV, numbers = yield Evaluate(tree, new, self.read)

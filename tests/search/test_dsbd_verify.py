@@ -15,11 +15,9 @@ from functools import cache
 import pytest
 import torch
 
-import kernels.beams
 import search.dsbd
 import search.dsbd.verify
-from engine.sampling import Uniforms, Warp
-from kernels.cpp import why_not
+from engine.sampling import Warp
 from search.dsbd import DSBD, GO_ON, Layer
 from search.dsbd.beams import Beam
 from search.dsbd.joint import Joint, Reader, pick
@@ -258,7 +256,7 @@ class Memo(Joint):
     """A distribution that answers each question once."""
 
     def __init__(self, joint):
-        super().__init__(joint.vocab, joint.probs, joint.logps, joint.cells, joint.nodes, joint.compact)
+        super().__init__(joint.vocab, joint.probs, joint.logps, joint.cells, joint.nodes)
         self._of, self._at = cache(super().of_nodes), {}
 
     def of_nodes(self, nodes):
@@ -284,8 +282,8 @@ class Toy:
         model = self.target if kind == "target" else self.draft
         reader, logp_NV = Reader(self.warp, self.vocab), torch.stack([model(path) for path, _, _ in beams])
         nodes = [self.node(path) for path, _, _ in beams]
-        known = dict(zip(nodes, reader.rows(logp_NV, reader.read(logp_NV)), strict=True))
-        return Memo(reader.p_beam(known, nodes, [logprob for _, logprob, _ in beams], [count for *_, count in beams]))
+        rows = dict(zip(nodes, reader.rows(logp_NV, reader.read(logp_NV)), strict=True))
+        return Memo(reader.p_beam(rows, [Beam(node, *beam[1:]) for node, beam in zip(nodes, beams, strict=True)]))
 
     def node(self, path):
         """A number for a path."""
@@ -315,22 +313,14 @@ def spelled(p, toy, entries):
     return tuple((*paths[node], token) for node, token in map(p.cell, entries))
 
 
-def lost_parents(config, runs=RUNS, judge=DSBD.judge, warp=None, seed=3, vocab=4, keyed=False):
-    """A layer drafted from three beams, of which two are there: groups of entries by width.
-
-    With keyed numbers, of which each run has its own, all of it is C++.
-    """
+def lost_parents(config, runs=RUNS, judge=DSBD.judge, warp=None, seed=3, vocab=4):
+    """A layer drafted from three beams, of which two are there: groups of entries by width."""
     toy, rng = Toy(seed, config, vocab, warp), numbers(seed)
     heads = (((0,), -0.4, 1), ((1,), -0.9, 2), ((2,), -1.1, 1))
     live = (heads[2], heads[0])
     p, groups, parents = toy.joint("target", live), {}, [toy.node(path) for path, _, _ in live]
-    for i in range(runs):
-        if keyed:
-            probs, iid = toy.joint("draft", heads).probs, config.drafts == IID
-            drawn = kernels.beams.draw(probs, config.draft_beams, iid=iid, key=(seed, 1, i))
-            layer, rng = toy.layer(heads, tuple(drawn))[0], Uniforms(seed, 0, i)
-        else:
-            layer, _ = toy.draw(heads, rng)
+    for _ in range(runs):
+        layer, _ = toy.draw(heads, rng)
         width, verdict = judge(config, p, layer, parents, config.entries, rng)
         groups.setdefault(width, Counter())[tuple(verdict.entries)] += 1
     return [(counts, lists(p.probs, width)) for width, counts in groups.items()]
@@ -351,15 +341,6 @@ def widths_once(monkeypatch):
 @pytest.mark.parametrize("kind, width", [(IID, 2), (IID, 0), (WITHOUT, 2), (WITHOUT, 0)])
 def test_lost_parents(kind, width):
     groups = lost_parents(DSBD(draft_beams=4, width=width, threshold=0.15, drafts=kind))
-    assert len(groups) > 2 if (kind, width) == (IID, 0) else len(groups) == 1
-    assert p_value(groups) > 1e-4
-
-
-@pytest.mark.skipif(why_not() is not None, reason=f"no C++: {why_not()}")
-@pytest.mark.parametrize("kind, width", [(IID, 2), (IID, 0), (WITHOUT, 2), (WITHOUT, 0)])
-def test_lost_parents_in_cpp(kind, width):
-    config = DSBD(draft_beams=4, width=width, threshold=0.15, drafts=kind)
-    groups = lost_parents(config, judge=DSBD._judge, keyed=True)
     assert len(groups) > 2 if (kind, width) == (IID, 0) else len(groups) == 1
     assert p_value(groups) > 1e-4
 
