@@ -165,7 +165,7 @@ def request_fault(request: Any, trees: Sequence[TokenTree]) -> str:
             return f"Evaluate.nodes: expected live nodes, got {node}, which keep() has freed or moved into the trunk"
         if tree.is_evaluated(node):
             return f"Evaluate.nodes: expected nodes not evaluated yet, got {node}; a search stores the rows it is sent"
-    raise AssertionError("a tree refuses nodes that nothing is wrong with")
+    raise AssertionError("a tree refused valid nodes")
 
 
 def tokens_fault(request: Evaluate, vocab_size: int, max_positions: int | None) -> str:

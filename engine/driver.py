@@ -31,9 +31,10 @@ from engine.interrupts import uninterrupted
 from engine.packing import Chunk, pack
 from engine.pool import PagePool
 from engine.requests import Answer, Evaluate, Read, Report, Search, SearchGenerator, SearchResult
+from engine.slots import Trunk
 from engine.timing import PassTime
-from engine.trace import RecordedTree, Trace
-from engine.tree import TokenTree, Trunk
+from engine.trace import Trace
+from engine.tree import TokenTree
 from kernels.rows import log_softmax
 from kernels.stack import one_by_one
 
@@ -80,11 +81,24 @@ class Runner:
         )
         return self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
 
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]."""
+        tree, rows = TokenTree(self.pool, ids), []
+        try:
+            for start in range(0, len(ids), self.budget):
+                n = min(self.budget, len(ids) - start)
+                hidden_TE = self.forward([Chunk(tree, n, [], tree.allocate(n, []))])
+                rows.append(self.model.logits(hidden_TE[:n]).float())
+        finally:
+            tree.release()
+        return torch.cat(rows)
+
     def evaluate(self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Part] = ()) -> Answers:
         """One forward pass.
 
         Args:
-            chunks: placed shares of trees.
+            chunks: shares of trees that have their slots.
             asked: rows of the pass whose next-token log-probabilities are wanted.
             reads: what to make of which of these rows, see `Evaluate`.
 
@@ -145,28 +159,34 @@ class Work:
     tokens: int = 0
     seconds: float = 0.0
 
+    def add(self, tokens: int, seconds: float) -> None:
+        """One more pass."""
+        self.passes += 1
+        self.tokens += tokens
+        self.seconds += seconds
+
 
 @dataclass
-class Run:
-    """A search under way."""
+class Job:
+    """A request while the driver works on it."""
 
-    start: Callable[["Run"], SearchGenerator]
+    start: Callable[["Job"], SearchGenerator]
     settled: list[int] = field(default_factory=list)  # new tokens that are certain
     report: Report = field(default_factory=Report)  # the latest
     trunk: Trunk | None = None  # an earlier tree's, to take over
     retire: Callable[[TokenTree], None] | None = None  # gets the target tree at the end instead of freeing it
     trees: list[TokenTree] = field(default_factory=list)
     generator: SearchGenerator | None = None
-    ticket: "Ticket | None" = None
-    company: tuple[int, int] = (0, 0)  # in its latest pass: tokens of other searches, and how many these were
+    pending: "Pending | None" = None
+    batch_load: tuple[int, int] = (0, 0)  # in its latest pass: tokens of other searches, and how many these were
     result: SearchResult | None = None
     error: BaseException | None = None
     work: dict[str, "Work"] = field(default_factory=dict)  # by model
-    trace: Trace | None = None  # records what is done
+    trace: Trace | None = None
     started: float = 0.0
     prefilled: float = 0.0
     search: Search | None = None  # what is checked more closely if it is not this project's; None is trusted
-    fault: Exception | None = None  # raised by a function that the search gave away; it ends the run at its next step
+    fault: Exception | None = None  # raised by a function that the search gave away; it ends the job at its next step
 
     def __post_init__(self):
         self.foreign = self.search is not None and not is_ours(type(self.search))
@@ -177,23 +197,23 @@ class Run:
 
 
 @dataclass
-class Ticket:
-    """An Evaluate on its way: what is left to do and the rows known so far."""
+class Pending:
+    """An Evaluate under way: what is left of it, and the rows that are there."""
 
     request: Evaluate
-    regimes: list[tuple[bool, list[int]]]  # see `TokenTree.regimes`; all but one model have one
+    by_rope: list[tuple[bool, list[int]]]  # see `TokenTree.by_rope`: one group, except for models that switch
     answered: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
-    numbers: Tensor | None = None  # what the request's `read` makes of them
+    numbers: Tensor | None = None  # what the request's `read` returned
 
     def begin(self) -> None:
-        """Turn to the next regime's nodes."""
-        stretched, nodes = self.regimes.pop(0)
-        self.request.tree.enter(stretched)
+        """Turn to the next group of nodes."""
+        long, nodes = self.by_rope.pop(0)
+        self.request.tree.use_rope(long)
         self.trunk_left, self.nodes_left = self.request.tree.pending(nodes)
         self.asked = set(nodes)
-        self.trunk_placed = 0  # by earlier passes of this request
-        self.nodes_placed: list[int] = []
+        self.trunk_allocated = 0  # by earlier passes of this request
+        self.nodes_allocated: list[int] = []
 
     @property
     def left(self) -> int:
@@ -209,6 +229,46 @@ class Ticket:
         return self.request.answer(rows_NV[torch.tensor([row[n] for n in nodes], device=rows_NV.device)])
 
 
+@dataclass
+class Share:
+    """One request's part of a pass: its tokens, and which rows of the answer belong to which of its nodes."""
+
+    job: Job
+    pending: Pending
+    chunk: Chunk
+    nodes: list[int]
+    rows: slice
+
+
+@dataclass
+class Batch:
+    """The requests that one forward pass of a model evaluates together."""
+
+    model: str
+    runner: Runner
+    began: float
+    shares: list[Share] = field(default_factory=list)
+    tokens: int = 0
+    asked: list[int] = field(default_factory=list)  # tokens whose rows are wanted
+    reads: list[Part] = field(default_factory=list)
+    readers: list[Pending] = field(default_factory=list)  # whose reads these are
+
+    def add(self, job: Job, chunk: Chunk) -> None:
+        """Another request's tokens."""
+        pending = job.pending
+        assert pending is not None
+        last = [pending.request.tree.root] if chunk.trunk_tokens and not pending.trunk_left else []
+        first = self.tokens + chunk.trunk_tokens - len(last)
+        wanted = [(first + i, n) for i, n in enumerate([*last, *chunk.nodes]) if n in pending.asked]
+        rows, nodes = slice(len(self.asked), len(self.asked) + len(wanted)), [n for _, n in wanted]
+        self.asked += [i for i, _ in wanted]
+        if pending.request.read is not None and nodes == list(pending.request.nodes):  # all of it in this pass
+            self.reads.append((rows, pending.request.read))
+            self.readers.append(pending)
+        self.tokens += len(chunk)
+        self.shares.append(Share(job, pending, chunk, nodes, rows))
+
+
 class Driver:
     """Runs searches to their end, step by step.
 
@@ -219,17 +279,17 @@ class Driver:
 
     def __init__(self, runners: dict[str, Runner], parallel: int = 16):
         self.runners, self.parallel = runners, parallel
-        self.waiting: list[Run] = []
-        self.running: list[Run] = []
+        self.waiting: list[Job] = []
+        self.running: list[Job] = []
         self._crowded = False  # a search was sent back for want of pages: nobody enters before somebody leaves
 
-    def submit(self, run: Run) -> Run:
+    def submit(self, job: Job) -> Job:
         """Queue a search."""
-        self.waiting.append(run)
-        return run
+        self.waiting.append(job)
+        return job
 
-    def open_tree(self, run: Run, model: str, prompt: Sequence[int], expected: int = 0, trunk: Trunk | None = None):
-        """A tree that is freed with the run."""
+    def open_tree(self, job: Job, model: str, prompt: Sequence[int], expected: int = 0, trunk: Trunk | None = None):
+        """A tree that is freed with the job."""
         if model not in self.runners:
             raise ContractError(
                 f"open_tree: expected one of {', '.join(self.runners)}, the models that are loaded, got {model!r}; "
@@ -237,14 +297,15 @@ class Driver:
             )
         runner = self.runners[model]
         switch = runner.model.shape.switch_length
-        make = TokenTree if run.trace is None else partial(RecordedTree, run.trace, model)
-        tree = make(runner.pool, prompt, expected=expected, trunk=trunk, switch_length=switch)
-        run.trees.append(tree)
+        tree = TokenTree(runner.pool, prompt, expected=expected, trunk=trunk, switch_length=switch)
+        job.trees.append(tree)
+        if job.trace is not None:
+            job.trace.watch(tree, model)
         return tree
 
-    def spare(self, run: Run, pool: PagePool) -> int:
+    def spare(self, job: Job, pool: PagePool) -> int:
         """How many more pages of a pool a search could take if this driver ran no other."""
-        others = [tree for other in self.running if other is not run for tree in other.trees]
+        others = [tree for other in self.running if other is not job for tree in other.trees]
         return pool.free_pages + sum(tree.page_count for tree in others if tree.pool is pool)
 
     @property
@@ -253,195 +314,201 @@ class Driver:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit, evaluate once per model, resume every search that got its answer."""
+        """Admit searches, evaluate once per model, resume every search whose answer is complete."""
         with uninterrupted():
             try:
-                while self.waiting and len(self.running) < self.parallel and not self._crowded:
-                    self._begin(self.waiting.pop(0))
+                self._admit()
                 for name, runner in self.runners.items():
-                    self._pass(name, runner)
+                    batch = self._schedule(name, runner)
+                    if batch.shares:
+                        self._commit(batch, *self._run(batch))
             except KeyboardInterrupt:  # anywhere: a tree may call slots evaluated that were only taken
-                for run in self.running:
-                    run.retire = None
+                for job in self.running:
+                    job.retire = None
                 raise
 
-    def stop(self, run: Run, result: SearchResult) -> None:
+    def stop(self, job: Job, result: SearchResult) -> None:
         """End a search early with what it has."""
         with uninterrupted():
-            self._end(run, result=result)
+            self._end(job, result=result)
 
     def close(self) -> None:
         """Abandon everything; all pages go back."""
         self.waiting.clear()
         with uninterrupted(), contextlib.ExitStack() as stack:  # all of them, also when one fails
-            for run in self.running:
-                stack.callback(self._end, run)
+            for job in self.running:
+                stack.callback(self._end, job)
 
-    # --- one pass ---
+    # --- one step ---
 
-    def _pass(self, name: str, runner: Runner) -> None:
-        entered = time.perf_counter()
-        runs = [r for r in self.running if r.ticket and r.ticket.request.tree.pool is runner.pool]
-        # Short requests first: decoding goes on while a long prompt fills what is left of the budget.
-        room, chunks, owners = runner.budget, [], []
-        for run in sorted(runs, key=lambda r: r.ticket.left if r.ticket else 0):
-            if room and run in self.running and (chunk := self._place(run, room)):
-                chunks.append(chunk)
-                owners.append(run)
-                room -= chunk.trunk_tokens + len(chunk.nodes)
-        shares = [(c, r, r.ticket) for c, r in zip(chunks, owners, strict=True) if r in self.running and r.ticket]
-        if not shares:
-            return
-        asked: list[int] = []
-        answers: list[list[int]] = []
-        reads: list[Part] = []
-        readers: list[Ticket] = []
-        row = 0
-        for chunk, _, ticket in shares:
-            nodes = [ticket.request.tree.root] if chunk.trunk_tokens and not ticket.trunk_left else []
-            first = row + chunk.trunk_tokens - len(nodes)
-            wanted = [(first + i, n) for i, n in enumerate([*nodes, *chunk.nodes]) if n in ticket.asked]
-            asked += [i for i, _ in wanted]
-            answers.append([n for _, n in wanted])
-            if ticket.request.read is not None and answers[-1] == list(ticket.request.nodes):  # all of it in this pass
-                reads.append((slice(len(asked) - len(wanted), len(asked)), ticket.request.read))
-                readers.append(ticket)
-            row += chunk.trunk_tokens + len(chunk.nodes)
-        began = time.perf_counter()
+    def _admit(self) -> None:
+        """Start the searches that there is room for."""
+        while self.waiting and len(self.running) < self.parallel and not self._crowded:
+            self._begin(self.waiting.pop(0))
+
+    def _schedule(self, model: str, runner: Runner) -> Batch:
+        """Choose the tokens of a model's next pass, and take slots for them.
+
+        Short requests come first: decoding goes on while a long prompt fills what is left of the budget.
+        """
+        batch = Batch(model, runner, time.perf_counter())
+        jobs = [job for job in self.running if job.pending and job.pending.request.tree.pool is runner.pool]
+        room, chosen = runner.budget, []
+        for job in sorted(jobs, key=lambda job: job.pending.left if job.pending else 0):
+            if room and job in self.running and (chunk := self._allocate(job, room)) is not None:
+                chosen.append((job, chunk))
+                room -= len(chunk)
+        for job, chunk in chosen:
+            if job in self.running and job.pending:  # it was not sent back for want of pages
+                batch.add(job, chunk)
+        return batch
+
+    def _run(self, batch: Batch) -> tuple[Tensor, list[bool]]:
+        """Evaluate a batch: rows, and whether each is finite. If that fails its slots are given back."""
+        shares, runner, began = batch.shares, batch.runner, time.perf_counter()
         try:
-            logp_NV, finite, numbers = runner.evaluate([c for c, _, _ in shares], asked, reads)
+            logp_NV, finite, numbers = runner.evaluate([share.chunk for share in shares], batch.asked, batch.reads)
         except BaseException:
-            for chunk, _, _ in shares:
-                chunk.tree.unplace(chunk.trunk_tokens, chunk.nodes)
+            for chunk in (share.chunk for share in shares):
+                chunk.tree.release_slots(chunk.trunk_tokens, chunk.nodes)
             raise
-        seconds = time.perf_counter() - began
-        for ticket, told in zip(readers, numbers, strict=True):
-            ticket.numbers = told
-        if all(chunk.trunk_tokens <= 1 for chunk, _, _ in shares):  # prompts follow another curve
-            runner.time.note(row, time.perf_counter() - entered)
-        for chunk, run, _ in shares:
-            run.company = row - chunk.trunk_tokens - len(chunk.nodes), len(shares) - 1
-        row = 0
-        for (chunk, run, ticket), nodes in zip(shares, answers, strict=True):
-            work = run.work.setdefault(name, Work())
-            work.passes += 1
-            work.tokens += chunk.trunk_tokens + len(chunk.nodes)
-            work.seconds += seconds
-            mine = slice(row, row + len(nodes))
-            row = mine.stop
-            if not all(finite[mine]):
-                self._resume(
-                    run,
-                    error=NumericsError(
-                        "the model computed NaN or Inf",
-                        where=f"{runner.blame(chunk)}, "
-                        f"at token {ticket.request.tree.position(ticket.request.nodes[0]) + 1} of the sequence",
-                        remedy="try --dtype float32, or check the weights",
-                    ),
-                )
-                continue
-            if nodes:
-                ticket.answered += nodes
-                ticket.rows.append(logp_NV[mine])
-                if run.trace is not None:
-                    run.trace.told(chunk.tree, nodes, logp_NV[mine])
-            if not ticket.left and ticket.regimes:
-                ticket.begin()
-            elif not ticket.left:
-                self._resume(run, answer=ticket.answer())
+        now = time.perf_counter()
+        for pending, read in zip(batch.readers, numbers, strict=True):
+            pending.numbers = read
+        if all(share.chunk.trunk_tokens <= 1 for share in shares):  # prompts follow another curve
+            runner.time.note(batch.tokens, now - batch.began)
+        for share in shares:
+            tokens = len(share.chunk)
+            share.job.batch_load = batch.tokens - tokens, len(shares) - 1
+            share.job.work.setdefault(batch.model, Work()).add(tokens, now - began)
+        return logp_NV, finite
 
-    def _place(self, run: Run, room: int) -> Chunk | None:
-        """Take slots for as much of the run's request as there is room for; None if the pool is full."""
-        ticket = run.ticket
-        assert ticket is not None
-        tree = ticket.request.tree
-        trunk = min(ticket.trunk_left, room)
-        nodes = ticket.nodes_left[: room - trunk] if trunk == ticket.trunk_left else []
+    def _commit(self, batch: Batch, logp_NV: Tensor, finite: list[bool]) -> None:
+        """Hand rows out; a search goes on when all that it asked for is there."""
+        for share in batch.shares:
+            job, pending = share.job, share.pending
+            if not all(finite[share.rows]):
+                self._resume(job, error=self._not_finite(batch.runner, share))
+                continue
+            if share.nodes:
+                pending.answered += share.nodes
+                pending.rows.append(logp_NV[share.rows])
+                if job.trace is not None:
+                    job.trace.answered(share.chunk.tree, share.nodes, logp_NV[share.rows])
+            if pending.left:
+                continue
+            if pending.by_rope:
+                pending.begin()
+            else:
+                self._resume(job, answer=pending.answer())
+
+    @staticmethod
+    def _not_finite(runner: Runner, share: Share) -> NumericsError:
+        request = share.pending.request
+        position = request.tree.position(request.nodes[0]) + 1
+        return NumericsError(
+            "the model computed NaN or Inf",
+            where=f"{runner.blame(share.chunk)}, at token {position} of the sequence",
+            remedy="try --dtype float32, or check the weights",
+        )
+
+    def _allocate(self, job: Job, room: int) -> Chunk | None:
+        """Take slots for as much of the job's request as there is room for; None if the pool is full."""
+        pending = job.pending
+        assert pending is not None
+        tree = pending.request.tree
+        trunk = min(pending.trunk_left, room)
+        nodes = pending.nodes_left[: room - trunk] if trunk == pending.trunk_left else []
         while True:
             try:
-                slots = tree.place(trunk, nodes)
+                slots = tree.allocate(trunk, nodes)
                 break
             except KVMemoryError as error:
                 youngest = self.running[-1]
                 if youngest is self.running[0]:
                     error.where = f"with {tree.live_tokens} live tokens, and {trunk + len(nodes)} more to evaluate"
-                    tree.unplace(ticket.trunk_placed, ticket.nodes_placed)  # the search may ask for any of them again
-                    self._resume(run, error=error)
+                    # the search may ask for any of them again
+                    tree.release_slots(pending.trunk_allocated, pending.nodes_allocated)
+                    self._resume(job, error=error)
                     return None
                 self._send_back(youngest)
-                if youngest is run:
+                if youngest is job:
                     return None
-        ticket.trunk_left -= trunk
-        ticket.trunk_placed += trunk
-        ticket.nodes_placed += nodes
-        del ticket.nodes_left[: len(nodes)]
+        pending.trunk_left -= trunk
+        pending.trunk_allocated += trunk
+        pending.nodes_allocated += nodes
+        del pending.nodes_left[: len(nodes)]
         return Chunk(tree, trunk, nodes, slots)
 
-    # --- the life of a run ---
+    # --- the life of a job ---
 
-    def _begin(self, run: Run) -> None:
-        self.running.append(run)
-        run.started = time.perf_counter()
+    def _begin(self, job: Job) -> None:
+        self.running.append(job)
+        job.started = time.perf_counter()
         try:
-            generator = run.start(run)
+            generator = job.start(job)
             if wrong := generator_fault(generator):
                 raise ContractError(wrong)
-            run.generator = generator
+            job.generator = generator
         except Exception as error:
-            self._end(run, error=error)
+            self._end(job, error=error)
             return
-        self._resume(run)
+        self._resume(job)
 
-    def _resume(self, run: Run, answer: Any = None, error: Exception | None = None) -> None:
+    def _resume(self, job: Job, answer: Any = None, error: Exception | None = None) -> None:
         """Let the search go on to its next Evaluate, or to its end."""
-        generator = run.generator
+        generator = job.generator
         assert generator is not None
-        run.ticket = None
-        if answer is not None and not run.prefilled and "target" in run.work:  # a draft may be asked first
-            run.prefilled = time.perf_counter()
-        if run.trace is not None:
-            run.trace.resume()
+        job.pending = None
+        if answer is not None and not job.prefilled and "target" in job.work:  # a draft may be asked first
+            job.prefilled = time.perf_counter()
+        if job.trace is not None:
+            job.trace.resume()
         try:
-            if run.fault is not None:
-                raise run.fault
-            request = generator.throw(error) if error is not None else generator.send(answer)
-            while isinstance(request, Report):
-                if wrong := report_fault(request):
-                    self._refuse(run, wrong)
-                if run.foreign:
-                    request = guarded_report(request, partial(setattr, run, "fault"))
-                run.settled += request.settled
-                run.report = request
-                if run.trace is not None:
-                    run.trace.reported(request)
-                request = generator.send(None)
-            if wrong := request_fault(request, run.trees) or (run.foreign and self._wrong_tokens(request)):
-                self._refuse(run, wrong)
-            if run.foreign:
-                request = guarded_read(request, partial(setattr, run, "fault"))
-            ticket = Ticket(request, request.tree.regimes(request.nodes))
-            ticket.begin()
-            run.ticket = ticket
-            if run.trace is not None:
-                run.trace.asked(request)
+            if job.fault is not None:
+                raise job.fault
+            request = self._request(job, generator.throw(error) if error is not None else generator.send(answer))
+            pending = Pending(request, request.tree.by_rope(request.nodes))
+            pending.begin()
+            job.pending = pending
+            if job.trace is not None:
+                job.trace.asked(request)
         except StopIteration as stop:
-            wrong = result_fault(stop.value, self.runners["target"].vocab_size if run.foreign else None)
+            wrong = result_fault(stop.value, self.runners["target"].vocab_size if job.foreign else None)
             if wrong:
-                self._end(run, error=ContractError(wrong))
+                self._end(job, error=ContractError(wrong))
             else:
-                self._end(run, result=stop.value)
+                self._end(job, result=stop.value)
         except Exception as failure:
-            self._end(run, error=failure)
+            self._end(job, error=failure)
         finally:
             del error  # its traceback knows this frame
 
+    def _request(self, job: Job, request: Any) -> Evaluate:
+        """The search's next Evaluate, reports before it noted. Raises ContractError."""
+        assert job.generator is not None
+        fail = partial(setattr, job, "fault")
+        while isinstance(request, Report):
+            if wrong := report_fault(request):
+                self._refuse(job, wrong)
+            if job.foreign:
+                request = guarded_report(request, fail)
+            job.settled += request.settled
+            job.report = request
+            if job.trace is not None:
+                job.trace.reported(request)
+            request = job.generator.send(None)
+        if wrong := request_fault(request, job.trees) or (job.foreign and self._wrong_tokens(request)):
+            self._refuse(job, wrong)
+        return guarded_read(request, fail) if job.foreign else request
+
     @staticmethod
-    def _refuse(run: Run, wrong: str) -> NoReturn:
+    def _refuse(job: Job, wrong: str) -> NoReturn:
         """Raise a ContractError at the search's `yield`, so that the traceback has its line, and here."""
         fault = ContractError(wrong)
-        assert run.generator is not None
-        with contextlib.suppress(Exception):  # the search may catch it; the run ends nonetheless
-            run.generator.throw(fault)
+        assert job.generator is not None
+        with contextlib.suppress(Exception):  # the search may catch it; the job ends nonetheless
+            job.generator.throw(fault)
         raise fault
 
     def _wrong_tokens(self, request: Evaluate) -> str:
@@ -449,57 +516,57 @@ class Driver:
         shape = runner.model.shape
         return tokens_fault(request, shape.vocab_size, shape.max_positions)
 
-    def _end(self, run: Run, result: SearchResult | None = None, error: Exception | None = None) -> None:
+    def _end(self, job: Job, result: SearchResult | None = None, error: Exception | None = None) -> None:
         try:
             try:
-                if run.generator is not None:
-                    run.generator.close()
-            except Exception as failure:  # of the search, while it was told to end
+                if job.generator is not None:
+                    job.generator.close()
+            except Exception as failure:  # of the search, while it was closed
                 result, error = None, error or failure
             if result is not None:
-                result.stats = self._stats(run) | result.stats
-            if run.trace is not None:
-                run.trace.finish(result, error)
-            if run.retire and run.trees and error is None:
-                tree = run.trees[0]
-                best = result.outputs[0].token_ids if result is not None else run.settled
+                result.stats = self._stats(job) | result.stats
+            if job.trace is not None:
+                job.trace.finish(result, error)
+            if job.retire and job.trees and error is None:
+                tree = job.trees[0]
+                best = result.outputs[0].token_ids if result is not None else job.settled
                 with contextlib.suppress(MemoryError, RuntimeError):  # no memory for the copy: the trunk as it was
                     tree.keep([tree.descend(best)])  # what is evaluated of the answer joins the trunk
-                run.retire(tree)
+                job.retire(tree)
         finally:
-            for tree in run.trees:
+            for tree in job.trees:
                 tree.release()
-            run.result, run.error, run.ticket = result, error, None
-            # The report's functions know the search, and that its run: a cycle, which would keep the model in memory.
-            run.generator, run.report = None, Report(info=run.report.info)
-            if run in self.running:
-                self.running.remove(run)
+            job.result, job.error, job.pending = result, error, None
+            # The report's functions know the search, and that its job: a cycle, which would keep the model in memory.
+            job.generator, job.report = None, Report(info=job.report.info)
+            if job in self.running:
+                self.running.remove(job)
             self._crowded = False
 
-    def _send_back(self, run: Run) -> None:
+    def _send_back(self, job: Job) -> None:
         """Give the pages of a search to those before it; it starts afresh, to the same result, when one has ended."""
-        assert run.generator is not None
+        assert job.generator is not None
         try:
-            run.generator.close()
+            job.generator.close()
         except Exception as failure:
-            self._end(run, error=failure)
+            self._end(job, error=failure)
             return
-        for tree in run.trees:
+        for tree in job.trees:
             tree.release()
-        self.running.remove(run)
-        run.trees, run.generator, run.ticket, run.settled, run.report = [], None, None, [], Report()
-        run.work, run.fault = {}, None
-        run.prefilled = 0.0
-        if run.trace is not None:
-            run.trace.restart()
-        self.waiting.insert(0, run)
+        self.running.remove(job)
+        job.trees, job.generator, job.pending, job.settled, job.report = [], None, None, [], Report()
+        job.work, job.fault = {}, None
+        job.prefilled = 0.0
+        if job.trace is not None:
+            job.trace.restart()
+        self.waiting.insert(0, job)
         self._crowded = True
 
-    def _stats(self, run: Run) -> dict:
-        target = run.trees[0]
+    def _stats(self, job: Job) -> dict:
+        target = job.trees[0]
         now = time.perf_counter()
-        prefilled = run.prefilled or now  # interrupted before
-        work = {name: run.work.get(name, Work()) for name in {"target": None, **run.work}}
+        prefilled = job.prefilled or now  # interrupted before
+        work = {name: job.work.get(name, Work()) for name in {"target": None, **job.work}}
         mine = work.pop("target")
         others: dict[str, Any] = {"target_seconds": mine.seconds} if work else {}
         for name, done in work.items():
@@ -507,15 +574,15 @@ class Driver:
             others[f"{name}_nodes_evaluated"] = done.tokens
             others[f"{name}_seconds"] = done.seconds
             pool = self.runners[name].pool
-            others[f"{name}_live_nodes_peak"] = max(t.peak_live for t in run.trees if t.pool is pool)
+            others[f"{name}_live_nodes_peak"] = max(t.peak_live for t in job.trees if t.pool is pool)
         return {
             "prompt_tokens": target.prompt_length,
             "reused_tokens": target.reused,
             "forward_passes": mine.passes,
             "nodes_evaluated": max(0, mine.tokens - (target.prompt_length - target.reused - 1)),
-            "prefill_seconds": prefilled - run.started,
+            "prefill_seconds": prefilled - job.started,
             "decode_seconds": now - prefilled,
-            "kv_bytes_peak": sum(t.peak_pages * t.pool.page_bytes for t in run.trees),
+            "kv_bytes_peak": sum(t.peak_pages * t.pool.page_bytes for t in job.trees),
             "kv_bytes_per_token": target.pool.bytes_per_token,
             "live_nodes_peak": target.peak_live,
             "unshared_nodes_peak": target.peak_unshared,

@@ -11,34 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.capabilities import Capabilities, Precision
-from engine.compiling import LEAST, compile_model, warm_up
 from engine.contract import attributed, check_search, search_error
-from engine.driver import Driver, Run, Runner
-from engine.errors import CheckpointError, CoppiceError, UsageError
-from engine.graphs import make_runner
-from engine.loading import (
-    check_arguments,
-    check_parallel,
-    check_quant,
-    load_template,
-    model_key,
-    pick_device,
-    pick_dtype,
-)
-from engine.memory import check_memory, is_out_of_memory, make_pools, out_of_memory, trim_memory
-from engine.packing import Chunk
+from engine.driver import Driver, Job
+from engine.errors import CoppiceError, UsageError
+from engine.loading import LoadedModel, check_arguments, check_companion, check_parallel, load_models
+from engine.memory import check_memory, is_out_of_memory, out_of_memory, trim_memory
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.rewards import Messages, Responses, RewardFunction, check_messages, make_judge
+from engine.slots import Trunk
 from engine.text.stopping import StopStrings, TextStream
-from engine.text.template import ChatTemplate
-from engine.text.tokenizer import FILES, Tokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.trace import Trace
-from engine.tree import TokenTree, Trunk
-from models import load_model
-from models.checkpoint import Checkpoint
-from models.config import ModelShape
+from engine.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -104,93 +89,30 @@ Event = Prefill | Text | Progress | Done
 
 
 @dataclass
-class _Job:
-    """A request made ready: ids, limits and its run."""
+class _Prepared:
+    """A request made ready: ids, limits and its job."""
 
     request: Request
     ids: list[int]
     limit: int
     eos: frozenset[int]
     stops: StopStrings | None
-    run: Run = field(init=False)
-
-
-@dataclass
-class _Loaded:
-    """A checkpoint in memory, without a pool yet: pools share what memory the weights of all models leave."""
-
-    folder: Path
-    checkpoint: Checkpoint
-    model: Any
-    precision: Precision
-    quant: str
-    compiled: bool
-    tokenizer: Tokenizer | None
-    template: ChatTemplate | None
-
-    @staticmethod
-    def open(
-        folder: str | Path, dtype: str, device: torch.device, chat_template: str | Path | None, quant: str, compile: str
-    ) -> "_Loaded":
-        checkpoint = Checkpoint.open(folder)
-        precision = pick_dtype(dtype, checkpoint, device)
-        tokenizer = Tokenizer.load(folder) if any((Path(folder) / name).exists() for name in FILES) else None
-        template = load_template(folder, chat_template, tokenizer)
-        model = load_model(checkpoint, precision.dtype, device, quant)
-        compiled = compile == "on" and compile_model(model)
-        return _Loaded(Path(folder), checkpoint, model, precision, quant, compiled, tokenizer, template)
-
-    def engine(self, pool: PagePool, parallel: int) -> "Engine":
-        shape, tokenizer = self.model.shape, self.tokenizer
-        vocab_size = min(shape.vocab_size, tokenizer.size) if tokenizer else shape.vocab_size
-        eos = self.checkpoint.eos_token_ids
-        if not eos and "eos_token_id" not in self.checkpoint.config and not self.checkpoint.generation_config:
-            eos = self.model.default_eos_token_ids
-        if not eos and tokenizer and tokenizer.eos_token_id is not None:
-            eos = frozenset([tokenizer.eos_token_id])
-        engine = Engine(
-            make_runner(self.model, pool, vocab_size),
-            shape,
-            tokenizer=tokenizer,
-            template=self.template,
-            eos_token_ids=eos,
-            name=self.folder.resolve().name,
-            parallel=parallel,
-        )
-        runner = engine.runner
-        engine.capabilities = Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl)
-        engine.model_key = model_key(self.checkpoint, self.precision.dtype, self.quant)
-        engine.start_token = min([t for t in [self.checkpoint.bos_token_id] if t is not None] or eos or [0])
-        if self.compiled and engine.runner.device.type == "cpu":
-            engine.runner.token_buckets = engine.runner.word_buckets = LEAST
-            warm_up(self.model, lambda: engine.logits([engine.start_token] * 5))
-        return engine
+    job: Job = field(init=False)
 
 
 class Engine:
     """A model, its pool of KV pages, its tokenizer; the models beside it by role. Made by `Engine.load`."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        shape: ModelShape,
-        *,
-        tokenizer: Tokenizer | None = None,
-        template: ChatTemplate | None = None,
-        eos_token_ids: frozenset[int] = frozenset(),
-        name: str = "model",
-        parallel: int = 16,
-        companions: "dict[str, Engine] | None" = None,
-    ):
+    def __init__(self, model: LoadedModel, parallel: int = 16):
         check_parallel(parallel)
-        self.runner, self.shape, self.name, self.parallel = runner, shape, name, parallel
-        self.template, self.eos_token_ids = template, eos_token_ids
-        self.companions = companions or {}
+        self.model, self.parallel = model, parallel
+        self.runner, self.shape, self.name = model.runner, model.shape, model.name
+        self.template, self.eos_token_ids = model.template, model.eos_token_ids
+        self.model_key, self.start_token = model.key, model.start_token  # see `Task`
+        self.capabilities = model.capabilities  # what the model computes in, and which fast paths this machine has
+        self.companions: dict[str, Engine] = {}
         self.reward: RewardFunction | None = None  # instead of a model
-        self.model_key, self.start_token = "", 0  # see `Task`
-        self._tokenizer = tokenizer
         self.load_seconds = 0.0
-        self.capabilities = Capabilities()  # what the model computes in, and which fast paths this machine has
 
     @staticmethod
     def load(
@@ -233,18 +155,14 @@ class Engine:
         budget = check_arguments(folder, threads, kv_memory, compile, chat_template, parallel, draft, reward)
         if threads is not None:
             torch.set_num_threads(threads)
-        place = pick_device(device)
-        check_quant(quant, place)
-        loaded = [_Loaded.open(folder, dtype, place, chat_template, quant, compile)]
-        names = {"draft": draft, "reward": None if callable(reward) else reward}
-        roles = [role for role in names if names[role] is not None]
-        loaded += [_Loaded.open(names[role] or "", dtype, place, None, quant, compile) for role in roles]
-        pools = make_pools([(part.model.shape, part.precision.dtype) for part in loaded], place, budget)
-        target, *others = [part.engine(pool, parallel) for part, pool in zip(loaded, pools, strict=True)]
-        for role, engine in zip(roles, others, strict=True):
-            target.add(role, engine)
+        roles = {"target": folder, "draft": draft, "reward": reward}
+        folders = {role: path for role, path in roles.items() if isinstance(path, str | Path)}
+        options = {"dtype": dtype, "device": device, "compile": compile, "quant": quant, "chat_template": chat_template}
+        models = load_models(folders, kv_memory=budget, **options)
+        target, *others = [Engine(model, parallel) for model in models.values()]
+        target.companions = dict(zip([*models][1:], others, strict=True))
         if callable(reward):
-            target.add("reward", reward)
+            target.reward = reward
         trim_memory()
         target.load_seconds = time.perf_counter() - began
         return target
@@ -262,13 +180,7 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer. Raises CheckpointError if it has none."""
-        if self._tokenizer is None:
-            raise CheckpointError(
-                "the checkpoint has no tokenizer",
-                where=self.name,
-                remedy="add its tokenizer files, or give prompts as token ids",
-            )
-        return self._tokenizer
+        return self.model.need_tokenizer()
 
     def add(self, role: str, engine: "Engine | RewardFunction") -> None:
         """Let searches ask another model too.
@@ -288,25 +200,7 @@ class Engine:
                 raise UsageError(f"{role}: expected an Engine{' or a function' * (role == 'reward')}, got {engine!r}")
             self.reward = engine
             return
-        if role == "reward" and not engine.shape.scores:
-            raise UsageError(
-                "the reward model has no scalar head",
-                where=engine.name,
-                remedy="give a checkpoint whose architecture ends in ForSequenceClassification",
-            )
-        if role == "draft":
-            mine, its = self._tokenizer, engine._tokenizer
-            differ = mine.difference(its) if mine and its else ""
-            if not (mine and its) and self.shape.vocab_size != engine.shape.vocab_size:
-                differ = f"{self.shape.vocab_size} tokens in one, {engine.shape.vocab_size} in the other"
-            if engine.shape.scores:
-                raise UsageError("the draft is a reward model: it generates none", where=engine.name)
-            if differ:
-                raise UsageError(
-                    "the draft has another tokenizer than the model",
-                    where=f"{engine.name}: {differ}",
-                    remedy="drafts must be made of the same tokens",
-                )
+        check_companion(role, self.model, engine.model)
         self.companions[role] = engine
         if role == "reward":
             self.reward = None
@@ -350,11 +244,11 @@ class Engine:
             raise UsageError(f"requests: expected an iterable of Request, got {requests!r}")
         _check_callable("on_step", on_step)
         driver = self._driver()
-        source, jobs, places = iter(requests), {}, itertools.count()
+        source, under_way, places = iter(requests), {}, itertools.count()
         more = True
         try:
             while more or driver.busy:
-                while more and len(jobs) < self.parallel:
+                while more and len(under_way) < self.parallel:
                     try:
                         request = next(source)
                     except StopIteration:
@@ -368,19 +262,19 @@ class Engine:
                             raise request
                         if not isinstance(request, Request):
                             raise UsageError(f"requests: expected a Request, got {request!r}")
-                        jobs[i] = self._submit(driver, request)
+                        under_way[i] = self._submit(driver, request)
                     except CoppiceError as error:
                         yield i, error
                 if driver.busy:
                     self._step(driver)
                     if on_step:
                         on_step(driver)
-                for i in [i for i, job in jobs.items() if job.run.done]:
-                    yield i, self._outcome(jobs.pop(i))
+                for i in [i for i, prepared in under_way.items() if prepared.job.done]:
+                    yield i, self._outcome(under_way.pop(i))
         finally:
             driver.close()
-            for job in jobs.values():
-                job.run.error = None  # see `_submit`
+            for prepared in under_way.values():
+                prepared.job.error = None  # see `_submit`
 
     def stream(
         self,
@@ -403,23 +297,23 @@ class Engine:
         """
         _check_callable("interrupted", interrupted)
         driver = self._driver()
-        job = self._submit(driver, Request(prompt, search, **options), trunk=trunk, retire=retire)
-        run, text = job.run, TextStream(self._tokenizer, job.request.stop)
+        prepared = self._submit(driver, Request(prompt, search, **options), trunk=trunk, retire=retire)
+        job, text = prepared.job, TextStream(self.model.tokenizer, prepared.request.stop)
         seen: Report | None = None
         try:
-            while not run.done:
+            while not job.done:
                 self._step(driver)
-                if new := text.push(run.settled):
+                if new := text.push(job.settled):
                     yield Text(new)
-                if run.trees and not run.prefilled and not run.done:
-                    tree = run.trees[0]
+                if job.trees and not job.prefilled and not job.done:
+                    tree = job.trees[0]
                     yield Prefill(tree.trunk.cached, tree.prompt_length)
-                elif run.report is not seen and not run.done:
-                    seen = run.report
-                    yield Progress(run.report, run.trees[0])
-                if interrupted() and not run.done:
-                    driver.stop(run, self._interrupted(run))
-            outcome = self._outcome(job)
+                elif job.report is not seen and not job.done:
+                    seen = job.report
+                    yield Progress(job.report, job.trees[0])
+                if interrupted() and not job.done:
+                    driver.stop(job, self._interrupted(job))
+            outcome = self._outcome(prepared)
             if isinstance(outcome, CoppiceError):
                 try:
                     raise outcome
@@ -434,17 +328,7 @@ class Engine:
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]. For checks."""
         self._check_ids(ids)
-        tree = TokenTree(self.pool, ids)
-        rows = []
-        try:
-            with torch.inference_mode():
-                for start in range(0, len(ids), self.runner.budget):
-                    n = min(self.runner.budget, len(ids) - start)
-                    hidden_TE = self.runner.forward([Chunk(tree, n, [], tree.place(n, []))])
-                    rows.append(self.runner.model.logits(hidden_TE[:n]).float())
-        finally:
-            tree.release()
-        return torch.cat(rows)
+        return self.runner.logits(ids)
 
     def scores(self, texts: Iterable[Sequence[int]]) -> list[float]:
         """What a scalar-head model (a reward model) says of token sequences, evaluated together.
@@ -460,22 +344,22 @@ class Engine:
         for ids in texts:
             self._check_ids(ids)
 
-        def ask(run: Run, ids: Sequence[int]) -> SearchGenerator:
-            tree = driver.open_tree(run, "target", ids)
+        def ask(job: Job, ids: Sequence[int]) -> SearchGenerator:
+            tree = driver.open_tree(job, "target", ids)
             rows_N1, _ = yield Evaluate(tree, [tree.root])
             return SearchResult([Output(list(ids), None, float(rows_N1[0, 0]), "length")])
 
         driver = self._driver()
         try:
-            runs = [driver.submit(Run(lambda run, ids=ids: ask(run, ids))) for ids in texts]
+            jobs = [driver.submit(Job(lambda job, ids=ids: ask(job, ids))) for ids in texts]
             while driver.busy:
                 self._step(driver)
         finally:
             driver.close()
-        for run in runs:
-            if run.error is not None:
-                raise run.error
-        return [run.result.outputs[0].score for run in runs]  # type: ignore[union-attr,misc]
+        for job in jobs:
+            if job.error is not None:
+                raise job.error
+        return [job.result.outputs[0].score for job in jobs]  # type: ignore[union-attr,misc]
 
     # --- inside ---
 
@@ -489,25 +373,25 @@ class Engine:
         request: Request,
         trunk: Trunk | None = None,
         retire: Callable[[TokenTree], None] | None = None,
-    ) -> _Job:
-        job = self._prepare(request)
-        # What starts the search knows the job's parts, not the job: a run that held its job would be a cycle, which
+    ) -> _Prepared:
+        prepared = self._prepare(request)
+        # What starts the search knows parts of `prepared`, not itself: a job that held it would be a cycle, which
         # keeps the model in memory until the garbage collector runs. Errors are let go of for the same reason.
-        ids, limit, eos, stops = job.ids, job.limit, job.eos, job.stops
+        ids, limit, eos, stops = prepared.ids, prepared.limit, prepared.eos, prepared.stops
         steady = self.shape.steady_length
         if trunk is not None and steady is not None and max(len(ids), trunk.cached) > steady:
             trunk.release(self.pool)
 
-        def start(run: Run) -> SearchGenerator:
-            tree = driver.open_tree(run, "target", ids, len(ids) + limit, trunk)
+        def start(job: Job) -> SearchGenerator:
+            tree = driver.open_tree(job, "target", ids, len(ids) + limit, trunk)
             judge = None
             if "reward" in request.search.models:
                 given = request.prompt
                 if not isinstance(given, str):
-                    given = self._tokenizer.decode(ids) if self._tokenizer else ""
-                answer = Responses(self._tokenizer, ids, request.messages, eos, stops, given)
-                reward = request.reward or self.reward or self.companions["reward"]
-                judge = make_judge(reward, self, answer, lambda prompt: driver.open_tree(run, "reward", prompt))
+                    given = self.model.tokenizer.decode(ids) if self.model.tokenizer else ""
+                answer = Responses(self.model.tokenizer, ids, request.messages, eos, stops, given)
+                reward = request.reward or self.reward or self.companions["reward"].model
+                judge = make_judge(reward, self.model, answer, lambda prompt: driver.open_tree(job, "reward", prompt))
             return request.search.run(
                 Task(
                     tree,
@@ -515,24 +399,24 @@ class Engine:
                     eos,
                     self.runner.vocab_size,
                     stops,
-                    lambda model, prompt: driver.open_tree(run, model, prompt),
-                    self._tokenizer,
-                    lambda tokens: self.runner.time.charge(tokens, *run.company),
+                    lambda model, prompt: driver.open_tree(job, model, prompt),
+                    self.model.tokenizer,
+                    lambda tokens: self.runner.time.charge(tokens, *job.batch_load),
                     model_key=self.model_key,
                     start_token=self.start_token,
                     judge=judge,
-                    spare=lambda pool: driver.spare(run, pool),
+                    spare=lambda pool: driver.spare(job, pool),
                 )
             )
 
         if request.trace is not None:
             models = {"target": self, **self.companions}
             names = {role: engine.name for role, engine in models.items()}
-            request.trace.begin(request.search, ids, names, {role: e._tokenizer for role, e in models.items()})
-        job.run = driver.submit(Run(start, retire=retire, trace=request.trace, search=request.search))
-        return job
+            request.trace.begin(request.search, ids, names, {role: e.model.tokenizer for role, e in models.items()})
+        prepared.job = driver.submit(Job(start, retire=retire, trace=request.trace, search=request.search))
+        return prepared
 
-    def _prepare(self, request: Request) -> _Job:
+    def _prepare(self, request: Request) -> _Prepared:
         """Check a request against the model and its memory. Raises UsageError or KVMemoryError."""
         if self.shape.scores:
             raise UsageError(
@@ -580,14 +464,14 @@ class Engine:
         with attributed(type(request.search)):
             request.search.check(self.runner.vocab_size, eos)
         check_memory(self.pool, request.search, len(ids), new)
-        return _Job(request, ids, new, eos, stops)
+        return _Prepared(request, ids, new, eos, stops)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Raises UsageError for a prompt that is empty, has ids that the model lacks, or is longer than its context."""
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
             raise UsageError(f"prompt: expected token ids, got {ids!r}")
         if not ids:
-            bare = self._tokenizer is not None and not self._tokenizer.encode("")
+            bare = self.model.tokenizer is not None and not self.model.tokenizer.encode("")
             why = ", and this tokenizer adds no token of its own to begin with" if bare else ""
             raise UsageError("the prompt is empty" + why, remedy="give at least one token to go on from")
         vocab = self.shape.vocab_size
@@ -608,34 +492,34 @@ class Engine:
                 raise
             raise out_of_memory() from error
 
-    def _interrupted(self, run: Run) -> SearchResult:
-        best = list(run.report.best()) if run.report.best else list(run.settled)
+    def _interrupted(self, job: Job) -> SearchResult:
+        best = list(job.report.best()) if job.report.best else list(job.settled)
         return SearchResult([Output(best, None, None, "interrupted")])
 
-    def _outcome(self, job: _Job) -> SearchResult | CoppiceError:
-        run = job.run
-        cause, run.error = run.error, None  # whose traceback knows the run
+    def _outcome(self, prepared: _Prepared) -> SearchResult | CoppiceError:
+        job = prepared.job
+        cause, job.error = job.error, None  # whose traceback knows the job
         if isinstance(cause, CoppiceError):
             return cause
         if cause is not None:
             if not is_out_of_memory(cause):
-                return search_error(type(job.request.search), cause)
+                return search_error(type(prepared.request.search), cause)
             error = out_of_memory()
             error.__cause__ = cause
             return error
-        assert run.result is not None
-        result = run.result
+        assert job.result is not None
+        result = job.result
         try:
-            result.outputs = [replace(o, text=self._text(o, job.stops)) for o in result.outputs]
+            result.outputs = [replace(o, text=self._text(o, prepared.stops)) for o in result.outputs]
         except CoppiceError as error:  # the tokenizer cannot decode these tokens
             return error
         result.stats["new_tokens"] = len(result.outputs[0].token_ids)
         return result
 
     def _text(self, output: Output, stops: StopStrings | None) -> str:
-        if self._tokenizer is None:
+        if self.model.tokenizer is None:
             return ""
-        text = self._tokenizer.decode(output.token_ids)
+        text = self.model.tokenizer.decode(output.token_ids)
         return stops.cut(text) if stops else text
 
 

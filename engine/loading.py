@@ -1,25 +1,178 @@
-"""Choices made when an engine is loaded: device, dtype, chat template."""
+"""The loader: checkpoint folders become models with their pools, on the device and in the dtype that suit."""
 
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.capabilities import Precision, explicit_precision, pick_precision
-from engine.errors import UsageError
-from engine.memory import read_size, total_memory
+from engine.capabilities import Capabilities, Precision, explicit_precision, pick_precision
+from engine.compiling import LEAST, compile_model, warm_up
+from engine.driver import Runner
+from engine.errors import CheckpointError, UsageError
+from engine.graphs import make_runner
+from engine.memory import make_pools, read_size, total_memory
+from engine.pool import PagePool
 from engine.text.template import ChatTemplate
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import FILES, Tokenizer
+from models import load_model
 from models.checkpoint import Checkpoint
+from models.config import ModelShape
 from models.floats import has_products
 from models.linear import FORMATS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-SAMPLED, PIECE = 16, 1 << 14  # places of a weights file that tell it from others, and bytes read at each
+SAMPLED, PIECE = 16, 1 << 14  # places of a weights file that are hashed, and bytes read at each
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to run, and what belongs to it.
+
+    Args:
+        runner: evaluates it; has its pool.
+        shape: its dimensions.
+        tokenizer, template: of its checkpoint; None where it has none.
+        eos_token_ids: tokens that end a text.
+        name: for messages.
+        capabilities: what it computes in, and which fast paths this machine has.
+        key, start_token: `model_key` and `start_token` of a `Task`.
+    """
+
+    runner: Runner
+    shape: ModelShape
+    tokenizer: Tokenizer | None = None
+    template: ChatTemplate | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    name: str = "model"
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    key: str = ""
+    start_token: int = 0
+
+    def need_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises CheckpointError if there is none."""
+        if self.tokenizer is None:
+            raise CheckpointError(
+                "the checkpoint has no tokenizer",
+                where=self.name,
+                remedy="add its tokenizer files, or give prompts as token ids",
+            )
+        return self.tokenizer
+
+
+@dataclass
+class _Weights:
+    """A checkpoint in memory, without a pool yet: pools share what memory the weights of all models leave."""
+
+    folder: Path
+    checkpoint: Checkpoint
+    model: Any
+    precision: Precision
+    quant: str
+    compiled: bool
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+
+    @staticmethod
+    def load(
+        folder: str | Path, dtype: str, device: torch.device, chat_template: str | Path | None, quant: str, compile: str
+    ) -> "_Weights":
+        checkpoint = Checkpoint.open(folder)
+        precision = pick_dtype(dtype, checkpoint, device)
+        tokenizer = Tokenizer.load(folder) if any((Path(folder) / name).exists() for name in FILES) else None
+        template = load_template(folder, chat_template, tokenizer)
+        model = load_model(checkpoint, precision.dtype, device, quant)
+        compiled = compile == "on" and compile_model(model)
+        return _Weights(Path(folder), checkpoint, model, precision, quant, compiled, tokenizer, template)
+
+    def eos_token_ids(self) -> frozenset[int]:
+        """Those of the checkpoint; else the family's, if its files have no word on it; else the tokenizer's."""
+        eos, checkpoint = self.checkpoint.eos_token_ids, self.checkpoint
+        if not eos and "eos_token_id" not in checkpoint.config and not checkpoint.generation_config:
+            eos = self.model.default_eos_token_ids
+        if not eos and self.tokenizer and self.tokenizer.eos_token_id is not None:
+            eos = frozenset([self.tokenizer.eos_token_id])
+        return eos
+
+    def with_pool(self, pool: PagePool) -> LoadedModel:
+        """Make the model ready to run on a pool."""
+        shape, tokenizer, bos = self.model.shape, self.tokenizer, self.checkpoint.bos_token_id
+        runner = make_runner(self.model, pool, min(shape.vocab_size, tokenizer.size) if tokenizer else shape.vocab_size)
+        eos = self.eos_token_ids()
+        start = bos if bos is not None else min(eos, default=0)
+        if self.compiled and runner.device.type == "cpu":
+            runner.token_buckets = runner.word_buckets = LEAST
+            warm_up(self.model, lambda: runner.logits([start] * 5))
+        return LoadedModel(
+            runner,
+            shape,
+            tokenizer,
+            self.template,
+            eos,
+            self.folder.resolve().name,
+            Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl),
+            model_key(self.checkpoint, self.precision.dtype, self.quant),
+            start,
+        )
+
+
+def load_models(
+    folders: Mapping[str, str | Path],
+    *,
+    dtype: str,
+    device: str,
+    kv_memory: int | None,
+    compile: str,
+    quant: str,
+    chat_template: str | Path | None,
+) -> dict[str, LoadedModel]:
+    """Load models by role, with pools of as many tokens each; arguments and errors as of `Engine.load`.
+
+    Args:
+        folders: by role; "target", whose chat template is chosen, first.
+    """
+    where = pick_device(device)
+    check_quant(quant, where)
+    parts = {
+        role: _Weights.load(folder, dtype, where, chat_template if role == "target" else None, quant, compile)
+        for role, folder in folders.items()
+    }
+    pools = make_pools([(part.model.shape, part.precision.dtype) for part in parts.values()], where, kv_memory)
+    models = {role: part.with_pool(pool) for (role, part), pool in zip(parts.items(), pools, strict=True)}
+    for role in list(models)[1:]:
+        check_companion(role, models["target"], models[role])
+    return models
+
+
+def check_companion(role: str, target: LoadedModel, other: LoadedModel) -> None:
+    """Refuse a model that cannot play its role, "draft" or "reward", beside another. Raises UsageError."""
+    if role == "reward":
+        if not other.shape.scores:
+            raise UsageError(
+                "the reward model has no scalar head",
+                where=other.name,
+                remedy="give a checkpoint whose architecture ends in ForSequenceClassification",
+            )
+        return
+    if other.shape.scores:
+        raise UsageError("the draft is a reward model: it generates none", where=other.name)
+    if target.tokenizer and other.tokenizer:
+        differ = target.tokenizer.difference(other.tokenizer)
+    elif target.shape.vocab_size != other.shape.vocab_size:
+        differ = f"{target.shape.vocab_size} tokens in one, {other.shape.vocab_size} in the other"
+    else:
+        differ = ""
+    if differ:
+        raise UsageError(
+            "the draft has another tokenizer than the model",
+            where=f"{other.name}: {differ}",
+            remedy="drafts must be made of the same tokens",
+        )
 
 
 def check_arguments(

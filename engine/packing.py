@@ -18,7 +18,11 @@ class Chunk:
     tree: TokenTree
     trunk_tokens: int
     nodes: Sequence[int]
-    slots: Sequence[int]  # as `TokenTree.place` gave them
+    slots: Sequence[int]  # as `TokenTree.allocate` returned them
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return self.trunk_tokens + len(self.nodes)
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def pack(
     tree_buckets: Sequence[int] | None = None,
     impl: str = "torch",
 ) -> Pass:
-    """Lay out chunks, already placed, one after the other.
+    """Lay out chunks, whose tokens have their slots, one after the other.
 
     Args:
         chunks: one per tree.
@@ -59,59 +63,70 @@ def pack(
             compiled graphs are reused. Padding tokens see nothing, and write where nothing reads.
         impl: of the operators, see `kernels.tree_attention`.
     """
-    tokens, positions, spans, slots, seen, bits = [], [], [], [], [], []
-    starts, runs, tables = [0], [], []
-    for r, chunk in enumerate(chunks):
-        tree = chunk.tree
-        end = tree.trunk.cached  # this pass's trunk tokens included
-        first = end - chunk.trunk_tokens
-        tokens += tree.trunk.tokens[first:end]
-        tokens += [tree.token(n) for n in chunk.nodes]
-        places = list(range(first, end)) + [tree.position(n) for n in chunk.nodes]
-        positions += places
-        shortest = max(tree.prompt_length, tree.least_span)
-        spans += [max(shortest, p + 1) for p in places]
-        slots += chunk.slots
-        seen += range(first + 1, end + 1)
-        seen += [end] * len(chunk.nodes)
-        bits += [0] * chunk.trunk_tokens
-        bits += [tree.ancestry(n) for n in chunk.nodes]
-        starts.append(len(tokens))
-        runs += [(r, slot, length) for slot, length in tree.trunk_runs()]
-        tables.append(tree.branch_table() if chunk.nodes else NO_TABLE)
-    padding = bucket(len(tokens), token_buckets) - len(tokens)
-    if padding:
-        tokens += [0] * padding
-        positions += [0] * padding
-        spans += [1] * padding
-        slots += [TRASH_SLOT] * padding
-        seen += [0] * padding
-        bits += [0] * padding
-        starts[-1] += padding
-    lengths = [c.tree.trunk.cached for c in chunks]
+    columns = _Tokens()
+    for chunk in chunks:
+        columns.add(chunk)
+    columns.pad(bucket(len(columns.tokens), token_buckets) - len(columns.tokens))
     empty = bucket(len(chunks), tree_buckets) - len(chunks)
-    starts += starts[-1:] * empty
-    tables += [NO_TABLE] * empty
-    lengths += [0] * empty
+    tables = [chunk.tree.branch_table() if chunk.nodes else NO_TABLE for chunk in chunks] + [NO_TABLE] * empty
+    runs = [(r, slot, length) for r, c in enumerate(chunks) for slot, length in c.tree.trunk_runs()]
     C = bucket(-(-max(len(t) for t, _ in tables) // WORD), word_buckets)
-    W = C * WORD
-    ancestry = array("i", b"".join(b.to_bytes(C * 4, "little") for b in bits))
+    ancestry = array("i", b"".join(b.to_bytes(C * 4, "little") for b in columns.bits))
     layout = TreeLayout(
-        positions_T=_tensor(array("q", positions)),
-        write_slots_T=_tensor(array("q", slots)),
-        token_starts=_tensor(array("i", starts)),
-        trunk_seen_T=_tensor(array("i", seen)),
+        positions_T=_tensor(array("q", columns.positions)),
+        write_slots_T=_tensor(array("q", columns.slots)),
+        token_starts=_tensor(array("i", columns.starts + columns.starts[-1:] * empty)),
+        trunk_seen_T=_tensor(array("i", columns.seen)),
         trunk_pages_RP=_pages([chunk.tree.page_runs() for chunk in chunks] + [[]] * empty),
-        trunk_len_R=_tensor(array("i", lengths)),
+        trunk_len_R=_tensor(array("i", [c.tree.trunk.cached for c in chunks] + [0] * empty)),
         trunk_runs=_tensor(array("i", [x for run in runs for x in run])).view(-1, 3),
-        branch_slots_RW=_rows([slots for slots, _ in tables], W, NULL_SLOT, torch.int64),
-        branch_positions_RW=_rows([positions for _, positions in tables], W, 0, torch.int32),
-        ancestry_TC=_tensor(ancestry).view(len(tokens), C),
+        branch_slots_RW=_rows([slots for slots, _ in tables], C * WORD, NULL_SLOT, torch.int64),
+        branch_positions_RW=_rows([positions for _, positions in tables], C * WORD, 0, torch.int32),
+        ancestry_TC=_tensor(ancestry).view(len(columns.bits), C),
         page_size=page_size,
         impl=impl,
     ).to(device)
-    tokens_T, spans_T = (_tensor(array("q", x)).to(device, non_blocking=True) for x in (tokens, spans))
+    tokens_T, spans_T = (_tensor(array("q", x)).to(device, non_blocking=True) for x in (columns.tokens, columns.spans))
     return Pass(tokens_T, layout.positions_T, spans_T, layout)
+
+
+class _Tokens:
+    """What a layout holds of each token of a pass; where each tree's tokens start."""
+
+    def __init__(self):
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.spans: list[int] = []
+        self.slots: list[int] = []
+        self.seen: list[int] = []
+        self.bits: list[int] = []
+        self.starts = [0]
+
+    def add(self, chunk: Chunk) -> None:
+        """The tokens of one tree."""
+        tree, nodes = chunk.tree, chunk.nodes
+        end = tree.trunk.cached  # this pass's trunk tokens included
+        first = end - chunk.trunk_tokens
+        self.tokens += tree.trunk.tokens[first:end]
+        self.tokens += [tree.token(n) for n in nodes]
+        positions = [*range(first, end), *[tree.position(n) for n in nodes]]
+        self.positions += positions
+        shortest = max(tree.prompt_length, tree.least_span)
+        self.spans += [max(shortest, p + 1) for p in positions]
+        self.slots += chunk.slots
+        self.seen += range(first + 1, end + 1)
+        self.seen += [end] * len(nodes)
+        self.bits += [0] * chunk.trunk_tokens
+        self.bits += [tree.ancestry(n) for n in nodes]
+        self.starts.append(len(self.tokens))
+
+    def pad(self, count: int) -> None:
+        """Tokens of the last tree that see nothing, and write where nothing reads."""
+        self.spans += [1] * count
+        self.slots += [TRASH_SLOT] * count
+        for column in (self.tokens, self.positions, self.seen, self.bits):
+            column += [0] * count
+        self.starts[-1] += count
 
 
 def _tensor(numbers: array) -> Tensor:

@@ -8,17 +8,15 @@ import json
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.errors import CheckpointError, KVMemoryError, UsageError
+from engine.loading import LoadedModel
 from engine.requests import Answer, Evaluate
 from engine.text.stopping import StopStrings
 from engine.text.template import Span
 from engine.text.tokenizer import Tokenizer
-from engine.tree import TokenTree
-
-if TYPE_CHECKING:
-    from engine.engine import Engine
+from engine.tree import TokenTree, shared_length
 
 RewardFunction = Callable[[Any, list[str]], Iterable[float]]
 """(prompt, texts) -> a score for each text. The prompt is the request's messages if it has any, else its text."""
@@ -73,9 +71,9 @@ class Script:
     closing: list[int]
 
     @staticmethod
-    def write(answer: Responses, target: "Engine", reward: "Engine") -> "Script":
+    def write(answer: Responses, target: LoadedModel, reward: LoadedModel) -> "Script":
         """Raises UsageError: the two models have no tokens in common and no text either."""
-        mine, its = answer.tokenizer, reward._tokenizer
+        mine, its = answer.tokenizer, reward.tokenizer
         same = not mine.difference(its) if mine and its else target.shape.vocab_size == reward.shape.vocab_size
         if not same and not (mine and its):
             raise UsageError(
@@ -168,7 +166,7 @@ class ModelJudge:
         prompt = prompt[: min(shared_length(prompt, ids) for ids in texts)]
         if not prompt:
             raise UsageError(
-                "the reward model reads the prompt in other tokens, depending on what follows",
+                "the tokens that the reward model reads for the prompt change with the text after it",
                 remedy="give a longer prompt",
             )
         self.tree, self._score = self.open_tree(prompt), {}
@@ -248,8 +246,8 @@ class FunctionJudge:
 
 
 def make_judge(
-    reward: "Engine | RewardFunction",
-    target: "Engine",
+    reward: LoadedModel | RewardFunction,
+    target: LoadedModel,
     answer: Responses,
     open_tree: Callable[[Sequence[int]], TokenTree],
 ) -> ModelJudge | FunctionJudge:
@@ -261,18 +259,12 @@ def make_judge(
         answer: its responses.
         open_tree: prompt -> a tree on the reward model's pool.
     """
-    if not hasattr(reward, "runner"):
-        target.tokenizer  # noqa: B018  (raises where there is none)
-        return FunctionJudge(reward, answer)  # type: ignore[arg-type]
-    pool = reward.pool  # type: ignore[union-attr]
+    if not isinstance(reward, LoadedModel):
+        target.need_tokenizer()
+        return FunctionJudge(reward, answer)
+    pool = reward.runner.pool
     held = pool.pages * pool.page_size - 2 * (pool.page_size - 1)  # trunk and branches may each leave a page half empty
-    reach = min(held, reward.shape.max_positions or held)  # type: ignore[union-attr]
-    return ModelJudge(Script.write(answer, target, reward), open_tree, reach)  # type: ignore[arg-type]
-
-
-def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many elements two sequences begin with in common."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return ModelJudge(Script.write(answer, target, reward), open_tree, min(held, reward.shape.max_positions or held))
 
 
 def _begins(ids: Sequence[int], start: Sequence[int]) -> bool:

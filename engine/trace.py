@@ -1,24 +1,24 @@
 """What a search did, step by step: recorded while it runs if somebody wants to see it (`--trace`, `/tree`).
 
-A step is all that happens between two answers: the search reads the log-probabilities it was told, grows nodes, keeps
+A step is all that happens between two answers: the search reads the log-probabilities it was sent, grows nodes, keeps
 some (the others are dropped, the stem that all share joins the trunk), asks; its nodes take slots and are evaluated.
-A `RecordedTree` is a TokenTree that notes what is done to it, so that nothing is spent where nobody records.
+A `TreeRecord` observes each tree, so that nothing is spent where nobody records.
 docs/tree.md says what the record holds.
 """
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from engine.requests import Evaluate, Report, Search, SearchResult
 from engine.text.tokenizer import Tokenizer
-from engine.tree import FREED, TokenTree
+from engine.tree import TokenTree, shared_length
 
-MOST_NODES = 20_000  # of one request; a record ends with the last step that they suffice for
-MOST_NUMBERS = 1 << 24  # of log-probability rows held for children that are yet to be grown: 64 MB
+MAX_NODES = 20_000  # of one request; a record ends with the last step that they suffice for
+MAX_NUMBERS = 1 << 24  # of log-probability rows held for children that are yet to be grown: 64 MB
 TOP = 8  # next tokens noted per evaluated node
 CANDIDATES = 16  # noted per step
 SHOWN = 400  # last tokens of a prompt that are told as text
@@ -26,14 +26,12 @@ TAIL = 64  # tokens of a candidate that are no nodes
 ANCHOR = "x"  # stands before a token, so that a space that begins it is not lost
 
 
-class RecordedTree(TokenTree):
-    """A TokenTree whose nodes remember the steps at which things happened to them; the others' memory is as before."""
+class TreeRecord:
+    """Observes a tree and notes the steps at which things happened to its nodes."""
 
-    def __init__(self, trace: "Trace", model: str, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.trace, self.model = trace, model
+    def __init__(self, trace: "Trace", tree: TokenTree, model: str):
+        self.trace, self.tree, self.model = trace, tree, model
         self.judged = model == "target" and not trace.trees  # here drafts are verified
-        trace.trees.append(self)
         # A column each, a row per node: the step, or None.
         self.born: list[int] = [trace.step]
         self.evaluated: list[int | None] = [None]
@@ -48,98 +46,111 @@ class RecordedTree(TokenTree):
         self.slots: list[list[int]] = []  # [step, slot in the pool, node], -1 where it is given back before its time
         self.paging: list[list[int]] = []  # [step, place, page]: the trunk's pages; -1: given back
         self.reach: list[list[int]] = []  # [step, tokens of the trunk that are evaluated]
-        self.ended: int | None = None
+        self.end: int | None = None
+        self._root = 0  # as of the latest keep(), as are the nodes that it was called with
+        self._kept: set[int] = {0}
         self._stem: list[int] = []  # settled nodes, in order
+        self._branches: dict[int, None] = {}  # nodes neither dropped nor settled
         self._index: dict[tuple[int, int], int] = {}  # (parent, token) -> node, the dropped ones too
         self._rows: dict[int, tuple[Tensor, int]] = {}  # evaluated nodes: where their log-probabilities are
         self._waiting: dict[int, list[int]] = {}  # parent -> children whose probability is not known yet
         self._pages: list[int] = []
         self._note_trunk()
 
-    def _grow_one(self, parent: int, token: int) -> int:
-        node = super()._grow_one(parent, token)
-        if self.trace.takes(1):
+    def note_growth(self) -> None:
+        """Note the nodes that were grown since."""
+        tree = self.tree
+        for node in range(len(self.born), tree.grown) if self.trace.on else ():
+            if not self.trace.takes(1):
+                return
+            parent = tree.parent(node)
             self.born.append(self.trace.step)
             for column in (self.evaluated, self.dropped, self.settled, self.accepted, self.logp):
                 column.append(None)
-            self._index[parent, token] = node
+            self._branches[node] = None
+            self._index[parent, tree.token(node)] = node
             self._waiting.setdefault(parent, []).append(node)
-        return node
 
-    def keep(self, nodes: Iterable[int]) -> None:
+    # --- what the tree calls ---
+
+    def kept(self, tree: TokenTree, nodes: set[int]) -> None:
+        """See `TreeObserver`."""
+        self.note_growth()
+        if not self.trace.on:
+            return
         self.look_up()
-        before, there = self.root, [n for siblings in self._children.values() for n in siblings.values()]
-        super().keep(nodes)
-        self._note_drop([n for n in there if self._slot[n] == FREED])
-        self._note_stem(before)
-        if self.trace.on:
-            for node in self.undecided:
-                if self.dropped[node] is None:
-                    self.accepted[node] = self.trace.step
-            self.undecided = []
+        self._kept = nodes
+        self._note_stem()
+        self._note_drop([node for node in self._branches if not tree.is_live(node)])
+        for node in self.undecided:
+            if self.dropped[node] is None:
+                self.accepted[node] = self.trace.step
+        self.undecided = []
 
     def _note_drop(self, nodes: Sequence[int]) -> None:
-        if self.trace.on:
-            for node in nodes:
-                self.dropped[node] = self.trace.step
-                self._rows.pop(node, None)
-                self._waiting.pop(node, None)
+        for node in nodes:
+            self.dropped[node] = self.trace.step
+            del self._branches[node]
+            self._rows.pop(node, None)
+            self._waiting.pop(node, None)
 
-    def _note_stem(self, before: int) -> None:
+    def _note_stem(self) -> None:
         """What lies below the root that was now belongs to the trunk."""
-        if self.trace.on and self.root != before:
-            stem = [self.root]
-            while self._parent[stem[-1]] != before:
-                stem.append(self._parent[stem[-1]])
-            for node in reversed(stem):
-                self.settled[node] = self.trace.step
-                self._rows.pop(self._parent[node], None)
-            self._stem += reversed(stem)
-            self._note_trunk()
+        stem, node, parent = [], self.tree.root, self.tree.parent
+        while node != self._root:
+            stem.append(node)
+            node = parent(node)
+        if not stem:
+            return
+        for node in reversed(stem):
+            self.settled[node] = self.trace.step
+            del self._branches[node]
+            self._rows.pop(parent(node), None)
+        self._stem += reversed(stem)
+        self._root = self.tree.root
+        self._note_trunk()
 
-    def place(self, trunk_tokens: int, nodes: Sequence[int]) -> list[int]:
-        start = self.trunk.cached
-        slots = super().place(trunk_tokens, nodes)
+    def allocated(self, tree: TokenTree, trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
+        """See `TreeObserver`."""
         if self.trace.on:
-            for node in [*self._of_trunk(start, start + trunk_tokens), *nodes]:
-                self.evaluated[node] = self.trace.step if self.evaluated[node] is None else self.evaluated[node]
-            self.slots += [[self.trace.step, s, n] for n, s in zip(nodes, slots[trunk_tokens:], strict=True)]
-            self._note_trunk()
-        return slots
-
-    def unplace(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
-        slots, end = [self._pool_slot(self._slot[node]) for node in nodes], self.trunk.cached
-        super().unplace(trunk_tokens, nodes)
-        if self.trace.on:
+            end = tree.trunk.cached
             for node in [*self._of_trunk(end - trunk_tokens, end), *nodes]:
+                self.evaluated[node] = self.trace.step if self.evaluated[node] is None else self.evaluated[node]
+            self.slots += [[self.trace.step, s, n] for n, s in zip(nodes, slots, strict=True)]
+            self._note_trunk()
+
+    def released(self, tree: TokenTree, trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
+        """See `TreeObserver`."""
+        if self.trace.on:
+            end = tree.trunk.cached
+            for node in [*self._of_trunk(end, end + trunk_tokens), *nodes]:
                 if self.evaluated[node] == self.trace.step:  # nodes of a pass that failed never were
                     self.evaluated[node] = None
             self.slots += [[self.trace.step, slot, -1] for slot in slots]
             self._note_trunk()
 
-    def _drop_branches(self) -> None:
-        super()._drop_branches()
-        if self.trace.on and self.ended is None:
-            self.ended = self.trace.step
+    def ended(self, tree: TokenTree) -> None:
+        """See `TreeObserver`."""
+        if self.trace.on and self.end is None:
+            self.end = self.trace.step
 
     def _of_trunk(self, start: int, end: int) -> list[int]:
         """The nodes among the trunk's tokens from `start` to `end`; the prompt has one, the first root."""
-        nodes, first = [0, *self._stem], self.prompt_length - 1
+        nodes, first = [0, *self._stem], self.tree.prompt_length - 1
         return nodes[max(0, start - first) : max(0, end - first)]
 
     def _note_trunk(self) -> None:
-        pages, step = self.trunk.pages, self.trace.step
-        same = next((i for i, (a, b) in enumerate(zip(self._pages, pages, strict=False)) if a != b), None)
-        same = min(len(pages), len(self._pages)) if same is None else same
+        trunk, step = self.tree.trunk, self.trace.step
+        pages, same = trunk.pages, shared_length(self._pages, trunk.pages)
         self.paging += [[step, i, -1] for i in range(len(pages), len(self._pages))]
         self.paging += [[step, i, pages[i]] for i in range(same, len(pages))]
         self._pages[same:] = pages[same:]
-        if not self.reach or self.reach[-1][1] != self.trunk.cached:
-            self.reach.append([step, self.trunk.cached])
+        if not self.reach or self.reach[-1][1] != trunk.cached:
+            self.reach.append([step, trunk.cached])
 
     # --- probabilities, candidates ---
 
-    def told(self, nodes: Sequence[int], rows_NV: Tensor) -> None:
+    def answered(self, nodes: Sequence[int], rows_NV: Tensor) -> None:
         """The model has answered for these nodes."""
         if rows_NV.shape[1] == 1:
             self.scores.update(zip(nodes, rows_NV[:, 0].tolist(), strict=True))
@@ -149,7 +160,7 @@ class RecordedTree(TokenTree):
             self.top[node] = [[t, round(x, 4)] for t, x in zip(tokens, logps, strict=True) if math.isfinite(x)]
             self._rows[node] = rows_NV, i
         self.look_up()
-        while len(self._rows) * rows_NV.shape[1] > MOST_NUMBERS:
+        while len(self._rows) * rows_NV.shape[1] > MAX_NUMBERS:
             self._rows.pop(next(iter(self._rows)))
 
     def look_up(self) -> None:
@@ -164,14 +175,15 @@ class RecordedTree(TokenTree):
             places += [i] * len(children)
             nodes += children
         for rows_NV, places, nodes in wanted.values():
-            found = rows_NV[places, [self._token[node] for node in nodes]].tolist()
+            found = rows_NV[places, [self.tree.token(node) for node in nodes]].tolist()
             for node, logp in zip(nodes, found, strict=True):
                 self.logp[node] = round(logp, 4) if math.isfinite(logp) else None
 
     def find(self, tokens: Sequence[int]) -> list[Any]:
         """Generated tokens as [node, the tokens after it]; drafts on the way are accepted, whatever became of them."""
-        trunk = self.settled_from(0)
-        node, start = (self.root, len(trunk)) if list(tokens[: len(trunk)]) == trunk else (0, 0)
+        self.note_growth()
+        trunk = self.tree.settled_from(0)
+        node, start = (self.tree.root, len(trunk)) if list(tokens[: len(trunk)]) == trunk else (0, 0)
         while start < len(tokens) and (node, tokens[start]) in self._index:
             node = self._index[node, tokens[start]]
             start += 1
@@ -191,11 +203,11 @@ class RecordedTree(TokenTree):
 
         return {
             "model": self.model,
-            "page_size": self.pool.page_size,
-            "prompt_tokens": self.prompt_length,
-            "reused_tokens": self.reused,
-            "token": self._token[:count],
-            "parent": self._parent[:count],
+            "page_size": self.tree.pool.page_size,
+            "prompt_tokens": self.tree.prompt_length,
+            "reused_tokens": self.tree.reused,
+            "token": [self.tree.token(node) for node in range(count)],
+            "parent": [self.tree.parent(node) for node in range(count)],
             "logp": self.logp[:count],
             "born": self.born[:count],
             **{key: steps(getattr(self, key)) for key in ("evaluated", "dropped", "settled", "accepted")},
@@ -205,7 +217,7 @@ class RecordedTree(TokenTree):
             "slots": early(self.slots),
             "pages": early(self.paging),
             "cached": early(self.reach),
-            "ended": self.ended,
+            "ended": self.end,
         }
 
 
@@ -217,10 +229,10 @@ class Trace:
         most: nodes, of all trees together; what comes after is not recorded.
     """
 
-    def __init__(self, name: str | int = "", most: int = MOST_NODES):
+    def __init__(self, name: str | int = "", most: int = MAX_NODES):
         self.name, self.most = name, most
         self.record: dict[str, Any] | None = None  # plain lists and dictionaries, once the search has ended
-        self.trees: list[RecordedTree] = []
+        self.trees: list[TreeRecord] = []
         self.steps: list[dict[str, Any]] = []
         self._about: dict[str, Any] = {}
         self._tokenizers: Mapping[str, Tokenizer | None] = {}
@@ -228,10 +240,16 @@ class Trace:
         self._afresh()
 
     def _afresh(self) -> None:
-        self.trees.clear()
+        self._detach()
         self.step, self.steps, self.on, self.nodes = 0, [], True, 0
         self._cut: int | None = None  # the step that is not recorded to its end
         self._began = time.perf_counter()
+
+    def _detach(self) -> None:
+        """Let go of the trees: with their observers they form cycles, which would keep the model in memory."""
+        for record in self.trees:
+            record.tree.observer = None
+        self.trees = []
 
     def begin(
         self, search: Search, prompt: Sequence[int], models: Mapping[str, str], tokenizers: Mapping[str, Any]
@@ -243,7 +261,12 @@ class Trace:
         self._about = {"search": type(search).__name__, "params": plain, "models": dict(models)}
         self._tokenizers, self._prompt = tokenizers, list(prompt)
 
-    # --- what the driver tells ---
+    # --- what the driver calls ---
+
+    def watch(self, tree: TokenTree, model: str) -> None:
+        """The search has a tree of this model."""
+        tree.observer = TreeRecord(self, tree, model)
+        self.trees.append(tree.observer)
 
     def resume(self) -> None:
         """The search goes on: another step."""
@@ -256,20 +279,25 @@ class Trace:
 
         Drafts are those asked for together with their own children, before any keep() has chosen them.
         """
-        tree = request.tree
-        if not self.on or not isinstance(tree, RecordedTree):
+        for record in self.trees:
+            record.note_growth()
+        tree, record = request.tree, self._record_of(request.tree)
+        if not self.on:
             return
-        tree.look_up()
-        self.steps[-1]["asks"] = [self.trees.index(tree), len(request.nodes)]
+        record.look_up()
+        self.steps[-1]["asks"] = [self.trees.index(record), len(request.nodes)]
         asked = set(request.nodes)
-        if tree.judged and any(tree.parent(node) in asked for node in asked):
-            tree.undecided = [node for node in request.nodes if node not in tree._kept and node != tree.root]
-            tree.drafted |= dict.fromkeys(tree.undecided)
+        if record.judged and any(tree.parent(node) in asked for node in asked):
+            record.undecided = [node for node in request.nodes if node not in record._kept and node != tree.root]
+            record.drafted |= dict.fromkeys(record.undecided)
 
-    def told(self, tree: TokenTree, nodes: Sequence[int], rows_NV: Tensor) -> None:
+    def answered(self, tree: TokenTree, nodes: Sequence[int], rows_NV: Tensor) -> None:
         """The model has answered."""
-        if self.on and isinstance(tree, RecordedTree):
-            tree.told(nodes, rows_NV)
+        if self.on:
+            self._record_of(tree).answered(nodes, rows_NV)
+
+    def _record_of(self, tree: TokenTree) -> TreeRecord:
+        return next(record for record in self.trees if record.tree is tree)
 
     def reported(self, report: Report) -> None:
         """The search tells how it stands."""
@@ -300,6 +328,7 @@ class Trace:
         end = len(self.steps) if self._cut is None else self._cut
         outputs: list[dict[str, Any]] = []
         for tree in self.trees if self.on else []:
+            tree.note_growth()
             tree.look_up()
         for output in (result.outputs if result else [])[:CANDIDATES]:
             place = self.trees[0].find(output.token_ids) if self.on and self.trees else [0, []]
@@ -320,13 +349,14 @@ class Trace:
             "stats": result.stats if result else {},
         }
         self.record["texts"] = self._texts(self.record)
-        self.trees, self.steps = [], []
+        self._detach()
+        self.steps = []
 
     # --- tokens as text ---
 
-    def _trunk(self, tree: RecordedTree) -> dict[str, Any]:
-        tokenizer = self._tokenizers.get(tree.model)
-        prompt = (self._prompt if tree is self.trees[0] else tree.trunk.tokens)[: tree.prompt_length]
+    def _trunk(self, record: TreeRecord) -> dict[str, Any]:
+        tokenizer, tree = self._tokenizers.get(record.model), record.tree
+        prompt = (self._prompt if record is self.trees[0] else tree.trunk.tokens)[: tree.prompt_length]
         return {"prompt": tokenizer.decode(prompt[-SHOWN:], skip_special=False) if tokenizer else ""}
 
     def _texts(self, record: dict[str, Any]) -> dict[str, dict[int, str]]:
@@ -362,7 +392,7 @@ class Traces:
         most: nodes of all of them.
     """
 
-    def __init__(self, most: int = 5 * MOST_NODES):
+    def __init__(self, most: int = 5 * MAX_NODES):
         self.most, self.left_out = most, 0
         self._all: list[Trace] = []
 

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         folder = files.private(options.output, make=True, mode=0o755)
         for name in options.target or ["native"]:
-            with files.lock(folder):
+            with files.locked(folder):
                 cpp.build(folder, name, TARGETS[name], announce=f"for {name}")
             print(folder / f"{name}.so")
     except (OSError, files.BuildError) as error:
@@ -62,12 +62,12 @@ def listing() -> str:
         reason = target.why_not()
         lines.append(f"  {target.name:<15}{target.meaning}: {'runs here' if reason is None else f'no, {reason}'}")
     try:
-        place = cpp.find()
+        chosen = cpp.find()
     except (OSError, RuntimeError, files.BuildError) as error:
         lines.append(f"kernels          none are loaded: {error}")
     else:
-        state = "loaded from" if place.facts else "built when first needed, into"
-        lines.append(f"kernels          {place.target.name}, {state} {place.path}")
+        state = "loaded from" if chosen.facts else "built when first needed, into"
+        lines.append(f"kernels          {chosen.target.name}, {state} {chosen.path}")
     return "\n".join(lines)
 
 

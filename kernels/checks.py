@@ -1,15 +1,16 @@
-"""What operators check before they take an address or compute: dtype, shape, device, order in memory, range.
+"""Checks before an operator takes an address or computes: dtype, shape, device, order in memory, range.
 
-Every implementation of an operator refuses the same inputs with the same error. What only one of them cannot do, a
-dtype that C++ does not have, it refuses by itself.
+Every implementation of an operator refuses the same inputs with the same error. An implementation refuses by itself
+what only it cannot do, for example a dtype that C++ does not have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from kernels.cpp import KINDS
 from kernels.layout import WORD, TreeLayout
 
 
@@ -45,29 +46,32 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def within(name: str, slots: Tensor, size: int) -> None:
-    """Raises ValueError unless slots lie in the cache; reads them, which on a GPU would wait for it."""
-    bad = next((slot for slot in slots.flatten().tolist() if not 0 <= slot < size), None)
+def native(x: Tensor, *dtypes: torch.dtype) -> None:
+    """Raises ValueError for a dtype (by default: all but those of `KINDS`) or a device that C++ does not have."""
+    if x.dtype in (dtypes or KINDS) and x.is_cpu:
+        return
+    *others, last = map(_short, dtypes or KINDS)
+    wanted = f"{', '.join(others)} or {last}" if others else last
+    raise ValueError(f"impl 'cpp': expected {wanted} on a CPU, got {x.dtype} on {x.device}")
+
+
+def within(name: str, numbers: Iterable[int], end: int, what: str = "slots") -> None:
+    """Raises ValueError unless numbers are from 0 to end - 1."""
+    bad = next((number for number in numbers if not 0 <= number < end), None)
     if bad is not None:
-        raise ValueError(f"{name}: expected slots from 0 to {size - 1}, got {bad}")
+        raise ValueError(f"{name}: expected {what} from 0 to {end - 1}, got {bad}")
 
 
-def cache(k_GSD: Tensor, v_GSD: Tensor) -> None:
-    """Raises ValueError unless keys and values are one layer's cache: alike, contiguous, with room for something."""
-    if k_GSD.dim() != 3 or not k_GSD.numel():
-        raise ValueError(f"k_GSD: expected [heads, slots, head size], none of them 0, got {list(k_GSD.shape)}")
-    expect("k_GSD", k_GSD, k_GSD.dtype, k_GSD.shape, k_GSD.device)
-    expect("v_GSD", v_GSD, k_GSD.dtype, k_GSD.shape, k_GSD.device)
+AXES = {"L": "layers", "G": "heads", "S": "slots", "D": "head size"}
 
 
-def caches(k_LGSD: Tensor, v_LGSD: Tensor) -> None:
-    """As `cache`, for all layers."""
-    if k_LGSD.dim() != 4 or not k_LGSD.numel():
-        raise ValueError(
-            f"k_LGSD: expected [layers, heads, slots, head size], none of them 0, got {list(k_LGSD.shape)}"
-        )
-    expect("k_LGSD", k_LGSD, k_LGSD.dtype, k_LGSD.shape, k_LGSD.device)
-    expect("v_LGSD", v_LGSD, k_LGSD.dtype, k_LGSD.shape, k_LGSD.device)
+def cache(k: Tensor, v: Tensor, axes: str = "GSD") -> None:
+    """Raises ValueError unless keys and values are a cache, by default of one layer: alike, contiguous, not empty."""
+    if k.dim() != len(axes) or not k.numel():
+        shape = ", ".join(AXES[axis] for axis in axes)
+        raise ValueError(f"k_{axes}: expected [{shape}], none of them 0, got {list(k.shape)}")
+    expect(f"k_{axes}", k, k.dtype, k.shape, k.device)
+    expect(f"v_{axes}", v, k.dtype, k.shape, k.device)
 
 
 def copies(source: Sequence[int], target: Sequence[int], size: int) -> None:
@@ -147,8 +151,8 @@ def ranges(layout: TreeLayout, slots: int) -> None:
             raise ValueError(f"trunk_seen_T: expected at most the trunk of tree {r}, {length} tokens, got {most}")
         if any(not 0 <= number < slots // page for number in table[: -(-most // page)]):
             raise ValueError(f"trunk_pages_RP: expected pages below {slots // page} of tree {r}, got {table}")
-    within("branch_slots_RW", layout.branch_slots_RW, slots)
-    within("write_slots_T", layout.write_slots_T, slots)
+    within("branch_slots_RW", layout.branch_slots_RW.flatten().tolist(), slots)
+    within("write_slots_T", layout.write_slots_T.tolist(), slots)
 
 
 def fits(layout: TreeLayout, slots: int, device: torch.device) -> None:

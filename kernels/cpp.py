@@ -1,7 +1,7 @@
 """The C++ kernels of this package: built for this machine when first needed, kept on disk, called through ctypes.
 
-Where a library comes from, in this order: the folder that COPPICE_KERNELS names, `kernels/prebuilt` in an installed
-package, the user's cache folder, where it is built if it is not there. `docs/kernels.md` has the whole story.
+A library is taken from the folder that COPPICE_KERNELS names, else from `kernels/prebuilt` in an installed package,
+else from the user's cache folder, where it is built if it is absent. See `docs/kernels.md`.
 """
 
 import ctypes
@@ -29,16 +29,15 @@ __all__ = ["FLAGS", "KINDS", "BuildError", "compiler", "function", "library", "o
 SOURCES = sorted(Path(__file__).parent.glob("*/*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-fPIC", "-Werror=missing-declarations")
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # what they compute in, see `with_type`
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the element types of C++, see `with_type`
 VARIABLE = "COPPICE_KERNELS"
 PREBUILT = Path(__file__).parent / "prebuilt"
 FORMAT = 1  # of the files that a library consists of
-
 OPERATORS = operators.parse(Path(__file__).with_name("operators.h").read_text("utf-8"))
 
 
-class Place(NamedTuple):
-    """Where a library lies, or will once it is built."""
+class LibraryFile(NamedTuple):
+    """A library on disk, or the one that will be built."""
 
     folder: Path
     name: str  # without .so
@@ -72,7 +71,7 @@ def library() -> ctypes.CDLL:
     Their threads are those of torch's own OpenMP runtime, which is loaded already.
 
     Raises:
-        BuildError: they are switched off, there is no compiler or it fails, there is no place to write to, or what is
+        BuildError: they are switched off, there is no compiler or it fails, the cache cannot be written to, or what is
             there cannot be trusted or does not run here.
     """
     loaded = _load()
@@ -84,23 +83,23 @@ def library() -> ctypes.CDLL:
 @lru_cache(maxsize=1)
 def _load() -> ctypes.CDLL | BuildError:
     try:
-        place = find()
+        chosen = find()
         try:
-            loaded = _open(place)
+            loaded = _open(chosen)
         except BuildError as error:
-            if not place.trusted:
+            if not chosen.trusted:
                 raise
-            _say(f"{error}; kernels are built instead")
-            place = _kept()
-            loaded = _open(place)
-        return loaded if loaded is not None else _build_once(place)
+            _report(f"{error}; kernels are built instead")
+            chosen = _kept()
+            loaded = _open(chosen)
+        return loaded if loaded is not None else _build_once(chosen)
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         return BuildError(str(error))
     except BuildError as error:
         return error
 
 
-def find() -> Place:
+def find() -> LibraryFile:
     """Returns the library to load; nothing is built or loaded.
 
     Raises:
@@ -111,28 +110,28 @@ def find() -> Place:
         raise BuildError(f"{VARIABLE}=off")
     if named := os.environ.get(VARIABLE):
         folder = files.private(Path(named))
-        place, refused = _best(folder)
-        if place is None:
+        chosen, refused = _best(folder)
+        if chosen is None:
             raise BuildError(
                 f"{VARIABLE}={named} has no kernels for this machine: {'; '.join(refused) or 'it has none at all'}; "
                 f"build some: python -m kernels.build --output '{named}'"
             )
-        return place
+        return chosen
     if PREBUILT.is_dir():
-        place, _ = _best(PREBUILT, trusted=True)
-        if place is not None:
-            return place
+        chosen, _ = _best(PREBUILT, trusted=True)
+        if chosen is not None:
+            return chosen
     return _kept()
 
 
-def _kept() -> Place:
-    """What this machine builds for itself and keeps in the user's cache folder."""
+def _kept() -> LibraryFile:
+    """The library that this machine builds for itself, in the user's cache folder."""
     folder = files.private(cache_folder() / "kernels", make=True)
     name = hashlib.sha256(repr((sources(), NATIVE.flags, processor.identity())).encode()).hexdigest()[:32]
-    return Place(folder, name, NATIVE, files.facts(folder, name))
+    return LibraryFile(folder, name, NATIVE, files.facts(folder, name))
 
 
-def _best(folder: Path, *, trusted: bool = False) -> tuple[Place | None, list[str]]:
+def _best(folder: Path, *, trusted: bool = False) -> tuple[LibraryFile | None, list[str]]:
     """The best library of a folder of `kernels.build` that runs here, and why others do not."""
     refused = []
     for target in TARGETS.values():
@@ -142,7 +141,7 @@ def _best(folder: Path, *, trusted: bool = False) -> tuple[Place | None, list[st
         if reason := _why_not(target, facts):
             refused.append(f"{target.name}: {reason}")
         else:
-            return Place(folder, target.name, target, facts, trusted), refused
+            return LibraryFile(folder, target.name, target, facts, trusted), refused
     return None, refused
 
 
@@ -171,20 +170,20 @@ def sources() -> str:
     return _sources(FLAGS)
 
 
-def _open(place: Place) -> ctypes.CDLL | None:
+def _open(chosen: LibraryFile) -> ctypes.CDLL | None:
     """Loads a library; None if it has to be built, or built again.
 
     Raises:
         BuildError: it was built ahead and is damaged, or it cannot be trusted.
     """
-    descriptor = files.verified(place.folder, place.name, place.facts, trusted=place.trusted)
-    kept = place.target is NATIVE and place.name != NATIVE.name
+    descriptor = files.verified(chosen.folder, chosen.name, chosen.facts, trusted=chosen.trusted)
+    kept = chosen.target is NATIVE and chosen.name != NATIVE.name
     if descriptor is None:
         if kept:
             return None
-        raise BuildError(f"{place.path} is not what was built: its size or digest is not that of its .json file")
+        raise BuildError(f"{chosen.path} is not what was built: its size or digest is not that of its .json file")
     try:
-        return _dlopen(descriptor, place.path)
+        return _dlopen(descriptor, chosen.path)
     except BuildError:
         if kept:  # from a machine with a newer C library, say
             return None
@@ -207,18 +206,18 @@ def _dlopen(descriptor: int, path: Path) -> ctypes.CDLL:
     return found
 
 
-def _build_once(place: Place) -> ctypes.CDLL:
+def _build_once(chosen: LibraryFile) -> ctypes.CDLL:
     """Builds what the cache lacks, unless another process did meanwhile, and loads it."""
-    with files.lock(place.folder):
-        place = place._replace(facts=files.facts(place.folder, place.name))
-        loaded = _open(place)
+    with files.locked(chosen.folder):
+        chosen = chosen._replace(facts=files.facts(chosen.folder, chosen.name))
+        loaded = _open(chosen)
         if loaded is not None:
             return loaded
-        build(place.folder, place.name, NATIVE, announce="for this machine, once (up to a minute)")
-        place = place._replace(facts=files.facts(place.folder, place.name))
-        loaded = _open(place)
+        build(chosen.folder, chosen.name, NATIVE, announce="for this machine, once (up to a minute)")
+        chosen = chosen._replace(facts=files.facts(chosen.folder, chosen.name))
+        loaded = _open(chosen)
     if loaded is None:
-        raise BuildError(f"{place.path} does not hold what was written to it: is the disk full or failing?")
+        raise BuildError(f"{chosen.path} does not hold what was written to it: is the disk full or failing?")
     return loaded
 
 
@@ -226,7 +225,7 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
     """Compiles the kernels and keeps them in a folder, with the facts by which they are verified and chosen.
 
     Args:
-        announce: what stderr says after "building the C++ kernels", before and after.
+        announce: text on stderr after "building the C++ kernels" and "built the C++ kernels".
 
     Raises:
         BuildError: no compiler, one that fails or builds for other machines, or a library that does not load here
@@ -243,8 +242,8 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
             f"{target.name}: {command} builds for {triple}; name a compiler for {target.machine} by CXX, "
             f"for example CXX={target.machine}-linux-gnu-g++"
         )
-    said, start = f"the C++ kernels {announce}", time.monotonic()
-    _say(f"building {said} ...")
+    what, start = f"the C++ kernels {announce}", time.monotonic()
+    _report(f"building {what} ...")
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as work:
         table = Path(work) / "structures.cpp"
         table.write_text(OPERATORS.table(), "utf-8")
@@ -267,10 +266,10 @@ def build(folder: Path, name: str, target: Target, *, announce: str) -> None:
         if target is NATIVE:
             facts["processor"] = list(processor.identity())
         files.save(folder, name, built, facts)
-    _say(f"built {said} in {time.monotonic() - start:.0f} s")
+    _report(f"built {what} in {time.monotonic() - start:.0f} s")
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     if sys.stderr is not None:
         print(f"coppice: {text}", file=sys.stderr, flush=True)
 
@@ -278,8 +277,8 @@ def _say(text: str) -> None:
 def _run(command: Sequence[str | Path]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        raise BuildError(f"{command[0]} failed: {next((line for line in said if 'error' in line), said[0])}")
+        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise BuildError(f"{command[0]} failed: {next((line for line in lines if 'error' in line), lines[0])}")
     return done.stdout
 
 
@@ -290,7 +289,7 @@ def why_not() -> str | None:
 
 
 def watched() -> bool:
-    """Whether a compiler or a profiler looks on: then calls go by torch's dispatcher, where both see operators."""
+    """Whether a compiler or a profiler is active: it sees calls that go through torch's dispatcher only."""
     return torch.compiler.is_compiling() or torch.autograd.profiler._is_profiler_enabled
 
 
@@ -300,7 +299,7 @@ def function(name: str, *, brief: bool = False) -> Callable[..., Any]:
 
     Args:
         name: of a function in operators.h, without "coppice_".
-        brief: other Python threads wait meanwhile; for what takes microseconds, or has a state that they may share.
+        brief: the call keeps the interpreter lock; for calls of microseconds, or with a state that threads share.
 
     Raises:
         BuildError: there are no kernels.

@@ -1,4 +1,4 @@
-"""Files of native code: written whole, verified before they are loaded, refused where other users could have written.
+"""Locks, and files of native code: written whole, verified before they are loaded, refused if others could write them.
 
 Beside `NAME.so` lies `NAME.json`: the size and SHA-256 digest of the library, and what it was built from and for.
 """
@@ -7,15 +7,17 @@ import fcntl
 import grp
 import hashlib
 import json
+import math
 import os
 import pwd
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-LARGEST_FACTS = 1 << 16  # bytes of a JSON file
+MAX_FACTS = 1 << 16  # bytes of a JSON file
 
 
 class BuildError(Exception):
@@ -88,16 +90,48 @@ def _alone_in(group: int) -> bool:
     return others <= {own}
 
 
-@contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Other processes that ask for the same lock wait meanwhile; file systems without locks do not hold them up."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def lock(file: int | BinaryIO) -> bool:
+    """Takes the exclusive lock of an open file or folder, until it is closed; no lock file is needed.
+
+    Returns:
+        Whether it is locked: False if the file system has no locks.
+
+    Raises:
+        BlockingIOError: another process, or another open file of this one, holds the lock.
+    """
     try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def locked(folder: Path, seconds: float = math.inf) -> Iterator[None]:
+    """Holds the lock of a folder while a file in it is read, changed and replaced (a replaced file loses its own lock).
+
+    Without locks in the file system, the block runs unlocked.
+
+    Raises:
+        BlockingIOError: another program has held the lock for all these seconds.
+        OSError: the folder cannot be opened.
+    """
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                lock(number)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
         yield
     finally:
-        os.close(descriptor)
+        os.close(number)
 
 
 def save(folder: Path, name: str, built: Path, facts: dict[str, Any]) -> None:
@@ -109,14 +143,14 @@ def save(folder: Path, name: str, built: Path, facts: dict[str, Any]) -> None:
     """
     content = built.read_bytes()
     facts = facts | {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    told = built.with_suffix(".json")
-    told.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
-    for path in (built, told):
+    described = built.with_suffix(".json")
+    described.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+    for path in (built, described):
         path.chmod(0o644)
         _sync(path)
     _sync(built.parent)
     built.replace(folder / f"{name}.so")
-    told.replace(folder / f"{name}.json")
+    described.replace(folder / f"{name}.json")
     _sync(folder)
 
 
@@ -144,7 +178,7 @@ def facts(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any] |
     if descriptor is None:
         return None
     with open(descriptor, "rb") as file:
-        content = file.read(LARGEST_FACTS)
+        content = file.read(MAX_FACTS)
     try:
         found = json.loads(content)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: whether they are interpreted, and on what."""
+"""Shared by the Triton kernels: whether they are interpreted, and the properties of the GPU."""
 
 import functools
 from dataclasses import dataclass

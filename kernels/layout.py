@@ -24,7 +24,7 @@ WORD = 32
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """What attention and KV writes must know of a pass. Built by the engine, opened by kernels only."""
+    """The trees of a pass, for attention and KV writes. Built by the engine, opened by kernels only."""
 
     positions_T: Tensor  # int64, trunk length + depth: never a slot's place in memory
     write_slots_T: Tensor  # int64, the slot that takes each token's key and value
@@ -48,7 +48,7 @@ class TreeLayout:
 
     @property
     def seen(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What says which tokens see what and where it lies, as operators of tensors alone take it."""
+        """The tensors that define which tokens see what, as arguments of operators that take tensors only."""
         trunk = self.positions_T, self.token_starts, self.trunk_seen_T, self.trunk_runs
         return (*trunk, self.branch_slots_RW, self.branch_positions_RW, self.ancestry_TC)
 

@@ -1,7 +1,7 @@
-// Every function and structure that crosses the border between Python and C++: included by all native.cpp, so that the
-// compiler compares, and read by operators.py, which derives the ctypes side from it. So its form is strict: after the
-// line `extern "C" {` nothing but structures of plain fields and prototypes of functions, types from `int64_t`, `float`,
-// `double`, earlier structures and pointers, one declaration per semicolon, `//` comments only.
+// Every function and structure that crosses the border between Python and C++. All native.cpp include it, so that the
+// compiler compares, and operators.py derives the ctypes side from it. So its form is strict: after `extern "C" {` only
+// structures of plain fields and prototypes, types from `int64_t`, `float`, `double`, earlier structures and pointers,
+// and `//` comments.
 //
 // `kind` numbers element types (KINDS in cpp.py, `with_type` in vectors.h); strides count elements unless bytes are
 // mentioned; `threads` is the most that an operator uses. Shape legend: layout.py.
@@ -19,6 +19,10 @@ void coppice_rms_norm(int64_t kind, int64_t threads, const void* x, const void* 
 
 void coppice_layer_norm(int64_t kind, int64_t threads, const void* x, const void* weight, const void* bias, void* out,
                         int64_t rows, int64_t width, float eps);
+
+// Norms of heads, in place: x [tokens, heads, head_dim], `token_stride` apart. Without a bias RMSNorms.
+void coppice_head_norm(int64_t kind, int64_t threads, void* x, const void* weight, const void* bias, int64_t tokens,
+                       int64_t heads, int64_t head_dim, int64_t token_stride, float eps);
 
 // x [tokens, heads, head_dim] with strides of its own, cos and sin [tokens, dims]; heads of out are contiguous. It may
 // be x.
@@ -105,8 +109,9 @@ void coppice_tree_attention(const Attention* attention, const void* q, const voi
 
 // --- stack ---
 
-// A packed matrix; `sums` and `scale` are those of an int8 matrix.
+// A packed matrix. `product` counts the names in stack/__init__.py's PRODUCTS; `sums` and `scale` are those of int8.
 struct Matrix {
+    int64_t product;
     const void* packed;
     const void* bias;
     const int32_t* sums;
@@ -114,16 +119,26 @@ struct Matrix {
     int64_t outs;
 };
 
-// A LayerNorm, or, without a bias, an RMSNorm.
+// A LayerNorm, or, without a bias, an RMSNorm, or, without a weight, nothing.
 struct Norm {
     const void* weight;
     const void* bias;
 };
 
-// Without `mlp_norm` the MLP reads what attention reads, and not its sum.
+// Cosines and sines [tokens, dims].
+struct Angles {
+    const void* cos;
+    const void* sin;
+    int64_t dims;
+};
+
+// `order` counts the names in stack/__init__.py's ORDERS; a negative window: none; `table` is the number of the angles
+// that queries and keys are rotated by, negative: they are not.
 struct Layer {
-    Norm attention_norm, mlp_norm;
+    int64_t order, window, table;
+    Norm attention_norm, mlp_norm, q_norm, k_norm;
     Matrix qkv, out, up, down;
+    float scale;
 };
 
 struct Stack {
@@ -133,9 +148,8 @@ struct Stack {
     float eps;
 };
 
-// x [T, E] is changed, out [T, E] takes it through the last norm. `attention` is that of every layer, whose queries will
-// lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D]. Without cos nothing is rotated.
-void coppice_stack(const Stack* stack, const Attention* attention, int64_t threads, void* x, const void* cos,
-                   const void* sin, char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out,
-                   int64_t tokens, int64_t slots, int64_t rotary_dims);
+// x [T, E] is changed, out [T, E] takes it through the last norm. `attention` is that of every layer but for window and
+// scale; its queries will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D].
+void coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t threads, void* x,
+                   char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out, int64_t tokens, int64_t slots);
 }

@@ -84,7 +84,7 @@ inline void store(Floats x, BFloat16* to, int count = LANES) {
     write(__builtin_convertvector((Ints)rounded(x) >> 16, Shorts), to, count);
 }
 
-// Dot products, a 32-bit word of elements at a time: what a vector of words and a word that meets them all add to sums.
+// Primitives of dot products, on 32-bit words of elements: add(sum, words, x) is sum + words * x, x in all lanes.
 struct Float32 {
     typedef Floats Sum;
     static Sum add(Sum sum, Ints words, int32_t x) {
@@ -112,7 +112,7 @@ struct FourInt8 {  // unsigned in x, signed in the vector
 };
 #endif
 
-constexpr int64_t SPAN = 128;  // elements of a row of which the largest is its peak, as in rows/reference.py
+constexpr int64_t SPAN = 128;  // elements of a row of which the largest is its peak, as in rows/checks.py
 
 // A bit for each lane of a comparison that holds.
 inline uint32_t bits_of(Ints truth) {
@@ -189,7 +189,7 @@ inline double mass_of(const T* x, int64_t width, float top, float scale) {
     return mass;
 }
 
-// No more than the k-th largest of some numbers, and hardly less: it is one of the larger ones of pairs. There are k.
+// A close lower bound of the k-th largest of k or more numbers: it is the k-th largest of the maxima of pairs.
 template <typename T>
 inline T about_largest(std::vector<T>& x, int64_t k) {
     int64_t n = x.size();
@@ -200,7 +200,7 @@ inline T about_largest(std::vector<T>& x, int64_t k) {
     return x[k - 1];
 }
 
-// Calls f with a value of the element type that Python numbers so (KINDS in cpp.py).
+// Calls f with a value of the element type with this number (KINDS in cpp.py).
 template <typename F>
 inline void with_type(int64_t kind, F f) {
     if (kind == 0) f(float{});

@@ -9,15 +9,9 @@ from models.fields import Fields
 from models.rope import RopeConfig
 
 ACTIVATIONS = {  # to the names of `kernels.rows.activation`
-    "silu": "silu",
+    **{name: name for name in ("silu", "relu", "gelu", "quick_gelu", "tanh")},
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
     "swish": "silu",
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "tanh": "tanh",
 }
 HEAD, SCORE = "lm_head", "score"
 
@@ -168,9 +162,10 @@ class Names:
             add(layer + self.down, (c.width, c.mlp_width), c.mlp_bias)
         if c.final_norm and c.affine:
             add(self.norm, (c.width,), not c.rms)
-        head = (SCORE, 1, False) if c.scores else (HEAD, c.vocab_size, c.head_bias)
-        shapes[f"{head[0]}.weight"] = (head[1], embedding_width)
-        return shapes | ({f"{head[0]}.bias": (head[1],)} if head[2] else {})
+        if c.scores:
+            return shapes | {f"{SCORE}.weight": (1, embedding_width)}
+        bias = {f"{HEAD}.bias": (c.vocab_size,)} if c.head_bias else {}
+        return shapes | {f"{HEAD}.weight": (c.vocab_size, embedding_width)} | bias
 
     def norms(self, c: Config) -> dict[str, int]:
         """The norms of a layer, and the sizes of their vectors."""
@@ -221,22 +216,22 @@ def rotary(
     """
     width = fields.int("hidden_size")
     heads = fields.int("num_attention_heads", high=2**14)
-    kv_heads = fields.int("num_key_value_heads", default=kv_heads or heads, high=2**14)
-    if heads % kv_heads:
+    shared = fields.int("num_key_value_heads", default=kv_heads or heads, high=2**14)
+    if heads % shared:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
     if not head_dim and fields.config.get("head_dim") is None and width % heads:
         raise fields.error("hidden_size", f"a multiple of num_attention_heads {heads}")
-    head_dim = fields.int("head_dim", default=head_dim or width // heads, high=2**14)
-    if head_dim % 2 and "partial" not in rope:
+    size = fields.int("head_dim", default=head_dim or width // heads, high=2**14)
+    if size % 2 and "partial" not in rope:
         raise fields.error("head_dim", "an even number")
     max_positions = fields.int("max_position_embeddings", default=positions, high=2**31)
     return common(fields, activation="hidden_act", default=activation, tied=False) | {
         "width": width,
         "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
+        "kv_heads": shared,
+        "head_dim": size,
         "mlp_width": fields.int("intermediate_size"),
         "layers": fields.int("num_hidden_layers", high=2**14),
         "max_positions": max_positions,
-        "rope": RopeConfig.from_hf(fields, head_dim, max_positions, **rope),
+        "rope": RopeConfig.from_hf(fields, size, max_positions, **rope),
     }

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.layout import KVCache, TreeLayout
-from kernels.stack import Layer as StackLayer
 from kernels.stack import Stack
 from models.checkpoint import Checkpoint
 from models.config import HEAD, SCORE, Config, ModelShape, Names
 from models.fields import Fields
-from models.layers import Layer, Rope, load_norm
+from models.layers import Layer, Norm, Rope
 from models.rope import BUFFERS, RotaryEmbedding
 from models.weights import Weights
 
@@ -65,7 +64,7 @@ class Decoder(nn.Module):
         projected = names.project if c.embedding_width else (None, None)
         self.project_in, self.project_out = (weights.linear(name) if name else None for name in projected)
         self.layers = nn.ModuleList(Layer(c, names, weights, i) for i in range(c.layers))
-        self.norm = load_norm(c, weights, names.norm) if c.final_norm else None
+        self.norm = Norm(c, weights, names.norm) if c.final_norm else None
         self.head = weights.linear(SCORE) if c.scores else weights.linear(HEAD, bias=c.head_bias)
         self.stack = self._stack()
 
@@ -88,7 +87,7 @@ class Decoder(nn.Module):
             x_TE = x_TE + F.embedding(positions_T + self.names.offset, self.positions_PE)
         rope: Rope = None if self.rotary is None else self.rotary.cos_sin(positions_T, spans_T, x_TE.dtype)
         if self.stack is not None and self.stack.takes(x_TE, layout):
-            return self.stack(x_TE, rope, cache, layout)
+            return self.stack(x_TE, () if rope is None else (rope,), cache, layout)
         for i, layer in enumerate(self.layers):
             x_TE = layer(x_TE, rope, cache.k_LGSD[i], cache.v_LGSD[i], layout)
         return x_TE if self.norm is None else self.norm(x_TE, layout.impl)
@@ -99,24 +98,20 @@ class Decoder(nn.Module):
 
     def _stack(self) -> Stack | None:
         c, layers = self.config, []
-        uniform = len({*c.windows}) < 2 and len({*c.scales}) < 2
-        if (c.gated and c.activation != "silu") or c.order == "after" or c.head_norms or not uniform or not self.norm:
+        if c.gated and c.activation != "silu":
             return None
         for layer in self.layers:
-            parts = (layer.attention.qkv, layer.attention.out, layer.mlp.up, layer.mlp.down)
-            matrices = [part.matrix for part in parts]
-            if None in matrices:
+            assert isinstance(layer, Layer)
+            described = layer.described(None if c.rope is None else 0)
+            if described is None:
                 return None
-            norms = (norm and norm.vectors for norm in (layer.attention_norm, layer.mlp_norm))
-            layers.append(StackLayer(*norms, *matrices))
+            layers.append(described)
         return Stack(
             layers,
-            self.norm.vectors,
+            self.norm and self.norm.vectors,
             activation=None if c.gated else c.activation,
             heads=c.heads,
             kv_heads=c.kv_heads,
             head_dim=c.head_dim,
             eps=c.norm_eps,
-            scale=c.scale(0),
-            window=c.window(0),
         )

@@ -5,15 +5,13 @@ import errno
 import os
 import secrets
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-try:
-    import fcntl
-except ImportError:  # not a Unix system
-    fcntl = None
+from kernels.files import lock, locked
+
+__all__ = ["lock", "locked", "open_regular", "read_regular", "replacing"]
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -47,51 +45,6 @@ def _check_regular(mode: int, path: str | Path) -> None:
         raise IsADirectoryError(errno.EISDIR, f"{os.strerror(errno.EISDIR)}, not a regular file", str(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-
-
-def lock(file: int | BinaryIO) -> bool:
-    """Takes the exclusive lock of an open file or folder, until it is closed; no lock file is needed.
-
-    Returns:
-        Whether it is locked: False if the file system or the platform has no such locks.
-
-    Raises:
-        BlockingIOError: another process, or another open file of this one, holds the lock.
-    """
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def locked(folder: Path, seconds: float) -> Iterator[None]:
-    """Holds the lock of a folder, for a file in it that is read, changed and replaced: of its own lock, a replaced file
-    takes leave. Where there are no locks, the block runs without.
-
-    Raises:
-        BlockingIOError: another program has held the lock for all these seconds.
-        OSError: the folder cannot be opened.
-    """
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                lock(number)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.02)
-        yield
-    finally:
-        os.close(number)
 
 
 @contextlib.contextmanager

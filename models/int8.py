@@ -73,7 +73,9 @@ class Int8Linear(nn.Module):
     @property
     def matrix(self) -> Matrix | None:
         """For a stack, which has our own products only."""
-        return Matrix(self.address, len(self.scale_O), self.bias, self.sum_O, self.scale_O) if self.address else None
+        if not self.address:
+            return None
+        return Matrix(self.address, len(self.scale_O), self.bias, self.sum_O, self.scale_O, "int8_linear")
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""

@@ -7,10 +7,10 @@ the rotated dims), S cache slots.
 import torch
 from torch import Tensor, nn
 
+from kernels import stack
 from kernels.kv_write import kv_write
 from kernels.layout import TreeLayout
 from kernels.rows import activation, layer_norm, rms_norm, rotary, silu_mul
-from kernels.stack import Norm
 from kernels.tree_attention import tree_attention
 from models.config import Config, Names
 from models.weights import Weights
@@ -18,48 +18,36 @@ from models.weights import Weights
 Rope = tuple[Tensor, Tensor] | None  # cos_TD and sin_TD; None: nothing is rotated
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight; float32 inside, whatever the dtype (Zhang and Sennrich, 2019)."""
+class Norm(nn.Module):
+    """An RMSNorm, x / rms(x) * weight (Zhang and Sennrich, 2019), or, with a bias, a LayerNorm, (x - mean(x)) / std(x)
+    * weight + bias (Ba et al., 2016); float32 inside, whatever the dtype.
 
-    def __init__(self, weight: Tensor, eps: float):
+    Args:
+        c, weights: of the model.
+        name: of its vectors; a norm that is not `affine` has ones and zeros for them.
+    """
+
+    def __init__(self, c: Config, weights: Weights, name: str):
         super().__init__()
-        self.weight, self.eps = weight, eps
+        self.eps = c.norm_eps
+        self.bias: Tensor | None = None
+        if c.affine:
+            self.weight = weights.vector(f"{name}.weight")
+            self.bias = None if c.rms else weights.vector(f"{name}.bias")
+        else:
+            self.weight = torch.ones(c.width, dtype=weights.dtype, device=weights.device)
+            self.bias = torch.zeros_like(self.weight)
 
     @property
-    def vectors(self) -> Norm:
+    def vectors(self) -> stack.Norm:
         """For a stack."""
-        return Norm(self.weight)
+        return stack.Norm(self.weight, self.bias)
 
     def forward(self, x: Tensor, impl: str) -> Tensor:
         """[..., E] -> the same; `impl` is the pass's."""
-        return rms_norm(x, self.weight, self.eps, impl=impl)
-
-
-class LayerNorm(nn.Module):
-    """(x - mean(x)) / std(x) * weight + bias; float32 inside, whatever the dtype (Ba et al., 2016)."""
-
-    def __init__(self, weight: Tensor, bias: Tensor, eps: float):
-        super().__init__()
-        self.weight, self.bias, self.eps = weight, bias, eps
-
-    @property
-    def vectors(self) -> Norm:
-        """For a stack."""
-        return Norm(self.weight, self.bias)
-
-    def forward(self, x: Tensor, impl: str) -> Tensor:
-        """[..., E] -> the same; `impl` is the pass's."""
+        if self.bias is None:
+            return rms_norm(x, self.weight, self.eps, impl=impl)
         return layer_norm(x, self.weight, self.bias, self.eps, impl=impl)
-
-
-def load_norm(c: Config, weights: Weights, name: str) -> RMSNorm | LayerNorm:
-    """The norm of a configuration with the vectors of a name."""
-    if c.rms:
-        return RMSNorm(weights.vector(f"{name}.weight"), c.norm_eps)
-    if c.affine:
-        return LayerNorm(weights.vector(f"{name}.weight"), weights.vector(f"{name}.bias"), c.norm_eps)
-    one_E = torch.ones(c.width, dtype=weights.dtype, device=weights.device)
-    return LayerNorm(one_E, torch.zeros_like(one_E), c.norm_eps)
 
 
 class Attention(nn.Module):
@@ -70,8 +58,8 @@ class Attention(nn.Module):
         layer, options = names.layer.format(index), {"bias": c.attention_bias, "transposed": names.transposed}
         self.qkv = weights.linear(*(layer + name for name in names.qkv), **options)
         self.out = weights.linear(layer + names.out, **options)
-        self.q_norm = load_norm(c, weights, layer + names.q_norm) if c.head_norms else None
-        self.k_norm = load_norm(c, weights, layer + names.k_norm) if c.head_norms else None
+        self.q_norm = Norm(c, weights, layer + names.q_norm) if c.head_norms else None
+        self.k_norm = Norm(c, weights, layer + names.k_norm) if c.head_norms else None
         self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
         self.scale, self.window = c.scale(index), c.window(index)
 
@@ -119,17 +107,41 @@ class Layer(nn.Module):
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()
         layer, self.order = names.layer.format(index), c.order
-        self.attention_norm = load_norm(c, weights, layer + names.attention_norm)
-        self.mlp_norm = load_norm(c, weights, layer + names.mlp_norm) if c.order != "parallel" else None
+        self.attention_norm = Norm(c, weights, layer + names.attention_norm)
+        self.mlp_norm = Norm(c, weights, layer + names.mlp_norm) if c.order != "parallel" else None
         self.attention, self.mlp = Attention(c, names, weights, index), MLP(c, names, weights, index)
 
+    def described(self, table: int | None) -> stack.Layer | None:
+        """For a stack, whose angles of number `table` rotate queries and keys; None: it has no product of a matrix."""
+        attention, mlp = self.attention, self.mlp
+        norms = (self.attention_norm, self.mlp_norm, attention.q_norm, attention.k_norm)
+        attention_norm, mlp_norm, q_norm, k_norm = (norm and norm.vectors for norm in norms)
+        qkv, out, up, down = (part.matrix for part in (attention.qkv, attention.out, mlp.up, mlp.down))
+        if attention_norm is None or qkv is None or out is None or up is None or down is None:
+            return None
+        return stack.Layer(
+            attention_norm=attention_norm,
+            mlp_norm=mlp_norm,
+            qkv=qkv,
+            out=out,
+            up=up,
+            down=down,
+            scale=attention.scale,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            order=self.order,
+            window=attention.window,
+            table=table,
+        )
+
     def forward(self, x_TE: Tensor, rope: Rope, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> Tensor:
-        impl, cache = layout.impl, (k_GSD, v_GSD, layout)
+        # Not the modules' calls, which take microseconds per layer.
+        attend, feed, cache, impl = self.attention.forward, self.mlp.forward, (k_GSD, v_GSD, layout), layout.impl
         if self.mlp_norm is None:
             normed_TE = self.attention_norm(x_TE, impl)
-            return self.attention(normed_TE, rope, *cache) + self.mlp(normed_TE, impl) + x_TE
+            return attend(normed_TE, rope, *cache) + feed(normed_TE, impl) + x_TE
         if self.order == "after":
-            x_TE = self.attention_norm(x_TE + self.attention(x_TE, rope, *cache), impl)
-            return self.mlp_norm(x_TE + self.mlp(x_TE, impl), impl)
-        x_TE = x_TE + self.attention(self.attention_norm(x_TE, impl), rope, *cache)
-        return x_TE + self.mlp(self.mlp_norm(x_TE, impl), impl)
+            x_TE = self.attention_norm(x_TE + attend(x_TE, rope, *cache), impl)
+            return self.mlp_norm(x_TE + feed(x_TE, impl), impl)
+        x_TE = x_TE + attend(self.attention_norm(x_TE, impl), rope, *cache)
+        return x_TE + feed(self.mlp_norm(x_TE, impl), impl)

@@ -69,15 +69,8 @@ class RopeConfig:
         spelling = "rope_type" if rope.str("rope_type", None) is not None else "type"
         kind = kinds[rope.choice(spelling, kinds, "default")]
 
-        def inherited(field: str) -> Fields:
-            return rope if rope.config.get(field) is not None else fields
-
-        theta = inherited("rope_theta").float("rope_theta", 10000.0, low=1.0, high=1e15)
-        share_fields = inherited("partial_rotary_factor")
-        share = share_fields.float("partial_rotary_factor", partial or 1.0, low=0.0, high=1.0)
-        if partial is None and share != 1.0:
-            raise share_fields.error("partial_rotary_factor", "1: this family rotates whole heads")
-        dims = int(head_dim * share)
+        theta = _holder(rope, fields, "rope_theta").float("rope_theta", 10000.0, low=1.0, high=1e15)
+        dims = int(head_dim * _read_share(_holder(rope, fields, "partial_rotary_factor"), partial))
         if dims % 2 or dims < (4 if kind == "dynamic" else 2):
             raise CheckpointError(f"head_dim: {dims} of {head_dim} dims cannot be rotated in pairs", where=fields.file)
         base: dict[str, Any] = {"head_dim": dims, "kind": kind, "theta": theta, "original_length": max_positions}
@@ -88,50 +81,14 @@ class RopeConfig:
 
         # A top-level original length is Phi's habit, and wins.
         top = fields.int("original_max_position_embeddings", original)
-        length = top or rope.int("original_max_position_embeddings", max_positions)
-        base["original_length"] = length
+        base["original_length"] = length = top or rope.int("original_max_position_embeddings", max_positions)
         if kind == "llama3":
-            low = rope.float("low_freq_factor", low=1e-6, high=1e6)
-            high = rope.float("high_freq_factor", low=1e-6, high=1e6)
-            if high <= low:
-                raise rope.error("high_freq_factor", f"more than low_freq_factor ({low:g})")
-            factor = rope.float("factor", low=1e-3, high=1e6)
-            return RopeConfig(**base, factor=factor, low_freq_factor=low, high_freq_factor=high)
-
-        factor = rope.float("factor", max_positions / length, low=1e-3, high=1e6)
-        if kind == "longrope":
-            for name in ("short_mscale", "long_mscale"):
-                if rope.config.get(name) is not None:
-                    raise rope.error(name, "nothing: scaling by length is not supported")
-            if factor > 1 and length == 1:
-                raise CheckpointError(
-                    "original_max_position_embeddings: expected more than 1, got 1", where=fields.file
-                )
-            attention = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-            return RopeConfig(
-                **base,
-                factor=factor,
-                short_factor=_factors(rope, "short_factor", dims // 2),
-                long_factor=_factors(rope, "long_factor", dims // 2),
-                attention_factor=rope.float("attention_factor", attention),
-            )
-
-        if theta == 1.0:
+            return RopeConfig(**base, **_read_llama3(rope))
+        base["factor"] = rope.float("factor", max_positions / length, low=1e-3, high=1e6)
+        if kind == "yarn" and theta == 1.0:
             raise fields.error("rope_theta", "more than 1")
-        mscale, mscale_all = rope.float("mscale", 0.0), rope.float("mscale_all_dim", 0.0)
-        attention = _mscale(factor, 1.0)
-        if mscale and mscale_all:
-            attention = _mscale(factor, mscale) / (_mscale(factor, mscale_all) or math.nan)
-            if not math.isfinite(attention):
-                raise rope.error("mscale_all_dim", "a value that does not cancel the scale")
-        return RopeConfig(
-            **base,
-            factor=factor,
-            beta_fast=rope.float("beta_fast", 0.0, low=0.0) or 32.0,  # 0 means the default, as in transformers
-            beta_slow=rope.float("beta_slow", 0.0, low=0.0) or 1.0,
-            truncate=rope.bool("truncate", True),
-            attention_factor=rope.float("attention_factor", attention),
-        )
+        read = _read_longrope if kind == "longrope" else _read_yarn
+        return RopeConfig(**base, **read(rope, base))
 
     def reach(self, max_positions: int) -> int:
         """The longest sequence that the stretching was made for; `max_positions` as given to `from_hf`."""
@@ -148,6 +105,57 @@ class RopeConfig:
     def switch_length(self) -> int | None:
         """Longer sequences are rotated differently from their first token on; None: there is no such length."""
         return self.original_length if self.kind == "longrope" else None
+
+
+def _holder(rope: Fields, fields: Fields, name: str) -> Fields:
+    """Where a field stands: in the dict, or at the top level."""
+    return rope if rope.config.get(name) is not None else fields
+
+
+def _read_share(holder: Fields, partial: float | None) -> float:
+    share = holder.float("partial_rotary_factor", partial or 1.0, low=0.0, high=1.0)
+    if partial is None and share != 1.0:
+        raise holder.error("partial_rotary_factor", "1: this family rotates whole heads")
+    return share
+
+
+def _read_llama3(rope: Fields) -> dict[str, Any]:
+    low = rope.float("low_freq_factor", low=1e-6, high=1e6)
+    high = rope.float("high_freq_factor", low=1e-6, high=1e6)
+    if high <= low:
+        raise rope.error("high_freq_factor", f"more than low_freq_factor ({low:g})")
+    factor = rope.float("factor", low=1e-3, high=1e6)
+    return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+
+
+def _read_longrope(rope: Fields, base: Mapping[str, Any]) -> dict[str, Any]:
+    factor, length, count = base["factor"], base["original_length"], base["head_dim"] // 2
+    for name in ("short_mscale", "long_mscale"):
+        if rope.config.get(name) is not None:
+            raise rope.error(name, "nothing: scaling by length is not supported")
+    if factor > 1 and length == 1:
+        raise CheckpointError("original_max_position_embeddings: expected more than 1, got 1", where=rope.file)
+    attention = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    return {
+        "short_factor": _factors(rope, "short_factor", count),
+        "long_factor": _factors(rope, "long_factor", count),
+        "attention_factor": rope.float("attention_factor", attention),
+    }
+
+
+def _read_yarn(rope: Fields, base: Mapping[str, Any]) -> dict[str, Any]:
+    mscale, mscale_all = rope.float("mscale", 0.0), rope.float("mscale_all_dim", 0.0)
+    attention = _mscale(base["factor"], 1.0)
+    if mscale and mscale_all:
+        attention = _mscale(base["factor"], mscale) / (_mscale(base["factor"], mscale_all) or math.nan)
+        if not math.isfinite(attention):
+            raise rope.error("mscale_all_dim", "a value that does not cancel the scale")
+    return {
+        "beta_fast": rope.float("beta_fast", 0.0, low=0.0) or 32.0,  # 0 means the default, as in transformers
+        "beta_slow": rope.float("beta_slow", 0.0, low=0.0) or 1.0,
+        "truncate": rope.bool("truncate", True),
+        "attention_factor": rope.float("attention_factor", attention),
+    }
 
 
 def _factors(rope: Fields, name: str, count: int) -> tuple[float, ...]:

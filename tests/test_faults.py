@@ -561,10 +561,12 @@ CALLS = [
     (Runner, "evaluate"),
     (Runner, "forward"),
     (Driver, "_begin"),
-    (Driver, "_place"),
+    (Driver, "_allocate"),
     (Driver, "_resume"),
-    (Driver, "_pass"),
-    (TokenTree, "place"),
+    (Driver, "_schedule"),
+    (Driver, "_run"),
+    (Driver, "_commit"),
+    (TokenTree, "allocate"),
     (TokenTree, "grow"),
     (TokenTree, "keep"),
 ]
@@ -611,7 +613,8 @@ def test_ctrl_c_at_any_line(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """The signal itself, at any line of the machine's bookkeeping."""
     draw, session, prompt = random.Random(2), Session(engine), [5 + i for i in range(12)]
     monkeypatch.setattr(engine.runner, "budget", 8)
-    places, interrupted = ("driver.py", "tree.py", "pool.py", "packing.py", "greedy.py", "sample.py", "trie.py"), 0
+    places = ("driver.py", "tree.py", "slots.py", "pool.py", "packing.py", "greedy.py", "sample.py", "trie.py")
+    interrupted = 0
 
     def trace(frame: Any, *_: Any) -> Any:
         return line if frame.f_code.co_filename.endswith(places) else None

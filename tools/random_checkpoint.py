@@ -1,4 +1,6 @@
-"""Random Llama checkpoints of any shape, in Hugging Face layout: `python -m tools.random_checkpoint --out DIR`.
+"""Random Llama or Qwen3 checkpoints of any shape, in Hugging Face layout.
+
+    python -m tools.random_checkpoint --out DIR
 
 The default is the 134M-parameter model of the benchmarks (12 layers, width 768, untied: 134,105,856 parameters, 536 MB
 in float32). Activations have unit scale and the logits a chosen one, so a random model's distributions are as peaked
@@ -25,10 +27,11 @@ import torch
 
 DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16"), "float16": (torch.float16, "F16")}
 UNK, BOS, EOS = 0, 1, 2
+HEAD_NORMS = {"llama": (), "qwen3": ("self_attn.q_norm", "self_attn.k_norm")}  # by family
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that a Llama `config.json` (either spelling) asks for, in file order."""
+    """Name -> shape of every tensor that a `config.json` (either spelling) asks for, in file order."""
     width, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head_dim = config.get("head_dim") or width // config["num_attention_heads"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
@@ -39,6 +42,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         shapes[prefix + "input_layernorm.weight"] = shapes[prefix + "post_attention_layernorm.weight"] = (width,)
+        for name in HEAD_NORMS[config.get("model_type", "llama")]:
+            shapes[f"{prefix}{name}.weight"] = (head_dim,)
         for name, shape in linears.items():
             shapes[f"{prefix}{name}.weight"] = shape
             if config["attention_bias" if name.startswith("self_attn") else "mlp_bias"]:
@@ -162,9 +167,10 @@ def make(
     scale: float = 1.0,
     attention_bias: bool = False,
     mlp_bias: bool = False,
+    family: str = "llama",
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write a random Llama checkpoint with its tokenizer into the folder `out`; equal arguments give equal bytes.
+    """Write a random checkpoint with its tokenizer into the folder `out`; equal arguments give equal bytes.
 
     rope: scaling parameters, written as they are: into `rope_parameters` (config_style "v5", as transformers 5
         writes it) or as `rope_scaling` ("v4"). None is plain RoPE.
@@ -178,9 +184,12 @@ def make(
         raise ValueError(f"expected an even head dim (rotary), got {head_dim or width // heads}")
     if dtype not in DTYPES or config_style not in ("v4", "v5"):
         raise ValueError(f"expected a dtype of {list(DTYPES)} and config style v4 or v5, got {dtype}, {config_style}")
+    if family not in HEAD_NORMS or (family == "qwen3" and mlp_bias):
+        raise ValueError(f"expected a family of {list(HEAD_NORMS)}, the second without --mlp-bias, got {family}")
+    head_dim = head_dim or (width // heads if family == "qwen3" else None)  # whose default is 128
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab, "hidden_size": width,
-        "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family, "vocab_size": vocab,
+        "hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, **({"head_dim": head_dim} if head_dim else {}), "hidden_act": "silu",
         "max_position_embeddings": max_positions, "rms_norm_eps": rms_eps, "attention_bias": attention_bias,
         "attention_dropout": 0.0, "mlp_bias": mlp_bias, "tie_word_embeddings": tied, "initializer_range": 0.02,
@@ -226,9 +235,10 @@ def make(
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.random_checkpoint",
-        description="Make a random Llama checkpoint (the default has 134M parameters).",
+        description="Make a random checkpoint (the default has 134M parameters).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--family", choices=[*HEAD_NORMS], default="llama")
     for name, default in {"layers": 12, "width": 768, "mlp": 2048, "heads": 12, "vocab": 32000, "seed": 0, "shards": 1,
                           "max-positions": 4096}.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)

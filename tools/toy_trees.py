@@ -77,7 +77,7 @@ class ToyTree:
                 return end.value
             answer = None
             if not isinstance(request, Report):
-                tree.place(*tree.pending(request.nodes))
+                tree.allocate(*tree.pending(request.nodes))
                 rows = np.stack([self.logp(tree.path(node)) for node in request.nodes])
                 answer = request.answer(torch.from_numpy(rows).float())
 

@@ -139,13 +139,13 @@ def parser() -> argparse.ArgumentParser:
     prompts.add_argument(
         "-p", "--prompt", metavar="TEXT", help="one reply to this (piped input is appended; -: that alone), then exit"
     )
-    prompts.add_argument("--prompt-file", metavar="FILE", help="likewise, to a file's text (-: piped input)")
+    prompts.add_argument("--prompt-file", metavar="FILE", help="one reply to a file's text (-: piped input), then exit")
     group.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
     group.add_argument(
         "--on-overflow",
         choices=OVERFLOW,
         default=OVERFLOW[0],
-        help="when the context is full: the oldest turns go unseen, or the new one is refused (drop-turns)",
+        help="when the context is full: drop the oldest turns, or refuse the new one (drop-turns)",
     )
     group.add_argument("--load", metavar="FILE", help="go on with a saved conversation")
     group.add_argument("--save", metavar="FILE", type=Path, help="save the conversation after every turn")
@@ -187,18 +187,8 @@ def chat(args: argparse.Namespace) -> int:
     if args.trace is not None:
         check_target(args.trace, args.save, args.load, args.prompt_file)
     prompt = one_shot(args)
-    # Whatever the locale. Bytes that are not UTF-8 come in as surrogates, which are refused when the text is encoded.
-    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stderr, "backslashreplace")):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors=errors)
-    screen = Screen(quiet=args.quiet)
-    if args.show_beams and not screen.lively and not args.quiet:
-        screen.note("--show-beams is for terminals: ignored here")
-    began = time.monotonic()
-    with screen.status(lambda: Label("", f"[loading the model: {time.monotonic() - began:.1f} s]")):
-        engine = cli.load_engine(args)
-    if engine.capabilities.warning and not args.quiet:
-        screen.note(engine.capabilities.warning)
+    screen = make_screen(args)
+    engine = load(args, screen)
     conversation = Conversation(engine, args.system, args.on_overflow)
     with Interrupt() as interrupt, contextlib.closing(conversation.session):
         dialog = Dialog(
@@ -226,6 +216,28 @@ def chat(args: argparse.Namespace) -> int:
         if saved is not None:
             tell_loaded(dialog, saved)
         return dialog.converse()
+
+
+def make_screen(args: argparse.Namespace) -> Screen:
+    """The screen; text in and out is UTF-8, whatever the locale."""
+    # Bytes that are not UTF-8 come in as surrogates, which are refused when the text is encoded.
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stderr, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors=errors)
+    screen = Screen(quiet=args.quiet)
+    if args.show_beams and not screen.lively and not args.quiet:
+        screen.note("--show-beams is for terminals: ignored here")
+    return screen
+
+
+def load(args: argparse.Namespace, screen: Screen) -> Engine:
+    """The model, with the time on the screen while it loads."""
+    began = time.monotonic()
+    with screen.status(lambda: Label("", f"[loading the model: {time.monotonic() - began:.1f} s]")):
+        engine = cli.load_engine(args)
+    if engine.capabilities.warning and not args.quiet:
+        screen.note(engine.capabilities.warning)
+    return engine
 
 
 def check_save(file: Path, loaded: str | None) -> None:

@@ -134,7 +134,7 @@ def add_search_flags(parser: Parser) -> None:
         default="greedy",
         metavar="NAME",
         help="the algorithm; list shows all; module:Class loads one of your own, its parameters become flags; "
-        "given several times, all can be chosen later, the last one now (greedy)",
+        "given several times: the last one runs, all can be chosen later (greedy)",
     )
     defaults: dict[str, dict[str, list[str]]] = {}  # parameter -> default -> searches
     for name, cls in REGISTRY.items():
@@ -294,7 +294,7 @@ class _SearchName(argparse.Action):
         name = find_search(str(values))
         if name is None:
             near = difflib.get_close_matches(str(values), REGISTRY, 1)
-            hint = f"did you mean {near[0]}?" if near else "--search list tells what they do"
+            hint = f"did you mean {near[0]}?" if near else "--search list describes them"
             raise argparse.ArgumentError(self, f"expected one of {', '.join(REGISTRY)}, got {values!r}; {hint}")
         setattr(namespace, self.dest, name)
 

@@ -76,7 +76,7 @@ def system(dialog: Dialog, rest: str) -> None:
         return
     conversation.set_system(None if rest in ('""', "''") else check_utf8(rest))
     dialog.made = None
-    dialog.screen.hint("[from the next turn on, which reads the conversation afresh]")
+    dialog.screen.hint("[from the next turn on, which reads the whole conversation again]")
 
 
 def change(dialog: Dialog, rest: str) -> None:
@@ -259,10 +259,10 @@ def tell_loaded(dialog: Dialog, saved: transcript.Transcript, remark: str = "") 
     """Say what was loaded, and what it was made with where that differs."""
     dialog.screen.hint(f"[{_plural(len(saved.turns), 'turn')} loaded{remark}]")
     if saved.turns and saved.model != dialog.engine.name:
-        dialog.screen.hint(f"[they are {saved.model}'s; {dialog.engine.name} goes on]")
+        dialog.screen.hint(f"[these turns are from {saved.model}; {dialog.engine.name} continues]")
     now = json.loads(json.dumps(dialog.settings.shown()))
     if other := [f"{key}={literal(value)}" for key, value in saved.settings.items() if now.get(key) != value]:
-        dialog.screen.hint(f"[other settings then, /set takes them back: {' '.join(map(shlex.quote, other))}]")
+        dialog.screen.hint(f"[saved with other settings; to restore them: /set {' '.join(map(shlex.quote, other))}]")
 
 
 def _replaces(dialog: Dialog) -> str:

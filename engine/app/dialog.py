@@ -18,7 +18,7 @@ from engine.app.suspension import Suspension
 from engine.app.terminal import Interrupt, Label, LineEditor, Quit, Screen, one_line, state_folder
 from engine.app.trace_page import saving
 from engine.conversation import Conversation, Dropped, Turn, figures
-from engine.engine import Done, Engine, Prefill, Progress, Text
+from engine.engine import Done, Engine, Event, Prefill, Progress, Text
 from engine.errors import CoppiceError, UsageError
 from engine.requests import Output, Report, Search, SearchResult
 from engine.trace import Traces
@@ -142,14 +142,8 @@ class Dialog:
             ):
                 for event in events:
                     watch.see(event)
-                    if isinstance(event, Text) and not self.as_json:
-                        self.screen.text(event.text)
-                    elif isinstance(event, Dropped) and not self.screen.quiet:
-                        turns = "turn" if event.turns == 1 else f"{event.turns} turns"
-                        rest = f", only the last {event.left}" if event.left else ""
-                        note = f"[the context is full: the model no longer sees the oldest {turns}{rest}]"
-                        self.screen.note(note, dim=True)
-                    elif isinstance(event, Done):
+                    self._show(event)
+                    if isinstance(event, Done):
                         result = event.result
         except (CoppiceError, KeyboardInterrupt) as error:
             if isinstance(error, Quit) and len(self.conversation.turns) == count:
@@ -159,23 +153,41 @@ class Dialog:
             raise
         assert result is not None
         self.interrupt.stopped()
-        best, *others = result.outputs
-        interrupted = best.finish_reason == "interrupted"
-        self.last, self.candidates = result, watch.candidates if interrupted else ()
+        best = result.outputs[0]
+        self.last, self.candidates = result, watch.candidates if best.finish_reason == "interrupted" else ()
         self.made = self.conversation.turns[-1], settings
+        self._show_end(result, settings)
+        self.keep()
+        return best
+
+    def _show(self, event: Event | Dropped) -> None:
+        """Print what is certain, and what the model no longer sees."""
+        if isinstance(event, Text) and not self.as_json:
+            self.screen.text(event.text)
+        elif isinstance(event, Dropped) and not self.screen.quiet:
+            turns = "turn" if event.turns == 1 else f"{event.turns} turns"
+            rest = f", only the last {event.left}" if event.left else ""
+            self.screen.note(f"[the context is full: the model no longer sees the oldest {turns}{rest}]", dim=True)
+
+    def _show_end(self, result: SearchResult, settings: Settings) -> None:
+        """Print what follows a reply."""
+        best, *others = result.outputs
         if self.as_json:
             self.screen.text(json.dumps(result.record(self.replies), ensure_ascii=False) + "\n")
         else:
             self.screen.end_line()
-        self.replies += 1
-        if not self.as_json:
             for rank, other in enumerate(others, 2):
                 self.screen.hint(f"{rank}. {other.text}")
-        self._tell_end(best, result, settings)
+        self.replies += 1
+        if best.finish_reason == "interrupted":
+            self.screen.hint("[interrupted]")
+        elif best.finish_reason == "length":
+            full = len(best.token_ids) < settings.max_new_tokens
+            used = result.stats["prompt_tokens"] + len(best.token_ids)
+            why = f"the context of {used} tokens is full" if full else f"max_new_tokens {settings.max_new_tokens}"
+            self.screen.hint(f"[stopped: {why}]")
         if self.stats:
             self.screen.note(figures(result, self.engine.capabilities))
-        self.keep()
-        return best
 
     def keep(self) -> None:
         """Save the conversation, if that was asked for. Raises UsageError, also if another program changed the file."""
@@ -239,15 +251,6 @@ class Dialog:
         finally:
             if len(turns) < count:
                 turns.append(turn)
-
-    def _tell_end(self, best: Output, result: SearchResult, settings: Settings) -> None:
-        if best.finish_reason == "interrupted":
-            self.screen.hint("[interrupted]")
-        elif best.finish_reason == "length":
-            full = len(best.token_ids) < settings.max_new_tokens
-            used = result.stats["prompt_tokens"] + len(best.token_ids)
-            why = f"the context of {used} tokens is full" if full else f"max_new_tokens {settings.max_new_tokens}"
-            self.screen.hint(f"[stopped: {why}]")
 
     # --- the conversation ---
 

@@ -21,7 +21,7 @@ const STATES = {  // what a node is at a step: words, sign
   rejected: ["draft rejected now", "✕"],
   dropped: ["dropped now", ""],
   gone: ["gone", ""],
-  end: ["told by the search, not evaluated", "■"],
+  end: ["reported by the search, not evaluated", "■"],
 };
 
 // --- the record made ready ---
@@ -570,8 +570,8 @@ function beams() {
   const told = request.steps[at]?.beams || [], text = tail => tail.map(token => trees[0].texts[token] ?? `#${token}`).join("");
   const rows = told.map(([score, node, tail]) => make("tr", {}, make("td", {className: "n"}, score === null ? "" : score.toFixed(4)),
     make("td", {}, pick(0, node, trees[0].line(node, 16) + text(tail)))));
-  byId("h-beams").textContent = at === shown.step || !told.length ? "Candidates" : `Candidates, told at step ${at}`;
-  byId("beams").replaceChildren(told.length ? make("table", {}, make("tbody", {}, ...rows)) : make("p", {}, "none told yet"));
+  byId("h-beams").textContent = at === shown.step || !told.length ? "Candidates" : `Candidates, reported at step ${at}`;
+  byId("beams").replaceChildren(told.length ? make("table", {}, make("tbody", {}, ...rows)) : make("p", {}, "none reported yet"));
 }
 
 function choose(tree, node, {still = false, quiet = false} = {}) {

@@ -77,7 +77,7 @@ def check_target(path: str | Path, *others: str | Path | None) -> None:
             raise UsageError("cannot write the trace: no permission", where=str(path))
         elif target.is_file() and target.stat().st_size and not _is_ours(target):
             remedy = "give another name, or delete it"
-            raise UsageError("the file is there already, and is no trace", where=str(path), remedy=remedy)
+            raise UsageError("the file exists and is not a trace", where=str(path), remedy=remedy)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot write the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
 

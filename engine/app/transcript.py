@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, NoReturn
+from typing import Any
 
 from engine.conversation import REASONS, Conversation, Turn
 from engine.errors import UsageError
@@ -86,7 +86,7 @@ def save(
             with replacing(target) as file:
                 file.write(data)
     except OSError as error:
-        remedy = "a file that was there is as it was; the conversation goes on"
+        remedy = "an existing file is unchanged; the conversation goes on"
         raise UsageError(f"cannot save the conversation: {error.strerror}", where=str(path), remedy=remedy) from None
     return target
 
@@ -100,62 +100,76 @@ def check_target(path: str | Path) -> None:
         raise UsageError("cannot save the conversation: the folder cannot be written to", where=str(target.parent))
 
 
+class _Malformed(Exception):
+    """What is wrong with a file."""
+
+
 def load(path: str | Path) -> Transcript:
     """Read a conversation, checked throughout. Raises UsageError."""
     try:
         data = read_regular(Path(path).expanduser(), MAX_FILE)
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"cannot read the conversation: {_reason(error)}", where=str(path)) from None
+    try:
+        record = _record(data)
+        if record["version"] > VERSION:
+            what = f"the conversation was saved in format {record['version']}, this program knows up to {VERSION}"
+            raise UsageError(what, where=str(path), remedy="use the coppice that saved it, or a later one")
+        return _transcript(record)
+    except _Malformed as wrong:
+        what = f"this is no saved conversation: {wrong}"
+        raise UsageError(what, where=str(path), remedy="/save writes one") from None
 
-    def refuse(why: str) -> NoReturn:
-        raise UsageError(f"this is no saved conversation: {why}", where=str(path), remedy="/save writes one")
 
+def _record(data: bytes) -> dict[str, Any]:
+    """The JSON object of a file, its format and version checked."""
     if len(data) > MAX_FILE:
-        refuse(f"it has more than {MAX_FILE >> 20} MB")
+        raise _Malformed(f"it has more than {MAX_FILE >> 20} MB")
     try:
         record = json.loads(data)
     except RecursionError:
-        refuse("nested too deep")
+        raise _Malformed("nested too deep") from None
     except UnicodeDecodeError as error:
-        refuse(f"not valid UTF-8 at byte {error.start}")
+        raise _Malformed(f"not valid UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
-        refuse(f"malformed JSON, line {error.lineno}: {error.msg}")
+        raise _Malformed(f"malformed JSON, line {error.lineno}: {error.msg}") from None
     except ValueError:
-        refuse("a number is out of range")
+        raise _Malformed("a number is out of range") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        refuse(f'expected an object with "format": "{FORMAT}"')
+        raise _Malformed(f'expected an object with "format": "{FORMAT}"')
     if type(record.get("version")) is not int or record["version"] < 1:
-        refuse(f"version: expected an integer >= 1, got {_show(record.get('version'))}")
-    if record["version"] > VERSION:
-        what = f"the conversation was saved in format {record['version']}, this program knows up to {VERSION}"
-        raise UsageError(what, where=str(path), remedy="use the coppice that saved it, or a later one")
+        raise _Malformed(f"version: expected an integer >= 1, got {_show(record.get('version'))}")
+    return record
 
-    def text(of: Mapping[str, Any], key: str, where: str = "") -> str:
-        if not isinstance(of.get(key), str):
-            refuse(f"{where}{key}: expected a string, got {_show(of.get(key))}")
-        try:
-            return check_utf8(of[key])
-        except UsageError as error:
-            refuse(f"{where}{key}: {error.what}")
 
+def _transcript(record: Mapping[str, Any]) -> Transcript:
     entries, first = record.get("turns"), record.get("forgotten", 0)
     if not isinstance(entries, list):
-        refuse(f"turns: expected a list, got {_show(entries)}")
+        raise _Malformed(f"turns: expected a list, got {_show(entries)}")
     if type(first) is not int or not 0 <= first <= max(0, len(entries) - 1):
-        refuse(f"forgotten: expected an integer below the number of turns, got {_show(first)}")
+        raise _Malformed(f"forgotten: expected an integer below the number of turns, got {_show(first)}")
     if not isinstance(record.get("settings", {}), dict):
-        refuse(f"settings: expected an object, got {_show(record['settings'])}")
+        raise _Malformed(f"settings: expected an object, got {_show(record['settings'])}")
     turns = []
     for i, entry in enumerate(entries):
         where = f"turn {i + 1}: "
         if not isinstance(entry, dict):
-            refuse(f"{where}expected an object, got {_show(entry)}")
-        reason = text(entry, "finish_reason", where)
+            raise _Malformed(f"{where}expected an object, got {_show(entry)}")
+        reason = _text(entry, "finish_reason", where)
         if reason not in REASONS:
-            refuse(f"{where}finish_reason: expected one of {', '.join(REASONS)}, got {_show(reason)}")
-        turns.append(Turn(text(entry, "user", where), text(entry, "reply", where), reason, first=min(first, i)))
-    system = None if record.get("system") is None else text(record, "system")
-    return Transcript(turns, system, text(record, "model"), record.get("settings", {}))
+            raise _Malformed(f"{where}finish_reason: expected one of {', '.join(REASONS)}, got {_show(reason)}")
+        turns.append(Turn(_text(entry, "user", where), _text(entry, "reply", where), reason, first=min(first, i)))
+    system = None if record.get("system") is None else _text(record, "system")
+    return Transcript(turns, system, _text(record, "model"), record.get("settings", {}))
+
+
+def _text(of: Mapping[str, Any], key: str, where: str = "") -> str:
+    if not isinstance(of.get(key), str):
+        raise _Malformed(f"{where}{key}: expected a string, got {_show(of.get(key))}")
+    try:
+        return check_utf8(of[key])
+    except UsageError as error:
+        raise _Malformed(f"{where}{key}: {error.what}") from None
 
 
 def _writable(path: str | Path) -> Path:
@@ -171,7 +185,7 @@ def _writable(path: str | Path) -> Path:
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"cannot save the conversation: {_reason(error)}", where=str(path)) from None
     if not ours:
-        what = "the file exists and is no saved conversation: it is left alone"
+        what = "the file exists and is no saved conversation: it was not changed"
         raise UsageError(what, where=str(path), remedy="give another name, or delete it")
     return target
 

@@ -59,7 +59,29 @@ class LibraryEncoder:
         for piece, i in vocab.items():
             self.pieces[i] = piece
         check_output(library, self.pieces)
+        self._add_tokens(library, config, names)
+        special = [content for content, token in self.raw.items() if token.special]
+        self._prefix = ""
+        if _normalizers(library) == SPACES and all(self.raw[content].normalized for content in special):
+            # Such tokens are found in text that has its prefix already: no other follows them. Aliases come before.
+            library.normalizer, self._prefix = normalizers.Replace(" ", "▁"), "▁"  # type: ignore[assignment]
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self._add_aliases(library, size)
 
+        self._library, self._guard = library, guard
+        self._where = where
+        if guard:
+            guard.add(library.get_added_tokens_decoder().values())
+        unknown = self._encode("\ufdd0").ids  # <unk> is special, and ordinary text needs it
+        self._control_ids = {vocab[c] for c in special} - {*unknown, vocab.get(names.get("unk_token", ""))}
+        self._decoder = library.decoder
+        self.stages = stages_of(self._decoder)
+        if any(not 0 <= i < size for i in self.encode([""], True)):
+            raise CheckpointError("vocabulary mismatch: the post-processor adds an id that the vocabulary lacks")
+
+    def _add_tokens(self, library: tokenizers.Tokenizer, config: dict[str, Any], names: dict[str, str]) -> None:
+        """Add the tokens of the configuration; `raw` are those that the library finds in raw text."""
+        vocab = self.vocab
         own = {token.content: token for token in library.get_added_tokens_decoder().values()}
         added = add_flags(own, vocab, config, names)
         for content, token in added.items():
@@ -71,14 +93,10 @@ class LibraryEncoder:
             add([AddedToken(content, special=hidden, normalized=not hidden, **_flags(token))])
         library.encode_special_tokens = True
         self.raw = {content: token for content, token in added.items() if token.special or not token.normalized}
-        special = [content for content, token in self.raw.items() if token.special]
-        self._prefix = ""
-        if _normalizers(library) == SPACES and all(self.raw[content].normalized for content in special):
-            # Such tokens are found in text that has its prefix already: no other follows them. Aliases come before.
-            library.normalizer, self._prefix = normalizers.Replace(" ", "▁"), "▁"  # type: ignore[assignment]
-        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
 
-        nonce = secrets.token_hex(8)
+    def _add_aliases(self, library: tokenizers.Tokenizer, size: int) -> None:
+        """Give every raw token an alias. Raises CheckpointError: an alias has the id of another token."""
+        vocab, nonce = self.vocab, secrets.token_hex(8)
         self._alias = {vocab[content]: f"\ufdd0{nonce}:{k}\ufdd1" for k, content in enumerate(self.raw)}
         self._break = f"\ufdd0{nonce}\ufdd1"  # a token that stands for nothing, and parts the text around it
         # The library numbers new tokens from its count of tokens: in a vocabulary with holes that is an id in use.
@@ -92,17 +110,6 @@ class LibraryEncoder:
         self._meaning = {numbers[alias]: i for i, alias in self._alias.items()} | {numbers[self._break]: -1}
         if min(self._meaning) < size:
             raise CheckpointError("vocabulary mismatch: two tokens share an id")
-
-        self._library, self._guard = library, guard
-        self._where = where
-        if guard:
-            guard.add(library.get_added_tokens_decoder().values())
-        unknown = self._encode("\ufdd0").ids  # <unk> is special, and ordinary text needs it
-        self._control_ids = {vocab[c] for c in special} - {*unknown, vocab.get(names.get("unk_token", ""))}
-        self._decoder = library.decoder
-        self.stages = stages_of(self._decoder)
-        if any(not 0 <= i < size for i in self.encode([""], True)):
-            raise CheckpointError("vocabulary mismatch: the post-processor adds an id that the vocabulary lacks")
 
     def encode(self, parts: Iterable[str | int], add_special: bool) -> list[int]:
         """Ids of plain text and, between, ids of `raw` tokens; see `Tokenizer.encode`."""

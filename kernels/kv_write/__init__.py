@@ -28,15 +28,15 @@ def kv_write(
 
     Raises:
         ValueError: tensors that do not fit together, slots out of range, unknown impl, or what the implementation
-            cannot do. Slots on a GPU are not looked at, which would wait for it: there whoever made them answers for
-            them.
+            cannot do. Slots on a GPU are not checked, because that would wait for the GPU: the code that makes them
+            answers for them.
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    if impl != "cpp" and not compiler.is_compiling():  # C++ looks at them by itself
+    if impl != "cpp" and not compiler.is_compiling():  # C++ checks them itself
         checks.kv_write(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
         if slots_T.is_cpu:
-            checks.within("slots_T", slots_T, k_GSD.shape[1])
+            checks.within("slots_T", slots_T.tolist(), k_GSD.shape[1])
     if impl == "triton":
         from kernels.kv_write import triton  # absent on some machines, and slow to import
 
@@ -51,7 +51,7 @@ def kv_write(
 
 
 def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor) -> Copier:
-    """What copies the keys and values of slots (of the first list) to others, in all layers.
+    """Returns a function that copies the keys and values of slots (the first list) to other slots, in all layers.
 
     All are read before any is written; slots that are written are distinct.
 
@@ -61,7 +61,7 @@ def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor) -> Copier:
     Raises:
         ValueError: they are not alike or not contiguous; when called, for slots out of range or lists of two lengths.
     """
-    checks.caches(k_LGSD, v_LGSD)
+    checks.cache(k_LGSD, v_LGSD, "LGSD")
     if k_LGSD.is_cpu and not why_not():
         return native.kv_copier(k_LGSD, v_LGSD)
     return partial(plain.kv_copy, k_LGSD, v_LGSD)

@@ -13,7 +13,7 @@ extern "C" int64_t coppice_kv_write(int64_t threads, char* k_GSD, char* v_GSD, c
         if (slots_T[t] < 0 || slots_T[t] >= slots) return 0;
 #pragma omp parallel for num_threads(threads) if (tokens * heads * row > 1 << 14)
     for (int64_t g = 0; g < heads; g++) {
-        for (int64_t t = 0; t < tokens; t++)  // all lines on their way at once; stores alone wait for one another
+        for (int64_t t = 0; t < tokens; t++)  // prefetch all lines at once; stores alone wait for one another
             for (int64_t b = 0; b < row; b += 64) {
                 const int64_t to = (g * slots + slots_T[t]) * row + b;
                 __builtin_prefetch(k_GSD + to, 1);

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.cpp import function
+from kernels.custom_ops import nothing, register
 
 
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:
@@ -25,27 +26,22 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
         *(stride * size for x in (k_TGD, v_TGD) for stride in x.stride()[:2]),
     )
     if not fits:
-        checks.within("slots_T", slots_T, S)
+        checks.within("slots_T", slots_T.tolist(), S)
 
 
 def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor) -> Callable[[Sequence[int], Sequence[int]], None]:
-    """See the front for arguments. Of a cache everything is found out once, as copies are small and many."""
+    """See the front for arguments. What concerns the cache is looked up once: copies are small and many."""
     (L, G, S, D), size = k_LGSD.shape, k_LGSD.itemsize
     run = function("kv_copy")
 
     def copy(source: Sequence[int], target: Sequence[int]) -> None:
         checks.copies(source, target, S)
-        places, n = array("q", [*source, *target]), len(source)
-        address, _ = places.buffer_info()
+        slots, n = array("q", [*source, *target]), len(source)
+        address, _ = slots.buffer_info()
         caches = k_LGSD.data_ptr(), v_LGSD.data_ptr()
         run(torch.get_num_threads(), *caches, address, address + 8 * n, n, L * G, S, D * size)
 
     return copy
 
 
-torch.library.custom_op("coppice::kv_write_cpp", kv_write, mutates_args=("k_GSD", "v_GSD"))
-
-
-@torch.library.register_fake("coppice::kv_write_cpp")
-def _(k_GSD, v_GSD, k_TGD, v_TGD, slots_T):
-    return None
+register("kv_write_cpp", kv_write, nothing, mutates=("k_GSD", "v_GSD"))

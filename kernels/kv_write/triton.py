@@ -3,11 +3,11 @@
 # pyright: reportIndexIssue=false
 # (what triton.jit takes and gives is no function to a type checker)
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.custom_ops import nothing, register
 from kernels.gpu import check_device
 
 BLOCK = 1024
@@ -47,9 +47,4 @@ def _write(
     tl.store(v_ptr + g * stride_vg + at, v, mask=real)
 
 
-torch.library.custom_op("coppice::kv_write_triton", kv_write, mutates_args=("k_GSD", "v_GSD"))
-
-
-@torch.library.register_fake("coppice::kv_write_triton")
-def _(k_GSD, v_GSD, k_TGD, v_TGD, slots_T):
-    return None
+register("kv_write_triton", kv_write, nothing, mutates=("k_GSD", "v_GSD"))

@@ -1,6 +1,7 @@
-"""Products of a few rows with matrices that oneDNN packed: as many rows as a step of decoding has, memory's speed.
+"""Products of the few rows of a decoding step with matrices that oneDNN packed, at the bandwidth of memory.
 
-oneDNN's own product is the definition, and what larger numbers of rows take; both read the same packed matrix.
+oneDNN's own product is the definition, and faster for many rows; both read the same packed matrix. Only C++ has these
+products (native.cpp); `quantize` has PyTorch too.
 """
 
 import ctypes
@@ -9,17 +10,17 @@ import weakref
 import torch
 from torch import Tensor
 
-from kernels.checks import expect, floats
+from kernels.checks import expect, floats, native
 from kernels.cpp import KINDS, function, why_not
 
-FEW = 256  # rows, a whole pass; of more, oneDNN may be some hundredths quicker
+MAX_ROWS = 256  # of a whole pass; with more, oneDNN may be some hundredths quicker
 PANEL = 64
 STEP = 16  # words; a panel's depth is a multiple of it
 _PACKED: dict[int, tuple[torch.dtype, int, int]] = {}  # by address: dtype, rows and columns of matrices that are alive
 
 
 def dtypes() -> set[torch.dtype]:
-    """Of the matrices that there are products for on this machine."""
+    """Returns the dtypes of matrices that have products on this machine."""
     if why_not() or not hasattr(torch.ops.mkldnn, "data_ptr"):
         return set()
     kinds = ctypes.c_int64()
@@ -29,10 +30,10 @@ def dtypes() -> set[torch.dtype]:
 
 
 def panels(packed: Tensor, weight_OI: Tensor) -> int:
-    """The address of a packed matrix, if there are products for it here, or 0: its first and last panel are looked at.
+    """Returns the address of a packed matrix that has products here, or 0. The first and the last panel are compared.
 
     Args:
-        packed: what oneDNN made of the matrix. It has to live as long as the address is used.
+        packed: the matrix as oneDNN packed it; it has to live as long as the address is used.
         weight_OI: the matrix, contiguous: float32, bfloat16 or int8.
     """
     (outs, width), per_word = weight_OI.shape, 4 // weight_OI.itemsize
@@ -64,17 +65,12 @@ def _check(x: Tensor, address: int, dtype: torch.dtype, out_features: int, bias:
         raise ValueError(f"address: expected panels of {list(found)}, got {_PACKED.get(address, 'no packed matrix')}")
     if bias is not None:
         expect("bias", bias, x.dtype, (out_features,), x.device)
-    _check_able(x)
-
-
-def _check_able(x: Tensor) -> None:
-    if x.dtype not in KINDS or not x.is_cpu:
-        raise ValueError(f"impl 'cpp': expected float32, bfloat16 or float16 on a CPU, got {x.dtype} on {x.device}")
+    native(x)
 
 
 def few_rows(x: Tensor) -> bool:
-    """Whether x has so few rows that these products are the quicker ones."""
-    return x.numel() <= FEW * x.shape[-1]
+    """Whether x has so few rows that these products are faster than those of oneDNN."""
+    return x.numel() <= MAX_ROWS * x.shape[-1]
 
 
 def linear(x: Tensor, address: int, bias: Tensor | None, out_features: int) -> Tensor:
@@ -144,7 +140,7 @@ def quantize(x: Tensor, *, impl: str) -> tuple[Tensor, Tensor]:
         steps = x.to(torch.float32, copy=True)
         top = steps.abs().amax(-1, keepdim=True)
         return steps.mul_(127 / top).add_(128.5).int().to(torch.uint8), top.to(x.dtype)
-    _check_able(x)
+    native(x)
     x, width = x.contiguous(), x.shape[-1]
     steps = torch.empty(x.shape, dtype=torch.uint8)
     top = torch.empty(*x.shape[:-1], 1, dtype=x.dtype)

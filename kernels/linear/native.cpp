@@ -1,7 +1,7 @@
-// Products of a few rows with a matrix that oneDNN packed, at the speed at which memory gives it. Panels of 64 outputs
-// lie one after the other; a panel holds, for each 32-bit word of a row of x (one float32, two bfloat16 or four int8),
-// the 64 words that meet it, and at its end zeros up to a multiple of 16. Sums of all rows stay in registers while half
-// a panel streams by, or a whole one if they are few.
+// Products of a few rows with a matrix that oneDNN packed, at the bandwidth of memory. oneDNN stores panels of 64
+// outputs one after the other. For each 32-bit word of a row of x (one float32, two bfloat16 or four int8) a panel has
+// the 64 words to multiply it with, padded with zeros to a multiple of 16 words of depth. The sums of all rows stay in
+// registers while half a panel streams by, or a whole panel if there are few rows.
 
 #include <algorithm>
 #include <cstddef>
@@ -12,17 +12,17 @@
 
 namespace {
 
-constexpr int PANEL = 64;   // words
-constexpr int ROWS = 15;    // whose sums with half a panel fit into the registers
-constexpr int FEW = 7;      // and with a whole one
-constexpr int CHUNK = 256;  // words added up on their own, so that long rows lose no precision
-constexpr int LEAD = 4096;  // words of the matrix that are fetched before their use, into the second-level cache
+constexpr int PANEL = 64;                // words
+constexpr int ROWS = 15;                 // the most whose sums with half a panel fit into the registers
+constexpr int MAX_WHOLE_PANEL_ROWS = 7;  // the most whose sums with a whole panel do
+constexpr int CHUNK = 256;               // words with a sum of their own, so that long rows lose no precision
+constexpr int LEAD = 4096;               // words between a prefetch, into the second-level cache, and its use
 
 // COUNT rows of x, `words` long and `stride` apart, times a panel; finish(vector, COUNT, sum_of) takes the sums, which
 // are sum_of(row). However many passes a chunk of the panel takes, it is fetched in the order in which it lies.
 template <typename Element, int COUNT, typename Finish>
 void panel_product(const int32_t* x, int64_t stride, const int32_t* panel, int64_t words, Finish finish) {
-    constexpr int VECTORS = PANEL / LANES / (COUNT <= FEW ? 1 : 2), PASSES = PANEL / LANES / VECTORS;
+    constexpr int VECTORS = PANEL / LANES / (COUNT <= MAX_WHOLE_PANEL_ROWS ? 1 : 2), PASSES = PANEL / LANES / VECTORS;
     typename Element::Sum totals[PASSES][COUNT][VECTORS] = {};
     for (int64_t first = 0; first < words; first += CHUNK) {
         const int64_t end = std::min(words, first + CHUNK);
@@ -54,11 +54,11 @@ void some_rows(int count, const int32_t* x, int64_t stride, const int32_t* panel
     if constexpr (COUNT > 1) some_rows<Element, COUNT - 1>(count, x, stride, panel, words, finish);
 }
 
-// Rows whose distance is a multiple of 2 KiB share few places of the first-level cache: they are moved apart.
+// Rows at multiples of 2 KiB share few sets of the first-level cache: they are copied to another distance.
 const int32_t* apart(const int32_t* x, int64_t rows, int64_t words, int64_t& stride) {
     static thread_local std::vector<int32_t> copy;
     stride = words;
-    if (rows <= FEW || words % 512) return x;
+    if (rows <= MAX_WHOLE_PANEL_ROWS || words % 512) return x;
     stride += 16;
     copy.resize(rows * stride);
     for (int64_t row = 0; row < rows; row++) std::memcpy(&copy[row * stride], x + row * words, 4 * words);

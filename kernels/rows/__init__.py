@@ -1,8 +1,11 @@
-"""Operators on rows, between a layer's matrix products and after the last: the front that picks an implementation.
+"""Operators on rows, between the matrix products of a layer and after the last one: the front that picks.
 
-With impl "cpp" it is C++, eager on a CPU, each operator one pass over its rows. Otherwise it is PyTorch, which a
-compiler fuses. Tensors that do not fit together are a ValueError, the same whatever the implementation; so are, with
-impl "cpp", the dtypes and devices that C++ does not have.
+All take `impl`, the implementation of the pass (see `kernels.tree_attention`): "cpp" is C++, eager on a CPU, one pass
+over the rows for each operator; anything else is PyTorch, which a compiler can fuse. From `top_k` on, None chooses
+"cpp" for float32 on a CPU where there are C++ kernels, else PyTorch.
+
+All raise ValueError for tensors that do not fit together, the same for every implementation, and with impl "cpp" for
+dtypes and devices that C++ does not have.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +27,7 @@ def _pick(name: str, impl: str) -> Callable[..., Any]:
 
 
 def _checked() -> bool:
-    """Whether tensors are looked at: a compiler sees them once only, and what it makes checks them itself."""
+    """Whether to check the arguments: a compiler traces them once only, and compiled code has its own guards."""
     return not torch.compiler.is_compiling()
 
 
@@ -33,7 +36,6 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, *, impl: str) -> Tensor
 
     Args:
         x_NE, weight_E: of one dtype; arithmetic is float32 or better.
-        impl: of the pass, see `kernels.tree_attention`.
     """
     if _checked():
         checks.vectors(x_NE, weight_E=weight_E)
@@ -45,7 +47,6 @@ def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float, *, im
 
     Args:
         x_NE, weight_E, bias_E: of one dtype; arithmetic is float32 or better.
-        impl: of the pass, see `kernels.tree_attention`.
     """
     if _checked():
         checks.vectors(x_NE, weight_E=weight_E, bias_E=bias_E)
@@ -58,7 +59,6 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, impl: str) -> Tenso
     Args:
         x_THD: queries or keys.
         cos_TR, sin_TR: of each token's angles, both halves alike, in the dtype of x.
-        impl: of the pass, see `kernels.tree_attention`.
     """
     if _checked():
         checks.angles(x_THD, cos_TR, sin_TR)
@@ -70,7 +70,6 @@ def silu_mul(x_NM: Tensor, *, impl: str) -> Tensor:
 
     Args:
         x_NM: gates, then what they let through.
-        impl: of the pass, see `kernels.tree_attention`.
     """
     if _checked():
         checks.halves(x_NM)
@@ -83,7 +82,6 @@ def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
     Args:
         name: "relu", "gelu" (x times the normal distribution function; Hendrycks and Gimpel, 2016), "gelu_tanh" (its
             approximation), "silu", "quick_gelu" (x times the logistic function of 1.702 x) or "tanh".
-        impl: of the pass, see `kernels.tree_attention`.
     """
     if name not in checks.ACTIVATIONS:
         raise ValueError(f"name: expected one of {', '.join(checks.ACTIVATIONS)}, got {name!r}")
@@ -93,47 +91,51 @@ def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
 
 
 def log_softmax(x_NV: Tensor, size: int, *, impl: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probabilities of logits, float32 [N, V], -inf from the size-th on; whether all logits of a row are finite,
-    bool [N]; and, if they come with no effort, the peaks of each row: the largest of each block of 128, float32 [N, B],
-    with which others need not read all of it again.
+    """Log-probabilities of logits.
 
     Args:
-        x_NV: logits; those past `size` have their share of the mass.
-        impl: of the pass, see `kernels.tree_attention`.
+        x_NV: logits; those from index `size` on count in the normalisation.
+
+    Returns:
+        Log-probabilities, float32 [N, V], -inf from index `size` on; whether all logits of a row are finite, bool [N];
+        the peaks of each row, that is, the largest of each block of 128, float32 [N, B], or None if they would cost
+        another pass.
     """
     if _checked():
-        checks.sized(x_NV, size)
+        checks.count("size", x_NV, size)
     logp_NV, finite_N, peaks_NB = _pick("log_softmax", impl)(x_NV, size)
     return logp_NV, finite_N, peaks_NB
 
 
 def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
-    """The k largest of each row, in order, and their places: float64 [N, 2, k], for the host to read in one go.
+    """The k largest of each row, sorted, and their indices: float64 [N, 2, k], so that the host reads both at once.
+
+    C++ breaks ties by the lower index; PyTorch breaks them in an unspecified way.
 
     Args:
-        x_NV: rows with NaN give anything.
+        x_NV: the result for rows with NaN is undefined.
         k: from 0 to V.
-        impl: see `kernels.tree_attention`; None: "cpp" for float32 on a CPU where there is C++, else PyTorch. Of equals
-            C++ takes the first, while PyTorch does not say which.
     """
     if _checked():
-        checks.largest(x_NV, k)
+        checks.count("k", x_NV, k)
     return _pick("top_k", impl or _best(x_NV))(x_NV, k)
 
 
 def best_sums(
     logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor | None = None, *, impl: str | None = None
 ) -> Tensor:
-    """The k largest of all rows, to each of which a sum is added in float32: float64 [2 * k + 1], for the host to read
-    in one go: values, best first; their places in the flattened rows; the best value that was left out. Of values equal
-    to that nobody knows which were taken; C++ takes the first, in their order, and says inf.
+    """The k largest elements of all rows after adding a number to each row in float32.
 
     Args:
         logp_NV: float32.
-        sums: of each row.
-        k: fewer if there are fewer.
+        sums: the number of each row.
+        k: more than there are elements gives all of them.
         peaks_NB: of these rows, without the sums, if they are known.
-        impl: see `top_k`.
+
+    Returns:
+        float64 [2 * k + 1], so that the host reads all at once: the values, best first; their indices in the flattened
+        rows; the best value that was left out. If some values are equal to the last, it is unspecified which of them
+        PyTorch returned. C++ breaks ties by the lower index, so that its last number is inf.
     """
     if _checked():
         checks.sums(logp_NV, sums, k)
@@ -144,31 +146,30 @@ def best_sums(
 def at_least(
     logp_NV: Tensor, least: float, k: int, peaks_NB: Tensor | None = None, *, impl: str | None = None
 ) -> Tensor:
-    """The first k of each row that are no less than `least`, and their places, both NaN where there are fewer:
-    float64 [N, 2, k].
+    """The first k elements of each row that are at least `least`, and their indices: float64 [N, 2, k].
+
+    Both are NaN where there are fewer.
 
     Args:
         logp_NV: float32.
         k: from 0 to V.
         peaks_NB: of these rows, if they are known.
-        impl: see `top_k`.
     """
     if _checked():
-        checks.largest(logp_NV, k)
+        checks.count("k", logp_NV, k)
         checks.peaks(logp_NV, peaks_NB)
     return _pick("at_least", impl or _best(logp_NV))(logp_NV, least, k, peaks_NB)
 
 
 def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int], *, impl: str | None = None) -> Tensor:
-    """Of each row the place of the largest sum of log-probability and Gumbel noise, the first of equals: int64 [N].
+    """The index of each row's largest sum of log-probability and Gumbel noise, the lowest of equals: int64 [N].
 
-    That is a draw (Gumbel-max; Maddison et al., 2014), and no more than a key decides the noise: see
+    This is a draw from the row (Gumbel-max; Maddison et al., 2014). The keys alone determine the noise: see
     `reference.gumbels`.
 
     Args:
         logp_NV: float32.
         keys: two 32-bit numbers for each row.
-        impl: see `kernels.tree_attention`; None: "cpp" for float32 on a CPU where there is C++, else PyTorch.
     """
     if _checked():
         checks.keys(logp_NV, keys)

@@ -1,14 +1,14 @@
-"""What the operators on rows refuse, whatever the implementation; see their fronts for arguments."""
+"""What the operators on rows refuse, whatever the implementation; see the front for arguments."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kernels.checks import expect, floats
+from kernels.checks import expect, floats, within
 
-ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh"  # C++ knows their numbers in this order
-SPAN = 128  # elements of a row that have a peak
+ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh"  # C++ numbers them in this order
+SPAN = 128  # elements of a row whose largest is a peak
 
 
 def vectors(x_NE: Tensor, **vectors: Tensor) -> None:
@@ -37,18 +37,10 @@ def halves(x_NM: Tensor) -> None:
         raise ValueError(f"x_NM: expected rows of two halves, got {list(x_NM.shape)}")
 
 
-def sized(x_NV: Tensor, size: int) -> None:
-    """Logits, of which some are of tokens."""
+def count(name: str, x_NV: Tensor, number: int) -> None:
+    """Rows, and a number of their elements."""
     floats("x_NV", x_NV, 2)
-    if not 0 <= size <= x_NV.shape[1]:
-        raise ValueError(f"size: expected from 0 to {x_NV.shape[1]}, got {size}")
-
-
-def largest(x_NV: Tensor, k: int) -> None:
-    """Rows of which there are k values each."""
-    floats("x_NV", x_NV, 2)
-    if not 0 <= k <= x_NV.shape[1]:
-        raise ValueError(f"k: expected k from 0 to {x_NV.shape[1]}, got {k}")
+    within(name, [number], x_NV.shape[1] + 1, name)
 
 
 def peaks(x_NV: Tensor, peaks_NB: Tensor | None) -> None:
@@ -58,7 +50,7 @@ def peaks(x_NV: Tensor, peaks_NB: Tensor | None) -> None:
 
 
 def sums(logp_NV: Tensor, sums: Sequence[float], k: int) -> None:
-    """Rows, a sum for each of them, and how many values are asked for."""
+    """Rows, a sum for each of them, and a number of values."""
     floats("logp_NV", logp_NV, 2)
     if len(sums) != len(logp_NV) or not len(sums):
         raise ValueError(f"sums: expected one for each of {len(logp_NV)} rows, and one or more, got {len(sums)}")
@@ -71,5 +63,4 @@ def keys(logp_NV: Tensor, keys: Sequence[int]) -> None:
     floats("logp_NV", logp_NV, 2)
     if len(keys) != 2 * len(logp_NV):
         raise ValueError(f"keys: expected {2 * len(logp_NV)} keys for {len(logp_NV)} rows, got {len(keys)}")
-    if len(keys) and not 0 <= min(keys) <= max(keys) < 1 << 32:
-        raise ValueError(f"keys: expected numbers below 2^32, got {min(keys)} to {max(keys)}")
+    within("keys", keys, 1 << 32, "numbers")

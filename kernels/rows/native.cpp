@@ -1,4 +1,4 @@
-// Operators on rows, on a CPU: what a layer does between its matrix products, and what becomes of log-probabilities.
+// Operators on rows, on a CPU: between the matrix products of a layer, and on logits and log-probabilities.
 // Arithmetic is float32.
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t SMALL = 1 << 14;  // elements; fewer are not worth waking threads
+constexpr int64_t MAX_SERIAL = 1 << 14;  // elements; only for more is it worth waking threads
 
 template <typename T>
 void rms_norm(const T* x, const T* weight, T* out, int64_t width, float eps) {
@@ -23,8 +23,8 @@ void rms_norm(const T* x, const T* weight, T* out, int64_t width, float eps) {
     each(width, [&](int64_t i, auto n) { store(load(x + i, n) * share * load(weight + i, n), out + i, n); });
 }
 
-// The mean of what is left of a row without its mean, which rounding makes, is taken from both moments (Chan et al.,
-// 1983), so that a row far from 0 loses nothing.
+// The computed mean is off by its rounding. Both moments are taken around it and corrected by the mean of the
+// differences (Chan et al., 1983), so that a row far from 0 loses no precision.
 template <typename T>
 void layer_norm(const T* x, const T* weight, const T* bias, T* out, int64_t width, float eps) {
     Floats sum{}, left{}, squares{};
@@ -152,11 +152,11 @@ struct Entry {
     int64_t place;
 };
 
-// Finds the k largest of some rows, in order, of equal ones the first. They are no smaller than the k-th largest of the
-// peaks of blocks, so that few blocks are looked at.
+// Finds the k largest elements of rows, sorted; ties go to the lower index. They are no smaller than the k-th largest
+// of the blocks' maxima, so that few blocks are searched.
 class Leaders {
   public:
-    std::vector<Entry> found;  // the k, and what else was looked at; places count from the first row on
+    std::vector<Entry> found;  // the k, then other candidates; places are indices into all rows
 
     // x [rows, width], to whose rows `sums` are added if there are any; `given` are the peaks of blocks of SPAN.
     void find(const float* x, int64_t rows, int64_t width, int64_t k, const float* given, const float* sums) {
@@ -219,7 +219,7 @@ class Leaders {
     std::vector<Block> near;
 };
 
-// The first k places whose values are at least `least`, as top_k has them; NaN where there are fewer.
+// The first k values that are at least `least`, then their places; NaN where there are fewer.
 void at_least(const float* x, const float* peaks, int64_t width, float least, int64_t k, double* out) {
     int64_t found = 0;
     for (int64_t b = 0; b * SPAN < width && found < k; b++) {
@@ -273,7 +273,7 @@ extern "C" void coppice_rms_norm(int64_t kind, int64_t threads, const void* x, c
                                  int64_t rows, int64_t width, float eps) {
     with_type(kind, [&](auto type) {
         using T = decltype(type);
-#pragma omp parallel for num_threads(threads) if (rows * width > SMALL)
+#pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
         for (int64_t r = 0; r < rows; r++)
             rms_norm((const T*)x + r * width, (const T*)weight, (T*)out + r * width, width, eps);
     });
@@ -283,9 +283,25 @@ extern "C" void coppice_layer_norm(int64_t kind, int64_t threads, const void* x,
                                    void* out, int64_t rows, int64_t width, float eps) {
     with_type(kind, [&](auto type) {
         using T = decltype(type);
-#pragma omp parallel for num_threads(threads) if (rows * width > SMALL)
+#pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
         for (int64_t r = 0; r < rows; r++)
             layer_norm((const T*)x + r * width, (const T*)weight, (const T*)bias, (T*)out + r * width, width, eps);
+    });
+}
+
+extern "C" void coppice_head_norm(int64_t kind, int64_t threads, void* x, const void* weight, const void* bias,
+                                  int64_t tokens, int64_t heads, int64_t head_dim, int64_t token_stride, float eps) {
+    with_type(kind, [&](auto type) {
+        using T = decltype(type);
+#pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > MAX_SERIAL)
+        for (int64_t t = 0; t < tokens; t++)
+            for (int64_t h = 0; h < heads; h++) {
+                T* row = (T*)x + t * token_stride + h * head_dim;
+                if (bias)
+                    layer_norm(row, (const T*)weight, (const T*)bias, row, head_dim, eps);
+                else
+                    rms_norm(row, (const T*)weight, row, head_dim, eps);
+            }
     });
 }
 
@@ -294,7 +310,7 @@ extern "C" void coppice_rotary(int64_t kind, int64_t threads, const void* x, con
                                int64_t token_stride, int64_t head_stride, int64_t out_stride) {
     with_type(kind, [&](auto type) {
         using T = decltype(type);
-#pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > SMALL)
+#pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > MAX_SERIAL)
         for (int64_t t = 0; t < tokens; t++)
             for (int64_t h = 0; h < heads; h++)
                 rotary((const T*)x + t * token_stride + h * head_stride, (const T*)cos + t * dims,
@@ -305,7 +321,7 @@ extern "C" void coppice_rotary(int64_t kind, int64_t threads, const void* x, con
 extern "C" void coppice_silu_mul(int64_t kind, int64_t threads, const void* x, void* out, int64_t rows, int64_t width) {
     with_type(kind, [&](auto type) {
         using T = decltype(type);
-#pragma omp parallel for num_threads(threads) if (rows * width > SMALL)
+#pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
         for (int64_t r = 0; r < rows; r++) {
             const T* gate = (const T*)x + r * 2 * width;
             silu_mul(gate, gate + width, (T*)out + r * width, width);
@@ -318,7 +334,7 @@ extern "C" void coppice_activation(int64_t kind, int64_t threads, int64_t number
     with_type(kind, [&](auto type) {
         with_activation(number, [&](auto run) {
             using T = decltype(type);
-#pragma omp parallel for num_threads(threads) if (rows * width > SMALL)
+#pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
             for (int64_t r = 0; r < rows; r++)
                 each(width, [&](int64_t i, auto n) {
                     store(run(load((const T*)x + r * width + i, n)), (T*)out + r * width + i, n);
@@ -332,7 +348,7 @@ extern "C" void coppice_log_softmax(int64_t kind, int64_t threads, const void* x
     const int64_t blocks = (width + SPAN - 1) / SPAN;
     with_type(kind, [&](auto type) {
         using T = decltype(type);
-#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width > SMALL)
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width > MAX_SERIAL)
         for (int64_t r = 0; r < rows; r++)
             finite[r] = log_softmax((const T*)x + r * width, out + r * width, peaks + r * blocks, width, size);
     });
@@ -340,7 +356,7 @@ extern "C" void coppice_log_softmax(int64_t kind, int64_t threads, const void* x
 
 extern "C" void coppice_top_k(int64_t threads, const float* x, double* out, int64_t rows, int64_t width, int64_t k) {
     if (!k) return;
-#pragma omp parallel num_threads(threads) if (rows * width > 4 * SMALL)
+#pragma omp parallel num_threads(threads) if (rows * width > 4 * MAX_SERIAL)
     {
         Leaders leaders;
 #pragma omp for
@@ -367,6 +383,6 @@ extern "C" void coppice_at_least(const float* x, const float* peaks, double* out
 
 extern "C" void coppice_gumbel_argmax(int64_t threads, const float* logp, const uint32_t* keys, int64_t* tokens,
                                       int64_t rows, int64_t width) {
-#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width > SMALL)
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width > MAX_SERIAL)
     for (int64_t r = 0; r < rows; r++) tokens[r] = gumbel_argmax(logp + r * width, width, keys[2 * r], keys[2 * r + 1]);
 }

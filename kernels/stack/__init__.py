@@ -19,6 +19,10 @@ from kernels.tree_attention import native
 _STRUCTURES = OPERATORS.structures
 
 
+PRODUCTS = ("linear", "int8_linear")  # of packed matrices, by the operators' names
+ORDERS = ("before", "after", "parallel")  # norms before attention and MLP, after each, or one for both
+
+
 class Matrix(NamedTuple):
     """A packed matrix; see `kernels.linear` for its arguments, those of int8 alone are None for others."""
 
@@ -27,6 +31,7 @@ class Matrix(NamedTuple):
     bias: Tensor | None
     sum_O: Tensor | None = None
     scale_O: Tensor | None = None
+    product: str = "linear"
 
 
 class Norm(NamedTuple):
@@ -37,7 +42,15 @@ class Norm(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Attention and an MLP, each behind its norm; without `mlp_norm` both read the same, side by side."""
+    """Attention and an MLP, each added to the stream.
+
+    Args:
+        attention_norm, mlp_norm: where they stand is `order`, one of ORDERS; "parallel" has no `mlp_norm`.
+        qkv, out, up, down: the matrices.
+        q_norm, k_norm: of each head of queries and keys, before they are rotated.
+        scale, window: of attention.
+        table: number of the angles that queries and keys are rotated by; None: they are not.
+    """
 
     attention_norm: Norm
     mlp_norm: Norm | None
@@ -45,6 +58,12 @@ class Layer(NamedTuple):
     out: Matrix
     up: Matrix
     down: Matrix
+    scale: float
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    order: str = "before"
+    window: int | None = None
+    table: int | None = None
 
 
 class Stack:
@@ -52,11 +71,10 @@ class Stack:
 
     Args:
         layers: of which the tensors and packed matrices live as long as the stack is used.
-        norm: the last.
+        norm: the last, if there is one.
         activation: between the matrices of an MLP, see `kernels.rows`; None: `silu_mul`.
         heads, kv_heads, head_dim: of queries; of keys and values; elements of a head.
         eps: of the norms.
-        scale, window: of the attention.
 
     Raises:
         ValueError: vectors and matrices that do not fit together.
@@ -70,56 +88,70 @@ class Stack:
     def __init__(
         self,
         layers: Sequence[Layer],
-        norm: Norm,
+        norm: Norm | None,
         *,
         activation: str | None,
         heads: int,
         kv_heads: int,
         head_dim: int,
         eps: float,
-        scale: float,
-        window: int | None,
     ):
-        self.layers, self.norm, self.scale, self.window = layers, norm, scale, window
+        self.layers, self.norm, self.weight_E = layers, norm, layers[0].attention_norm.weight
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        dtype, (width,) = norm.weight.dtype, norm.weight.shape
-        host = torch.device("cpu")
+        self._check()
+        dtype, (width,) = self.weight_E.dtype, self.weight_E.shape
+        gated, number = activation is None, 0 if activation is None else ACTIVATIONS.index(activation)
+        sizes = len(layers), heads, kv_heads, head_dim, width, layers[0].up.outs // (2 if gated else 1), gated, number
+        self._layers = (_STRUCTURES["Layer"] * len(layers))(*map(_layer, layers))
+        pointer = ctypes.addressof(self._layers)
+        self._packed = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, pointer, _norm(norm), eps)
+        tables = 1 + max(-1 if layer.table is None else layer.table for layer in layers)
+        self._angles = _STRUCTURES["Angles"] * tables
+
+    def _check(self) -> None:
+        """Raises ValueError for vectors and matrices that do not fit together."""
+        dtype, (width,), D = self.weight_E.dtype, self.weight_E.shape, self.head_dim
 
         def check(name: str, x: Tensor | None, size: int, dtype: torch.dtype = dtype) -> None:
             if x is not None:
-                expect(name, x, dtype, (size,), host)
+                expect(name, x, dtype, (size,), torch.device("cpu"))
 
-        for given in (norm, *(n for layer in layers for n in layer[:2] if n is not None)):
-            check("a norm's weight", given.weight, width)
-            check("a norm's bias", given.bias, width)
-        for layer in layers:
-            outs = tuple(matrix.outs for matrix in (layer.qkv, layer.out, layer.up, layer.down))
-            if outs != (wanted := ((heads + 2 * kv_heads) * head_dim, width, layers[0].up.outs, width)):
+        def check_norm(name: str, norm: Norm | None, size: int) -> None:
+            if norm is not None:
+                check(f"{name}'s weight", norm.weight, size)
+                check(f"{name}'s bias", norm.bias, size)
+
+        check_norm("the last norm", self.norm, width)
+        for layer in self.layers:
+            if (layer.mlp_norm is None) != (layer.order == "parallel") or layer.order not in ORDERS:
+                raise ValueError(f"order: expected one of {ORDERS}, an MLP's norm but for the last, got {layer.order}")
+            for norm in (layer.attention_norm, layer.mlp_norm):
+                check_norm("a norm", norm, width)
+            for norm in (layer.q_norm, layer.k_norm):
+                check_norm("a head's norm", norm, D)
+            matrices = (layer.qkv, layer.out, layer.up, layer.down)
+            outs = tuple(matrix.outs for matrix in matrices)
+            if outs != (wanted := ((self.heads + 2 * self.kv_heads) * D, width, self.layers[0].up.outs, width)):
                 raise ValueError(f"expected matrices of {list(wanted)} rows, got {list(outs)}")
-            for matrix in layer[2:]:
+            for matrix in matrices:
+                if (matrix.product == "int8_linear") != (matrix.sum_O is not None and matrix.scale_O is not None):
+                    raise ValueError(f"expected sum_O and scale_O of int8 alone, got a matrix for {matrix.product}")
                 check("a matrix's bias", matrix.bias, matrix.outs)
                 check("a matrix's sum_O", matrix.sum_O, matrix.outs, torch.int32)
                 check("a matrix's scale_O", matrix.scale_O, matrix.outs, torch.float32)
-        gated, number = activation is None, 0 if activation is None else ACTIVATIONS.index(activation)
-        sizes = len(layers), heads, kv_heads, head_dim, width, layers[0].up.outs // (2 if gated else 1), gated, number
-        layer_type = _STRUCTURES["Layer"]
-        packed = (layer_type(*map(_norm, layer[:2]), *map(_matrix, layer[2:])) for layer in layers)
-        self._layers = (layer_type * len(layers))(*packed)
-        pointer = ctypes.addressof(self._layers)
-        self._packed = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, pointer, _norm(norm), eps)
 
     def takes(self, x_TE: Tensor, layout: TreeLayout) -> bool:
         """Whether it runs these tokens: few, by C++, and nobody looks on who wants to see operators."""
         return not self.idle and layout.impl == "cpp" and few_rows(x_TE) and not watched()
 
     def __call__(
-        self, x_TE: Tensor, angles: tuple[Tensor, Tensor] | None, cache: KVCache, layout: TreeLayout
+        self, x_TE: Tensor, angles: Sequence[tuple[Tensor, Tensor]], cache: KVCache, layout: TreeLayout
     ) -> Tensor:
         """Evaluate the tokens of a pass; their keys and values go into the cache.
 
         Args:
             x_TE: embeddings, float32, bfloat16 or float16 as the norms' weights; they are overwritten.
-            angles: cos_TR and sin_TR, see `kernels.rows.rotary`; None: nothing is rotated.
+            angles: cos_TR and sin_TR of each table that layers name, see `kernels.rows.rotary`.
 
         Returns:
             [T, E], the last norm applied.
@@ -127,29 +159,32 @@ class Stack:
         Raises:
             ValueError: tensors that do not fit together, or a layout that leads out of the cache.
         """
-        T, D, (*_, S, _), weight_E = x_TE.shape[0], self.head_dim, cache.k_LGSD.shape, self.norm.weight
-        R = angles[0].shape[1] if angles else 0
+        T, D, (*_, S, _), weight_E = x_TE.shape[0], self.head_dim, cache.k_LGSD.shape, self.weight_E
+        if len(angles) != (tables := self._angles._length_):
+            raise ValueError(f"angles: expected {tables} tables, got {len(angles)}")
         for x, shape in (
             (x_TE, (*layout.positions_T.shape, *weight_E.shape)),
-            *((x, (T, R)) for x in angles or ()),
+            *((x, (T, cos_TR.shape[-1])) for cos_TR, sin_TR in angles for x in (cos_TR, sin_TR)),
             (cache.k_LGSD, (len(self.layers), self.kv_heads, S, D)),
             (cache.v_LGSD, cache.k_LGSD.shape),
         ):
             if x.shape != shape or x.dtype != weight_E.dtype or not x.is_cpu or not x.is_contiguous():
                 got = f"{x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}"
                 raise ValueError(f"expected contiguous {weight_E.dtype} {list(shape)} on a CPU, got {got}")
-        if R % 2 or R > D:
-            raise ValueError(f"angles: expected an even number of columns, at most {D}, got {R}")
+        rotated = self._angles()
+        for i, (cos_TR, sin_TR) in enumerate(angles):
+            R = cos_TR.shape[1]
+            if R % 2 or R > D:
+                raise ValueError(f"angles: expected an even number of columns, at most {D}, got {R}")
+            rotated[i] = cos_TR.data_ptr(), sin_TR.data_ptr(), R
         out_TE, threads = torch.empty_like(x_TE), torch.get_num_threads()
         heads_THD = torch.empty(T, self.heads + 2 * self.kv_heads, D, dtype=x_TE.dtype)  # queries, keys, values
         queries_THD = heads_THD[:, : self.heads]
-        seen = native.seen(layout, S)
-        problem = native.problem(queries_THD, self.kv_heads, S, seen, self.scale, self.window, threads)
+        problem = native.problem(queries_THD, self.kv_heads, S, native.seen(layout, S), 1.0, None, threads)
         function("stack")(
-            *(ctypes.addressof(self._packed), ctypes.addressof(problem), threads, x_TE.data_ptr()),
-            *((x.data_ptr() for x in angles) if angles else (None, None)),
-            *(cache.k_LGSD.data_ptr(), cache.v_LGSD.data_ptr(), layout.write_slots_T.data_ptr()),
-            *(heads_THD.data_ptr(), out_TE.data_ptr(), T, S, R),
+            *map(ctypes.addressof, (self._packed, problem, rotated)),
+            *(threads, x_TE.data_ptr(), cache.k_LGSD.data_ptr(), cache.v_LGSD.data_ptr()),
+            *(layout.write_slots_T.data_ptr(), heads_THD.data_ptr(), out_TE.data_ptr(), T, S),
         )
         return out_TE
 
@@ -174,7 +209,14 @@ def _norm(norm: Norm | None) -> ctypes.Structure:
 
 def _matrix(matrix: Matrix) -> ctypes.Structure:
     addresses = map(_address, (matrix.bias, matrix.sum_O, matrix.scale_O))
-    return _STRUCTURES["Matrix"](matrix.address, *addresses, matrix.outs)
+    return _STRUCTURES["Matrix"](PRODUCTS.index(matrix.product), matrix.address, *addresses, matrix.outs)
+
+
+def _layer(layer: Layer) -> ctypes.Structure:
+    numbers = (-1 if x is None else x for x in (layer.window, layer.table))
+    norms = map(_norm, (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm))
+    matrices = map(_matrix, (layer.qkv, layer.out, layer.up, layer.down))
+    return _STRUCTURES["Layer"](ORDERS.index(layer.order), *numbers, *norms, *matrices, layer.scale)
 
 
 def _address(x: Tensor | None) -> int | None:

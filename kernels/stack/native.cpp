@@ -11,19 +11,20 @@
 
 namespace {
 
-void normalize(const Stack& s, int64_t threads, const Norm& norm, const void* x, void* out, int64_t rows) {
-    if (norm.bias)
-        coppice_layer_norm(s.kind, threads, x, norm.weight, norm.bias, out, rows, s.width, s.eps);
-    else
-        coppice_rms_norm(s.kind, threads, x, norm.weight, out, rows, s.width, s.eps);
-}
+enum { BEFORE, AFTER, PARALLEL };  // ORDERS in __init__.py
 
-void multiply(const Stack& s, int64_t threads, const Matrix& m, const void* x, void* out, int64_t rows, int64_t width) {
-    if (m.sums)
-        coppice_int8_linear(s.kind, threads, x, m.packed, m.sums, m.scale, m.bias, out, rows, width, m.outs);
-    else
+typedef void (*Product)(const Stack&, int64_t threads, const Matrix&, const void* x, void* out, int64_t rows,
+                        int64_t width);
+
+// In the order of PRODUCTS in __init__.py.
+const Product PRODUCTS[] = {
+    [](const Stack& s, int64_t threads, const Matrix& m, const void* x, void* out, int64_t rows, int64_t width) {
         coppice_linear(s.kind, threads, x, m.packed, m.bias, out, rows, width * s.element / 4, m.outs);
-}
+    },
+    [](const Stack& s, int64_t threads, const Matrix& m, const void* x, void* out, int64_t rows, int64_t width) {
+        coppice_int8_linear(s.kind, threads, x, m.packed, m.sums, m.scale, m.bias, out, rows, width, m.outs);
+    },
+};
 
 void add(int64_t kind, const void* more, void* x, int64_t size) {
     with_type(kind, [&](auto type) {
@@ -33,43 +34,100 @@ void add(int64_t kind, const void* more, void* x, int64_t size) {
     });
 }
 
-}  // namespace
-
-extern "C" void coppice_stack(const Stack* stack, const Attention* attention, int64_t threads, void* x,
-                              const void* cos, const void* sin, char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out,
-                              int64_t tokens, int64_t slots, int64_t rotary_dims) {
-    const Stack& s = *stack;
+// One pass: sizes, and room for what a layer computes.
+struct Pass {
+    const Stack& s;
+    Attention attention;
+    const Angles* angles;
+    const int64_t* slots_T;
+    char* heads_THD;
+    const int64_t threads, tokens, slots;
     const int64_t turned = s.heads + s.kv_heads, every = turned + s.kv_heads, head = s.head_dim * s.element;
-    const int64_t kv_layer = s.kv_heads * slots * head, up_width = (s.gated ? 2 : 1) * s.mlp_width;
-    auto room = [&](int64_t bytes) { return std::unique_ptr<char[]>(new char[tokens * bytes]); };
-    const auto normed_TE = room(s.width * s.element), sum_TE = room(s.width * s.element);
-    const auto mixed_THD = room(s.heads * head);
-    const auto up_TM = room(up_width * s.element), middle_TM = room(s.mlp_width * s.element);
-    for (int64_t i = 0; i < s.layers; i++, k += kv_layer, v += kv_layer) {
-        const Layer& layer = s.layer[i];
-        const bool parallel = !layer.mlp_norm.weight;
-        normalize(s, threads, layer.attention_norm, x, normed_TE.get(), tokens);
-        multiply(s, threads, layer.qkv, normed_TE.get(), heads_THD, tokens, s.width);
-        if (cos)
-            coppice_rotary(s.kind, threads, heads_THD, cos, sin, heads_THD, tokens, turned, s.head_dim, rotary_dims,
+    const std::unique_ptr<char[]> normed_TE = room(s.width), sum_TE = room(s.width);
+    const std::unique_ptr<char[]> mixed_THD = room(s.heads * s.head_dim);
+    const std::unique_ptr<char[]> up_TM = room((s.gated ? 2 : 1) * s.mlp_width), middle_TM = room(s.mlp_width);
+
+    std::unique_ptr<char[]> room(int64_t width) const {
+        return std::unique_ptr<char[]>(new char[tokens * width * s.element]);
+    }
+
+    void normalize(const Norm& norm, const void* x, void* out) const {
+        if (norm.bias)
+            coppice_layer_norm(s.kind, threads, x, norm.weight, norm.bias, out, tokens, s.width, s.eps);
+        else
+            coppice_rms_norm(s.kind, threads, x, norm.weight, out, tokens, s.width, s.eps);
+    }
+
+    void multiply(const Matrix& m, const void* x, void* out, int64_t width) const {
+        PRODUCTS[m.product](s, threads, m, x, out, tokens, width);
+    }
+
+    void normalize_heads(const Norm& norm, char* x, int64_t heads) const {
+        if (norm.weight)
+            coppice_head_norm(s.kind, threads, x, norm.weight, norm.bias, tokens, heads, s.head_dim, every * s.head_dim,
+                              s.eps);
+    }
+
+    // From `read` to sum_TE; k and v are the layer's.
+    void attend(const Layer& layer, const void* read, char* k, char* v) {
+        multiply(layer.qkv, read, heads_THD, s.width);
+        normalize_heads(layer.q_norm, heads_THD, s.heads);
+        normalize_heads(layer.k_norm, heads_THD + s.heads * head, s.kv_heads);
+        if (layer.table >= 0) {
+            const Angles& a = angles[layer.table];
+            coppice_rotary(s.kind, threads, heads_THD, a.cos, a.sin, heads_THD, tokens, turned, s.head_dim, a.dims,
                            every * s.head_dim, s.head_dim, every * s.head_dim);
+        }
         coppice_kv_write(threads, k, v, heads_THD + s.heads * head, heads_THD + turned * head, slots_T, tokens,
                          s.kv_heads, slots, head, every * head, head, every * head, head);
-        coppice_tree_attention(attention, heads_THD, k, v, mixed_THD.get());
-        multiply(s, threads, layer.out, mixed_THD.get(), sum_TE.get(), tokens, s.heads * s.head_dim);
-        if (!parallel) {
-            add(s.kind, sum_TE.get(), x, tokens * s.width);
-            normalize(s, threads, layer.mlp_norm, x, normed_TE.get(), tokens);
-        }
-        multiply(s, threads, layer.up, normed_TE.get(), up_TM.get(), tokens, s.width);
+        attention.window = layer.window, attention.scale = layer.scale;
+        coppice_tree_attention(&attention, heads_THD, k, v, mixed_THD.get());
+        multiply(layer.out, mixed_THD.get(), sum_TE.get(), s.heads * s.head_dim);
+    }
+
+    // From `read` to normed_TE, which may be the same: its rows are in up_TM when they are overwritten.
+    void feed(const Layer& layer, const void* read) const {
+        multiply(layer.up, read, up_TM.get(), s.width);
         if (s.gated)
             coppice_silu_mul(s.kind, threads, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
         else
             coppice_activation(s.kind, threads, s.activation, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
-        // Nobody reads the normed rows any more: the MLP's take their place.
-        multiply(s, threads, layer.down, middle_TM.get(), normed_TE.get(), tokens, s.mlp_width);
-        add(s.kind, normed_TE.get(), parallel ? sum_TE.get() : x, tokens * s.width);
-        if (parallel) add(s.kind, sum_TE.get(), x, tokens * s.width);
+        multiply(layer.down, middle_TM.get(), normed_TE.get(), s.mlp_width);
     }
-    normalize(s, threads, s.norm, x, out, tokens);
+
+    void run(const Layer& layer, void* x, char* k, char* v) {
+        const int64_t size = tokens * s.width;
+        const void* read = layer.order == AFTER ? x : normed_TE.get();
+        if (layer.order != AFTER) normalize(layer.attention_norm, x, normed_TE.get());
+        attend(layer, read, k, v);
+        if (layer.order == PARALLEL) {
+            feed(layer, read);
+            add(s.kind, normed_TE.get(), sum_TE.get(), size);
+            add(s.kind, sum_TE.get(), x, size);
+            return;
+        }
+        add(s.kind, sum_TE.get(), x, size);
+        if (layer.order == AFTER)
+            normalize(layer.attention_norm, x, x);
+        else
+            normalize(layer.mlp_norm, x, normed_TE.get());
+        feed(layer, read);
+        add(s.kind, normed_TE.get(), x, size);
+        if (layer.order == AFTER) normalize(layer.mlp_norm, x, x);
+    }
+};
+
+}  // namespace
+
+extern "C" void coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t threads,
+                              void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out,
+                              int64_t tokens, int64_t slots) {
+    const Stack& s = *stack;
+    Pass pass{s, *attention, angles, slots_T, heads_THD, threads, tokens, slots};
+    const int64_t kv_layer = s.kv_heads * slots * s.head_dim * s.element;
+    for (int64_t i = 0; i < s.layers; i++) pass.run(s.layer[i], x, k + i * kv_layer, v + i * kv_layer);
+    if (s.norm.weight)
+        pass.normalize(s.norm, x, out);
+    else
+        std::memcpy(out, x, tokens * s.width * s.element);
 }

@@ -37,35 +37,38 @@ def tree_attention(
 
     Raises:
         ValueError: tensors that do not fit together or a layout that leads out of the cache, unknown impl, or what the
-            implementation cannot do. What a layout on a GPU holds is not looked at, which would wait for it: there
-            whoever made it answers for it.
+            implementation cannot do. The numbers in a layout on a GPU are not checked, because that would wait for
+            the GPU: the code that makes the layout answers for them.
     """
     impl = impl or layout.impl
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     compiling = compiler.is_compiling()
-    seen = None
     if not compiling:
-        checks.queries(q_THD, k_GSD, v_GSD, window)
-        if layout.positions_T.shape[0] != q_THD.shape[0]:
-            raise ValueError(f"expected a layout of {q_THD.shape[0]} tokens, got {layout.positions_T.shape[0]}")
-        if impl == "cpp":
-            native.check_able(q_THD)
-            seen = native.seen(layout, k_GSD.shape[1])
-        else:
-            checks.fits(layout, k_GSD.shape[1], k_GSD.device)
+        _check(q_THD, k_GSD, v_GSD, layout, window, impl)
     if impl == "triton":
         from kernels.tree_attention import triton  # absent on some machines, and slow to import
 
-        if compiling:  # opaque to the compiler; called straight when eager
+        if compiling:  # opaque to the compiler; called directly when eager
             return ops.coppice.tree_attention_triton(*triton.operands(q_THD, k_GSD, v_GSD, layout), scale, window)
         return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window)
     if impl == "reference":
         return reference.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window)
-    if seen is not None and not watched():
-        return native.attend(q_THD, k_GSD, v_GSD, seen, scale, window)
     if impl == "cpp":
+        if not watched():
+            return native.attend(q_THD, k_GSD, v_GSD, native.seen(layout, k_GSD.shape[1]), scale, window)
         run = ops.coppice.tree_attention_cpp
     else:
         run = ops.coppice.tree_attention_torch if compiling else plain.tree_attention
     return run(q_THD, k_GSD, v_GSD, *layout.seen, scale, window)
+
+
+def _check(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout, window: int | None, impl: str) -> None:
+    checks.queries(q_THD, k_GSD, v_GSD, window)
+    if layout.positions_T.shape[0] != q_THD.shape[0]:
+        raise ValueError(f"expected a layout of {q_THD.shape[0]} tokens, got {layout.positions_T.shape[0]}")
+    if impl == "cpp":
+        checks.native(q_THD)
+        native.seen(layout, k_GSD.shape[1])  # which C++ checks, quicker than `fits`, and keeps with the layout
+    else:
+        checks.fits(layout, k_GSD.shape[1], k_GSD.device)

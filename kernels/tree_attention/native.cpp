@@ -1,9 +1,9 @@
 // Tree attention on a CPU. Query rows are the lanes of a vector: a score is a broadcast element of a key times a
 // vector of the rows' elements, so keys and values are read where they lie, once for all rows of a tile; nothing is
-// gathered, transposed or copied (16-bit ones become floats, or values of two keys pairs, a block at a time, where no
-// product takes them as they are). Of a tile of few rows each takes its turn, and its elements are the lanes. The
-// softmax runs along with the keys (Milakov and Gimelshein, 2018). Where there are fewer tiles than threads, long
-// trunks are cut and the cuts merged.
+// gathered, transposed or copied (but 16-bit elements are converted to floats, or the values of two keys interleaved, a
+// block at a time, where no instruction multiplies them as they are). In a tile of few rows the elements of one row are
+// the lanes, and rows take turns. The softmax is computed online (Milakov and Gimelshein, 2018). Where there are fewer
+// tiles than threads, long trunks are cut and the results of the cuts merged.
 //
 // Shape legend: kernels/layout.py. A row is one query head of one token; the rows of a tile share a key/value head.
 
@@ -16,13 +16,13 @@
 
 namespace {
 
-constexpr int VECTORS = 4;      // of rows, at most, in a tile
-constexpr int FEW = LANES / 4;  // rows; more of them are lanes
-constexpr int BLOCK = 32;       // keys between two looks at the largest score
-constexpr int KEYS = 8;         // whose scores are added up in registers together; divides BLOCK
-constexpr int DIMS = 16;        // of the values, likewise
-constexpr int SHORT = 256;      // trunk tokens; no cut is shorter
-constexpr int SMALL = 1 << 14;  // vector products; fewer are not worth waking threads
+constexpr int VECTORS = 4;  // the most in a tile, of rows
+constexpr int MAX_SINGLE_ROWS = LANES / 4;  // of more, rows are the lanes
+constexpr int BLOCK = 32;  // keys between two updates of the largest score
+constexpr int KEYS = 8;    // with their scores in registers at once; divides BLOCK
+constexpr int DIMS = 16;   // of the output, likewise
+constexpr int MIN_CUT = 256;  // trunk tokens
+constexpr int MAX_SERIAL = 1 << 14;  // vector products; only for more is it worth waking threads
 const Floats NEVER = all(-INFINITY);
 
 // Rows first .. last - 1 of a tree, counted token by token and head by head.
@@ -30,7 +30,7 @@ struct Tile {
     int tree, first, last;
 };
 
-// What the rows of a tile have gathered from some of their keys.
+// The state of the online softmax of a tile, over some of its keys.
 struct Part {
     Floats most[VECTORS], sum[VECTORS];  // the largest score, and the sum of 2^(score - largest)
     std::vector<Floats> out_D;           // of each vector in turn: the sum of values times 2^(score - largest)
@@ -45,7 +45,7 @@ class Worker {
         pairs = std::is_same_v<T, BFloat16> && D % 2 == 0;
 #endif
         part.out_D.resize(VECTORS * D);
-        row_D.resize(2 * FEW * depth());
+        row_D.resize(2 * MAX_SINGLE_ROWS * depth());
         if (!std::is_same_v<T, float>) room.resize(2 * BLOCK * D);
     }
 
@@ -54,7 +54,7 @@ class Worker {
     // A tile's rows over one of the cuts of the trunk; the last one has the branches too.
     void run(const Tile& tile, int g, int cut, int cuts, Part& part) {
         const int rows = tile.last - tile.first, vectors = (rows + LANES - 1) / LANES;
-        few = rows <= FEW ? rows : 0;
+        few = rows <= MAX_SINGLE_ROWS ? rows : 0;
         Ints seen[VECTORS], oldest[VECTORS];
         int all_see[VECTORS], none_sees[VECTORS], latest[VECTORS];  // bounds of `seen`, and the largest `oldest`
         int start = INT32_MAX, end = 0;
@@ -148,15 +148,15 @@ class Worker {
     const int D, group;
     bool pairs = false;         // keys are read as pairs of bfloat16, for which the processor has products
     std::vector<Ints> q_words;  // of each vector of rows in turn: floats or pairs
-    int few = 0;                // rows, if they are few
-    std::vector<Floats> row_D;  // of each of these in turn: its query, floats or pairs, and what `Part::out_D` is of it
+    int few = 0;                // rows, if there are at most MAX_SINGLE_ROWS
+    std::vector<Floats> row_D;  // of each of these in turn: its query, floats or pairs, and its row of `Part::out_D`
     std::vector<float> room;    // for converted keys and values
     int n = 0;                  // slots that wait, or are taken
     int64_t slots[BLOCK];
     const int32_t* keys[BLOCK];  // of the taken slots: floats or pairs
     int value_rows = 0;
     const int32_t* values[BLOCK];  // of the taken slots: floats; or pairs, of two slots' elements
-    const char *next_k, *next_v;   // what to fetch from memory meanwhile
+    const char *next_k, *next_v;   // to prefetch meanwhile
 
     static int row_of(const Tile& tile, int i, int lane) {
         return std::min(tile.first + i * LANES + lane, tile.last - 1);
@@ -178,7 +178,7 @@ class Worker {
         return true;
     }
 
-    // Makes the waiting slots' keys and values ready; `ahead`: what lies behind them is wanted next.
+    // Makes the waiting slots' keys and values ready; `ahead`: the slots behind them are prefetched.
     void take(int g, bool ahead) {
         const T *k_SD = k + g * p.slots * D, *v_SD = v + g * p.slots * D;
         if (pairs && !few) {
@@ -197,7 +197,7 @@ class Worker {
         next_k = (const char*)(k_SD + next * D), next_v = (const char*)(v_SD + next * D);
     }
 
-    // Where the waiting slots' rows are as floats; neighbours are converted in one go.
+    // Points `at` to the waiting slots' rows as floats; neighbours are converted in one go.
     void convert(const T* rows_SD, const int32_t** at, float* to) {
         if constexpr (std::is_same_v<T, float>) {
             for (int j = 0; j < n; j++) at[j] = (const int32_t*)(rows_SD + slots[j] * D);
@@ -229,7 +229,7 @@ class Worker {
 
     int depth() const { return (D + LANES - 1) / LANES; }
 
-    // One of few rows: its query, and nothing gathered yet.
+    // Stores the query of a single row, and an output of 0.
     void load_row(const T* from, Floats* to) {
         std::fill_n(to, 2 * depth(), Floats{});
         if (pairs)
@@ -238,7 +238,7 @@ class Worker {
             each(D, [&](int64_t d, auto n) { to[d / LANES] = load(from + d, n); });
     }
 
-    // The taken slots' share of one of few rows.
+    // Adds the taken slots to the state of a single row.
     template <typename Hidden>
     void attend_row(int row, Part& part, bool masked, Hidden hidden) {
         Floats scores[BLOCK / LANES], most = all(part.most[0][row]), sum{};
@@ -274,7 +274,7 @@ class Worker {
         });
     }
 
-    // A key's share, 2^x. Pairs are of bfloat16, and a row's result must not depend on how many rows there are.
+    // A key's weight, 2^x. Pairs are of bfloat16, and a row's result must not depend on the number of rows.
     Floats share_of(Floats x) const { return pairs ? rounded(exp2_of(x)) : exp2_of(x); }
 
     // Elements of a query times those of a key, to be added up.
@@ -292,7 +292,7 @@ class Worker {
         return sum;
     }
 
-    // The taken slots' share of vector i. `hidden(j)`: the lanes that do not see slot j.
+    // Adds the taken slots to the state of vector i. `hidden(j)`: the lanes that do not see slot j.
     template <typename Hidden>
     void attend(int i, Part& part, bool masked, Hidden hidden) {
         for (int row = 0; row < few; row++) attend_row(row, part, masked, hidden);
@@ -358,7 +358,7 @@ class Worker {
         for (int i = 0; i < COUNT; i++) out_D[d + i] = sum[i];
     }
 
-    // One row, wanted soon, into the first-level cache.
+    // Prefetches a row into the first-level cache.
     void fetch_row(int64_t row) {
         for (int b = 0; b < int(D * sizeof(T)); b += 64) {
             __builtin_prefetch((const char*)(k + row * D) + b);
@@ -408,9 +408,9 @@ void tree_attention(const Attention& p, const T* q, const T* k, const T* v, T* o
     for (int64_t r = 0; r < p.run_count; r++) keys = std::max<int64_t>(keys, p.runs[3 * r + 2]);
     const int units = tiles.size() * G;
     if (!units) return;
-    const int cuts = std::clamp<int64_t>(keys / SHORT, 1, (p.threads + units - 1) / units);
+    const int cuts = std::clamp<int64_t>(keys / MIN_CUT, 1, (p.threads + units - 1) / units);
     std::vector<Part> parts(cuts > 1 ? units * cuts : 0);
-#pragma omp parallel num_threads(p.threads) if (units * keys * D > SMALL)
+#pragma omp parallel num_threads(p.threads) if (units * keys * D > MAX_SERIAL)
     {
         Worker<T> worker(p, q, k, v, out);
 #pragma omp for schedule(dynamic)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.cpp import KINDS, OPERATORS, function
+from kernels.custom_ops import like, register
 from kernels.layout import TreeLayout
 
 _CPU = torch.device("cpu")
@@ -18,7 +19,7 @@ Attention = OPERATORS.structures["Attention"]
 
 
 class Seen(NamedTuple):
-    """What a layout's tensors say of which tokens see what: sizes, and addresses that live as long as the tensors."""
+    """Sizes and addresses of a layout's tensors; the addresses live as long as the tensors."""
 
     trees: int
     runs: int
@@ -28,7 +29,7 @@ class Seen(NamedTuple):
 
 
 def seen(layout: TreeLayout, slots: int) -> Seen:
-    """Returns what C++ reads of a layout, checked once for each layout and number of slots of the cache.
+    """Returns the part of a layout that C++ reads, checked once for each layout and number of slots of the cache.
 
     Raises:
         ValueError: tensors that do not fit together, are not on a CPU, or lead out of the cache.
@@ -37,9 +38,9 @@ def seen(layout: TreeLayout, slots: int) -> Seen:
     if kept.get("_slots") != slots:
         checks.tensors(layout, _CPU)
         found, pages = _seen(layout.seen), layout.trunk_pages_RP
-        row, column = pages.stride()
-        table = layout.page_size, pages.shape[1], row, column, pages.data_ptr(), layout.write_slots_T.data_ptr()
-        if not _fits(found, layout.positions_T.shape[0], slots, *table):
+        sizes = layout.page_size, pages.shape[1], *pages.stride()
+        table = *sizes, pages.data_ptr(), layout.write_slots_T.data_ptr()
+        if not _fits(found, layout.positions_T.shape[0], slots, table):
             checks.ranges(layout, slots)
         kept["_seen"], kept["_slots"] = found, slots
     return kept["_seen"]
@@ -56,31 +57,25 @@ def _seen(seen: Sequence[Tensor]) -> Seen:
     )
 
 
-def _fits(
-    seen: Seen,
-    tokens: int,
-    slots: int,
-    page_size: int = 1,
-    pages: int = -1,
-    tree_stride: int = 0,
-    page_stride: int = 0,
-    pages_at: int | None = None,
-    written_at: int | None = None,
-) -> bool:
+NO_PAGES = 1, -1, 0, 0, None, None
+
+
+def _fits(seen: Seen, tokens: int, slots: int, pages: Sequence[int | None] = NO_PAGES) -> bool:
+    """Whether a layout leads to slots of the cache only; pages: `layout_fits` of operators.h has their six numbers."""
     _, starts, sees, runs, branch_slots, *_ = seen.addresses
+    sizes, addresses = pages[:4], pages[4:]
     return function("layout_fits")(
-        *(tokens, seen.trees, seen.runs, seen.width, slots, page_size, pages, tree_stride, page_stride),
-        *(starts, sees, runs, branch_slots, pages_at, written_at),
+        *(tokens, seen.trees, seen.runs, seen.width, slots, *sizes, starts, sees, runs, branch_slots, *addresses)
     )
 
 
 def problem(
     q_THD: Tensor, kv_heads: int, slots: int, seen: Seen, scale: float, window: int | None, threads: int
 ) -> ctypes.Structure:
-    """Returns what attention must know but for where q, k, v and its output lie.
+    """Returns the arguments of attention but the addresses of q, k, v and the output.
 
     Args:
-        q_THD: of the sizes, strides and dtype of those to come.
+        q_THD: with the sizes, strides and dtype of the queries.
         kv_heads, slots: of the cache.
     """
     _, H, D = q_THD.shape
@@ -102,13 +97,6 @@ def attend(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, seen: Seen, scale: float
     return out_THD
 
 
-def check_able(q_THD: Tensor) -> None:
-    """Raises ValueError for what C++ does not have."""
-    if q_THD.dtype not in KINDS or not q_THD.is_cpu:
-        got = f"{q_THD.dtype} on {q_THD.device}"
-        raise ValueError(f"impl 'cpp': expected float32, bfloat16 or float16 on a CPU, got {got}")
-
-
 def tree_attention(
     q_THD: Tensor,
     k_GSD: Tensor,
@@ -123,21 +111,16 @@ def tree_attention(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """The operator that compilers and profilers see, which comes without a layout that remembers being checked."""
-    check_able(q_THD)
+    """The operator that compilers and profilers see: it gets no layout that keeps the result of its check."""
+    checks.native(q_THD)
     checks.queries(q_THD, k_GSD, v_GSD, window)
     trunk = positions_T, token_starts, trunk_seen_T, trunk_runs
     tensors = *trunk, branch_slots_RW, branch_positions_RW, ancestry_TC
     checks.seen_tensors(tensors, q_THD.shape[0], _CPU)
-    told = _seen(tensors)
-    if not _fits(told, q_THD.shape[0], k_GSD.shape[1]):
+    seen = _seen(tensors)
+    if not _fits(seen, q_THD.shape[0], k_GSD.shape[1]):
         raise ValueError(f"the layout leads out of a cache of {k_GSD.shape[1]} slots")
-    return attend(q_THD, k_GSD, v_GSD, told, scale, window)
+    return attend(q_THD, k_GSD, v_GSD, seen, scale, window)
 
 
-torch.library.custom_op("coppice::tree_attention_cpp", tree_attention, mutates_args=())
-
-
-@torch.library.register_fake("coppice::tree_attention_cpp")
-def _(q_THD, *_args):
-    return q_THD.new_empty(q_THD.shape)
+register("tree_attention_cpp", tree_attention, like)

@@ -13,14 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.custom_ops import like, register
 from kernels.layout import WORD, unpack_bits
 
-LONG_RUN = 64  # tokens; a matrix product of its own pays from about here on
+LONG_RUN = 64  # tokens of a trunk's run from which on a matrix product of its own pays
 TILE_SCORES = 1 << 20  # scores alive at once: 4 MB in float32, whatever the prompt's length
-TILE_SLOTS = 1 << 11  # gathered at once where every token has branch slots of its own; more of small ones:
+TILE_SLOTS = 1 << 11  # gathered at once where every token has branch slots of its own; more if keys are small:
 TILE_BYTES = 1 << 20  # of keys, which stay in a core's cache
-NARROW = 512  # branch slots: up to here all tokens take them all
-SMALL = 1 << 17  # bytes of keys; up to here a copy of them all costs less than products in pieces
+MAX_SHARED_COLUMNS = 512  # branch slots of a tree up to which every token takes all of them
+MAX_COPIED_BYTES = 1 << 17  # of keys, up to which copying them all costs less than products in pieces
 
 
 class Tile(NamedTuple):
@@ -168,43 +169,80 @@ def _tiles(
         for first in range(start, end, size):
             last = min(first + size, end)
             mine = slice(first - start, last - start)
-            seen_t1, visible_tW = trunk_seen_T[first:last, None], visible_TW[mine]
             columns_W = columns[mine] if own else columns
-            low, high = (int(x) for x in torch.aminmax(seen_t1))
-            oldest, masked = 0, low  # trunk rows before `oldest` are seen by nobody, from there to `masked` by all
-            oldest_t1 = torch.zeros_like(seen_t1)
-            if window is not None:
-                oldest_t1 = (positions_T[first:last, None] - window + 1).clamp(min=0)
-                visible_tW = visible_tW & (branch_positions_RW[r][columns_W] >= oldest_t1)
-                oldest, latest = (min(high, int(x)) for x in torch.aminmax(oldest_t1))
-                masked = oldest if latest > oldest else max(low, oldest)
-            hidden_tK = None
-            if masked < high:  # the upper triangle of a prefill is never computed
-                place_K = torch.arange(masked, high, device=seen_t1.device)
-                hidden_tK = (place_K >= seen_t1) | (place_K < oldest_t1)
-            blind_t1 = (seen_t1 <= oldest_t1) & ~visible_tW.any(-1, keepdim=True)
-            bias_tW = torch.zeros(visible_tW.shape, dtype=dtype, device=seen_t1.device)
-            bias_tW.masked_fill_(~visible_tW, float("-inf"))
-            pieces, slots = _pieces(trunk, oldest, high, seen_t1.device), branch_slots_RW[r][columns_W]
-            if not own and 0 < (high - oldest + W) * row_bytes <= SMALL:
-                slots = torch.cat([*(_slots(piece, seen_t1.device) for piece in pieces), slots])
-                trunk_tK = torch.zeros(last - first, high - oldest, dtype=dtype, device=seen_t1.device)
-                if hidden_tK is not None:
-                    trunk_tK[:, masked - oldest :].masked_fill_(hidden_tK, float("-inf"))
-                bias_tW, pieces, hidden_tK = torch.cat([trunk_tK, bias_tW], 1), [], None
-            tiles.append(
-                Tile(
-                    first,
-                    last,
-                    pieces,
-                    slots if bias_tW.shape[1] else None,
-                    bias_tW.repeat_interleave(group, 0) if bias_tW.shape[1] else None,
-                    slice(masked - oldest, high - oldest),
-                    hidden_tK.repeat_interleave(group, 0) if hidden_tK is not None else None,
-                    blind_t1.repeat_interleave(group, 0) if blind_t1.any() else None,
-                )
+            rows = _mask(
+                positions_T[first:last, None],
+                trunk_seen_T[first:last, None],
+                visible_TW[mine],
+                branch_positions_RW[r][columns_W],
+                window,
             )
+            small = not own and 0 < (rows.end - rows.start + W) * row_bytes <= MAX_COPIED_BYTES
+            tiles.append(_tile(first, last, rows, trunk, branch_slots_RW[r][columns_W], group, dtype, small))
     return tiles
+
+
+class Mask(NamedTuple):
+    """What the tokens of a tile see. Trunk rows before `start` are seen by none, from there to `masked` by all."""
+
+    start: int
+    masked: int
+    end: int  # rows from here on are seen by none
+    hidden_tK: Tensor | None  # rows masked .. end - 1 that a token does not see
+    visible_tW: Tensor  # branch slots
+    blind_t1: Tensor  # sees nothing at all
+
+
+def _mask(
+    positions_t1: Tensor, seen_t1: Tensor, visible_tW: Tensor, branch_positions_W: Tensor, window: int | None
+) -> Mask:
+    low, end = (int(x) for x in torch.aminmax(seen_t1))
+    start, masked = 0, low
+    oldest_t1 = torch.zeros_like(seen_t1)
+    if window is not None:
+        oldest_t1 = (positions_t1 - window + 1).clamp(min=0)
+        visible_tW = visible_tW & (branch_positions_W >= oldest_t1)
+        start, latest = (min(end, int(x)) for x in torch.aminmax(oldest_t1))
+        masked = start if latest > start else max(low, start)
+    hidden_tK = None
+    if masked < end:  # the upper triangle of a prefill is never computed
+        place_K = torch.arange(masked, end, device=seen_t1.device)
+        hidden_tK = (place_K >= seen_t1) | (place_K < oldest_t1)
+    blind_t1 = (seen_t1 <= oldest_t1) & ~visible_tW.any(-1, keepdim=True)
+    return Mask(start, masked, end, hidden_tK, visible_tW, blind_t1)
+
+
+def _tile(
+    first: int,
+    last: int,
+    rows: Mask,
+    trunk: list[tuple[int, int]],
+    slots: Tensor,
+    group: int,
+    dtype: torch.dtype,
+    small: bool,
+) -> Tile:
+    """A tile of tokens first .. last - 1; of a small tree the trunk is gathered along with the branch slots."""
+    device, hidden_tK = slots.device, rows.hidden_tK
+    pieces = _pieces(trunk, rows.start, rows.end, device)
+    bias_tW = torch.zeros(rows.visible_tW.shape, dtype=dtype, device=device)
+    bias_tW.masked_fill_(~rows.visible_tW, float("-inf"))
+    if small:
+        slots = torch.cat([*(_slots(piece, device) for piece in pieces), slots])
+        trunk_tK = torch.zeros(last - first, rows.end - rows.start, dtype=dtype, device=device)
+        if hidden_tK is not None:
+            trunk_tK[:, rows.masked - rows.start :].masked_fill_(hidden_tK, float("-inf"))
+        bias_tW, pieces, hidden_tK = torch.cat([trunk_tK, bias_tW], 1), [], None
+    return Tile(
+        first,
+        last,
+        pieces,
+        slots if bias_tW.shape[1] else None,
+        bias_tW.repeat_interleave(group, 0) if bias_tW.shape[1] else None,
+        slice(rows.masked - rows.start, rows.end - rows.start),
+        hidden_tK.repeat_interleave(group, 0) if hidden_tK is not None else None,
+        rows.blind_t1.repeat_interleave(group, 0) if rows.blind_t1.any() else None,
+    )
 
 
 def _columns(words_TC: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,7 +252,7 @@ def _columns(words_TC: Tensor) -> tuple[Tensor, Tensor]:
     common, as when each grows a branch of its own, columns [T, W] of each token's own.
     """
     T, C = words_TC.shape
-    if C * WORD <= NARROW:
+    if C * WORD <= MAX_SHARED_COLUMNS:
         return torch.arange(C * WORD, device=words_TC.device), unpack_bits(words_TC)
     token_n, word_n = words_TC.nonzero(as_tuple=True)
     n_m, bit_m = unpack_bits(words_TC[token_n, word_n].unsqueeze(1)).nonzero(as_tuple=True)
@@ -255,9 +293,4 @@ def _slots(piece: slice | Tensor, device: torch.device) -> Tensor:
     return torch.arange(piece.start, piece.stop, device=device) if isinstance(piece, slice) else piece
 
 
-torch.library.custom_op("coppice::tree_attention_torch", tree_attention, mutates_args=())
-
-
-@torch.library.register_fake("coppice::tree_attention_torch")
-def _(q_THD, *_args):
-    return q_THD.new_empty(q_THD.shape)
+register("tree_attention_torch", tree_attention, like)

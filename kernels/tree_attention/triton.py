@@ -24,12 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.custom_ops import like, register
 from kernels.gpu import INTERPRETED, check_device, properties
 from kernels.layout import TreeLayout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LARGEST_HEAD = 256
-MOST_SPLITS = 128
+MAX_HEAD_DIM = 256
+MAX_SPLITS = 128
 AT_ONCE = {16: 3, 32: 3, 64: 2, 128: 1}  # programs on one multiprocessor, by rows of the tile; larger shares cost more
 WORD = tl.constexpr(32)
 LOG2_E = 1.4426950408889634
@@ -48,19 +49,9 @@ def tree_attention(
 
 def operands(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> tuple:
     """The arguments of the custom operator that come before scale and window."""
-    return (
-        q_THD,
-        k_GSD,
-        v_GSD,
-        layout.positions_T,
-        layout.token_starts,
-        layout.trunk_seen_T,
-        layout.trunk_pages_RP,
-        layout.branch_slots_RW,
-        layout.branch_positions_RW,
-        layout.ancestry_TC,
-        layout.page_size,
-    )
+    trunk = layout.positions_T, layout.token_starts, layout.trunk_seen_T, layout.trunk_pages_RP
+    branches = layout.branch_slots_RW, layout.branch_positions_RW, layout.ancestry_TC
+    return q_THD, k_GSD, v_GSD, *trunk, *branches, layout.page_size
 
 
 def _tree_attention(
@@ -83,51 +74,24 @@ def _tree_attention(
         q_THD = q_THD.contiguous()
     T, H, D = q_THD.shape
     G, (R, P), W = k_GSD.shape[0], trunk_pages_RP.shape, branch_slots_RW.shape[1]
-    group = H // G
     gpu = properties(q_THD.device)
-    sizes = _sizes(T * group // R, D, q_THD.dtype, gpu.roomy)
-    tiles = triton.cdiv(T * group, sizes["M"]) + R - 1  # the most that R trees can have, however tokens are spread
+    sizes = _sizes(T * H // G // R, D, q_THD.dtype, gpu.roomy)
+    tiles = triton.cdiv(T * H // G, sizes["M"]) + R - 1  # the most that R trees can have, however tokens are spread
     splits = gpu.processors * AT_ONCE[sizes["M"]] // (tiles * G)  # one wave of programs
-    splits = max(1, min(splits, MOST_SPLITS, triton.cdiv(P * page_size, sizes["N"]) + W // WORD.value))
+    splits = max(1, min(splits, MAX_SPLITS, triton.cdiv(P * page_size, sizes["N"]) + W // WORD.value))
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     shares_KTHD, logs_KTH = out_THD, out_THD
     if splits > 1:
         shares_KTHD = torch.empty((splits, T, H, D), dtype=torch.float32, device=q_THD.device)
         logs_KTH = torch.empty((splits, T, H), dtype=torch.float32, device=q_THD.device)
     _attend[tiles, splits, G](
-        q_THD,
-        k_GSD,
-        v_GSD,
-        shares_KTHD,
-        logs_KTH,
-        positions_T,
-        token_starts,
-        trunk_seen_T,
-        trunk_pages_RP,
-        branch_slots_RW,
-        branch_positions_RW,
-        ancestry_TC,
-        T,
-        R,
-        W,
-        scale * LOG2_E,
-        window or 0,
-        q_THD.stride(0),
-        q_THD.stride(1),
-        k_GSD.stride(0),
-        v_GSD.stride(0),
-        trunk_pages_RP.stride(0),
-        trunk_pages_RP.stride(1),
-        WINDOWED=window is not None,
-        SPLIT=splits > 1,
-        R2=1 if R == 1 else max(16, triton.next_power_of_2(R)),
-        GROUP=group,
-        HEADS=H,
-        PAGE=page_size,
-        D=D,
-        D2=max(16, triton.next_power_of_2(D)),
-        **sizes,
-    )
+        q_THD, k_GSD, v_GSD, shares_KTHD, logs_KTH,
+        positions_T, token_starts, trunk_seen_T, trunk_pages_RP, branch_slots_RW, branch_positions_RW, ancestry_TC,
+        T, R, W, scale * LOG2_E, window or 0,
+        q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trunk_pages_RP.stride(),
+        WINDOWED=window is not None, SPLIT=splits > 1, R2=1 if R == 1 else max(16, triton.next_power_of_2(R)),
+        GROUP=H // G, HEADS=H, PAGE=page_size, D=D, D2=max(16, triton.next_power_of_2(D)), **sizes,
+    )  # fmt: skip
     if splits > 1:
         K2 = triton.next_power_of_2(splits)
         _merge[(T * H,)](
@@ -142,8 +106,8 @@ def _check(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, token_starts: Tensor) ->
     D = q_THD.shape[-1]
     if q_THD.dtype not in DTYPES:
         raise ValueError(f"impl 'triton': expected float16, bfloat16 or float32, got {q_THD.dtype}")
-    if D > LARGEST_HEAD:
-        raise ValueError(f"impl 'triton': expected a head size of at most {LARGEST_HEAD}, got {D}")
+    if D > MAX_HEAD_DIM:
+        raise ValueError(f"impl 'triton': expected a head size of at most {MAX_HEAD_DIM}, got {D}")
     check_device(q_THD, k_GSD, v_GSD, token_starts)
 
 
@@ -309,9 +273,4 @@ def _merge(
     tl.store(out_ptr + line * D + d_D, _cast(out_D, out_ptr.dtype.element_ty), mask=d_D < D)
 
 
-torch.library.custom_op("coppice::tree_attention_triton", _tree_attention, mutates_args=())
-
-
-@torch.library.register_fake("coppice::tree_attention_triton")
-def _(q_THD, *_args):
-    return q_THD.new_empty(q_THD.shape)
+register("tree_attention_triton", _tree_attention, like)

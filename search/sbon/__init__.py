@@ -120,7 +120,7 @@ class SBoN(BoN):
                 yield from race.drawn.extend()  # S1, S4
             except KVMemoryError as error:
                 if self.schedule != "memory":
-                    error.remedy += "; or --sbon-schedule memory, which makes do with what there is"
+                    error.remedy += "; or --sbon-schedule memory, which works with the memory that there is"
                 if self.schedule != "memory" or len(race.running) == 1:
                     raise
                 count = min(accepted(len(race.running), self.alpha), len(race.running) - 1)

@@ -13,7 +13,7 @@ import torch
 from engine import CoppiceError, Engine, KVMemoryError, Request, SearchError, TokenTree, UsageError
 from engine.app import batch
 from engine.contract import attributed, is_ours, search_error, slots_of
-from engine.driver import Driver, Run
+from engine.driver import Driver, Job
 from search import REGISTRY, Evaluate, Greedy, Output, Report, Search, SearchResult, Trie
 from tools.random_checkpoint import make
 
@@ -454,4 +454,4 @@ def test_attributed_passes_what_is_meant_for_the_user():
     with pytest.raises(SearchError), attributed(Steps):
         raise ValueError("x")
     assert "ValueError" in search_error(Steps, ValueError()).what
-    assert Run(lambda run: None).foreign is False and Driver.__name__  # internal runs are trusted
+    assert Job(lambda run: None).foreign is False and Driver.__name__  # internal runs are trusted

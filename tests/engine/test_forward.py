@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from engine import Engine, Evaluate, KVMemoryError, NumericsError, Output, Report, SearchResult
 from engine.contract import ContractError
-from engine.driver import Driver, Run, Runner
+from engine.driver import Driver, Job, Runner
 from engine.engine import make_pools
+from engine.loading import LoadedModel
 from engine.pool import PagePool
 from tools.random_checkpoint import make
 
@@ -70,7 +71,7 @@ class Bench:
 
     def __post_init__(self):
         model = Wide(self.engine.runner.model) if self.dtype == "float64" else self.engine.runner.model
-        self.oracle = Engine(Runner(model, self.engine.pool, VOCAB), self.engine.shape)
+        self.oracle = Engine(LoadedModel(Runner(model, self.engine.pool, VOCAB), self.engine.shape))
         self.known = {}
 
     def driver(self, pages=400, page_size=4, parallel=16, **options):
@@ -190,7 +191,7 @@ class Walk:
 def finish(driver, walks, on_step=None):
     """Run walks to their end; the pool is checked after every step and empty at last."""
     pool = driver.runners["target"].pool
-    runs = [driver.submit(Run(walk.start_on(driver))) for walk in walks]
+    runs = [driver.submit(Job(walk.start_on(driver))) for walk in walks]
     while driver.busy:
         driver.step()
         for run in driver.running:
@@ -310,7 +311,7 @@ def test_a_request_of_several_passes_that_fails_is_undone_whole(bench64):
         return go()
 
     driver = bench64.driver(pages=4, budget=6)
-    run = driver.submit(Run(start))
+    run = driver.submit(Job(start))
     while driver.busy:
         driver.step()
     raise_errors([run])
@@ -335,7 +336,7 @@ def test_a_prompt_that_does_not_fit(bench64):
 @pytest.mark.parametrize("after", [1, 2, 4])
 def test_closing_midway_leaves_the_pool_whole(bench64, after):
     driver = bench64.driver(budget=20)
-    runs = [driver.submit(Run(walk.start_on(driver))) for walk in walks_of(3, 4)]
+    runs = [driver.submit(Job(walk.start_on(driver))) for walk in walks_of(3, 4)]
     for _ in range(after):
         driver.step()
     pool = driver.runners["target"].pool
@@ -357,7 +358,7 @@ def test_a_trunk_handed_on_is_as_good_as_a_fresh_one(bench64, seed):
     for turn in range(5):
         walk = Walk(seed * 10 + turn, prompt, steps=5)
         handed = []
-        run = driver.submit(Run(walk.start_on(driver), trunk=trunk, retire=lambda t, h=handed: h.append(t.retire())))
+        run = driver.submit(Job(walk.start_on(driver), trunk=trunk, retire=lambda t, h=handed: h.append(t.retire())))
         while driver.busy:
             driver.step()
             held = [p for r in driver.running for t in r.trees for p in t.pages_held]
@@ -386,7 +387,7 @@ def test_a_search_that_asks_wrongly_fails_alone(bench64, ask):
         return go()
 
     driver, other = bench64.driver(), Walk(1, [1, 2, 3])
-    run, beside = driver.submit(Run(start)), driver.submit(Run(other.start_on(driver)))
+    run, beside = driver.submit(Job(start)), driver.submit(Job(other.start_on(driver)))
     while driver.busy:
         driver.step()
     assert isinstance(run.error, ContractError) and "node" in str(run.error)
@@ -411,7 +412,7 @@ def test_rows_come_in_the_order_asked_duplicates_included(bench64):
     for budget in (256, 2):
         seen.clear()
         driver = bench64.driver(budget=budget)
-        run = driver.submit(Run(start))
+        run = driver.submit(Job(start))
         while driver.busy:
             driver.step()
         raise_errors([run])
@@ -483,7 +484,7 @@ def test_a_search_may_catch_nan_and_drop_the_node(poisoned):
         return go()
 
     driver = Driver({"target": poisoned.runner})
-    run = driver.submit(Run(start))
+    run = driver.submit(Job(start))
     while driver.busy:
         driver.step()
     raise_errors([run])

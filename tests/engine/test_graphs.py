@@ -18,6 +18,7 @@ from engine import Engine
 from engine.driver import Runner
 from engine.errors import UsageError
 from engine.graphs import TOKENS, TREES, WORDS, GraphRunner, make_runner
+from engine.loading import LoadedModel
 from engine.packing import Chunk, pack
 from engine.pool import PagePool
 from engine.tree import TokenTree
@@ -57,7 +58,7 @@ def engines(variant, impl, **options):
     runner = GraphRunner(plain.runner.model, pool, plain.runner.vocab_size, impl=impl, record=Recorder(), **options)
     runner.host.fill_(2**31 - 1)
     runner.memory.fill_(2**31 - 1)
-    return plain, Engine(runner, plain.shape, eos_token_ids=plain.eos_token_ids)
+    return plain, Engine(LoadedModel(runner, plain.shape, eos_token_ids=plain.eos_token_ids))
 
 
 def check(plain, graphs, prompts, search, **options):
@@ -104,12 +105,12 @@ def test_larger_passes_run_as_they_are_and_say_so_once(caplog, monkeypatch):
 def test_what_is_no_graph(monkeypatch):
     _, graphs = engines("plain", "reference")
     runner, tree = graphs.runner, TokenTree(graphs.pool, [5])
-    root = [Chunk(tree, 1, [], tree.place(1, []))]
+    root = [Chunk(tree, 1, [], tree.allocate(1, []))]
     assert runner._unfit(root, [0]) == "" and "prompt" in runner._unfit(root, [])
     assert "prompt" in runner._unfit([Chunk(tree, 2, [], [2, 3])], [0])
     assert f"more than {TREES[-1]} trees" in runner._unfit(root * (TREES[-1] + 1), [0])
     nodes = tree.grow([tree.root] * 40, range(6, 46))
-    leaves = [Chunk(tree, 0, nodes, tree.place(0, nodes))]
+    leaves = [Chunk(tree, 0, nodes, tree.allocate(0, nodes))]
     assert runner._unfit(leaves, [0]) == ""
     monkeypatch.setattr("engine.graphs.WORDS", (1,))
     assert "more than 32 branch slots" in runner._unfit(leaves, [0])
@@ -122,7 +123,7 @@ def test_buckets():
     """Padding tokens belong to the last tree and see nothing; padding trees have no tokens."""
     _, graphs = engines("plain", "reference")
     trees = [TokenTree(graphs.pool, list(range(5, 5 + n))) for n in (3, 20, 4)]
-    chunks = [Chunk(t, n, [], t.place(n, [])) for t, n in zip(trees, (3, 20, 4), strict=True)]
+    chunks = [Chunk(t, n, [], t.allocate(n, [])) for t, n in zip(trees, (3, 20, 4), strict=True)]
     x = pack(chunks, 16, token_buckets=TOKENS, word_buckets=WORDS, tree_buckets=TREES, impl="triton").layout
     assert x.token_starts.tolist() == [0, 3, 23, 32, 32] and x.trunk_len_R.tolist() == [3, 20, 4, 0]
     assert x.trunk_seen_T[27:].eq(0).all() and x.branch_slots_RW.eq(NULL_SLOT).all()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine import Done, Engine, Evaluate, Output, SearchResult, Session
-from engine.driver import Run
+from engine.driver import Job
 from search import Greedy, Sample, Trie
 
 FOLDER = Path(__file__).parents[1] / "golden" / "phi3" / "longrope"
@@ -52,7 +52,7 @@ def test_random_trees_across_the_border(engine, seed):
     runs = []
     for i, length in enumerate([20, 29, 31, 32, 33, 50]):
         prompt = [rng.randrange(3, 100) for _ in range(length)]
-        runs.append(driver.submit(Run(lambda run, p=prompt, i=i: wander(driver, run, p, seed * 10 + i, records))))
+        runs.append(driver.submit(Job(lambda run, p=prompt, i=i: wander(driver, run, p, seed * 10 + i, records))))
     while driver.busy:
         driver.step()
     assert not [run.error for run in runs if run.error]

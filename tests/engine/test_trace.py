@@ -11,7 +11,7 @@ from engine import Engine, Request, SearchResult
 from engine.demo import demo_folder
 from engine.errors import KVMemoryError
 from engine.requests import Evaluate, Search
-from engine.trace import RecordedTree, Trace, Traces
+from engine.trace import Trace, Traces, TreeRecord
 from engine.tree import TokenTree
 from search import REGISTRY, Greedy, Trie
 from search.base import make_search
@@ -48,15 +48,17 @@ class Witness(Trace):
 
     def look(self) -> None:
         self.seen.append([])
-        for tree in self.trees:
-            if tree.ended is not None:
+        for record in self.trees:
+            tree = record.tree
+            if record.end is not None:
                 self.seen[-1].append({"slots": {}, "trunk": []})
                 continue
             tree.check_invariants()
-            owners = {tree._pool_slot(s): node for s, node in enumerate(tree._slot_owner) if node >= 0}
+            in_pool, _ = tree.slots.table
+            owners = {in_pool[s]: node for s, node in enumerate(tree.slots.owner) if node >= 0}
             state = {
-                "live": {n for n in range(len(tree._token)) if tree.is_live(n)},
-                "evaluated": {n for n in range(len(tree._token)) if tree.is_live(n) and tree.is_evaluated(n)},
+                "live": {n for n in range(tree.grown) if tree.is_live(n)},
+                "evaluated": {n for n in range(tree.grown) if tree.is_live(n) and tree.is_evaluated(n)},
                 "slots": owners,
                 "trunk": [*tree.trunk.pages[: -(-tree.trunk.cached // tree.pool.page_size)]],
             }
@@ -265,10 +267,12 @@ def test_an_interrupted_search_is_recorded_up_to_there(engine: Engine):
 
 
 def test_nothing_is_recorded_unless_asked(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    kinds = set()
-    place = TokenTree.place
-    monkeypatch.setattr(TokenTree, "place", lambda tree, *args: kinds.add(type(tree)) or place(tree, *args))
+    observers = set()
+    allocate = TokenTree.allocate
+    monkeypatch.setattr(
+        TokenTree, "allocate", lambda tree, *args: observers.add(type(tree.observer)) or allocate(tree, *args)
+    )
     engine.generate([ids(engine)], Greedy(), max_new_tokens=3)
-    assert kinds == {TokenTree}
+    assert observers == {type(None)}
     engine.generate([ids(engine)], Greedy(), max_new_tokens=3, trace=Trace())
-    assert kinds == {TokenTree, RecordedTree}
+    assert observers == {type(None), TreeRecord}

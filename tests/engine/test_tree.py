@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.errors import KVMemoryError
 from engine.pool import PagePool
-from engine.tree import TokenTree, Trunk
+from engine.slots import Trunk
+from engine.tree import TokenTree
 from models.config import ModelShape
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=100, max_positions=None)
@@ -32,7 +33,7 @@ def check(pool, *trees, extra=()):
 def evaluate(tree, nodes):
     """What a pass does: takes slots and writes a key that tells the whole path by a hash."""
     trunk, todo = tree.pending(nodes)
-    slots = tree.place(trunk, todo)
+    slots = tree.allocate(trunk, todo)
     first = tree.trunk.cached - trunk
     for i, slot in enumerate(slots):
         path = tree.trunk.tokens[: first + i + 1] if i < trunk else whole_path(tree, todo[i - trunk])
@@ -142,10 +143,10 @@ class Forest(RuleBasedStateMachine):
         some = rng.randint(0, trunk)
         nodes = todo[: rng.randint(0, len(todo))] if some == trunk else []
         try:
-            tree.place(some, nodes)
+            tree.allocate(some, nodes)
         except KVMemoryError:
             return
-        tree.unplace(some, nodes)
+        tree.release_slots(some, nodes)
         assert tree.pending([])[0] == trunk and not any(tree.is_evaluated(n) for n in nodes)
         assert before == (tree.trunk.cached, tree.live_branches, sorted(tree.pages_held))
 
@@ -348,10 +349,10 @@ def test_a_failing_place_takes_nothing():
     tree = TokenTree(pool, [1] * 6)
     nodes = tree.grow([tree.root] * 9, range(9))
     with pytest.raises(KVMemoryError, match="full"):
-        tree.place(6, nodes)
+        tree.allocate(6, nodes)
     assert pool.used_pages == 0 and tree.trunk.cached == 0 and not any(map(tree.is_evaluated, nodes))
     check(pool, tree)
-    tree.place(6, nodes[:4])
+    tree.allocate(6, nodes[:4])
     check(pool, tree)
     assert pool.free_pages == 0
 
@@ -379,7 +380,7 @@ def test_adopting_shares_the_common_prefix_but_never_the_last_prompt_token():
 def test_retiring_with_branches_and_an_unfinished_prompt():
     pool = pool_of(10)
     tree = TokenTree(pool, list(range(10)))
-    tree.place(7, [])
+    tree.allocate(7, [])
     trunk = tree.retire()
     assert trunk.tokens == list(range(7)) and trunk.cached == 7
     check(pool, extra=trunk.pages)

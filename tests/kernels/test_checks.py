@@ -261,11 +261,11 @@ def test_dtypes_that_cpp_does_not_have_are_refused_by_it_alone():
 
 def stack(**changes):
     """A layer of two heads, whose matrices nobody reads."""
-    sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "eps": 1e-5, "scale": 0.5, "window": None, "activation": "gelu"}
+    sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "eps": 1e-5, "activation": "gelu"}
     parts = {"norm": Norm(torch.ones(8)), "qkv": Matrix(1, 24, None), "out": Matrix(1, 8, torch.zeros(8)), **changes}
-    layer = Layer(
-        Norm(torch.ones(8)), parts["norm"], parts["qkv"], parts["out"], Matrix(1, 16, None), Matrix(1, 8, None)
-    )
+    up, down = Matrix(1, 16, None), Matrix(1, 8, None)
+    names = {name: parts[name] for name in ("q_norm", "k_norm", "order", "table") if name in parts}
+    layer = Layer(Norm(torch.ones(8)), parts["norm"], parts["qkv"], parts["out"], up, down, scale=0.5, **names)
     return Stack([layer], Norm(torch.ones(8)), **sizes)
 
 
@@ -278,8 +278,15 @@ def stack(**changes):
         {"norm": Norm(torch.ones(8), torch.ones(9))},
         {"qkv": Matrix(1, 23, None)},
         {"out": Matrix(1, 8, torch.zeros(7))},
-        {"out": Matrix(1, 8, None, torch.zeros(8), torch.zeros(8))},
-        {"out": Matrix(1, 8, None, torch.zeros(8, dtype=torch.int32), torch.zeros(8).double())},
+        {"out": Matrix(1, 8, None, torch.zeros(8), torch.zeros(8), "int8_linear")},
+        {"out": Matrix(1, 8, None, torch.zeros(8, dtype=torch.int32), torch.zeros(8).double(), "int8_linear")},
+        {"out": Matrix(1, 8, None, torch.zeros(8, dtype=torch.int32), torch.zeros(8))},
+        {"out": Matrix(1, 8, None, product="int8_linear")},
+        {"q_norm": Norm(torch.ones(8))},
+        {"k_norm": Norm(torch.ones(4), torch.ones(8))},
+        {"order": "parallel"},
+        {"norm": None},
+        {"order": "between"},
     ],
 )
 def test_parts_that_make_no_stack(changes):
@@ -298,7 +305,7 @@ def test_a_stack_refuses_what_its_operators_refuse(case, monkeypatch):
     layout = attention_arguments(**{name: spoil})["layout"]
     cache = KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4))
     with pytest.raises(ValueError, match="expected"):
-        stack()(torch.zeros(5, 8), None, cache, layout)
+        stack()(torch.zeros(5, 8), (), cache, layout)
 
 
 @needs_cpp
@@ -306,7 +313,14 @@ def test_a_stack_refuses_what_its_operators_refuse(case, monkeypatch):
 def test_a_stack_refuses_angles_that_are_no_pairs_of_a_head(columns):
     cache = KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4))
     with pytest.raises(ValueError, match="angles: expected an even number of columns, at most 4"):
-        stack()(torch.zeros(5, 8), (torch.ones(5, columns),) * 2, cache, attention_arguments()["layout"])
+        stack(table=0)(torch.zeros(5, 8), [(torch.ones(5, columns),) * 2], cache, attention_arguments()["layout"])
+
+
+@needs_cpp
+def test_a_stack_refuses_other_numbers_of_tables():
+    cache = KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4))
+    with pytest.raises(ValueError, match="angles: expected 1 tables, got 0"):
+        stack(table=0)(torch.zeros(5, 8), (), cache, attention_arguments()["layout"])
 
 
 # --- rows ---

@@ -26,7 +26,7 @@ def test_as_exact_as_onednn(products, dtype, bias, outs, width):
     if outs >= linear.PANEL:
         assert layer.address, "oneDNN packs in another way here: these products are of no use"
     weight = draw(outs, width, seed=1).to(dtype).double()
-    for count in (1, 2, 7, 8, 14, 15, 16, 29, linear.FEW):
+    for count in (1, 2, 7, 8, 14, 15, 16, 29, linear.MAX_ROWS):
         x = draw(count, width, seed=10 + count).to(dtype)
         exact = x.double() @ weight.T + (layer.bias.double() if bias else 0)
         theirs = torch.ops.mkldnn._linear_pointwise(x, layer.weights[0], layer.bias, "none", [], "")
@@ -42,7 +42,7 @@ def test_int8_is_onednns_but_for_the_last_rounding(products, dtype, bias, outs, 
     biases = [draw(outs, seed=2)] if bias else None
     layer = Int8Linear([draw(outs, width, seed=1)], biases, dtype=dtype, device=CPU)
     assert layer.address or outs < linear.PANEL
-    for count in (1, 15, linear.FEW):
+    for count in (1, 15, linear.MAX_ROWS):
         x = draw(count, width, seed=10 + count).to(dtype)
         ours = layer(x)
         address, layer.address = layer.address, 0
@@ -65,7 +65,7 @@ def test_quantize(dtype):
 def test_rows_do_not_depend_on_their_number(products):
     """Or a draft's tokens would not be those of plain decoding, to the bit."""
     products(torch.float32)
-    layer, x = FloatLinear([draw(96, 64)], dtype=torch.float32, device=CPU), draw(linear.FEW, 64, seed=1)
+    layer, x = FloatLinear([draw(96, 64)], dtype=torch.float32, device=CPU), draw(linear.MAX_ROWS, 64, seed=1)
     whole = layer(x)
     for count in (1, 7, 15, 16, 49, 100):
         assert layer(x[:count]).equal(whole[:count])
@@ -88,7 +88,7 @@ def test_many_rows_are_left_to_onednn(products, monkeypatch):
     products(torch.float32)
     layer = FloatLinear([draw(64, 64)], dtype=torch.float32, device=CPU)
     monkeypatch.setattr("models.floats.linear", lambda *_: pytest.fail("not for so many rows"))
-    assert layer(draw(linear.FEW + 1, 64)).shape == (linear.FEW + 1, 64)
+    assert layer(draw(linear.MAX_ROWS + 1, 64)).shape == (linear.MAX_ROWS + 1, 64)
 
 
 @pytest.mark.parametrize("x", [draw(2, 65), draw(2, 64).bfloat16()], ids=["width", "dtype"])

@@ -13,7 +13,7 @@ from engine.errors import NumericsError
 from engine.packing import Chunk, pack
 from engine.tree import TokenTree
 from kernels import cpp
-from kernels.linear import FEW
+from kernels.linear import MAX_ROWS
 from kernels.stack import Stack
 from search import Greedy, Trie
 from tools.random_checkpoint import make
@@ -26,7 +26,8 @@ SIZES = {
 }
 FAMILIES = [
     *("opt/plain", "opt/no_biases", "opt/no_affine", "gpt2/plain", "gpt2/unscaled", "gpt2/gelu", "gpt2/wide"),
-    *("phi/plain", "phi/gqa", "phi/partial"),
+    *("opt/post_norm", "opt/no_final_norm", "gpt2/by_layer", "phi/plain", "phi/gqa", "phi/partial", "phi/qk_layernorm"),
+    *("phi3/plain", "phi3/window", "qwen3/plain", "qwen3/windows", "qwen3/bias"),
 ]
 KINDS = [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"), ("float16", "int8")]
 
@@ -65,7 +66,7 @@ def passes(engine):
             parents = tree.grow([tree.root] * 4, [1, 2, 3, 4])
             nodes = tree.grow([*parents[:2], *parents[:2]], [9, 9, 11, 12]) if rounds else []
             nodes = [*parents, *nodes] if rounds else []
-            chunks.append(Chunk(tree, prompt, nodes, tree.place(prompt, nodes)))
+            chunks.append(Chunk(tree, prompt, nodes, tree.allocate(prompt, nodes)))
         found.append(engine.runner.forward(chunks).clone())
     found += [engine.pool.cache.k_LGSD[:, :, :80].clone(), engine.pool.cache.v_LGSD[:, :, :80].clone()]
     for tree in trees:
@@ -97,9 +98,9 @@ def check(load, folder, kind, monkeypatch):
 
 def test_more_rows_are_the_operators(load, folder, monkeypatch):
     engine = load(folder)
-    engine.runner.budget = FEW + 1
+    engine.runner.budget = MAX_ROWS + 1
     monkeypatch.setattr(Stack, "__call__", lambda *_: pytest.fail("these are too many rows"))
-    engine.logits(list(range(FEW + 1)))
+    engine.logits(list(range(MAX_ROWS + 1)))
 
 
 def test_a_window(load, tmp_path):
@@ -116,10 +117,24 @@ def test_a_window(load, tmp_path):
     assert ours == theirs
 
 
-@pytest.mark.parametrize("variant", ["opt/post_norm", "opt/no_final_norm", "gpt2/by_layer", "phi/qk_layernorm"])
-def test_some_models_have_no_stack(load, variant):
-    engine = load(GOLDEN / variant)
-    assert engine.runner.model.stack is None and engine.logits(list(range(20))).isfinite().all()
+def test_a_table_of_angles_for_each_layer(load, folder):
+    """As of models whose layers of long and of short reach differ, or of which some rotate nothing."""
+    engine = load(folder)
+    model, cache = engine.runner.model, engine.pool.cache
+    tree = TokenTree(engine.pool, [1, 2, 3])
+    layout = pack([Chunk(tree, 3, [], tree.allocate(3, []))], engine.pool.page_size, impl="cpp").layout
+    x_TE = torch.randn(3, len(model.norm.weight))
+    angles = [(torch.randn(3, dims), torch.randn(3, dims)) for dims in (4, model.config.head_dim)]
+    for first, second in [(None, 1), (1, 0)]:
+        layers = [layer._replace(table=t) for layer, t in zip(model.stack.layers, (first, second), strict=True)]
+        sizes = {name: getattr(model.config, name) for name in ("heads", "kv_heads", "head_dim")}
+        together = Stack(layers, model.norm.vectors, activation=None, eps=model.config.norm_eps, **sizes)
+        expected_TE = x_TE
+        for i, (layer, table) in enumerate(zip(model.layers, (first, second), strict=True)):
+            rope = None if table is None else angles[table]
+            expected_TE = layer(expected_TE, rope, cache.k_LGSD[i], cache.v_LGSD[i], layout)
+        assert together(x_TE.clone(), angles, cache, layout).equal(model.norm(expected_TE, "cpp"))
+    tree.release()
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
@@ -150,7 +165,7 @@ def test_what_does_not_fit_is_refused(load, folder):
     engine = load(folder)
     stack, cache, width = engine.runner.model.stack, engine.pool.cache, len(engine.runner.model.norm.weight)
     tree = TokenTree(engine.pool, [1, 2, 3])
-    layout = pack([Chunk(tree, 3, [], tree.place(3, []))], engine.pool.page_size, impl="cpp").layout
+    layout = pack([Chunk(tree, 3, [], tree.allocate(3, []))], engine.pool.page_size, impl="cpp").layout
     angles = torch.ones(3, stack.head_dim)
     for x, cos in (
         (torch.zeros(4, width), angles),
@@ -160,5 +175,5 @@ def test_what_does_not_fit_is_refused(load, folder):
         (torch.zeros(3, width), angles.double()),
     ):
         with pytest.raises(ValueError, match="expected contiguous"):
-            stack(x, (cos, cos), cache, layout)
+            stack(x, [(cos, cos)], cache, layout)
     tree.release()

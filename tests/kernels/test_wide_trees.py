@@ -20,7 +20,7 @@ def grown(seed, chains, depth, *, fork=0.0, drop=0, page=1):
     """A tree of chains that grew step by step side by side; some forked on the way, some dropped half-way."""
     rng = random.Random(seed)
     tree = TokenTree(PagePool(SHAPE, chains * depth * 2 // page + 40, page), [1, 2, 3, 4, 5])
-    tree.place(*tree.pending([tree.root]))
+    tree.allocate(*tree.pending([tree.root]))
     ends = [tree.root] * chains
     for step in range(depth):
         for i in range(1, len(ends)):
@@ -32,7 +32,7 @@ def grown(seed, chains, depth, *, fork=0.0, drop=0, page=1):
             ends = ends[drop:]
             tree.keep(ends)
         if step < depth - 1:
-            tree.place(*tree.pending(ends))
+            tree.allocate(*tree.pending(ends))
     tree.check_invariants()
     return tree, ends
 
@@ -41,7 +41,7 @@ def attend(impl, chunks, window, dtype=torch.float64, heads=6):
     pool = chunks[0].tree.pool
     p = pack(chunks, pool.page_size)
     generator = torch.Generator().manual_seed(0)
-    live = [s for c in chunks for n in range(c.tree.trunk.cached) for s in [c.tree._trunk_slot(n)]]
+    live = [c.tree.trunk.slot(n, pool.page_size) for c in chunks for n in range(c.tree.trunk.cached)]
     live += [s for c in chunks for s in p.layout.branch_slots_RW.flatten().tolist()]
     k, v = (torch.full(pool.cache.k_LGSD.shape[1:], float("nan"), dtype=dtype) for _ in range(2))
     for x in (k, v):
@@ -60,7 +60,7 @@ def kernel_equals_definition(chunks, window):
 
 def next_chunk(tree, nodes):
     trunk, pending = tree.pending(nodes)
-    return Chunk(tree, trunk, pending, tree.place(trunk, pending))
+    return Chunk(tree, trunk, pending, tree.allocate(trunk, pending))
 
 
 @pytest.mark.parametrize("window", [None, 3, 40])
@@ -89,7 +89,7 @@ def test_decoding(options, own, window):
 def test_many_tiles_and_a_narrow_neighbour(monkeypatch):
     wide, ends = grown(1, 50, 25)
     narrow = TokenTree(wide.pool, [1, 2])
-    narrow.place(*narrow.pending([narrow.root]))
+    narrow.allocate(*narrow.pending([narrow.root]))
     chunks = [next_chunk(narrow, narrow.grow([narrow.root] * 3, [7, 8, 9])), next_chunk(wide, ends)]
     whole, _ = attend("torch", chunks, None)
     slow, _ = attend("reference", chunks, None)
@@ -128,7 +128,7 @@ def test_bits_are_kept_for_the_latest_nodes_only():
     assert tree.live_branches > 1000 and len(tree._bits) <= 60
     middle = tree.parent(tree.parent(ends[3]))
     [sibling] = tree.grow([middle], [999_999])
-    tree.place(*tree.pending([sibling]))
+    tree.allocate(*tree.pending([sibling]))
     chain = {n for n in range(len(tree._token)) if tree.is_live(n) and tree._slot[n] >= 0}
     path, node = set(), sibling
     while node in chain:

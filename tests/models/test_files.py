@@ -153,7 +153,7 @@ def test_locks(tmp_path: Path):
 
 
 def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from models import files
+    from kernels import files
 
     def refuse(*_):
         raise OSError(95, os.strerror(95))

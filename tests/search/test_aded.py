@@ -88,10 +88,10 @@ def run(configuration, max_new=25, eos=(), stops=None, row_of=table, room=None, 
                 settled += request.settled
                 continue
             try:
-                tree.place(*tree.pending(request.nodes))
+                tree.allocate(*tree.pending(request.nodes))
             except KVMemoryError as error:
                 request = generator.throw(error)
-                tree.place(*tree.pending(request.nodes))
+                tree.allocate(*tree.pending(request.nodes))
             tree.check_invariants()
             paths = [tree.path(node) for node in request.nodes]
             assert len(set(map(tuple, paths))) == len(paths) and max(map(len, paths)) < max_new
@@ -338,7 +338,7 @@ def test_the_distribution_of_three_tokens(monkeypatch):
                 request = generator.send(answer)
                 answer = None
                 if not isinstance(request, Report):
-                    tree.place(*tree.pending(request.nodes))
+                    tree.allocate(*tree.pending(request.nodes))
                     rows = Rows(logp[path[-1] if (path := tree.path(n)) else ()] for n in request.nodes)
                     answer = request.answer(rows)
         except StopIteration as end:

@@ -344,7 +344,7 @@ def decode(configuration, text, tokenizer=None, new=60, reports=None):
             if reports is not None:
                 reports.append(request)
         else:
-            tree.place(*tree.pending(request.nodes))
+            tree.allocate(*tree.pending(request.nodes))
             rows = torch.full((len(request.nodes), 40), -torch.inf)
             for row, node in zip(rows, request.nodes, strict=True):
                 row[text[tree.position(node) + 1]] = 0.0

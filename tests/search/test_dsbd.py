@@ -80,7 +80,7 @@ class Bench:
                 assert request.nodes and not any(request.tree.is_evaluated(n) for n in request.nodes)
                 assert list(request.nodes) == sorted(set(request.nodes))  # as drivers answer
                 try:
-                    request.tree.place(*request.tree.pending(request.nodes))
+                    request.tree.allocate(*request.tree.pending(request.nodes))
                 except KVMemoryError as full:
                     error = full
                     continue

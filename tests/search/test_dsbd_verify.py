@@ -26,7 +26,7 @@ from search.dsbd.verify import (
     KINDS,
     WITHOUT,
     Drafted,
-    Rest,
+    Residual,
     acceptances,
     accepted_counts,
     draw,
@@ -148,34 +148,35 @@ def test_what_is_left(spared):
     """p' against its definition, rejection by rejection."""
     for as_they_are in (list, lambda x: torch.tensor(x, dtype=torch.float64)):
         p, q = PAIRS[1]
-        rest, expected = Rest(as_they_are(p), as_they_are(q)), p
-        rest.reject(1.0)
-        rest.reset(spared)
+        residual, expected = Residual(as_they_are(p), as_they_are(q)), p
+        residual.reject(1.0)
+        residual.reset(spared)
         for mass in (0.9, 0.7, 0.65):
             takes = [0.0 if i in spared else b / mass for i, b in enumerate(q)]
             over = [max(0.0, a - b) for a, b in zip(expected, takes, strict=True)]
-            assert rest.reject(mass) == pytest.approx(sum(over))
+            assert residual.reject(mass) == pytest.approx(sum(over))
             expected = [x / sum(over) for x in over]
-            assert [float(x) / rest.total for x in rest.probabilities()] == pytest.approx(expected)
+            assert [float(x) / residual.total for x in residual.probabilities()] == pytest.approx(expected)
             others = [x for x in range(6) if x not in spared]
-            assert [rest.at(x) / rest.total for x in others] == pytest.approx([expected[x] for x in others])
+            assert [residual.at(x) / residual.total for x in others] == pytest.approx([expected[x] for x in others])
 
 
 def test_nothing_is_left_of_equal_distributions():
     p, _ = PAIRS[0]
-    rest = Rest(p, p)
-    assert rest.reject(sum(p)) < 1e-15 and [x / rest.total for x in rest.probabilities()] == pytest.approx(p)
+    residual = Residual(p, p)
+    assert residual.reject(sum(p)) < 1e-15
+    assert [x / residual.total for x in residual.probabilities()] == pytest.approx(p)
 
 
-RATIO, TURNED = "_ * q_x * rest.total < rest.at(x) * left", "_ * rest.at(x) * left < q_x * rest.total"
+RATIO, TURNED = "_ * q_x * residual.total < residual.at(x) * left", "_ * residual.at(x) * left < q_x * residual.total"
 MUTANTS = [  # name, how drafts are drawn, how they are verified, what is replaced by what, runs
     ("upside down", IID, IID, RATIO, TURNED, 20_000),
     ("plain q without replacement", WITHOUT, IID, "", "", 50_000),
-    ("residual of plain q", WITHOUT, WITHOUT, "rest.reset(spent)", "rest.reset(())", 50_000),
-    ("ratio of plain q", WITHOUT, WITHOUT, "_ * q_x * rest.total <", "_ * q_x * rest.total * left <", 50_000),
-    ("p' not reset", IID, IID, "            rest.reset(spent)\n", "", RUNS),
-    ("residual forgotten", IID, IID, "rest.reject(left)", "pass", 20_000),
-    ("completed from p alone", IID, IID, "pick(rest.probabilities(), ", "pick(p, ", 20_000),
+    ("residual of plain q", WITHOUT, WITHOUT, "residual.reset(spent)", "residual.reset(())", 50_000),
+    ("ratio of plain q", WITHOUT, WITHOUT, "_ * q_x * residual.total <", "_ * q_x * residual.total * left <", 50_000),
+    ("p' not reset", IID, IID, "            residual.reset(spent)\n", "", RUNS),
+    ("residual forgotten", IID, IID, "residual.reject(left)", "pass", 20_000),
+    ("completed from p alone", IID, IID, "pick(residual.probabilities(), ", "pick(p, ", 20_000),
 ]
 
 

@@ -27,7 +27,7 @@ def run(search, row_of, max_new, eos=(), stops=None):
             settled += request.settled
             continue
         passes += 1
-        tree.place(*tree.pending(request.nodes))
+        tree.allocate(*tree.pending(request.nodes))
         tree.check_invariants()
         answer = request.answer(torch.stack([row_of(tree.path(n)) for n in request.nodes]))
     assert tree.live_branches == 0 and tree.live_tokens == 3 + passes - 1

@@ -47,7 +47,7 @@ def run(search, max_new, eos=(), prompt=(1, 2, 3), logp_of=table):
             answer = None
             continue
         assert len(set(request.nodes)) == len(request.nodes)
-        tree.place(*tree.pending(request.nodes))
+        tree.allocate(*tree.pending(request.nodes))
         tree.check_invariants()
         paths = [tree.path(n) for n in request.nodes]
         assert len(set(map(tuple, paths))) == len(paths)  # sequences that agree share their node

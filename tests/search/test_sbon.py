@@ -84,7 +84,7 @@ def run(search, max_new=24, reward=walk, eos=(EOS,), pages=4000, page=1, logp_of
                 request = generator.send(None)
                 continue
             try:
-                tree.place(*tree.pending(request.nodes))
+                tree.allocate(*tree.pending(request.nodes))
             except KVMemoryError as error:
                 request = generator.throw(error)
                 continue

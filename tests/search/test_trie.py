@@ -95,12 +95,12 @@ class Watched:
             assert isinstance(request, Evaluate) and request.tree is self.tree
             trunk, nodes = self.tree.pending(request.nodes)
             if deep:  # too deep for checks that cost the depth at every step
-                self.tree.place(trunk, nodes)
+                self.tree.allocate(trunk, nodes)
                 answer = request.answer(torch.stack([table(()) for _ in request.nodes]))
                 continue
             self.tree.check_invariants()
             assert not any(map(self.tree.is_evaluated, request.nodes))
-            self.tree.place(trunk, nodes)
+            self.tree.allocate(trunk, nodes)
             self.pool.check_invariants(self.tree.pages_held)
             paths = [self.tree.path(n) for n in request.nodes]
             self.frontiers.append(paths)

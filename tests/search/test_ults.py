@@ -145,7 +145,7 @@ def follow(search, *, seed=0, slots=4096, eos=EOS, depth=DEPTH, vocab=VOCAB, row
                     watch(request.info)
             continue
         try:
-            tree.place(*tree.pending(request.nodes))
+            tree.allocate(*tree.pending(request.nodes))
         except KVMemoryError as full:
             error = full
             continue

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from engine import Engine
 from tools import random_checkpoint
 from tools.random_checkpoint import make
 
@@ -72,6 +73,13 @@ def test_shape_options(tmp_path):
     assert found["model.layers.1.self_attn.o_proj.bias"] == (32,)
     assert found["model.layers.1.mlp.down_proj.bias"] == (32,)
     assert "lm_head.weight" not in found and config(tmp_path)["head_dim"] == 16
+
+
+def test_another_family(tmp_path):
+    make(tmp_path, **TINY, family="qwen3")
+    engine = Engine.load(tmp_path, kv_memory=1 << 20)
+    assert engine.logits([5, 6, 7]).isfinite().all()
+    assert engine.shape.head_dim == config(tmp_path)["head_dim"] == TINY["width"] // TINY["heads"]
 
 
 def test_the_default_is_the_benchmark_model():

@@ -327,7 +327,7 @@ def hidden(folder: Path, ids: Sequence[int]) -> torch.Tensor:
     engine = Engine.load(folder)
     tree = TokenTree(engine.pool, ids)
     try:
-        return engine.runner.forward([Chunk(tree, len(ids), [], tree.place(len(ids), []))])[: len(ids)].clone()
+        return engine.runner.forward([Chunk(tree, len(ids), [], tree.allocate(len(ids), []))])[: len(ids)].clone()
     finally:
         tree.release()
 
@@ -409,7 +409,7 @@ def overhead(config: DSBD, vocab: int, new_tokens: int, seed: int) -> dict[str, 
         answer = None
         if isinstance(request, Evaluate):
             tree = request.tree
-            tree.place(*tree.pending(request.nodes))
+            tree.allocate(*tree.pending(request.nodes))
             name = "target" if tree is trees["target"] else "draft"
             which = [(tree.token(node) * 7 + tree.position(node)) % 64 for node in request.nodes]
             logp_NV, peaks_NB = answers[name][which], known[name][which]

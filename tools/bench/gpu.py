@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from engine import Engine
 from engine.compiling import compile_model
 from engine.graphs import WORDS, make_runner
+from engine.loading import LoadedModel
 from engine.pool import PagePool
 from kernels.tree_attention import tree_attention
 from models.config import ModelShape
@@ -218,7 +219,7 @@ def measure_steps(config: Mapping[str, Any], args: argparse.Namespace) -> list[d
         for prompt in sorted({args.peer_prompt, *args.prefix}):
             pages = (prompt + (args.beams + 1) * (args.new_tokens + 16)) // 16 + 2
             pool = PagePool(model.shape, pages, 16, torch.bfloat16, "cuda")
-            engine = Engine(make_runner(model, pool, model.shape.vocab_size), model.shape)
+            engine = Engine(LoadedModel(make_runner(model, pool, model.shape.vocab_size), model.shape))
             for beams in (1, args.beams):
                 progress(f"steps: prompt {prompt}, {beams} beams, compile {choice}")
                 rows.append(measure_step(engine, checkpoint.bytes, prompt, beams, args.new_tokens))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.engine import Engine
 from engine.graphs import make_runner
+from engine.loading import LoadedModel
 from engine.memory import make_pools
 from models.config import ModelShape
 from search import Trie
@@ -43,7 +44,7 @@ class Idle:
 def step_seconds(beams: int, depths: list[int], prompt: int = 16) -> dict[int, float]:
     """Seconds of a step of trie beam search around each depth, medians of `RUNS` runs' medians."""
     [pool] = make_pools([(Idle.shape, torch.float32)], torch.device("cpu"), 1 << 24)
-    engine = Engine(make_runner(Idle(), pool, VOCAB), Idle.shape)
+    engine = Engine(LoadedModel(make_runner(Idle(), pool, VOCAB), Idle.shape))
     options = {"max_new_tokens": max(depths) + AROUND + 1, "ignore_eos": True}
     found: dict[int, list[float]] = {depth: [] for depth in depths}
     for _ in range(RUNS):

@@ -192,7 +192,7 @@ def think(search: ULTS, depth: int, rows_RV: torch.Tensor) -> tuple[float, Searc
             return time.perf_counter() - began - answering, end.value
         answer, asked = None, time.perf_counter()
         if isinstance(request, Evaluate):
-            tree.place(*tree.pending(request.nodes))
+            tree.allocate(*tree.pending(request.nodes))
             answer = request.answer(rows_RV[[hash(tuple(tree.path(n))) % len(rows_RV) for n in request.nodes]])
             answering += time.perf_counter() - asked
 

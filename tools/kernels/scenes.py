@@ -39,7 +39,7 @@ def scene(
 ) -> Scene:
     """A tree in the pool, never released."""
     tree = TokenTree(pool, [1] * prefix)
-    tree.place(prefix, [])
+    tree.allocate(prefix, [])
     chunk = branches(tree, level_sizes(queries, branching, depth))
     device = pool.cache.k_LGSD.device
     layout = pack([chunk], pool.page_size, device, word_buckets=word_buckets, impl=impl).layout
@@ -65,7 +65,7 @@ def branches(tree: TokenTree, sizes: Sequence[int], thin: Thin | None = None) ->
             nodes = thin(nodes)
             tree.keep(nodes)
         nodes = tree.grow([nodes[i * len(nodes) // size] for i in range(size)], range(size))
-        slots = tree.place(0, nodes)
+        slots = tree.allocate(0, nodes)
     return Chunk(tree, 0, nodes, slots)
 
 
@@ -88,14 +88,14 @@ class Trap:
 def prompt(pool: PagePool, length: int, new: int) -> Chunk:
     """The last `new` tokens of a prompt."""
     tree = TokenTree(pool, [1] * length)
-    tree.place(length - new, [])
-    return Chunk(tree, new, [], tree.place(new, []))
+    tree.allocate(length - new, [])
+    return Chunk(tree, new, [], tree.allocate(new, []))
 
 
 def beams(pool: PagePool, length: int, sizes: Sequence[int], thin: Thin | None = None) -> Chunk:
     """Branches below a prompt that is in the cache."""
     tree = TokenTree(pool, [1] * length)
-    tree.place(length, [])
+    tree.allocate(length, [])
     return branches(tree, sizes, thin)
 
 

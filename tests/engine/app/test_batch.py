@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from engine.app import batch
 from engine.engine import Engine
 from engine.errors import CheckpointError
-from models import files
+from kernels import files
 from search.base import REGISTRY, path_field
 from search.greedy import Greedy
 from tools.random_checkpoint import make

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import re
-import select
 import signal
 import stat
 import subprocess
@@ -25,6 +24,7 @@ from engine.app.terminal import Interrupt, Label, Quit, Screen, cells, clip
 from engine.conversation import Conversation
 from engine.errors import CoppiceError
 from search import Greedy, Trie
+from tests.engine.app.typist import CHAT, REPLY, Typist, spawn
 from tools.random_checkpoint import make
 
 ROOT = Path(__file__).parents[3]
@@ -442,69 +442,15 @@ def test_an_ignored_interrupt_stays_ignored():
 # --- as processes ---
 
 
-def spawn(*argv: str, module: bool = True, **options) -> subprocess.Popen:
-    """The chat; or, unless `module`, Python with these arguments."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
-    environment |= options.pop("environment", {})
-    return subprocess.Popen(
-        [sys.executable, *(["-m", "engine.chat"] if module else []), *argv, "--kv-memory", "64M"],
-        env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **options,
-    )
-
-
-class Typist:
-    """Somebody at the terminal of a process."""
-
-    def __init__(self, *argv: str, **options):
-        self.master, slave = pty.openpty()
-        self.process = spawn(*argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, **options)
-        os.close(slave)
-        self.seen = b""
-
-    def wait_for(self, pattern: str) -> None:
-        deadline = time.monotonic() + 60
-        while not (found := re.search(pattern.encode(), self.seen, re.DOTALL)):
-            assert time.monotonic() < deadline, (pattern, self.seen[-2000:])
-            if select.select([self.master], [], [], 3)[0]:
-                with contextlib.suppress(OSError):
-                    self.seen += os.read(self.master, 65536)
-        self.matched = found[0]
-        self.before, self.seen = self.seen[: found.start()], self.seen[found.end() :]
-
-    def type(self, text: str) -> None:
-        os.write(self.master, text.encode())
-
-    def interrupt(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-
-    def __enter__(self) -> "Typist":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.close()
-
-    def close(self) -> None:
-        if self.master >= 0:
-            os.close(self.master)
-        self.master = -1
-
-
-REPLY = r"(?:\x1b\[\?2004l\r)?[^\x1b]{12}"  # a prompt that is drawn again has escape sequences sooner
-
-
 def test_a_person_at_a_terminal(long):
     argv = ["--model", long, "--search", "trie", "--beams", "4", "--ignore-eos", "--max-new-tokens", "50000"]
-    with Typist(*argv) as typist:
+    with Typist(*CHAT, *argv) as typist:
         typist.wait_for(r"> ")
         typist.type("half a line")
         typist.wait_for("half a line")
         typist.interrupt()  # clears the line
         typist.wait_for(r"> ")
-        assert b"leaves" not in typist.before
+        assert "leaves" not in typist.before
         typist.interrupt()
         typist.wait_for(r"\[Ctrl-D or /exit leaves\].*> ")
         typist.type("Once upon a time\n")
@@ -513,7 +459,7 @@ def test_a_person_at_a_terminal(long):
         time.sleep(0.2)
         typist.interrupt()
         typist.wait_for(r"\[interrupted\].*> ")
-        assert b"/sta" not in typist.before
+        assert "/sta" not in typist.before
         typist.interrupt()  # at once: it leaves neither right after the reply that was stopped
         typist.wait_for(r"> ")
         typist.type("/stats\n")
@@ -552,8 +498,9 @@ sys.exit(chat.main(sys.argv[2:]))
     [("hangs", "two Ctrl-C", 130), ("hangs", "SIGHUP", 129), ("hangs", "SIGTERM", 143), ("fails", "an error", 1)],
 )
 def test_a_conversation_is_saved_whatever_ends_the_chat(long, tmp_path, reply, ended_by, code):
-    argv = ["-c", SECOND_REPLY, reply, "--model", long, "--ignore-eos", "--max-new-tokens", "12"]
-    with Typist(*argv, module=False, environment={"XDG_STATE_HOME": str(tmp_path / "state")}) as typist:
+    argv = [sys.executable, "-c", SECOND_REPLY, reply, "--kv-memory", "64M", "--model", long]
+    argv += ["--ignore-eos", "--max-new-tokens", "12"]
+    with Typist(*argv, XDG_STATE_HOME=str(tmp_path / "state")) as typist:
         typist.wait_for(r"plain completion.*> ")
         typist.type("One\n")
         typist.wait_for(r"One.*max_new_tokens 12\].*> ")
@@ -567,25 +514,25 @@ def test_a_conversation_is_saved_whatever_ends_the_chat(long, tmp_path, reply, e
             typist.process.send_signal(getattr(signal, ended_by))
         typist.wait_for(r"the conversation is saved; this goes on with it: --load \S+\.json")
         [file] = (tmp_path / "state" / "coppice").glob("chat-*.json")
-        assert str(file).encode() in typist.matched
+        assert str(file) in typist.matched
         assert typist.process.wait(30) == code
     turns = transcript.load(file).turns
     assert [t.user for t in turns] == ["One", "Two"][: len(turns)]
     if ended_by != "an error":
         assert turns[1].finish_reason == "interrupted" and turns[1].reply  # as far as it had come
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    with spawn("--model", long, "--load", str(file), "-p", "Three", stdin=subprocess.DEVNULL,
+    with spawn(*CHAT, "--model", long, "--load", str(file), "-p", "Three", stdin=subprocess.DEVNULL,
                stdout=subprocess.PIPE) as process:  # fmt: skip
         assert process.stdout and process.stdout.read() and process.wait(30) == 0
 
 
 def test_a_conversation_is_saved_when_the_terminal_is_closed(long, tmp_path):
     argv = ["--model", long, "--ignore-eos", "--max-new-tokens", "12"]
-    with Typist(*argv, environment={"XDG_STATE_HOME": str(tmp_path / "state")}) as typist:
+    with Typist(*CHAT, *argv, XDG_STATE_HOME=str(tmp_path / "state")) as typist:
         typist.wait_for(r"plain completion.*> ")
         typist.type("One\n")
         typist.wait_for(r"One.*max_new_tokens 12\].*> ")
-        typist.close()
+        typist.hang_up()
         typist.process.wait(30)
         [file] = (tmp_path / "state" / "coppice").glob("chat-*.json")
         assert [t.user for t in transcript.load(file).turns] == ["One"]
@@ -608,14 +555,14 @@ def test_an_overlooked_interrupt_is_seen_at_the_prompt():
 
 
 def test_end_of_input_leaves(long):
-    with Typist("--model", long) as typist:
+    with Typist(*CHAT, "--model", long) as typist:
         typist.wait_for(r"plain completion.*> ")
         typist.type("\x04")
         assert typist.process.wait(30) == 0
 
 
 def test_an_interrupted_pipe_gets_the_partial_text(long):
-    with spawn("--model", long, "-p", "Hello", "--ignore-eos", "--max-new-tokens", "50000",
+    with spawn(*CHAT, "--model", long, "-p", "Hello", "--ignore-eos", "--max-new-tokens", "50000",
                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # fmt: skip
         assert process.stdout and process.stdout.read(10)
         process.send_signal(signal.SIGINT)
@@ -624,7 +571,7 @@ def test_an_interrupted_pipe_gets_the_partial_text(long):
 
 
 def test_a_closed_pipe_is_quiet(long):
-    with spawn("--model", long, "-p", "Hello", "--ignore-eos", "--max-new-tokens", "50000",
+    with spawn(*CHAT, "--model", long, "-p", "Hello", "--ignore-eos", "--max-new-tokens", "50000",
                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # fmt: skip
         assert process.stdout and process.stdout.read(10)
         process.stdout.close()
@@ -635,7 +582,7 @@ def test_a_closed_pipe_is_quiet(long):
 def test_utf8_in_any_locale(base):
     argv = ["--model", base, "--max-new-tokens", "30", "--ignore-eos"]
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
-    with spawn(*argv, environment=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with spawn(*CHAT, *argv, environment=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         out, _ = process.communicate("Café 日本".encode(), timeout=60)
     [result] = Engine.load(base).generate(["Café 日本"], Greedy(), max_new_tokens=30, ignore_eos=True)
     assert out.decode() == result.outputs[0].text + "\n" and not out.isascii()

@@ -1,28 +1,21 @@
 """Ctrl-Z and `fg`, under real shells and without one: prompt, typed text and terminal modes come back."""
 
-import contextlib
-import fcntl
 import os
-import pty
-import re
-import select
 import shutil
 import signal
-import subprocess
 import sys
 import termios
 import time
-from pathlib import Path
 
 import pytest
 
 from engine.app import suspension
 from engine.app.suspension import Suspension
+from tests.engine.app.typist import CHAT, REPLY, Typist
 from tools.random_checkpoint import make
 
-ROOT = Path(__file__).parents[3]
 SHELLS = {"bash": ["--norc", "-i"], "dash": ["-i"]}
-CHAT = [sys.executable, "-m", "engine.chat", "--kv-memory", "64M", "--ignore-eos", "--max-new-tokens", "50000"]
+LONG = [*CHAT, "--ignore-eos", "--max-new-tokens", "50000"]
 
 
 @pytest.fixture(scope="module")
@@ -31,63 +24,14 @@ def model(tmp_path_factory) -> str:
     return make(folder, layers=2, width=32, mlp=64, heads=2, vocab=400, max_positions=60000)["path"]
 
 
-class Terminal:
-    """Somebody at a terminal that has job control, and the process that leads its session."""
-
-    def __init__(self, argv: list[str]):
-        self.master, slave = pty.openpty()
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm", "PS1": "SHELL$ "}
-
-        def lead() -> None:
-            os.setsid()
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            for number in (signal.SIGINT, signal.SIGTSTP, signal.SIGCONT):
-                signal.signal(number, signal.SIG_DFL)
-
-        self.process = subprocess.Popen(argv, env=env, stdin=slave, stdout=slave, stderr=slave, preexec_fn=lead)
-        os.close(slave)
-        self.seen = b""
-
-    def wait_for(self, pattern: str) -> str:
-        deadline = time.monotonic() + 60
-        while not (found := re.search(pattern.encode(), self.seen, re.DOTALL)):
-            assert time.monotonic() < deadline, (pattern, self.seen[-2000:])
-            if select.select([self.master], [], [], 3)[0]:
-                with contextlib.suppress(OSError):
-                    self.seen += os.read(self.master, 65536)
-        before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
-        return before.decode(errors="replace")
-
-    def type(self, text: str) -> None:
-        os.write(self.master, text.encode())
-
-    @property
-    def echoes(self) -> bool:
-        return bool(termios.tcgetattr(self.master)[3] & termios.ECHO)
-
-    def echo_becomes(self, wanted: bool) -> bool:
-        deadline = time.monotonic() + 30
-        while self.echoes != wanted and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return self.echoes == wanted
-
-    def __enter__(self) -> "Terminal":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.master)  # hangs up: what runs there ends
-        self.process.kill()
-        self.process.wait()
-
-
 @pytest.mark.parametrize("shell", SHELLS)
 def test_suspended_and_continued_by_a_shell(shell, model):
     path = shutil.which(shell)
     if path is None:
         pytest.skip(f"{shell} is not installed")
-    with Terminal([path, *SHELLS[shell]]) as person:
+    with Typist(path, *SHELLS[shell], job_control=True, PS1="SHELL$ ") as person:
         person.wait_for(r"SHELL\$ ")
-        person.type(" ".join([*CHAT, "--model", model]) + "\n")
+        person.type(" ".join([*LONG, "--model", model]) + "\n")
         person.wait_for(r"Ctrl-D leaves.*> ")
         person.type("Once upon")
         person.wait_for("Once upon")
@@ -99,9 +43,8 @@ def test_suspended_and_continued_by_a_shell(shell, model):
             person.type("fg\n")
             person.wait_for(r"> Once upon")  # the prompt and what was typed
         person.type(" a time\n")
-        person.wait_for(r"a time\r\n")
-        assert person.echo_becomes(False)
-        time.sleep(0.3)
+        person.wait_for(r"a time\r\n" + REPLY)
+        assert not person.echoes
         person.type("\x1a")  # while it answers
         person.wait_for(r"Stopped.*SHELL\$ ")
         if shell == "dash":
@@ -121,32 +64,22 @@ def test_suspended_and_continued_by_a_shell(shell, model):
 
 def test_continued_after_a_stop_that_cannot_be_handled(model):
     """And Ctrl-Z where nothing can stop the process: it leads its session, so no shell would continue it."""
-    with Terminal([*CHAT, "--model", model]) as person:
+    with Typist(*LONG, "--model", model, job_control=True) as person:
         person.wait_for(r"Ctrl-D leaves.*> ")
         person.type("Once")
         person.wait_for("Once")
         person.type("\x1a")
         person.wait_for(r"> Once")
-        person.process.send_signal(signal.SIGSTOP)
-        time.sleep(0.2)
-        modes = termios.tcgetattr(person.master)
-        modes[3] |= termios.ECHO | termios.ICANON  # as a shell sets them
-        termios.tcsetattr(person.master, termios.TCSANOW, modes)
-        person.process.send_signal(signal.SIGCONT)
+        person.change_modes(termios.ECHO | termios.ICANON)
         person.wait_for(r"> Once")
         person.type(" upon\n")
-        person.wait_for(r"upon\r\n")
-        assert person.echo_becomes(False)
-        person.process.send_signal(signal.SIGSTOP)
-        time.sleep(0.2)
-        modes = termios.tcgetattr(person.master)
-        modes[3] |= termios.ECHO
-        termios.tcsetattr(person.master, termios.TCSANOW, modes)
-        person.process.send_signal(signal.SIGCONT)
+        person.wait_for(r"upon\r\n" + REPLY)  # before that, it is still at the prompt
+        assert not person.echoes
+        person.change_modes(termios.ECHO)
         assert person.echo_becomes(False)
         person.type("\x1a")
         time.sleep(0.3)
-        assert not person.echoes
+        assert person.echo_becomes(False)  # it is on while the process tries to stop
         person.type("\x03")
         person.wait_for(r"\[interrupted\].*> ")
         person.type("\x04")

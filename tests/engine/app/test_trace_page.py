@@ -131,7 +131,7 @@ def test_targets_are_refused_with_a_reason(tmp_path: Path, record: dict[str, Any
     check_target(tmp_path / "new.html")
     assert not (tmp_path / "new.html").exists()
     for path, others, words in [
-        (other, [], "no trace"),
+        (other, [], "not a trace"),
         (tmp_path, [], "folder"),
         (tmp_path / "none" / "x.html", [], "no such folder"),
         (ours / "x.html", [], "cannot write"),

@@ -28,6 +28,7 @@ from tools.bench.report import add_save_flag, stamp, stamp_text, write_section
 
 PAPERS: dict[str, ModuleType] = {"trie": trie, "ults": ults, "sbon": sbon, "aded": aded, "dsbd": dsbd}
 
+
 def paper_name(text: str) -> str:
     """A paper's name, for argparse."""
     if text not in PAPERS:

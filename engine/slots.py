@@ -1,0 +1,174 @@
+"""The slots of one tree: those of its trunk, which lie in order, and those of its branches, which come and go."""
+
+import heapq
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from engine.errors import KVMemoryError
+from engine.pool import PagePool
+
+
+@dataclass
+class Trunk:
+    """Tokens in order and the pages that hold the keys and values of the first `cached` of them."""
+
+    tokens: list[int]
+    pages: list[int] = field(default_factory=list)
+    cached: int = 0
+    long_rope: bool = False  # rotary embeddings of a sequence longer than the model's switch length
+    runs: list[list[int]] = field(default_factory=list)  # [first page, pages] of each contiguous piece
+
+    def reserve(self, pool: PagePool, tokens: int, first: int) -> None:
+        """Take pages for so many tokens, `first` and those after it if they are free. Raises KVMemoryError."""
+        before = len(self.pages)
+        try:
+            while len(self.pages) * pool.page_size < tokens:
+                wish = self.pages[-1] + 1 if self.pages else first
+                if not pool.is_free(wish):
+                    wish, _ = pool.roomiest()
+                page = pool.take(wish)
+                self.pages.append(page)
+                if self.runs and sum(self.runs[-1]) == page:
+                    self.runs[-1][1] += 1
+                else:
+                    self.runs.append([page, 1])
+        except KVMemoryError:
+            self.trim(pool, before)
+            raise
+
+    def trim(self, pool: PagePool, pages: int) -> None:
+        """Give all but the first pages back."""
+        while len(self.pages) > pages:
+            pool.give(self.pages.pop())
+            self.runs[-1][1] -= 1
+            if not self.runs[-1][1]:
+                self.runs.pop()
+
+    def truncate(self, pool: PagePool, cached: int) -> None:
+        """Forget the keys and values after the first `cached` tokens."""
+        self.cached = cached
+        self.trim(pool, -(-cached // pool.page_size))
+
+    def slot(self, place: int, page_size: int) -> int:
+        """The slot in the pool of the token at this place."""
+        return self.pages[place // page_size] * page_size + place % page_size
+
+    def release(self, pool: PagePool) -> None:
+        """Give all pages back."""
+        self.truncate(pool, 0)
+
+
+class BranchSlots:
+    """Slots of branch nodes. Slot s lies in the tree's page s // page_size; pages are taken from the pool as needed.
+
+    Attributes:
+        count: slots in use.
+        owner: the node that has each slot; -1 where it is free.
+        table: of each slot, its slot in the pool (int64) and its token's position (int32); 0 where it is free.
+    """
+
+    def __init__(self, pool: PagePool):
+        self.pool, self.size = pool, pool.page_size
+        self.clear()
+
+    def clear(self) -> None:
+        """No slot and no page is in use."""
+        self.pages: list[int] = []  # in the pool; -1: given back
+        self.load: list[int] = []  # slots in use of each page
+        self.lost: list[int] = []  # heap of the indices of `pages` that are -1
+        self.free: list[int] = []  # heap: the lowest goes first, which keeps the table short
+        self.owner: list[int] = []
+        self.table = (array("q"), array("i"))
+        self.count = 0
+
+    @property
+    def page_count(self) -> int:
+        """How many pages of the pool are held."""
+        return len(self.pages) - len(self.lost)
+
+    @property
+    def pages_held(self) -> list[int]:
+        """The pages of the pool that are held."""
+        return [page for page in self.pages if page >= 0]
+
+    def take(self, node: int, position: int, wish: int | None) -> int:
+        """A slot for a node; in the page `wish`, if that is free and a new page is needed. Raises KVMemoryError."""
+        slot = heapq.heappop(self.free) if self.free else self._add_page(wish)
+        i, size = slot // self.size, self.size
+        self.load[i] += 1
+        self.count += 1
+        self.owner[slot] = node
+        self.table[0][slot], self.table[1][slot] = self.pages[i] * size + slot % size, position
+        return slot
+
+    def _add_page(self, wish: int | None) -> int:
+        """Take a page; returns its first slot, the others are free."""
+        page, size = self.pool.take(wish), self.size
+        if self.lost:
+            i = heapq.heappop(self.lost)
+            self.pages[i] = page
+        else:
+            i = len(self.pages)
+            self.pages.append(page)
+            self.load.append(0)
+            self.owner.extend([-1] * size)
+            for column in self.table:
+                column.extend([0] * size)
+        for s in range(i * size + 1, (i + 1) * size):
+            heapq.heappush(self.free, s)
+        return i * size
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Give slots back, and the pages that are empty without them."""
+        if not slots:
+            return
+        size, owner, load, (places, positions) = self.size, self.owner, self.load, self.table
+        for slot in slots:
+            owner[slot] = -1
+            places[slot] = positions[slot] = 0
+            load[slot // size] -= 1
+        self.count -= len(slots)
+        empty = [i for i in {slot // size for slot in slots} if not load[i]]
+        self.pool.give(*(self.pages[i] for i in empty))
+        for i in empty:
+            self.pages[i] = -1
+        self.lost += empty
+        self.free = [s for s in [*self.free, *slots] if self.pages[s // size] >= 0]
+        heapq.heapify(self.free)
+        self._shorten()
+
+    def release_all(self) -> None:
+        """Give everything back."""
+        self.pool.give(*self.pages_held)
+        self.clear()
+
+    def _shorten(self) -> None:
+        """Cut what is lost off the end of the table."""
+        end = len(self.pages)
+        while end and self.pages[end - 1] < 0:
+            end -= 1
+        del self.pages[end:], self.load[end:]
+        for column in (self.owner, *self.table):
+            del column[end * self.size :]
+        self.lost = [i for i in self.lost if i < end]
+        heapq.heapify(self.lost)
+
+    def pages_emptied(self, slots: Iterable[int]) -> int:
+        """How many pages would go back to the pool with these slots."""
+        left = list(self.load)
+        for slot in slots:
+            left[slot // self.size] -= 1
+        return sum(before > 0 == after for before, after in zip(self.load, left, strict=True))
+
+    def check_invariants(self) -> None:
+        """Everything that is kept twice agrees; for tests."""
+        size = self.size
+        assert sorted(self.lost) == [i for i, page in enumerate(self.pages) if page < 0]
+        for s, node in enumerate(self.owner):
+            assert self.table[0][s] == (self.pages[s // size] * size + s % size if node >= 0 else 0)
+            assert node >= 0 or self.table[1][s] == 0
+        assert self.count == sum(node >= 0 for node in self.owner) == sum(self.load)
+        assert len(self.owner) == len(self.table[0]) == len(self.table[1]) == size * len(self.pages)
+        assert sorted(self.free) == [s for s, n in enumerate(self.owner) if n < 0 and self.pages[s // size] >= 0]
+        assert all((page >= 0) == (load > 0) for page, load in zip(self.pages, self.load, strict=True))

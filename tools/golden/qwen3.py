@@ -1,0 +1,65 @@
+"""Qwen3: norms of heads, groups of heads, biases, ties, spellings, windows in some layers, a scalar head."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tools.golden.base import ABSENT, VOCAB, Variant, draw_all, write_checkpoint
+
+EMBEDDING = "model.embed_tokens.weight"
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 24,
+    "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "hidden_act": "silu", "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "attention_bias": False, "attention_dropout": 0.0, "pad_token_id": None,
+    "use_sliding_window": False, "sliding_window": None, "max_window_layers": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+V4 = {"rope_parameters": ABSENT, "rope_theta": 10000.0, "rope_scaling": None, "torch_dtype": "bfloat16"}
+WINDOW = {"use_sliding_window": True, "sliding_window": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain_v4": V4,
+    "defaults": V4 | {"num_attention_heads": 2, "num_key_value_heads": None} | dict.fromkeys(
+        ("rope_theta", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "attention_bias",
+         "use_sliding_window", "sliding_window", "max_window_layers"), ABSENT),
+    "bias": {"attention_bias": True, "rms_norm_eps": 0.03},
+    "tied": {"tie_word_embeddings": True},
+    "yarn": {"rope_parameters": YARN},
+    "windows": WINDOW | {"max_window_layers": 1},
+    "layer_types": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+    "classifier": {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1},
+}  # fmt: skip
+BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
+OTHERS: dict[str, dict[str, Any]] = {"windows": BORDER, "layer_types": BORDER}
+
+
+def write(name: str, folder: Path, seed: int) -> None:
+    config = {key: value for key, value in (CONFIG | CHANGES[name]).items() if value is not ABSENT}
+    width, mlp, heads, size = 24, 32, config["num_attention_heads"], config.get("head_dim", 128)
+    q, kv = heads * size, (config["num_key_value_heads"] or heads) * size
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (width,), "self_attn.q_proj": (q, width), "self_attn.k_proj": (kv, width),
+        "self_attn.v_proj": (kv, width), "self_attn.o_proj": (width, q), "self_attn.q_norm": (size,),
+        "self_attn.k_norm": (size,), "post_attention_layernorm": (width,), "mlp.gate_proj": (mlp, width),
+        "mlp.up_proj": (mlp, width), "mlp.down_proj": (width, mlp),
+    }  # fmt: skip
+    shapes = {EMBEDDING: (VOCAB, width), "model.norm.weight": (width,)}
+    shapes |= {f"model.layers.{i}.{part}.weight": layer[part] for i in range(2) for part in layer}
+    if config.get("attention_bias"):
+        biased = [part for part in layer if part.startswith("self_attn.") and part.endswith("_proj")]
+        shapes |= {f"model.layers.{i}.{part}.bias": layer[part][:1] for i in range(2) for part in biased}
+    head = EMBEDDING if config.get("tie_word_embeddings") else "lm_head.weight"
+    if "num_labels" in config:
+        head, shapes["score.weight"] = "score.weight", (1, width)
+    elif head != EMBEDDING:
+        shapes[head] = (VOCAB, width)
+    outputs = ("o_proj.weight", "down_proj.weight")
+    write_checkpoint(folder, config, draw_all(shapes, seed, embeddings=[EMBEDDING], head=head, outputs=outputs))
+
+
+VARIANTS = {name: Variant(partial(write, name), **OTHERS.get(name, {})) for name in CHANGES}
