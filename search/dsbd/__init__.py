@@ -34,7 +34,7 @@ from search.dsbd.verify import (
     acceptances,
     accepted_counts,
     dynamic_width,
-    verify,
+    verify_layer,
 )
 from search.options import MAX_PENALTY, Sampling, check_choices, check_integers, check_numbers
 
@@ -172,7 +172,7 @@ class DSBD(Sampling):
             counts = accepted_counts(acceptances(p.probs, q, m, whole))
             width = max(self.min_width, dynamic_width(counts, self.threshold))  # equation (6)
         width = min(width, room)
-        return width, verify(p.probs, q, drafts, mass, width, numbers, self.drafts)
+        return width, verify_layer(p.probs, q, drafts, mass, width, numbers, self.drafts)
 
     def _store(self) -> NGramStore | None:
         return open_store(self.store) if self.store is not None else None

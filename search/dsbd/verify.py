@@ -102,7 +102,7 @@ class Residual:
         return left
 
 
-def verify(
+def verify_layer(
     p: Probabilities,
     q: Probabilities,
     drafts: Sequence[Drafted],

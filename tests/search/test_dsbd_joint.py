@@ -16,7 +16,7 @@ from engine.errors import UsageError
 from engine.sampling import Uniforms, Warp
 from search import DSBD, BeamSample, Greedy, Speculative
 from search.dsbd.joint import Beam, Joint, Reader, Row, block_size, pick
-from search.dsbd.verify import KINDS, Drafted, acceptances, draw, verify
+from search.dsbd.verify import KINDS, Drafted, acceptances, draw, verify_layer
 from tools.random_checkpoint import make
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -169,7 +169,9 @@ def test_lists_and_tensors_are_the_same():
         drawn = draw(q.probs, 4, kind, Uniforms(seed, 0, 0))
         assert draw(few[1].probs, 4, kind, Uniforms(seed, 0, 0)) == drawn
         drafts = [Drafted(j, float(q.probs[j])) for j in drawn]
-        verdicts = [verify(x.probs, y.probs, drafts, 1.0, 3, Uniforms(seed, 1, 0), kind) for x, y in ((p, q), few)]
+        verdicts = [
+            verify_layer(x.probs, y.probs, drafts, 1.0, 3, Uniforms(seed, 1, 0), kind) for x, y in ((p, q), few)
+        ]
         assert verdicts[0] == verdicts[1]
     alphas = [acceptances(x.probs, y.probs, 3, 1.0) for x, y in ((p, q), few)]
     assert alphas[0] == pytest.approx(alphas[1], abs=1e-6)

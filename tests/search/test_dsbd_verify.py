@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import search.dsbd
-import search.dsbd.verify
 from engine.sampling import Warp
 from search.dsbd import DSBD, GO_ON, Layer
 from search.dsbd.beams import Beam
@@ -31,6 +30,7 @@ from search.dsbd.verify import (
     accepted_counts,
     draw,
     dynamic_width,
+    verify_layer,
 )
 
 RUNS = 100_000
@@ -90,7 +90,7 @@ def mutant(function, old, new, **names):
 # --- one layer ---
 
 
-def outcomes(p, q, m, width, kind, runs=RUNS, verify=search.dsbd.verify.verify, seed=1, drawn_as=None):
+def outcomes(p, q, m, width, kind, runs=RUNS, verify=verify_layer, seed=1, drawn_as=None):
     """Counts of the entries of a layer, and accepted drafts per run."""
     rng, counts, accepted = numbers(seed), Counter(), 0
     drafts = [Drafted(j if p[j] > 0 else None, q[j]) for j in range(len(q))]
@@ -183,7 +183,7 @@ MUTANTS = [  # name, how drafts are drawn, how they are verified, what is replac
 @pytest.mark.parametrize("name, drawn_as, kind, old, new, runs", MUTANTS, ids=[m[0] for m in MUTANTS])
 def test_the_test_notices(name, drawn_as, kind, old, new, runs):
     old, new = (text.replace("_ *", "next(numbers) *") for text in (old, new))
-    verify = mutant(search.dsbd.verify.verify, old, new) if old else search.dsbd.verify.verify
+    verify = mutant(verify_layer, old, new) if old else verify_layer
     p, q = PAIRS[0]
     counts, accepted = outcomes(p, q, 4, 2, kind, runs, verify, drawn_as=drawn_as)
     assert p_value([(counts, lists(p, 2))]) < 1e-6
@@ -236,7 +236,7 @@ def test_simulated_counts_match_the_equations(pair):
     rng, counts = numbers(5), Counter()
     for _ in range(RUNS):
         drafts = [Drafted(j, q[j]) for j in draw(q, 4, IID, rng)]
-        counts[search.dsbd.verify.verify(p, q, drafts, 1.0, 4, rng, IID).accepted] += 1
+        counts[verify_layer(p, q, drafts, 1.0, 4, rng, IID).accepted] += 1
     assert p_value([(counts, dict(enumerate(accepted_counts(acceptances(p, q, 4, 1.0)))))]) > 1e-4
 
 
