@@ -140,15 +140,12 @@ class Conversation:
         if not self.turns:
             raise UsageError("there is no turn to take back")
         turn = self.turns.pop()
-        trunk, pool = self.session.trunk, self.engine.pool
+        trunk = self.session.trunk
         same = self.turns and self.turns[-1].first == turn.first  # otherwise the cache holds another prompt
         kept = self.turns[-1].cached if same else 0
         if trunk is not None and kept < trunk.cached:
-            pages = -(-kept // pool.page_size)
-            for page in trunk.pages[pages:]:
-                pool.give(page)
-            del trunk.pages[pages:], trunk.tokens[kept:]
-            trunk.cached = kept
+            trunk.truncate(self.engine.pool, kept)
+            del trunk.tokens[kept:]
         return turn
 
     def set_system(self, text: str | None) -> None:

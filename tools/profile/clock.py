@@ -187,9 +187,8 @@ def watched(engine: Engine, watch: Watch, deep: bool) -> Iterator[None]:
         if watch.parts and deep:
             for runner in runners.values():
                 stack.enter_context(one_by_one(runner.model))
-            kinds: Mapping[str, Any] = FORMATS
-            for kind in kinds.values():
-                exchange(kind, "forward", linear(kind.forward, watch))
+            for kind in FORMATS.values():
+                exchange(kind, "forward", linear(vars(kind)["forward"], watch))
             for module in [m for name, m in sys.modules.items() if name.startswith("models.")]:
                 for name, wrap in (("tree_attention", attention), ("kv_write", writing)):
                     if hasattr(module, name):

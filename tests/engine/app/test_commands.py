@@ -132,7 +132,9 @@ def test_undo_gives_back_the_turn_and_its_cache(conversation):
     cached, pages = trunk.cached, list(trunk.pages)
     second = typing("Two")
     assert "Two; 1 turn left" in typing("/undo")[1]
-    assert conversation.session.trunk.cached == cached and conversation.session.trunk.pages == pages
+    trunk = conversation.session.trunk
+    assert trunk.cached == cached and trunk.pages == pages
+    assert [page for first, count in trunk.runs for page in range(first, first + count)] == pages
     assert typing("Two") == second
     typing("/undo")
     typing("/undo")
