@@ -72,8 +72,8 @@ class Capabilities:
             **formats,
         }
         here, absent = ([path for path in paths if paths[path] is there] for there in (True, False))
-        told = [", ".join(here) or "PyTorch only"] + ([f"not here: {', '.join(absent)}"] if absent else [])
-        return Capabilities(f"{precision}{weights}", f"{processor()} processor: {'; '.join(told)}", warning)
+        parts = [", ".join(here) or "PyTorch only"] + ([f"not here: {', '.join(absent)}"] if absent else [])
+        return Capabilities(f"{precision}{weights}", f"{processor()} processor: {'; '.join(parts)}", warning)
 
 
 def pick_precision(own: torch.dtype, device: torch.device, float32_bytes: int, memory: int) -> Precision:

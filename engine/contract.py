@@ -107,10 +107,10 @@ def check_search(search: Any) -> None:
 def slots_of(search: Search, prompt: int, new: int) -> tuple[int, int]:
     """KV slots that a search needs, at the least and at the most, as its `slots` says. Raises SearchError."""
     with attributed(type(search)):
-        told = search.slots(prompt, new)
-        if not isinstance(told, tuple | list) or len(told) != 2 or not all(isinstance(n, int) for n in told):
-            raise ContractError(f"slots: expected two integers, the least and the most, got {brief(told)}")
-        return told[0], told[1]
+        needed = search.slots(prompt, new)
+        if not isinstance(needed, tuple | list) or len(needed) != 2 or not all(isinstance(n, int) for n in needed):
+            raise ContractError(f"slots: expected two integers, the least and the most, got {brief(needed)}")
+        return needed[0], needed[1]
 
 
 # --- while it runs ---
@@ -233,8 +233,8 @@ def guarded_report(report: Report, failed: Callable[[Exception], None]) -> Repor
 
     def safe_beams() -> list[tuple[float | None, list[int]]]:
         try:
-            told = beams() if beams else []
-            return [(None if score is None else float(score), [int(t) for t in tokens]) for score, tokens in told]
+            found = beams() if beams else []
+            return [(None if score is None else float(score), [int(t) for t in tokens]) for score, tokens in found]
         except Exception as error:
             failed(error)
             return []

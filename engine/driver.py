@@ -1,8 +1,8 @@
 """The driver: many searches, one forward pass per model and step. This is the whole machine.
 
 A search asks; its pending tokens join those of the other searches; one pass answers all of them. Long prompts go
-through in chunks beside the decoding of others. When the pool runs full, the search that came last starts again
-later; a search that is alone is told.
+through in chunks beside the decoding of others. When the pool runs full, the latest search is preempted and starts
+again later; a search that is alone gets KVMemoryError.
 """
 
 import contextlib

@@ -80,7 +80,7 @@ def check_memory(pool: PagePool, search: Search, prompt: int, new: int) -> None:
 
     Args:
         pool: of the target model.
-        search: its `slots` tells the least and the most that it may need.
+        search: its `slots` returns the least and the most that it may need.
         prompt, new: tokens.
 
     Raises:

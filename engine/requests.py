@@ -124,9 +124,9 @@ class Task:
             0 before anything was. It may guide how much is tried at once, never what comes out. None: not known.
         model_key: what to keep things that were learnt of the target model under, from run to run; "" for nothing.
         start_token: what a text of the target model begins with.
-        judge: tells the rewards of responses; for searches whose `models` name "reward".
+        judge: computes the rewards of responses; for searches whose `models` name "reward".
         spare: how many more pages of a pool this search could take if its driver ran no other. A search that chooses
-            how much to try by this, and not by what is free, gives the same answer alone and in company.
+            how much to try by this, and not by what is free, gives the same answer alone and in a batch.
     """
 
     tree: TokenTree

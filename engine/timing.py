@@ -27,7 +27,7 @@ class PassTime:
             self.one = seconds / expected
             return
         seconds = min(seconds, 1.5 * self.one * expected)  # the machine was busy with something else
-        self.one += self.RATE * (seconds / expected - self.one) / expected**2  # of which a pass of many tells little
+        self.one += self.RATE * (seconds / expected - self.one) / expected**2  # many tokens measure little of it
         if (size := self._size(tokens)) == 1:
             return
         found = seconds / self.one * self._times(size) / expected

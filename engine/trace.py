@@ -21,7 +21,7 @@ MAX_NODES = 20_000  # of one request; a record ends with the last step that they
 MAX_NUMBERS = 1 << 24  # of log-probability rows held for children that are yet to be grown: 64 MB
 TOP = 8  # next tokens noted per evaluated node
 CANDIDATES = 16  # noted per step
-SHOWN = 400  # last tokens of a prompt that are told as text
+SHOWN = 400  # last tokens of a prompt that the record has as text
 TAIL = 64  # tokens of a candidate that are no nodes
 ANCHOR = "x"  # stands before a token, so that a space that begins it is not lost
 
@@ -300,7 +300,7 @@ class Trace:
         return next(record for record in self.trees if record.tree is tree)
 
     def reported(self, report: Report) -> None:
-        """The search tells how it stands."""
+        """The search reports its state."""
         if not self.on:
             return
         step, tree = self.steps[-1], self.trees[0]

@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdo
 
 def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] | None) -> int:
     """Serve the input to its end. Raises CoppiceError for what is wrong with the whole run."""
-    make_search(args.search, search_params(args))  # a wrong command line is told before anything is loaded
+    make_search(args.search, search_params(args))  # refuses a wrong command line before anything is loaded
     traces = None
     if args.trace is not None:
         check_target(args.trace, args.input, args.output)
@@ -533,7 +533,7 @@ class Meter:
     def __init__(self, engine: Engine, args: argparse.Namespace, source: IO[bytes]):
         self.engine = engine
         self.terminal = sys.stderr is not None and sys.stderr.isatty()
-        self.quiet, self.notes = args.quiet or sys.stderr is None, set()  # what searches told, once each
+        self.quiet, self.notes = args.quiet or sys.stderr is None, set()  # notes of searches, once each
         self.on = not args.quiet and (self.terminal or args.verbose)
         self.began = time.monotonic()
         self.shown, self.drawn = self.began, False
@@ -541,8 +541,8 @@ class Meter:
         self.total = _count(source) if self.on and args.input != "-" else None
         machine = engine.capabilities
         if self.on:
-            told = f"{engine.name} loaded in {engine.load_seconds:.1f} s", machine.precision, machine.paths
-            print(*filter(None, told), sep="\n", file=sys.stderr)
+            lines = f"{engine.name} loaded in {engine.load_seconds:.1f} s", machine.precision, machine.paths
+            print(*filter(None, lines), sep="\n", file=sys.stderr)
         if machine.warning and not self.quiet:
             print(machine.warning, file=sys.stderr)
 

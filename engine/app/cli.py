@@ -208,8 +208,8 @@ def add_verbosity_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_trace_flag(group: argparse._ArgumentGroup, what: str) -> None:
     """--trace."""
-    told = f"write what the search did as a page for a browser: {what}; FILE.json: as data for tools.tree"
-    group.add_argument("--trace", metavar="FILE", help=told)
+    text = f"write what the search did as a page for a browser: {what}; FILE.json: as data for tools.tree"
+    group.add_argument("--trace", metavar="FILE", help=text)
 
 
 def search_params(args: argparse.Namespace) -> dict[str, Any]:
@@ -305,7 +305,7 @@ class _SearchName(argparse.Action):
 def run(main: Callable[[], int], verbose: bool = False) -> int:
     """Run a command line to its exit code: errors go to stderr as what, where and what to do; traceback if verbose.
 
-    A KeyboardInterrupt's message, if it has one, tells how to go on.
+    A KeyboardInterrupt's message, if it has one, names the command that continues.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # whatever the locale

@@ -122,7 +122,7 @@ def _set_modes(modes: Modes) -> None:
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, modes)
             return
         except termios.error as error:
-            if error.args[0] != errno.EINTR:  # the terminal is gone: whoever prints next is told
+            if error.args[0] != errno.EINTR:  # the terminal is gone: the next write raises the error
                 return
         except (OSError, ValueError, AttributeError):
             return

@@ -128,7 +128,7 @@ class Screen:
                         self._draw(label())
 
         def watched() -> None:
-            with contextlib.suppress(OSError, ValueError):  # the terminal is gone: whoever prints next is told
+            with contextlib.suppress(OSError, ValueError):  # the terminal is gone: the next write raises the error
                 draw()
 
         thread = threading.Thread(target=watched, daemon=True)

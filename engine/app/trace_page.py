@@ -108,7 +108,7 @@ def saving(traces: Traces | None, path: str | Path | None) -> Iterator[None]:
         yield
     except BaseException:
         if traces and path is not None:
-            with contextlib.suppress(UsageError):  # what ended the block is the one to be told
+            with contextlib.suppress(UsageError):  # the error that ended the block is the one to report
                 write(path, traces.records(), traces.left_out)
         raise
     if traces and path is not None:

@@ -39,7 +39,7 @@ class Transcript:
 
 
 def state(path: str | Path) -> State:
-    """What tells a file from what another program makes of it later; None if it is absent or empty."""
+    """A mark by which a later change of the file by another program is found; None if it is absent or empty."""
     try:
         found = Path(path).expanduser().stat()
     except (OSError, ValueError, RuntimeError):

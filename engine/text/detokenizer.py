@@ -25,7 +25,7 @@ class Detokenizer:
         pieces: Callable[[Iterable[int]], Iterable[str]],
         prefix_ids: Sequence[int] = (),
     ):
-        """`pieces` spells ids; what `prefix_ids` say is read, and not told."""
+        """`pieces` spells ids; the text of `prefix_ids` is context only and is not returned."""
         self._pieces = pieces
         self._stages = [make() for make in makers]
         self._drop = self._dropped = ""  # held-back text of the prefix: not ours if the text goes on with it

@@ -7,7 +7,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 class StopStrings:
-    """Tells whether new tokens contain a stop string, across token borders.
+    """Finds whether new tokens contain a stop string, across token borders.
 
     Args:
         tokenizer: of the model.

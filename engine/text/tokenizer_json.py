@@ -22,11 +22,11 @@ SPACES = [
 
 
 class LibraryEncoder:
-    """A tokenizer of the tokenizers library, made to tell tokens that are meant from tokens that are spelled.
+    """A tokenizer of the tokenizers library that distinguishes a control token from its spelling in a text.
 
-    The library matches every added token in every text, unless told to leave all special ones alone; it cannot match
-    one place and spare another in one go, and encoding pieces apart changes their ids (prefix spaces, merges). So it is
-    told to leave them all alone, and each gets an alias: a second spelling that no text can hold, as it has a random
+    The library matches every added token in every text, unless it is set to ignore all special ones; it cannot match
+    one place and ignore another in one call, and encoding pieces apart changes their ids (prefix spaces, merges). So it
+    is set to ignore all of them, and each gets an alias: a second spelling that no text can contain, as it has a random
     number in it. Where a token is meant, its alias is written. The whole text is then encoded once.
     """
 
