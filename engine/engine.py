@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine.contract import attributed, check_search, search_error
 from engine.driver import Driver, Job
-from engine.errors import CoppiceError, UsageError
-from engine.loading import LoadedModel, check_arguments, check_companion, check_parallel, load_models
+from engine.errors import CoppiceError, UsageError, check_integer
+from engine.loading import LoadedModel, check_arguments, check_companion, load_models
 from engine.memory import check_memory, is_out_of_memory, out_of_memory, trim_memory
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
@@ -104,7 +104,7 @@ class Engine:
     """A model, its pool of KV pages, its tokenizer; the models beside it by role. Made by `Engine.load`."""
 
     def __init__(self, model: LoadedModel, parallel: int = 16):
-        check_parallel(parallel)
+        check_integer("parallel", parallel, 1)
         self.model, self.parallel = model, parallel
         self.runner, self.shape, self.name = model.runner, model.shape, model.name
         self.template, self.eos_token_ids = model.template, model.eos_token_ids
@@ -137,8 +137,7 @@ class Engine:
                 products of that dtype, where it is several times as fast; `capabilities` says which and why.
             device: "cpu", "cuda" or "auto".
             threads: CPU threads; None leaves torch's choice.
-            kv_memory: bytes of the KV pools together, which all hold as many tokens, or a size such as "512M"; None
-                takes up to half of the free memory.
+            kv_memory: bytes of the KV pools together, or a size such as "512M"; None takes up to half of what is free.
             compile: "on" runs the layers through torch.compile: loading takes seconds more, steps a little less.
             quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products.
             chat_template: a template file, "none" for plain completion, None for the checkpoint's own.
@@ -431,8 +430,7 @@ class Engine:
         ids = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
         self._check_ids(ids)
         new = request.max_new_tokens
-        if type(new) is not int or new < 1:
-            raise UsageError(f"max_new_tokens: expected an integer >= 1, got {new!r}")
+        check_integer("max_new_tokens", new, 1)
         reach = self.shape.max_positions
         if reach is not None:
             new = min(new, reach - len(ids) + 1)  # the last token is never evaluated: it needs no position

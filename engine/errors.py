@@ -1,8 +1,19 @@
-"""What can go wrong, and the exit code of each. Every error says what, where and what to do."""
+"""What can go wrong, and the exit code of each. Every error says what, where and what to do. Checks of ranges."""
+
+from typing import Any
 
 from models.errors import CheckpointError, CoppiceError
 
-__all__ = ["CheckpointError", "CoppiceError", "KVMemoryError", "NumericsError", "SearchError", "UsageError"]
+__all__ = [
+    "CheckpointError",
+    "CoppiceError",
+    "KVMemoryError",
+    "NumericsError",
+    "SearchError",
+    "UsageError",
+    "check_integer",
+    "check_number",
+]
 
 
 class UsageError(CoppiceError):
@@ -34,3 +45,16 @@ class SearchError(CoppiceError):
 
     exit_code = 2
     code = "search"
+
+
+def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Refuse what is no integer from `low` to `high`; True and False are none. Raises UsageError."""
+    if type(value) is not int or value < low or (high is not None and value > high):
+        wanted = f">= {low}" if high is None else f"from {low} to {high}"
+        raise UsageError(f"{name}: expected an integer {wanted}, got {value!r}")
+
+
+def check_number(name: str, value: Any, low: float, high: float) -> None:
+    """Refuse what is no int or float from `low` to `high`. Raises UsageError."""
+    if type(value) not in (int, float) or not low <= value <= high:
+        raise UsageError(f"{name}: expected a number from {low} to {high}, got {value!r}")

@@ -49,12 +49,12 @@ def make_runner(model, pool: PagePool, vocab_size: int) -> Runner:
         return Runner(model, pool, vocab_size, impl="torch" if reason else "cpp")
     if importlib.util.find_spec("triton") is None:
         raise UsageError("a GPU needs the package triton", remedy="install it, or use --device cpu")
-    from kernels.tree_attention.triton import DTYPES, LARGEST_HEAD
+    from kernels.tree_attention.triton import DTYPES, MAX_HEAD_DIM
 
-    if cache.dtype not in DTYPES or cache.shape[-1] > LARGEST_HEAD:
+    if cache.dtype not in DTYPES or cache.shape[-1] > MAX_HEAD_DIM:
         raise UsageError(
             f"a GPU cannot serve {cache.dtype} and heads of {cache.shape[-1]}",
-            where=f"its kernels take float16, bfloat16, float32 and heads of at most {LARGEST_HEAD}",
+            where=f"its kernels take float16, bfloat16, float32 and heads of at most {MAX_HEAD_DIM}",
             remedy="use another --dtype, or --device cpu",
         )
     return GraphRunner(model, pool, vocab_size, impl="triton", budget=BUDGET)

@@ -14,7 +14,7 @@ import torch
 from engine.capabilities import Capabilities, Precision, explicit_precision, pick_precision
 from engine.compiling import LEAST, compile_model, warm_up
 from engine.driver import Runner
-from engine.errors import CheckpointError, UsageError
+from engine.errors import CheckpointError, UsageError, check_integer
 from engine.graphs import make_runner
 from engine.memory import make_pools, read_size, total_memory
 from engine.pool import PagePool
@@ -185,23 +185,17 @@ def check_arguments(
         if name != "reward" or not callable(value):
             kind = "a path or a function of (prompt, texts)" if name == "reward" else "a path"
             raise UsageError(f"{name}: expected {kind}, got {value!r}")
-    if threads is not None and (type(threads) is not int or not 1 <= threads <= 4096):
-        raise UsageError(f"threads: expected an integer from 1 to 4096, got {threads!r}")
+    if threads is not None:
+        check_integer("threads", threads, 1, 4096)
     if compile not in ("on", "off"):
         raise UsageError(f"compile: expected on or off, got {compile!r}")
-    check_parallel(parallel)
+    check_integer("parallel", parallel, 1)
     if kv_memory is None or (type(kv_memory) is int and 0 < kv_memory < 1 << 63):
         return kv_memory
     with suppress(ValueError):
         if isinstance(kv_memory, str):
             return read_size(kv_memory)
     raise UsageError(f"kv_memory: expected bytes, or a size such as '512M' or '1.5G', got {kv_memory!r}")
-
-
-def check_parallel(parallel: Any) -> None:
-    """Refuse a number of searches that is none. Raises UsageError."""
-    if type(parallel) is not int or parallel < 1:
-        raise UsageError(f"parallel: expected an integer >= 1, got {parallel!r}")
 
 
 def pick_device(name: str) -> torch.device:

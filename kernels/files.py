@@ -166,7 +166,7 @@ def _sync(path: Path) -> None:
 
 
 def facts(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any] | None:
-    """What is known of a library, or None if nothing is or it cannot be read.
+    """Returns the facts of a library, or None if there are none or they cannot be read.
 
     Args:
         trusted: whoever can write here can also write the Python code that asks, so owners and modes do not matter.

@@ -32,7 +32,7 @@ class TreeLayout:
     trunk_seen_T: Tensor  # int32, how many trunk tokens each token sees: all, or its own prefix during prefill
     trunk_pages_RP: Tensor  # int32, page numbers, filled up with 0
     trunk_len_R: Tensor  # int32
-    trunk_runs: Tensor  # int32 [n, 3], on the host: (tree, first slot, length) of each piece; unknown to "triton"
+    trunk_runs: Tensor  # int32 [n, 3], on the host: (tree, first slot, length) of each piece; not read by "triton"
     branch_slots_RW: Tensor  # int64, holes and padding are NULL_SLOT
     branch_positions_RW: Tensor  # int32, position of the token in each branch slot (sliding windows)
     ancestry_TC: Tensor  # int32 words, bit i: this token sees branch slot i of its tree

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 CPUINFO = Path("/proc/cpuinfo")
-# Lines of /proc/cpuinfo that say which instructions a processor has. Its model is among them, because an old kernel
+# Lines of /proc/cpuinfo that identify the instructions of a processor. Its model is among them, because an old kernel
 # does not list every instruction set of a new processor, and compilers ask the processor itself.
 IDENTITY = {"vendor_id", "cpu family", "model", "flags", "Features", "isa", "uarch", "cpu"} | {
     f"CPU {part}" for part in ("implementer", "architecture", "variant", "part")
@@ -23,7 +23,7 @@ class Target:
 
     Attributes:
         name: as the command line and the files have it.
-        flags: what tells a compiler.
+        flags: of the compiler.
         machine: kind of processor, as `machine()` returns it; empty: any.
         needs: features of the processor, as Linux names them.
         meaning: one line for people.
@@ -72,7 +72,7 @@ def machine(name: str | None = None) -> str:
 
 @lru_cache(maxsize=1)
 def identity() -> tuple[str, ...]:
-    """What tells processors with different instructions apart, in a fixed order."""
+    """Facts in which processors with different instructions differ, in a fixed order."""
     try:
         with CPUINFO.open(encoding="utf-8", errors="replace") as lines:
             first = takewhile(str.strip, lines)  # the lines of the first processor; Linux lists what all of them have
@@ -94,7 +94,7 @@ def features() -> frozenset[str]:
 
 
 def _features_of_torch() -> set[str]:
-    """What torch tells of a processor where the operating system has no /proc/cpuinfo."""
+    """Features that torch reports, for operating systems without /proc/cpuinfo."""
     if machine() != "x86_64":
         return set()
     found: set[str] = set()

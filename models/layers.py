@@ -119,20 +119,9 @@ class Layer(nn.Module):
         qkv, out, up, down = (part.matrix for part in (attention.qkv, attention.out, mlp.up, mlp.down))
         if attention_norm is None or qkv is None or out is None or up is None or down is None:
             return None
-        return stack.Layer(
-            attention_norm=attention_norm,
-            mlp_norm=mlp_norm,
-            qkv=qkv,
-            out=out,
-            up=up,
-            down=down,
-            scale=attention.scale,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            order=self.order,
-            window=attention.window,
-            table=table,
-        )
+        options = {"scale": attention.scale, "window": attention.window, "order": self.order, "table": table}
+        norms = {"attention_norm": attention_norm, "mlp_norm": mlp_norm, "q_norm": q_norm, "k_norm": k_norm}
+        return stack.Layer(qkv=qkv, out=out, up=up, down=down, **norms, **options)
 
     def forward(self, x_TE: Tensor, rope: Rope, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> Tensor:
         # Not the modules' calls, which take microseconds per layer.

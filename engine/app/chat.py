@@ -23,7 +23,7 @@ from engine.capabilities import dtype_name
 from engine.conversation import OVERFLOW, Conversation
 from engine.demo import BANNER, demo_folder, is_demo
 from engine.engine import Engine
-from engine.errors import UsageError
+from engine.errors import UsageError, check_integer
 from engine.requests import Search
 from engine.trace import Traces
 from engine.version import __version__
@@ -75,8 +75,7 @@ class Settings:
         if isinstance(name, str):
             name = find_search(name) or name
         limits = {key: changes.pop(key) for key in LIMITS if key in changes}
-        if type(new := limits.get("max_new_tokens", 1)) is not int or new < 1:
-            raise UsageError(f"max_new_tokens: expected an integer >= 1, got {new!r}")
+        check_integer("max_new_tokens", limits.get("max_new_tokens", 1), 1)
         if not isinstance(ignore := limits.get("ignore_eos", False), bool):
             raise UsageError(f"ignore_eos: expected true or false, got {ignore!r}")
         if "stop" in limits:
