@@ -50,7 +50,7 @@ class Chain:
     def learn(self, tokens: Sequence[int]) -> None:
         self.matrix.learn(tokens)
 
-    def observe(self, nodes: Any, told: Any) -> None:
+    def observe(self, nodes: Any, likely: Any) -> None:
         pass
 
     def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:

@@ -39,7 +39,7 @@ WIDTH, DRAFT_WIDTH = 768, 256  # of the simulated pair
 PARTS = {
     "finding the largest of each row": (Reader, "read"),
     "joint distributions": (Reader, "p_beam"),
-    "verification": (DSBD, "_judge"),
+    "verification": (DSBD, "judge"),
     "growing nodes, of two trees": (TokenTree, "child"),
     "freeing nodes, moving the shared stem to the trunk": (TokenTree, "keep"),
 }
