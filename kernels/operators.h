@@ -152,40 +152,4 @@ struct Stack {
 // scale; its queries will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D].
 void coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t threads, void* x,
                    char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out, int64_t tokens, int64_t slots);
-
-// --- beams ---
-
-void coppice_leaders(int64_t beams, const double* logprobs, const int64_t* places, int64_t vocab, double temperature,
-                     int64_t top_k, double top_p, int64_t room, double* probs, double* logps, int64_t* cells,
-                     int64_t* count);
-
-void coppice_draw(const double* probs, int64_t size, int64_t n, int64_t iid, int64_t seed, int64_t stream,
-                  int64_t position, int64_t* out, int64_t* count);
-
-void coppice_judge(int64_t p_size, const int64_t* p_cells, const double* p, int64_t q_size, const int64_t* q_cells,
-                   const double* q_all, int64_t drafts, const int64_t* drawn, int64_t parents, const int64_t* nodes,
-                   int64_t vocab, int64_t iid, int64_t fixed_width, int64_t draft_beams, int64_t min_width,
-                   double threshold, int64_t room, int64_t seed, int64_t stream, int64_t position, int64_t* out);
-
-// --- ngrams ---
-
-void coppice_ngrams_store(void** made, const int64_t* keys, const int32_t* counts, int64_t size, float doubt);
-
-void coppice_ngrams_text(void** made, void* store, float doubt, float floor, int64_t kept, int64_t adapt);
-
-void coppice_ngrams_close_store(void* store);
-
-void coppice_ngrams_close_text(void* text);
-
-void coppice_ngrams_learn(void* text, const int64_t* tokens, int64_t n);
-
-// `told`: of each node k log-probabilities and k tokens, NaN where there are no more.
-void coppice_ngrams_observe(void* text, const int64_t* nodes, const double* told, int64_t n, int64_t k);
-
-void coppice_ngrams_draft(void* text, int64_t nodes, int64_t depth, int64_t* tokens, int64_t* parents, double* scores,
-                          int64_t* found);
-
-// Chances after the text and `ahead`: as many as there is room for are written, `found` is set to their number.
-void coppice_ngrams_chances(void* text, const int64_t* ahead, int64_t n, int64_t* tokens, double* chances, int64_t room,
-                            int64_t* found);
 }

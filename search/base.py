@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,14 +16,13 @@ from engine.contract import attributed, is_ours
 from engine.errors import UsageError
 from engine.requests import Answer, Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.tree import TokenTree
-from kernels.rows import at_least, best_sums
+from kernels.rows import at_least, best_sums, top_k
 from search.values import default_of, kinds
 
 __all__ = [
     "REGISTRY",
     "Answer",
     "Evaluate",
-    "Likely",
     "Output",
     "Report",
     "Search",
@@ -33,10 +32,12 @@ __all__ = [
     "best_candidates",
     "evaluate_best",
     "likely",
+    "likely_tokens",
     "make_search",
     "path_field",
     "paths",
     "register",
+    "top_k",
 ]
 
 REGISTRY: dict[str, type[Search]] = {}
@@ -219,29 +220,21 @@ def _ranked(logp_NV: Tensor, scores: list[float], packed: list[float]) -> tuple[
 
 def likely(logp_NV: Tensor, least: float, peaks_NB: Tensor | None = None) -> Tensor:
     """Of each row of log-probabilities, those of the tokens at least as probable as `least`, lower tokens first:
-    numbers for `Likely`."""
+    numbers for `likely_tokens`."""
     least = max(least, 1e-38)
     most = min(logp_NV.shape[1], int(1 / least))  # a row adds up to 1: there are no more
     return at_least(logp_NV, math.log(least), most, peaks_NB).view(-1)
 
 
-class Likely:
-    """Of each row the tokens that `likely` found, and their log-probabilities: dicts, made when they are asked for.
+def likely_tokens(numbers: Tensor, rows: int) -> list[dict[int, float]]:
+    """Of each row the tokens that `likely` found, and their log-probabilities.
 
-    Attributes:
-        numbers: of each row log-probabilities, then tokens, both NaN where there are no more: float64, on the host.
+    Args:
+        numbers: what `likely` returned, on the host: of each row log-probabilities, then tokens, both padded with NaN.
+        rows: how many there are.
     """
-
-    def __init__(self, numbers: Tensor, rows: int):
-        self.numbers, self._rows, self._told = numbers, rows, numbers.tolist()
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __iter__(self) -> Iterator[dict[int, float]]:
-        return map(self.__getitem__, range(self._rows))
-
-    def __getitem__(self, row: int) -> dict[int, float]:
-        k = len(self._told) // (2 * self._rows)
-        logps, tokens = self._told[2 * k * row : 2 * k * row + k], self._told[2 * k * row + k : 2 * k * (row + 1)]
-        return {int(token): logp for logp, token in zip(logps, tokens, strict=True) if token == token}
+    found = numbers.view(rows, 2, -1).tolist() if len(numbers) else [([], [])] * rows
+    return [
+        {int(token): logp for logp, token in zip(logps, tokens, strict=True) if token == token}
+        for logps, tokens in found
+    ]

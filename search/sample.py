@@ -12,37 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import UsageError
 from engine.sampling import Warp, draws
-from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, register
+from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
+from search.options import Sampling, check_integers
 
 
 @register("sample")
 @dataclass(frozen=True)
-class Sample(Search):
+class Sample(Sampling):
     """Draws from the model's distribution (temperature, top-k, top-p), reproducible by seed.
 
     Args:
-        temperature, top_k, top_p: see `engine.sampling.Warp`.
-        seed: of the keyed draws.
         num_return_sequences: sequences to draw; returned most probable first.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
     num_return_sequences: int = 1
 
     def __post_init__(self):
-        Warp(self.temperature, self.top_k, self.top_p)
-        for name, low, high in (("seed", 0, 2**63 - 1), ("num_return_sequences", 1, 4096)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise UsageError(f"{name}: expected an integer from {low} to {high}, got {value!r}")
+        super().__post_init__()
+        check_integers(self, num_return_sequences=(1, 4096))
 
     def run(self, task: Task) -> SearchGenerator:
-        drawn = Utterances(task, self.num_return_sequences, Warp(self.temperature, self.top_k, self.top_p), self.seed)
+        drawn = Utterances(task, self.num_return_sequences, self.warp(), self.seed)
         everything = range(self.num_return_sequences)
         settled = 0
         while drawn.live:
@@ -92,9 +83,9 @@ class Utterances:
             token_n = draws(self.warp(logp_NV)[row_n], self.seed, self.live, positions)
             return torch.cat([token_n.double(), logp_NV[row_n, token_n].double()])
 
-        answer = yield Evaluate(self.tree, list(rows), read)
-        found = answer.numbers.tolist()
-        for i, token, logp in zip(self.live, map(int, found), found[len(row) :], strict=False):
+        found = (yield Evaluate(self.tree, list(rows), read)).numbers
+        told = found.tolist()
+        for i, token, logp in zip(self.live, map(int, told), told[len(row) :], strict=False):
             self.tokens[i].append(token)
             self.logprobs[i] += logp
             self.reasons[i] = self.task.finish_reason(self.tokens[i])

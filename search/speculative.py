@@ -2,27 +2,22 @@
 
 from dataclasses import dataclass
 
-from search.base import Search, SearchGenerator, Task, register
+from search.base import SearchGenerator, Task, register
 from search.dsbd import DSBD
 from search.dsbd.verify import IID
+from search.options import Sampling
 
 
 @register("speculative")
 @dataclass(frozen=True)
-class Speculative(Search):
+class Speculative(Sampling):
     """Speculative sampling: draws from the model's distribution, several tokens per pass with a draft (--draft).
 
     Args:
         gamma: tokens drafted per round.
-        temperature, top_k, top_p: see `engine.sampling.Warp`.
-        seed: of the keyed draws.
     """
 
     gamma: int = 4
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
     models = ("draft",)
 
     def __post_init__(self):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from engine.timing import PassTime
 from search.aded.drafters import Draft
 
-MOST = 64  # nodes of a draft
+MAX_NODES = 64  # of a draft
 
 
 class DraftSize:
@@ -30,7 +30,7 @@ class DraftSize:
     LOSS = 0.01  # of the time, that drafts may lose
     FIRST, MOST_SAVED, MOST_LOST = 1.0, 32.0, 1.27  # steps' time: to lose at first, and to be remembered
 
-    def __init__(self, seconds: Callable[[int], float] | None, most: int = MOST):
+    def __init__(self, seconds: Callable[[int], float] | None, most: int = MAX_NODES):
         self.seconds, self.most = seconds, most
         self.wish = most if seconds is None else 15  # nodes to draft
         self.true = [self.PRIOR * (kind + 0.5) / self.KINDS for kind in range(self.KINDS)]

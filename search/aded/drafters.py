@@ -13,12 +13,9 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Protocol
 
-from kernels import ngrams
-from kernels.cpp import why_not
 from search.aded.ngrams import BITS, NONE, NGramStore
-from search.base import Likely
 
-NODES = 64  # of a draft of the paper's
+MAX_PAPER_NODES = 64  # of a draft of `MCTS`
 KEPT = 16  # successors that a context of this request keeps when it has seen twice as many
 
 
@@ -38,13 +35,13 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Guesses how a text goes on. Its guesses depend on nothing but what it was told, in that order.
+    """Guesses how a text goes on. Its guesses depend on nothing but the calls of its methods, in their order.
 
     `distribution` makes a drafter a draft model of known probabilities, for searches that need those (DSBD's q):
     nothing but the context decides it between two calls of `learn` or `observe`.
 
     Attributes:
-        curiosity: how likely the model must hold a token for `observe` to be told; 1: it need not be called.
+        curiosity: the least probability of a token that `observe` receives; 1: it need not be called.
     """
 
     curiosity: float
@@ -57,10 +54,12 @@ class Drafter(Protocol):
         """Guess up to `nodes` nodes, at most `depth` (>= 1) tokens ahead."""
         ...
 
-    def observe(self, nodes: Sequence[int], told: Likely) -> None:
-        """What the model holds for likely after each of these nodes of the last draft (-1: after the text).
+    def observe(self, nodes: Sequence[int], likely: Sequence[Mapping[int, float]]) -> None:
+        """Observe what the model thinks likely after nodes of the last draft; called before `learn`.
 
-        Told of the likeliest evaluated nodes, also those off the way that the text takes, and before `learn`.
+        Args:
+            nodes: the likeliest evaluated ones, also those that the text does not pass through; -1: after the text.
+            likely: for each node tokens and their log-probabilities.
         """
         ...
 
@@ -99,8 +98,8 @@ class Backoff:
                 self._count(self.context, {token: 1.0})
             self.context = (self.context << BITS | token + 1) & self.ORDERS[0]
 
-    def observe(self, nodes: Sequence[int], told: Likely) -> None:
-        for node, logps in zip(nodes, told, strict=True) if self.adapt else ():
+    def observe(self, nodes: Sequence[int], likely: Sequence[Mapping[int, float]]) -> None:
+        for node, logps in zip(nodes, likely, strict=True) if self.adapt else ():
             if logps:
                 context = self.contexts[node] if node >= 0 else self.context
                 self._count(context, {token: math.exp(logp) for token, logp in logps.items()})
@@ -167,37 +166,6 @@ class Backoff:
         return normalized(self._mix(context))
 
 
-class BackoffCpp:
-    """`Backoff` in C++: the same drafts and chances to the last bit, several times sooner. See there."""
-
-    def __init__(self, store: NGramStore | None = None, adapt: bool = True):
-        known = looked_up(store) if store is not None else None
-        self.text = ngrams.Text(known, adapt, doubt=Backoff.DOUBT, floor=Backoff.FLOOR, kept=KEPT)
-        self.curiosity = Backoff.LEAST if adapt else 1.0
-        self.adapt, self.learn = adapt, self.text.learn
-
-    def observe(self, nodes: Sequence[int], told: Likely) -> None:
-        if self.adapt:
-            self.text.observe(nodes, told.numbers)
-
-    def draft(self, nodes: int, depth: int) -> Draft:
-        return Draft(*self.text.draft(nodes, depth))
-
-    def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
-        return normalized(self.text.chances(ahead))
-
-
-@functools.lru_cache(maxsize=4)
-def looked_up(store: NGramStore) -> ngrams.Store:
-    """A store with what was found in it so far, for all requests."""
-    return ngrams.Store(*store.run(), Backoff.DOUBT)
-
-
-def backoff(store: NGramStore | None = None, adapt: bool = True) -> Drafter:
-    """The back-off drafter: in C++ where there is a compiler."""
-    return Backoff(store, adapt) if why_not() else BackoffCpp(store, adapt)
-
-
 def normalized(chances: Mapping[int, float]) -> dict[int, float]:
     """Chances that add up to 1."""
     total = math.fsum(chances.values())
@@ -257,7 +225,7 @@ class MCTS:
                 row = self.matrix[a, b] = dict(self._row(a, b))  # copied on the first write
             row[c] = min(self.cap, row.get(c, 0.0) + self.increment)
 
-    def observe(self, nodes: Sequence[int], told: Likely) -> None:
+    def observe(self, nodes: Sequence[int], likely: Sequence[Mapping[int, float]]) -> None:
         pass
 
     def _row(self, a: int, b: int) -> list[tuple[int, float]]:
@@ -298,7 +266,7 @@ class MCTS:
             for n in path:  # back up
                 visits[n] += 1
                 value[n] += score
-        return self._best(pair, parent, children, visits, min(nodes, NODES), depth)
+        return self._best(pair, parent, children, visits, min(nodes, MAX_PAPER_NODES), depth)
 
     def _select(self, node: int, children: list, prior: list[float], visits: list[int], value: list[float]) -> int:
         """The child of the highest PUCT score (eq. 2), one not visited yet before all others."""

@@ -31,7 +31,7 @@ HEADER = struct.Struct("=8sHHIQ32sII")  # magic, order, version, vocabulary, ent
 ORDER = 0x0102
 SUCCESSORS = 12  # the paper's t: kept per bi-gram
 WAIT = 60.0  # seconds for which another run's writing of a store is waited for
-FEW = 512  # entries that are added up one by one sooner than by tensors
+MAX_LOOPED = 512  # entries; more are added up sooner by tensors than one by one
 REMEDY = "count one for this model: python -m tools.ngrams --model DIR --input FILES --output FILE"
 
 Run = tuple[Tensor, Tensor]  # keys, ascending and distinct: int64; and their counts: int64, or int32 of a store
@@ -108,7 +108,7 @@ class NGramStore:
     def after(self, b: int) -> Successors:
         """What follows the token b: the 12 most frequent, by the tri-grams that begin with the pair."""
         start, end = bisect_left(self.keys, b << 2 * BITS), bisect_left(self.keys, (b + 1) << 2 * BITS)
-        if end - start <= FEW:
+        if end - start <= MAX_LOOPED:
             found: dict[int, int] = {}
             for key, n in zip(self.keys[start:end], self.counts[start:end], strict=True):
                 token = key >> BITS & REST
@@ -139,6 +139,12 @@ def open_store(path: str | Path) -> NGramStore:
     except (OSError, ValueError) as error:
         raise UsageError(f"the n-gram store cannot be read: {error}", where=str(path), remedy=REMEDY) from error
     return _open(os.path.realpath(path), stat.st_mtime_ns, stat.st_size, stat.st_ino)
+
+
+def check_store(path: str | Path, vocab_size: int, fingerprint: str) -> None:
+    """Refuse a store of another tokenizer, if there is a store. Raises UsageError."""
+    if Path(path).exists():
+        open_store(path).check(vocab_size, fingerprint)
 
 
 @functools.lru_cache(maxsize=4)

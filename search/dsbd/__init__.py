@@ -16,15 +16,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import kernels.beams
 from engine.errors import UsageError
-from engine.sampling import Uniforms, Warp
-from search.aded.drafters import backoff
+from engine.sampling import Uniforms
+from search.aded.drafters import Backoff
 from search.aded.ngrams import NGramStore, open_store
-from search.base import Search, SearchGenerator, Task, register
-from search.dsbd.beams import Beam, Beams, check_ranges, check_sampling, p_beam
+from search.base import SearchGenerator, Task, register
+from search.dsbd.beams import Beams
 from search.dsbd.forest import Forester, Layer, ModelForester, NGramForester
-from search.dsbd.joint import Joint, Known, Reader
+from search.dsbd.joint import Beam, Joint, Reader, Rows
 from search.dsbd.stats import Stats
 from search.dsbd.verify import (
     IID,
@@ -35,8 +34,9 @@ from search.dsbd.verify import (
     acceptances,
     accepted_counts,
     dynamic_width,
-    verify,
+    verify_layer,
 )
+from search.options import MAX_PENALTY, Sampling, check_choices, check_integers, check_numbers
 
 VERIFYING = 0  # stream of keyed numbers
 GO_ON, END = "go-on", "end"
@@ -44,7 +44,7 @@ GO_ON, END = "go-on", "end"
 
 @register("dsbd")
 @dataclass(frozen=True)
-class DSBD(Search):
+class DSBD(Sampling):
     """Dynamic-width speculative beam decoding: beam sampling with drafts of a smaller model (--draft).
 
     Args:
@@ -77,33 +77,21 @@ class DSBD(Search):
     drafts: str = WITHOUT
     short: str = GO_ON
     keep: int | str = "all"
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
     length_penalty: float = 1.0
     num_return_sequences: int = 1
     drafter: str = "model"
     store: str | Path | None = None
 
     def __post_init__(self):
-        check_ranges(self, seed=(0, 2**63 - 1), draft_beams=(1, 256), gamma=(1, 64), width=(0, 256), min_width=(1, 256))
-        check_ranges(self, bonus_width=(0, 256))
-        check_ranges(self, num_return_sequences=(1, self.entries))
-        check_sampling(self)
-        if type(self.threshold) not in (int, float) or not 0 <= self.threshold <= 1:
-            raise UsageError(f"threshold: expected a number from 0 to 1, got {self.threshold!r}")
-        if self.drafts not in KINDS:
-            raise UsageError(f"drafts: expected one of {', '.join(KINDS)}, got {self.drafts!r}")
-        if self.short not in (GO_ON, END):
-            raise UsageError(f"short: expected {GO_ON} or {END}, got {self.short!r}")
-        if self.drafter not in ("model", "ngram"):
-            raise UsageError(f"drafter: expected model or ngram, got {self.drafter!r}")
+        super().__post_init__()
+        check_integers(self, draft_beams=(1, 256), gamma=(1, 64), width=(0, 256), min_width=(1, 256))
+        check_integers(self, bonus_width=(0, 256))
+        check_integers(self, num_return_sequences=(1, self.entries))
+        check_numbers(self, threshold=(0, 1), length_penalty=(-MAX_PENALTY, MAX_PENALTY))
+        check_choices(self, drafts=KINDS, short=(GO_ON, END), drafter=("model", "ngram"), keep=("all", 1))
         if self.store is not None and (self.drafter == "model" or not isinstance(self.store, str | Path)):
             raise UsageError(f"store: expected a file, with the drafter ngram, got {self.store!r}")
         self._store()
-        if type(self.keep) not in (int, str) or self.keep not in ("all", 1):
-            raise UsageError(f"keep: expected all or 1, got {self.keep!r}")
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -117,44 +105,30 @@ class DSBD(Search):
 
     def run(self, task: Task) -> SearchGenerator:
         tree, beams, stats = task.tree, Beams(task, self.length_penalty), Stats(self.gamma)
-        reader = Reader(Warp(self.temperature, self.top_k, self.top_p), task.vocab_size)
-        draft = self._draft(task, reader)
-        known: Known = {}
+        reader = Reader(self.warp(), task.vocab_size)
+        forester = self._forester(task, reader)
+        rows: Rows = {}
         while beams.live:
-            layers, leaves = yield from draft.forest(beams.live)
+            layers, leaves = yield from forester.forest(beams.live)  # D1, D2
             live = [beam.node for beam in beams.live]
             forest = [beam.node for layer in layers for beam in layer.beams] + [beam.node for beam in leaves]
-            stats.passes += yield from reader.know(tree, live + forest, known)
+            stats.passes += yield from reader.fetch(tree, live + forest, rows)  # D3
             stats.rounds += 1
-            self._verify(task, beams, layers, reader, known, stats)
+            self._verify(task, beams, layers, reader, rows, stats)
             if self.keep == 1 and beams.live:
                 best = max(beams.live, key=lambda beam: beam.logprob)
                 beams.live = [Beam(best.node, best.logprob)]
-            report = beams.report()
-            known = {beam.node: known[beam.node] for beam in beams.live if beam.node in known}
-            draft.follow(beams.live)
+            report = beams.report()  # D9
+            rows = {beam.node: rows[beam.node] for beam in beams.live if beam.node in rows}
+            forester.follow(beams.live)
             yield report
-        return beams.result(self.num_return_sequences, stats.told(beams.steps))
+        return beams.result(self.num_return_sequences, stats.figures(beams.steps))
 
-    def _store(self) -> NGramStore | None:
-        return open_store(self.store) if self.store is not None else None
-
-    def _draft(self, task: Task, reader: Reader) -> Forester:
-        options = (task, reader, self.draft_beams, self.gamma, self.drafts, self.seed)
-        if self.drafter == "ngram":
-            if store := self._store():
-                store.check(task.vocab_size, task.tokenizer.fingerprint if task.tokenizer is not None else "")
-            return NGramForester(backoff(store), *options)
-        assert task.open_tree is not None
-        return ModelForester(task.open_tree("draft", task.tree.trunk.tokens), *options)
-
-    def _verify(
-        self, task: Task, beams: Beams, layers: list[Layer], reader: Reader, known: Known, stats: Stats
-    ) -> None:
+    def _verify(self, task: Task, beams: Beams, layers: list[Layer], reader: Reader, rows: Rows, stats: Stats) -> None:
         """Algorithm 1: replace the list of beams, layer by layer, until a layer falls short or none is left."""
         for depth, layer in enumerate([*layers, None]):
             live = [beam.node for beam in beams.live]
-            p = p_beam(reader, known, beams.live)  # D4
+            p = reader.p_beam(rows, beams.live)  # D4
             numbers = Uniforms(self.seed, VERIFYING, task.tree.position(live[0]) + 1)
             room = self.entries - beams.ended
             if layer is None:  # D8
@@ -162,35 +136,13 @@ class DSBD(Search):
                 beams.advance(p, p.draw(width, numbers))
                 stats.bonus(width)
                 return
-            width, verdict = self._judge(p, layer, live, room, numbers)
+            width, verdict = self.judge(p, layer, live, room, numbers)
             beams.advance(p, verdict.entries)
             accepted = verdict.accepted == width
-            drafted = self.short == GO_ON and all(beam.node in known for beam in beams.live)
+            drafted = self.short == GO_ON and all(beam.node in rows for beam in beams.live)
             stats.layer(depth, width, verdict, accepted or drafted)
             if not (accepted or drafted) or not beams.live:
                 return
-
-    def _judge(
-        self, p: Joint, layer: Layer, parents: Sequence[int], room: int, numbers: Uniforms
-    ) -> tuple[int, Verdict]:
-        """`judge`, in C++ where that made both distributions."""
-        if not (p.compact and layer.q.compact):
-            return self.judge(p, layer, parents, room, numbers)
-        width, accepted, tried, entries = kernels.beams.judge(
-            p.compact,
-            layer.q.compact,
-            layer.drawn,
-            parents,
-            p.vocab,
-            iid=self.drafts == IID,
-            width=self.width,
-            draft_beams=self.draft_beams,
-            min_width=self.min_width,
-            threshold=self.threshold,
-            room=room,
-            key=numbers.key,
-        )
-        return width, Verdict(entries, accepted, tried)
 
     def judge(
         self, p: Joint, layer: Layer, parents: Sequence[int], room: int, numbers: Iterator[float]
@@ -220,7 +172,19 @@ class DSBD(Search):
             counts = accepted_counts(acceptances(p.probs, q, m, whole))
             width = max(self.min_width, dynamic_width(counts, self.threshold))  # equation (6)
         width = min(width, room)
-        return width, verify(p.probs, q, drafts, mass, width, numbers, self.drafts)
+        return width, verify_layer(p.probs, q, drafts, mass, width, numbers, self.drafts)
+
+    def _store(self) -> NGramStore | None:
+        return open_store(self.store) if self.store is not None else None
+
+    def _forester(self, task: Task, reader: Reader) -> Forester:
+        options = (task, reader, self.draft_beams, self.gamma, self.drafts, self.seed)
+        if self.drafter == "ngram":
+            if store := self._store():
+                store.check(task.vocab_size, task.tokenizer.fingerprint if task.tokenizer is not None else "")
+            return NGramForester(Backoff(store), *options)
+        assert task.open_tree is not None
+        return ModelForester(task.open_tree("draft", task.tree.trunk.tokens), *options)
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         least = prompt_tokens + new_tokens - 1

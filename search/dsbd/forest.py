@@ -5,15 +5,14 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-import kernels.beams
 from engine.pool import PagePool
 from engine.sampling import Uniforms
 from engine.tree import TokenTree
 from search.aded.drafters import Drafter
 from search.base import Answer, Evaluate, Task
-from search.dsbd.beams import Beam, extend, p_beam
-from search.dsbd.joint import Joint, Known, Reader, Told
-from search.dsbd.verify import IID, draw
+from search.dsbd.beams import extend
+from search.dsbd.joint import Beam, Joint, Reader, Row, Rows
+from search.dsbd.verify import draw
 
 DRAFTING = 1  # stream of keyed numbers for the first layer of a round, keyed by where it begins; more for those below
 
@@ -55,7 +54,7 @@ class Forester:
             if q is None:
                 break
             numbers = Uniforms(self.seed, DRAFTING + len(layers), start)
-            layers.append(Layer(heads, q, self._draw(q, numbers)))
+            layers.append(Layer(heads, q, draw(q.probs, self.width, self.kind, numbers)))
             heads, _ = extend(self.task, heads, q, layers[-1].drawn)
         return layers, heads
 
@@ -72,8 +71,8 @@ class Forester:
 
     def _fits(self, nodes: Sequence[int], layers: int) -> bool:
         wanted: Counter[PagePool] = Counter()
-        for tree, known, more in self.needs(nodes, layers):
-            wanted[tree.pool] += tree.pages_wanted(known, more)
+        for tree, there, more in self.needs(nodes, layers):
+            wanted[tree.pool] += tree.pages_wanted(there, more)
         return all(pages <= self.task.spare(pool) for pool, pages in wanted.items())
 
     def needs(self, nodes: Sequence[int], layers: int) -> list[tuple[TokenTree, Sequence[int], int]]:
@@ -81,17 +80,12 @@ class Forester:
         return [(self.task.tree, nodes, layers * self.width)]
 
     def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Answer, Joint | None]:
-        """What the next layer is drawn from; None if that cannot be told."""
+        """What the next layer is drawn from; None if nothing is known of it."""
         raise NotImplementedError
 
     def follow(self, beams: Sequence[Beam]) -> None:
         """The target's beams are these now."""
         raise NotImplementedError
-
-    def _draw(self, q: Joint, numbers: Uniforms) -> list[int]:
-        if q.compact:
-            return kernels.beams.draw(q.compact[1], self.width, iid=self.kind == IID, key=numbers.key)
-        return draw(q.probs, self.width, self.kind, numbers)
 
 
 class ModelForester(Forester):
@@ -101,7 +95,7 @@ class ModelForester(Forester):
         super().__init__(task, *options)
         self.tree = tree
         self.twins = {task.tree.root: tree.root}  # node of the target's tree -> node of this one
-        self.known: Known = {}
+        self.rows: Rows = {}
 
     def needs(self, nodes: Sequence[int], layers: int) -> list[tuple[TokenTree, Sequence[int], int]]:
         drafts = (layers - 1) * self.width  # the draft is not asked what follows the last layer
@@ -110,16 +104,15 @@ class ModelForester(Forester):
     def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Answer, Joint]:
         nodes = [beam.node for beam in heads]
         twins = self._twins(nodes)
-        yield from self.reader.know(self.tree, twins, self.known)
-        known = {node: self.known[twin] for node, twin in zip(nodes, twins, strict=True)}
-        return p_beam(self.reader, known, heads)
+        yield from self.reader.fetch(self.tree, twins, self.rows)
+        return self.reader.p_beam({n: self.rows[twin] for n, twin in zip(nodes, twins, strict=True)}, heads)
 
     def follow(self, beams: Sequence[Beam]) -> None:
         nodes = [beam.node for beam in beams]
         self.twins = dict(zip(nodes, self._twins(nodes), strict=True))
         if beams:
             self.tree.keep(self.twins.values())
-        self.known = {node: self.known[node] for node in self.twins.values() if node in self.known}
+        self.rows = {node: self.rows[node] for node in self.twins.values() if node in self.rows}
 
     def _twins(self, nodes: Sequence[int]) -> list[int]:
         """Nodes of this tree for such of the target's, grown if need be."""
@@ -145,18 +138,16 @@ class NGramForester(Forester):
 
     def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Answer, Joint | None]:
         yield from ()  # nothing to evaluate
-        known: Known = {}
+        rows: Rows = {}
         vocab = self.reader.vocab  # a prompt may hold ids that cannot be generated
         for beam in heads:
             chances = self.drafter.distribution(self.task.tree.path(beam.node)[self.learnt :])
             possible = ((chance, token) for token, chance in chances.items() if chance > 0 and token < vocab)
-            ranked = sorted(possible, reverse=True)
-            if ranked:
-                known[beam.node] = Told.all([math.log(chance) for chance, _ in ranked], [token for _, token in ranked])
-        told = [beam for beam in heads if beam.node in known]
-        if not told:
-            return None
-        return p_beam(self.reader, known, told)
+            if ranked := sorted(possible, reverse=True):
+                logps, tokens = [math.log(chance) for chance, _ in ranked], [token for _, token in ranked]
+                rows[beam.node] = Row(logps, tokens, complete=True)
+        heads = [beam for beam in heads if beam.node in rows]
+        return self.reader.p_beam(rows, heads) if heads else None
 
     def follow(self, beams: Sequence[Beam]) -> None:
         fresh = self.task.tree.settled_from(self.learnt) if beams else []

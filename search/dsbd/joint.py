@@ -12,90 +12,79 @@ A cell (beam, token) has the probability of its copies together. Cells are in as
 and a draw is the first cell at which their cumulative probability, in float64, exceeds a uniform number. That order is
 the same on every path below, and so are draws.
 
-Where the warp leaves few cells they are kept in lists. On a CPU C++ finds them in the rows (`kernels.beams`); otherwise
-the largest log-probabilities of each row tell which they are, and come to the host with the answer, so that rows are
-read once and never sorted. Where the warp leaves many, all cells are kept, as a tensor of the host.
+Where the warp leaves few cells they are kept in lists: the largest log-probabilities of each row decide which they are,
+and come to the host with the answer, so that rows are read once and never sorted. Where the warp leaves many, all cells
+are kept, as a tensor of the host.
 """
 
 import math
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, count, islice
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import kernels.beams
 from engine.sampling import Uniforms, Warp
 from engine.tree import TokenTree
-from kernels.beams import DENSE, MASSED, WHOLE, Distribution, Leaders
-from kernels.cpp import why_not
-from kernels.rows import top_k
-from search.base import Answer, Evaluate
+from search.base import Evaluate, top_k
 
-FEW = 1024  # cells that are kept in lists
-NUCLEUS = 64  # tokens of a row that are looked at for top-p before all are; vocabularies no larger are known whole
-MOST = 256  # tokens of a row that are looked at for top-k
+MAX_LISTED_CELLS = 1024  # a distribution over more cells is a tensor
+NUCLEUS = 64  # tokens of a row that are looked at for top-p before all are; smaller vocabularies are listed whole
+MAX_TOP_K = 256  # tokens of a row that are looked at for top-k; for more, all are
 REACHED = 1 - 1e-12  # share of top-p at which it is reached, whichever way sums were rounded
 Probabilities = Sequence[float] | Tensor
 
 
-class Told:
-    """What an answer told of its rows.
+class Beam(NamedTuple):
+    """Entries of the list that are the same sequence: its last node, its log-probability, how many they are."""
 
-    Args:
-        numbers: float64, on the host, of each row in turn: the greatest log-probabilities, best first, and their
-            tokens; if it is DENSE its peaks, or nothing.
-        rows: how many.
-        size: log-probabilities of a row; if it is dense all of them.
-        kind: of WHOLE: there are no others, otherwise no other is greater; MASSED: log(sum(exp(logp / temperature)))
-            of all of the row is not 0, and comes after the tokens; DENSE: C++ looks at the rows themselves.
-        logp_NV: all of it.
+    node: int
+    logprob: float
+    count: int = 1
+
+
+class Row(NamedTuple):
+    """What is known of the token after a node.
+
+    Attributes:
+        logps, tokens: the largest log-probabilities, best first, and their tokens.
+        complete: whether no other token is possible.
+        log_mass: log(sum(exp(logp / temperature))) of the whole row.
+        logp_V: the whole row; None if it is complete without.
     """
 
-    def __init__(
-        self, numbers: "Tensor | array[float]", rows: int, size: int, kind: int, logp_NV: Tensor | None = None
-    ):
-        self.numbers, self.size, self.kind, self.logp_NV = numbers, size, kind, logp_NV
-        self.stride = len(numbers) // rows
-        # What C++ reads, from one row to the next: the log-probabilities, the peaks of all of them.
-        self.address = kernels.beams.address(numbers)
-        self.step, self.peaks, self.peaks_step = 8 * self.stride, 0, 0
-        if kind & DENSE:
-            assert logp_NV is not None
-            if self.stride:
-                self.peaks, self.peaks_step = self.address, self.step
-            self.address, self.step = kernels.beams.address(logp_NV, torch.float32), 4 * size
+    logps: Sequence[float]
+    tokens: Sequence[int]
+    complete: bool
+    log_mass: float = 0.0
+    logp_V: Tensor | None = None
 
-    @classmethod
-    def all(cls, logps: Sequence[float], tokens: Sequence[int]) -> "Row":
-        """A row outside of which there is nothing."""
-        return cls(array("d", [*logps, *tokens]), 1, len(logps), WHOLE), 0
-
-    def known(self, i: int) -> list[float]:
-        """Numbers of the i-th row."""
-        return self.numbers[i * self.stride : (i + 1) * self.stride].tolist()
-
-    def bound(self, i: int) -> float:
-        """No log-probability of the i-th row is greater, but those that are known."""
-        return -math.inf if self.kind & WHOLE else self.known(i)[self.size - 1] if self.size else math.inf
-
-    def log_mass(self, i: int) -> float:
-        """Of the i-th row, warped."""
-        return self.known(i)[-1] if self.kind & MASSED else 0.0
+    @property
+    def bound(self) -> float:
+        """No token that is not listed has a greater log-probability."""
+        return -math.inf if self.complete else self.logps[-1] if self.logps else math.inf
 
 
-Row = tuple[Told, int]  # what is known of the token after a node
-Known = dict[int, Row]  # by node
+Rows = dict[int, Row]  # by node
+
+
+class Cell(NamedTuple):
+    """A cell that may be drawn: the log-probability of one copy, up to a constant; its number; its token's own
+    log-probability; how many copies it is."""
+
+    score: float
+    number: int
+    logp: float
+    copies: int
 
 
 class Reader:
-    """Makes rows of log-probabilities known as far as a warp needs it.
+    """Reads as much of the rows of log-probabilities as a warp needs, and makes joint distributions of them.
 
     Args:
         warp: of joint distributions.
@@ -104,150 +93,111 @@ class Reader:
 
     def __init__(self, warp: Warp, vocab: int):
         self.warp, self.vocab = warp, vocab
-        k = 1 if warp.temperature == 0 else warp.top_k
-        self.size = (k + 1 if k < MOST else 0) if k else NUCLEUS if warp.top_p < 1 else 0
-        self.whole = warp.top_p < 1 and not k  # wants the mass of all tokens
-        self._cells = None if why_not() else Leaders(vocab, warp.temperature, warp.top_k, warp.top_p, FEW)
+        self.k = 1 if warp.temperature == 0 else warp.top_k
+        self._size = (self.k + 1 if self.k < MAX_TOP_K else 0) if self.k else NUCLEUS if warp.top_p < 1 else 0
 
-    def know(self, tree: TokenTree, nodes: Iterable[int], known: Known) -> Generator[Evaluate, Answer, bool]:
-        """Evaluate those of the nodes that are not known yet; returns whether there were any."""
-        if new := sorted({node for node in nodes if node not in known}):  # the order in which answers come
+    def fetch(self, tree: TokenTree, nodes: Iterable[int], rows: Rows) -> Generator[Evaluate, Any, bool]:
+        """Add the rows of those nodes that have none yet; returns whether there were any."""
+        if new := sorted({node for node in nodes if node not in rows}):  # the order in which answers come
             logp_NV, numbers = yield Evaluate(tree, new, self.read)
-            known.update(zip(new, self.rows(logp_NV, numbers), strict=True))
+            rows.update(zip(new, self.rows(logp_NV, numbers), strict=True))
         return bool(new)
 
-    def read(self, logp_NV: Tensor, peaks_NB: Tensor | None = None) -> Tensor:
-        """What the host is going to look at, on the rows' device, as float64: see `rows`."""
-        if self._dense(logp_NV):
-            return peaks_NB.double().view(-1) if peaks_NB is not None else torch.empty(0, dtype=torch.float64)
+    def read(self, logp_NV: Tensor, _peaks_NB: Tensor | None = None) -> Tensor:
+        """The numbers that `rows` takes, made on the device of the log-probabilities: float64."""
         V = logp_NV.shape[1]
-        best_N2K = top_k(logp_NV, self._known(V))
-        if not self._mass(V):
+        best_N2K = top_k(logp_NV, self._listed(V))
+        if not self._has_mass(V):
             return best_N2K.view(-1)
         mass_N1 = torch.logsumexp(logp_NV / (self.warp.temperature or 1), -1, keepdim=True)
         return torch.cat([best_N2K.flatten(1), mass_N1.double()], 1).view(-1)
 
     def rows(self, logp_NV: Tensor, numbers: Tensor) -> list[Row]:
-        """Rows, with what `read` told of them, on the host."""
+        """A row for each node, of what `read` returned, on the host."""
         N, V = logp_NV.shape
-        k, massed = self._known(V), MASSED * self._mass(V)
-        if self._dense(logp_NV):
-            told = Told(numbers, N, V, DENSE | massed, logp_NV)
-        else:
-            told = Told(numbers, N, k, WHOLE * (k == V) | massed, logp_NV)
-        return [(told, i) for i in range(N)]
+        k, has_mass = self._listed(V), self._has_mass(V)
+        return [
+            Row(found[:k], [int(token) for token in found[k : 2 * k]], k == V, found[-1] if has_mass else 0.0, logp_V)
+            for found, logp_V in zip(numbers.view(N, 2 * k + has_mass).tolist(), logp_NV.unbind(), strict=True)
+        ]
 
-    def _dense(self, logp_NV: Tensor) -> bool:
-        """Whether the rows lie where C++ can look at them."""
-        there = logp_NV.is_cpu and logp_NV.dtype == torch.float32 and logp_NV.is_contiguous()
-        return there and self._cells is not None
+    def _listed(self, V: int) -> int:
+        """How many tokens of a row are listed."""
+        return V if V <= NUCLEUS else min(self._size, V)
 
-    def _known(self, V: int) -> int:
-        """How many of a row's largest to find."""
-        return V if V <= NUCLEUS else min(self.size, V)
+    def _has_mass(self, V: int) -> bool:
+        """Whether the masses of rows are needed and not 1: they are normalised unless warped or cut."""
+        nucleus = self.warp.top_p < 1 and not self.k
+        return nucleus and V > NUCLEUS and (self.warp.temperature != 1 or self.vocab < V)
 
-    def _mass(self, V: int) -> bool:
-        """Whether rows tell of their masses: they are normalised unless warped or cut."""
-        return self.whole and V > NUCLEUS and (self.warp.temperature != 1 or self.vocab < V)
+    def p_beam(self, rows: Mapping[int, Row], beams: Sequence[Beam]) -> "Joint":
+        """Equation (1), warped: what the list after these beams, all different, is drawn from."""
+        best = max(beam.logprob for beam in beams)
+        ranked = sorted(Beam(node, logprob - best, count) for node, logprob, count in beams)
+        return self._of_listed(rows, ranked) or self._of_all(rows, ranked)
 
-    def p_beam(
-        self,
-        known: Mapping[int, Row],
-        nodes: Sequence[int],
-        logprobs: Sequence[float],
-        counts: Sequence[int] | None = None,
-    ) -> "Joint":
-        """Equation (1), warped.
-
-        Args:
-            known: rows of the nodes at least.
-            nodes: the last of each beam, all different.
-            logprobs: of the beams, up to a number that is the same for all.
-            counts: entries of the list that each beam is; one each by default.
-        """
-        counts = counts or [1] * len(nodes)
-        if self._cells is not None:
-            rows: list[int] = []
-            for node, n in zip(nodes, counts, strict=True):
-                told, i = known[node]
-                rows += (node, n, told.address + i * told.step, told.size, told.kind, told.peaks + i * told.peaks_step)
-            if found := self._cells(logprobs, rows):
-                cells, probs, logps = found
-                return Joint(self.vocab, probs, logps, cells, compact=(cells, probs))
-        best = max(logprobs)
-        given = sorted(zip(nodes, logprobs, counts, strict=True))
-        beams = [Rated(node, logprob - best, n, known[node]) for node, logprob, n in given]
-        return (self._cells is None and self._leaders(beams)) or self._all(beams)
-
-    def _leaders(self, beams: "Sequence[Rated]") -> "Joint | None":
-        """By what is known of the rows; None if more than that may be drawn."""
-        warp, V = self.warp, self.vocab
-        bound = max([offset + told.bound(i) for _, offset, _, (told, i) in beams])
-        if bound == math.inf:
+    def _of_listed(self, rows: Mapping[int, Row], beams: Sequence[Beam]) -> "Joint | None":
+        """By the listed tokens; None if others may be drawn too."""
+        warp, k = self.warp, self.k
+        bound = max([offset + rows[node].bound for node, offset, _ in beams])
+        cells = self._cells_above(bound, rows, beams)
+        if not cells or (bound > -math.inf and len(cells) < k):
             return None
-        k = 1 if warp.temperature == 0 else warp.top_k
-        ranked = []  # (score, cell, log-probability, copies) of what is sure to be among the best
-        for node, offset, n, (told, i) in beams:
-            first, size, numbers = node * V, told.size, told.known(i)
-            for logp, token in zip(numbers[:size], map(int, numbers[size : 2 * size]), strict=True):
-                if (score := offset + logp) <= bound:
-                    break
-                ranked.append((score, first + token, logp, n))
-        if bound > -math.inf and len(ranked) < (k or 1):
-            return None
-        ranked.sort(reverse=True)
         if k:
-            places = list(accumulate(n for *_, n in ranked))
-            last = min(bisect_left(places, k), len(ranked) - 1)  # the cell that has the k-th place; its equals stay
-            while ranked[-1][0] < ranked[last][0]:
-                ranked.pop()
+            cells = best_copies(cells, k)
         if warp.temperature == 0:
-            del ranked[:-1]  # the first of equals
-        T, best = warp.temperature or 1.0, ranked[0][0]
-        masses = [math.exp((score - best) / T) for score, *_ in ranked]  # of one copy
-        copies = [n for *_, n in ranked]
+            del cells[:-1]  # the first of equals
+        T, best = warp.temperature or 1.0, cells[0].score
+        masses = [math.exp((cell.score - best) / T) for cell in cells]  # of one copy
+        copies = [cell.copies for cell in cells]
         whole = bound == -math.inf or k > 0
         if warp.top_p < 1:
             if whole:
                 total = math.fsum(map(mul, masses, copies))
             else:
-                log_masses = [(n, (offset - best) / T + told.log_mass(i)) for _, offset, n, (told, i) in beams]
-                total = math.fsum([n * math.exp(log_mass) for n, log_mass in log_masses])
-            limit, before = warp.top_p * total * REACHED, 0.0  # a copy stays if those before it do not reach top-p
-            for i, mass in enumerate(masses):
-                if before >= limit:
-                    del ranked[i:], masses[i:], copies[i:]
-                    break
-                if before + copies[i] * mass > limit:
-                    copies[i] = min(copies[i], math.ceil((limit - before) / mass))
-                before += copies[i] * mass
-            whole |= before >= limit
-        if not whole or len(ranked) > FEW:
+                total = math.fsum(
+                    [n * math.exp((offset - best) / T + rows[node].log_mass) for node, offset, n in beams]
+                )
+            reached = cut_to_nucleus(masses, copies, warp.top_p * total * REACHED)
+            whole |= reached
+        if not whole or (len(masses) > MAX_LISTED_CELLS and rows[beams[0].node].logp_V is not None):
             return None
         masses = list(map(mul, masses, copies))
         total = math.fsum(masses)
-        found = sorted((cell, mass / total, logp) for mass, (_, cell, logp, _) in zip(masses, ranked, strict=True))
-        cells, probs, logps = zip(*found, strict=True)
-        return Joint(V, probs, logps, cells)
+        found = sorted([(cell.number, mass / total, cell.logp) for mass, cell in zip(masses, cells, strict=False)])
+        numbers, probs, logps = map(list, zip(*found, strict=True))
+        return Joint(self.vocab, probs, logps, numbers)
 
-    def _all(self, beams: "Sequence[Rated]") -> "Joint":
-        """Of all cells."""
+    def _cells_above(self, bound: float, rows: Mapping[int, Row], beams: Sequence[Beam]) -> list[Cell]:
+        """The listed cells of a greater score than any that is not listed, best first, of equals the last first."""
+        cells: list[Cell] = []
+        for node, offset, n in beams:
+            first, row = node * self.vocab, rows[node]
+            for logp, token in zip(row.logps, row.tokens, strict=True):
+                if (score := offset + logp) <= bound:
+                    break
+                cells.append(Cell(score, first + token, logp, n))
+        cells.sort(reverse=True)
+        return cells
+
+    def _of_all(self, rows: Mapping[int, Row], beams: Sequence[Beam]) -> "Joint":
+        """By whole rows."""
         V, nodes, warp = self.vocab, [beam.node for beam in beams], self.warp
-        logp_WV = torch.stack([told.logp_NV[i] for *_, (told, i) in beams])  # type: ignore[index]
+        logp_WV = torch.stack([rows[node].logp_V for node in nodes])  # type: ignore[misc]
         if short := V - logp_WV.shape[1]:
             logp_WV = torch.nn.functional.pad(logp_WV, (0, short), value=-math.inf)
         warped = warp.top_k or warp.top_p < 1 or warp.temperature == 0
         if warped:
-            told_W2 = torch.tensor([(beam.offset, beam.count) for beam in beams], dtype=torch.float64)
-            offset_W1, n_W1 = told_W2.to(logp_WV.device).split(1, 1)
+            given_W2 = torch.tensor([beam[1:] for beam in beams], dtype=torch.float64)
+            offset_W1, n_W1 = given_W2.to(logp_WV.device).split(1, 1)
             probs = warp_copies((logp_WV + offset_W1).view(-1), n_W1.expand_as(logp_WV).reshape(-1), warp)
         else:  # n copies are as much as one whose logarithm, warped, is greater by log n
-            offsets = [beam.offset + warp.temperature * math.log(beam.count) for beam in beams]
+            offsets = [beam.logprob + warp.temperature * math.log(beam.count) for beam in beams]
             offset_W1 = torch.tensor(offsets, dtype=torch.float32, device=logp_WV.device).unsqueeze(1)
             probs = warp((logp_WV + offset_W1).view(1, -1))[0].exp_()
             probs /= probs.sum(dtype=torch.float64)
         probs, flat = torch.stack([probs, logp_WV.view(-1).to(probs.dtype)]).cpu()  # one transfer
-        if len(probs) <= FEW or (warped and int((probs > 0).sum()) <= FEW):
+        if len(probs) <= MAX_LISTED_CELLS or (warped and int((probs > 0).sum()) <= MAX_LISTED_CELLS):
             places = probs.nonzero().view(-1)
             masses = probs[places].tolist()
             total = math.fsum(masses)
@@ -256,13 +206,24 @@ class Reader:
         return Joint(V, probs.float(), flat.float(), None, nodes)
 
 
-class Rated(NamedTuple):
-    """A beam: its last node, its log-probability beside the best one's, the entries that it is, what follows it."""
+def best_copies(cells: Sequence[Cell], k: int) -> list[Cell]:
+    """Of cells, best first, those of the k best copies, and those that equal the last of them."""
+    places = list(accumulate(cell.copies for cell in cells))
+    least = cells[min(bisect_left(places, k), len(cells) - 1)].score
+    return [cell for cell in cells if cell.score >= least]
 
-    node: int
-    offset: float
-    count: int
-    row: Row
+
+def cut_to_nucleus(masses: list[float], copies: list[int], limit: float) -> bool:
+    """Remove, in place, the copies before which the others, best first, reach a mass. Returns whether they reach it."""
+    before = 0.0
+    for i, mass in enumerate(masses):
+        if before >= limit:
+            del masses[i:], copies[i:]
+            break
+        if before + copies[i] * mass > limit:
+            copies[i] = min(copies[i], math.ceil((limit - before) / mass))
+        before += copies[i] * mass
+    return before >= limit
 
 
 def warp_copies(score_C: Tensor, n_C: Tensor, warp: Warp) -> Tensor:
@@ -307,7 +268,6 @@ class Joint:
         logps: log-probabilities of the tokens after their nodes, not warped.
         cells: which these are, ascending; None: all.
         nodes: of the rows, ascending, if all cells are there.
-        compact: cells and probabilities as C++ made them, if it did.
     """
 
     vocab: int
@@ -315,12 +275,9 @@ class Joint:
     logps: Sequence[float] | Tensor
     cells: Sequence[int] | None = None
     nodes: Sequence[int] = ()
-    compact: Distribution | None = None
 
     def draw(self, n: int, numbers: Uniforms) -> list[int]:
         """Independent draws."""
-        if self.compact:
-            return kernels.beams.draw(self.compact[1], n, iid=True, key=numbers.key)
         return pick(self.probs, islice(numbers, n))
 
     def cell(self, i: int) -> tuple[int, int]:

@@ -26,7 +26,7 @@ class Stats:
         self.bonuses += 1
         self.bonus_widths += width
 
-    def told(self, steps: int) -> dict[str, Any]:
+    def figures(self, steps: int) -> dict[str, Any]:
         """The figures, as docs/stats.md has them."""
 
         def mean(sums: Sequence[int], counts: Sequence[int]) -> list[float | None]:

@@ -50,8 +50,8 @@ class Verdict(NamedTuple):
     tried: int
 
 
-class Rest:
-    """p', what is left of p after rejections: norm(max(0, p - s q)).
+class Residual:
+    """p', the residual distribution after rejections: norm(max(0, p - s q)).
 
     A rejection makes norm(max(0, p' - q / mass)) of p', whatever was rejected: only s grows. Nothing is left of a cell
     that was rejected, so it makes no difference to p' whether it can be drawn again.
@@ -102,7 +102,7 @@ class Rest:
         return left
 
 
-def verify(
+def verify_layer(
     p: Probabilities,
     q: Probabilities,
     drafts: Sequence[Drafted],
@@ -121,7 +121,7 @@ def verify(
         numbers: keyed; one per decision.
         kind: how the drafts were drawn.
     """
-    rest, left = Rest(p, q), mass  # p'; the mass of q without what cannot be drawn any more
+    residual, left = Residual(p, q), mass  # p'; the mass of q without what cannot be drawn any more
     spent: list[int] = []  # cells of that
     accepted: list[int] = []
     tried = 0
@@ -130,18 +130,18 @@ def verify(
             break
         tried += 1
         left = max(left, q_x)
-        good = x is not None and next(numbers) * q_x * rest.total < rest.at(x) * left
+        good = x is not None and next(numbers) * q_x * residual.total < residual.at(x) * left
         if not good:
-            rest.reject(left)
+            residual.reject(left)
         if kind == WITHOUT:
             left -= q_x
             spent = spent if x is None else [*spent, x]
         if good:
             accepted.append(x)  # type: ignore[arg-type]
-            rest.reset(spent)
+            residual.reset(spent)
     entries = list(accepted)
     if len(entries) < width:  # D7
-        entries += pick(rest.probabilities(), islice(numbers, 1))
+        entries += pick(residual.probabilities(), islice(numbers, 1))
         entries += pick(p, islice(numbers, width - len(entries)))
     return Verdict(entries, len(accepted), tried)
 
@@ -168,8 +168,8 @@ def excess(p: Probabilities, q: Probabilities, s: float) -> float:
 
 def acceptances(p: Probabilities, q: Probabilities, m: int, mass: float) -> list[float]:
     """Equation (4): the probability that a draft is accepted after all before it were rejected, for m drafts."""
-    rest = Rest(p, q)
-    return [1 - rest.reject(mass) for _ in range(m)]
+    residual = Residual(p, q)
+    return [1 - residual.reject(mass) for _ in range(m)]
 
 
 def accepted_counts(alphas: Sequence[float]) -> Iterator[float]:

@@ -8,18 +8,16 @@ the beliefs, `ults_boundary` the rules of selection.
 
 import math
 from collections.abc import Generator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.errors import KVMemoryError, UsageError
 from engine.tree import TokenTree
-from kernels.rows import top_k
 from search.base import (
     Answer,
     Evaluate,
@@ -31,23 +29,15 @@ from search.base import (
     Task,
     path_field,
     register,
+    top_k,
 )
-from search.ults import prior as ults_prior
+from search.finished import Candidate, Finished
+from search.options import MAX_PENALTY, MAX_SEED, check_choices, check_integers, check_numbers
 from search.ults.boundary import RULES, Boundary, Family
-from search.ults.prior import Rest, Vectors
+from search.ults.delta import Delta, fit, path_key
+from search.ults.prior import Vectors, dirichlet, own_vectors
 
-GATHERED = 32  # completions, and at most so many tokens of each, that a search gathers for want of a prior
-UNDER_WAY: set[Path | None] = set()  # files whose vectors are being gathered in this process
-WATCHED = 8  # open nodes shown to those who watch
-
-
-class Leaf(NamedTuple):
-    """A finished path, on the host: it holds no slots."""
-
-    tokens: list[int]
-    logprob: float
-    score: float
-    reason: str
+SHOWN_NODES = 8  # open nodes among the candidates of a report
 
 
 @register("ults")
@@ -89,22 +79,10 @@ class ULTS(Search):
     seed: int = 0
 
     def __post_init__(self):
-        for name, low, high in (
-            ("k_max", 0, 1 << 20), ("children", 1, 4096), ("samples", 1, 1 << 16), ("budget", 0, 1 << 40),
-            ("batch", 1, 1024), ("num_return_sequences", 1, 4096), ("seed", 0, 2**63 - 1),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if type(value) is not int or not low <= value <= high:
-                raise UsageError(f"{name}: expected an integer from {low} to {high}, got {value!r}")
-        for name, low, high in (("epsilon", 0, 1), ("alpha", 1e-9, 1e6), ("length_penalty", -20, 20)):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not low <= value <= high:
-                raise UsageError(f"{name}: expected a number from {low} to {high}, got {value!r}")
-        for name, words in (("select", [*RULES]), ("fit", ["beta", "pools"])):
-            if getattr(self, name) not in words:
-                raise UsageError(f"{name}: expected {' or '.join(words)}, got {getattr(self, name)!r}")
-        if type(self.fixed_length) is not bool:
-            raise UsageError(f"fixed_length: expected true or false, got {self.fixed_length!r}")
+        check_integers(self, k_max=(0, 1 << 20), children=(1, 4096), samples=(1, 1 << 16), budget=(0, 1 << 40))
+        check_integers(self, batch=(1, 1024), num_return_sequences=(1, 4096), seed=(0, MAX_SEED))
+        check_numbers(self, epsilon=(0, 1), alpha=(1e-9, 1e6), length_penalty=(-MAX_PENALTY, MAX_PENALTY))
+        check_choices(self, select=[*RULES], fit=("beta", "pools"), fixed_length=(True, False))
         if type(self.prior) is not str or not self.prior:
             raise UsageError(f"prior: expected auto, dirichlet or a file, got {self.prior!r}")
 
@@ -112,59 +90,63 @@ class ULTS(Search):
         tree = task.tree
         origin = Family.above(tree.trunk.tokens[-1], self.seed, self.samples)
         winners, nodes = [(origin, 0)], [tree.root]  # U2
-        leaves: list[Leaf] = []  # the best found, best first; c* is the last one's score
+        leaves = Finished(self.num_return_sequences)  # c* is the score of the last one
         used = [1] + [0] * task.max_new_tokens  # nodes evaluated per level
-        rounds = dropped = settled = 0
-        logp_NV, _ = yield Evaluate(tree, nodes)
-        rest, prior = yield from self._belief(task, logp_NV)
-        sample = partial(self._samples, rest, task.max_new_tokens, [torch.empty(0)])
+        rounds = dropped = 0
+        logp_NV = (yield Evaluate(tree, nodes)).rows_NV
+        delta, prior = yield from self._prior(task, logp_NV)  # U1
+        sample = partial(self._samples, delta, task.max_new_tokens, [torch.empty(0)])
         boundary = RULES[self.select](origin, partial(self._ceiling, task.max_new_tokens), sample)
         while True:
-            # U5
             rounds += 1
-            families, finished = self._expand(task, rest, winners, nodes, logp_NV)
-            boundary.add(families)
-            leaves = sorted(leaves + finished, key=lambda leaf: -leaf.score)[: self.num_return_sequences]
-            # U7
-            bar = leaves[-1].score if len(leaves) == self.num_return_sequences else -math.inf
-            better = boundary.exceeding(bar)
-            certain = _common(tree.settled_from(settled), leaves[0].tokens[settled:] if leaves else None)
-            yield self._report(task, boundary, leaves, certain, sum(used), better)
-            settled += len(certain)
+            boundary.add(self._expand(task, delta, winners, nodes, logp_NV, leaves))  # U5
+            best = leaves.score(self.num_return_sequences - 1)
+            better = boundary.exceeding(best)
+            yield self._report(task, boundary, leaves, sum(used), better)
             room = min(self.batch, self.budget - sum(used) if self.budget else self.batch)
-            if better <= (self.epsilon if bar > -math.inf else 0) or room <= 0:
+            if better <= (self.epsilon if best > -math.inf else 0) or room <= 0:  # U7
                 break
-            # U3, and U6: the k_max-th node of a level is the last that it has.
-            winners = []
-            for family, child in boundary.winners(room):
-                winners.append((family, child))
-                boundary.close(family, [child])
-                used[family.level] += 1
-                if used[family.level] == self.k_max:
-                    boundary.close_levels(family.level)
-                    for vain in [f for f, _ in winners if f.level < family.level]:  # their children would be closed
-                        used[vain.level] -= 1
-                    winners = [(f, c) for f, c in winners if f.level >= family.level]
-                if len(winners) == room:
-                    break
+            winners = self._select(boundary, used, room)  # U3, U6
             try:
-                nodes, logp_NV, lost = yield from _evaluate(tree, boundary, winners, used)
+                nodes, logp_NV, lost = yield from _evaluate(tree, boundary, winners, used)  # U4
             except KVMemoryError:
-                if not leaves:
+                if not leaves.outputs:
                     raise
                 break
             dropped += lost
-        outputs = [Output(*leaf) for leaf in leaves]
+        outputs = leaves.outputs
         if not outputs:  # the budget is spent, or no path leads to a leaf
             outputs = [Output(self._candidates(task, boundary, leaves, 1)[0][1], None, None, "interrupted")]
-        yield Report(outputs[0].token_ids[settled:])
+        yield Report(outputs[0].token_ids[leaves.settled :])
         figures = {"rounds": rounds, "nodes_evaluated": sum(used), "better_exists": better}
         return SearchResult(outputs, figures | {"dropped_subtrees": dropped, "prior": prior})
 
+    def _select(self, boundary: Boundary, used: list[int], room: int) -> list[tuple[Family, int]]:
+        """The next nodes to evaluate, at most `room`, closed and counted in `used`."""
+        winners = []
+        for family, child in boundary.winners(room):
+            winners.append((family, child))
+            boundary.close(family, [child])
+            used[family.level] += 1
+            if used[family.level] == self.k_max:  # the last that this level has
+                boundary.close_levels(family.level)
+                for vain in [f for f, _ in winners if f.level < family.level]:  # their children would be closed
+                    used[vain.level] -= 1
+                winners = [(f, c) for f, c in winners if f.level >= family.level]
+            if len(winners) == room:
+                break
+        return winners
+
     def _expand(
-        self, task: Task, rest: Rest, winners: list[tuple[Family, int]], nodes: list[int], logp_NV: Tensor
-    ) -> tuple[list[Family], list[Leaf]]:
-        """The families of evaluated nodes, and the leaves among their children."""
+        self,
+        task: Task,
+        delta: Delta,
+        winners: list[tuple[Family, int]],
+        nodes: list[int],
+        logp_NV: Tensor,
+        leaves: Finished,
+    ) -> list[Family]:
+        """The families of evaluated nodes; those of their children that are leaves join `leaves`."""
         excluded_N = [0.0] * len(nodes)
         if self.fixed_length and task.eos_token_ids:
             eos = [token for token in sorted(task.eos_token_ids) if token < logp_NV.shape[1]]
@@ -172,29 +154,26 @@ class ULTS(Search):
             mass_N1 = logp_NV.logsumexp(1, keepdim=True).clamp(min=-3e38)  # where no other token is possible
             logp_NV, excluded_N = logp_NV - mass_N1, mass_N1[:, 0].tolist()
         families: list[Family] = []
-        leaves: list[Leaf] = []
         most = min(self.children, logp_NV.shape[1])
         rows = zip(winners, nodes, _most_probable(logp_NV, most), excluded_N, strict=True)
         for (above, place), node, (logps, tokens), excluded in rows:
-            level, key = above.level + 1, ults_prior.key(above.key, above.tokens[place])
+            level, key = above.level + 1, path_key(above.key, above.tokens[place])
             sums, excluded = [above.sums[place] + logp for logp in logps], above.excluded + excluded
             ends = self._ends(task, node, level, tokens)
             open_ = set(range(len(tokens))).difference(ends)
             families.append(Family(node, level, key, above, place, tokens, sums, excluded, open_))
             path = task.tree.path(node) if ends else []
-            leaves += [
-                Leaf([*path, tokens[c]], sums[c] + excluded, self._score(sums[c], level), reason)
-                for c, reason in ends.items()
-            ]
+            for c, reason in ends.items():
+                leaves.add([*path, tokens[c]], sums[c] + excluded, self._score(sums[c], level), reason)
         pad = [most - len(f.tokens) for f in families]
         sums = [[s if c in f.open else -math.inf for c, s in enumerate(f.sums)] for f in families]
         sum_FC = torch.tensor([row + [-math.inf] * n for row, n in zip(sums, pad, strict=True)])
         token_FC = torch.tensor([f.tokens + [0] * n for f, n in zip(families, pad, strict=True)])
         last = task.max_new_tokens - 1  # leaves have no Delta: what they are given is not used
-        place_FC = rest.places([(min(f.level, last), f.key) for f in families], token_FC)
+        place_FC = delta.places([(min(f.level, last), f.key) for f in families], token_FC)
         for family, sum_C, place_C in zip(families, sum_FC, place_FC, strict=True):
             family.sum_C, family.place_C = sum_C, place_C
-        return families, leaves
+        return families
 
     def _ends(self, task: Task, node: int, level: int, tokens: list[int]) -> dict[int, str]:
         """Why children are leaves; of those that are."""
@@ -208,13 +187,13 @@ class ULTS(Search):
             ends |= {c: "eos" for c, token in enumerate(tokens) if token in task.eos_token_ids}
         return ends
 
-    def _samples(self, rest: Rest, depth: int, scratch: list[Tensor], families: Sequence[Family]) -> Tensor:
+    def _samples(self, delta: Delta, depth: int, scratch: list[Tensor], families: Sequence[Family]) -> Tensor:
         """v = c * Delta [F, C, N] of every open child; -inf for the others."""
         sum_FC, place_FC = torch.stack([f.sum_C for f in families]), torch.stack([f.place_C for f in families])
         F, C = sum_FC.shape
         if len(scratch[0]) < F * C:
             scratch[0] = torch.empty(F * C, self.samples)
-        value_CN, length_CN = rest.draws(place_FC.view(-1), scratch[0][: F * C])
+        value_CN, length_CN = delta.draws(place_FC.view(-1), scratch[0][: F * C])
         value_CN += sum_FC.view(-1, 1)
         if length_CN is not None:
             level_C = torch.tensor([f.level for f in families]).repeat_interleave(C)
@@ -223,66 +202,18 @@ class ULTS(Search):
             value_CN /= depth**self.length_penalty
         return value_CN.view(F, C, -1)
 
-    def _belief(self, task: Task, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Rest, str]]:
-        """The distributions of Delta, and where their prior is from."""
+    def _prior(self, task: Task, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Delta, str]]:
+        """The distributions of Delta, and where the softmax vectors that they follow from come from."""
         depth, source = task.max_new_tokens, self.prior
-        if source == "dirichlet" or depth == 1:  # below the first level there is nothing to believe
-            vectors = ults_prior.dirichlet(float(self.alpha), task.vocab_size)
+        if source == "dirichlet" or depth == 1:  # below the first level there is nothing to guess
+            vectors = dirichlet(float(self.alpha), task.vocab_size)
         elif source == "auto":
-            vectors, source = yield from self._own_vectors(task, logp_NV)
+            vectors, source = yield from own_vectors(task, self.children, logp_NV)
         else:
             vectors = Vectors.load(Path(source).expanduser())
-        rest = ults_prior.fit(
-            vectors,
-            depth,
-            self.children,
-            self.samples,
-            task.eos_token_ids,
-            self.fixed_length,
-            float(self.length_penalty),
-            self.fit == "beta",
-        )
-        return rest, source
-
-    def _own_vectors(self, task: Task, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Vectors, str]]:
-        """The model's softmax vectors along texts of its own, kept from an earlier run or gathered now.
-
-        They depend on the model and not on the prompt, so that no answer depends on those before it; but without any
-        room in the KV cache, what the model has just said must do.
-        """
-        if task.open_tree is None:
-            raise UsageError("prior: there is no model to gather one from", remedy="give dirichlet or a file")
-        path = ults_prior.cache_file(task.model_key, task.max_new_tokens, self.children, task.eos_token_ids)
-        tree = task.open_tree("target", [task.start_token])
-        node = tree.root
-        try:
-            for _ in range(2 * GATHERED):  # one of many searches gathers, the others keep step with it, if it does step
-                if path not in UNDER_WAY:
-                    break
-                yield Evaluate(tree, [node])
-                tree.keep([tree.root])
-                [node] = tree.grow([tree.root], [task.start_token])
-            tree.release()
-            if path and (known := ults_prior.cached(path)):
-                return known, "cached"
-            kept = f", to be kept in {path}" if path else ""
-            yield Report(info={"note": f"gathering a prior of softmax vectors from the model{kept}"})
-            tree = task.open_tree("target", [task.start_token])
-            length = min(task.max_new_tokens, GATHERED)
-            if path:
-                UNDER_WAY.add(path)
-            try:
-                vectors, complete = yield from ults_prior.gather(tree, length, task.eos_token_ids, GATHERED)
-                with suppress(OSError):  # a cache that cannot be written costs the next search its time, no more
-                    if path and complete:
-                        vectors.save(path)
-            finally:
-                UNDER_WAY.discard(path)
-            return vectors, "gathered"
-        except KVMemoryError:
-            return Vectors.of(logp_NV), "the prompt"
-        finally:
-            tree.release()
+        penalty, eos = float(self.length_penalty), task.eos_token_ids
+        options = (self.children, self.samples, eos, self.fixed_length, penalty, self.fit == "beta")
+        return fit(vectors, depth, *options), source
 
     def _score(self, logprob: float, length: int) -> float:
         return logprob / length**self.length_penalty
@@ -290,31 +221,22 @@ class ULTS(Search):
     def _ceiling(self, longest: int, logprob: float, length: int) -> float:
         return max(self._score(logprob, length), self._score(logprob, longest))
 
-    # --- for those who watch ---
-
-    def _report(
-        self, task: Task, boundary: Boundary, leaves: list[Leaf], certain: list[int], nodes: int, better: float
-    ) -> Report:
-        """How it stands: the best leaf, what nothing open can exceed, how probable it is that something will."""
-        bound = boundary.bound()
-        info = {"nodes": nodes, "best": leaves[0].score if leaves else None, "bound": bound, "better_exists": better}
+    def _report(self, task: Task, boundary: Boundary, leaves: Finished, nodes: int, better: float) -> Report:
+        """The state of the search: the best leaf, the bound of all open nodes, the probability that one exceeds it."""
+        best, bound = leaves.outputs[0].score if leaves.outputs else None, boundary.bound()
         return Report(
-            certain,
+            leaves.settle(task.tree),
             lambda: self._candidates(task, boundary, leaves, 1)[0][1],
-            info,
-            lambda: self._candidates(task, boundary, leaves, WATCHED),
+            {"nodes": nodes, "best": best, "bound": bound, "better_exists": better},
+            lambda: self._candidates(task, boundary, leaves, SHOWN_NODES),
         )
 
-    def _candidates(
-        self, task: Task, boundary: Boundary, leaves: list[Leaf], most: int
-    ) -> list[tuple[float | None, list[int]]]:
+    def _candidates(self, task: Task, boundary: Boundary, leaves: Finished, most: int) -> list[Candidate]:
         """Scores and paths: the leaves, then the leading open nodes; never none."""
-        found: list[tuple[float | None, list[int]]] = [(leaf.score, leaf.tokens) for leaf in leaves]
+        found: list[Candidate] = [*leaves.ranked([])]
         leaders = boundary.leaders(most) if not found or most > 1 else []
         found += [(mean, [*task.tree.path(f.node), f.tokens[c]]) for mean, f, c in leaders]
         return found or [(None, task.tree.path(task.tree.root))]
-
-    # --- what it needs ---
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         nodes = min(self.k_max * (new_tokens - 1) or 1 << 40, self.budget or 1 << 40)
@@ -322,7 +244,7 @@ class ULTS(Search):
 
     def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         if self.prior not in ("auto", "dirichlet"):
-            Vectors.load(Path(self.prior).expanduser())  # what is wrong with it is told before anything is evaluated
+            Vectors.load(Path(self.prior).expanduser())  # errors of the file come before anything is evaluated
         if self.fixed_length and all(token in eos_token_ids for token in range(vocab_size)):
             raise UsageError("fixed_length: every token of the vocabulary ends the text")
 
@@ -369,11 +291,3 @@ def _most_probable(logp_NV: Tensor, k: int) -> list[tuple[list[float], list[int]
             logps, tokens = [logp for logp, _ in ranked], [token for _, token in ranked]
         rows.append((logps[:k], tokens[:k]))
     return rows
-
-
-def _common(stem: list[int], rival: list[int] | None) -> list[int]:
-    """What all open nodes' paths share, as far as the best leaf agrees."""
-    if rival is None:
-        return stem
-    n = next((i for i, (a, b) in enumerate(zip(stem, rival, strict=False)) if a != b), min(len(stem), len(rival)))
-    return stem[:n]

@@ -7,13 +7,11 @@ import dataclasses
 import importlib.util
 import os
 import re
-from array import array
 
 import pytest
 import torch
 
-import kernels.beams
-from kernels import cpp, linear, ngrams, rows
+from kernels import cpp, linear, rows
 from kernels.kv_write import kv_copier, kv_write
 from kernels.kv_write import torch as kv_torch
 from kernels.layout import KVCache, TreeLayout
@@ -435,79 +433,3 @@ def test_a_matrix_that_is_gone_has_no_address(monkeypatch):
 @pytest.mark.parametrize("x", [torch.ones(2, 8).long(), torch.ones(2, 0), torch.tensor(1.0)])
 def test_rows_that_are_not_quantised(x):
     assert "x: expected" in refusals(lambda impl: linear.quantize(x, impl=impl), ["torch", "cpp"])
-
-
-# --- n-grams and beams ---
-
-
-def numbers(*values):
-    return array("q", values)
-
-
-@needs_cpp
-@pytest.mark.parametrize(
-    ("keys", "counts"),
-    [
-        (torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)),
-        (torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)),
-        (torch.zeros(4, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)),
-        (torch.zeros(8, dtype=torch.int64)[::2], torch.zeros(4, dtype=torch.int32)),
-        (torch.zeros(2, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)),
-    ],
-)
-def test_stores_that_are_refused(keys, counts):
-    with pytest.raises(ValueError, match=r"(keys|counts): expected contiguous int"):
-        ngrams.Store(keys, counts, 0.5)
-
-
-@needs_cpp
-def test_texts_that_are_refused():
-    text = ngrams.Text(None, True, doubt=0.5, floor=0.1, kept=4)
-    for bad in ([-1], [ngrams.TOKENS], [5, 1 << 40]):
-        with pytest.raises(ValueError, match="expected tokens from 0 to"):
-            text.learn(bad)
-        with pytest.raises(ValueError, match="expected tokens from 0 to"):
-            text.chances(bad)
-    for bad in (torch.zeros(4), torch.zeros(8).double()[::2], torch.zeros(4).double().to("meta")):
-        with pytest.raises(ValueError, match="told: expected contiguous float64"):
-            text.observe([-1], bad)
-
-
-@needs_cpp
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"drawn": [2]},
-        {"drawn": [-1]},
-        {"p": (numbers(1, 2), array("f", [0.5, 0.5]))},
-        {"p": (numbers(1, 2), array("d", [1.0]))},
-        {"p": (numbers(), array("d"))},
-        {"q": ([1, 2], array("d", [0.5, 0.5]))},
-        {"draft_beams": -1},
-        {"room": -1},
-        {"vocab": 0},
-    ],
-)
-def test_judgements_that_are_refused(changes):
-    p = numbers(1, 2), array("d", [0.5, 0.5])
-    arguments = {"p": p, "q": p, "drawn": [0], "parents": [0], "vocab": 5, "room": 4, "key": (1, 2, 3)}
-    arguments |= {"iid": True, "width": 2, "draft_beams": 2, "min_width": 1, "threshold": 0.5}
-    kernels.beams.judge(**arguments)
-    with pytest.raises(ValueError, match="expected"):
-        kernels.beams.judge(**arguments | changes)
-
-
-@needs_cpp
-def test_draws_and_leaders_that_are_refused():
-    for probs, n in ((array("f", [1.0]), 1), ([1.0], 1), (array("d"), 1), (array("d", [1.0]), -1)):
-        with pytest.raises(ValueError, match="expected"):
-            kernels.beams.draw(probs, n, iid=True, key=(1, 2, 3))
-    for bad in (torch.ones(3), torch.ones(6).double()[::2], array("f", [1.0]), torch.ones(3).double().to("meta")):
-        with pytest.raises(ValueError, match="expected"):
-            kernels.beams.address(bad)
-    leaders = kernels.beams.Leaders(5, 1.0, 2, 1.0, 8)
-    for logprobs, places in (([], []), ([0.0], [1, 2, 3, 4, 5]), ([0.0], [0] * 12)):
-        with pytest.raises(ValueError, match="six places for each beam"):
-            leaders(logprobs, places)
-    with pytest.raises(ValueError, match="expected a token or more"):
-        kernels.beams.Leaders(5, 1.0, 2, 1.0, 0)

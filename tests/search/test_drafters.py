@@ -14,13 +14,12 @@ from engine.pool import PagePool
 from engine.requests import Report, Task
 from engine.timing import PassTime
 from engine.tree import TokenTree
-from kernels.cpp import why_not
 from models.config import ModelShape
 from search import ADED
 from search.aded.draft_size import DraftSize
-from search.aded.drafters import MCTS, Backoff, BackoffCpp, Draft, backoff
+from search.aded.drafters import MCTS, Backoff, Draft
 from search.aded.ngrams import BITS, count, merge, open_store, write_store
-from search.base import Likely, likely
+from search.base import likely, likely_tokens
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 TEXT = [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 2, 3, 1, 2, 3]
@@ -43,13 +42,7 @@ def store(corpus, tmp_path_factory):
 
 def observe(drafter, told):
     """Tell a drafter log-probabilities after nodes of its last draft."""
-    k = max([1, *map(len, told.values())])
-    numbers = [
-        [*values, *[math.nan] * (k - len(values))]
-        for after in told.values()
-        for values in (after.values(), after.keys())
-    ]
-    drafter.observe([*told], Likely(torch.tensor(numbers, dtype=torch.float64).view(-1), len(told)))
+    drafter.observe([*told], [*told.values()])
 
 
 def check(draft, nodes, depth):
@@ -66,7 +59,7 @@ def check(draft, nodes, depth):
     assert len(edges) == len(set(edges))
 
 
-@pytest.mark.parametrize("make", [Backoff, backoff, MCTS])
+@pytest.mark.parametrize("make", [Backoff, MCTS])
 @pytest.mark.parametrize("adapt", [True, False])
 def test_drafts_are_trees_and_the_same_every_time(make, adapt, corpus, store):
     before = store.keys.tolist(), store.counts.tolist()
@@ -87,7 +80,7 @@ def test_drafts_are_trees_and_the_same_every_time(make, adapt, corpus, store):
     assert (store.keys.tolist(), store.counts.tolist()) == before  # what a request learns is its own
 
 
-@pytest.mark.parametrize("make", [Backoff, backoff, MCTS])
+@pytest.mark.parametrize("make", [Backoff, MCTS])
 def test_nothing_known_nothing_drafted(make):
     assert make().draft(24, 4) == Draft() and make().distribution() == {}
     drafter = make(adapt=False)
@@ -96,32 +89,6 @@ def test_nothing_known_nothing_drafted(make):
     drafter = make()
     drafter.learn([5])
     assert drafter.draft(24, 4) == Draft()
-
-
-@pytest.mark.skipif(why_not() is not None, reason=f"no C++: {why_not()}")
-@pytest.mark.parametrize("adapt", [True, False])
-@pytest.mark.parametrize("counted", [True, False])
-def test_backoff_in_cpp_is_backoff(adapt, counted, corpus, store):
-    rng, known = random.Random(5), store if counted else None
-    for vocabulary in (40, 400):  # the second has many contexts that the store has never seen
-        python, cpp = Backoff(known, adapt), BackoffCpp(known, adapt)
-        for at in range(0, 4000, 5):
-            text = [token * rng.randrange(1, vocabulary // 40 + 1) for token in corpus[at : at + rng.randrange(6)]]
-            nodes, depth = rng.choice([(1, 1), (24, 3), (48, 20), (200, 9)])
-            told = {rng.randrange(vocabulary): math.log(rng.uniform(0.1, 0.5)) for _ in range(rng.randrange(4))}
-            drafts = []
-            for drafter in (python, cpp):
-                drafter.learn(text)
-                drafts.append(drafter.draft(nodes, depth))
-                observe(drafter, {node: told for node in range(-1, len(drafts[-1].tokens), 7)} | {-1: {}})
-            assert drafts[0] == drafts[1]
-            ahead = text[:3]
-            assert python.distribution(ahead) == cpp.distribution(ahead)
-    assert python.draft(1000, 50) == cpp.draft(1000, 50)
-    if adapt:
-        for drafter in (python, cpp):
-            with pytest.raises(IndexError):
-                observe(drafter, {1000: {1: -0.5}})
 
 
 def test_backoff_counts_every_gram_once_and_tries_the_longest_first():
@@ -138,10 +105,9 @@ def test_backoff_counts_every_gram_once_and_tries_the_longest_first():
     assert drafter.distribution([1, 2])[3] > drafter.distribution([1, 2])[4]
 
 
-@pytest.mark.parametrize("make", [Backoff, backoff])
-def test_of_contexts_of_equal_length_the_text_comes_before_the_store(make, tmp_path):
+def test_of_contexts_of_equal_length_the_text_comes_before_the_store(tmp_path):
     write_store(tmp_path / "s", merge([count([1, 2, 3] * 20)]), 40, "")
-    drafter = make(open_store(tmp_path / "s"))
+    drafter = Backoff(open_store(tmp_path / "s"))
     drafter.learn([9, 2, 8, 1, 2])
     d = Backoff.DOUBT
     # After 1 2 the store knows 3, 20 times; after 2 the text knows 8, once, and the store 3, as 19 tri-grams begin so.
@@ -203,7 +169,7 @@ def test_likely():
         logp_NV = torch.log_softmax(logits_NV, -1)
         for least in (1e-6, 0.012, 0.13, 0.2, 0.9):
             bound = torch.tensor(math.log(least)).item()
-            for row, tokens in zip(logp_NV.tolist(), Likely(likely(logp_NV, least), 9), strict=True):
+            for row, tokens in zip(logp_NV.tolist(), likely_tokens(likely(logp_NV, least), 9), strict=True):
                 assert list(tokens.items()) == [(t, logp) for t, logp in enumerate(row) if logp >= bound]
 
 

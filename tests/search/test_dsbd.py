@@ -10,8 +10,6 @@ from functools import cache
 import pytest
 import torch
 
-import kernels.cpp
-import search.dsbd.joint as search_joint
 from engine.errors import KVMemoryError, UsageError
 from engine.pool import PagePool
 from engine.requests import Report, Task
@@ -20,7 +18,7 @@ from engine.tree import TokenTree
 from kernels.rows.reference import peaks
 from models.config import ModelShape
 from search import DSBD, BeamSample, Greedy, Speculative, make_search
-from search.dsbd.joint import Reader, pick
+from search.dsbd.joint import Beam, Reader, pick
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 
@@ -150,7 +148,7 @@ def p_beam(rows, logprobs, counts, warp, vocab):
     """Of the nodes 0, 1, ..., as a search makes it of an answer."""
     reader, logp_NV = Reader(warp, vocab), torch.stack(rows)
     known = dict(enumerate(reader.rows(logp_NV, reader.read(logp_NV))))
-    return reader.p_beam(known, range(len(rows)), logprobs, counts)
+    return reader.p_beam(known, [*map(Beam, range(len(rows)), logprobs, counts)])
 
 
 def by_hand(search, max_new, eos, prompt=3):
@@ -295,14 +293,6 @@ EVEN = table("s3", 3)
 EVEN_NEAR = table("s3n", 3, agree=EVEN)
 
 
-def use(cpp, monkeypatch):
-    """Joint distributions by C++ or without."""
-    if not cpp:
-        monkeypatch.setattr(search_joint, "why_not", lambda: "as if there was none")
-    elif (why := kernels.cpp.why_not()) is not None:
-        pytest.skip(f"no C++: {why}")
-
-
 @pytest.mark.parametrize("options, max_new", WARPED, ids=str)
 @pytest.mark.parametrize(
     "search, draft",
@@ -313,10 +303,8 @@ def use(cpp, monkeypatch):
     ],
     ids=lambda value: None if callable(value) else str(value),
 )
-@pytest.mark.parametrize("cpp", [True, False], ids=["cpp", "python"])
-def test_warps_act_on_entries(search, draft, options, max_new, cpp, monkeypatch):
+def test_warps_act_on_entries(search, draft, options, max_new):
     """The law of a search under a warp is that of the W x V numbers; nothing else would do."""
-    use(cpp, monkeypatch)
     laws = [exact(3, max_new, (), EVEN, Warp(**options), law, 3) for law in (unfolded, folded)]
     counts = counts_of(replace(search, **options), Bench(EVEN, draft, 3), max_new, ())
     assert sum(laws[0].values()) == pytest.approx(1) and chi_square_holds(counts, laws[0])
@@ -338,34 +326,6 @@ def test_speculative_sampling_has_the_law_of_sampling(draft, options):
 
 
 # --- what must hold of every run ---
-
-
-def every_token(cpp, drafter, monkeypatch):
-    """What searches draw from models of several widths, flat and peaked, under several warps."""
-    use(cpp, monkeypatch)
-    found = []
-    for vocab in (7, 104, 700):
-        target = table(f"t{vocab}", vocab)
-        bench = Bench(target, table(f"d{vocab}", vocab, agree=target), vocab)
-        for options, seed in itertools.product(SAME, range(2)):
-            searches = [DSBD(draft_beams=3, gamma=2, drafter=drafter, seed=seed, **options)]
-            if drafter == "model":
-                searches += [DSBD(width=2, drafts="iid", seed=seed, **options), BeamSample(seed=seed, **options),
-                             Speculative(seed=seed, **options)]  # fmt: skip
-            outputs = (output for search in searches for output in bench.run(search, 8, (1,)).outputs)
-            found += [token for output in outputs for token in output.token_ids]
-    return found
-
-
-SAME = [{}, {"top_k": 4}, {"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.995}, {"temperature": 0.7},
-        {"temperature": 1.3, "top_k": 20, "top_p": 0.9}, {"temperature": 0}]  # fmt: skip
-
-
-@pytest.mark.parametrize("drafter, least", [("model", 1000), ("ngram", 250)])
-def test_draws_are_the_same_with_and_without_cpp(drafter, least, monkeypatch):
-    """Cell for cell in one order, so token for token: in lists or over all cells, whatever finds them."""
-    with_cpp = every_token(True, drafter, monkeypatch)
-    assert with_cpp == every_token(False, drafter, monkeypatch) and len(with_cpp) > least
 
 
 @pytest.mark.parametrize("draft", [NEAR, FAR])

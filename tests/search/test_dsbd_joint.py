@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import search.dsbd.joint as search_joint
 from engine import Engine
 from engine.engine import Request, Session
 from engine.errors import UsageError
 from engine.sampling import Uniforms, Warp
-from kernels.cpp import why_not
 from search import DSBD, BeamSample, Greedy, Speculative
-from search.dsbd.joint import Joint, Reader, block_size, pick
-from search.dsbd.verify import KINDS, Drafted, acceptances, draw, verify
+from search.dsbd.joint import Beam, Joint, Reader, Row, block_size, pick
+from search.dsbd.verify import KINDS, Drafted, acceptances, draw, verify_layer
 from tools.random_checkpoint import make
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -35,8 +33,8 @@ def rows_of(n, vocab, seed, sharp=2.0, width=None):
 def p_beam(logp_NV, nodes, logprobs, warp, vocab, counts=None):
     """Of the nodes 0, 1, ..., as a search makes it of an answer."""
     reader = Reader(warp, vocab)
-    known = dict(enumerate(reader.rows(logp_NV, reader.read(logp_NV))))
-    return reader.p_beam(known, nodes, logprobs, counts)
+    rows = dict(enumerate(reader.rows(logp_NV, reader.read(logp_NV))))
+    return reader.p_beam(rows, [*map(Beam, nodes, logprobs, counts or [1] * len(nodes))])
 
 
 def plainly(logp_NV, logprobs, warp, vocab):
@@ -69,15 +67,10 @@ def test_p_beam(vocab, width, sharp):
             assert float(joint.logps[i]) == float(logp_NV[node, token])
 
 
-@pytest.mark.parametrize("cpp", [True, False], ids=["cpp", "python"])
 @pytest.mark.parametrize("vocab, width", [(20, 20), (64, 70), (300, 300), (3000, 3100)])
 @pytest.mark.parametrize("sharp", [0.3, 3.0])
-def test_warps_act_on_every_entry(vocab, width, sharp, cpp, monkeypatch):
+def test_warps_act_on_every_entry(vocab, width, sharp):
     """Beams of several entries against the same entries one by one, warped as one row of W x V numbers."""
-    if not cpp:
-        monkeypatch.setattr(search_joint, "why_not", lambda: "as if there was none")
-    elif (why := why_not()) is not None:
-        pytest.skip(f"no C++: {why}")
     apart = 0.0
     for warp in WARPS:
         logp_NV, logprobs, nodes, counts = (
@@ -134,11 +127,25 @@ def test_ties_at_the_border_of_top_k_stay():
         assert p_beam(logp_NV[:, :width], [1, 0], [0.0, -1.0], Warp(0), 1024).cells[0] == 1024 + 7
 
 
+def test_rows_of_few_tokens():
+    """What n-grams know: few tokens of each row, and nothing else is possible; also where that is many cells."""
+    rows = {3: Row([-0.1, -2.4], [8, 2], True), 5: Row([-0.7, -0.8, -1.9], [1, 9, 0], True)}
+    joint = Reader(Warp(0.8, 0, 0.95), 10).p_beam(rows, [Beam(3, -1.0), Beam(5, -0.2)])
+    masses = [
+        math.exp((offset + logp) / 0.8) for offset, logp in ((-1.0, -0.1), (-0.2, -1.9), (-0.2, -0.7), (-0.2, -0.8))
+    ]
+    assert list(joint.cells) == [38, 50, 51, 59]
+    assert list(joint.probs) == pytest.approx([mass / sum(masses) for mass in masses])
+    rows = {node: Row([-math.log(9)] * 9, [*range(9)], True) for node in range(200)}
+    joint = Reader(Warp(), 5000).p_beam(rows, [Beam(node, -1.0) for node in range(200)])
+    assert len(joint.cells) == 1800 and list(joint.probs) == pytest.approx([1 / 1800] * 1800)
+
+
 def test_the_large_cells_are_found_without_the_others(monkeypatch):
     """The way through block maxima is taken, and all cells are not."""
     logp_NV, warps = rows_of(5, 32000, 1, 4.0), (Warp(1, 20), Warp(1, 0, 0.5), Warp(0.7, 20, 0.9), Warp(0))
     expected = [plainly(logp_NV, [0.0] * 5, warp, 32000) for warp in warps]
-    monkeypatch.setattr(Reader, "_all", lambda *_: pytest.fail("all cells were warped"))
+    monkeypatch.setattr(Reader, "_of_all", lambda *_: pytest.fail("all cells were warped"))
     for warp, full in zip(warps, expected, strict=True):
         assert sorted(p_beam(logp_NV, range(5), [0.0] * 5, warp, 32000).cells) == full.nonzero().view(-1).tolist()
 
@@ -162,7 +169,9 @@ def test_lists_and_tensors_are_the_same():
         drawn = draw(q.probs, 4, kind, Uniforms(seed, 0, 0))
         assert draw(few[1].probs, 4, kind, Uniforms(seed, 0, 0)) == drawn
         drafts = [Drafted(j, float(q.probs[j])) for j in drawn]
-        verdicts = [verify(x.probs, y.probs, drafts, 1.0, 3, Uniforms(seed, 1, 0), kind) for x, y in ((p, q), few)]
+        verdicts = [
+            verify_layer(x.probs, y.probs, drafts, 1.0, 3, Uniforms(seed, 1, 0), kind) for x, y in ((p, q), few)
+        ]
         assert verdicts[0] == verdicts[1]
     alphas = [acceptances(x.probs, y.probs, 3, 1.0) for x, y in ((p, q), few)]
     assert alphas[0] == pytest.approx(alphas[1], abs=1e-6)

@@ -15,11 +15,8 @@ from functools import cache
 import pytest
 import torch
 
-import kernels.beams
 import search.dsbd
-import search.dsbd.verify
-from engine.sampling import Uniforms, Warp
-from kernels.cpp import why_not
+from engine.sampling import Warp
 from search.dsbd import DSBD, GO_ON, Layer
 from search.dsbd.beams import Beam
 from search.dsbd.joint import Joint, Reader, pick
@@ -28,11 +25,12 @@ from search.dsbd.verify import (
     KINDS,
     WITHOUT,
     Drafted,
-    Rest,
+    Residual,
     acceptances,
     accepted_counts,
     draw,
     dynamic_width,
+    verify_layer,
 )
 
 RUNS = 100_000
@@ -92,7 +90,7 @@ def mutant(function, old, new, **names):
 # --- one layer ---
 
 
-def outcomes(p, q, m, width, kind, runs=RUNS, verify=search.dsbd.verify.verify, seed=1, drawn_as=None):
+def outcomes(p, q, m, width, kind, runs=RUNS, verify=verify_layer, seed=1, drawn_as=None):
     """Counts of the entries of a layer, and accepted drafts per run."""
     rng, counts, accepted = numbers(seed), Counter(), 0
     drafts = [Drafted(j if p[j] > 0 else None, q[j]) for j in range(len(q))]
@@ -150,41 +148,42 @@ def test_what_is_left(spared):
     """p' against its definition, rejection by rejection."""
     for as_they_are in (list, lambda x: torch.tensor(x, dtype=torch.float64)):
         p, q = PAIRS[1]
-        rest, expected = Rest(as_they_are(p), as_they_are(q)), p
-        rest.reject(1.0)
-        rest.reset(spared)
+        residual, expected = Residual(as_they_are(p), as_they_are(q)), p
+        residual.reject(1.0)
+        residual.reset(spared)
         for mass in (0.9, 0.7, 0.65):
             takes = [0.0 if i in spared else b / mass for i, b in enumerate(q)]
             over = [max(0.0, a - b) for a, b in zip(expected, takes, strict=True)]
-            assert rest.reject(mass) == pytest.approx(sum(over))
+            assert residual.reject(mass) == pytest.approx(sum(over))
             expected = [x / sum(over) for x in over]
-            assert [float(x) / rest.total for x in rest.probabilities()] == pytest.approx(expected)
+            assert [float(x) / residual.total for x in residual.probabilities()] == pytest.approx(expected)
             others = [x for x in range(6) if x not in spared]
-            assert [rest.at(x) / rest.total for x in others] == pytest.approx([expected[x] for x in others])
+            assert [residual.at(x) / residual.total for x in others] == pytest.approx([expected[x] for x in others])
 
 
 def test_nothing_is_left_of_equal_distributions():
     p, _ = PAIRS[0]
-    rest = Rest(p, p)
-    assert rest.reject(sum(p)) < 1e-15 and [x / rest.total for x in rest.probabilities()] == pytest.approx(p)
+    residual = Residual(p, p)
+    assert residual.reject(sum(p)) < 1e-15
+    assert [x / residual.total for x in residual.probabilities()] == pytest.approx(p)
 
 
-RATIO, TURNED = "_ * q_x * rest.total < rest.at(x) * left", "_ * rest.at(x) * left < q_x * rest.total"
+RATIO, TURNED = "_ * q_x * residual.total < residual.at(x) * left", "_ * residual.at(x) * left < q_x * residual.total"
 MUTANTS = [  # name, how drafts are drawn, how they are verified, what is replaced by what, runs
     ("upside down", IID, IID, RATIO, TURNED, 20_000),
     ("plain q without replacement", WITHOUT, IID, "", "", 50_000),
-    ("residual of plain q", WITHOUT, WITHOUT, "rest.reset(spent)", "rest.reset(())", 50_000),
-    ("ratio of plain q", WITHOUT, WITHOUT, "_ * q_x * rest.total <", "_ * q_x * rest.total * left <", 50_000),
-    ("p' not reset", IID, IID, "            rest.reset(spent)\n", "", RUNS),
-    ("residual forgotten", IID, IID, "rest.reject(left)", "pass", 20_000),
-    ("completed from p alone", IID, IID, "pick(rest.probabilities(), ", "pick(p, ", 20_000),
+    ("residual of plain q", WITHOUT, WITHOUT, "residual.reset(spent)", "residual.reset(())", 50_000),
+    ("ratio of plain q", WITHOUT, WITHOUT, "_ * q_x * residual.total <", "_ * q_x * residual.total * left <", 50_000),
+    ("p' not reset", IID, IID, "            residual.reset(spent)\n", "", RUNS),
+    ("residual forgotten", IID, IID, "residual.reject(left)", "pass", 20_000),
+    ("completed from p alone", IID, IID, "pick(residual.probabilities(), ", "pick(p, ", 20_000),
 ]
 
 
 @pytest.mark.parametrize("name, drawn_as, kind, old, new, runs", MUTANTS, ids=[m[0] for m in MUTANTS])
 def test_the_test_notices(name, drawn_as, kind, old, new, runs):
     old, new = (text.replace("_ *", "next(numbers) *") for text in (old, new))
-    verify = mutant(search.dsbd.verify.verify, old, new) if old else search.dsbd.verify.verify
+    verify = mutant(verify_layer, old, new) if old else verify_layer
     p, q = PAIRS[0]
     counts, accepted = outcomes(p, q, 4, 2, kind, runs, verify, drawn_as=drawn_as)
     assert p_value([(counts, lists(p, 2))]) < 1e-6
@@ -237,7 +236,7 @@ def test_simulated_counts_match_the_equations(pair):
     rng, counts = numbers(5), Counter()
     for _ in range(RUNS):
         drafts = [Drafted(j, q[j]) for j in draw(q, 4, IID, rng)]
-        counts[search.dsbd.verify.verify(p, q, drafts, 1.0, 4, rng, IID).accepted] += 1
+        counts[verify_layer(p, q, drafts, 1.0, 4, rng, IID).accepted] += 1
     assert p_value([(counts, dict(enumerate(accepted_counts(acceptances(p, q, 4, 1.0)))))]) > 1e-4
 
 
@@ -258,7 +257,7 @@ class Memo(Joint):
     """A distribution that answers each question once."""
 
     def __init__(self, joint):
-        super().__init__(joint.vocab, joint.probs, joint.logps, joint.cells, joint.nodes, joint.compact)
+        super().__init__(joint.vocab, joint.probs, joint.logps, joint.cells, joint.nodes)
         self._of, self._at = cache(super().of_nodes), {}
 
     def of_nodes(self, nodes):
@@ -284,8 +283,8 @@ class Toy:
         model = self.target if kind == "target" else self.draft
         reader, logp_NV = Reader(self.warp, self.vocab), torch.stack([model(path) for path, _, _ in beams])
         nodes = [self.node(path) for path, _, _ in beams]
-        known = dict(zip(nodes, reader.rows(logp_NV, reader.read(logp_NV)), strict=True))
-        return Memo(reader.p_beam(known, nodes, [logprob for _, logprob, _ in beams], [count for *_, count in beams]))
+        rows = dict(zip(nodes, reader.rows(logp_NV, reader.read(logp_NV)), strict=True))
+        return Memo(reader.p_beam(rows, [Beam(node, *beam[1:]) for node, beam in zip(nodes, beams, strict=True)]))
 
     def node(self, path):
         """A number for a path."""
@@ -315,22 +314,14 @@ def spelled(p, toy, entries):
     return tuple((*paths[node], token) for node, token in map(p.cell, entries))
 
 
-def lost_parents(config, runs=RUNS, judge=DSBD.judge, warp=None, seed=3, vocab=4, keyed=False):
-    """A layer drafted from three beams, of which two are there: groups of entries by width.
-
-    With keyed numbers, of which each run has its own, all of it is C++.
-    """
+def lost_parents(config, runs=RUNS, judge=DSBD.judge, warp=None, seed=3, vocab=4):
+    """A layer drafted from three beams, of which two are there: groups of entries by width."""
     toy, rng = Toy(seed, config, vocab, warp), numbers(seed)
     heads = (((0,), -0.4, 1), ((1,), -0.9, 2), ((2,), -1.1, 1))
     live = (heads[2], heads[0])
     p, groups, parents = toy.joint("target", live), {}, [toy.node(path) for path, _, _ in live]
-    for i in range(runs):
-        if keyed:
-            probs, iid = toy.joint("draft", heads).probs, config.drafts == IID
-            drawn = kernels.beams.draw(probs, config.draft_beams, iid=iid, key=(seed, 1, i))
-            layer, rng = toy.layer(heads, tuple(drawn))[0], Uniforms(seed, 0, i)
-        else:
-            layer, _ = toy.draw(heads, rng)
+    for _ in range(runs):
+        layer, _ = toy.draw(heads, rng)
         width, verdict = judge(config, p, layer, parents, config.entries, rng)
         groups.setdefault(width, Counter())[tuple(verdict.entries)] += 1
     return [(counts, lists(p.probs, width)) for width, counts in groups.items()]
@@ -351,15 +342,6 @@ def widths_once(monkeypatch):
 @pytest.mark.parametrize("kind, width", [(IID, 2), (IID, 0), (WITHOUT, 2), (WITHOUT, 0)])
 def test_lost_parents(kind, width):
     groups = lost_parents(DSBD(draft_beams=4, width=width, threshold=0.15, drafts=kind))
-    assert len(groups) > 2 if (kind, width) == (IID, 0) else len(groups) == 1
-    assert p_value(groups) > 1e-4
-
-
-@pytest.mark.skipif(why_not() is not None, reason=f"no C++: {why_not()}")
-@pytest.mark.parametrize("kind, width", [(IID, 2), (IID, 0), (WITHOUT, 2), (WITHOUT, 0)])
-def test_lost_parents_in_cpp(kind, width):
-    config = DSBD(draft_beams=4, width=width, threshold=0.15, drafts=kind)
-    groups = lost_parents(config, judge=DSBD._judge, keyed=True)
     assert len(groups) > 2 if (kind, width) == (IID, 0) else len(groups) == 1
     assert p_value(groups) > 1e-4
 

@@ -27,11 +27,11 @@ def triples(parts):
     return found
 
 
-@pytest.mark.parametrize("few", [ngrams.FEW, -1], ids=["few", "many"])
+@pytest.mark.parametrize("few", [ngrams.MAX_LOOPED, -1], ids=["few", "many"])
 @pytest.mark.parametrize("successors", [0, 4, 12])
 @pytest.mark.parametrize("block", [64, 1 << 20])
 def test_counts_are_exact(tmp_path, monkeypatch, successors, block, few):
-    monkeypatch.setattr(ngrams, "FEW", few)
+    monkeypatch.setattr(ngrams, "MAX_LOOPED", few)
     parts = texts()
     entries = write_store(tmp_path / "s", merge([count(p) for p in parts], successors, block=block), 100, MARK)
     store, found = open_store(tmp_path / "s"), triples(parts)

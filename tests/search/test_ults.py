@@ -14,8 +14,9 @@ from engine.errors import KVMemoryError
 from engine.pool import PagePool
 from engine.requests import Report, Task
 from engine.tree import TokenTree
-from search import ULTS, ults_prior
+from search import ULTS
 from search.ults import _most_probable
+from search.ults import prior as ults_prior
 from search.ults.boundary import RULES, Boundary
 from tools.random_checkpoint import make
 from tools.toy_trees import SHAPE, ToyTree, checksum

@@ -7,8 +7,12 @@ import pytest
 import torch
 
 from engine import UsageError
-from search import ULTS, ults_prior
-from search.ults.prior import POOL, Vectors, dirichlet, fit, key
+from search import ULTS
+from search.ults import prior as ults_prior
+from search.ults.delta import POOL, fit
+from search.ults.delta import path_key as key
+from search.ults.distributions import beta_draws, log_gamma
+from search.ults.prior import Vectors, dirichlet
 
 
 def kolmogorov(a, b):
@@ -44,7 +48,7 @@ def test_dirichlet_draws_do_not_underflow(alpha, branching):
 @pytest.mark.parametrize("shape", [0.02, 0.5, 1.0, 30.0])
 def test_gamma_draws(shape):
     generator = torch.Generator().manual_seed(3)
-    logs = ults_prior._log_gamma(torch.full((20000,), shape, dtype=torch.float64), generator)
+    logs = log_gamma(torch.full((20000,), shape, dtype=torch.float64), generator)
     truth = np.log(np.maximum(np.random.RandomState(1).standard_gamma(shape, 20000), 1e-300))
     gap, bound = kolmogorov(np.maximum(logs.numpy(), math.log(1e-300)), truth)
     assert gap < bound
@@ -53,7 +57,7 @@ def test_gamma_draws(shape):
 @pytest.mark.parametrize(("a", "b"), [(0.5, 0.7), (2.0, 5.0), (0.3, 40.0), (60.0, 3.0)])
 def test_the_beta_of_greatest_likelihood_is_the_one_drawn_from(a, b):
     x = np.random.RandomState(2).beta(a, b, 20000)
-    logs = ults_prior._beta_draws(torch.from_numpy(np.log(x)).float(), torch.Generator().manual_seed(5))
+    logs = beta_draws(torch.from_numpy(np.log(x)).float(), torch.Generator().manual_seed(5))
     gap, bound = kolmogorov(logs.exp().numpy(), x)
     assert gap < bound and bool((logs <= 0).all())
 
@@ -174,7 +178,7 @@ def test_any_token_may_be_the_largest_entry_of_a_dirichlet_draw():
 def test_beta_beliefs_of_deep_trees(mean, deviation):
     """Likelihoods far below the least float: the mean log and the log mean are those of the draws."""
     given = (torch.randn(4096, generator=torch.Generator().manual_seed(0)) * deviation + mean).clamp(max=0)
-    drawn = ults_prior._beta_draws(given, torch.Generator().manual_seed(5))
+    drawn = beta_draws(given, torch.Generator().manual_seed(5))
     assert bool((drawn <= 0).all()) and bool((drawn[given.argsort()].diff() >= 0).all())
     spread = 4 * float(drawn.std()) / 64 + 1e-3
     assert float(drawn.mean()) == pytest.approx(float(given.mean()), abs=spread)

@@ -1,0 +1,152 @@
+"""The drafts of one request: making them, planting them in the tree, learning from what became of them."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from engine.requests import Read
+from search.aded.draft_size import DraftSize
+from search.aded.drafters import Draft, Drafter
+from search.base import Task, likely, likely_tokens
+
+MS = 1000
+OBSERVED = 12  # likeliest nodes of a draft after which the drafter learns what the model thinks
+
+
+class Stopwatch:
+    """Adds up the processor time of this thread in its `with` blocks.
+
+    Attributes:
+        total, last: seconds of all blocks, and of the last one.
+    """
+
+    def __init__(self):
+        self.total = self.last = self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.last = time.thread_time() - self._began
+        self.total += self.last
+
+
+class Planted(NamedTuple):
+    """A draft in the tree.
+
+    Attributes:
+        draft: what was drafted; None if no draft was wanted.
+        row: node -> its row in the answer, the root first.
+        origins: for each row the index of its token in `draft`; -1: the root.
+        read: reduces the answer to what the drafter observes; None: it observes nothing.
+    """
+
+    draft: Draft | None
+    row: dict[int, int]
+    origins: Sequence[int] = (-1,)
+    read: Read | None = None
+
+    def without_nodes(self, root: int) -> "Planted":
+        """The root alone is evaluated."""
+        return Planted(self.draft, {root: 0})
+
+    def likely(self, numbers: Tensor | None) -> list[dict[int, float]]:
+        """Of each of the first rows the tokens that the model thinks likely, as `read` found them."""
+        if self.read is None or numbers is None:
+            return []
+        return likely_tokens(numbers, min(len(self.row), 1 + OBSERVED))
+
+
+class Drafting:
+    """Makes drafts for one request, and keeps its figures.
+
+    Args:
+        task: the request's.
+        drafter: guesses how the text goes on.
+        size: decides how much of a guess is evaluated.
+
+    Attributes:
+        verifying: times what the search does with an answer.
+    """
+
+    def __init__(self, task: Task, drafter: Drafter, size: DraftSize):
+        self.task, self.drafter, self.size = task, drafter, size
+        self.drafting, self.reading, self.verifying = Stopwatch(), Stopwatch(), Stopwatch()
+        self._unlearnt = list(task.tree.trunk.tokens)
+        self._accepted: list[int] = []  # drafted tokens that were accepted, per step
+        self._nodes = 0
+
+    def plant(self, done: int) -> Planted:
+        """The draft to evaluate after `done` new tokens."""
+        root, reach = self.task.tree.root, self._reach(done)
+        wanted = self.size.wanted() if reach else 0
+        if not wanted:
+            return Planted(None, {root: 0})
+        with self.drafting:
+            self.drafter.learn(self._unlearnt)  # A2
+            self._unlearnt = []
+            draft = self.drafter.draft(wanted, reach)  # A3
+            row, origins = self._grow(draft, self.size.choose(draft), reach)  # A4
+        return Planted(draft, row, origins, self._read if len(row) > 1 and self.drafter.curiosity < 1 else None)
+
+    def learn(self, planted: Planted, fresh: Sequence[int], likely: Sequence[dict[int, float]]) -> None:
+        """Learn from a step that brought the tokens `fresh`, and from what the model thinks likely."""
+        self._unlearnt += fresh
+        if likely:
+            self.drafter.observe(planted.origins[: len(likely)], likely)
+        if planted.draft is not None:
+            self.size.learn(planted.draft, fresh)
+
+    def settle(self, planted: Planted, fresh: Sequence[int]) -> dict[str, Any]:
+        """Account for a step that is verified; returns its figures."""
+        nodes, accepted = len(planted.row) - 1, len(fresh) - 1
+        self._accepted.append(accepted)
+        self._nodes += nodes
+        if planted.draft is None:
+            self.size.plain(self.verifying.last)
+        else:
+            reading = self.reading.last if planted.read else 0.0
+            self.size.settle(self.drafting.last + reading + self.verifying.last, nodes, len(fresh))
+        return {"drafted": nodes, "accepted": accepted}
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the request, see docs/stats.md."""
+        accepted, steps = self._accepted, len(self._accepted)
+        return {
+            "steps": steps,
+            "accept_length": (steps + sum(accepted)) / steps,
+            "accepted_by_depth": [sum(n > depth for n in accepted) for depth in range(max(accepted))],
+            "draft_nodes": self._nodes,
+            "draft_ms": self.drafting.total / steps * MS,
+            "verify_ms": (self.reading.total + self.verifying.total) / steps * MS,
+        }
+
+    def _read(self, logp_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
+        """What the model thinks likely after the likeliest nodes."""
+        with self.reading:
+            first = slice(1 + OBSERVED)
+            return likely(logp_NV[first], self.drafter.curiosity, peaks_NB[first] if peaks_NB is not None else None)
+
+    def _reach(self, done: int) -> int:
+        """How many tokens ahead a node is worth evaluating: the limit's last token needs no successor, and a draft
+        across the model's switch length would have the whole text evaluated twice."""
+        tree, reach = self.task.tree, self.task.max_new_tokens - done - 1
+        at = tree.position(tree.root)
+        if tree.switch_length is not None and at < tree.switch_length:
+            reach = min(reach, tree.switch_length - 1 - at)
+        return reach
+
+    def _grow(self, draft: Draft, n: int, reach: int) -> tuple[dict[int, int], list[int]]:
+        """The first n nodes of a draft, in the tree, without those that nothing could follow; see `Planted`."""
+        tree, ends = self.task.tree, self.task.eos_token_ids
+        nodes, row, origins = {-1: tree.root}, {tree.root: 0}, [-1]
+        last = tree.position(tree.root) + reach
+        for i, (token, above) in enumerate(zip(draft.tokens[:n], draft.parents, strict=False)):
+            if (parent := nodes.get(above)) is not None and token not in ends and tree.position(parent) < last:
+                nodes[i] = node = tree.child(parent, token)
+                if node not in row:
+                    row[node] = len(origins)
+                    origins.append(i)
+        return row, origins

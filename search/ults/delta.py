@@ -1,0 +1,130 @@
+"""p(Delta): the likelihood of the best completion below a node, relative to the node's own (ULTS, section 3.2).
+
+There is one distribution per level, known through samples (algorithm 1). They are kept as samples: the paper fits a
+Beta to them, whose location and scale its code leaves free, so that "likelihoods" beyond 1 and below 0 occur; a Beta on
+[0, 1] is offered for comparison.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from engine.errors import UsageError
+from search.ults.distributions import beta_draws
+from search.ults.prior import DRAWS, Vectors
+
+POOL = 1 << 14  # length of the tape of draws per level that nodes read their samples from
+STRIDE = 0x9E3779B1  # odd: siblings whose tokens differ by less than POOL read different windows
+WORD = (1 << 64) - 1
+
+
+def path_key(path: int, token: int) -> int:
+    """The key of a path longer by a token: 64 bits, well mixed (splitmix64)."""
+    x = (path ^ (token + 1) * 0x9E3779B97F4A7C15) & WORD
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & WORD
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & WORD
+    return x ^ x >> 31
+
+
+@dataclass(frozen=True, eq=False)
+class Delta:
+    """The distributions of Delta on each level, as tapes of draws: each node reads a window of its level's tape.
+
+    Args:
+        log_LP: float32, draws of log Delta; row l belongs to nodes of level l, row 0 is not used.
+        length_LP: float32, tokens of the way that attains it; None where that does not matter.
+        samples: length of a window (N of the paper).
+    """
+
+    log_LP: Tensor
+    length_LP: Tensor | None
+    samples: int
+
+    def places(self, nodes: Sequence[tuple[int, int]], token_FC: Tensor) -> Tensor:
+        """Where on the tapes the windows [F, C] of children begin: that depends on the level, the parent and the token.
+
+        Args:
+            nodes: level of the children and key of the parent's path, for each family.
+            token_FC: int64, the children.
+        """
+        start_F1 = torch.tensor([[level * self.log_LP.shape[1]] for level, _ in nodes])
+        key_F1 = torch.tensor([[key & POOL - 1] for _, key in nodes])
+        return start_F1 + (key_F1 + token_FC * STRIDE & POOL - 1)
+
+    def draws(self, place_C: Tensor, out_CN: Tensor) -> tuple[Tensor, Tensor | None]:
+        """log Delta [C, N] of the nodes at places, written to `out_CN`; and the lengths."""
+        shape = (self.log_LP.numel() - self.samples + 1, self.samples)  # every window there is, without a copy
+        log_CN = torch.index_select(self.log_LP.as_strided(shape, (1, 1)), 0, place_C, out=out_CN)
+        if self.length_LP is None:
+            return log_CN, None
+        return log_CN, self.length_LP.as_strided(shape, (1, 1)).index_select(0, place_C)
+
+
+def _children(vectors: Vectors, children: int, eos: frozenset[int], fixed_length: bool) -> tuple[Tensor, Tensor]:
+    """Of each softmax vector the log-probabilities of a node's children, and whether they end the sequence."""
+    logp_RK, ends_RK = vectors.logp_RK, torch.isin(vectors.tokens_RK, torch.tensor(sorted(eos), dtype=torch.int64))
+    if fixed_length:
+        p_RK = logp_RK.exp()
+        mass_R1 = (p_RK * ~ends_RK).sum(1, keepdim=True) + (1 - p_RK.sum(1, keepdim=True)).clamp(min=0)
+        logp_RK = (logp_RK - mass_R1.log()).masked_fill(ends_RK, -math.inf).sort(1, descending=True).values
+        alive_R = logp_RK[:, 0].isfinite()
+        logp_RK, ends_RK = logp_RK[alive_R], torch.zeros_like(ends_RK)[alive_R]
+    if not len(logp_RK):
+        raise UsageError("prior: every softmax vector of it ends the text for certain")
+    return logp_RK[:, :children], ends_RK[:, :children]
+
+
+@lru_cache(maxsize=16)
+def fit(
+    vectors: Vectors,
+    depth: int,
+    children: int,
+    samples: int,
+    eos: frozenset[int] = frozenset(),
+    fixed_length: bool = False,
+    length_penalty: float = 0.0,
+    beta: bool = False,
+) -> Delta:
+    """Algorithm 1: from p(c) to p(Delta) of every level, from the leaves up.
+
+    Args:
+        vectors: p(c).
+        depth: level of the leaves.
+        children: most that a node will have.
+        samples: N.
+        eos: tokens that make a leaf (Delta = 1).
+        fixed_length: those are excluded instead, the others renormalised.
+        length_penalty: the best way on is then the one of the best logprob / length ** this.
+        beta: pass the draws of each level through the Beta(a, b) of the greatest likelihood.
+    """
+    generator = torch.Generator().manual_seed(1)
+
+    def pick(high: int, *size: int) -> Tensor:
+        return torch.randint(high, size, generator=generator)
+
+    logp_RK, ends_RK = _children(vectors, children, eos, fixed_length)
+    R, K = logp_RK.shape
+    lengths = bool(length_penalty) and not fixed_length
+    log_LP = torch.zeros(depth, POOL + samples)
+    length_LP = torch.zeros_like(log_LP) if lengths else None
+    below_D, lengths_D = torch.zeros(DRAWS), torch.zeros(DRAWS)  # Delta = 1 at the leaves
+    for level in range(depth - 1, 0, -1):
+        row_D, which_DK = pick(R, DRAWS), pick(DRAWS, DRAWS, K)
+        way_DK = logp_RK[row_D] + below_D[which_DK].masked_fill(ends_RK[row_D], 0.0)  # c_nj * Delta_nj
+        if lengths:
+            tokens_DK = 1 + lengths_D[which_DK].masked_fill(ends_RK[row_D], 0.0)
+            best_D1 = (way_DK / tokens_DK**length_penalty).argmax(1, keepdim=True)
+            below_D, lengths_D = way_DK.gather(1, best_D1)[:, 0], tokens_DK.gather(1, best_D1)[:, 0]
+        else:
+            below_D = way_DK.amax(1)
+        if beta:
+            below_D = beta_draws(below_D, generator)
+        tape_P = pick(DRAWS, POOL + samples)
+        log_LP[level] = below_D[tape_P]
+        if length_LP is not None:
+            length_LP[level] = lengths_D[tape_P]
+    return Delta(log_LP, length_LP, samples)
