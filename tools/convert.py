@@ -59,30 +59,7 @@ def convert(source: str | Path, folder: str | Path, *, progress: bool = False) -
     except OSError as error:
         raise UsageError(f"the output folder cannot be made: {error.strerror}", where=str(folder)) from None
     try:
-        weight_map: dict[str, str] = {}
-        total = 0
-        for i, (file, expected) in enumerate(shards.items(), 1):
-            tensors = _separate(_load(source / file), tied)
-            wrong = set() if expected is None else expected ^ tensors.keys()
-            if tied:
-                wrong.discard("lm_head.weight")
-            if wrong:
-                what = f"the index and the file disagree about {len(wrong)} tensors, {min(wrong)!r} for one"
-                raise CheckpointError(what, where=str(source / file), remedy=FETCH_AGAIN)
-            if twice := weight_map.keys() & tensors.keys():
-                raise CheckpointError(f"tensor {min(twice)!r} lies in two files", where=str(source / file))
-            name = file.replace("pytorch_model", "model").removesuffix(".bin") + ".safetensors"
-            with (partial / name).open("wb") as written:
-                write_tensors(written, tensors, {"format": "pt"})
-            weight_map |= dict.fromkeys(tensors, name)
-            size = sum(t.numel() * t.element_size() for t in tensors.values())
-            total += size
-            if progress:
-                print(f"{file} -> {name} ({i}/{len(shards)}): {len(tensors)} tensors, {size:,} B", file=sys.stderr)
-            del tensors
-        if len(shards) > 1 or PICKLE not in shards:
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        names, total = _write_shards(source, partial, shards, tied, progress)
         for path in sorted(source.iterdir()):
             wanted = path.suffix in COPIED or path.name.startswith(("LICENSE", "NOTICE"))
             if path.is_file() and wanted and not re.search(r"\.(bin|safetensors)\.", path.name):
@@ -92,7 +69,38 @@ def convert(source: str | Path, folder: str | Path, *, progress: bool = False) -
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return {"path": str(folder), "files": len(shards), "tensors": len(weight_map), "bytes": total}
+    return {"path": str(folder), "files": len(shards), "tensors": names, "bytes": total}
+
+
+def _write_shards(
+    source: Path, partial: Path, shards: dict[str, set[str] | None], tied: bool, progress: bool
+) -> tuple[int, int]:
+    """Write every shard, and the index if there are several; returns the number of tensors and their bytes."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for i, (file, expected) in enumerate(shards.items(), 1):
+        tensors = _separate(_load(source / file), tied)
+        wrong = set() if expected is None else expected ^ tensors.keys()
+        if tied:
+            wrong.discard("lm_head.weight")
+        if wrong:
+            what = f"the index and the file disagree about {len(wrong)} tensors, {min(wrong)!r} for one"
+            raise CheckpointError(what, where=str(source / file), remedy=FETCH_AGAIN)
+        if twice := weight_map.keys() & tensors.keys():
+            raise CheckpointError(f"tensor {min(twice)!r} lies in two files", where=str(source / file))
+        name = file.replace("pytorch_model", "model").removesuffix(".bin") + ".safetensors"
+        with (partial / name).open("wb") as written:
+            write_tensors(written, tensors, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        total += size
+        if progress:
+            print(f"{file} -> {name} ({i}/{len(shards)}): {len(tensors)} tensors, {size:,} B", file=sys.stderr)
+        del tensors
+    if len(shards) > 1 or PICKLE not in shards:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return len(weight_map), total
 
 
 def check_torch(version: str) -> None:

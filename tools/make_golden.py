@@ -178,7 +178,6 @@ def make_variant(folder: Path, name: str, variant: Variant, seed: int) -> dict[s
         if hasattr(module, "reorder_and_upcast_attn"):
             module.reorder_and_upcast_attn = False  # float32 within float64: transformers refuses
     vocab = model.config.vocab_size
-
     generator = torch.Generator().manual_seed(seed)
 
     def prompt(length: int) -> list[int]:
@@ -189,35 +188,41 @@ def make_variant(folder: Path, name: str, variant: Variant, seed: int) -> dict[s
     }  # fmt: skip
     if variant.twin:
         golden["twin"] = f"{folder.parent.name}/{variant.twin}"
+    asked = [(prompt(length), rows) for length, rows in variant.logits]
+    answers = [ask(model, exact, ids) for ids, _ in asked]
+    worst = max((error for _, error in answers), default=0.0)
+    assert worst < 2e-5, f"{name}: float32 and float64 differ by {worst:.1e} (of the spread of logits)"
     if hasattr(model, "score"):
-        entries, worst = [], 0.0
-        for length, _ in variant.logits:
-            ids = prompt(length)
-            score, error = ask(model, exact, ids)
-            worst = max(worst, error)
-            entries.append({"prompt_ids": ids, "score": score.item()})
-        assert worst < 2e-5, f"{name}: scores of float32 and float64 differ by {worst:.1e}"
+        entries = [{"prompt_ids": ids, "score": s.item()} for (ids, _), (s, _) in zip(asked, answers, strict=True)]
         return golden | {"scores_error_to_float64": worst, "scores": entries}
-
-    entries, kept, worst, peaks = [], {}, 0.0, []
-    for i, (length, rows) in enumerate(variant.logits):
-        ids = prompt(length)
-        logits, error = ask(model, exact, ids)
-        worst = max(worst, error)
-        peaks.append(logits.softmax(-1))
-        kept[f"logits.{i}"] = logits[-rows:].contiguous()
-        entries.append({"tensor": f"logits.{i}", "prompt_ids": ids, "rows": rows})
-    assert worst < 2e-5, f"{name}: logits of float32 and float64 differ by {worst:.1e} of their spread"
+    kept = {f"logits.{i}": logits[-asked[i][1] :].contiguous() for i, (logits, _) in enumerate(answers)}
     write_tensors(folder / "golden.safetensors", kept, "float32")
-
+    peaks = torch.cat([logits.softmax(-1) for logits, _ in answers])
     # End-of-sequence ids: the likeliest tokens on average, so that beams meet them.
-    likely = torch.cat(peaks).mean(0)[3:].argsort(descending=True, stable=True).add(3).tolist()
+    likely = peaks.mean(0)[3:].argsort(descending=True, stable=True).add(3).tolist()
+    own = write_eos(folder, variant, likely)
+    return golden | {
+        "own_eos_token_ids": own, "logits_error_to_float64": worst,
+        "mean_top_probability": peaks.max(-1).values.mean().item(),
+        "logits": [{"tensor": f"logits.{i}", "prompt_ids": ids, "rows": rows} for i, (ids, rows) in enumerate(asked)],
+        "runs": make_runs(model, exact, prompt, variant, own, likely),
+    }  # fmt: skip
+
+
+def write_eos(folder: Path, variant: Variant, likely: list[int]) -> list[int]:
+    """The checkpoint's own end-of-sequence ids, written into its files."""
     own = [likely[rank] for rank in variant.own_eos]
     for file in variant.eos_files:
         edit(folder / file, {"eos_token_id": own if len(own) > 1 else own[0]})
     if "generation_config.json" not in variant.eos_files:
         (folder / "generation_config.json").unlink()
+    return own
 
+
+def make_runs(
+    model: Any, exact: Any, prompt: Callable[[int], list[int]], variant: Variant, own: list[int], likely: list[int]
+) -> list[dict[str, Any]]:
+    """The searches of the variant's grid."""
     lengths = iter(range(10**6))
     ids_of = {"own": own, "one": likely[1:2], "several": likely[:3], "none": None}
     runs = []
@@ -232,10 +237,7 @@ def make_variant(folder: Path, name: str, variant: Variant, seed: int) -> dict[s
             hf |= {"length_penalty": penalty, "early_stopping": stopping, "num_return_sequences": returned}
         draw = lambda: prompt(variant.prompts[next(lengths) % len(variant.prompts)])  # noqa: E731
         runs.append(run(model, exact, draw, ours, hf))
-    return golden | {
-        "own_eos_token_ids": own, "logits_error_to_float64": worst,
-        "mean_top_probability": torch.cat(peaks).max(-1).values.mean().item(), "logits": entries, "runs": runs,
-    }  # fmt: skip
+    return runs
 
 
 def dump(golden: dict[str, Any]) -> str:

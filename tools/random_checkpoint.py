@@ -20,6 +20,7 @@ import string
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -145,76 +146,99 @@ def tokenizer_json(vocab: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def make(
-    out: str | Path,
-    *,
-    layers: int = 12,
-    width: int = 768,
-    mlp: int = 2048,
-    heads: int = 12,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    vocab: int = 32000,
-    dtype: str = "float32",
-    seed: int = 0,
-    tied: bool = False,
-    rope_theta: float = 10000.0,
-    rope: dict[str, Any] | None = None,
-    max_positions: int = 4096,
-    rms_eps: float = 1e-5,
-    shards: int = 1,
-    config_style: str = "v5",
-    scale: float = 1.0,
-    attention_bias: bool = False,
-    mlp_bias: bool = False,
-    family: str = "llama",
-    progress: bool = False,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Shape:
+    """What `make` writes. Raises ValueError for impossible shapes.
+
+    Args:
+        rope: scaling parameters, written as they are: into `rope_parameters` (config_style "v5", as transformers 5
+            writes it) or as `rope_scaling` ("v4"). None is plain RoPE.
+        scale: how peaked the distributions are (see `draw`).
+        shards: weight files; more than one get an index.
+    """
+
+    family: str = "llama"
+    layers: int = 12
+    width: int = 768
+    mlp: int = 2048
+    heads: int = 12
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    vocab: int = 32000
+    dtype: str = "float32"
+    seed: int = 0
+    tied: bool = False
+    rope_theta: float = 10000.0
+    rope: dict[str, Any] | None = None
+    max_positions: int = 4096
+    rms_eps: float = 1e-5
+    shards: int = 1
+    config_style: str = "v5"
+    scale: float = 1.0
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        width, heads, kv_heads = self.width, self.heads, self.kv_heads or self.heads
+        if min(self.layers, width, self.mlp, heads, kv_heads, self.shards) < 1 or heads % kv_heads or width % heads:
+            what = f"expected width {width} divisible by heads {heads}, these by kv-heads {kv_heads}, all > 0"
+            raise ValueError(what)
+        if (self.head_dim or width // heads) % 2:
+            raise ValueError(f"expected an even head dim (rotary), got {self.head_dim or width // heads}")
+        if self.dtype not in DTYPES or self.config_style not in ("v4", "v5"):
+            got = f"{self.dtype}, {self.config_style}"
+            raise ValueError(f"expected a dtype of {list(DTYPES)} and config style v4 or v5, got {got}")
+        if self.family not in HEAD_NORMS or (self.family == "qwen3" and self.mlp_bias):
+            what = f"expected a family of {list(HEAD_NORMS)}, the second without --mlp-bias, got {self.family}"
+            raise ValueError(what)
+
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        head_dim = self.head_dim
+        if self.family == "qwen3":  # whose default is 128
+            head_dim = head_dim or self.width // self.heads
+        config = {
+            "architectures": [f"{self.family.capitalize()}ForCausalLM"], "model_type": self.family,
+            "vocab_size": self.vocab, "hidden_size": self.width, "intermediate_size": self.mlp,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads or self.heads, **({"head_dim": head_dim} if head_dim else {}),
+            "hidden_act": "silu", "max_position_embeddings": self.max_positions, "rms_norm_eps": self.rms_eps,
+            "attention_bias": self.attention_bias, "attention_dropout": 0.0, "mlp_bias": self.mlp_bias,
+            "tie_word_embeddings": self.tied, "initializer_range": 0.02, "use_cache": True, "bos_token_id": BOS,
+            "eos_token_id": EOS,
+        }  # fmt: skip
+        if self.config_style == "v5":
+            rope = {"rope_theta": self.rope_theta, **(self.rope or {"rope_type": "default"})}
+            return config | {"dtype": self.dtype, "rope_parameters": rope}
+        return config | {"torch_dtype": self.dtype, "rope_theta": self.rope_theta, "rope_scaling": self.rope}
+
+
+def make(out: str | Path, *, progress: bool = False, **options: Any) -> dict[str, Any]:
     """Write a random checkpoint with its tokenizer into the folder `out`; equal arguments give equal bytes.
 
-    rope: scaling parameters, written as they are: into `rope_parameters` (config_style "v5", as transformers 5
-        writes it) or as `rope_scaling` ("v4"). None is plain RoPE.
-    scale: how peaked the distributions are (see `draw`). shards: weight files; more than one get an index.
-    Returns {"path", "parameters", "bytes"} (bytes of all tensors). Raises ValueError for impossible shapes.
+    options: the fields of `Shape`. Returns {"path", "parameters", "bytes"} (bytes of all tensors).
     """
-    kv_heads, tokenizer = kv_heads or heads, tokenizer_json(vocab)
-    if min(layers, width, mlp, heads, kv_heads, shards) < 1 or heads % kv_heads or width % heads:
-        raise ValueError(f"expected width {width} divisible by heads {heads}, these by kv-heads {kv_heads}, all > 0")
-    if (head_dim or width // heads) % 2:
-        raise ValueError(f"expected an even head dim (rotary), got {head_dim or width // heads}")
-    if dtype not in DTYPES or config_style not in ("v4", "v5"):
-        raise ValueError(f"expected a dtype of {list(DTYPES)} and config style v4 or v5, got {dtype}, {config_style}")
-    if family not in HEAD_NORMS or (family == "qwen3" and mlp_bias):
-        raise ValueError(f"expected a family of {list(HEAD_NORMS)}, the second without --mlp-bias, got {family}")
-    head_dim = head_dim or (width // heads if family == "qwen3" else None)  # whose default is 128
-    config = {
-        "architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family, "vocab_size": vocab,
-        "hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, **({"head_dim": head_dim} if head_dim else {}), "hidden_act": "silu",
-        "max_position_embeddings": max_positions, "rms_norm_eps": rms_eps, "attention_bias": attention_bias,
-        "attention_dropout": 0.0, "mlp_bias": mlp_bias, "tie_word_embeddings": tied, "initializer_range": 0.02,
-        "use_cache": True, "bos_token_id": BOS, "eos_token_id": EOS,
-    }  # fmt: skip
-    if config_style == "v5":
-        config |= {"dtype": dtype, "rope_parameters": {"rope_theta": rope_theta, **(rope or {"rope_type": "default"})}}
-    else:
-        config |= {"torch_dtype": dtype, "rope_theta": rope_theta, "rope_scaling": rope}
-
-    folder = Path(out)
+    shape = Shape(**options)
+    tokenizer, config, folder = tokenizer_json(shape.vocab), shape.config(), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
-        "add_bos_token": True, "clean_up_tokenization_spaces": False, "model_max_length": max_positions,
+        "add_bos_token": True, "clean_up_tokenization_spaces": False, "model_max_length": shape.max_positions,
     }  # fmt: skip
     files = {"config": config, "generation_config": {"bos_token_id": BOS, "eos_token_id": EOS},
              "tokenizer": tokenizer, "tokenizer_config": tokenizer_config}  # fmt: skip
     for name, content in files.items():
         indent = None if name == "tokenizer" else 2
         (folder / f"{name}.json").write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")
-
     shapes = tensor_shapes(config)
+    written = write_weights(folder, shapes, shape, progress)
+    return {"path": str(folder), "parameters": sum(map(math.prod, shapes.values())), "bytes": written}
+
+
+def write_weights(folder: Path, shapes: dict[str, tuple[int, ...]], shape: Shape, progress: bool) -> int:
+    """Draw and write all tensors; returns their bytes."""
     names = list(shapes)
-    shards = min(shards, len(names))
+    shards = min(shape.shards, len(names))
     cuts = [round(i * len(names) / shards) for i in range(shards + 1)]
     weight_map: dict[str, str] = {}
     written = 0
@@ -223,13 +247,13 @@ def make(
         part = {name: shapes[name] for name in names[low:high]}
         if progress:
             print(f"{file}: {len(part)} tensors", file=sys.stderr)
-        drawn = (draw(name, shape, seed=seed, scale=scale, tied=tied) for name, shape in part.items())
-        written += write_safetensors(folder / file, part, dtype, drawn)
+        drawn = (draw(name, size, seed=shape.seed, scale=shape.scale, tied=shape.tied) for name, size in part.items())
+        written += write_safetensors(folder / file, part, shape.dtype, drawn)
         weight_map |= dict.fromkeys(part, file)
     if shards > 1:
         index = {"metadata": {"total_size": written}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return {"path": str(folder), "parameters": sum(map(math.prod, shapes.values())), "bytes": written}
+    return written
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from engine.pool import PagePool
-from engine.requests import Report, Search, SearchResult, Task
+from engine.requests import Evaluate, Search, SearchResult, Task
 from engine.tree import TokenTree
 from models.config import ModelShape
+from tools.bench.searches import run_alone
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 
@@ -67,19 +68,15 @@ class ToyTree:
         """Run one of the engine's searches, this tree in place of a model."""
         tree = TokenTree(PagePool(SHAPE, slots, 1), [0])
         options = {"max_new_tokens": self.depth, "eos_token_ids": frozenset(), "vocab_size": self.branching}
-        generator = search.run(Task(tree, **options | task))
-        answer = None
-        while True:
-            try:
-                request = generator.send(answer)
-            except StopIteration as end:
-                tree.release()
-                return end.value
-            answer = None
-            if not isinstance(request, Report):
-                tree.allocate(*tree.pending(request.nodes))
-                rows = np.stack([self.logp(tree.path(node)) for node in request.nodes])
-                answer = request.answer(torch.from_numpy(rows).float())
+
+        def rows_of(request: Evaluate) -> tuple[torch.Tensor, None]:
+            rows = np.stack([self.logp(tree.path(node)) for node in request.nodes])
+            return torch.from_numpy(rows).float(), None
+
+        try:
+            return run_alone(search, Task(tree, **options | task), rows_of)[1]
+        finally:
+            tree.release()
 
 
 def checksum(trees: Iterable[ToyTree]) -> str:

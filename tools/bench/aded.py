@@ -16,21 +16,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from engine import Engine, Request
 from engine.demo import is_demo
 from engine.errors import UsageError
-from engine.requests import Evaluate, Search, SearchGenerator, Task
+from engine.requests import Answer, Evaluate, Search, Task
 from kernels.rows.reference import peaks
 from search import ADED, Greedy, Sample
 from search.aded.drafters import MCTS, Draft
 from search.aded.ngrams import count, merge, open_store, write_store
 from tools.bench.checkpoints import add_flags, checkpoint
+from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress, spread
-from tools.bench.report import add_save_flag, finish, stamp, table
+from tools.bench.report import finish, rows_table, stamp
+from tools.bench.searches import Altered
 from tools.random_checkpoint import make
 
 SLOWEST, SPEEDUP, HOST_MS = 0.95, 1.5, 0.5  # what is wanted
 HOST = ("draft_ms", "verify_ms")
+COLUMNS = {
+    "method": "{method}", "text": "{text}", "accept length": "{accept_length:.2f}", "nodes": "{nodes:.1f}",
+    "draft ms": "{draft_ms:.2f}", "verify ms": "{verify_ms:.2f}", "tokens/s": "{tokens_per_second[median]:.1f}",
+    "spread": "{tokens_per_second[min]:.0f}-{tokens_per_second[max]:.0f}", "x": "{ratio:.2f}", "same": "{same:yes}",
+}  # fmt: skip
 CLEARLY = 1.1  # x from which drafts are said to pay
 LEGEND = f"""*x*: tokens per second over autoregressive decoding's, in the same run; on noise (a text of random tokens)
 at least {SLOWEST} is wanted, and {SPEEDUP} on the model's own kind of text where its passes are what takes the time.
@@ -66,38 +75,24 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Recite(Search):
+class Recite(Altered):
     """A search on a model whose likeliest next token is the text's."""
 
-    search: Search
     text: Sequence[int]
     writer: Engine  # whose tokens the text is made of
 
-    def run(self, task: Task) -> SearchGenerator:
-        task = replace(task, tokenizer=self.writer.tokenizer)
-        generator, tree, answer = self.search.run(task), task.tree, None
-        try:
-            while True:
-                request = generator.send(answer)
-                answer = yield replace(request, read=None) if isinstance(request, Evaluate) else request
-                if isinstance(request, Evaluate):
-                    rows_NV, _ = answer
-                    rows_NV.fill_(-math.log(rows_NV.shape[1]))
-                    on_path = {tree.root}
-                    for i, node in enumerate(request.nodes):
-                        at = tree.position(node) - tree.prompt_length
-                        if node == tree.root or (tree.parent(node) in on_path and tree.token(node) == self.text[at]):
-                            on_path.add(node)
-                            rows_NV[i, self.text[at + 1]] = 0.0
-                    answer = request.answer(rows_NV, peaks(rows_NV))
-        except StopIteration as end:
-            return end.value
+    def task(self, task: Task) -> Task:
+        return replace(task, tokenizer=self.writer.tokenizer)
 
-    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-        return self.search.slots(prompt_tokens, new_tokens)
-
-    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self.search.check(vocab_size, eos_token_ids)
+    def alter(self, task: Task, request: Evaluate, rows_NV: Tensor) -> Answer:
+        tree, on_path = task.tree, {task.tree.root}
+        rows_NV.fill_(-math.log(rows_NV.shape[1]))
+        for i, node in enumerate(request.nodes):
+            at = tree.position(node) - tree.prompt_length
+            if node == tree.root or (tree.parent(node) in on_path and tree.token(node) == self.text[at]):
+                on_path.add(node)
+                rows_NV[i, self.text[at + 1]] = 0.0
+        return request.answer(rows_NV, peaks(rows_NV))
 
 
 def add_parser(commands: Any) -> None:
@@ -107,18 +102,18 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--store", metavar="FILE", help="counted n-grams of its kind of text (from texts it draws)")
     told = "tokens it draws to count, if there is no --store (%(default)s)"
     parser.add_argument("--corpus-tokens", type=int, default=200_000, metavar="N", help=told)
-    parser.add_argument("--prompts", type=int, default=8, help="drawn too, 16 tokens each (%(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="of each answer (%(default)s)")
-    parser.add_argument("--iterations", type=int, nargs="+", default=[30, 75, 150, 300], help="of mcts")
+    add_numbers(
+        parser,
+        prompts=(8, "drawn too, 16 tokens each"),
+        new_tokens=(128, "of each answer"),
+        iterations=([30, 75, 150, 300], "of mcts"),
+        runs=(3, "medians are of so many"),
+    )
     told = "random Llamas of L layers and width W that recite the same texts, to find where drafts begin to pay"
     parser.add_argument("--sizes", nargs="*", default=[], metavar="LxW", help=told)
-    parser.add_argument("--runs", type=int, default=3, help="medians are of so many (%(default)s)")
     told = "of each method on noise, as many runs as these take: a few per cent matter there (%(default)s)"
     parser.add_argument("--noise-seconds", type=float, default=30, metavar="S", help=told)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="(%(default)s)")
-    parser.add_argument("--threads", type=int)
-    add_save_flag(parser, "aded")
-    parser.set_defaults(run=run)
+    add_run_flags(parser, "aded", "float32", run)
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
@@ -142,38 +137,41 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         tokens = sum(map(len, noise))
         runs = max(args.runs, math.ceil(args.noise_seconds * rows[0]["tokens_per_second"]["median"] / tokens))
         rows += [{"text": "noise", **row} for row in compare(engine, plain, prompts, noise, writer, runs)]
-        sizes = []
-        for size in args.sizes:
-            layers, width = map(int, size.split("x"))
-            there = scratch / size
-            facts = make(
-                there,
-                layers=layers,
-                width=width,
-                mlp=width * 8 // 3,
-                heads=max(1, width // 64),
-                kv_heads=None,
-                vocab=writer.runner.vocab_size,
-                seed=args.seed,
-            )
-            other = Engine.load(there, dtype=args.dtype, threads=args.threads)
-            for row in compare(other, plain[:2], prompts, texts, writer, args.runs):
-                sizes.append({"size": size, "parameters": facts["parameters"], **row})
+        sizes = by_size(args, plain[:2], prompts, texts, writer, scratch)
         entries = len(open_store(store))
-    columns = ["method", "text", "accept length", "nodes", "draft ms", "verify ms", "tokens/s", "spread", "x", "same"]
     body = "\n\n".join([
         f"{name}, {args.dtype}, {engine.runner.device.type}; {len(prompts)} prompts of {len(prompts[0])} tokens, "
         f"{args.new_tokens} new tokens each, one at a time; texts by "
         f"{Path(args.recorded).resolve().name if args.recorded else 'the model itself'}; store of {entries:,} entries.",
-        table(columns, [cells(row) for row in rows]),
-        *([table(["size", "parameters", *columns], [[row["size"], f"{row['parameters'] / 1e6:.1f}M", *cells(row)]
-                 for row in sizes]), break_even(sizes)] if sizes else []),
+        rows_table(rows, COLUMNS),
+        *([rows_table(sizes, {"size": "{size}", "parameters": "{parameters:M.1f}M"} | COLUMNS), break_even(sizes)]
+          if sizes else []),
         LEGEND,
     ])  # fmt: skip
     result = {"model": name, "results": rows, "sizes": sizes}
     short = "random" if args.model is None else "demo" if is_demo(args.model) else name
     finish(f"aded-{short}", made, body, result, args.save)
     return result
+
+
+def by_size(
+    args: argparse.Namespace,
+    methods: Sequence[tuple[str, Search]],
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    writer: Engine,
+    scratch: Path,
+) -> list[dict[str, Any]]:
+    """Random Llamas of the sizes asked for that recite the texts."""
+    rows = []
+    for size in args.sizes:
+        layers, width = map(int, size.split("x"))
+        shape: dict[str, Any] = {"layers": layers, "width": width, "mlp": width * 8 // 3, "heads": max(1, width // 64)}
+        facts = make(scratch / size, **shape, vocab=writer.runner.vocab_size, seed=args.seed)
+        engine = Engine.load(scratch / size, dtype=args.dtype, threads=args.threads)
+        for row in compare(engine, methods, prompts, texts, writer, args.runs):
+            rows.append({"text": "own", "size": size, "parameters": facts["parameters"], **row})
+    return rows
 
 
 def break_even(sizes: Sequence[dict[str, Any]]) -> str:
@@ -268,23 +266,7 @@ def compare(
             }
     base = methods[0][0]
     for name, row in rows.items():
-        row |= {key: statistics.median(told[key] for told in host[name]) for key in HOST}
+        row |= {key: statistics.median(one[key] for one in host[name]) if name != base else None for key in HOST}
         row["tokens_per_second"] = spread(speeds[name])
         row["ratio"] = statistics.median(a / b for a, b in zip(speeds[name], speeds[base], strict=True))
     return list(rows.values())
-
-
-def cells(row: dict[str, Any]) -> list[object]:
-    speed = row["tokens_per_second"]
-    host = [f"{row[key]:.2f}" if row["method"] != "autoregressive" else "" for key in HOST]
-    return [
-        row["method"],
-        row.get("text", "own"),
-        f"{row['accept_length']:.2f}",
-        f"{row['nodes']:.1f}",
-        *host,
-        f"{speed['median']:.1f}",
-        f"{speed['min']:.0f}-{speed['max']:.0f}",
-        f"{row['ratio']:.2f}",
-        "yes" if row["same"] else "no",
-    ]

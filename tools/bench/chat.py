@@ -14,7 +14,8 @@ from engine.demo import demo_folder
 from engine.engine import Done
 from search import Greedy
 from tools.bench import measure
-from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
+from tools.bench.flags import add_numbers, add_run_flags
+from tools.bench.report import finish, rows_table, stamp
 
 LEGEND = """A row counts the turns since the row before it. *reused*: tokens of all prompts together that were in the
 cache, over all tokens of the prompts. *dropped*: how often the context was full, so that old turns were left out.
@@ -33,11 +34,8 @@ QUESTIONS = (
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("chat", help="a long chat on the bundled model", description=__doc__)
-    parser.add_argument("--turns", type=int, default=1000, help="(%(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="of each reply (%(default)s)")
-    parser.add_argument("--threads", type=int)
-    add_save_flag(parser)
-    parser.set_defaults(run=run)
+    add_numbers(parser, turns=1000, max_new_tokens=(256, "of each reply"))
+    add_run_flags(parser, "benchmarks", None, run)
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
@@ -45,14 +43,14 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     made = stamp(argv)
     rows = talk(args.turns, args.max_new_tokens, args.threads)
     prompt, reused = sum(r["prompt_tokens"] for r in rows), sum(r["reused_tokens"] for r in rows)
+    for row in rows:
+        row |= {"prompt_mean": row["prompt_tokens"] / row["count"], "cpu_mean": row["cpu_seconds"] / row["count"]}
+        row["reused"] = row["reused_tokens"] / row["prompt_tokens"]
     body = "\n\n".join([
         f"The bundled model, greedy search, context of 512 tokens; of all prompt tokens {reused / prompt:.1%} reused.",
-        table(
-            ["turns", "prompt tokens, mean", "reused", "dropped", "CPU ms per turn", "RSS MB"],
-            [[f"to {r['turns']}", f"{r['prompt_tokens'] / r['count']:.0f}",
-              f"{r['reused_tokens'] / r['prompt_tokens']:.1%}", r["dropped"],
-              f"{1000 * r['cpu_seconds'] / r['count']:.0f}", megabytes(r["rss"])] for r in rows],
-        ),
+        rows_table(rows, {
+            "turns": "to {turns}", "prompt tokens, mean": "{prompt_mean:.0f}", "reused": "{reused:.1%}",
+            "dropped": "{dropped}", "CPU ms per turn": "{cpu_mean:ms.0f}", "RSS MB": "{rss:MB}"}),
         LEGEND,
     ])  # fmt: skip
     result = {"turns": args.turns, "reused": reused / prompt, "results": rows}

@@ -6,11 +6,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,23 +25,17 @@ from kernels.rows.reference import peaks
 from models.checkpoint import Checkpoint
 from models.config import ModelShape
 from search import DSBD, BeamSample, Sample, Speculative
-from search.dsbd.joint import Reader
 from tools.bench.aded import corpus
 from tools.bench.figures import draw
+from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress, spread
-from tools.bench.report import RESULTS, add_save_flag, finish, stamp, table
+from tools.bench.report import RESULTS, finish, rows_table, stamp
+from tools.bench.searches import run_alone
 from tools.random_checkpoint import make
 
 LIMIT_MS = 0.5  # wanted: bookkeeping per round
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 WIDTH, DRAFT_WIDTH = 768, 256  # of the simulated pair
-PARTS = {
-    "finding the largest of each row": (Reader, "read"),
-    "joint distributions": (Reader, "p_beam"),
-    "verification": (DSBD, "judge"),
-    "growing nodes, of two trees": (TokenTree, "child"),
-    "freeing nodes, moving the shared stem to the trunk": (TokenTree, "keep"),
-}
 COLORS = {
     "dsbd": "tab:blue",
     "n-grams": "tab:purple",
@@ -73,35 +66,30 @@ def add_parser(commands: Any) -> None:
     pair.add_argument("--draft", metavar="DIR")
     pair.add_argument("--simulate", type=float, metavar="X", help="instead: a 134M random target that an 18M draft "
                       "agrees with, but for what context adds to its logits, of deviation X (try 0.8)")  # fmt: skip
-    front.add_argument("--prompts", type=int, default=24, help="drawn from the target (%(default)s)")
-    front.add_argument("--prompt-tokens", type=int, default=16, help="(%(default)s)")
-    front.add_argument("--new-tokens", type=int, default=64, help="(%(default)s)")
-    front.add_argument("--gamma", type=int, nargs="+", default=[3], help="(3)")
-    front.add_argument("--draft-beams", type=int, nargs="+", default=[2, 3, 4, 5, 6])
-    front.add_argument("--threshold", type=float, nargs="+", default=[0.7, 0.9])
-    front.add_argument("--min-width", type=int, nargs="+", default=[1, 2, 3])
-    front.add_argument("--beams", type=int, nargs="+", default=[1, 2, 3, 4], help="of beam sampling")
+    add_numbers(
+        front,
+        prompts=(24, "drawn from the target"),
+        prompt_tokens=16,
+        new_tokens=64,
+        gamma=[3],
+        draft_beams=[2, 3, 4, 5, 6],
+        threshold=[0.7, 0.9],
+        min_width=[1, 2, 3],
+        beams=([1, 2, 3, 4], "of beam sampling"),
+        corpus_tokens=(0, "also draft by n-grams, counted in so many tokens that the target draws; 0: do not"),
+        temperature=1.0,
+        top_k=20,
+        top_p=0.9,
+    )
     front.add_argument("--drafts", nargs="+", default=[DSBD.drafts], help="ways of drawing (the default)")
-    told = "also draft by n-grams, counted in so many tokens that the target draws (%(default)s: do not)"
-    front.add_argument("--corpus-tokens", type=int, default=0, metavar="N", help=told)
-    front.add_argument("--temperature", type=float, default=1.0)
-    front.add_argument("--top-k", type=int, default=20, help="(%(default)s)")
-    front.add_argument("--top-p", type=float, default=0.9, help="(%(default)s)")
-    front.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    front.add_argument("--threads", type=int)
     front.add_argument("--figure", nargs="?", const="", metavar="FILE", help="an SVG (docs/results/dsbd-NAME.svg)")
-    add_save_flag(front, "dsbd")
-    front.set_defaults(run=run_front)
+    add_run_flags(front, "dsbd", "auto", run_front)
 
     overhead = parts.add_parser("overhead", help="milliseconds of search per round, without a model")
-    overhead.add_argument("--beams", type=int, default=5, help="drafts per layer, and the fixed width (%(default)s)")
-    overhead.add_argument("--gamma", type=int, default=3, help="(%(default)s)")
-    overhead.add_argument("--vocab", type=int, default=32000, help="(%(default)s)")
-    overhead.add_argument("--new-tokens", type=int, default=64, help="(%(default)s)")
-    overhead.add_argument("--runs", type=int, default=9, help="(%(default)s)")
-    overhead.add_argument("--threads", type=int)
-    add_save_flag(overhead, "dsbd")
-    overhead.set_defaults(run=run_overhead)
+    add_numbers(
+        overhead, beams=(5, "drafts per layer, and the fixed width"), gamma=3, vocab=32000, new_tokens=64, runs=9
+    )
+    add_run_flags(overhead, "dsbd", None, run_overhead)
 
 
 # --- quality against speed ---
@@ -133,18 +121,18 @@ def front_report(
     ratios: Sequence[dict[str, Any]],
 ) -> str:
     """The setting, the table of all rows, and that of speeds at equal quality."""
+    rows = [row | {"star": "*" if row["front"] else ""} for row in rows]
     return "\n\n".join([
         f"{label} ({sizes[0] / 1e6:.1f}M and {sizes[1] / 1e6:.1f}M parameters); {args.prompts} prompts of "
         f"{args.prompt_tokens} tokens, {args.new_tokens} new tokens; temperature {args.temperature:g}, "
         f"top-k {args.top_k}, top-p {args.top_p:g}.",
-        table(
-            ["search", "logprob/token", "s.e.", "tokens/s", "tokens/pass", "draft s", "target s", "front"],
-            [[row["label"], f"{row['quality']:.4f}", f"{row['error']:.4f}", f"{row['speed']:.1f}",
-              f"{row['tokens_per_pass']:.2f}", f"{row['draft_seconds']:.1f}", f"{row['target_seconds']:.1f}",
-              "*" if row["front"] else ""] for row in rows],
-        ),
-        table(["beam sampling", "logprob/token", "tokens/s", "DSBD at least as good", "speedup at equal quality"],
-              [[r["beams"], f"{r['quality']:.4f}", f"{r['speed']:.1f}", r["by"], r["text"]] for r in ratios]),
+        rows_table(rows, {
+            "search": "{label}", "logprob/token": "{quality:.4f}", "s.e.": "{error:.4f}", "tokens/s": "{speed:.1f}",
+            "tokens/pass": "{tokens_per_pass:.2f}", "draft s": "{draft_seconds:.1f}",
+            "target s": "{target_seconds:.1f}", "front": "{star}"}),
+        rows_table(ratios, {
+            "beam sampling": "{beams}", "logprob/token": "{quality:.4f}", "tokens/s": "{speed:.1f}",
+            "DSBD at least as good": "{by}", "speedup at equal quality": "{text}"}),
         FRONT_LEGEND,
     ])  # fmt: skip
 
@@ -358,22 +346,14 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
             "ms": spread([1000 * run["seconds"] / run["rounds"] for run in runs]),
             "steps_per_round": sum(run["steps"] for run in runs) / sum(run["rounds"] for run in runs),
         })  # fmt: skip
-    with timed() as parts:
-        config = DSBD(draft_beams=args.beams, gamma=args.gamma, top_k=20)
-        rounds = sum(overhead(config, args.vocab, args.new_tokens, seed)["rounds"] for seed in range(args.runs))
-    parts |= {part: 1000 * seconds / rounds for part, seconds in parts.items()}
     body = "\n\n".join([
         f"W_S = {args.beams}, gamma = {args.gamma}, vocabulary {args.vocab}, {torch.get_num_threads()} threads.",
-        table(
-            ["warp", "width", "ms per round", "least", "most", "steps per round"],
-            [[row["warp"], row["width"], *(f"{row['ms'][key]:.2f}" for key in ("median", "min", "max")),
-              f"{row['steps_per_round']:.2f}"] for row in rows],
-        ),
+        rows_table(rows, {"warp": "{warp}", "width": "{width}", "ms per round": "{ms[median]:.2f}",
+                          "least": "{ms[min]:.2f}", "most": "{ms[max]:.2f}",
+                          "steps per round": "{steps_per_round:.2f}"}),
         OVERHEAD_LEGEND,
-        "Where it goes, of the first row:",
-        table(["part", "ms per round"], [[part, f"{ms:.2f}"] for part, ms in parts.items()]),
     ])  # fmt: skip
-    result = {"rows": rows, "parts": parts, "limit_ms": LIMIT_MS}
+    result = {"rows": rows, "limit_ms": LIMIT_MS}
     finish("dsbd-overhead", made, body, result, args.save)
     return result
 
@@ -397,42 +377,12 @@ def overhead(config: DSBD, vocab: int, new_tokens: int, seed: int) -> dict[str, 
         return trees[name]
 
     task = Task(open_tree("target", [1, 2, 3]), new_tokens, frozenset(), vocab, None, open_tree)
-    generator, answer, seconds = replace(config, seed=seed).run(task), None, 0.0
-    while True:
-        began = time.perf_counter()
-        try:
-            request = generator.send(answer)
-        except StopIteration as end:
-            seconds += time.perf_counter() - began
-            return {"seconds": seconds} | {key: end.value.stats[key] for key in ("rounds", "steps")}
-        seconds += time.perf_counter() - began
-        answer = None
-        if isinstance(request, Evaluate):
-            tree = request.tree
-            tree.allocate(*tree.pending(request.nodes))
-            name = "target" if tree is trees["target"] else "draft"
-            which = [(tree.token(node) * 7 + tree.position(node)) % 64 for node in request.nodes]
-            logp_NV, peaks_NB = answers[name][which], known[name][which]
-            began = time.perf_counter()
-            answer = request.answer(logp_NV, peaks_NB)
-            seconds += time.perf_counter() - began
 
+    def rows_of(request: Evaluate) -> tuple[torch.Tensor, torch.Tensor]:
+        tree = request.tree
+        name = "target" if tree is trees["target"] else "draft"
+        which = [(tree.token(node) * 7 + tree.position(node)) % 64 for node in request.nodes]
+        return answers[name][which], known[name][which]
 
-@contextmanager
-def timed() -> Iterator[dict[str, float]]:
-    """Seconds that the parts of a search take meanwhile."""
-    spent = dict.fromkeys(PARTS, 0.0)
-
-    def clocked(part: str, function: Any) -> Any:
-        def run(*args: Any) -> Any:
-            began = time.perf_counter()
-            result = function(*args)
-            spent[part] += time.perf_counter() - began
-            return result
-
-        return run
-
-    with ExitStack() as stack:
-        for part, (owner, name) in PARTS.items():
-            stack.enter_context(mock.patch.object(owner, name, clocked(part, getattr(owner, name))))
-        yield spent
+    seconds, result = run_alone(replace(config, seed=seed), task, rows_of)
+    return {"seconds": seconds} | {key: result.stats[key] for key in ("rounds", "steps")}

@@ -5,13 +5,10 @@ nothing is found in the L2 cache that would not be there in a step. Without a GP
 """
 
 import argparse
-import importlib.util
-import json
 import statistics
-import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +25,9 @@ from models.config import ModelShape
 from models.fields import Fields
 from models.llama import Llama
 from search import Trie
-from tools.bench.measure import progress
-from tools.bench.report import add_save_flag, finish, stamp, table
+from tools.bench import peers
+from tools.bench.measure import cores, progress
+from tools.bench.report import add_save_flag, finish, rows_table, stamp
 from tools.kernels.scenes import scene
 
 LLAMA_2_7B = {
@@ -79,23 +77,25 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     steps = measure_steps(config, args)
     peer = measure_transformers(config, args)
     for row in attention:
-        row["of_copy"] = row["bytes"] / row["seconds"] / copy
+        row["rate"] = row["bytes"] / row["seconds"]
+        row["of_copy"] = row["rate"] / copy
+        row |= {f"x_{rival}": row[f"{rival}_seconds"] / row["seconds"] for rival in ("flex", "sdpa")}
     for row in steps:
         row["of_floor"] = row["bytes"] / copy / row["seconds"]
+    for row in steps:
+        row["x_beam"] = row["seconds"] / one_beam(steps, row)["seconds"]
+        same = "seconds" in peer and (peer["prompt"], peer["beams"]) == (row["prompt"], row["beams"])
+        row["x_peer"] = peer["seconds"] / row["seconds"] if same else None
     body = "\n\n".join([
         f"Llama-2-7B of {args.layers} layers, bfloat16, random weights; copy {copy / 1e9:.0f} GB/s.",
-        table(
-            ["prefix", "queries", "us", "GB/s", "of copy", "x FlexAttention", "x SDPA", "largest difference"],
-            [[r["prefix"], r["queries"], f"{r['seconds'] * 1e6:.1f}", f"{r['bytes'] / r['seconds'] / 1e9:.0f}",
-              f"{r['of_copy']:.2f}", f"{r['flex_seconds'] / r['seconds']:.1f}",
-              f"{r['sdpa_seconds'] / r['seconds']:.1f}", f"{r['difference']:.1e}"] for r in attention],
-        ),
-        table(
-            ["prompt", "compile", "beams", "ms per step", "of floor", "x one beam", "growth MB", "x transformers"],
-            [[r["prompt"], r["compile"], r["beams"], f"{r['seconds'] * 1e3:.2f}", f"{r['of_floor']:.2f}",
-              f"{r['seconds'] / one_beam(steps, r)['seconds']:.2f}", f"{r['growth'] / 1e6:.1f}",
-              versus(peer, r)] for r in steps],
-        ),
+        rows_table(attention, {
+            "prefix": "{prefix}", "queries": "{queries}", "us": "{seconds:us.1f}", "GB/s": "{rate:G.0f}",
+            "of copy": "{of_copy:.2f}", "x FlexAttention": "{x_flex:.1f}", "x SDPA": "{x_sdpa:.1f}",
+            "largest difference": "{difference:.1e}"}),
+        rows_table(steps, {
+            "prompt": "{prompt}", "compile": "{compile}", "beams": "{beams}", "ms per step": "{seconds:ms.2f}",
+            "of floor": "{of_floor:.2f}", "x one beam": "{x_beam:.2f}", "growth MB": "{growth:M.1f}",
+            "x transformers": "{x_peer:.1f}"}),
         f"transformers: {describe(peer)}",
         LEGEND,
     ])  # fmt: skip
@@ -257,26 +257,22 @@ def one_beam(steps: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> Mapp
 
 
 def measure_transformers(config: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Its beam search, in a process of its own: the project's folder `kernels` would take the place of its own."""
-    if importlib.util.find_spec("transformers") is None:
-        return {"absent": "not installed"}
+    """Its beam search on random weights, in a process of its own."""
     progress(f"transformers: prompt {args.peer_prompt}, {args.beams} beams")
     torch.cuda.empty_cache()
-    spec = {"config": dict(config), "prompt": args.peer_prompt, "beams": args.beams, "new_tokens": args.new_tokens}
-    worker = Path(__file__).with_name("gpu_worker.py")
-    done = subprocess.run(
-        [sys.executable, "-P", str(worker), json.dumps(spec)], cwd=worker.parent, capture_output=True, text=True
-    )
-    if done.returncode:
-        return {"absent": (done.stderr.strip().splitlines() or ["it failed"])[-1]}
-    return spec | json.loads(done.stdout.splitlines()[-1])
-
-
-def versus(peer: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    """Its time per token over ours, where both did the same."""
-    if "seconds" not in peer or (peer["prompt"], peer["beams"]) != (row["prompt"], row["beams"]):
-        return ""
-    return f"{peer['seconds'] / row['seconds']:.1f}"
+    prompt = torch.randint(5, config["vocab_size"], (args.peer_prompt,)).tolist()
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        spec = peers.spec("transformers", "", "bfloat16", args.beams, cores(), scratch, device="cuda", config=config)
+        found = peers.measure(sys.executable, spec, prompt, args.new_tokens, 3)
+    if "seconds" not in found:
+        return {"absent": peers.outcome(found)}
+    return {
+        "prompt": args.peer_prompt,
+        "beams": args.beams,
+        "seconds": 1 / found["steps_per_second"]["max"],
+        "growth": peers.growth(found),
+        "version": found["versions"]["transformers"],
+    }
 
 
 def describe(peer: Mapping[str, Any]) -> str:

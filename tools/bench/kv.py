@@ -9,8 +9,9 @@ from engine.engine import Done, Progress
 from engine.requests import Search
 from search import Trie
 from tools.bench.checkpoints import add_flags, checkpoint
+from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress
-from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
+from tools.bench.report import finish, rows_table, stamp
 
 LIMIT = 1.10  # kv_bytes_peak / bytes of the live tokens at their peak
 LEGEND = f"""*KV / live*: bytes of all pages held over bytes of live tokens (trunk and branches), each at its peak; at
@@ -22,13 +23,9 @@ branches; *worst*: the pages over the live tokens at the step where that is most
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("kv", help="memory of the KV cache by beams", description=__doc__)
     add_flags(parser)
-    parser.add_argument("--beams", type=int, nargs="+", default=[1, 4, 15])
-    parser.add_argument("--new-tokens", type=int, default=256, help="end-of-sequence is ignored (%(default)s)")
+    add_numbers(parser, beams=[1, 4, 15], new_tokens=(256, "end-of-sequence is ignored"))
     parser.add_argument("--prompt", default="Once upon a time", help="(%(default)s)")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    parser.add_argument("--threads", type=int)
-    add_save_flag(parser)
-    parser.set_defaults(run=run)
+    add_run_flags(parser, "benchmarks", "auto", run)
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
@@ -40,13 +37,11 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     pages = f"pages of {engine.pool.page_size} tokens, {rows[0]['bytes_per_token']:,} bytes per token"
     body = "\n\n".join([
         f"{name}, trie beam search, prompt of {rows[0]['prompt_tokens']} tokens, {pages}.",
-        table(
-            ["beams", "new tokens", "live tokens, peak", "KV MB, peak", "KV / live", "unshared tokens, peak",
-             "unshared / KV", "slack, peak", "worst"],
-            [[r["beams"], r["new_tokens"], r["live_nodes_peak"], megabytes(r["kv_bytes_peak"]), f"{r['ratio']:.3f}",
-              r["unshared_nodes_peak"], f"{r['unshared_ratio']:.2f}", r["slack_max"],
-              f"{r['worst_step_ratio']:.3f}"] for r in rows],
-        ),
+        rows_table(rows, {
+            "beams": "{beams}", "new tokens": "{new_tokens}", "live tokens, peak": "{live_nodes_peak}",
+            "KV MB, peak": "{kv_bytes_peak:MB}", "KV / live": "{ratio:.3f}",
+            "unshared tokens, peak": "{unshared_nodes_peak}", "unshared / KV": "{unshared_ratio:.2f}",
+            "slack, peak": "{slack_max}", "worst": "{worst_step_ratio:.3f}"}),
         LEGEND,
     ])  # fmt: skip
     result = {"model": name, "results": rows}

@@ -22,7 +22,7 @@ import torch
 from models.checkpoint import Checkpoint
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.measure import PeakMemory, cores, memory, progress, spread
-from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
+from tools.bench.report import add_save_flag, finish, megabytes, rows_table, stamp
 
 PEERS = ("coppice", "transformers", "ctranslate2")
 ROOT = Path(__file__).parents[2]
@@ -45,6 +45,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--threads", type=int, default=cores(), help="(%(default)s)")
     add_save_flag(parser)
     parser.set_defaults(run=run)
+
+
+def spec(
+    engine: str, folder: str | Path, dtype: str, beams: int, threads: int, scratch: str | Path, **more: Any
+) -> dict[str, Any]:
+    """What the process of an engine is told, see `worker.py`."""
+    return {"engine": engine, "folder": str(Path(folder).resolve()), "dtype": dtype, "beams": beams, "threads": threads,
+            "scratch": str(scratch), "root": str(ROOT), **more}  # fmt: skip
 
 
 class PeerFailed(Exception):
@@ -113,10 +121,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         prompt = [draw.randrange(min(3, vocab - 1), vocab) for _ in range(args.prompt_tokens)]
         for beams in args.beams:
             for peer in args.peers:
-                spec = {"engine": peer, "folder": str(folder.resolve()), "dtype": args.dtype, "threads": args.threads,
-                        "beams": beams, "device": device, "scratch": scratch, "root": str(ROOT)}  # fmt: skip
+                asked = spec(peer, folder, args.dtype, beams, args.threads, scratch, device=device)
                 python = sys.executable if peer == "coppice" else args.peer_python
-                rows.append({"peer": peer, "beams": beams, **measure(python, spec, prompt, args.new_tokens, args.runs)})
+                found = measure(python, asked, prompt, args.new_tokens, args.runs)
+                rows.append({"peer": peer, "beams": beams, **found})
                 progress(f"beams {beams}, {peer}: {outcome(rows[-1])}")
     compare(rows)
     shown = {k: v for row in rows for k, v in row.get("versions", {}).items()}
@@ -214,25 +222,24 @@ def growth(row: dict[str, Any]) -> float | None:
 
 
 def result_table(rows: list[dict[str, Any]]) -> str:
-    head = ["engine", "beams", "total s", "prefill s", "decode tok/s", "loaded MB", "growth MB", "kB/token",
-            "x total", "x prefill", "x decode", "x growth", "same tokens"]  # fmt: skip
-    lines = []
+    shown = []
     for row in rows:
-        if "seconds" not in row:
-            lines.append([row["peer"], row["beams"], "none", *[""] * (len(head) - 3)])
-            continue
-        ratios, same = [""] * 4, ""
-        if versus := row.get("versus"):
-            keys = ("seconds", "prefill_seconds", "tokens_per_second", "growth_bytes")
-            ratios = [f"{versus[k]:.1f}" if versus[k] else "?" for k in keys]
-            same = "yes" if versus["same_tokens"] else f"no: {versus['first_difference']}"
-        per_token = row["growth_bytes_per_token"]
-        lines.append([
-            row["peer"], row["beams"], around(row["seconds"]), around(row["prefill_seconds"]),
-            around(row["tokens_per_second"], 1), megabytes(row["loaded_bytes"]), megabytes(growth(row)),
-            "?" if per_token is None else f"{per_token / 1e3:.1f}", *ratios, same,
-        ])  # fmt: skip
-    return "\n\n".join([table(head, lines), *why_none(rows)])
+        versus = row.get("versus") or {}
+        shown.append(row | {
+            "total": around(row["seconds"]) if "seconds" in row else "none",
+            "prefill": around(row.get("prefill_seconds")),
+            "decode": around(row.get("tokens_per_second"), 1),
+            "same": "" if not versus else "yes" if versus["same_tokens"] else f"no: {versus['first_difference']}",
+        })  # fmt: skip
+    return "\n\n".join([
+        rows_table(shown, {
+            "engine": "{peer}", "beams": "{beams}", "total s": "{total}", "prefill s": "{prefill}",
+            "decode tok/s": "{decode}", "loaded MB": "{loaded_bytes:MB}", "growth MB": "{growth_bytes[median]:MB}",
+            "kB/token": "{growth_bytes_per_token:kB.1f}", "x total": "{versus[seconds]:.1f}",
+            "x prefill": "{versus[prefill_seconds]:.1f}", "x decode": "{versus[tokens_per_second]:.1f}",
+            "x growth": "{versus[growth_bytes]:.1f}", "same tokens": "{same}"}),
+        *why_none(rows),
+    ])  # fmt: skip
 
 
 def why_none(rows: list[dict[str, Any]]) -> list[str]:

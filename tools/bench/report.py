@@ -4,7 +4,8 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Sequence
+import string
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,35 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
     rule = [("-" * w if i == 0 else "-" * (w - 1) + ":") for i, w in enumerate(widths)]
     return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
+
+
+UNITS = {"us": 1e6, "ms": 1e3, "kB": 1e-3, "G": 1e-9, "M": 1e-6}
+
+
+class Cells(string.Formatter):
+    """`str.format` for cells: "{seconds:ms.2f}" scales by a unit, "MB" and "yes" are formats, None gives a blank."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        try:
+            return super().get_field(field_name, args, kwargs)
+        except (KeyError, TypeError):  # absent, or a part of what is None
+            return None, field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return ""
+        if format_spec == "MB":
+            return megabytes(value)
+        if format_spec == "yes":
+            return "yes" if value else "no"
+        unit = next((unit for unit in UNITS if format_spec.startswith(unit)), "")
+        return format(value * UNITS[unit] if unit else value, format_spec.removeprefix(unit))
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """A table of records: a column per heading, its cells by a format of the record's fields (see `Cells`)."""
+    cells = Cells()
+    return table(list(columns), [[cells.vformat(form, (), row) for form in columns.values()] for row in rows])
 
 
 def megabytes(count: float | None) -> str:

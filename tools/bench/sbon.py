@@ -14,8 +14,9 @@ from engine.errors import CoppiceError, UsageError
 from engine.requests import Search, SearchResult
 from search import BoN, SBoN
 from tools.bench.figures import draw
+from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress
-from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
+from tools.bench.report import finish, rows_table, stamp
 from tools.sbon_counterfactual import add_prompt_flags, as_request, prompts
 
 SPEEDUP, SCORE, SLOWER = 2.0, 98.0, 1.3  # what is wanted
@@ -35,28 +36,17 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("sbon", help="speculative best-of-N beside best-of-N", description=__doc__)
     parts = parser.add_subparsers(required=True, metavar="PART")
     one = parts.add_parser("table", help="speedup and score (the paper's table 1)")
-    one.add_argument("--n", type=int, default=100, help="utterances (%(default)s)")
-    one.add_argument("--tau", type=int, default=11, help="decision token (%(default)s)")
-    one.add_argument("--alpha", type=float, default=0.6, help="rejection rate (%(default)s)")
+    add_numbers(one, n=(100, "utterances"), tau=(11, "decision token"), alpha=(0.6, "rejection rate"))
     one.add_argument("--schedule", default="", help="instead of tau and alpha, as --sbon-schedule")
-    one.set_defaults(run=run_table)
     two = parts.add_parser("memory", help="many started and few kept in the memory of the few (the paper's figure 4)")
-    two.add_argument("--started", type=int, default=250, help="(%(default)s)")
-    two.add_argument("--kept", type=int, default=20, help="(%(default)s)")
-    two.add_argument("--tau", type=int, default=10, help="decision token (%(default)s)")
+    add_numbers(two, started=250, kept=20, tau=(10, "decision token"), seeds=6)
     two.add_argument("--schedule", default="9:0.92", help="several decision points besides (%(default)s)")
-    two.add_argument("--seeds", type=int, default=6, help="(%(default)s)")
-    two.set_defaults(run=run_memory)
-    for part, count, temperature in ((one, 50, 1.5), (two, 24, 1.0)):
+    for part, run, count, temperature in ((one, run_table, 50, 1.5), (two, run_memory, 24, 1.0)):
         part.add_argument("--model", metavar="DIR", help="(the bundled demo)")
         part.add_argument("--reward", metavar="DIR", help="(the demo's)")
         add_prompt_flags(part, count)
-        part.add_argument("--max-new-tokens", type=int, default=96, help="(%(default)s)")
-        part.add_argument("--temperature", type=float, default=temperature, help="(%(default)s)")
-        part.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-        part.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-        part.add_argument("--threads", type=int)
-        add_save_flag(part, "sbon")
+        add_numbers(part, max_new_tokens=96, temperature=temperature, seed=0)
+        add_run_flags(part, "sbon", "auto", run)
 
 
 # --- the paper's table 1 ---
@@ -72,12 +62,10 @@ def run_table(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     body = "\n\n".join([
         f"{engine.name}, {len(records)} prompts, up to {args.max_new_tokens} tokens, temperature {args.temperature}. "
         f"SBoN: {args.schedule or f'tau {args.tau}, alpha {args.alpha}'}, finished utterances kept.",
-        table(
-            ["", "speedup", "score", "worst score", "best kept", "tokens", "seconds", "reward passes", "peak MB"],
-            [[r["search"], f"{r['speedup']:.2f}", f"{r['score']:.1f} ± {r['score_se']:.1f}", f"{r['worst']:.1f}",
-              f"{r['kept']:.0%}", f"{r['tokens']:.2f}", f"{r['seconds']:.2f}", f"{r['reward_passes']:.0f}",
-              megabytes(r["bytes"])] for r in rows],
-        ),
+        rows_table(rows, {
+            "": "{search}", "speedup": "{speedup:.2f}", "score": "{score:.1f} ± {score_se:.1f}",
+            "worst score": "{worst:.1f}", "best kept": "{kept:.0%}", "tokens": "{tokens:.2f}",
+            "seconds": "{seconds:.2f}", "reward passes": "{reward_passes:.0f}", "peak MB": "{bytes:MB}"}),
         TABLE,
     ])  # fmt: skip
     result = {"model": engine.name, "prompts": len(records), "rows": rows}
@@ -172,28 +160,10 @@ def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     records = prompts(args)
     longest = max(len(as_request(r, free, BoN()).prompt) for r in records)
     room = longest + args.kept * args.max_new_tokens
-    unit = sum(e.pool.bytes_per_token for e in (free, free.companions["reward"]))
-    tight = load(args, kv_memory=room * unit)
-    alpha = 1 - args.kept / args.started
-    options: dict[str, Any] = {
-        "n": args.started,
-        "tau": args.tau,
-        "alpha": alpha,
-        "temperature": args.temperature,
-    }
-    halved: dict[str, Any] = options | {"alpha": 0.5}
-    plain = {"temperature": args.temperature}
-    at_once, stepwise = f"SBoN {args.started} -> {args.kept} at {args.tau}", f"SBoN {args.started} at {args.schedule}"
-    plans: dict[str, tuple[Engine, Search]] = {
-        f"Bo{args.kept}": (tight, BoN(n=args.kept, **plain)),
-        at_once: (tight, SBoN(**options)),
-        stepwise: (tight, SBoN(**options, schedule=args.schedule)),
-        f"SBoN {args.started} -> {args.kept} when full": (tight, SBoN(**options, schedule="memory")),
-        f"SBoN {args.started}, halved when full": (tight, SBoN(**halved, schedule="memory")),
-        **{f"Bo{n}*": (free, BoN(n=n, **plain)) for n in (2 * args.kept, 4 * args.kept)},
-    }
+    tight = load(args, kv_memory=room * sum(e.pool.bytes_per_token for e in (free, free.companions["reward"])))
+    plans = memory_plans(args, tight, free)
     runs: dict[str, list[tuple[float, SearchResult]]] = {name: [] for name in plans}
-    ask(tight, records[0], BoN(n=args.kept, **plain), args)  # warm
+    ask(tight, records[0], BoN(n=args.kept, temperature=args.temperature), args)  # warm
     for seed in range(args.seed, args.seed + args.seeds):
         for record in records:
             for name, (engine, search) in plans.items():
@@ -202,32 +172,48 @@ def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     *_, most = runs.values()
     spread = fmean(stdev(reward for _, reward in result.stats["rewards"]) for _, result in most)
     first = runs[f"Bo{args.kept}"]
-    rows = [against(name, told, first, spread) for name, told in runs.items()]
+    rows = [against(name, own, first, spread) for name, own in runs.items()]
     timed = {name: plan for name, plan in plans.items() if plan[0] is tight} | {
-        f"SBoN 100 at {STEPS}": (free, SBoN(n=100, schedule=STEPS, **plain)),
-        "Bo100": (free, BoN(n=100, **plain)),
+        f"SBoN 100 at {STEPS}": (free, SBoN(n=100, schedule=STEPS, temperature=args.temperature)),
+        "Bo100": (free, BoN(n=100, temperature=args.temperature)),
     }
     held = {name: timeline(engine, records[0], search, args) for name, (engine, search) in timed.items()}
     if args.save is not None:
-        picture = args.save.with_name("sbon_memory.svg")
-        draw(picture, (9, 3.8), lambda figure: paint(figure, held, room))
-    body = "\n\n".join([
-        f"{tight.name}, {len(records)} prompts, {args.seeds} seeds, up to {args.max_new_tokens} tokens, temperature "
-        f"{args.temperature}.",
-        table(
-            ["", "reward", "gain", "seconds", "time", "tokens", "peak MB"],
-            [[r["search"], f"{r['reward']:.3f}", f"{r['gain']:.2f} ± {r['gain_se']:.2f}", f"{r['seconds']:.2f}",
-              f"{r['time']:.2f}", f"{r['tokens']:.0f}", megabytes(r["bytes"])] for r in rows],
-        ),
-        MEMORY.format(kept=args.kept, length=args.max_new_tokens),
-        "![live tokens over the steps of one prompt](sbon_memory.svg)",
-    ])  # fmt: skip
+        draw(args.save.with_name("sbon_memory.svg"), (9, 3.8), lambda figure: paint(figure, held, room))
+    body = memory_report(args, f"{tight.name}, {len(records)} prompts", rows)
     result = {"model": tight.name, "room": room, "rows": rows, "timelines": held}
     finish("sbon-memory", made, body, result, args.save)
     for row in rows[1:3]:
         if row["gain"] <= 0 or row["time"] > SLOWER:
             progress(f"{row['search']}: gain {row['gain']:.2f} at {row['time']:.2f} x the time; {SLOWER} is wanted")
     return result
+
+
+def memory_plans(args: argparse.Namespace, tight: Engine, free: Engine) -> dict[str, tuple[Engine, Search]]:
+    """What is compared, each on the engine with the small pools or on the one with all the memory it wants."""
+    plain: dict[str, Any] = {"temperature": args.temperature}
+    options: dict[str, Any] = {"n": args.started, "tau": args.tau, "alpha": 1 - args.kept / args.started} | plain
+    halved: dict[str, Any] = options | {"alpha": 0.5}
+    return {
+        f"Bo{args.kept}": (tight, BoN(n=args.kept, **plain)),
+        f"SBoN {args.started} -> {args.kept} at {args.tau}": (tight, SBoN(**options)),
+        f"SBoN {args.started} at {args.schedule}": (tight, SBoN(**options, schedule=args.schedule)),
+        f"SBoN {args.started} -> {args.kept} when full": (tight, SBoN(**options, schedule="memory")),
+        f"SBoN {args.started}, halved when full": (tight, SBoN(**halved, schedule="memory")),
+        **{f"Bo{n}*": (free, BoN(n=n, **plain)) for n in (2 * args.kept, 4 * args.kept)},
+    }
+
+
+def memory_report(args: argparse.Namespace, setting: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The page's section."""
+    return "\n\n".join([
+        f"{setting}, {args.seeds} seeds, up to {args.max_new_tokens} tokens, temperature {args.temperature}.",
+        rows_table(rows, {
+            "": "{search}", "reward": "{reward:.3f}", "gain": "{gain:.2f} ± {gain_se:.2f}",
+            "seconds": "{seconds:.2f}", "time": "{time:.2f}", "tokens": "{tokens:.0f}", "peak MB": "{bytes:MB}"}),
+        MEMORY.format(kept=args.kept, length=args.max_new_tokens),
+        "![live tokens over the steps of one prompt](sbon_memory.svg)",
+    ])  # fmt: skip
 
 
 def against(

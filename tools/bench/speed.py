@@ -22,7 +22,7 @@ from models.int8 import Int8Linear
 from tools.bench import gpu, host, limits, peers
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.measure import cores, progress
-from tools.bench.report import add_save_flag, finish, megabytes, stamp, table
+from tools.bench.report import add_save_flag, finish, rows_table, stamp, table
 
 KINDS = ("float32", "bfloat16", "int8")
 DEPTHS = (100, 1000)
@@ -138,8 +138,7 @@ class Bench:
         return [draw.randrange(min(3, self.vocab - 1), self.vocab) for _ in range(tokens)]
 
     def spec(self, engine: str, kind: str, beams: int, **more: Any) -> dict[str, Any]:
-        return {"engine": engine, "folder": str(self.folder.resolve()), "dtype": kind, "threads": self.args.threads,
-                "beams": beams, "scratch": self.scratch, "root": str(peers.ROOT), **more}  # fmt: skip
+        return peers.spec(engine, self.folder, kind, beams, self.args.threads, self.scratch, **more)
 
     def row(self, engine: str, kind: str, beams: int, tokens: int) -> dict[str, Any]:
         """Figures of an engine, as of `peers`."""
@@ -293,24 +292,17 @@ def ratio(rounds: Sequence[dict[Any, float]], a: Any, b: Any) -> float | None:
 
 
 def result_table(rows: list[dict[str, Any]]) -> str:
-    head = ["engine", "dtype", "prompt", "beams", "total s", "prefill s", "steps/s", "floor ms", "of floor",
-            "weights MB", "growth MB", "x total"]  # fmt: skip
-    lines = []
+    shown = []
     for row in rows:
-        line = [row["peer"], row["dtype"], row["prompt"], row["beams"]]
-        if "seconds" not in row:
-            lines.append([*line, "none", *[""] * (len(head) - 5)])
-            continue
-        floor, speed, share = row.get("floor_step_seconds"), row["steps_per_second"], ""
-        if floor and speed:
-            share = f"{floor * speed['median']:.2f}"
-        lines.append([
-            *line, f"{row['seconds']['median']:.2f}", f"{row['prefill_seconds']['median']:.2f}",
-            f"{speed['median']:.1f}" if speed else "", f"{floor * 1e3:.1f}" if floor else "", share,
-            megabytes(row["weight_bytes"]) if "weight_bytes" in row else "", megabytes(peers.growth(row)),
-            f"{row['x_total']:.1f}" if row.get("x_total") else "",
-        ])  # fmt: skip
-    return "\n\n".join([table(head, lines), *peers.why_none(rows)])
+        floor, speed = row.get("floor_step_seconds"), row.get("steps_per_second")
+        total = f"{row['seconds']['median']:.2f}" if "seconds" in row else "none"
+        shown.append(row | {"total": total, "share": floor * speed["median"] if floor and speed else None})
+    text = rows_table(shown, {
+        "engine": "{peer}", "dtype": "{dtype}", "prompt": "{prompt}", "beams": "{beams}", "total s": "{total}",
+        "prefill s": "{prefill_seconds[median]:.2f}", "steps/s": "{steps_per_second[median]:.1f}",
+        "floor ms": "{floor_step_seconds:ms.1f}", "of floor": "{share:.2f}", "weights MB": "{weight_bytes:MB}",
+        "growth MB": "{growth_bytes[median]:MB}", "x total": "{x_total:.1f}"})  # fmt: skip
+    return "\n\n".join([text, *peers.why_none(rows)])
 
 
 def verdict_table(found: Sequence[Verdict]) -> str:

@@ -4,7 +4,6 @@ import argparse
 import itertools
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,14 +14,16 @@ import torch
 from engine import Engine
 from engine.demo import is_demo
 from engine.pool import PagePool
-from engine.requests import Evaluate, Search, SearchGenerator, SearchResult, Task
+from engine.requests import Answer, Evaluate, Search, SearchResult, Task
 from engine.tree import TokenTree
 from search import ULTS, Sample, Trie
 from search.ults.prior import Vectors
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.figures import draw, need_figures
+from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress
-from tools.bench.report import add_save_flag, finish, stamp, table
+from tools.bench.report import finish, rows_table, stamp, table
+from tools.bench.searches import Altered, run_alone
 from tools.toy_trees import SHAPE, ToyTree
 from tools.ults_prior import Collect
 
@@ -35,37 +36,29 @@ def add_parser(commands: Any) -> None:
     parts = parser.add_subparsers(required=True, metavar="PART")
 
     toy = parts.add_parser("toy", help="the paper's toy problem")
-    toy.add_argument("--trees", type=int, default=200, help="per alpha (%(default)s)")
-    toy.set_defaults(run=run_toy)
+    add_numbers(toy, trees=(200, "per alpha"))
+    add_run_flags(toy, "ults", None, run_toy)
 
     overhead = parts.add_parser("overhead", help="milliseconds of search per evaluated node, without a model")
-    overhead.add_argument("--k-max", type=int, default=20, help="(%(default)s)")
-    overhead.add_argument("--depth", type=int, default=20, help="(%(default)s)")
-    overhead.add_argument("--samples", type=int, default=1000, help="(%(default)s)")
-    overhead.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    overhead.add_argument("--vocab", type=int, default=32000, help="(%(default)s)")
-    overhead.add_argument("--runs", type=int, default=5, help="medians are of so many (%(default)s)")
-    overhead.set_defaults(run=run_overhead)
+    add_numbers(overhead, k_max=20, depth=20, samples=1000, batches=[1, 8], vocab=32000, runs=(5, "medians count"))
+    add_run_flags(overhead, "ults", None, run_overhead)
 
     model = parts.add_parser("model", help="log-likelihood against nodes and time on a checkpoint")
     add_flags(model)
-    model.add_argument("--prompts", type=int, default=20, help="drawn from the model itself (%(default)s)")
-    model.add_argument("--prompt-tokens", type=int, default=32, help="(%(default)s)")
-    model.add_argument(
-        "--depths", type=int, nargs="+", default=[20, 40], help="new tokens; end-of-sequence is excluded"
+    add_numbers(
+        model,
+        prompts=(20, "drawn from the model itself"),
+        prompt_tokens=32,
+        depths=([20, 40], "new tokens; end-of-sequence is excluded"),
+        beams=[1, 2, 3, 4, 5, 7, 10, 15, 20],
+        k_max=[2, 3, 4, 5, 10, 20],
+        batches=[1, 8],
+        children=20,
+        epsilon=0.1,
     )
-    model.add_argument("--beams", type=int, nargs="+", default=[1, 2, 3, 4, 5, 7, 10, 15, 20])
-    model.add_argument("--k-max", type=int, nargs="+", default=[2, 3, 4, 5, 10, 20])
     model.add_argument("--select", nargs="+", default=["flat", "descendant"])
-    model.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    model.add_argument("--children", type=int, default=20, help="(%(default)s)")
-    model.add_argument("--epsilon", type=float, default=0.1, help="(%(default)s)")
     model.add_argument("--prior", help="auto, dirichlet or a file (vectors of other prompts drawn from the model)")
-    model.add_argument("--dtype", default="float32", choices=["auto", "float32", "bfloat16", "float16"])
-    model.add_argument("--threads", type=int)
-    model.set_defaults(run=run_model)
-    for part in (toy, overhead, model):
-        add_save_flag(part, "ults")
+    add_run_flags(model, "ults", "float32", run_model)
 
 
 # --- toy trees ---
@@ -172,9 +165,8 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
     body = "\n\n".join([
         f"Search alone, a table of softmax vectors over {args.vocab} tokens for a model: {args.samples} samples, k_max "
         f"{args.k_max}, 20 children, depth {args.depth}, medians of {args.runs} runs; at most {LIMIT_MS} ms is wanted.",
-        table(["rule", "batch", "nodes", "rounds", "ms per node", "least-most"],
-              [[r["select"], r["batch"], r["nodes"], r["rounds"], f"{r['ms']:.3f}", f"{r['min']:.3f}-{r['max']:.3f}"]
-               for r in rows]),
+        rows_table(rows, {"rule": "{select}", "batch": "{batch}", "nodes": "{nodes}", "rounds": "{rounds}",
+                          "ms per node": "{ms:.3f}", "least-most": "{min:.3f}-{max:.3f}"}),
     ])  # fmt: skip
     finish("ults-overhead", made, body, {"results": rows}, args.save)
     return {"results": rows}
@@ -183,48 +175,30 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
 def think(search: ULTS, depth: int, rows_RV: torch.Tensor) -> tuple[float, SearchResult]:
     """A search over rows drawn by path; the seconds that it took, without those of the answers."""
     tree = TokenTree(PagePool(SHAPE, 1 << 14, 1), [0])
-    generator = search.run(Task(tree, depth, frozenset(), rows_RV.shape[1]))
-    answer, answering, began = None, 0.0, time.perf_counter()
-    while True:
-        try:
-            request = generator.send(answer)
-        except StopIteration as end:
-            return time.perf_counter() - began - answering, end.value
-        answer, asked = None, time.perf_counter()
-        if isinstance(request, Evaluate):
-            tree.allocate(*tree.pending(request.nodes))
-            answer = request.answer(rows_RV[[hash(tuple(tree.path(n))) % len(rows_RV) for n in request.nodes]])
-            answering += time.perf_counter() - asked
+
+    def rows_of(request: Evaluate) -> tuple[torch.Tensor, None]:
+        return rows_RV[[hash(tuple(tree.path(node))) % len(rows_RV) for node in request.nodes]], None
+
+    return run_alone(search, Task(tree, depth, frozenset(), rows_RV.shape[1]), rows_of)
 
 
 # --- a model ---
 
 
 @dataclass(frozen=True)
-class WithoutEos(Search):
+class WithoutEos(Altered):
     """Another search, on the model without its end-of-sequence tokens, the others renormalised."""
 
-    search: Search
+    def task(self, task: Task) -> Task:
+        return replace(task, eos_token_ids=frozenset())
 
-    def run(self, task: Task) -> SearchGenerator:
-        generator = self.search.run(replace(task, eos_token_ids=frozenset()))
-        eos, answer = sorted(task.eos_token_ids), None
-        while True:
-            try:
-                request = generator.send(answer)
-            except StopIteration as end:
-                return end.value
-            answer = yield replace(request, read=None) if isinstance(request, Evaluate) else request
-            if isinstance(request, Evaluate):
-                rows_NV, _ = answer
-                without = rows_NV.index_fill(1, torch.tensor(eos, dtype=torch.int64, device=rows_NV.device), -torch.inf)
-                answer = request.answer(torch.log_softmax(without, -1) if eos else rows_NV)
+    def alter(self, task: Task, request: Evaluate, rows_NV: torch.Tensor) -> Answer:
+        eos = sorted(task.eos_token_ids)
+        without = rows_NV.index_fill(1, torch.tensor(eos, dtype=torch.int64, device=rows_NV.device), -torch.inf)
+        return request.answer(torch.log_softmax(without, -1) if eos else rows_NV)
 
-    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-        return self.search.slots(prompt_tokens, new_tokens)
-
-    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self.search.check(vocab_size, frozenset())
+    def task_eos(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        return frozenset()
 
 
 def run_model(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:

@@ -63,8 +63,13 @@ class Transformers:
         torch.set_num_threads(spec["threads"])
         dtype = getattr(torch, spec["dtype"])
         self.device = spec.get("device", "cpu")
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(spec["folder"], dtype=dtype).eval()
-        self.model.to(self.device)
+        if "config" in spec:  # random weights, made on the device
+            with torch.device(self.device):
+                torch.set_default_dtype(dtype)
+                self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**spec["config"])).eval()
+        else:
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(spec["folder"], dtype=dtype).eval()
+            self.model.to(self.device)
         self.model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # no end-of-sequence token
         self.torch, self.beams = torch, spec["beams"]
         self.versions = {"transformers": transformers.__version__, "torch": str(torch.__version__)}

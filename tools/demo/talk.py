@@ -19,6 +19,51 @@ UNKNOWN = (
 MAX_TERM, MAX_FACTOR = 20, 10  # numbers in sums, in products
 
 
+TOLD = {  # facts as people tell them
+    "name": ("my name is {}", "I am {}", "I am called {}", "my name is {}", "I'm {}"),
+    "colour": ("my favourite colour is {}", "I like the colour {}", "my favorite color is {}", "I like {}"),
+    "food": ("I like to eat {}", "my favourite food is {}", "I love {}"),
+    "city": ("I live in {}", "I am from {}", "I come from {}"),
+    "hobby": ("I like to {}", "my hobby is to {}", "I love to {}"),
+    "age": ("I am {} years old", "my age is {}"),
+    "friend": ("my friend is called {}", "my best friend is {}", "the name of my friend is {}"),
+    "pet": ("I have a {}", "I have a {}", "my pet is a {}"),
+}
+ECHOED = {
+    "name": "your name is {}", "colour": "your favourite colour is {}", "food": "you like {}",
+    "city": "you live in {}", "hobby": "you like to {}", "age": "you are {} years old",
+    "friend": "your friend is {}", "pet": "you have a {}",
+}  # fmt: skip
+ASKED = {
+    "name": (
+        "What is my name?",
+        "Do you know my name?",
+        "Who am I?",
+        "What's my name?",
+        "Do you remember my name?",
+    ),
+    "colour": ("What is my favourite colour?", "Which colour do I like?", "What is my favorite color?"),
+    "food": ("What do I like to eat?", "What is my favourite food?", "Which food do I like?"),
+    "city": ("Where do I live?", "Which city do I live in?", "Where am I from?"),
+    "hobby": ("What do I like to do?", "What is my hobby?"),
+    "age": ("How old am I?", "What is my age?", "Do you know how old I am?"),
+    "friend": ("What is my friend called?", "What is the name of my friend?", "Who is my friend?"),
+    "pet kind": ("What pet do I have?", "Which animal do I have?", "What kind of pet do I have?"),
+    "pet name": ("What is my pet called?", "What is the name of my pet?", "What's my pet's name?"),
+}
+RECALLED = {
+    "name": ("Your name is {x}.", "You are {x}.", "Your name is {x}."),
+    "colour": ("Your favourite colour is {x}.", "You like {x}."),
+    "food": ("You like {x}.", "Your favourite food is {x}."),
+    "city": ("You live in {x}.", "You are from {x}."),
+    "hobby": ("You like to {x}.", "Your hobby is to {x}."),
+    "age": ("You are {x} years old.", "You are {x}."),
+    "friend": ("Your friend is called {x}.", "Your friend is {x}."),
+    "pet kind": ("You have a {x}.", "Your pet is a {x}."),
+    "pet name": ("Your pet is called {x}.", "Its name is {x}."),
+}
+
+
 @dataclass(frozen=True)
 class Turn:
     """A question and an answer.
@@ -389,17 +434,7 @@ class Talk:
             keys[0] = "name"
         keys = sorted(keys, key=lambda key: key != "name")
         new = {key: told[key] for key in keys}
-        forms = {
-            "name": ("my name is {}", "I am {}", "I am called {}", "my name is {}", "I'm {}"),
-            "colour": ("my favourite colour is {}", "I like the colour {}", "my favorite color is {}", "I like {}"),
-            "food": ("I like to eat {}", "my favourite food is {}", "I love {}"),
-            "city": ("I live in {}", "I am from {}", "I come from {}"),
-            "hobby": ("I like to {}", "my hobby is to {}", "I love to {}"),
-            "age": ("I am {} years old", "my age is {}"),
-            "friend": ("my friend is called {}", "my best friend is {}", "the name of my friend is {}"),
-            "pet": ("I have a {}", "I have a {}", "my pet is a {}"),
-        }
-        parts = [self.rng.choice(forms[key]).format(value) for key, value in new.items()]
+        parts = [self.rng.choice(TOLD[key]).format(value) for key, value in new.items()]
         text = self.pick("", "", "Hello, ", "Hi! ", "Hello! ") if "name" in new else ""
         if len(parts) == 2:
             text += self.pick(" and ", ", and ", ". ").join(parts)
@@ -408,16 +443,11 @@ class Talk:
         text = re.sub(r"(^|[.!] )([a-z])", lambda m: m[1] + m[2].upper(), text) + self.pick(".", ".", "!", "")
         self.facts |= new
 
-        echo = {
-            "name": "your name is {}", "colour": "your favourite colour is {}", "food": "you like {}",
-            "city": "you live in {}", "hobby": "you like to {}", "age": "you are {} years old",
-            "friend": "your friend is {}", "pet": "you have a {}",
-        }  # fmt: skip
         rest = [key for key in keys if key != "name"]
         greeting = self.pick("Nice to meet you, {}!", "Hello {}, nice to meet you!", "Hello, {}!")
         form = [greeting] if "name" in new else []
         if rest:
-            said = " and ".join(echo[key].replace("{}", f"{{{key}}}") for key in rest)
+            said = " and ".join(ECHOED[key].replace("{}", f"{{{key}}}") for key in rest)
             form.append(self.pick("I will remember that {}.", "So {}.", "Good to know that {}.").format(said))
         text_of = " ".join(form).replace("{}", "{name}")
         if self.style == "polite":
@@ -447,23 +477,7 @@ class Talk:
         keys = ["name", "name", "colour", "food", "city", "hobby", "age", "friend", "pet kind", "pet name"]
         told = [key for key in keys if key in facts]
         key = self.rng.choice(told if told and self.rng.random() < 0.85 else keys)
-        questions = {
-            "name": (
-                "What is my name?",
-                "Do you know my name?",
-                "Who am I?",
-                "What's my name?",
-                "Do you remember my name?",
-            ),
-            "colour": ("What is my favourite colour?", "Which colour do I like?", "What is my favorite color?"),
-            "food": ("What do I like to eat?", "What is my favourite food?", "Which food do I like?"),
-            "city": ("Where do I live?", "Which city do I live in?", "Where am I from?"),
-            "hobby": ("What do I like to do?", "What is my hobby?"),
-            "age": ("How old am I?", "What is my age?", "Do you know how old I am?"),
-            "friend": ("What is my friend called?", "What is the name of my friend?", "Who is my friend?"),
-            "pet kind": ("What pet do I have?", "Which animal do I have?", "What kind of pet do I have?"),
-            "pet name": ("What is my pet called?", "What is the name of my pet?", "What's my pet's name?"),
-        }[key]
+        questions = ASKED[key]
         if key not in facts:
             replies = (
                 "You have not told me that.",
@@ -477,20 +491,9 @@ class Talk:
         if key == "pet name":
             questions = (*questions, f"What is my {facts['pet kind']} called?", f"Who is my {facts['pet kind']}?")
         value, rivals = facts[key], self._rivals(key)
-        sentences = {
-            "name": ("Your name is {x}.", "You are {x}.", "Your name is {x}."),
-            "colour": ("Your favourite colour is {x}.", "You like {x}."),
-            "food": ("You like {x}.", "Your favourite food is {x}."),
-            "city": ("You live in {x}.", "You are from {x}."),
-            "hobby": ("You like to {x}.", "Your hobby is to {x}."),
-            "age": ("You are {x} years old.", "You are {x}."),
-            "friend": ("Your friend is called {x}.", "Your friend is {x}."),
-            "pet kind": ("You have a {x}.", "Your pet is a {x}."),
-            "pet name": ("Your pet is called {x}.", "Its name is {x}."),
-        }[key]
         told_names = [facts[other] for other in ("name", "friend", "pet name") if other in facts]
         check = says(value, [*rivals, *told_names] if key in ("name", "friend", "pet name") else rivals)
-        return self.answer("ask", questions, sentences, value, self.other(value, [*rivals, *told_names]), check)
+        return self.answer("ask", questions, RECALLED[key], value, self.other(value, [*rivals, *told_names]), check)
 
     def repeat(self) -> Turn:
         phrase = self.pick(*w.PHRASES, *w.THINGS, *w.STORY_ANIMALS, self.strange_word(), self.strange_word())

@@ -33,17 +33,8 @@ from tools.bench.figures import draw, need_figures
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, finish, stamp
 from tools.profile.clock import Step, Watch, Watched, watched
-from tools.profile.report import (
-    LEGEND,
-    OPERATORS,
-    group_of,
-    operator_row,
-    operator_table,
-    paint,
-    part_table,
-    shares,
-)
-from tools.profile.trace import Operator, read_trace
+from tools.profile.report import LEGEND, OPERATORS, group_of, operator_table, paint, part_table, shares
+from tools.profile.trace import Operator, read_profile
 
 PROMPT = "Tell me a story about a fox."
 
@@ -175,7 +166,7 @@ class Profile:
         activities = [ProfilerActivity.CPU]
         if self.engine.runner.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        profiler = profile(activities=activities, record_shapes=True)
+        profiler = profile(activities=activities, record_shapes=True, with_flops=True)
         on = False
 
         def after_step(done: int) -> None:
@@ -196,11 +187,8 @@ class Profile:
             raise UsageError(f"--trace-from: the search ended after {len(steps)} steps, got {self.window.start}")
         path = self.out / "trace.json"
         profiler.export_chrome_trace(str(path))
-        told = [work for s in steps[self.window] for part, work in s.work.items() if part.endswith("attention")]
-        attention = (sum(w[0] for w in told), sum(w[1] for w in told)) if told else None
-        found = read_trace(path, attention)
         progress(f"saved: {path.name} (open it at ui.perfetto.dev)")
-        return steps, *found
+        return steps, *read_profile(profiler)
 
     # --- what came out ---
 
@@ -252,8 +240,8 @@ class Profile:
             "prompt_parts": self.rows(True),
             "parts": self.rows(False),
             "traced_steps": [self.window.start, min(self.window.stop, len(self.traced))],
-            "operators": [operator_row(op, self.bandwidth, self.rates) for op in self.operators],
-            "kernels": [operator_row(op, self.bandwidth, self.rates) for op in self.kernels],
+            "operators": [op._asdict() for op in self.operators],
+            "kernels": [op._asdict() for op in self.kernels],
             "timeline": timeline,
             "stats": {key: value for key, value in self.stats.items() if isinstance(value, int | float | str)},
         }
@@ -283,7 +271,7 @@ class Profile:
         for title, found in (("", self.operators), ("Kernels on the device:", self.kernels)):
             if found:
                 parts += [title] * bool(title)
-                parts.append(operator_table(found, self.args.top, count, wall, self.bandwidth, self.rates))
+                parts.append(operator_table(found, self.args.top, count, wall))
         return "\n\n".join(parts)
 
     def picture(self, kept: Path | None) -> str:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from statistics import median
 from typing import Any
 
-from tools.bench.report import table
+from tools.bench.report import rows_table
 from tools.profile.clock import MODEL_PARTS, SEARCH, TEXT, Step
 from tools.profile.trace import Operator
 
@@ -14,8 +14,8 @@ least that must move, and matrix products; *of roofline*: (the larger of MB / ba
 100% where caches are faster than memory; ? is what nobody counts. *model*: everything inside `forward` and `logits`;
 *search*: the algorithm, what it reads of log-probabilities included; *engine*: trees, packing, the driver, log-softmax.
 On a GPU these are times of the host, which waits for it only in *answers to the host*."""
-OPERATORS = """Operators, as torch.profiler saw them (it slows short ones down: shares count, not times); *self ms*,
-*MB* and *MFLOP* per step."""
+OPERATORS = """Operators, as torch.profiler saw them (it slows short ones down: shares count, not times); *self ms* and
+*MFLOP*, of the products that torch counts, per step."""
 
 
 def paint(figure: Any, bare: list[Step], timed: list[Step]) -> None:
@@ -69,46 +69,25 @@ def amount(value: float | None, unit: float = 1e6) -> str:
     return (f"{value / unit:,.0f}" if value >= 1000 * unit else f"{value / unit:.3g}") if value else ""
 
 
-def percent(value: float | None) -> str:
-    return "" if value is None or not value else f"{value:.0%}"
-
-
 def part_table(rows: list[dict[str, Any]]) -> str:
-    head = ["part", "of", "ms", "share", "MB", "MFLOP", "of roofline"]
-    lines = []
     for row in rows:
-        numbers = [amount(row["bytes"]), amount(row["operations"])] if row["group"] == "model" else ["", ""]
-        lines.append([row["part"], row["group"], f"{row['seconds'] * 1e3:.3f}", f"{row['share']:.1%}", *numbers,
-                      percent(row["of_roofline"])])  # fmt: skip
-    return table(head, lines)
+        model = row["group"] == "model"
+        row["mb"], row["mflop"] = (amount(row[key]) if model else "" for key in ("bytes", "operations"))
+        row["roofline"] = f"{row['of_roofline']:.0%}" if row["of_roofline"] else ""
+    return rows_table(rows, {"part": "{part}", "of": "{group}", "ms": "{seconds:ms.3f}", "share": "{share:.1%}",
+                             "MB": "{mb}", "MFLOP": "{mflop}", "of roofline": "{roofline}"})  # fmt: skip
 
 
-def operator_row(op: Operator, bandwidth: float, rates: dict[str, float]) -> dict[str, Any]:
-    return vars(op) | {"of_roofline": op.of_roofline(bandwidth, rates)}
-
-
-def operator_table(
-    found: list[Operator], top: int, steps: int, wall: float, bandwidth: float, rates: dict[str, float]
-) -> str:
+def operator_table(found: list[Operator], top: int, steps: int, wall: float) -> str:
     """The operators that took longest, and what is left of the steps' time."""
-    device = any(op.device_seconds for op in found)
-    head = ["operator", "calls", "self ms", "share", *["device ms"] * device, "MB", "MFLOP", "of roofline"]
-    lines = [
-        [op.name, f"{op.calls / steps:.1f}", *time_cells(op.seconds, steps, wall),
-         *[f"{op.device_seconds / steps * 1e3:.3f}"] * device, per_step(op.bytes, steps),
-         per_step(op.operations, steps), percent(op.of_roofline(bandwidth, rates))] for op in found[:top]
-    ]  # fmt: skip
-    rest = found[top:]
-    left = wall - sum(op.seconds for op in found)
-    others = f"{len(rest)} others", f"{sum(op.calls for op in rest) / steps:.1f}", sum(op.seconds for op in rest)
-    for name, calls, seconds in (others, ("Python, and the profiler itself", "", left)):
-        lines.append([name, calls, *time_cells(seconds, steps, wall), *[""] * (len(head) - 4)])
-    return table(head, lines)
-
-
-def time_cells(seconds: float, steps: int, wall: float) -> list[str]:
-    return [f"{seconds / steps * 1e3:.3f}", f"{seconds / wall:.1%}"]
-
-
-def per_step(value: int | None, steps: int) -> str:
-    return amount(None if value is None else value / steps)
+    rest, left = found[top:], wall - sum(op.seconds for op in found)
+    rows: list[dict[str, Any]] = [op._asdict() | {"per_step": f"{op.calls / steps:.1f}"} for op in found[:top]]
+    others = sum(op.calls for op in rest) / steps, sum(op.seconds for op in rest)
+    rows.append({"name": f"{len(rest)} others", "per_step": f"{others[0]:.1f}", "seconds": others[1]})
+    rows.append({"name": "Python, and the profiler itself", "seconds": left})
+    for row in rows:
+        row |= {"share": row["seconds"] / wall, "mflop": amount((row.get("operations") or 0) / steps)}
+        row |= {key: row[key] / steps for key in ("seconds", "device_seconds") if key in row}
+    device = {"device ms": "{device_seconds:ms.3f}"} if any(op.device_seconds for op in found) else {}
+    columns = {"operator": "{name}", "calls": "{per_step}", "self ms": "{seconds:ms.3f}", "share": "{share:.1%}"}
+    return rows_table(rows, columns | device | {"MFLOP": "{mflop}"})

@@ -16,7 +16,7 @@ from search.aded.ngrams import count, merge, open_store, write_store
 from tools.bench import aded as bench
 from tools.bench.measure import progress
 from tools.bench.papers.common import Findings, Models, bullets, ratio, story_requests
-from tools.bench.report import table
+from tools.bench.report import rows_table, table
 from tools.demo.evaluate import prompt
 from tools.demo.generator import dialogue
 
@@ -77,8 +77,10 @@ def run(models: Models) -> Findings:
         f"{models.name}, {models.dtype}; {len(texts)} answers of {fmean(map(len, texts)):.0f} tokens in the mean"
         f"{', written by the demo and recited' if reciting else ''}, one at a time, greedy; store of "
         f"{len(open_store(store)):,} tri-grams.",
-        table(["drafter", "ms/token", "least-most", "x", "accept length", "nodes", "draft ms", "verify ms", "same"],
-              [cells(row) for row in rows]),
+        rows_table([row | {key: 1e3 / value for key, value in row["tokens_per_second"].items()} for row in rows], {
+            "drafter": "{method}", "ms/token": "{median:.2f}", "least-most": "{max:.2f}-{min:.2f}", "x": "{ratio:.2f}",
+            "accept length": "{accept_length:.2f}", "nodes": "{nodes:.1f}", "draft ms": "{draft_ms:.2f}",
+            "verify ms": "{verify_ms:.2f}", "same": "{same:yes}"}),
         "*ms/token*: of decoding, the prompt left out. *x*: autoregressive decoding's ms over its own, in the same "
         "run. *nodes*, *draft ms*, *verify ms*: of a step. *same*: the tokens are the text's.",
         "Beside the paper's table 1, ms per token and accept length:",
@@ -148,13 +150,6 @@ def accept_length(rows: Sequence[dict[str, Any]], method: str) -> float:
 def latency(rows: Sequence[dict[str, Any]], method: str) -> float:
     """Milliseconds per token."""
     return 1e3 / next(row["tokens_per_second"]["median"] for row in rows if row["method"] == method)
-
-
-def cells(row: dict[str, Any]) -> list[object]:
-    speed = row["tokens_per_second"]
-    return [row["method"], f"{1e3 / speed['median']:.2f}", f"{1e3 / speed['max']:.2f}-{1e3 / speed['min']:.2f}",
-            f"{row['ratio']:.2f}", f"{row['accept_length']:.2f}", f"{row['nodes']:.1f}", f"{row['draft_ms']:.2f}",
-            f"{row['verify_ms']:.2f}", "yes" if row["same"] else "no"]  # fmt: skip
 
 
 def beside(rows: Sequence[dict[str, Any]], mcts: str) -> str:

@@ -128,10 +128,9 @@ def measured(
     threads, runs, rows = models.threads or cores(), models.pick(3, 1), []
     for b in beams if not models.quick else beams[-1:]:
         for peer in ("coppice", "transformers"):
-            spec = {"engine": peer, "folder": str(models.target.resolve()), "dtype": models.dtype, "threads": threads,
-                    "beams": b, "device": device, "scratch": str(models.scratch), "root": str(peers.ROOT)}  # fmt: skip
+            asked = peers.spec(peer, models.target, models.dtype, b, threads, models.scratch, device=device)
             python = models.peer_python if peer == "transformers" else sys.executable
-            rows.append({"peer": peer, "beams": b, **peers.measure(python, spec, list(prompt), new_tokens, runs)})
+            rows.append({"peer": peer, "beams": b, **peers.measure(python, asked, list(prompt), new_tokens, runs)})
             progress(f"trie: {peer}, {b} beams: {peers.outcome(rows[-1])}")
     peers.compare(rows)
     setting = f"a prompt of {len(prompt)} tokens, {new_tokens} new ones, {threads} threads, medians of {runs} runs"

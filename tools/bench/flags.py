@@ -1,0 +1,31 @@
+"""Flags that several benchmarks have."""
+
+import argparse
+from typing import Any
+
+from tools.bench.report import add_save_flag
+
+KINDS = ("float32", "bfloat16", "float16")
+
+
+def add_numbers(parser: argparse._ActionsContainer, **flags: Any) -> None:
+    """A flag for each keyword: NAME=default or NAME=(default, help). A list takes several, a float makes it a float."""
+    for name, flag in flags.items():
+        default, text = flag if isinstance(flag, tuple) else (flag, "")
+        one = default[0] if isinstance(default, list) else default
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=float if isinstance(one, float) else int,
+            nargs="+" if isinstance(default, list) else None,
+            default=default,
+            help=text if default is None else f"{text} (%(default)s)".lstrip(),
+        )
+
+
+def add_run_flags(parser: argparse.ArgumentParser, page: str, dtype: str | None = "auto", run: Any = None) -> None:
+    """--dtype (unless None), --threads, --save for a page of docs/results; `run` is what the command calls."""
+    if dtype is not None:
+        parser.add_argument("--dtype", default=dtype, choices=["auto", *KINDS], help="(%(default)s)")
+    parser.add_argument("--threads", type=int)
+    add_save_flag(parser, page)
+    parser.set_defaults(run=run)

@@ -1,0 +1,74 @@
+"""Searches in the hands of a benchmark: with changed answers, or driven without an engine."""
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from engine.requests import Answer, Evaluate, Search, SearchGenerator, SearchResult, Task
+
+
+@dataclass(frozen=True)
+class Altered(Search):
+    """Another search, whose model's rows of log-probabilities are changed before it sees them."""
+
+    search: Search
+
+    def run(self, task: Task) -> SearchGenerator:
+        generator, answer = self.search.run(self.task(task)), None
+        while True:
+            try:
+                request = generator.send(answer)
+            except StopIteration as end:
+                return end.value
+            answer = yield replace(request, read=None) if isinstance(request, Evaluate) else request
+            if isinstance(request, Evaluate):
+                answer = self.alter(task, request, answer.rows_NV)
+
+    def task(self, task: Task) -> Task:
+        """The task that the other search gets."""
+        return task
+
+    @abstractmethod
+    def alter(self, task: Task, request: Evaluate, rows_NV: Tensor) -> Answer:
+        """The answer in place of the model's."""
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        return self.search.slots(prompt_tokens, new_tokens)
+
+    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self.search.check(vocab_size, self.task_eos(eos_token_ids))
+
+    def task_eos(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The end-of-sequence tokens that the other search gets."""
+        return eos_token_ids
+
+
+def run_alone(
+    search: Search, task: Task, rows_of: Callable[[Evaluate], tuple[Tensor, Tensor | None]]
+) -> tuple[float, SearchResult]:
+    """Drive a search without an engine.
+
+    Args:
+        rows_of: the rows of log-probabilities [N, V] for a request, and their peaks (see `Evaluate.read`) or None.
+
+    Returns:
+        the seconds inside the search, what it reads of rows included, and its result.
+    """
+    generator, answer, seconds = search.run(task), None, 0.0
+    while True:
+        began = time.perf_counter()
+        try:
+            request = generator.send(answer)
+        except StopIteration as end:
+            return seconds + time.perf_counter() - began, end.value
+        seconds += time.perf_counter() - began
+        answer = None
+        if isinstance(request, Evaluate):
+            request.tree.allocate(*request.tree.pending(request.nodes))
+            rows_NV, peaks_NB = rows_of(request)
+            began = time.perf_counter()
+            answer = request.answer(rows_NV, peaks_NB)
+            seconds += time.perf_counter() - began
