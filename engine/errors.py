@@ -1,4 +1,4 @@
-"""What can go wrong, and the exit code of each. Every error says what, where and what to do. Checks of ranges."""
+"""What can go wrong, and the exit code of each. Every error says what, where and what to do. The check of a range."""
 
 from typing import Any
 
@@ -12,7 +12,6 @@ __all__ = [
     "SearchError",
     "UsageError",
     "check_integer",
-    "check_number",
 ]
 
 
@@ -52,9 +51,3 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> N
     if type(value) is not int or value < low or (high is not None and value > high):
         wanted = f">= {low}" if high is None else f"from {low} to {high}"
         raise UsageError(f"{name}: expected an integer {wanted}, got {value!r}")
-
-
-def check_number(name: str, value: Any, low: float, high: float) -> None:
-    """Refuse what is no int or float from `low` to `high`. Raises UsageError."""
-    if type(value) not in (int, float) or not low <= value <= high:
-        raise UsageError(f"{name}: expected a number from {low} to {high}, got {value!r}")

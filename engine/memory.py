@@ -20,7 +20,7 @@ from models.config import ModelShape
 
 PAGE_SIZE = {"cpu": 1, "cuda": 16}  # tokens; single ones waste nothing, larger ones suit a GPU's memory
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
-MOST_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
+MAX_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
 
 
 def make_pools(
@@ -42,7 +42,7 @@ def make_pools(
             )
     else:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
-        pages = max(1, min(free // 2 // page_bytes, MOST_TOKENS // size))
+        pages = max(1, min(free // 2 // page_bytes, MAX_TOKENS // size))
     try:
         return [PagePool(shape, pages, size, dtype, device) for shape, dtype in models]
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:

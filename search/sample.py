@@ -84,8 +84,8 @@ class Utterances:
             return torch.cat([token_n.double(), logp_NV[row_n, token_n].double()])
 
         found = (yield Evaluate(self.tree, list(rows), read)).numbers
-        told = found.tolist()
-        for i, token, logp in zip(self.live, map(int, told), told[len(row) :], strict=False):
+        drawn = found.tolist()
+        for i, token, logp in zip(self.live, map(int, drawn), drawn[len(row) :], strict=False):
             self.tokens[i].append(token)
             self.logprobs[i] += logp
             self.reasons[i] = self.task.finish_reason(self.tokens[i])

@@ -24,7 +24,7 @@ from engine.requests import Output, Report, Search, SearchResult
 from engine.trace import Traces
 
 STATUS_DELAY = 0.3  # seconds without settled text before the beams' state is shown
-MOST_SHOWN = 8  # candidates under the text
+MAX_SHOWN = 8  # candidates under the text
 SEVERAL = {"beams": "beams", "n": "utterances", "num_return_sequences": "sequences"}  # a search's field: its count
 QUOTES = '"""'
 NAMED = 60  # characters of a prompt that name its trace
@@ -371,7 +371,7 @@ class Watch:
                 self.reading = f"[{report.info['note']}]" if "note" in report.info else self.reading
                 self._report = report
                 if self.beams and time.monotonic() - self._looked >= self.PERIOD:
-                    self._shown = self.settled, self._look(MOST_SHOWN)
+                    self._shown = self.settled, self._look(MAX_SHOWN)
                     self._looked = time.monotonic()
 
     def stop(self) -> bool:

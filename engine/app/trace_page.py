@@ -16,7 +16,7 @@ from engine.version import __version__
 from models.files import open_regular, read_regular, replacing
 
 FORMAT = "coppice trace 1"
-MOST_BYTES = 1 << 28  # read of a file
+MAX_BYTES = 1 << 28  # read of a file
 KEYS = {"search", "name", "params", "models", "steps", "trees", "outputs", "texts", "stats"}  # of a request, at least
 MARKS = (f'{{"format": "{FORMAT[:-1]}'.encode(), b"<!doctype html><!-- coppice trace ")  # what our files begin with
 PARTS = Path(__file__).parent  # trace_page.html, .css, .js
@@ -118,12 +118,12 @@ def saving(traces: Traces | None, path: str | Path | None) -> Iterator[None]:
 def load(path: str | Path) -> dict[str, Any]:
     """A trace written as JSON: {"requests": [...], "left_out": N, ...}. Raises UsageError."""
     try:
-        data = read_regular(path, MOST_BYTES)
+        data = read_regular(path, MAX_BYTES)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
     try:
         whole = json.loads(data)
-        if len(data) > MOST_BYTES or whole["format"] != FORMAT or not all(r.keys() >= KEYS for r in whole["requests"]):
+        if len(data) > MAX_BYTES or whole["format"] != FORMAT or not all(r.keys() >= KEYS for r in whole["requests"]):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         remedy = "--trace FILE.json of engine.chat, engine.batch or tools.tree writes one"

@@ -15,7 +15,7 @@ from kernels.rows.checks import ACTIVATIONS, SPAN
 
 def _run(name: str, x: Tensor, *arguments: Tensor | int | float) -> None:
     """Calls C++ with the element type of x, the threads, and the addresses of tensors among the arguments."""
-    plain = (a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
+    plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
     function(name)(KINDS[x.dtype], torch.get_num_threads(), *plain)
 
 

@@ -15,38 +15,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import KVMemoryError, UsageError
-from engine.sampling import Warp
-from search.base import Answer, Evaluate, Report, Search, SearchGenerator, SearchResult, Task, register
+from search.base import Answer, Evaluate, Report, SearchGenerator, SearchResult, Task, register
+from search.options import Sampling, check_choices, check_integers, check_numbers
 from search.sample import Utterances
 from search.sbon.rates import accepted, accepted_by_risk, expected_lengths, foretold
 
-MOST = 4096  # utterances
+MAX_UTTERANCES = 4096
 
 
 @register("bon")
 @dataclass(frozen=True)
-class BoN(Search):
+class BoN(Sampling):
     """Best-of-N: the sample that a reward model likes best.
 
     Args:
         n: utterances to draw.
-        temperature, top_k, top_p: see `engine.sampling.Warp`.
-        seed: of the keyed draws.
         num_return_sequences: utterances to return, best first.
     """
 
     n: int = 100
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
     num_return_sequences: int = 1
     models = ("reward",)
 
     def __post_init__(self):
-        Warp(self.temperature, self.top_k, self.top_p)
-        for name, low, high in (("n", 1, MOST), ("seed", 0, 2**63 - 1), ("num_return_sequences", 1, self.n)):
-            _check(name, getattr(self, name), int, low, high)
+        super().__post_init__()
+        check_integers(self, n=(1, MAX_UTTERANCES))
+        check_integers(self, num_return_sequences=(1, self.n))
 
     def run(self, task: Task) -> SearchGenerator:
         race = Race(task, self, self.n)
@@ -83,11 +77,9 @@ class SBoN(BoN):
 
     def __post_init__(self):
         super().__post_init__()
-        _check("tau", self.tau, int, 1, 2**31)
-        _check("alpha", self.alpha, float, 0, 1)
-        _check("risk", self.risk, float, 0, 1)
-        if not isinstance(self.keep_finished, bool):
-            raise UsageError(f"keep_finished: expected true or false, got {self.keep_finished!r}")
+        check_integers(self, tau=(1, 2**31))
+        check_numbers(self, alpha=(0, 1), risk=(0, 1))
+        check_choices(self, keep_finished=(True, False))
         if type(self.schedule) is int or str(self.schedule).strip().isdecimal():
             raise UsageError(f"schedule: expected tokens and rate, as {self.schedule}:0.5, got {self.schedule}")
         if not isinstance(self.schedule, str):
@@ -182,8 +174,7 @@ class Race:
     settled: int = 0
 
     def __post_init__(self):
-        c = self.config
-        self.drawn = Utterances(self.task, self.count, Warp(c.temperature, c.top_k, c.top_p), c.seed)
+        self.drawn = Utterances(self.task, self.count, self.config.warp(), self.config.seed)
         self.running = list(range(self.count))
         self._final: set[int] = set()
 
@@ -196,8 +187,8 @@ class Race:
         """Ask for the rewards of all that run and whose reward is not final yet."""
         assert self.task.judge is not None
         asked = [i for i in self.running if i not in self._final]
-        told = yield from self.task.judge.rewards([self.drawn.tokens[i] for i in asked])
-        self.rewards.update(zip(asked, told, strict=True))
+        rewards = yield from self.task.judge.rewards([self.drawn.tokens[i] for i in asked])
+        self.rewards.update(zip(asked, rewards, strict=True))
         self._final.update(i for i in asked if self.drawn.reasons[i] is not None)
 
     def decide(self, count: Callable[[], int]) -> Generator[Evaluate, Answer, None]:
@@ -263,10 +254,3 @@ class Race:
 def _doubles(tokens: int, tau: int) -> bool:
     times, rest = divmod(tokens, tau)
     return not rest and times > 0 and not times & (times - 1)
-
-
-def _check(name: str, value: object, kind: type, low: float, high: float) -> None:
-    number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    if not (number and low <= value <= high):  # type: ignore[operator]
-        what = "an integer" if kind is int else "a number"
-        raise UsageError(f"{name}: expected {what} from {low} to {high}, got {value!r}")

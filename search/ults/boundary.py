@@ -35,7 +35,7 @@ class Family:
         excluded: sum of the logs by which renormalising (without end-of-sequence) raised those.
         open: children that may be evaluated yet.
         sum_C: their sums; -inf for others.
-        place_C: where on the tapes of `Rest` their samples begin.
+        place_C: where on the tapes of `Delta` their samples begin.
     """
 
     node: int
