@@ -81,18 +81,18 @@ class Runner:
         )
         return self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
 
-    @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]."""
         tree, rows = TokenTree(self.pool, ids), []
         try:
-            for start in range(0, len(ids), self.budget):
-                n = min(self.budget, len(ids) - start)
-                hidden_TE = self.forward([Chunk(tree, n, [], tree.allocate(n, []))])
-                rows.append(self.model.logits(hidden_TE[:n]).float())
+            with torch.inference_mode():
+                for start in range(0, len(ids), self.budget):
+                    n = min(self.budget, len(ids) - start)
+                    hidden_TE = self.forward([Chunk(tree, n, [], tree.allocate(n, []))])
+                    rows.append(self.model.logits(hidden_TE[:n]).float())
         finally:
             tree.release()
-        return torch.cat(rows)
+        return torch.cat(rows)  # outside of inference mode: callers may write to it
 
     def evaluate(self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Part] = ()) -> Answers:
         """One forward pass.
