@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint folder; its tokenizer is what counts")
     parser.add_argument("--input", required=True, nargs="+", metavar="FILE", help="UTF-8 texts or stores; -: stdin")
     parser.add_argument("--output", required=True, metavar="FILE", help="the store; replaced if it is there")
-    told = f"likeliest successors kept per pair of tokens, at least 4; 0: all ({SUCCESSORS})"
-    parser.add_argument("--successors", type=int, default=SUCCESSORS, metavar="N", help=told)
+    text = f"likeliest successors kept per pair of tokens, at least 4; 0: all ({SUCCESSORS})"
+    parser.add_argument("--successors", type=int, default=SUCCESSORS, metavar="N", help=text)
     parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
     parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks")
     args = parser.parse_args(argv)

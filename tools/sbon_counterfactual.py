@@ -69,8 +69,8 @@ def collect(args: argparse.Namespace, argv: Sequence[str]) -> None:
     engine = Engine.load(model, reward=reward, threads=args.threads, kv_memory=args.kv_memory)
     with open(args.output, "w", encoding="utf-8") as sink:
         for number, record in enumerate(prompts(args)):
-            told = {"id": record.get("id", number), **draw_utterances(engine, record, args)}
-            sink.write(json.dumps(told) + "\n")
+            measured = {"id": record.get("id", number), **draw_utterances(engine, record, args)}
+            sink.write(json.dumps(measured) + "\n")
             sink.flush()
             progress(f"prompt {number + 1}: {args.n} utterances")
 
@@ -106,8 +106,8 @@ def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def add_prompt_flags(parser: argparse.ArgumentParser, count: int) -> None:
     """What `prompts` reads, but for the seed."""
-    told = "JSON Lines with messages or a prompt each (fresh ones for the demo)"
-    parser.add_argument("--input", metavar="FILE", help=told)
+    text = "JSON Lines with messages or a prompt each (fresh ones for the demo)"
+    parser.add_argument("--input", metavar="FILE", help=text)
     parser.add_argument("--prompts", type=int, default=count, help="how many (%(default)s)")
 
 
@@ -199,8 +199,8 @@ def bootstrap(
         for p in range(prompt.partial_MP.shape[1]):
             tau, partial_BN = (p + 1) * prompt.every, prompt.partial_MP[:, p][drawn_BN]
             for alpha in ALPHAS:
-                told = counterfactual(partial_BN, final_BN, length_BN, tau, alpha, keep_finished)
-                sums.setdefault((tau, alpha), []).append(tuple(float(x.double().mean()) for x in told))  # type: ignore[arg-type]
+                measured = counterfactual(partial_BN, final_BN, length_BN, tau, alpha, keep_finished)
+                sums.setdefault((tau, alpha), []).append(tuple(float(x.double().mean()) for x in measured))  # type: ignore[arg-type]
     rows = []
     for (tau, alpha), values in sorted(sums.items()):
         values += [(1.0, 100.0, 1.0)] * (len(prompts) - len(values))  # all utterances of the others ended before
@@ -213,16 +213,16 @@ def correlations(prompts: Sequence[Utterances]) -> list[dict[str, float]]:
     """Of partial and final rewards, mean and deviation over the prompts, by tau."""
     rows = []
     for p in range(max(prompt.partial_MP.shape[1] for prompt in prompts)):
-        told = []
+        pairs = []
         for prompt in prompts:
             if p < prompt.partial_MP.shape[1]:
                 x, y = prompt.partial_MP[:, p], prompt.final_M
-                told.append((pearson(x, y), kendall(x.tolist(), y.tolist())))
-        told = [pair for pair in told if not math.isnan(pair[0])]
-        if told:
-            mean_2, std_2 = (f(torch.tensor(told, dtype=torch.float64), 0).tolist() for f in (torch.mean, _deviation))
+                pairs.append((pearson(x, y), kendall(x.tolist(), y.tolist())))
+        pairs = [pair for pair in pairs if not math.isnan(pair[0])]
+        if pairs:
+            mean_2, std_2 = (f(torch.tensor(pairs, dtype=torch.float64), 0).tolist() for f in (torch.mean, _deviation))
             row = dict(zip(("pearson", "kendall", "pearson_std", "kendall_std"), mean_2 + std_2, strict=True))
-            rows.append({"tau": (p + 1) * prompts[0].every, "prompts": len(told)} | row)
+            rows.append({"tau": (p + 1) * prompts[0].every, "prompts": len(pairs)} | row)
     return rows
 
 
@@ -283,9 +283,9 @@ def analyse(args: argparse.Namespace, argv: Sequence[str]) -> None:
 def grid(rows: Sequence[dict[str, Any]], related: Sequence[dict[str, float]]) -> str:
     """A line for each decision token."""
     found = {(row["tau"], row["alpha"]): f"{row['score']:.1f} / {row['token_rate']:.2f}" for row in rows}
-    told = {r["tau"]: [f"{r[name]:.2f} ± {r[name + '_std']:.2f}" for name in ("pearson", "kendall")] for r in related}
+    pairs = {r["tau"]: [f"{r[name]:.2f} ± {r[name + '_std']:.2f}" for name in ("pearson", "kendall")] for r in related}
     taus = sorted({row["tau"] for row in rows})
-    lines = [[tau, *(found[tau, alpha] for alpha in ALPHAS), *told.get(tau, ["", ""])] for tau in taus]
+    lines = [[tau, *(found[tau, alpha] for alpha in ALPHAS), *pairs.get(tau, ["", ""])] for tau in taus]
     return table(["tau", *(f"alpha {alpha}" for alpha in ALPHAS), "Pearson", "Kendall"], lines)
 
 

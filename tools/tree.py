@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("traces", nargs="*", metavar="FILE.json", help="traces to show, instead of a new search")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help=f"what to answer ({PROMPT})")
     parser.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
-    told = "the page, or FILE.json for the data alone (tree.html)"
-    parser.add_argument("-o", "--output", default="tree.html", metavar="FILE", help=told)
+    text = "the page, or FILE.json for the data alone (tree.html)"
+    parser.add_argument("-o", "--output", default="tree.html", metavar="FILE", help=text)
     cli.add_model_flags(parser)
     cli.add_search_flags(parser)
     cli.add_limit_flags(parser)

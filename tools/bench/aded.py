@@ -100,8 +100,8 @@ def add_parser(commands: Any) -> None:
     add_flags(parser)
     parser.add_argument("--recorded", metavar="DIR", help="the checkpoint that writes the texts (the measured one)")
     parser.add_argument("--store", metavar="FILE", help="counted n-grams of its kind of text (from texts it draws)")
-    told = "tokens it draws to count, if there is no --store (%(default)s)"
-    parser.add_argument("--corpus-tokens", type=int, default=200_000, metavar="N", help=told)
+    text = "tokens it draws to count, if there is no --store (%(default)s)"
+    parser.add_argument("--corpus-tokens", type=int, default=200_000, metavar="N", help=text)
     add_numbers(
         parser,
         prompts=(8, "drawn too, 16 tokens each"),
@@ -109,10 +109,10 @@ def add_parser(commands: Any) -> None:
         iterations=([30, 75, 150, 300], "of mcts"),
         runs=(3, "medians are of so many"),
     )
-    told = "random Llamas of L layers and width W that recite the same texts, to find where drafts begin to pay"
-    parser.add_argument("--sizes", nargs="*", default=[], metavar="LxW", help=told)
-    told = "of each method on noise, as many runs as these take: a few per cent matter there (%(default)s)"
-    parser.add_argument("--noise-seconds", type=float, default=30, metavar="S", help=told)
+    text = "random Llamas of L layers and width W that recite the same texts, to find where drafts begin to pay"
+    parser.add_argument("--sizes", nargs="*", default=[], metavar="LxW", help=text)
+    text = "of each method on noise, as many runs as these take: a few per cent matter there (%(default)s)"
+    parser.add_argument("--noise-seconds", type=float, default=30, metavar="S", help=text)
     add_run_flags(parser, "aded", "float32", run)
 
 

@@ -23,8 +23,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_random_flag(parser: argparse._ActionsContainer, what: str) -> None:
     """--random."""
-    told = f"{what}, written to DIR and left there; without DIR to a temporary folder"
-    parser.add_argument("--random", nargs="?", const="", metavar="DIR", help=told)
+    text = f"{what}, written to DIR and left there; without DIR to a temporary folder"
+    parser.add_argument("--random", nargs="?", const="", metavar="DIR", help=text)
 
 
 def add_shape_flags(group: argparse._ActionsContainer) -> None:

@@ -53,7 +53,7 @@ sampling."""
 OVERHEAD_LEGEND = f"""Time inside the search per round (draft layers, verification, trees; median of runs, least to
 most); at most {LIMIT_MS} ms is wanted at W = 5, vocabulary 32000, with the warps of the paper (top-k 10 to 20, top-p
 0.8 to 0.9). Rows of log-probabilities are ready made, and so is the largest of each 128 of them, which the models'
-log-softmax tells on the way. Without any warp all 160,000 cells of a layer stay possible."""
+log-softmax returns as well. Without any warp all 160,000 cells of a layer stay possible."""
 
 
 def add_parser(commands: Any) -> None:

@@ -65,7 +65,7 @@ class PeakMemory:
     """The most resident memory that a process had inside the `with` block: `.bytes`, None where it cannot be known.
 
     The kernel's own high-water mark, reset at the start, where it can be reset (Linux); else samples every 2 ms, which
-    may miss short peaks. `.sampled` tells.
+    may miss short peaks. `.sampled` is True then.
     """
 
     PERIOD = 0.002

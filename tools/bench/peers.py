@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 def spec(
     engine: str, folder: str | Path, dtype: str, beams: int, threads: int, scratch: str | Path, **more: Any
 ) -> dict[str, Any]:
-    """What the process of an engine is told, see `worker.py`."""
+    """The specification of an engine's process, see `worker.py`."""
     return {"engine": engine, "folder": str(Path(folder).resolve()), "dtype": dtype, "beams": beams, "threads": threads,
             "scratch": str(scratch), "root": str(ROOT), **more}  # fmt: skip
 

@@ -88,7 +88,7 @@ def table_rows(
         f"Bo{args.n // 4}": BoN(n=args.n // 4, **options),
         **(more or {}),
     }
-    told: dict[str, list[dict[str, float]]] = {name: [] for name in searches}
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in searches}
     wholes = []
     ask(engine, records[0], BoN(n=args.n, **options), args)  # warm
     for turn, record in enumerate(records):
@@ -97,15 +97,15 @@ def table_rows(
         runs = {name: ask(engine, record, searches[name], args) for name in order}
         wholes.append(Whole.of(*runs[names[0]]))
         for name in names:
-            told[name].append(compared(*runs[name], wholes[-1]))
-        row = told["SBoN"][-1]
+            measured[name].append(compared(*runs[name], wholes[-1]))
+        row = measured["SBoN"][-1]
         progress(f"prompt {turn + 1} of {len(records)}: SBoN x {row['speedup']:.2f}, score {row['score']:.1f}")
-    m = max(1, round(args.n / median(row["speedup"] for row in told["SBoN"])))
+    m = max(1, round(args.n / median(row["speedup"] for row in measured["SBoN"])))
     lesser = BoN(n=m, **options)
-    told[f"BoM, M = {m}"] = [
+    measured[f"BoM, M = {m}"] = [
         compared(*ask(engine, record, lesser, args), whole) for record, whole in zip(records, wholes, strict=True)
     ]
-    return [{"search": name, **averages(values)} for name, values in told.items()]
+    return [{"search": name, **averages(values)} for name, values in measured.items()]
 
 
 class Whole(NamedTuple):
@@ -217,21 +217,21 @@ def memory_report(args: argparse.Namespace, setting: str, rows: Sequence[dict[st
 
 
 def against(
-    name: str, told: Sequence[tuple[float, SearchResult]], first: Sequence[tuple[float, SearchResult]], spread: float
+    name: str, own: Sequence[tuple[float, SearchResult]], first: Sequence[tuple[float, SearchResult]], spread: float
 ) -> dict[str, Any]:
     """Means of a search's runs, and medians of times, beside those of another on the same prompts and seeds."""
-    rewards, theirs = ([result.outputs[0].score or 0.0 for _, result in runs] for runs in (told, first))
+    rewards, theirs = ([result.outputs[0].score or 0.0 for _, result in runs] for runs in (own, first))
     gains = [(a - b) / spread for a, b in zip(rewards, theirs, strict=True)]
-    ratios = [took / base for (took, _), (base, _) in zip(told, first, strict=True)]
+    ratios = [took / base for (took, _), (base, _) in zip(own, first, strict=True)]
     return {
         "search": name,
         "reward": fmean(rewards),
         "gain": fmean(gains),
         "gain_se": stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0,
-        "seconds": median(took for took, _ in told),
+        "seconds": median(took for took, _ in own),
         "time": median(ratios),
-        "tokens": fmean(result.stats["tokens_drawn"] for _, result in told),
-        "bytes": max(result.stats["kv_bytes_peak"] for _, result in told),
+        "tokens": fmean(result.stats["tokens_drawn"] for _, result in own),
+        "bytes": max(result.stats["kv_bytes_peak"] for _, result in own),
     }
 
 

@@ -180,10 +180,10 @@ class Bench:
         found = [
             {d: statistics.median(steps[max(0, d - AROUND) : d + AROUND]) for d in self.args.depths} for steps in texts
         ]
-        told = (
+        speeds = (
             f"{depth}: {1 / statistics.median(seconds[depth] for seconds in found):.1f}" for depth in self.args.depths
         )
-        progress(f"steps/s at depth {', at depth '.join(told)}")
+        progress(f"steps/s at depth {', at depth '.join(speeds)}")
         return found
 
     def compiled(self, kind: str) -> dict[str, Any]:

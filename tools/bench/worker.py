@@ -144,7 +144,7 @@ class CTranslate2:
             )
             return result.sequences_ids[0], time.perf_counter() - begin
 
-        _, prefill = run(1)  # it tells no times of its own
+        _, prefill = run(1)  # it reports no times of its own
         tokens, total = run(new_tokens)
         return {"tokens": tokens, "seconds": total, "prefill_seconds": prefill, "decode_seconds": total - prefill,
                 "steps": None}  # fmt: skip

@@ -70,8 +70,8 @@ shared CPU cores, the others side by side on one each.
 
 def card(figures: dict[str, Any]) -> str:
     """The page for what figures.json holds."""
-    told, training = figures["evaluation"], figures["training"]
-    target, draft, reward = (told[name] for name in ("target", "draft", "reward"))
+    evaluation, training = figures["evaluation"], figures["training"]
+    target, draft, reward = (evaluation[name] for name in ("target", "draft", "reward"))
 
     def share(part: dict[str, int]) -> str:
         return f"{part['right']} of {part['asked']}"

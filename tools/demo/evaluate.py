@@ -69,13 +69,13 @@ def answers(engine: Engine, talks: list[Dialogue]) -> tuple[dict[str, Any], list
         right[turn.task] += fine
         if not fine:
             texts.append({"task": turn.task, "question": turn.user, "answer": output.text, "expected": turn.reply})
-    told = {
+    summary = {
         "questions": len(talks),
         "accuracy": right.total() / len(talks),
         "tasks": {task: {"right": right[task], "asked": asked[task]} for task in sorted(asked)},
         "mistakes": texts,
     }
-    return told, [(ids, result.outputs[0].token_ids) for ids, result in zip(prompts, results, strict=True)]
+    return summary, [(ids, result.outputs[0].token_ids) for ids, result in zip(prompts, results, strict=True)]
 
 
 def agreement(draft: Engine, texts: list[tuple[list[int], list[int]]]) -> float:
@@ -125,9 +125,9 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(mistake, ensure_ascii=False), file=sys.stderr)
     print(json.dumps(figures, indent=2))
     if args.write:
-        told = read_figures(args.folder) | {"evaluation": figures}
-        write_json(args.folder / FIGURES, told)
-        (args.folder / "README.md").write_text(card(told), encoding="utf-8")
+        summary = read_figures(args.folder) | {"evaluation": figures}
+        write_json(args.folder / FIGURES, summary)
+        (args.folder / "README.md").write_text(card(summary), encoding="utf-8")
     reached = {
         "accuracy": figures["target"]["accuracy"],
         "agreement": figures["draft"]["agreement"],

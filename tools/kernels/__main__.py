@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--candidate", metavar="FILE", help="a Python file that defines an operator, see below")
     parser.add_argument("--print-template", action="store_true", help="print a candidate to begin with, and end")
     parser.add_argument("--ops", nargs="+", choices=OPERATORS, metavar="OP", help="(what FILE defines; else all)")
-    told = f"{' '.join(NAMES)} (those that need not be asked for)"
-    parser.add_argument("--impls", nargs="+", choices=NAMES, default=[], metavar="NAME", help=told)
+    text = f"{' '.join(NAMES)} (those that need not be asked for)"
+    parser.add_argument("--impls", nargs="+", choices=NAMES, default=[], metavar="NAME", help=text)
     group = parser.add_argument_group("grid")
     group.add_argument("--prefix", type=int, nargs="+", default=[4096, 8192] if cuda else [512, 2048], metavar="N")
     group.add_argument("--queries", type=int, nargs="+", default=[1, 15, 64], metavar="N")

@@ -68,12 +68,12 @@ class Row(NamedTuple):
 
     def record(self) -> dict[str, Any]:
         """For programs."""
-        told = self._asdict()
-        told |= told.pop("shape")._asdict()
+        record = self._asdict()
+        record |= record.pop("shape")._asdict()
         for key in ("error_max", "error_mean", "x_plain"):  # JSON has no infinity
-            told[key] = told[key] if told[key] is not None and math.isfinite(told[key]) else None
+            record[key] = record[key] if record[key] is not None and math.isfinite(record[key]) else None
         rate = self.bytes / self.seconds["median"] if self.seconds else None
-        return told | {"right": self.right, "of_floor": self.of_floor, "bytes_per_second": rate}
+        return record | {"right": self.right, "of_floor": self.of_floor, "bytes_per_second": rate}
 
 
 class TrapResult(NamedTuple):

@@ -1,7 +1,7 @@
 """Where does the time go? Any search on any checkpoint: by part of the engine, by operator, step by step.
 
 It measures the machine, runs the search a few times bare, a few times under a stop watch, and once under
-torch.profiler; times that it tells of parts and steps are those of runs without the profiler. What it writes to --out:
+torch.profiler; the times of parts and steps are those of runs without the profiler. What it writes to --out:
 trace.json (open it at ui.perfetto.dev), timeline.svg (needs the extra `viz`), result.json.
 """
 
@@ -291,8 +291,8 @@ def dtype_name(engine: Engine) -> str:
 
 def describe(search: Search) -> str:
     """A configuration, in short: what differs from its defaults."""
-    told = [f"{key} {value}" for key, value in vars(search).items() if value != getattr(type(search), key, None)]
-    return " ".join([type(search).__name__, *([f"({', '.join(told)})"] if told else [])])
+    changed = [f"{key} {value}" for key, value in vars(search).items() if value != getattr(type(search), key, None)]
+    return " ".join([type(search).__name__, *([f"({', '.join(changed)})"] if changed else [])])
 
 
 def middle(runs: list[list[Step]]) -> list[Step]:

@@ -51,7 +51,7 @@ DIFFERS = (
     grows with the number of nodes: there is less to win than where a pass is a matter of reading weights. Accept
     lengths at a fixed number of nodes do not depend on that. *auto* drafts only as much as pays.""",
     "A text here is up to {tokens} tokens long, so that there is less to adapt to than in answers of hundreds.",
-    """The paper's figures 4 and 6 are not told in numbers. Its text has ADED better than REST in most cases; on Alpaca
+    """The paper's figures 4 and 6 come without numbers. Its text has ADED better than REST in most cases; on Alpaca
     with Vicuna-13B, 24.06 ms stand against 22.94.""",
 )
 ITERATIONS = (30, 75, 150, 300)

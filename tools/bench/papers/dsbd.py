@@ -12,7 +12,7 @@ TITLE = "Dynamic-Width Speculative Beam Decoding for LLM Inference (DSBD)"
 SETTING = """Llama-2-13B with drafts by Llama-68M, Llama-3.1-8B by Llama-3.2-1B, OPT-13B by OPT-125M, on a GPU that is
 not named; SQuAD (exact match), Spider (execution accuracy), MT-Bench (rated by GPT-4); W_S from 2 to 6, t 0.7 and 0.9,
 W_min from 1 to 3, beam sampling with 1 to 4 beams (sections 4.1 and 4.2)."""
-RANDOM = ""  # two random models do not agree at all: a pair is made that agrees as told
+RANDOM = ""  # two random models do not agree at all: a pair is made that agrees to a set degree
 DEVIATION = 0.8  # of what context adds to that pair's logits
 SPEEDUP = "1.5 to 1.9"  # section 4.2: of DSBD over beam sampling at equal quality, SQuAD and Spider
 # Table 1, MT-Bench: (pair, method) -> (score, tokens per second).
