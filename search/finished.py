@@ -3,8 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from engine.rewards import shared_length
-from engine.tree import TokenTree
+from engine.tree import TokenTree, shared_length
 from search.base import Output
 
 Candidate = tuple[float | None, list[int]]  # score and tokens, as `Report.beams` returns them
