@@ -11,7 +11,6 @@ __all__ = [
     "NumericsError",
     "SearchError",
     "UsageError",
-    "check_integer",
 ]
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from engine import Engine, Evaluate, KVMemoryError, NumericsError, Output, Report, SearchResult
 from engine.contract import ContractError
 from engine.driver import Driver, Job, Runner
-from engine.engine import make_pools
 from engine.loading import LoadedModel
+from engine.memory import make_pools
 from engine.pool import PagePool
 from tools.random_checkpoint import make
 
