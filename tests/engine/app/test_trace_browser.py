@@ -61,6 +61,11 @@ class Browser:
         """JavaScript, in the page."""
         return self.ask("POST", "/execute/sync", {"script": script, "args": list(args)})
 
+    def wait_for_frame(self) -> None:
+        """Until the page has drawn what follows from scrolling, which it does in the next frame."""
+        script = "const [done] = arguments; requestAnimationFrame(() => requestAnimationFrame(() => done(true)));"
+        assert self.ask("POST", "/execute/async", {"script": script, "args": []})
+
     def text(self, selector: str) -> str:
         return self.run("return document.querySelector(arguments[0]).textContent", selector)
 
@@ -144,6 +149,7 @@ def test_every_step_of_a_search_is_drawn(browser: Browser, records: dict[str, An
         browser.run("const v = document.getElementById('view'); v.value = arguments[0]; v.onchange({target: v})", view)
         for step in range(0, last + 1, 3):
             browser.run("go(arguments[0])", step)
+            browser.wait_for_frame()
             colours, part = browser.run(COLOURS, ".tree canvas")
             assert colours > 20 and part > 0.002, (view, step)
     states = browser.run(
