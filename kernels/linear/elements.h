@@ -1,0 +1,176 @@
+// The elements of packed matrices. Each has
+//   Row            what a prepared row of x consists of
+//   STEP, BYTES    elements of a row that are multiplied at once, and what they take of a panel for one output
+//   Part, VECTORS  the elements of LANES outputs that are multiplied at once, in so many registers
+//   Sum            of LANES outputs
+// and prepares rows, loads parts, adds a part times STEP elements of a row to sums, and makes values of sums.
+
+#pragma once
+
+#include "../vectors.h"
+
+namespace {
+
+struct Unit {  // of a row of x
+    float size;
+    int32_t excess;  // of its sums of products, see Int8
+};
+
+// Rows of floats.
+struct Wide {
+    typedef float Row;
+    typedef Floats Sum;
+
+    template <typename T>
+    static Unit prepare(const T* x, int64_t width, float* row) {
+        each(width, [&](int64_t i, auto n) { write(load(x + i, n), row + i, n); });
+        row[width] = 0;  // STEP is at most 2
+        return {};
+    }
+    static Floats value(Floats sum, const Unit*, int64_t, const float*, int64_t, int) { return sum; }
+};
+
+struct Float32 : Wide {
+    typedef Floats Part;
+    static constexpr int STEP = 1, BYTES = 4, VECTORS = 1;
+    static Part load(const char* at) { return read<Floats>(at, LANES); }
+    static Sum add(Sum sum, Part part, const Row* x) { return sum + part * x[0]; }
+};
+
+struct WideFloat16 : Wide {
+    typedef Floats Part;
+    static constexpr int STEP = 1, BYTES = 2, VECTORS = 1;
+    static Part load(const char* at) { return ::load((const _Float16*)at); }
+    static Sum add(Sum sum, Part part, const Row* x) { return sum + part * x[0]; }
+};
+
+// Pairs of elements lie in words, the first in the low half.
+struct WideBFloat16 : Wide {
+    struct Part {
+        Floats first, second;
+    };
+    static constexpr int STEP = 2, BYTES = 4, VECTORS = 2;
+    static Part load(const char* at) {
+        const Ints words = read<Ints>(at, LANES);
+        return {(Floats)(words << 16), (Floats)(words & ~0xffff)};
+    }
+    static Sum add(Sum sum, Part part, const Row* x) { return sum + part.first * x[0] + part.second * x[1]; }
+};
+
+#ifdef __AVX512BF16__
+#define BFLOAT16_PAIRS
+struct PairsOfBFloat16 {
+    typedef BFloat16 Row;
+    typedef Floats Sum;
+    typedef Ints Part;
+    static constexpr int STEP = 2, BYTES = 4, VECTORS = 1;
+
+    template <typename T>
+    static Unit prepare(const T* x, int64_t width, BFloat16* row) {
+        each(width, [&](int64_t i, auto n) { store(::load(x + i, n), row + i, n); });
+        row[width] = {};
+        return {};
+    }
+    static Part load(const char* at) { return read<Ints>(at, LANES); }
+    static Sum add(Sum sum, Part part, const Row* x) {
+        int32_t pair;
+        std::memcpy(&pair, x, sizeof pair);
+        return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)part, (__m512bh)_mm512_set1_epi32(pair));
+    }
+    static Floats value(Floats sum, const Unit*, int64_t, const float*, int64_t, int) { return sum; }
+};
+#endif
+
+// The products of four int8, those of a panel as unsigned numbers, 128 more than they stand for.
+#if defined(__AVX512VNNI__)
+struct FourInt8 {
+    typedef int8_t Row;
+    typedef Ints Part;
+    static constexpr int VECTORS = 1;
+    static constexpr int ORDER[4] = {0, 1, 2, 3};
+    static Part load(const char* at) { return read<Ints>(at, LANES); }
+    static Ints add(Ints sum, Part part, const Row* x) {
+        int32_t four;
+        std::memcpy(&four, x, sizeof four);
+        return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)part, _mm512_set1_epi32(four));
+    }
+};
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+struct FourInt8 {
+    typedef int16_t Row;
+    struct Part {
+        Ints even, odd;
+    };
+    static constexpr int VECTORS = 2;
+    static constexpr int ORDER[4] = {0, 2, 1, 3};
+    static Part load(const char* at) {
+        const Ints words = read<Ints>(at, LANES);
+        return {words & 0x00ff00ff, (Ints)_mm256_srli_epi16((__m256i)words, 8)};
+    }
+    static Ints add(Ints sum, Part part, const Row* x) {
+        int32_t even, odd;
+        std::memcpy(&even, x, sizeof even);
+        std::memcpy(&odd, x + 2, sizeof odd);
+        return sum + (Ints)_mm256_madd_epi16((__m256i)part.even, _mm256_set1_epi32(even)) +
+               (Ints)_mm256_madd_epi16((__m256i)part.odd, _mm256_set1_epi32(odd));
+    }
+};
+#else
+struct FourInt8 {
+    typedef int32_t Row;
+    struct Part {
+        Ints numbers[4];
+    };
+    static constexpr int VECTORS = 4;
+    static constexpr int ORDER[4] = {0, 1, 2, 3};
+    static Part load(const char* at) {
+        const Ints words = read<Ints>(at, LANES);
+        return {{words & 255, words >> 8 & 255, words >> 16 & 255, words >> 24 & 255}};
+    }
+    static Ints add(Ints sum, Part part, const Row* x) {
+        for (int i = 0; i < 4; i++) sum += part.numbers[i] * x[i];
+        return sum;
+    }
+};
+#endif
+
+// A row of x is rounded to steps of 1 / 127 of its largest magnitude. Sums are exact, so that all processors agree.
+struct Int8 : FourInt8 {
+    typedef Ints Sum;
+    static constexpr int STEP = 4, BYTES = 4;
+
+    template <typename T>
+    static Unit prepare(const T* x, int64_t width, Row* row) {
+        Floats most{};
+        each(width, [&](int64_t i, auto n) {
+            const Floats part = ::load(x + i, n), size = part < 0 ? -part : part;
+            most = (size > most) | (size != size) ? size : most;  // NaN wins
+        });
+        float largest = 0;
+        for (int lane = 0; lane < LANES; lane++)
+            if (most[lane] > largest || most[lane] != most[lane]) largest = most[lane];
+        const float scale = 127 / largest;
+        Ints sum{};
+        each(width, [&](int64_t i, auto n) {
+            Ints steps = __builtin_convertvector(::load(x + i, n) * scale + 128.5f, Ints) - 128;
+            for (int lane = n; lane < LANES; lane++) steps[lane] = 0;
+            sum += steps;
+            for (int lane = 0; lane < LANES; lane++) row[i + lane / 4 * 4 + ORDER[lane % 4]] = Row(steps[lane]);
+        });
+        int32_t total = 0;
+        for (int lane = 0; lane < LANES; lane++) total += sum[lane];
+        return {largest, 128 * total};
+    }
+    static Floats value(Ints sum, const Unit* units, int64_t row, const float* scale_O, int64_t at, int n) {
+        const Floats exact = __builtin_convertvector(sum - units[row].excess, Floats);
+        return exact * ::load(scale_O + at, n) * units[row].size;
+    }
+};
+
+#ifdef __AVX512F__
+constexpr int REGISTERS = 32, SPARE_REGISTERS = 0;  // x is read from memory by the multiplication
+#else
+constexpr int REGISTERS = 16, SPARE_REGISTERS = 1;  // for x
+#endif
+
+}  // namespace
