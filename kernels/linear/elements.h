@@ -30,7 +30,7 @@ struct Wide {
     static Floats value(Floats sum, const Unit*, int64_t, const float*, int64_t, int) { return sum; }
 };
 
-struct Float32 : Wide {
+struct WideFloat32 : Wide {
     typedef Floats Part;
     static constexpr int STEP = 1, BYTES = 4, VECTORS = 1;
     static Part load(const char* at) { return read<Floats>(at, LANES); }
@@ -40,7 +40,7 @@ struct Float32 : Wide {
 struct WideFloat16 : Wide {
     typedef Floats Part;
     static constexpr int STEP = 1, BYTES = 2, VECTORS = 1;
-    static Part load(const char* at) { return ::load((const _Float16*)at); }
+    static Part load(const char* at) { return ::load((const Float16*)at); }
     static Sum add(Sum sum, Part part, const Row* x) { return sum + part * x[0]; }
 };
 
@@ -57,8 +57,7 @@ struct WideBFloat16 : Wide {
     static Sum add(Sum sum, Part part, const Row* x) { return sum + part.first * x[0] + part.second * x[1]; }
 };
 
-#ifdef __AVX512BF16__
-#define BFLOAT16_PAIRS
+#ifdef BFLOAT16_PAIRS
 struct PairsOfBFloat16 {
     typedef BFloat16 Row;
     typedef Floats Sum;
@@ -75,69 +74,18 @@ struct PairsOfBFloat16 {
     static Sum add(Sum sum, Part part, const Row* x) {
         int32_t pair;
         std::memcpy(&pair, x, sizeof pair);
-        return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)part, (__m512bh)_mm512_set1_epi32(pair));
+        return add_pairs(sum, part, pair);
     }
     static Floats value(Floats sum, const Unit*, int64_t, const float*, int64_t, int) { return sum; }
 };
 #endif
 
-// The products of four int8, those of a panel as unsigned numbers, 128 more than they stand for.
-#if defined(__AVX512VNNI__)
-struct FourInt8 {
-    typedef int8_t Row;
-    typedef Ints Part;
-    static constexpr int VECTORS = 1;
-    static constexpr int ORDER[4] = {0, 1, 2, 3};
-    static Part load(const char* at) { return read<Ints>(at, LANES); }
-    static Ints add(Ints sum, Part part, const Row* x) {
-        int32_t four;
-        std::memcpy(&four, x, sizeof four);
-        return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)part, _mm512_set1_epi32(four));
-    }
-};
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-struct FourInt8 {
-    typedef int16_t Row;
-    struct Part {
-        Ints even, odd;
-    };
-    static constexpr int VECTORS = 2;
-    static constexpr int ORDER[4] = {0, 2, 1, 3};
-    static Part load(const char* at) {
-        const Ints words = read<Ints>(at, LANES);
-        return {words & 0x00ff00ff, (Ints)_mm256_srli_epi16((__m256i)words, 8)};
-    }
-    static Ints add(Ints sum, Part part, const Row* x) {
-        int32_t even, odd;
-        std::memcpy(&even, x, sizeof even);
-        std::memcpy(&odd, x + 2, sizeof odd);
-        return sum + (Ints)_mm256_madd_epi16((__m256i)part.even, _mm256_set1_epi32(even)) +
-               (Ints)_mm256_madd_epi16((__m256i)part.odd, _mm256_set1_epi32(odd));
-    }
-};
-#else
-struct FourInt8 {
-    typedef int32_t Row;
-    struct Part {
-        Ints numbers[4];
-    };
-    static constexpr int VECTORS = 4;
-    static constexpr int ORDER[4] = {0, 1, 2, 3};
-    static Part load(const char* at) {
-        const Ints words = read<Ints>(at, LANES);
-        return {{words & 255, words >> 8 & 255, words >> 16 & 255, words >> 24 & 255}};
-    }
-    static Ints add(Ints sum, Part part, const Row* x) {
-        for (int i = 0; i < 4; i++) sum += part.numbers[i] * x[i];
-        return sum;
-    }
-};
-#endif
-
-// A row of x is rounded to steps of 1 / 127 of its largest magnitude. Sums are exact, so that all processors agree.
+// Rows of x are rounded to steps of 1 / 127 of their largest magnitude. Panels hold numbers that are 128 too large, and
+// FourInt8 multiplies by those that are OFFSET too large. Sums are exact, so that all processors agree.
 struct Int8 : FourInt8 {
     typedef Ints Sum;
     static constexpr int STEP = 4, BYTES = 4;
+    static Part load(const char* at) { return part(read<Ints>(at, LANES)); }
 
     template <typename T>
     static Unit prepare(const T* x, int64_t width, Row* row) {
@@ -159,18 +107,12 @@ struct Int8 : FourInt8 {
         });
         int32_t total = 0;
         for (int lane = 0; lane < LANES; lane++) total += sum[lane];
-        return {largest, 128 * total};
+        return {largest, OFFSET * total};
     }
     static Floats value(Ints sum, const Unit* units, int64_t row, const float* scale_O, int64_t at, int n) {
         const Floats exact = __builtin_convertvector(sum - units[row].excess, Floats);
         return exact * ::load(scale_O + at, n) * units[row].size;
     }
 };
-
-#ifdef __AVX512F__
-constexpr int REGISTERS = 32, SPARE_REGISTERS = 0;  // x is read from memory by the multiplication
-#else
-constexpr int REGISTERS = 16, SPARE_REGISTERS = 1;  // for x
-#endif
 
 }  // namespace

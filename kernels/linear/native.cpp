@@ -21,6 +21,7 @@ constexpr int PIECE = 64;     // outputs
 constexpr int CHUNK = 64;     // elements of a row
 constexpr int GROUP = 60;     // rows that share a fetch from the second-level cache
 constexpr int AHEAD = 8192;   // bytes
+constexpr int LEAST = LANES == PANEL ? 2 : PANEL / LANES;  // vectors per row of a set
 constexpr int OWN_ROWS = 16;  // prepared by each thread for itself, as waiting for the others would take longer
 
 // Whether the sums of a block and the vectors that it multiplies by fit into the registers.
@@ -36,11 +37,11 @@ constexpr int max_rows(int vectors) {
     return rows;
 }
 
-// Vectors of sums per row of a set: a piece if the rows are so few that it fits, a panel if they are many.
+// Vectors of sums per row of a set: a piece if the rows are so few that it fits.
 template <typename Element>
 constexpr int vectors_for(int rows) {
     int vectors = PIECE / LANES;
-    while (vectors > PANEL / LANES && !fits<Element>(rows, vectors)) vectors /= 2;
+    while (vectors > LEAST && !fits<Element>(rows, vectors)) vectors /= 2;
     return vectors;
 }
 
@@ -114,7 +115,7 @@ template <typename Element, int VECTORS = PIECE / LANES, typename Finish>
 void multiply_piece(const Rows<Element>& rows, int64_t row, int count, const char* packed, int64_t steps, int64_t out,
                     int64_t outs, Finish finish) {
     if (VECTORS > vectors_for<Element>(count)) {
-        if constexpr (VECTORS > PANEL / LANES)
+        if constexpr (VECTORS > LEAST)
             multiply_piece<Element, VECTORS / 2>(rows, row, count, packed, steps, out, outs, finish);
         return;
     }
@@ -188,7 +189,7 @@ void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void
 extern "C" void coppice_linear(int64_t kind, int64_t threads, const Matrix* matrix, const void* x, void* out,
                                int64_t rows) {
     const Matrix& m = *matrix;
-    if (m.kind == 0) product<Float32>(kind, threads, m, x, out, rows);
+    if (m.kind == 0) product<WideFloat32>(kind, threads, m, x, out, rows);
     if (m.kind == 1) {
 #ifdef BFLOAT16_PAIRS
         if (kind == 1) return product<PairsOfBFloat16>(kind, threads, m, x, out, rows);
