@@ -89,7 +89,7 @@ def pick_precision(own: torch.dtype, device: torch.device, float32_bytes: int, m
         return Precision(own)
     reason = f"this {'GPU' if device.type == 'cuda' else 'processor'} has no {name} products"
     if has_kernels(own, device):
-        return Precision(full, f"{reason}; its {name} weights stay as they are")
+        return Precision(full, f"{reason}; the {name} weights stay as they are")
     if device.type == "cpu" and float32_bytes > 0.8 * memory:
         sizes = f"{float32_bytes / 2**30:.1f} of {memory / 2**30:.1f} GiB"
         return Precision(own, f"{reason}, but float32 weights would take {sizes} of memory", slow=True)

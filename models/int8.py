@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from kernels.cpp import watched
+from kernels.cpp import KINDS, watched
 from kernels.linear import Packed, linear, pack
 from kernels.linear.reference import quantize as quantize_rows
 from kernels.stack import Matrix
@@ -45,16 +45,17 @@ class Int8Linear(nn.Module):
         super().__init__()
         weights = [*weights]
         outs, width = sum(len(w) for w in weights), weights[0].shape[1]
-        self.scale_O = torch.empty(outs)
+        scale_O = torch.empty(outs)
         self.bias = torch.cat([b.to(dtype) for b in biases]) if biases is not None else None
         self.packed: Packed | None = None
-        rows = quantized(weights, self.scale_O)
-        if has_kernels(dtype, device):
+        rows = quantized(weights, scale_O)
+        self.dtype = dtype
+        if has_kernels(torch.float32, device):
             panels = pack(rows, torch.int8, outs, width)
-            self.packed = Packed(panels, outs, width, self.scale_O.div_(127))
+            self.packed = Packed(panels, outs, width, scale_O.div_(127))
         else:
             self.weight = torch.ops.onednn.qlinear_prepack(torch.cat([*rows]), None)
-            self.scale_O /= 127  # the rows of x are scaled to -127 .. 127
+            self.scale_O = scale_O.div_(127)  # the rows of x are scaled to -127 .. 127
             self.zero_O = torch.zeros(outs, dtype=torch.int32)
 
     @staticmethod
@@ -75,12 +76,15 @@ class Int8Linear(nn.Module):
     @property
     def matrix(self) -> Matrix | None:
         """For a stack, which has our own products only."""
-        return Matrix(self.packed, self.bias) if self.packed else None
+        return Matrix(self.packed, self.bias) if self.packed and self.dtype in KINDS else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
         if self.packed:
-            return linear(x, self.packed, self.bias)
+            if x.dtype in KINDS:
+                return linear(x, self.packed, self.bias)
+            y = linear(x.float(), self.packed).to(x.dtype)
+            return y if self.bias is None else y + self.bias
         run = torch.ops.coppice.int8_linear if watched() else int8_linear
         return run(x, self.weight, self.scale_O, self.zero_O, self.bias)
 

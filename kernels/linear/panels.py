@@ -67,7 +67,12 @@ def pack(rows: Iterable[Tensor], dtype: torch.dtype, outs: int, width: int) -> T
 
     Returns:
         The panels, see `Packed`.
+
+    Raises:
+        ValueError: a matrix of int8 that is too wide.
     """
+    if dtype == torch.int8 and width > MAX_INT8_WIDTH:
+        raise ValueError(f"width: int8 takes at most {MAX_INT8_WIDTH}, got {width}")
     step = STEPS[dtype]
     stored = torch.uint8 if dtype == torch.int8 else dtype
     panels_PSOE = torch.empty(shape(dtype, outs, width), dtype=stored)
