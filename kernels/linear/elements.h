@@ -1,6 +1,7 @@
 // The elements of packed matrices. Each has
 //   Row            what a prepared row of x consists of
 //   STEP, BYTES    elements of a row that are multiplied at once, and what they take of a panel for one output
+//   CHUNK          elements of a row that are summed up before they are added to its total
 //   Part, VECTORS  the elements of LANES outputs that are multiplied at once, in so many registers
 //   Sum            of LANES outputs
 // and prepares rows, loads parts, adds a part times STEP elements of a row to sums, and makes values of sums.
@@ -20,6 +21,7 @@ struct Unit {  // of a row of x
 struct Wide {
     typedef float Row;
     typedef Floats Sum;
+    static constexpr int CHUNK = 64;
 
     template <typename T>
     static Unit prepare(const T* x, int64_t width, float* row) {
@@ -62,7 +64,7 @@ struct PairsOfBFloat16 {
     typedef BFloat16 Row;
     typedef Floats Sum;
     typedef Ints Part;
-    static constexpr int STEP = 2, BYTES = 4, VECTORS = 1;
+    static constexpr int STEP = 2, BYTES = 4, VECTORS = 1, CHUNK = 128;
 
     template <typename T>
     static Unit prepare(const T* x, int64_t width, BFloat16* row) {
@@ -84,7 +86,7 @@ struct PairsOfBFloat16 {
 // FourInt8 multiplies by those that are OFFSET too large. Sums are exact, so that all processors agree.
 struct Int8 : FourInt8 {
     typedef Ints Sum;
-    static constexpr int STEP = 4, BYTES = 4;
+    static constexpr int STEP = 4, BYTES = 4, CHUNK = 256;
     static Part load(const char* at) { return part(read<Ints>(at, LANES)); }
 
     template <typename T>

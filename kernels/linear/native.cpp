@@ -2,7 +2,7 @@
 // the processor's multiplications, any number by the same code.
 //
 // A thread takes PIECE outputs at a time. Of these a set of vectors runs down its panels; the sums of a block of rows
-// with the set stay in registers for CHUNK elements, and are then added to totals, so that long rows lose no precision
+// with the set stay in registers for a chunk of the width, and are then added to totals, so that long rows lose no precision
 // and every row gets the same sum whatever rows are beside it. A chunk comes from memory once: the first block fetches
 // it, and all blocks together fetch what lies AHEAD.
 
@@ -18,7 +18,6 @@ namespace {
 
 constexpr int PANEL = 16;     // outputs side by side
 constexpr int PIECE = 64;     // outputs
-constexpr int CHUNK = 64;     // elements of a row
 constexpr int GROUP = 60;     // rows that share a fetch from the second-level cache
 constexpr int AHEAD = 8192;   // bytes
 constexpr int LEAST = LANES == PANEL ? 2 : PANEL / LANES;  // vectors per row of a set
@@ -92,7 +91,7 @@ void add_rows(int count, Arguments... arguments) {
 // `count` rows, at most GROUP, times VECTORS vectors of outputs; finish(row, vector, sum) takes the sums.
 template <typename Element, int VECTORS, typename Finish>
 void multiply_set(const Rows<Element>& rows, int64_t row, int count, const char* panel, int64_t steps, Finish finish) {
-    constexpr int LINE = PANEL * Element::BYTES, STEPS = CHUNK / Element::STEP;
+    constexpr int LINE = PANEL * Element::BYTES, STEPS = Element::CHUNK / Element::STEP;
     constexpr int MOST = max_rows<Element>(VECTORS);
     typename Element::Sum totals[GROUP][VECTORS];
     std::memset(totals, 0, count * sizeof totals[0]);
