@@ -163,7 +163,7 @@ class ModelJudge:
         if self.tree is not None:
             self.tree.release()
         prompt = self.script.whole([])
-        prompt = prompt[: min(shared_length(prompt, ids) for ids in texts)]
+        prompt = prompt[: shared_length(prompt, *texts)]
         if not prompt:
             raise UsageError(
                 "the tokens that the reward model reads for the prompt change with the text after it",

@@ -13,7 +13,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from engine.errors import UsageError
+from engine.errors import UsageError, check_integer
 from kernels.rows import gumbel_argmax, reference, top_k
 
 MASK = (1 << 32) - 1
@@ -38,8 +38,7 @@ class Warp:
     def __post_init__(self):
         if not (_is_number(self.temperature) and (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6)):
             raise UsageError(f"temperature: expected 0 or a number from 1e-6 to 1e6, got {self.temperature!r}")
-        if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 0:
-            raise UsageError(f"top_k: expected an integer >= 0 (0 keeps all tokens), got {self.top_k!r}")
+        check_integer("top_k", self.top_k, 0)
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise UsageError(f"top_p: expected a number in (0, 1], got {self.top_p!r}")
 

@@ -496,6 +496,12 @@ class TokenTree:
         assert [p for first, n in self.trunk.runs for p in range(first, first + n)] == self.trunk.pages
 
 
-def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many elements two sequences begin with in common."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def shared_length(first: Sequence[int], *others: Sequence[int], start: int = 0) -> int:
+    """How many elements sequences begin with in common; the first `start` are equal and are not compared."""
+    shared = len(first)
+    for other in others:
+        if shared == start:
+            break
+        pairs = zip(first[start:shared], other[start:shared], strict=False)
+        shared = next((i for i, (x, y) in enumerate(pairs, start) if x != y), min(shared, len(other)))
+    return shared

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling import Warp, draws
+from engine.tree import shared_length
 from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
 from search.options import Sampling, check_integers
 
@@ -34,18 +35,17 @@ class Sample(Sampling):
 
     def run(self, task: Task) -> SearchGenerator:
         drawn = Utterances(task, self.num_return_sequences, self.warp(), self.seed)
-        everything = range(self.num_return_sequences)
         settled = 0
         while drawn.live:
             yield from drawn.extend()
-            shared = drawn.shared_length(everything, settled)
+            shared = shared_length(*drawn.tokens, start=settled)
             yield Report(
                 drawn.tokens[0][settled:shared],
                 lambda: drawn.tokens[0],
                 beams=lambda: sorted(zip(drawn.logprobs, drawn.tokens, strict=True), key=itemgetter(0), reverse=True),
             )
             settled = shared
-        order = sorted(everything, key=lambda i: -drawn.logprobs[i])
+        order = sorted(range(self.num_return_sequences), key=lambda i: -drawn.logprobs[i])
         yield Report(drawn.tokens[order[0]][settled:])
         return SearchResult([drawn.output(i, drawn.logprobs[i]) for i in order])
 
@@ -96,17 +96,10 @@ class Utterances:
         self.retain(self.live)
 
     def retain(self, live: Sequence[int]) -> None:
-        """Only these of the live sequences go on; the slots of the others are freed."""
+        """Let only these of the live sequences go on; free the slots of the others."""
         self.live = list(live)
         if self.live:
             self.tree.keep(self._node[i] for i in self.live)
-
-    def shared_length(self, among: Sequence[int], start: int) -> int:
-        """How many tokens these sequences all begin with, at least `start` of them known to be shared."""
-        length, first = start, self.tokens[among[0]]
-        while all(self.tokens[i][length : length + 1] == first[length : length + 1] != [] for i in among):
-            length += 1
-        return length
 
     def output(self, i: int, score: float) -> Output:
         """Sequence i as an answer."""

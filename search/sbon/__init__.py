@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import KVMemoryError, UsageError
+from engine.tree import shared_length
 from search.base import Answer, Evaluate, Report, SearchGenerator, SearchResult, Task, register
 from search.options import Sampling, check_choices, check_integers, check_numbers
 from search.sample import Utterances
@@ -214,7 +215,7 @@ class Race:
     def report(self) -> Report:
         """How it stands: certain is what all that may win agree on."""
         candidates = sorted(self.running + self.spared)
-        shared = self.drawn.shared_length(candidates, self.settled)
+        shared = shared_length(*[self.drawn.tokens[i] for i in candidates], start=self.settled)
         certain = self.drawn.tokens[candidates[0]][self.settled : shared]
         self.settled = shared
 
