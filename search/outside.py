@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import UsageError
 from engine.requests import Search
-from search.base import REGISTRY, add, check_class, name_of
+from search.base import REGISTRY, check_class, name_of, register
 
 GROUP = "coppice.searches"
 
@@ -52,7 +52,7 @@ def load_class(text: str) -> str:
     if name is None:
         name = re.sub(r"_+", "-", cls.__name__.lower()).strip("-")
         try:
-            add(name, cls)
+            register(name)(cls)
         except UsageError as error:
             error.where = f"{text} has this name because its class is called {cls.__name__}"
             error.remedy = 'rename the class, or write @register("another-name") above it'
@@ -74,7 +74,7 @@ def load_entry_point(entry: importlib.metadata.EntryPoint) -> None:
     try:
         cls = import_class(entry.value.replace(" ", ""))
         if name_of(cls) != entry.name:
-            add(entry.name, cls)
+            register(entry.name)(cls)
     except UsageError as error:
         error.what = f"the search {entry.name!r} of the distribution {distribution(entry)} is unusable: {error.what}"
         raise

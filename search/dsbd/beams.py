@@ -39,27 +39,27 @@ class Beams:
     """
 
     def __init__(self, task: Task, length_penalty: float):
-        self.task, self.length_penalty = task, length_penalty
+        self.task = task
         self.live = [Beam(task.tree.root, 0.0)]
         self.ended = self.steps = 0
-        self._done = Finished()
+        self._done = Finished(length_penalty)
 
     def advance(self, joint: Joint, drawn: Sequence[int]) -> None:
         """Replace the live beams by what was drawn."""
         self.live, ended = extend(self.task, self.live, joint, drawn)
         self.steps += 1
         for tokens, logprob, reason, count in ended:
-            self._done.add(tokens, logprob, self._score(logprob, len(tokens)), reason)
+            self._done.add(tokens, logprob, reason)
             self.ended += count
 
     def report(self) -> Report:
         """Free what no live beam descends from; report what is certain, and the candidates."""
-        done, live, steps, tree = self._done, self.live, self.steps, self.task.tree
+        done, live, tree = self._done, self.live, self.task.tree
         if live:
             tree.keep([beam.node for beam in live])
 
         def ranked() -> list[Candidate]:
-            return done.ranked([(self._score(beam.logprob, steps), tree.path(beam.node)) for beam in live])
+            return done.ranked((beam.logprob, tree.path(beam.node)) for beam in live)
 
         certain = done.settle(tree) if live else done.remainder()
         return Report(certain, lambda: ranked()[0][1], {"width": sum(beam.count for beam in live)}, ranked)
@@ -67,6 +67,3 @@ class Beams:
     def result(self, n: int, stats: dict[str, Any]) -> SearchResult:
         """The n best of the beams that have ended."""
         return SearchResult(self._done.outputs[:n], stats)
-
-    def _score(self, logprob: float, length: int) -> float:
-        return logprob / length**self.length_penalty

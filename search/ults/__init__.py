@@ -90,17 +90,17 @@ class ULTS(Search):
         tree = task.tree
         origin = Family.above(tree.trunk.tokens[-1], self.seed, self.samples)
         winners, nodes = [(origin, 0)], [tree.root]  # U2
-        leaves = Finished(self.num_return_sequences)  # c* is the score of the last one
+        leaves = Finished(self.length_penalty, self.num_return_sequences)  # c* is the score of the last one
         used = [1] + [0] * task.max_new_tokens  # nodes evaluated per level
         rounds = dropped = 0
         logp_NV = (yield Evaluate(tree, nodes)).rows_NV
         delta, prior = yield from self._prior(task, logp_NV)  # U1
         sample = partial(self._samples, delta, task.max_new_tokens, [torch.empty(0)])
-        boundary = RULES[self.select](origin, partial(self._ceiling, task.max_new_tokens), sample)
+        boundary = RULES[self.select](origin, partial(leaves.bound, longest=task.max_new_tokens), sample)
         while True:
             rounds += 1
             boundary.add(self._expand(task, delta, winners, nodes, logp_NV, leaves))  # U5
-            best = leaves.score(self.num_return_sequences - 1)
+            best = leaves.score_at(self.num_return_sequences - 1)
             better = boundary.exceeding(best)
             yield self._report(task, boundary, leaves, sum(used), better)
             room = min(self.batch, self.budget - sum(used) if self.budget else self.batch)
@@ -164,7 +164,7 @@ class ULTS(Search):
             families.append(Family(node, level, key, above, place, tokens, sums, excluded, open_))
             path = task.tree.path(node) if ends else []
             for c, reason in ends.items():
-                leaves.add([*path, tokens[c]], sums[c] + excluded, self._score(sums[c], level), reason)
+                leaves.add([*path, tokens[c]], sums[c], reason, excluded)
         pad = [most - len(f.tokens) for f in families]
         sums = [[s if c in f.open else -math.inf for c, s in enumerate(f.sums)] for f in families]
         sum_FC = torch.tensor([row + [-math.inf] * n for row, n in zip(sums, pad, strict=True)])
@@ -215,12 +215,6 @@ class ULTS(Search):
         options = (self.children, self.samples, eos, self.fixed_length, penalty, self.fit == "beta")
         return fit(vectors, depth, *options), source
 
-    def _score(self, logprob: float, length: int) -> float:
-        return logprob / length**self.length_penalty
-
-    def _ceiling(self, longest: int, logprob: float, length: int) -> float:
-        return max(self._score(logprob, length), self._score(logprob, longest))
-
     def _report(self, task: Task, boundary: Boundary, leaves: Finished, nodes: int, better: float) -> Report:
         """The state of the search: the best leaf, the bound of all open nodes, the probability that one exceeds it."""
         best, bound = leaves.outputs[0].score if leaves.outputs else None, boundary.bound()
@@ -233,7 +227,7 @@ class ULTS(Search):
 
     def _candidates(self, task: Task, boundary: Boundary, leaves: Finished, most: int) -> list[Candidate]:
         """Scores and paths: the leaves, then the leading open nodes; never none."""
-        found: list[Candidate] = [*leaves.ranked([])]
+        found: list[Candidate] = [*leaves.ranked()]
         leaders = boundary.leaders(most) if not found or most > 1 else []
         found += [(mean, [*task.tree.path(f.node), f.tokens[c]]) for mean, f, c in leaders]
         return found or [(None, task.tree.path(task.tree.root))]
