@@ -1,4 +1,4 @@
-"""What algorithms share: the contract with the engine, the registry, exact top-k over a whole frontier."""
+"""The parts that searches share: the contract with the engine, the registry, exact top-k over a whole frontier."""
 
 import dataclasses
 import difflib

@@ -1,4 +1,4 @@
-"""Finished hypotheses: what a search keeps of the sequences that have ended."""
+"""Finished hypotheses: the ended sequences of a search, ranked by score."""
 
 import math
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ class Finished:
         return _score(self.outputs[rank]) if rank < len(self.outputs) else -math.inf
 
     def settle(self, tree: TokenTree) -> list[int]:
-        """The tokens that have become certain: all live nodes share them, and the best hypothesis has them too."""
+        """The tokens that are certain now and were not before: all live nodes and the best hypothesis share them."""
         certain = tree.settled_from(self.settled)
         if self.outputs:
             certain = certain[: shared_length(certain, self.outputs[0].token_ids[self.settled :])]
@@ -55,7 +55,7 @@ class Finished:
         return certain
 
     def remainder(self) -> list[int]:
-        """The tokens of the best hypothesis that were not reported as certain yet."""
+        """The tokens of the best hypothesis that were not reported as certain."""
         return self.outputs[0].token_ids[self.settled :]
 
     def ranked(self, live: Iterable[tuple[float, list[int]]] = ()) -> list[Candidate]:

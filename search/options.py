@@ -1,4 +1,4 @@
-"""Fields that several searches have, and the checks of fields."""
+"""Fields that several searches share, and checks of fields."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ def check_numbers(config: Any, **ranges: tuple[float, float]) -> None:
 
 
 def check_choices(config: Any, **choices: Sequence[Any]) -> None:
-    """Refuse fields that are none of the given values. Raises UsageError."""
+    """Check that each field has one of the given values. Raises UsageError."""
     for name, words in choices.items():
         value = getattr(config, name)
         if not any(type(value) is type(word) and value == word for word in words):

@@ -1,7 +1,7 @@
 """Sampling: any number of sequences drawn token by token, as one tree.
 
 Sequence i's token at position p is argmax(warped log-probabilities + Gumbel(seed, i, p)): it depends on nothing else,
-so a sequence is the same however many are drawn beside it. Sequences share nodes as long as they agree.
+so a sequence does not depend on the number of others. Sequences share nodes as long as they agree.
 """
 
 from collections.abc import Generator, Sequence
@@ -59,8 +59,8 @@ class Utterances:
         warp, seed: of the keyed draws.
 
     Attributes:
-        tokens, logprobs, reasons: of each sequence; the reason it ended, None as long as it goes on.
-        live: sequences that go on, in order.
+        tokens, logprobs, reasons: of each sequence; the finish reason is None while the sequence is live.
+        live: unfinished sequences, in order.
     """
 
     def __init__(self, task: Task, count: int, warp: Warp, seed: int):
@@ -72,7 +72,7 @@ class Utterances:
         self._node = [self.tree.root] * count  # the last of each
 
     def extend(self) -> Generator[Evaluate, Any, None]:
-        """Draw one more token of every live sequence. A KVMemoryError leaves everything as it was."""
+        """Draw one more token of every live sequence. A KVMemoryError changes nothing."""
         rows = {node: row for row, node in enumerate(dict.fromkeys(self._node[i] for i in self.live))}
         row = [rows[self._node[i]] for i in self.live]
         positions = [self.tree.position(self._node[self.live[0]]) + 1] * len(self.live)

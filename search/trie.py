@@ -1,6 +1,6 @@
 """Trie beam search: beam search on one tree, exactly Hugging Face's result, no cache per beam.
 
-"Efficient Beam Search for Large Language Models Using Trie-Based Decoding" (algorithms 1-3, errata mended), with the
+"Efficient Beam Search for Large Language Models Using Trie-Based Decoding" (algorithms 1-3, errata corrected), with the
 candidates, end-of-sequence handling, length penalty and stopping rules of transformers 5. Comments cite the steps of
 docs/algorithms.md. Pruning is immediate, as freeing a slot costs nothing.
 """
