@@ -13,14 +13,14 @@ from torch import Tensor
 
 from engine.contract import attributed, check_search, search_error
 from engine.driver import Driver, Job
-from engine.errors import CoppiceError, UsageError, check_integer
+from engine.errors import CoppiceError, UsageError, check_flag, check_integer
 from engine.loading import LoadedModel, check_arguments, check_companion, load_models
 from engine.memory import check_memory, is_out_of_memory, out_of_memory, trim_memory
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.rewards import Messages, Responses, RewardFunction, check_messages, make_judge
 from engine.slots import Trunk
-from engine.text.stopping import StopStrings, TextStream
+from engine.text.stopping import StopStrings, TextStream, check_stop
 from engine.text.tokenizer import Tokenizer
 from engine.trace import Trace
 from engine.tree import TokenTree
@@ -311,7 +311,8 @@ class Engine:
                     seen = job.report
                     yield Progress(job.report, job.trees[0])
                 if interrupted() and not job.done:
-                    driver.stop(job, self._interrupted(job))
+                    best = list(job.report.best()) if job.report.best else list(job.settled)
+                    driver.stop(job, SearchResult([Output(best, None, None, "interrupted")]))
             outcome = self._outcome(prepared)
             if isinstance(outcome, CoppiceError):
                 try:
@@ -439,11 +440,9 @@ class Engine:
         ends = self.eos_token_ids if request.eos_token_ids is None else list(request.eos_token_ids)
         if any(type(token) is not int or token < 0 for token in ends):
             raise UsageError(f"eos_token_ids: expected token ids, got {sorted(map(repr, ends))}")
-        if not isinstance(request.ignore_eos, bool):
-            raise UsageError(f"ignore_eos: expected True or False, got {request.ignore_eos!r}")
+        check_flag("ignore_eos", request.ignore_eos)
         eos = frozenset() if request.ignore_eos else frozenset(ends)
-        if not isinstance(request.stop, Sequence) or isinstance(request.stop, str | bytes):
-            raise UsageError(f"stop: expected a list of non-empty strings, got {request.stop!r}")
+        check_stop(request.stop)
         check_messages(request.messages)
         if not isinstance(request.trace, Trace | None):
             raise UsageError(f"trace: expected a Trace, got {request.trace!r}")
@@ -489,10 +488,6 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             raise out_of_memory() from error
-
-    def _interrupted(self, job: Job) -> SearchResult:
-        best = list(job.report.best()) if job.report.best else list(job.settled)
-        return SearchResult([Output(best, None, None, "interrupted")])
 
     def _outcome(self, prepared: _Prepared) -> SearchResult | CoppiceError:
         job = prepared.job

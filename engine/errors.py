@@ -60,6 +60,12 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf) -> N
     _check_range(name, value, low, high, int | float, "a number")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False. Raises UsageError."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}: expected true or false, got {value!r}")
+
+
 def _check_range(name: str, value: Any, low: float, high: float, kind: Any, words: str) -> None:
     if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:
         limits = f">= {low}" if high == math.inf else f"from {low} to {high}"

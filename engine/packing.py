@@ -77,7 +77,7 @@ def pack(
         write_slots_T=_tensor(array("q", columns.slots)),
         token_starts=_tensor(array("i", columns.starts + columns.starts[-1:] * empty)),
         trunk_seen_T=_tensor(array("i", columns.seen)),
-        trunk_pages_RP=_pages([chunk.tree.page_runs() for chunk in chunks] + [[]] * empty),
+        trunk_pages_RP=_pages([chunk.tree.trunk.runs for chunk in chunks] + [[]] * empty),
         trunk_len_R=_tensor(array("i", [c.tree.trunk.cached for c in chunks] + [0] * empty)),
         trunk_runs=_tensor(array("i", [x for run in runs for x in run])).view(-1, 3),
         branch_slots_RW=_rows([slots for slots, _ in tables], C * WORD, NULL_SLOT, torch.int64),
@@ -135,7 +135,7 @@ def _tensor(numbers: array) -> Tensor:
     return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
 
 
-def _pages(runs: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+def _pages(runs: Sequence[Sequence[Sequence[int]]]) -> Tensor:
     """Page numbers of each trunk, filled up with 0."""
     rows = [
         torch.cat([torch.arange(page, page + count, dtype=torch.int32) for page, count in pieces])

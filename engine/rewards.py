@@ -148,7 +148,8 @@ class ModelJudge:
         room = self.reach - len(self.script.closing)
         self._ids = {tuple(tokens): self.script.whole(tokens)[:room] for tokens in responses}
         texts = [self._ids[tuple(tokens)] for tokens in responses]
-        if self.tree is None or not all(_begins(ids, self.tree.trunk.tokens) for ids in texts):
+        trunk = self.tree.trunk.tokens if self.tree is not None else []
+        if not trunk or shared_length(trunk, *texts) < len(trunk):
             self._open(texts)
         return (yield from self._ask(texts))
 
@@ -265,10 +266,6 @@ def make_judge(
     pool = reward.runner.pool
     held = pool.pages * pool.page_size - 2 * (pool.page_size - 1)  # trunk and branches may each leave a page half empty
     return ModelJudge(Script.write(answer, target, reward), open_tree, min(held, reward.shape.max_positions or held))
-
-
-def _begins(ids: Sequence[int], start: Sequence[int]) -> bool:
-    return list(ids[: len(start)]) == list(start)
 
 
 def _around(

@@ -417,12 +417,8 @@ class TokenTree:
         return bits | self._bits.get(node, 0)
 
     def branch_table(self) -> tuple["array[int]", "array[int]"]:
-        """Of every branch slot, its slot in the pool and its token's position; 0 where it is free. To be read only."""
+        """For each branch slot its slot in the pool and its token's position; 0 if it is free. Read only."""
         return self.slots.table
-
-    def page_runs(self) -> list[tuple[int, int]]:
-        """(first page, pages) of each contiguous piece of the trunk, in order."""
-        return [(first, pages) for first, pages in self.trunk.runs]
 
     def trunk_runs(self) -> list[tuple[int, int]]:
         """(first slot, length) of each contiguous piece of the evaluated trunk, in order."""

@@ -120,7 +120,8 @@ def import_class(text: str) -> type[Search]:
     found: Any = _import(module_name)
     for name in class_name.split("."):
         if not hasattr(found, name):
-            there = [key for key, value in vars(found).items() if _is_search(value) and value.__module__ == module_name]
+            classes = [value for value in vars(found).values() if isinstance(value, type) and issubclass(value, Search)]
+            there = [cls.__name__ for cls in classes if cls.__module__ == module_name]
             raise UsageError(
                 f"the module {module_name} has no {class_name}",
                 where=str(getattr(sys.modules[module_name], "__file__", None) or ""),
@@ -154,7 +155,3 @@ def _import(name: str) -> Any:
     raise UsageError(
         f"the module {name} failed while it was imported: {what}", where=line, remedy="-v shows the traceback"
     ) from fault
-
-
-def _is_search(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Search) and value is not Search

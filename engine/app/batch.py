@@ -35,7 +35,6 @@ from engine.driver import Driver
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError
 from engine.requests import SearchResult
-from engine.text.tokenizer import check_utf8
 from engine.trace import Traces
 from models.files import lock
 from search.base import REGISTRY, make_search, parameters, paths
@@ -303,11 +302,6 @@ def make_request(record: dict[str, Any], engine: Engine, args: argparse.Namespac
     options = limits(args) | {key: params[key] for key in LIMITS if key in params}
     if isinstance(options["stop"], str):
         options["stop"] = [options["stop"]]
-    _strings(options["stop"], "stop")
-    if not isinstance(options["ignore_eos"], bool):
-        raise UsageError(f"ignore_eos: expected true or false, got {_show(options['ignore_eos'])}")
-    if "eos_token_ids" in options:
-        _integers(options["eos_token_ids"], "eos_token_ids")
     for key, words in paths().items():
         if params.get(key) is not None and params[key] not in words:
             also = f"; here it may be {' or '.join(words)}" if words else ""
@@ -323,7 +317,9 @@ def make_request(record: dict[str, Any], engine: Engine, args: argparse.Namespac
 
 def _prompt(key: str, value: Any, engine: Engine) -> Sequence[int]:
     if key == "prompt_ids":
-        return _integers(value, key)
+        if not isinstance(value, list):
+            raise UsageError(f"prompt_ids: expected a list of integers, got {_show(value)}")
+        return value
     if key == "prompt":
         if not isinstance(value, str):
             raise UsageError(f"prompt: expected a string, got {_show(value)}")
@@ -349,19 +345,6 @@ def _known(record: dict[str, Any], keys: Sequence[str], where: str) -> None:
             near = difflib.get_close_matches(key, keys, 1)
             remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(keys)}"
             raise UsageError(f"{where}{key[:100]}: no such key", remedy=remedy)
-
-
-def _integers(value: Any, name: str) -> list[int]:
-    if not isinstance(value, list) or any(type(item) is not int for item in value):
-        raise UsageError(f"{name}: expected a list of integers, got {_show(value)}")
-    return value
-
-
-def _strings(value: Any, name: str) -> None:
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
-        raise UsageError(f"{name}: expected a non-empty string or a list of them, got {_show(value)}")
-    for item in value:
-        check_utf8(item)
 
 
 def _show(value: Any) -> str:

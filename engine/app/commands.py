@@ -14,9 +14,10 @@ from engine.app.dialog import QUOTES, Dialog, candidate
 from engine.contract import attributed
 from engine.conversation import figures, mib
 from engine.errors import UsageError
-from engine.text.stopping import StopStrings
+from engine.text.stopping import check_stop
 from engine.text.tokenizer import check_utf8
 from models.files import open_regular
+from search.base import REGISTRY
 
 MAX_PROMPT_FILE = 16 << 20
 
@@ -83,15 +84,14 @@ def change(dialog: Dialog, rest: str) -> None:
     """change the search, its parameters or the limits; alone, show them"""
     if not rest:
         lines = [f"{key:22}{literal(value)}" for key, value in dialog.settings.shown().items()]
-        dialog.screen.note("\n".join([*lines, f"searches: {', '.join(dialog.settings.searches)}"]))
+        dialog.screen.note("\n".join([*lines, f"searches: {', '.join(REGISTRY)}"]))
         return
     engine, settings = dialog.engine, dialog.settings.changed(assignments(rest))
     eos = frozenset() if settings.ignore_eos else engine.eos_token_ids
     search = settings.configuration()
     with attributed(type(search)):
         search.check(engine.runner.vocab_size, eos)
-    if settings.stop:
-        StopStrings(engine.tokenizer, settings.stop)
+    check_stop(settings.stop)
     dialog.settings = settings
 
 

@@ -11,9 +11,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
 
 from engine.app import transcript
+from engine.app.settings import Settings
 from engine.app.suspension import Suspension
 from engine.app.terminal import Interrupt, Label, LineEditor, Quit, Screen, one_line, state_folder
 from engine.app.trace_page import saving
@@ -30,40 +30,6 @@ QUOTES = '"""'
 NAMED = 60  # characters of a prompt that name its trace
 
 Candidates = Sequence[tuple[float | None, Sequence[int]]]  # scores and tokens, best first
-
-
-class Settings(Protocol):
-    """The search, its parameters and the limits, as they stand; immutable."""
-
-    @property
-    def searches(self) -> Sequence[str]:
-        """Names of all there are."""
-        ...
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-    @property
-    def ignore_eos(self) -> bool: ...
-
-    @property
-    def stop(self) -> Sequence[str]: ...
-
-    def configuration(self) -> Search:
-        """The search's configuration."""
-        ...
-
-    def limits(self) -> dict[str, Any]:
-        """Options of `Engine.stream`."""
-        ...
-
-    def shown(self) -> dict[str, Any]:
-        """Everything in force, by the names that users write."""
-        ...
-
-    def changed(self, changes: Mapping[str, Any]) -> "Settings":
-        """With these changes, all or none. Raises UsageError."""
-        ...
 
 
 class Dialog:

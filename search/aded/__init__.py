@@ -16,7 +16,7 @@ from engine.errors import KVMemoryError, UsageError
 from engine.sampling import Warp, draw
 from search.aded.draft_size import MAX_NODES, DraftSize
 from search.aded.drafters import MCTS, Backoff, Drafter
-from search.aded.drafting import Drafting
+from search.aded.drafting import Drafting, Planted
 from search.aded.ngrams import NGramStore, add_to_store, count, open_store, vocabulary
 from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, register
 from search.options import Sampling, check_choices, check_integers, check_numbers
@@ -97,7 +97,7 @@ class ADED(Search):
                 if len(planted.row) == 1:
                     raise
                 tree.keep([tree.root])
-                planted = planted.without_nodes(tree.root)
+                planted = Planted(planted.draft, {tree.root: 0})
                 logp_NV, numbers = yield Evaluate(tree, [tree.root])
             with drafts.verifying:
                 node, fresh, likely = tree.root, [], planted.likely(numbers)

@@ -48,10 +48,6 @@ class Planted(NamedTuple):
     origins: Sequence[int] = (-1,)
     read: Read | None = None
 
-    def without_nodes(self, root: int) -> "Planted":
-        """The same draft when the root alone is evaluated."""
-        return Planted(self.draft, {root: 0})
-
     def likely(self, numbers: Tensor | None) -> list[dict[int, float]]:
         """The model's likely tokens in each of the first rows, from the numbers that `read` returned."""
         if self.read is None or numbers is None:
