@@ -42,7 +42,7 @@ test-avx2: $(AVX2_KERNELS)/x86-64-v3.so
 test-portable: .venv/.installed-test
 	@COPPICE_KERNELS=off $(PYTEST) $(NUMERIC) $(ARGS)
 
-$(AVX2_KERNELS)/x86-64-v3.so: kernels/cpp.py kernels/processor.py $(wildcard kernels/*.h kernels/*/*.cpp) | .venv/.installed-test
+$(AVX2_KERNELS)/x86-64-v3.so: kernels/cpp.py kernels/processor.py $(wildcard kernels/*.h kernels/*/*.h kernels/*/*.cpp) | .venv/.installed-test
 	@$(PY) -m kernels.build --target x86-64-v3 --output $(AVX2_KERNELS)
 
 check: lint

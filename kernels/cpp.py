@@ -27,7 +27,7 @@ from kernels.processor import NATIVE, TARGETS, Target
 __all__ = ["FLAGS", "KINDS", "BuildError", "compiler", "function", "library", "off", "watched", "why_not"]
 
 SOURCES = sorted(Path(__file__).parent.glob("*/*.cpp"))
-HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+HEADERS = sorted(Path(__file__).parent.rglob("*.h"))
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-fPIC", "-Werror=missing-declarations")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the element types of C++, see `with_type`
 VARIABLE = "COPPICE_KERNELS"

@@ -2,10 +2,6 @@
 
 #pragma once
 
-#ifdef __AVX__
-#include <immintrin.h>
-#endif
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -14,20 +10,29 @@
 #include <type_traits>
 #include <vector>
 
+// One file per instruction set has all that depends on it, which is LANES, the number of floats in a vector, and
+//   Floats widened(Shorts), Shorts narrowed(Floats)   from and to float16, to the nearest, ties to even
+//   uint32_t bits_of(Ints)                            a bit for each lane of a comparison that holds
+//   float sum_of(Floats)                              of all lanes
+//   Floats nearest(Floats x)                          the nearest whole numbers, ties to even, for |x| < 2^22
+//   Floats scaled(Floats y, Floats power, Floats x)   y * 2^power for a power of -125 to 0; 0 where x < -125
+#if defined(__AVX512F__)
+#include "processors/avx512.h"
+#elif defined(__AVX2__) && defined(__F16C__)
+#include "processors/avx2.h"
+#elif defined(__aarch64__)
+#include "processors/neon.h"
+#else
+#include "processors/plain.h"
+#endif
+
 namespace {  // of each file: they are not compiled alike
 
 constexpr float LOG2_E = 1.44269504f;
-#ifdef __AVX512F__
-constexpr int LANES = 16;
-#else
-constexpr int LANES = 8;
-#endif
 
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
-typedef _Float16 Halves __attribute__((vector_size(2 * LANES)));
+struct Float16 {
+    uint16_t bits;
+};
 
 struct BFloat16 {
     uint16_t bits;
@@ -64,9 +69,7 @@ inline void write(Vector x, void* to, int count) {
 
 // The first `count` lanes from memory, the others 0.
 inline Floats load(const float* from, int count = LANES) { return read<Floats>(from, count); }
-inline Floats load(const _Float16* from, int count = LANES) {
-    return __builtin_convertvector(read<Halves>(from, count), Floats);
-}
+inline Floats load(const Float16* from, int count = LANES) { return widened(read<Shorts>(from, count)); }
 inline Floats load(const BFloat16* from, int count = LANES) {
     return (Floats)(__builtin_convertvector(read<Shorts>(from, count), Ints) << 16);
 }
@@ -79,7 +82,7 @@ inline Floats rounded(Floats x) {
 
 // The first `count` lanes to memory, rounded to the nearest, ties to even.
 inline void store(Floats x, float* to, int count = LANES) { write(x, to, count); }
-inline void store(Floats x, _Float16* to, int count = LANES) { write(__builtin_convertvector(x, Halves), to, count); }
+inline void store(Floats x, Float16* to, int count = LANES) { write(narrowed(x), to, count); }
 inline void store(Floats x, BFloat16* to, int count = LANES) {
     write(__builtin_convertvector((Ints)rounded(x) >> 16, Shorts), to, count);
 }
@@ -114,19 +117,6 @@ struct FourInt8 {  // unsigned in x, signed in the vector
 
 constexpr int64_t SPAN = 128;  // elements of a row of which the largest is its peak, as in rows/checks.py
 
-// A bit for each lane of a comparison that holds.
-inline uint32_t bits_of(Ints truth) {
-#if defined(__AVX512F__)
-    return _mm512_cmplt_epi32_mask((__m512i)truth, _mm512_setzero_si512());
-#elif defined(__AVX__)
-    return _mm256_movemask_ps((__m256)truth);
-#else
-    uint32_t bits = 0;
-    for (int lane = 0; lane < LANES; lane++) bits |= uint32_t(truth[lane] != 0) << lane;
-    return bits;
-#endif
-}
-
 inline float largest_of(Floats x) {
     typedef float Four __attribute__((vector_size(16)));
     Four parts[LANES / 4], most;
@@ -136,26 +126,9 @@ inline float largest_of(Floats x) {
     return std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
 }
 
-inline float sum_of(Floats x) {
-#ifdef __AVX512F__
-    return _mm512_reduce_add_ps((__m512)x);
-#else
-    float sum = 0;
-    for (int lane = 0; lane < LANES; lane++) sum += x[lane];
-    return sum;
-#endif
-}
-
 // 2^x for x <= 0, within 2e-7 of the value; 0 below -125, as subnormal numbers are slow. NaN stays NaN.
 inline Floats exp2_of(Floats x) {
-#ifdef __AVX512F__
-    const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const Floats f = x - whole;
-#else
-    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction
-    const Floats clipped = x < -125.0f ? all(-125.0f) : x;
-    const Floats whole = (clipped + ROUND) - ROUND, f = clipped - whole;
-#endif
+    const Floats whole = nearest(x), f = x - whole;
     Floats y = all(1.535336188319500e-4f);  // Cephes, exp2f
     y = y * f + 1.339887440266574e-3f;
     y = y * f + 9.618437357674640e-3f;
@@ -163,13 +136,7 @@ inline Floats exp2_of(Floats x) {
     y = y * f + 2.402264791363012e-1f;
     y = y * f + 6.931472028550421e-1f;
     y = y * f + 1.0f;
-#ifdef __AVX512F__
-    const __mmask16 there = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);
-    return (Floats)_mm512_maskz_scalef_ps(there, (__m512)y, (__m512)whole);
-#else
-    const Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
-    return x < -125.0f ? Floats{} : y * (Floats)power;
-#endif
+    return scaled(y, whole, x);
 }
 
 // The sum of 2^((x - top) * scale); top is the largest.
@@ -205,7 +172,7 @@ template <typename F>
 inline void with_type(int64_t kind, F f) {
     if (kind == 0) f(float{});
     if (kind == 1) f(BFloat16{});
-    if (kind == 2) f(_Float16{});
+    if (kind == 2) f(Float16{});
 }
 
 }  // namespace

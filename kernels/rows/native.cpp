@@ -106,6 +106,14 @@ void with_activation(int64_t number, F f) {
     if (number == 5) f([](Floats x) { return tanh(x); });
 }
 
+// Outside the function that calls it: Clang refuses a parallel region in a lambda in a lambda.
+template <typename T, typename F>
+void activate(F run, int64_t threads, const T* x, T* out, int64_t rows, int64_t width) {
+#pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
+    for (int64_t r = 0; r < rows; r++)
+        each(width, [&](int64_t i, auto n) { store(run(load(x + r * width + i, n)), out + r * width + i, n); });
+}
+
 // The largest of some elements; `see` gets them too.
 template <typename T, typename F>
 float peak_of(const T* x, int64_t width, F see) {
@@ -332,14 +340,8 @@ extern "C" void coppice_silu_mul(int64_t kind, int64_t threads, const void* x, v
 extern "C" void coppice_activation(int64_t kind, int64_t threads, int64_t number, const void* x, void* out,
                                    int64_t rows, int64_t width) {
     with_type(kind, [&](auto type) {
-        with_activation(number, [&](auto run) {
-            using T = decltype(type);
-#pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
-            for (int64_t r = 0; r < rows; r++)
-                each(width, [&](int64_t i, auto n) {
-                    store(run(load((const T*)x + r * width + i, n)), (T*)out + r * width + i, n);
-                });
-        });
+        using T = decltype(type);
+        with_activation(number, [&](auto run) { activate(run, threads, (const T*)x, (T*)out, rows, width); });
     });
 }
 

@@ -14,6 +14,10 @@
 #include "../operators.h"
 #include "../vectors.h"
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // it does not see that only scores of taken slots are read
+#endif
+
 namespace {
 
 constexpr int VECTORS = 4;  // the most in a tile, of rows
@@ -67,7 +71,11 @@ class Worker {
                 if (few) {
                     if (lane < few) load_row(from, &row_D[2 * lane * depth()]);
                 } else if (pairs) {
-                    for (int d = 0; d < D / 2; d++) std::memcpy(&q_words[i * D + d][lane], from + 2 * d, 4);
+                    for (int d = 0; d < D / 2; d++) {
+                        int32_t pair;
+                        std::memcpy(&pair, from + 2 * d, sizeof pair);
+                        q_words[i * D + d][lane] = pair;
+                    }
                 } else {
                     each(D, [&](int64_t d, auto n) {
                         const Ints some = (Ints)load(from + d, n);

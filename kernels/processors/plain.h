@@ -1,0 +1,52 @@
+// Primitives for any processor, by vectors of the compiler alone. vectors.h lists them.
+
+#pragma once
+
+constexpr int LANES = 4;
+#include "types.h"
+
+namespace {
+
+// Both conversions are those of FP16 (Maratyszcza, github.com/Maratyszcza/FP16): a float with the exponent of the half
+// multiplied by a power of two, and a subnormal half by the difference of two floats.
+inline Floats widened(Shorts halves) {
+    const Words bits = __builtin_convertvector(halves, Words), number = bits << 17;  // without the sign
+    const Floats normal = (Floats)((number >> 4) + (0xe0u << 23)) * 0x1p-112f;
+    const Floats subnormal = (Floats)((number >> 17) | 0x3f000000u) - 0.5f;
+    return (Floats)((number < 1u << 27 ? (Words)subnormal : (Words)normal) | (bits & 0x8000u) << 16);
+}
+
+// The sum with a power of two, whose exponent tells how many bits are left, rounds to the nearest, ties to even.
+inline Shorts narrowed(Floats x) {
+    const Words bits = (Words)x, number = bits << 1, exponent = number & 0xff000000u;
+    const Words least = exponent < 0x71000000u ? Words{} + 0x71000000u : exponent;
+    const Floats size = (Floats)(number >> 1) * 0x1p112f * 0x1p-110f;  // inf for what is too large
+    const Words sum = (Words)((Floats)((least >> 1) + 0x07800000u) + size);
+    const Words half = (sum >> 13 & 0x7c00u) + (sum & 0xfffu);
+    const Words finite_or_not = number > 0xff000000u ? Words{} + 0x7e00u : half;
+    return __builtin_convertvector(finite_or_not | (bits >> 16 & 0x8000u), Shorts);
+}
+
+inline uint32_t bits_of(Ints truth) {
+    uint32_t bits = 0;
+    for (int lane = 0; lane < LANES; lane++) bits |= uint32_t(truth[lane] != 0) << lane;
+    return bits;
+}
+
+inline float sum_of(Floats x) {
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += x[lane];
+    return sum;
+}
+
+inline Floats nearest(Floats x) {
+    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction
+    return (x + ROUND) - ROUND;
+}
+
+inline Floats scaled(Floats y, Floats power, Floats x) {
+    const Ints exponent = (__builtin_convertvector(power, Ints) + 127) << 23;
+    return x < -125.0f ? Floats{} : y * (Floats)exponent;
+}
+
+}  // namespace
