@@ -18,8 +18,9 @@ from torch.profiler import record_function
 from engine import Engine
 from engine.driver import Batch
 from kernels.stack import one_by_one
+from models.floats import FloatLinear
 from models.int8 import Int8Linear
-from models.linear import FORMATS, Linear
+from models.linear import Linear
 from tools.bench.limits import attention_work
 
 SEARCH, TEXT, DRIVER = "search", "text and events", "driver"
@@ -156,7 +157,7 @@ def watched(watch: Watch, deep: bool) -> Iterator[None]:
             stack.enter_context(one_by_one(model))
             hooks = [layer.register_forward_pre_hook(watch.before_layer) for layer in model.layers]
             for module in model.modules():
-                if isinstance(module, tuple(FORMATS.values())):
+                if isinstance(module, FloatLinear | Int8Linear):
                     hooks.append(module.register_forward_pre_hook(watch.before_linear))
                     hooks.append(module.register_forward_hook(watch.after_linear))
             for hook in hooks:
