@@ -170,7 +170,7 @@ def measure(
     found = in_turn({label: partial(run, search) for label, search in searches}, len(prompts), what="prompt")
     rows = []
     for label, runs in found.items():
-        qualities = [r.outputs[0].logprob / len(r.outputs[0].token_ids) for _, r in runs]
+        qualities = [(r.outputs[0].logprob or 0.0) / len(r.outputs[0].token_ids) for _, r in runs]
         seconds, tokens = sum(s for s, _ in runs), sum(len(r.outputs[0].token_ids) for _, r in runs)
         passes = sum(r.stats["forward_passes"] for _, r in runs)
         rows.append({

@@ -18,7 +18,8 @@ import torch
 from engine.version import __version__
 
 MB = 1e6
-K, T = TypeVar("K"), TypeVar("T")
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 def cores() -> int:

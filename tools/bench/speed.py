@@ -244,7 +244,7 @@ def comparisons(
         ("transformers", "float32", TOTAL), ("transformers", "bfloat16", TOTAL), ("ctranslate2", "float32", TOTAL_CT2),
     ):  # fmt: skip
         row = pick(rows, peer, kind, prompt, wide)
-        found.append(comparison(f"total time, {kind}: {peer} / ours", row and row["x_total"], target))
+        found.append(comparison(f"total time, {kind}: {peer} / ours", row["x_total"] if row else None, target))
     for kind, (steps, rate) in ((kind, wanted) for kind, wanted in STEPS.items() if kind in rates):
         name = f"decode, {kind}: steps/s ({steps:.0f} at {rate / 1e9:.0f} GFLOP/s)"
         found.append(comparison(name, figure(kind, "steps_per_second", "median"), steps * rates[kind] / rate))

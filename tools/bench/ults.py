@@ -151,7 +151,8 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         prior = Path(folder) / "prior.safetensors"
         Vectors.of(rows_RV).save(prior)
-        for select, batch in itertools.product(("flat", "descendant", "posterior"), args.batches):
+        batches: list[int] = args.batches
+        for select, batch in itertools.product(("flat", "descendant", "posterior"), batches):
             search = ULTS(
                 select=select, k_max=args.k_max, batch=batch, samples=args.samples, prior=str(prior), epsilon=0.0
             )
