@@ -8,7 +8,7 @@ again later; a search that is alone gets KVMemoryError.
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -29,6 +29,7 @@ from engine.contract import (
 from engine.errors import KVMemoryError, NumericsError
 from engine.interrupts import uninterrupted
 from engine.packing import Chunk, pack
+from engine.phases import PhaseObserver, observed_read, phase
 from engine.pool import PagePool
 from engine.requests import Answer, Evaluate, Read, Report, Search, SearchGenerator, SearchResult
 from engine.slots import Trunk
@@ -68,18 +69,15 @@ class Runner:
         self.impl, self.token_buckets, self.word_buckets = impl, token_buckets, word_buckets
         self.device = pool.cache.k_LGSD.device
         self.time = PassTime()
+        self.observer: PhaseObserver | None = None
 
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
         """Pack and run the model: hidden rows of every token of the pass."""
-        p = pack(
-            chunks,
-            self.pool.page_size,
-            self.device,
-            token_buckets=self.token_buckets,
-            word_buckets=self.word_buckets,
-            impl=self.impl,
-        )
-        return self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
+        buckets = {"token_buckets": self.token_buckets, "word_buckets": self.word_buckets}
+        with phase(self.observer, "pack"):
+            p = pack(chunks, self.pool.page_size, self.device, impl=self.impl, **buckets)
+        with phase(self.observer, "forward"):
+            return self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]."""
@@ -110,7 +108,9 @@ class Runner:
         if not asked:
             return torch.empty(0, 0), [], []
         rows_NE = hidden_TE if len(asked) == len(hidden_TE) else hidden_TE[torch.tensor(asked, device=self.device)]
-        return self.fetch(*self.answer(rows_NE), reads)
+        answers = self.answer(rows_NE)
+        with phase(self.observer, "fetch"):
+            return self.fetch(*answers, reads)
 
     @staticmethod
     def fetch(logp_NV: Tensor, finite_N: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part]) -> Answers:
@@ -124,10 +124,12 @@ class Runner:
 
     def answer(self, hidden_NE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities (or scores) of hidden rows, whether each row is finite, and peaks, on the device."""
-        logits_NV = self.model.logits(hidden_NE)
+        with phase(self.observer, "logits"):
+            logits_NV = self.model.logits(hidden_NE)
         if logits_NV.shape[1] == 1:
             return logits_NV.float(), torch.isfinite(logits_NV).all(-1), None
-        return log_softmax(logits_NV, self.vocab_size, impl=self.impl)
+        with phase(self.observer, "log-softmax"):
+            return log_softmax(logits_NV, self.vocab_size, impl=self.impl)
 
     def blame(self, chunk: Chunk) -> str:
         """The first place of NaN or Inf in a pass: the chunk is evaluated once more, layer by layer."""
@@ -274,10 +276,13 @@ class Driver:
     Args:
         runners: by model name; "target" first.
         parallel: most searches at once.
+        observer: is notified of the phases of each step.
     """
 
-    def __init__(self, runners: dict[str, Runner], parallel: int = 16):
-        self.runners, self.parallel = runners, parallel
+    def __init__(self, runners: dict[str, Runner], parallel: int = 16, observer: PhaseObserver | None = None):
+        self.runners, self.parallel, self.observer = runners, parallel, observer
+        for runner in runners.values():
+            runner.observer = observer
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self._crowded = False  # a search was preempted: none starts before another one ends
@@ -314,13 +319,19 @@ class Driver:
     @torch.inference_mode()
     def step(self) -> None:
         """Start searches, evaluate once per model, resume every search whose answer is complete."""
-        with uninterrupted():
+        watch = partial(phase, self.observer)
+        with uninterrupted(), watch("step"):
             try:
-                self._admit()
+                with watch("admit"):
+                    self._admit()
                 for name, runner in self.runners.items():
-                    batch = self._schedule(name, runner)
+                    with watch("schedule"):
+                        batch = self._schedule(name, runner)
                     if batch.shares:
-                        self._commit(batch, *self._run(batch))
+                        with watch("run", batch):
+                            rows = self._run(batch)
+                        with watch("commit", batch):
+                            self._commit(batch, *rows)
             except KeyboardInterrupt:  # a tree may have slots that are allocated and were not written
                 for job in self.running:
                     job.retire = None
@@ -466,7 +477,9 @@ class Driver:
         try:
             if job.fault is not None:
                 raise job.fault
-            request = self._request(job, generator.throw(error) if error is not None else generator.send(answer))
+            with phase(self.observer, "search"):
+                request = generator.throw(error) if error is not None else generator.send(answer)
+            request = self._request(job, request)
             pending = Pending(request, request.tree.by_rope(request.nodes))
             pending.begin()
             job.pending = pending
@@ -496,9 +509,12 @@ class Driver:
             job.report = request
             if job.trace is not None:
                 job.trace.reported(request)
-            request = job.generator.send(None)
+            with phase(self.observer, "search"):
+                request = job.generator.send(None)
         if wrong := request_fault(request, job.trees) or (job.foreign and self._wrong_tokens(request)):
             self._refuse(job, wrong)
+        if self.observer is not None and request.read is not None:
+            request = replace(request, read=observed_read(self.observer, request.read))
         return guarded_read(request, fail) if job.foreign else request
 
     @staticmethod

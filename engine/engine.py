@@ -16,6 +16,7 @@ from engine.driver import Driver, Job
 from engine.errors import CoppiceError, UsageError, check_flag, check_integer
 from engine.loading import LoadedModel, check_arguments, check_companion, load_models
 from engine.memory import check_memory, is_out_of_memory, out_of_memory, trim_memory
+from engine.phases import PhaseObserver
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.rewards import Messages, Responses, RewardFunction, check_messages, make_judge
@@ -112,6 +113,7 @@ class Engine:
         self.capabilities = model.capabilities
         self.companions: dict[str, Engine] = {}
         self.reward: RewardFunction | None = None  # instead of a model
+        self.observer: PhaseObserver | None = None  # is notified of the phases of each step
         self.load_seconds = 0.0
 
     @staticmethod
@@ -366,7 +368,7 @@ class Engine:
 
     def _driver(self) -> Driver:
         runners = {"target": self.runner, **{role: engine.runner for role, engine in self.companions.items()}}
-        return Driver(runners, self.parallel)
+        return Driver(runners, self.parallel, self.observer)
 
     def _submit(
         self,

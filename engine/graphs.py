@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.driver import Answers, Part, Runner
 from engine.errors import UsageError
 from engine.packing import Chunk, Pass, pack
+from engine.phases import phase
 from engine.pool import PagePool
 from kernels import cpp
 from kernels.layout import WORD
@@ -86,14 +87,9 @@ class GraphRunner(Runner):
                 self._told.add(reason)
                 log.info("without a CUDA graph: %s", reason)
             return super().evaluate(chunks, asked, reads)
-        p = pack(
-            chunks,
-            self.pool.page_size,
-            token_buckets=TOKENS,
-            word_buckets=WORDS,
-            tree_buckets=TREES,
-            impl=self.impl,
-        )
+        buckets = {"token_buckets": TOKENS, "word_buckets": WORDS, "tree_buckets": TREES}
+        with phase(self.observer, "pack"):
+            p = pack(chunks, self.pool.page_size, impl=self.impl, **buckets)
         key = len(p.tokens_T), p.layout.ancestry_TC.shape[1], len(p.layout.trunk_len_R)
         if key not in self._steps:
             self._steps[key] = _Step(self, p)
@@ -101,7 +97,8 @@ class GraphRunner(Runner):
         step(p, asked)
         rows_N = step.rows_T[: len(asked)]
         logp_NV, finite_N = (x.index_select(0, rows_N) for x in self._outputs)  # copies: the next pass fills the same
-        return self.fetch(logp_NV, finite_N, None, reads)  # after which the host's memory may be written again
+        with phase(self.observer, "fetch"):
+            return self.fetch(logp_NV, finite_N, None, reads)  # after which the host's memory may be written again
 
     def _unfit(self, chunks: Sequence[Chunk], asked: Sequence[int]) -> str:
         """Why a pass cannot be a graph; "" if it can."""
@@ -115,7 +112,8 @@ class GraphRunner(Runner):
 
     def run(self, p: Pass) -> None:
         """The recorded part of a pass."""
-        hidden_TE = self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
+        with phase(self.observer, "forward"):
+            hidden_TE = self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
         results = self.answer(hidden_TE)[:2]  # there are no peaks
         if not self._outputs:
             self._outputs = tuple(x.new_empty(TOKENS[-1], *x.shape[1:]) for x in results)
