@@ -16,21 +16,21 @@ __all__ = [
 
 
 class UsageError(CoppiceError):
-    """The request cannot be served as it was made."""
+    """The request is invalid."""
 
     exit_code = 2
     code = "usage"
 
 
 class KVMemoryError(CoppiceError):
-    """The pool of KV pages cannot hold what is asked for, or ran out."""
+    """The pool of KV pages is too small for the request, or is full."""
 
     exit_code = 4
     code = "memory"
 
 
 class NumericsError(CoppiceError):
-    """NaN or Inf where a number must be."""
+    """NaN or Inf in a result."""
 
     exit_code = 5
     code = "numerics"
@@ -47,21 +47,21 @@ class SearchError(CoppiceError):
 
 
 def check_integer(name: str, value: Any, low: float, high: float = math.inf, *, also: str = "") -> None:
-    """Refuse what is no integer from `low` to `high`; True and False are none. Raises UsageError.
+    """Check that a value is an integer from `low` to `high`; True and False are none. Raises UsageError.
 
     Args:
-        also: what the message names before the integer, such as "auto or ".
+        also: words before "an integer" in the message, such as "auto or ".
     """
     _check_range(name, value, low, high, int, f"{also}an integer")
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Refuse what is neither float nor int, or not from `low` to `high`. Raises UsageError."""
+    """Check that a value is a float or an integer from `low` to `high`. Raises UsageError."""
     _check_range(name, value, low, high, int | float, "a number")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False. Raises UsageError."""
+    """Check that a value is True or False. Raises UsageError."""
     if not isinstance(value, bool):
         raise UsageError(f"{name}: expected true or false, got {value!r}")
 

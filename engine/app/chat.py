@@ -26,11 +26,11 @@ from engine.version import __version__
 from models.checkpoint import Checkpoint
 from search.base import make_search
 
-# --- texts ---
+# --- the banner ---
 
 
 def banner(engine: Engine, settings: Settings, folder: str | Path) -> str:
-    """What a person should know before the first prompt."""
+    """The lines before the first prompt."""
     count = sum(math.prod(tensor.shape) for tensor in Checkpoint.open(folder).tensors.values())
     keys, machine = engine.pool.cache.k_LGSD, engine.capabilities
     dtype, device = machine.precision or dtype_name(keys.dtype), keys.device
@@ -158,7 +158,7 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def make_screen(args: argparse.Namespace) -> Screen:
-    """The screen; text in and out is UTF-8, whatever the locale."""
+    """Make the screen; input and output are UTF-8 in every locale."""
     # Bytes that are not UTF-8 come in as surrogates, which are refused when the text is encoded.
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stderr, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
@@ -170,7 +170,7 @@ def make_screen(args: argparse.Namespace) -> Screen:
 
 
 def load(args: argparse.Namespace, screen: Screen) -> Engine:
-    """The model, with the time on the screen while it loads."""
+    """Load the model; a status shows the time."""
     began = time.monotonic()
     with screen.status(lambda: Label("", f"[loading the model: {time.monotonic() - began:.1f} s]")):
         engine = cli.load_engine(args)
@@ -180,7 +180,7 @@ def load(args: argparse.Namespace, screen: Screen) -> Engine:
 
 
 def check_save(file: Path, loaded: str | None) -> None:
-    """Refuse a file that cannot be saved to, or that holds a conversation which is not the loaded one."""
+    """Check that a conversation can be saved to a file, and that the file has no other one. Raises UsageError."""
     transcript.check_target(file)
     with contextlib.suppress(OSError):
         if file.expanduser().stat().st_size and (

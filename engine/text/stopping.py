@@ -8,7 +8,7 @@ from engine.text.tokenizer import Tokenizer, check_utf8
 
 
 def check_stop(strings: Any) -> None:
-    """Refuse what is no list of non-empty strings in valid UTF-8. Raises UsageError."""
+    """Check that a value is a list of non-empty strings in valid UTF-8. Raises UsageError."""
     listed = isinstance(strings, Sequence) and not isinstance(strings, str | bytes)
     if not listed or not all(isinstance(s, str) and s for s in strings):
         raise UsageError(f"stop: expected a list of non-empty strings, got {strings!r}")
@@ -39,7 +39,7 @@ class StopStrings:
 
 
 class TextStream:
-    """Turns settled tokens into text that is never taken back: no half characters, no part of a stop string.
+    """Turns settled tokens into text that never changes: no incomplete characters, no part of a stop string.
 
     Args:
         tokenizer: None streams nothing.
