@@ -1,4 +1,4 @@
-"""The one place that compiles: layers through torch.compile, operators over trees opaque to it."""
+"""Compilation of layers by torch.compile, to which the operators over trees are opaque."""
 
 import os
 import warnings
@@ -16,8 +16,8 @@ LEAST = (2,)  # tokens of a pass, and words of ancestry: torch would make graphs
 def compile_model(model: nn.Module) -> bool:
     """Compile every layer of a model in place, one graph for all, sizes dynamic, when it is first called.
 
-    What was compiled is kept on disk (TORCHINDUCTOR_CACHE_DIR; by default in the user's cache folder), where later
-    runs find it. Without a C++ compiler, or where others may write to that folder, it warns and leaves the model eager.
+    Compiled code is stored on disk (TORCHINDUCTOR_CACHE_DIR; by default in the user's cache folder) for later runs.
+    Without a C++ compiler, or if other users may write to that folder, it warns and leaves the model eager.
 
     Returns:
         whether it is compiled.
@@ -26,7 +26,7 @@ def compile_model(model: nn.Module) -> bool:
         warnings.warn("no C++ compiler was found: --compile on has no effect", stacklevel=2)
         return False
     if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        try:  # what lies there is loaded as code
+        try:  # files of this folder are loaded as code
             folder = private(cpp.cache_folder() / "compiled", make=True)
         except (OSError, RuntimeError, cpp.BuildError) as error:
             warnings.warn(f"--compile on has no effect: {error}", stacklevel=2)

@@ -1,7 +1,7 @@
-"""The contract of searches, checked: what a search may yield and return, and whose fault an exception is.
+"""Checks of the contract of searches: the values that a search yields and returns, and the origin of exceptions.
 
 An exception in a search that is not part of this project is a `SearchError`, which names the search and the line of its
-code. The searches of this project break the contract only by a bug of ours, and the error says so.
+code. A search of this project breaks the contract only by a bug of the project; the error reports it as one.
 """
 
 import json
@@ -24,10 +24,10 @@ SHOWN = 80  # characters of a value in a message
 
 
 class ContractError(Exception):
-    """A search did something else than the contract allows; the message says what was expected and what came."""
+    """A search broke the contract; the message gives the expected value and the one that came."""
 
 
-# --- whose fault it is ---
+# --- the origin of an exception ---
 
 
 def is_ours(kind: type) -> bool:
@@ -85,7 +85,7 @@ def _line_of(kind: type, error: BaseException) -> str:
 
 
 def check_search(search: Any) -> None:
-    """Refuse what is no search.
+    """Check that an object is a search.
 
     Raises:
         UsageError: it does not derive from `Search`.
@@ -105,7 +105,7 @@ def check_search(search: Any) -> None:
 
 
 def slots_of(search: Search, prompt: int, new: int) -> tuple[int, int]:
-    """KV slots that a search needs, at the least and at the most, as its `slots` says. Raises SearchError."""
+    """The KV slots that a search needs, at least and at most, by its method `slots`. Raises SearchError."""
     with attributed(type(search)):
         needed = search.slots(prompt, new)
         if not isinstance(needed, tuple | list) or len(needed) != 2 or not all(isinstance(n, int) for n in needed):
@@ -117,14 +117,14 @@ def slots_of(search: Search, prompt: int, new: int) -> tuple[int, int]:
 
 
 def generator_fault(generator: Any) -> str:
-    """What is wrong with what `run` returned; "" if nothing is."""
+    """The fault of a value that `run` returned; "" if there is none."""
     if all(hasattr(generator, name) for name in ("send", "throw", "close")):
         return ""
     return f"run: expected a generator, which a function with `yield` returns, got {brief(generator)}"
 
 
 def report_fault(report: Report) -> str:
-    """What is wrong with a Report; "" if nothing is."""
+    """The fault of a Report; "" if there is none."""
     settled, best, beams = report.settled, report.best, report.beams
     if not isinstance(settled, list | tuple) or not all([type(token) is int for token in settled]):
         return f"Report.settled: expected a list of token ids, got {brief(settled)}"
@@ -137,11 +137,11 @@ def report_fault(report: Report) -> str:
 
 
 def request_fault(request: Any, trees: Sequence[TokenTree]) -> str:
-    """What is wrong with what a search yielded in place of a Report; "" if nothing is.
+    """The fault of a value that a search yielded, and that is no Report; "" if there is none.
 
     Args:
-        request: what came.
-        trees: those of the run.
+        request: the value.
+        trees: the trees of the run.
     """
     if not isinstance(request, Evaluate):
         return f"expected it to yield Evaluate or Report, got {brief(request)}"
@@ -169,11 +169,11 @@ def request_fault(request: Any, trees: Sequence[TokenTree]) -> str:
 
 
 def tokens_fault(request: Evaluate, vocab_size: int, max_positions: int | None) -> str:
-    """What is wrong with the tokens that a request would evaluate; "" if nothing is.
+    """The fault of the tokens that a request would evaluate; "" if there is none.
 
     Args:
         request: free of other faults.
-        vocab_size: token ids that the tree's model knows.
+        vocab_size: size of the vocabulary of the tree's model.
         max_positions: tokens that the model's context holds; None: any number.
     """
     tree = request.tree
@@ -188,10 +188,10 @@ def tokens_fault(request: Evaluate, vocab_size: int, max_positions: int | None) 
 
 
 def result_fault(result: Any, vocab_size: int | None) -> str:
-    """What is wrong with what a search returned; "" if nothing is.
+    """The fault of a value that a search returned; "" if there is none.
 
     Args:
-        result: what came.
+        result: the value.
         vocab_size: tokens that can be generated; None leaves the values in the outputs and the statistics unchecked.
     """
     if not isinstance(result, SearchResult):
@@ -267,6 +267,6 @@ def brief(value: Any) -> str:
         return f"a tensor {[*value.shape]} of {str(value.dtype).removeprefix('torch.')}"
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # somebody else's __repr__
+    except Exception:  # a __repr__ of foreign code
         text = f"an instance of {type(value).__name__}"
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"

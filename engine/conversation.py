@@ -1,4 +1,4 @@
-"""Conversation: the turns of a chat, the prompt they make, the cache that outlives each turn; replies in figures."""
+"""Conversation: the turns of a chat, the prompt they make, and the cache kept between turns; figures of replies."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -17,13 +17,13 @@ OVERFLOW = ("drop-turns", "error")
 
 @dataclass(frozen=True)
 class Turn:
-    """What was said and what was answered.
+    """A message of a person and the model's reply.
 
     Args:
         user: the person's text.
-        reply: the model's, as it stands in the conversation.
+        reply: the model's text in the conversation.
         finish_reason: as in `Output`; "interrupted" marks a partial reply.
-        first: the oldest turn that the model still saw; those before did not fit its context.
+        first: the oldest turn in the prompt of this one; earlier turns did not fit the context.
         cached: tokens in the cache after this turn.
     """
 
@@ -36,11 +36,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Dropped:
-    """The context was full: the model no longer sees the oldest turns.
+    """The context was full: the prompt no longer has the oldest turns.
 
     Args:
-        turns: those left out from this reply on.
-        left: earlier turns that the model still sees.
+        turns: number of turns left out from this reply on.
+        left: number of earlier turns in the prompt.
     """
 
     turns: int
@@ -48,16 +48,16 @@ class Dropped:
 
 
 class Conversation:
-    """Turns on one model. With a chat template the model reads messages; without, plain text that it continues.
+    """Turns with one model. With a chat template the prompt consists of messages, otherwise of plain text to continue.
 
-    All turns are remembered. When they no longer fit the context (or the cache), the oldest are left out of the prompt:
-    as many whole turns as it takes to halve what the history may occupy, so that the shorter prompt is read once and
-    reused for many turns. The system message always stays.
+    A conversation stores all turns. When they no longer fit the context (or the cache), the prompt leaves out whole
+    turns, the oldest first, until the history takes at most half of its room, so that the shorter prompt is evaluated
+    once and reused for many turns. The system message always stays.
 
     Args:
         engine: the model.
         system: system message, for templates only.
-        on_overflow: "drop-turns" as said, "error" refuses the turn that does not fit.
+        on_overflow: "drop-turns" leaves turns out, "error" refuses the turn that does not fit.
 
     Raises:
         UsageError: a system message without a template.
@@ -76,7 +76,7 @@ class Conversation:
 
     @property
     def first(self) -> int:
-        """The oldest turn that the model saw last."""
+        """The oldest turn in the latest prompt."""
         return self.turns[-1].first if self.turns else 0
 
     def prompt_ids(self, user: str, first: int | None = None) -> list[int]:
@@ -84,7 +84,7 @@ class Conversation:
 
         Args:
             user: the text.
-            first: turns before this one are left out; None leaves out those that were before.
+            first: the oldest turn in the prompt; None: the same as in the latest prompt.
 
         Raises:
             UsageError: the text cannot be encoded, or the template rejects it.
@@ -95,14 +95,14 @@ class Conversation:
         return tokenizer.encode_rendered(template.render(self.messages(user, first)))
 
     def messages(self, user: str, first: int | None = None) -> list[dict[str, str]]:
-        """What a template renders, with the person's next text at its end; arguments as in `prompt_ids`."""
+        """The messages to render, with the person's next text at their end; arguments as in `prompt_ids`."""
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
         for turn in self.turns[self.first if first is None else first :]:
             messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.reply}]
         return [*messages, {"role": "user", "content": user}]
 
     def text(self, user: str, first: int | None = None) -> str:
-        """Plain completion: all text so far and the next; a new line parts the turns unless white space does."""
+        """The prompt of plain completion: all text and the person's next; white space or a new line parts the turns."""
         text = ""
         for turn in [*self.turns[self.first if first is None else first :], Turn(user, "", "")]:
             parted = not text or text[-1].isspace() or not turn.user or turn.user[0].isspace()
@@ -112,7 +112,7 @@ class Conversation:
     def stream(
         self, user: str, search: Search, *, max_new_tokens: int = 256, **options: Any
     ) -> Iterator[Event | Dropped]:
-        """Answer; a turn that is done or interrupted joins the conversation, after an error that is as it was.
+        """Answer, and append the turn, complete or interrupted; an error leaves the conversation unchanged.
 
         Args:
             user: the person's text.
@@ -136,12 +136,12 @@ class Conversation:
             yield event
 
     def undo(self) -> Turn:
-        """Take the last turn back, and its part of the cache. Raises UsageError if there is none."""
+        """Remove the last turn, and its part of the cache. Raises UsageError if there is none."""
         if not self.turns:
             raise UsageError("there is no turn to take back")
         turn = self.turns.pop()
         trunk = self.session.trunk
-        same = self.turns and self.turns[-1].first == turn.first  # otherwise the cache holds another prompt
+        same = self.turns and self.turns[-1].first == turn.first  # otherwise the cache belongs to another prompt
         kept = self.turns[-1].cached if same else 0
         if trunk is not None and kept < trunk.cached:
             trunk.truncate(self.engine.pool, kept)
@@ -149,7 +149,7 @@ class Conversation:
         return turn
 
     def set_system(self, text: str | None) -> None:
-        """Another system message from the next turn on, which then reads the conversation afresh; None: no more.
+        """Set the system message, None for none; the next turn evaluates the whole conversation again.
 
         Raises:
             UsageError: there is no template, or it rejects the message.
@@ -164,14 +164,14 @@ class Conversation:
             raise
 
     def restore(self, turns: Iterable[Turn], system: str | None) -> None:
-        """Go on with another conversation, instead of this one. Raises UsageError: a system message, no template."""
+        """Replace the conversation by another one. Raises UsageError for a system message without a template."""
         if system is not None:
             self._check_system()
         self.reset()
         self.turns, self.system = list(turns), system
 
     def reset(self) -> None:
-        """Forget all turns and give their cache back."""
+        """Remove all turns and free their cache."""
         self.turns.clear()
         self.session.close()
 
@@ -183,11 +183,11 @@ class Conversation:
             )
 
     def _fit(self, user: str, search: Search, new: int) -> tuple[int, list[int]]:
-        """Choose the oldest turn that the model sees; returns its index and the prompt's token ids from there on.
+        """Choose the oldest turn of the prompt; returns its index and the prompt's token ids.
 
-        A prompt whose beginning changed is read afresh, so turns are not dropped one by one: once the history is full,
-        at most half of it stays, but always the latest turn if that alone fits. Without any turn, the engine judges
-        the message.
+        A prompt whose beginning changed is evaluated again, so turns are not dropped one by one: when the history is
+        full, at most half of it stays, but always the latest turn if that alone fits. If no turn is left, the engine
+        decides whether the message fits.
 
         Raises:
             UsageError: the conversation is full and `on_overflow` is "error"; or the message alone is too long.
@@ -230,7 +230,7 @@ class Conversation:
         return chosen, ids
 
     def _room(self, new: int) -> int:
-        """Tokens that an answer should have room for: more than a word; where turns may go, a fair share."""
+        """Tokens to reserve for the answer: up to 1/16 of the context, or 1/4 where turns may be dropped."""
         context = self.engine.shape.max_positions
         share = 4 if self.on_overflow == "drop-turns" else 16
         return new if context is None else max(1, min(new, context // share))
@@ -246,14 +246,14 @@ class Conversation:
     def _reply(self, ids: list[int], best: Output) -> str:
         if self.engine.template is not None:
             return best.text
-        # `text` is that of the tokens alone, without the space that some decoders strip where a text begins.
+        # `best.text` lacks the space that some decoders strip from the beginning of a text.
         tokenizer = self.engine.tokenizer
         stripped = tokenizer.decode_continuation(ids, best.token_ids).removesuffix(tokenizer.decode(best.token_ids))
         return stripped + best.text
 
 
 def figures(result: SearchResult, machine: Capabilities | None = None) -> str:
-    """A reply's statistics for people; with what the model runs on, if that is given."""
+    """A reply's statistics for people; with the dtype and the fast paths of the machine, if `machine` is given."""
     stats = dict(result.stats)
     take = stats.pop
     prompt, reused, new = take("prompt_tokens"), take("reused_tokens"), take("new_tokens")
@@ -269,7 +269,7 @@ def figures(result: SearchResult, machine: Capabilities | None = None) -> str:
         f"cache    {mib(peak)} at its peak, for {live} live tokens of {unit} bytes; "
         f"a cache for each branch would have held {unshared} tokens",
     ]
-    # Lists are for programs.
+    # Lists are left out: they are for programs.
     others = [f"{key:8} {value}" for key, value in stats.items() if not isinstance(value, list)]
     if machine is not None and machine.precision:
         others += [f"numbers  {machine.precision}", f"machine  {machine.paths}"]
@@ -277,5 +277,5 @@ def figures(result: SearchResult, machine: Capabilities | None = None) -> str:
 
 
 def mib(size: int) -> str:
-    """Bytes for people."""
+    """A number of bytes for people."""
     return f"{size / 2**20:.2f} MiB"

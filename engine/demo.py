@@ -1,4 +1,4 @@
-"""The bundled demo models: where they are, and what they are the default for."""
+"""The bundled demo models: their folders, and the defaults that use them."""
 
 from pathlib import Path
 
@@ -27,9 +27,9 @@ def is_demo(folder: str | Path) -> bool:
 def with_defaults(
     model: str | Path | None, draft: str | Path | None, reward: str | Path | None
 ) -> tuple[str | Path, str | Path | None, str | Path | None]:
-    """Target, draft and reward to load: the bundled ones for None, but beside another target only what is given.
+    """Target, draft and reward to load; None means the bundled one, but no draft or reward beside another target.
 
-    The bundled draft and reward model read the bundled target's tokens; to another model they are of no use.
+    The bundled draft and reward model have the bundled target's vocabulary, so another target cannot use them.
     """
     model = model or demo_folder()
     if is_demo(model):

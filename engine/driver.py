@@ -1,14 +1,14 @@
-"""The driver: many searches, one forward pass per model and step. This is the whole machine.
+"""The driver (scheduler): many searches, one forward pass per model and step.
 
-A search asks; its pending tokens join those of the other searches; one pass answers all of them. Long prompts go
-through in chunks beside the decoding of others. When the pool runs full, the latest search is preempted and starts
+A search yields a request; its pending tokens join those of other searches; one pass answers all of them. Long prompts
+are evaluated in chunks, beside the decoding of others. When the pool is full, the latest search is preempted and starts
 again later; a search that is alone gets KVMemoryError.
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -29,6 +29,7 @@ from engine.contract import (
 from engine.errors import KVMemoryError, NumericsError
 from engine.interrupts import uninterrupted
 from engine.packing import Chunk, pack
+from engine.phases import PhaseObserver, observed_read, phase
 from engine.pool import PagePool
 from engine.requests import Answer, Evaluate, Read, Report, Search, SearchGenerator, SearchResult
 from engine.slots import Trunk
@@ -38,7 +39,7 @@ from engine.tree import TokenTree
 from kernels.rows import log_softmax
 from kernels.stack import one_by_one
 
-Part = tuple[slice, Read]  # rows among those asked for, and what to make of them
+Part = tuple[slice, Read]  # a range of the rows asked for, and the function that reads it
 Answers = tuple[Tensor, list[bool], list[Tensor]]
 
 
@@ -68,18 +69,15 @@ class Runner:
         self.impl, self.token_buckets, self.word_buckets = impl, token_buckets, word_buckets
         self.device = pool.cache.k_LGSD.device
         self.time = PassTime()
+        self.observer: PhaseObserver | None = None
 
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
         """Pack and run the model: hidden rows of every token of the pass."""
-        p = pack(
-            chunks,
-            self.pool.page_size,
-            self.device,
-            token_buckets=self.token_buckets,
-            word_buckets=self.word_buckets,
-            impl=self.impl,
-        )
-        return self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
+        buckets = {"token_buckets": self.token_buckets, "word_buckets": self.word_buckets}
+        with phase(self.observer, "pack"):
+            p = pack(chunks, self.pool.page_size, self.device, impl=self.impl, **buckets)
+        with phase(self.observer, "forward"):
+            return self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]."""
@@ -98,9 +96,9 @@ class Runner:
         """One forward pass.
 
         Args:
-            chunks: shares of trees that have their slots.
+            chunks: parts of trees whose slots are allocated.
             asked: rows of the pass whose next-token log-probabilities are wanted.
-            reads: what to make of which of these rows, see `Evaluate`.
+            reads: functions that read ranges of these rows, see `Evaluate`.
 
         Returns:
             float32 log-probabilities [len(asked), V] (scores [len(asked), 1] of a scalar-head model), for each row
@@ -110,11 +108,13 @@ class Runner:
         if not asked:
             return torch.empty(0, 0), [], []
         rows_NE = hidden_TE if len(asked) == len(hidden_TE) else hidden_TE[torch.tensor(asked, device=self.device)]
-        return self.fetch(*self.answer(rows_NE), reads)
+        answers = self.answer(rows_NE)
+        with phase(self.observer, "fetch"):
+            return self.fetch(*answers, reads)
 
     @staticmethod
     def fetch(logp_NV: Tensor, finite_N: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part]) -> Answers:
-        """Bring what the host wants to know to it: the one time in a step that it waits for a GPU."""
+        """Copy the numbers that the host needs; the only time in a step that it waits for a GPU."""
         if not reads:
             return logp_NV, finite_N.tolist(), []
         made = (read(logp_NV[rows], peaks_NB[rows] if peaks_NB is not None else None) for rows, read in reads)
@@ -124,13 +124,15 @@ class Runner:
 
     def answer(self, hidden_NE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities (or scores) of hidden rows, whether each row is finite, and peaks, on the device."""
-        logits_NV = self.model.logits(hidden_NE)
+        with phase(self.observer, "logits"):
+            logits_NV = self.model.logits(hidden_NE)
         if logits_NV.shape[1] == 1:
             return logits_NV.float(), torch.isfinite(logits_NV).all(-1), None
-        return log_softmax(logits_NV, self.vocab_size, impl=self.impl)
+        with phase(self.observer, "log-softmax"):
+            return log_softmax(logits_NV, self.vocab_size, impl=self.impl)
 
     def blame(self, chunk: Chunk) -> str:
-        """Where NaN or Inf arises first in a pass that has any: the chunk is evaluated once more, layer by layer."""
+        """The first place of NaN or Inf in a pass: the chunk is evaluated once more, layer by layer."""
         bad: list[str] = []
 
         def watch(name: str, x: Tensor) -> None:
@@ -153,14 +155,14 @@ class Runner:
 
 @dataclass
 class Work:
-    """What a model did for a search; `seconds` of passes that other searches shared count in full."""
+    """The work of a model for a search; `seconds` include the whole of passes that other searches shared."""
 
     passes: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """One more pass."""
+        """Count a pass."""
         self.passes += 1
         self.tokens += tokens
         self.seconds += seconds
@@ -173,20 +175,19 @@ class Job:
     start: Callable[["Job"], SearchGenerator]
     settled: list[int] = field(default_factory=list)  # new tokens that are certain
     report: Report = field(default_factory=Report)  # the latest
-    trunk: Trunk | None = None  # an earlier tree's, to take over
-    retire: Callable[[TokenTree], None] | None = None  # gets the target tree at the end instead of freeing it
+    retire: Callable[[TokenTree], None] | None = None  # gets the target tree at the end, which is not freed then
     trees: list[TokenTree] = field(default_factory=list)
     generator: SearchGenerator | None = None
     pending: "Pending | None" = None
-    batch_load: tuple[int, int] = (0, 0)  # in its latest pass: tokens of other searches, and how many these were
+    batch_load: tuple[int, int] = (0, 0)  # other searches in its latest pass: their tokens, their number
     result: SearchResult | None = None
     error: BaseException | None = None
     work: dict[str, "Work"] = field(default_factory=dict)  # by model
     trace: Trace | None = None
     started: float = 0.0
     prefilled: float = 0.0
-    search: Search | None = None  # what is checked more closely if it is not this project's; None is trusted
-    fault: Exception | None = None  # raised by a function that the search gave away; it ends the job at its next step
+    search: Search | None = None  # a search that is not this project's is checked more closely; None is trusted
+    fault: Exception | None = None  # raised by a function of a Report or an Evaluate; it ends the job at its next step
 
     def __post_init__(self):
         self.foreign = self.search is not None and not is_ours(type(self.search))
@@ -198,16 +199,16 @@ class Job:
 
 @dataclass
 class Pending:
-    """An Evaluate under way: what is left of it, and the rows that are there."""
+    """An Evaluate under way: the tokens that are left of it, and the rows computed so far."""
 
     request: Evaluate
     by_rope: list[tuple[bool, list[int]]]  # see `TokenTree.by_rope`: one group, except for models that switch
     answered: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
-    numbers: Tensor | None = None  # what the request's `read` returned
+    numbers: Tensor | None = None  # the result of the request's `read`
 
     def begin(self) -> None:
-        """Turn to the next group of nodes."""
+        """Start with the next group of nodes."""
         long, nodes = self.by_rope.pop(0)
         self.request.tree.use_rope(long)
         self.trunk_left, self.nodes_left = self.request.tree.pending(nodes)
@@ -220,7 +221,7 @@ class Pending:
         return self.trunk_left + len(self.nodes_left)
 
     def answer(self) -> Answer:
-        """One row per node asked for, in the order asked."""
+        """The answer: one row per node, in the order of the request."""
         rows_NV = self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows)
         nodes = list(self.request.nodes)
         if nodes == self.answered:
@@ -231,7 +232,7 @@ class Pending:
 
 @dataclass
 class Share:
-    """One request's part of a pass: its tokens, and which rows of the answer belong to which of its nodes."""
+    """One request's part of a pass: its tokens, and its nodes with their rows of the answer."""
 
     job: Job
     pending: Pending
@@ -251,10 +252,10 @@ class Batch:
     tokens: int = 0
     asked: list[int] = field(default_factory=list)  # tokens whose rows are wanted
     reads: list[Part] = field(default_factory=list)
-    readers: list[Pending] = field(default_factory=list)  # whose reads these are
+    readers: list[Pending] = field(default_factory=list)  # the owner of each read
 
     def add(self, job: Job, chunk: Chunk) -> None:
-        """Another request's tokens."""
+        """Add a request's tokens."""
         pending = job.pending
         assert pending is not None
         last = [pending.request.tree.root] if chunk.trunk_tokens and not pending.trunk_left else []
@@ -275,13 +276,16 @@ class Driver:
     Args:
         runners: by model name; "target" first.
         parallel: most searches at once.
+        observer: is notified of the phases of each step.
     """
 
-    def __init__(self, runners: dict[str, Runner], parallel: int = 16):
-        self.runners, self.parallel = runners, parallel
+    def __init__(self, runners: dict[str, Runner], parallel: int = 16, observer: PhaseObserver | None = None):
+        self.runners, self.parallel, self.observer = runners, parallel, observer
+        for runner in runners.values():
+            runner.observer = observer
         self.waiting: list[Job] = []
         self.running: list[Job] = []
-        self._crowded = False  # a search was sent back for want of pages: nobody enters before somebody leaves
+        self._crowded = False  # a search was preempted: none starts before another one ends
 
     def submit(self, job: Job) -> Job:
         """Queue a search."""
@@ -289,7 +293,7 @@ class Driver:
         return job
 
     def open_tree(self, job: Job, model: str, prompt: Sequence[int], expected: int = 0, trunk: Trunk | None = None):
-        """A tree that is freed with the job."""
+        """Make a tree that is freed with the job."""
         if model not in self.runners:
             raise ContractError(
                 f"open_tree: expected one of {', '.join(self.runners)}, the models that are loaded, got {model!r}; "
@@ -314,28 +318,34 @@ class Driver:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit searches, evaluate once per model, resume every search whose answer is complete."""
-        with uninterrupted():
+        """Start searches, evaluate once per model, resume every search whose answer is complete."""
+        watch = partial(phase, self.observer)
+        with uninterrupted(), watch("step"):
             try:
-                self._admit()
+                with watch("admit"):
+                    self._admit()
                 for name, runner in self.runners.items():
-                    batch = self._schedule(name, runner)
+                    with watch("schedule"):
+                        batch = self._schedule(name, runner)
                     if batch.shares:
-                        self._commit(batch, *self._run(batch))
-            except KeyboardInterrupt:  # anywhere: a tree may call slots evaluated that were only taken
+                        with watch("run", batch):
+                            rows = self._run(batch)
+                        with watch("commit", batch):
+                            self._commit(batch, *rows)
+            except KeyboardInterrupt:  # a tree may have slots that are allocated and were not written
                 for job in self.running:
                     job.retire = None
                 raise
 
     def stop(self, job: Job, result: SearchResult) -> None:
-        """End a search early with what it has."""
+        """End a search early, with this result."""
         with uninterrupted():
             self._end(job, result=result)
 
     def close(self) -> None:
-        """Abandon everything; all pages go back."""
+        """Abandon all jobs and return all pages to their pools."""
         self.waiting.clear()
-        with uninterrupted(), contextlib.ExitStack() as stack:  # all of them, also when one fails
+        with uninterrupted(), contextlib.ExitStack() as stack:  # ends all jobs even if one of them raises
             for job in self.running:
                 stack.callback(self._end, job)
 
@@ -349,7 +359,7 @@ class Driver:
     def _schedule(self, model: str, runner: Runner) -> Batch:
         """Choose the tokens of a model's next pass, and take slots for them.
 
-        Short requests come first: decoding goes on while a long prompt fills what is left of the budget.
+        Short requests come first: others decode while a long prompt fills the rest of the budget.
         """
         batch = Batch(model, runner, time.perf_counter())
         jobs = [job for job in self.running if job.pending and job.pending.request.tree.pool is runner.pool]
@@ -359,12 +369,12 @@ class Driver:
                 chosen.append((job, chunk))
                 room -= len(chunk)
         for job, chunk in chosen:
-            if job in self.running and job.pending:  # it was not sent back for want of pages
+            if job in self.running and job.pending:  # it was not preempted since
                 batch.add(job, chunk)
         return batch
 
     def _run(self, batch: Batch) -> tuple[Tensor, list[bool]]:
-        """Evaluate a batch: rows, and whether each is finite. If that fails its slots are given back."""
+        """Evaluate a batch: rows, and whether each is finite. If that fails, its slots are released."""
         shares, runner, began = batch.shares, batch.runner, time.perf_counter()
         try:
             logp_NV, finite, numbers = runner.evaluate([share.chunk for share in shares], batch.asked, batch.reads)
@@ -375,7 +385,7 @@ class Driver:
         now = time.perf_counter()
         for pending, read in zip(batch.readers, numbers, strict=True):
             pending.numbers = read
-        if all(share.chunk.trunk_tokens <= 1 for share in shares):  # prompts follow another curve
+        if all(share.chunk.trunk_tokens <= 1 for share in shares):  # `PassTime` excludes prompts
             runner.time.note(batch.tokens, now - batch.began)
         for share in shares:
             tokens = len(share.chunk)
@@ -384,7 +394,7 @@ class Driver:
         return logp_NV, finite
 
     def _commit(self, batch: Batch, logp_NV: Tensor, finite: list[bool]) -> None:
-        """Hand rows out; a search goes on when all that it asked for is there."""
+        """Distribute the rows; resume each search whose request is complete."""
         for share in batch.shares:
             job, pending = share.job, share.pending
             if not all(finite[share.rows]):
@@ -427,11 +437,11 @@ class Driver:
                 youngest = self.running[-1]
                 if youngest is self.running[0]:
                     error.where = f"with {tree.live_tokens} live tokens, and {trunk + len(nodes)} more to evaluate"
-                    # the search may ask for any of them again
+                    # The search may ask for any of them again.
                     tree.release_slots(pending.trunk_allocated, pending.nodes_allocated)
                     self._resume(job, error=error)
                     return None
-                self._send_back(youngest)
+                self._preempt(youngest)
                 if youngest is job:
                     return None
         pending.trunk_left -= trunk
@@ -456,7 +466,7 @@ class Driver:
         self._resume(job)
 
     def _resume(self, job: Job, answer: Any = None, error: Exception | None = None) -> None:
-        """Let the search go on to its next Evaluate, or to its end."""
+        """Run the search to its next Evaluate, or to its end."""
         generator = job.generator
         assert generator is not None
         job.pending = None
@@ -467,7 +477,9 @@ class Driver:
         try:
             if job.fault is not None:
                 raise job.fault
-            request = self._request(job, generator.throw(error) if error is not None else generator.send(answer))
+            with phase(self.observer, "search"):
+                request = generator.throw(error) if error is not None else generator.send(answer)
+            request = self._request(job, request)
             pending = Pending(request, request.tree.by_rope(request.nodes))
             pending.begin()
             job.pending = pending
@@ -482,10 +494,10 @@ class Driver:
         except Exception as failure:
             self._end(job, error=failure)
         finally:
-            del error  # its traceback knows this frame
+            del error  # its traceback refers to this frame
 
     def _request(self, job: Job, request: Any) -> Evaluate:
-        """The search's next Evaluate, reports before it noted. Raises ContractError."""
+        """The search's next Evaluate, after the reports before it are processed. Raises ContractError."""
         assert job.generator is not None
         fail = partial(setattr, job, "fault")
         while isinstance(request, Report):
@@ -497,14 +509,17 @@ class Driver:
             job.report = request
             if job.trace is not None:
                 job.trace.reported(request)
-            request = job.generator.send(None)
+            with phase(self.observer, "search"):
+                request = job.generator.send(None)
         if wrong := request_fault(request, job.trees) or (job.foreign and self._wrong_tokens(request)):
             self._refuse(job, wrong)
+        if self.observer is not None and request.read is not None:
+            request = replace(request, read=observed_read(self.observer, request.read))
         return guarded_read(request, fail) if job.foreign else request
 
     @staticmethod
     def _refuse(job: Job, wrong: str) -> NoReturn:
-        """Raise a ContractError at the search's `yield`, so that the traceback has its line, and here."""
+        """Raise a ContractError, first at the search's `yield`, so that the traceback has that line, and then here."""
         fault = ContractError(wrong)
         assert job.generator is not None
         with contextlib.suppress(Exception):  # the search may catch it; the job ends nonetheless
@@ -531,20 +546,20 @@ class Driver:
                 tree = job.trees[0]
                 best = result.outputs[0].token_ids if result is not None else job.settled
                 with contextlib.suppress(MemoryError, RuntimeError):  # no memory for the copy: the trunk as it was
-                    tree.keep([tree.descend(best)])  # what is evaluated of the answer joins the trunk
+                    tree.keep([tree.descend(best)])  # the evaluated part of the answer joins the trunk
                 job.retire(tree)
         finally:
             for tree in job.trees:
                 tree.release()
             job.result, job.error, job.pending = result, error, None
-            # The report's functions know the search, and that its job: a cycle, which would keep the model in memory.
+            # The report's functions refer to the search, and it to its job: a cycle, which keeps the model in memory.
             job.generator, job.report = None, Report(info=job.report.info)
             if job in self.running:
                 self.running.remove(job)
             self._crowded = False
 
-    def _send_back(self, job: Job) -> None:
-        """Give the pages of a search to those before it; it starts afresh, to the same result, when one has ended."""
+    def _preempt(self, job: Job) -> None:
+        """Free the pages of a search for those before it; it starts again, to the same result, when one has ended."""
         assert job.generator is not None
         try:
             job.generator.close()
@@ -565,7 +580,7 @@ class Driver:
     def _stats(self, job: Job) -> dict:
         target = job.trees[0]
         now = time.perf_counter()
-        prefilled = job.prefilled or now  # interrupted before
+        prefilled = job.prefilled or now  # it was interrupted before
         work = {name: job.work.get(name, Work()) for name in {"target": None, **job.work}}
         mine = work.pop("target")
         others: dict[str, Any] = {"target_seconds": mine.seconds} if work else {}

@@ -1,4 +1,4 @@
-"""Engine: a checkpoint made ready to answer. `generate` for many prompts, `stream` for one, `Session` for a chat."""
+"""Engine: a loaded checkpoint that answers requests. `generate` takes many prompts, `stream` one, `Session` a chat."""
 
 import itertools
 import sys
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from engine.contract import attributed, check_search, search_error
 from engine.driver import Driver, Job
-from engine.errors import CoppiceError, UsageError, check_integer
+from engine.errors import CoppiceError, UsageError, check_flag, check_integer
 from engine.loading import LoadedModel, check_arguments, check_companion, load_models
 from engine.memory import check_memory, is_out_of_memory, out_of_memory, trim_memory
+from engine.phases import PhaseObserver
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.rewards import Messages, Responses, RewardFunction, check_messages, make_judge
 from engine.slots import Trunk
-from engine.text.stopping import StopStrings, TextStream
+from engine.text.stopping import StopStrings, TextStream, check_stop
 from engine.text.tokenizer import Tokenizer
 from engine.trace import Trace
 from engine.tree import TokenTree
@@ -28,7 +29,7 @@ from engine.tree import TokenTree
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and what to do with it.
+    """One prompt, the search that answers it, and its limits.
 
     Args:
         prompt: token ids, or text (encoded with the special tokens that the tokenizer adds by itself).
@@ -37,11 +38,11 @@ class Request:
         eos_token_ids: tokens that end an output; None takes the checkpoint's.
         ignore_eos: no token ends an output.
         stop: strings that end an output; they are cut off its text.
-        messages: what the prompt was rendered from, for a reward model with a chat template; it reads a plain prompt
-            as a user's only message.
-        reward: (prompt, texts) -> scores, to rank by instead of a reward model. The prompt is `messages`, if there are
-            any, else its text.
-        trace: records what the search does, to be looked at; one for each request.
+        messages: the messages that were rendered to the prompt, for a reward model with a chat template; it reads a
+            plain prompt as a user's only message.
+        reward: (prompt, texts) -> scores, instead of a reward model. The prompt is `messages`, if there are any, else
+            its text.
+        trace: records the steps of the search; each request needs its own.
     """
 
     prompt: Sequence[int] | str
@@ -57,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The prompt is being read: `done` of `total` tokens."""
+    """Progress of the prefill: `done` of `total` prompt tokens are evaluated."""
 
     done: int
     total: int
@@ -65,14 +66,14 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Text:
-    """Text that the best output is certain to go on with."""
+    """The next part of the best output's text, as soon as it is certain."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A step of the search was made; `report` has its figures and its best candidate so far, `tree` the live tree."""
+    """A step of the search; `report` has its figures and its best candidate so far, `tree` is the live tree."""
 
     report: Report
     tree: TokenTree
@@ -80,7 +81,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Done:
-    """The end; every `Text` before it adds up to the text of the best output."""
+    """The end; the texts of all `Text` events, joined, are the text of the best output."""
 
     result: SearchResult
 
@@ -90,7 +91,7 @@ Event = Prefill | Text | Progress | Done
 
 @dataclass
 class _Prepared:
-    """A request made ready: ids, limits and its job."""
+    """A checked request, with its token ids and limits, and its job."""
 
     request: Request
     ids: list[int]
@@ -101,7 +102,7 @@ class _Prepared:
 
 
 class Engine:
-    """A model, its pool of KV pages, its tokenizer; the models beside it by role. Made by `Engine.load`."""
+    """A model, its pool of KV pages, its tokenizer, and companions by role. Made by `Engine.load`."""
 
     def __init__(self, model: LoadedModel, parallel: int = 16):
         check_integer("parallel", parallel, 1)
@@ -109,9 +110,10 @@ class Engine:
         self.runner, self.shape, self.name = model.runner, model.shape, model.name
         self.template, self.eos_token_ids = model.template, model.eos_token_ids
         self.model_key, self.start_token = model.key, model.start_token  # see `Task`
-        self.capabilities = model.capabilities  # what the model computes in, and which fast paths this machine has
+        self.capabilities = model.capabilities
         self.companions: dict[str, Engine] = {}
         self.reward: RewardFunction | None = None  # instead of a model
+        self.observer: PhaseObserver | None = None  # is notified of the phases of each step
         self.load_seconds = 0.0
 
     @staticmethod
@@ -134,10 +136,11 @@ class Engine:
         Args:
             folder: holds config.json, safetensors weights and tokenizer files.
             dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's own, but float32 on a processor without
-                products of that dtype, where it is several times as fast; `capabilities` says which and why.
+                products of that dtype, where it is several times as fast; `capabilities` reports the choice.
             device: "cpu", "cuda" or "auto".
             threads: CPU threads; None leaves torch's choice.
-            kv_memory: bytes of the KV pools together, or a size such as "512M"; None takes up to half of what is free.
+            kv_memory: bytes of the KV pools together, or a size such as "512M"; None takes up to half of the free
+                memory.
             compile: "on" runs the layers through torch.compile: loading takes seconds more, steps a little less.
             quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products.
             chat_template: a template file, "none" for plain completion, None for the checkpoint's own.
@@ -146,8 +149,8 @@ class Engine:
             reward: folder of a model with a scalar head, for searches that rank; or a function, see `Request`.
 
         Raises:
-            CheckpointError: the folder is not a checkpoint that can be run.
-            KVMemoryError: kv_memory holds not even one page.
+            CheckpointError: the folder has no supported checkpoint.
+            KVMemoryError: kv_memory is less than one page.
             UsageError: an argument out of range.
         """
         began = time.perf_counter()
@@ -182,15 +185,15 @@ class Engine:
         return self.model.need_tokenizer()
 
     def add(self, role: str, engine: "Engine | RewardFunction") -> None:
-        """Let searches ask another model too.
+        """Add a companion.
 
         Args:
             role: "draft" or "reward".
-            engine: holds the model; it may be used by itself as well. A function takes a reward model's place.
+            engine: holds the model, and remains usable by itself. A function takes the place of a reward model.
 
         Raises:
-            UsageError: it cannot play that role: a reward model without a scalar head, a draft with one, or with
-                another tokenizer.
+            UsageError: the model does not suit the role: a reward model without a scalar head, a draft with one, or a
+                draft with another tokenizer.
         """
         if role not in ("draft", "reward"):
             raise UsageError(f"role: expected draft or reward, got {role!r}")
@@ -204,10 +207,10 @@ class Engine:
         if role == "reward":
             self.reward = None
 
-    # --- asking ---
+    # --- requests ---
 
     def generate(self, prompts: Iterable[Sequence[int] | str], search: Search, **options: Any) -> list[SearchResult]:
-        """Answer prompts, all by one search; options as in `Request`.
+        """Answer prompts by one search; options as in `Request`.
 
         Raises:
             CoppiceError: the first error of any of them.
@@ -222,22 +225,22 @@ class Engine:
                 try:
                     raise outcome
                 finally:
-                    del outcome  # its traceback knows this frame
+                    del outcome  # its traceback refers to this frame
             results[i] = outcome
         return [results[i] for i in sorted(results)]
 
     def serve(
         self, requests: Iterable[Request | CoppiceError | None], *, on_step: Callable[[Driver], None] | None = None
     ) -> Generator[tuple[int, SearchResult | CoppiceError], None, None]:
-        """Answer requests as they come, many in one pass; one that fails does not disturb the others.
+        """Answer requests in continuous batches; a request that fails does not affect the others.
 
         Args:
-            requests: read as there is room for them; an error in a request's place is passed on, None (which takes no
-                place) means that there is none at the moment.
+            requests: read when there is room for another one. An item may also be an error, which is passed on in the
+                place of a result, or None (not counted), if no request is available at the moment.
             on_step: called after every step, to show progress or to stop by raising.
 
         Yields:
-            (place among the requests, result or error), as they are finished.
+            (index of the request, result or error), in the order in which requests finish.
         """
         if not isinstance(requests, Iterable):
             raise UsageError(f"requests: expected an iterable of Request, got {requests!r}")
@@ -285,11 +288,11 @@ class Engine:
         retire: Callable[[TokenTree], None] | None = None,
         **options: Any,
     ) -> Iterator[Event]:
-        """Answer one prompt, telling text as soon as it is certain: while beams still compete, what they agree on.
+        """Answer one prompt, and yield text as soon as it is certain: while beams compete, the text that they share.
 
         Args:
-            interrupted: asked after every step; True ends the search with the best candidate so far.
-            trunk, retire: cache to take over and to hand on, see `Session`.
+            interrupted: called after every step; True ends the search with the best candidate so far.
+            trunk, retire: the cache to take over, and a function that gets the tree at the end, see `Session`.
 
         Raises:
             CoppiceError: as `generate`.
@@ -311,7 +314,8 @@ class Engine:
                     seen = job.report
                     yield Progress(job.report, job.trees[0])
                 if interrupted() and not job.done:
-                    driver.stop(job, self._interrupted(job))
+                    best = list(job.report.best()) if job.report.best else list(job.settled)
+                    driver.stop(job, SearchResult([Output(best, None, None, "interrupted")]))
             outcome = self._outcome(prepared)
             if isinstance(outcome, CoppiceError):
                 try:
@@ -330,7 +334,7 @@ class Engine:
         return self.runner.logits(ids)
 
     def scores(self, texts: Iterable[Sequence[int]]) -> list[float]:
-        """What a scalar-head model (a reward model) says of token sequences, evaluated together.
+        """The scores of token sequences by a scalar-head model (a reward model), evaluated together.
 
         Raises:
             CoppiceError: the first error of any of them.
@@ -360,11 +364,11 @@ class Engine:
                 raise job.error
         return [job.result.outputs[0].score for job in jobs]  # type: ignore[union-attr,misc]
 
-    # --- inside ---
+    # --- preparing and finishing ---
 
     def _driver(self) -> Driver:
         runners = {"target": self.runner, **{role: engine.runner for role, engine in self.companions.items()}}
-        return Driver(runners, self.parallel)
+        return Driver(runners, self.parallel, self.observer)
 
     def _submit(
         self,
@@ -374,8 +378,8 @@ class Engine:
         retire: Callable[[TokenTree], None] | None = None,
     ) -> _Prepared:
         prepared = self._prepare(request)
-        # What starts the search knows parts of `prepared`, not itself: a job that held it would be a cycle, which
-        # keeps the model in memory until the garbage collector runs. Errors are let go of for the same reason.
+        # `start` refers to parts of `prepared`, not to the whole: a cycle through the job would keep the model in
+        # memory until the garbage collector runs. Errors are dropped for the same reason.
         ids, limit, eos, stops = prepared.ids, prepared.limit, prepared.eos, prepared.stops
         steady = self.shape.steady_length
         if trunk is not None and steady is not None and max(len(ids), trunk.cached) > steady:
@@ -439,11 +443,9 @@ class Engine:
         ends = self.eos_token_ids if request.eos_token_ids is None else list(request.eos_token_ids)
         if any(type(token) is not int or token < 0 for token in ends):
             raise UsageError(f"eos_token_ids: expected token ids, got {sorted(map(repr, ends))}")
-        if not isinstance(request.ignore_eos, bool):
-            raise UsageError(f"ignore_eos: expected True or False, got {request.ignore_eos!r}")
+        check_flag("ignore_eos", request.ignore_eos)
         eos = frozenset() if request.ignore_eos else frozenset(ends)
-        if not isinstance(request.stop, Sequence) or isinstance(request.stop, str | bytes):
-            raise UsageError(f"stop: expected a list of non-empty strings, got {request.stop!r}")
+        check_stop(request.stop)
         check_messages(request.messages)
         if not isinstance(request.trace, Trace | None):
             raise UsageError(f"trace: expected a Trace, got {request.trace!r}")
@@ -465,7 +467,7 @@ class Engine:
         return _Prepared(request, ids, new, eos, stops)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
-        """Raises UsageError for a prompt that is empty, has ids that the model lacks, or is longer than its context."""
+        """Check that a prompt is not empty, fits the context and has valid ids only. Raises UsageError."""
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
             raise UsageError(f"prompt: expected token ids, got {ids!r}")
         if not ids:
@@ -490,13 +492,9 @@ class Engine:
                 raise
             raise out_of_memory() from error
 
-    def _interrupted(self, job: Job) -> SearchResult:
-        best = list(job.report.best()) if job.report.best else list(job.settled)
-        return SearchResult([Output(best, None, None, "interrupted")])
-
     def _outcome(self, prepared: _Prepared) -> SearchResult | CoppiceError:
         job = prepared.job
-        cause, job.error = job.error, None  # whose traceback knows the job
+        cause, job.error = job.error, None  # its traceback refers to the job
         if isinstance(cause, CoppiceError):
             return cause
         if cause is not None:
@@ -527,9 +525,9 @@ def _check_callable(name: str, value: object, arguments: str = "") -> None:
 
 
 class Session:
-    """A conversation's memory: what one prompt shares with the one before it is not evaluated again.
+    """The KV cache of a conversation: the prefix that a prompt shares with the one before is not evaluated again.
 
-    Between turns it holds the pages of the last turn's trunk; `close` gives them back.
+    Between turns it holds the pages of the last turn's trunk; `close` returns them to the pool.
     """
 
     def __init__(self, engine: Engine):
@@ -546,11 +544,11 @@ class Session:
         try:
             yield from self.engine.stream(prompt, search, trunk=trunk, retire=retire, **options)
         finally:
-            if trunk is not None and trunk.pages:  # the prompt was refused: keep what there was
+            if trunk is not None and trunk.pages:  # the prompt was refused: keep the cache
                 self.trunk = trunk
 
     def close(self) -> None:
-        """Give the pages back."""
+        """Return the pages to the pool."""
         if self.trunk is not None:
             self.trunk.release(self.engine.pool)
             self.trunk = None

@@ -1,5 +1,6 @@
-"""What can go wrong, and the exit code of each. Every error says what, where and what to do. The check of a range."""
+"""The errors, each with its exit code; every error states what happened, where, and what to do. Checks of ranges."""
 
+import math
 from typing import Any
 
 from models.errors import CheckpointError, CoppiceError
@@ -15,21 +16,21 @@ __all__ = [
 
 
 class UsageError(CoppiceError):
-    """The request cannot be served as it was made."""
+    """The request is invalid."""
 
     exit_code = 2
     code = "usage"
 
 
 class KVMemoryError(CoppiceError):
-    """The pool of KV pages cannot hold what is asked for, or ran out."""
+    """The pool of KV pages is too small for the request, or is full."""
 
     exit_code = 4
     code = "memory"
 
 
 class NumericsError(CoppiceError):
-    """NaN or Inf where a number must be."""
+    """NaN or Inf in a result."""
 
     exit_code = 5
     code = "numerics"
@@ -45,8 +46,27 @@ class SearchError(CoppiceError):
     code = "search"
 
 
-def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Refuse what is no integer from `low` to `high`; True and False are none. Raises UsageError."""
-    if type(value) is not int or value < low or (high is not None and value > high):
-        wanted = f">= {low}" if high is None else f"from {low} to {high}"
-        raise UsageError(f"{name}: expected an integer {wanted}, got {value!r}")
+def check_integer(name: str, value: Any, low: float, high: float = math.inf, *, also: str = "") -> None:
+    """Check that a value is an integer from `low` to `high`; True and False are none. Raises UsageError.
+
+    Args:
+        also: words before "an integer" in the message, such as "auto or ".
+    """
+    _check_range(name, value, low, high, int, f"{also}an integer")
+
+
+def check_number(name: str, value: Any, low: float, high: float = math.inf) -> None:
+    """Check that a value is a float or an integer from `low` to `high`. Raises UsageError."""
+    _check_range(name, value, low, high, int | float, "a number")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Check that a value is True or False. Raises UsageError."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}: expected true or false, got {value!r}")
+
+
+def _check_range(name: str, value: Any, low: float, high: float, kind: Any, words: str) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:
+        limits = f">= {low}" if high == math.inf else f"from {low} to {high}"
+        raise UsageError(f"{name}: expected {words} {limits}, got {value!r}")

@@ -1,9 +1,9 @@
-"""CUDA graphs: a step of decoding as one launch, recorded once per bucket of sizes.
+"""CUDA graphs: a decode step as one launch, recorded once per bucket of sizes.
 
 A small pass is padded to a bucket of (tokens, words of ancestry bits, trees) and written into fixed memory by one copy;
-everything between it and the log-probabilities then runs from a graph: embedding, layers, head, softmax. Lengths and
-page tables are data, so they need no buckets. The first pass of a bucket runs as it is, which warms everything up, the
-second is recorded. Prompts and passes larger than the largest bucket are no graphs: they keep a GPU busy by themselves.
+a graph then computes the log-probabilities: embedding, layers, head, softmax. Lengths and page tables are data, so they
+need no buckets. The first pass of a bucket runs without a graph, as a warm-up; the second is recorded. Prompts, and
+passes larger than the largest bucket, use no graphs: they keep a GPU busy by themselves.
 """
 
 import importlib.util
@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.driver import Answers, Part, Runner
 from engine.errors import UsageError
 from engine.packing import Chunk, Pass, pack
+from engine.phases import phase
 from engine.pool import PagePool
 from kernels import cpp
 from kernels.layout import WORD
@@ -64,7 +65,7 @@ class GraphRunner(Runner):
     """A runner whose small passes are CUDA graphs.
 
     Args:
-        record: calls a function, recording what it would do on the device; returns what does it.
+        record: records the work of a function on the device; returns a function that replays it.
         options: as of `Runner`.
     """
 
@@ -73,7 +74,7 @@ class GraphRunner(Runner):
         self.record = record or _recorder()
         self._steps: dict[tuple[int, int, int], _Step] = {}
         self._told: set[str] = set()
-        self._outputs: tuple[Tensor, ...] = ()  # what `answer` returns, of as many rows as the largest bucket has
+        self._outputs: tuple[Tensor, ...] = ()  # results of `answer`, with the rows of the largest bucket
         most = 4096 + TOKENS[-1] * (5 * 2 + 1 + WORDS[-1]) + TREES[-1] * (WORDS[-1] * WORD * 3 + pool.pages)
         self.host = torch.empty(most, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self.memory = torch.empty(most, dtype=torch.int32, device=self.device)
@@ -86,14 +87,9 @@ class GraphRunner(Runner):
                 self._told.add(reason)
                 log.info("without a CUDA graph: %s", reason)
             return super().evaluate(chunks, asked, reads)
-        p = pack(
-            chunks,
-            self.pool.page_size,
-            token_buckets=TOKENS,
-            word_buckets=WORDS,
-            tree_buckets=TREES,
-            impl=self.impl,
-        )
+        buckets = {"token_buckets": TOKENS, "word_buckets": WORDS, "tree_buckets": TREES}
+        with phase(self.observer, "pack"):
+            p = pack(chunks, self.pool.page_size, impl=self.impl, **buckets)
         key = len(p.tokens_T), p.layout.ancestry_TC.shape[1], len(p.layout.trunk_len_R)
         if key not in self._steps:
             self._steps[key] = _Step(self, p)
@@ -101,10 +97,11 @@ class GraphRunner(Runner):
         step(p, asked)
         rows_N = step.rows_T[: len(asked)]
         logp_NV, finite_N = (x.index_select(0, rows_N) for x in self._outputs)  # copies: the next pass fills the same
-        return self.fetch(logp_NV, finite_N, None, reads)  # after which the host's memory may be written again
+        with phase(self.observer, "fetch"):
+            return self.fetch(logp_NV, finite_N, None, reads)  # after which the host's memory may be written again
 
     def _unfit(self, chunks: Sequence[Chunk], asked: Sequence[int]) -> str:
-        """Why a pass cannot be a graph; empty if it can."""
+        """Why a pass cannot be a graph; "" if it can."""
         if not asked or any(c.trunk_tokens > 1 for c in chunks):
             return "a pass that reads a prompt"
         if sum(c.trunk_tokens + len(c.nodes) for c in chunks) > TOKENS[-1]:
@@ -114,8 +111,9 @@ class GraphRunner(Runner):
         return f"a pass of more than {TREES[-1]} trees" if len(chunks) > TREES[-1] else ""
 
     def run(self, p: Pass) -> None:
-        """All that is recorded."""
-        hidden_TE = self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
+        """The recorded part of a pass."""
+        with phase(self.observer, "forward"):
+            hidden_TE = self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
         results = self.answer(hidden_TE)[:2]  # there are no peaks
         if not self._outputs:
             self._outputs = tuple(x.new_empty(TOKENS[-1], *x.shape[1:]) for x in results)
@@ -124,7 +122,7 @@ class GraphRunner(Runner):
 
 
 class _Step:
-    """One bucket: its inputs at fixed places of the runner's memory, and how to run it."""
+    """The graph of one bucket, and its inputs at fixed places of the runner's memory."""
 
     def __init__(self, runner: GraphRunner, like: Pass):
         self.runner, self.warm = runner, False
@@ -157,14 +155,14 @@ class _Step:
 
 
 def _fields(p: Pass, rows_T: Tensor) -> list[Tensor]:
-    """What changes from pass to pass; the page table last and by columns, so that its length moves nothing."""
+    """The inputs of a pass; the page table is last and by columns, so that the places of others do not depend on it."""
     x = p.layout
     tokens = [p.tokens_T, p.positions_T, p.spans_T, rows_T, x.write_slots_T, x.trunk_seen_T, x.ancestry_TC]
     return [*tokens, x.token_starts, x.trunk_len_R, x.branch_slots_RW, x.branch_positions_RW, x.trunk_pages_RP.T]
 
 
 def _rebuild(p: Pass, fields: list[Tensor]) -> tuple[Pass, Tensor]:
-    """A pass like p made of what `_fields` lists, and its rows_T."""
+    """A pass like p with the tensors that `_fields` lists, and its rows_T."""
     tokens_T, positions_T, spans_T, rows_T, write_slots_T, trunk_seen_T, ancestry_TC = fields[:7]
     token_starts, trunk_len_R, branch_slots_RW, branch_positions_RW, trunk_pages_PR = fields[7:]
     layout = replace(

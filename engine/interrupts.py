@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Put Python's KeyboardInterrupt off to the end of the block; a second Ctrl-C does not wait.
+    """Delay Python's KeyboardInterrupt until the end of the block; a second Ctrl-C is not delayed.
 
-    Raised between two lines of its bookkeeping, it would leave pages that nobody knows of. Another handler of SIGINT
-    than Python's own is left alone, as are other threads, which signals do not reach.
+    Between two lines of the block the interrupt could leak pages. The block changes nothing in threads other than the
+    main one, which signals do not reach, and where SIGINT has another handler than Python's own.
     """
     own = threading.current_thread() is threading.main_thread()
     if not own or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -1,4 +1,4 @@
-"""What fits: the pool that a budget allows, and whether a request can be served from it at all."""
+"""Memory: the pools that a budget allows, and whether they can hold a request."""
 
 import ctypes
 import errno
@@ -26,10 +26,11 @@ MAX_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
 def make_pools(
     models: Sequence[tuple[ModelShape, torch.dtype]], device: torch.device, kv_memory: int | None
 ) -> list[PagePool]:
-    """A pool for each model, all of as many tokens, within `kv_memory` bytes together or a share of what is free.
+    """Make a pool for each model, all of the same number of tokens, of `kv_memory` bytes together; None: up to half of
+    the free memory.
 
     Raises:
-        KVMemoryError: the bytes do not hold a page for each, or the machine cannot give them.
+        KVMemoryError: the bytes do not hold a page for each model, or the machine does not have them.
     """
     size = PAGE_SIZE[device.type]
     page_bytes = size * sum(shape.kv_bytes_per_token(dtype) for shape, dtype in models)
@@ -52,23 +53,23 @@ def make_pools(
 
 
 def trim_memory() -> None:
-    """Give freed memory back to the system where the C library would keep it (glibc); elsewhere nothing."""
+    """Return freed memory to the system where the C library would keep it (glibc)."""
     if _MALLOC_TRIM is not None:
         _MALLOC_TRIM(0)
 
 
 def total_memory() -> int:
-    """Bytes of the machine's memory; 8 GiB if the system does not say."""
+    """Bytes of the machine's memory; 8 GiB if the system does not report it."""
     return _pages("SC_PHYS_PAGES") or 8 << 30
 
 
 def free_memory() -> int:
-    """Bytes of the machine's memory that are free; half of all where the system does not say, as on macOS."""
+    """Bytes of free memory; half of all memory where the system does not report it, as on macOS."""
     return _pages("SC_AVPHYS_PAGES") or total_memory() // 2
 
 
 def _pages(name: str) -> int:
-    """Bytes of as many pages as the system gives under a name; 0 if it does not know the name or the number."""
+    """Bytes of the number of pages that the system reports under a name; 0 if it reports none."""
     try:
         return max(0, os.sysconf(name)) * max(0, os.sysconf("SC_PAGE_SIZE"))
     except (ValueError, OSError, AttributeError):
@@ -76,7 +77,7 @@ def _pages(name: str) -> int:
 
 
 def check_memory(pool: PagePool, search: Search, prompt: int, new: int) -> None:
-    """Refuse what cannot fit, before anything is evaluated: a search that needs more slots than there are, at best.
+    """Check, before anything is evaluated, that the pool holds the least number of slots that a search needs.
 
     Args:
         pool: of the target model.
@@ -93,7 +94,6 @@ def check_memory(pool: PagePool, search: Search, prompt: int, new: int) -> None:
         return
     pages = -(-least // pool.page_size) + (least > prompt)  # trunk and branches may each leave a page half empty
     remedies = [f"give --kv-memory at least {size_text(pages * pool.page_bytes, math.ceil)}"]
-    # In the worst case the trunk and the branches each leave a page half empty.
     sure = _most_beams(search, prompt, new, 1, room - 2 * (pool.page_size - 1))
     perhaps = _most_beams(search, prompt, new, 0, room - (pool.page_size - 1))
     if sure:
@@ -122,7 +122,7 @@ def _most_beams(search: Search, prompt: int, new: int, case: int, room: int) -> 
     """The largest count of beams below the search's own whose slots (0: at the least, 1: at the most) fit.
 
     Returns:
-        0 if none fits, if the search has no beams, or if the number of its beams does not change what it needs.
+        0 if no count fits, or if the search has no beams.
     """
     beams = getattr(search, "beams", None)
     names = {field.name for field in fields(search) if field.init} if is_dataclass(search) else set()
@@ -138,12 +138,12 @@ def _most_beams(search: Search, prompt: int, new: int, case: int, room: int) -> 
 
     try:
         return bisect_right(range(1, beams), room, key=slots)
-    except Exception:  # the search refuses some of these counts: there is nothing to advise
+    except Exception:  # the search refuses some of these counts: no advice
         return 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the machine has no memory left: torch, C++ and Python each have their own way."""
+    """Whether an error of torch, C++ or Python means that the machine is out of memory."""
     if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
         text = str(error)
         return ("alloc" in text and "memory" in text) or "bad_alloc" in text
@@ -151,7 +151,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory() -> KVMemoryError:
-    """The error for when the machine itself has no memory left."""
+    """The error to report when the machine is out of memory."""
     return KVMemoryError("the machine ran out of memory", remedy="use fewer beams or a shorter prompt")
 
 
@@ -165,7 +165,7 @@ def read_size(text: str) -> int:
 
 
 def size_text(count: int, rounding: Callable[[float], float] = round) -> str:
-    """Bytes for people, to a tenth: 1.5 MB."""
+    """A number of bytes for people, to a tenth: 1.5 MB."""
     size, units = float(count), ["bytes", "KB", "MB", "GB", "TB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

@@ -13,7 +13,7 @@ from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, TreeLayout
 
 @dataclass(frozen=True)
 class Chunk:
-    """One tree's share of a pass: its next trunk tokens, then branch nodes (parents first)."""
+    """One tree's part of a pass: its next trunk tokens, then branch nodes (parents first)."""
 
     tree: TokenTree
     trunk_tokens: int
@@ -27,7 +27,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a model's forward takes."""
+    """The inputs of a model's forward pass."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -53,14 +53,14 @@ def pack(
     tree_buckets: Sequence[int] | None = None,
     impl: str = "torch",
 ) -> Pass:
-    """Lay out chunks, whose tokens have their slots, one after the other.
+    """Lay out chunks one after the other; their tokens have slots.
 
     Args:
         chunks: one per tree.
         page_size: of the pool that all trees share.
         device: where the tensors go.
         token_buckets, word_buckets, tree_buckets: sizes that T, the ancestry words and R are padded to, so that
-            compiled graphs are reused. Padding tokens see nothing, and write where nothing reads.
+            compiled graphs are reused. Padding tokens attend to nothing and write to the trash slot.
         impl: of the operators, see `kernels.tree_attention`.
     """
     columns = _Tokens()
@@ -77,7 +77,7 @@ def pack(
         write_slots_T=_tensor(array("q", columns.slots)),
         token_starts=_tensor(array("i", columns.starts + columns.starts[-1:] * empty)),
         trunk_seen_T=_tensor(array("i", columns.seen)),
-        trunk_pages_RP=_pages([chunk.tree.page_runs() for chunk in chunks] + [[]] * empty),
+        trunk_pages_RP=_pages([chunk.tree.trunk.runs for chunk in chunks] + [[]] * empty),
         trunk_len_R=_tensor(array("i", [c.tree.trunk.cached for c in chunks] + [0] * empty)),
         trunk_runs=_tensor(array("i", [x for run in runs for x in run])).view(-1, 3),
         branch_slots_RW=_rows([slots for slots, _ in tables], C * WORD, NULL_SLOT, torch.int64),
@@ -91,7 +91,7 @@ def pack(
 
 
 class _Tokens:
-    """What a layout holds of each token of a pass; where each tree's tokens start."""
+    """The columns of a layout with a row per token, and the first row of each tree."""
 
     def __init__(self):
         self.tokens: list[int] = []
@@ -103,7 +103,7 @@ class _Tokens:
         self.starts = [0]
 
     def add(self, chunk: Chunk) -> None:
-        """The tokens of one tree."""
+        """Add the tokens of one tree."""
         tree, nodes = chunk.tree, chunk.nodes
         end = tree.trunk.cached  # this pass's trunk tokens included
         first = end - chunk.trunk_tokens
@@ -121,7 +121,7 @@ class _Tokens:
         self.starts.append(len(self.tokens))
 
     def pad(self, count: int) -> None:
-        """Tokens of the last tree that see nothing, and write where nothing reads."""
+        """Add padding tokens to the last tree."""
         self.spans += [1] * count
         self.slots += [TRASH_SLOT] * count
         for column in (self.tokens, self.positions, self.seen, self.bits):
@@ -130,12 +130,12 @@ class _Tokens:
 
 
 def _tensor(numbers: array) -> Tensor:
-    """An array of "q" or "i" as int64 or int32, without a copy: a fraction of what `torch.tensor` takes for a list."""
+    """An array of "q" or "i" as int64 or int32 without a copy, which is faster than `torch.tensor` of a list."""
     dtype = torch.int64 if numbers.typecode == "q" else torch.int32
     return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
 
 
-def _pages(runs: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+def _pages(runs: Sequence[Sequence[Sequence[int]]]) -> Tensor:
     """Page numbers of each trunk, filled up with 0."""
     rows = [
         torch.cat([torch.arange(page, page + count, dtype=torch.int32) for page, count in pieces])

@@ -20,7 +20,7 @@ class PagePool:
     """Pages of `page_size` slots; a slot holds one token's keys and values in every layer.
 
     A tree claims room for its trunk to grow in one contiguous piece, which keeps attention over it one matrix product.
-    A claim is a wish and reserves nothing: when free pages run short, anybody takes them.
+    A claim is a preference and reserves nothing: when free pages run short, any tree takes them.
 
     Args:
         shape: the model's dimensions.
@@ -67,7 +67,7 @@ class PagePool:
         return range(first, first + pages)
 
     def roomiest(self) -> tuple[int, int]:
-        """First page and length of the longest run of free pages that nobody has claimed."""
+        """First page and length of the longest run of free pages that no tree has claimed."""
         gaps = (match.span() for match in re.finditer(b"\0+", self._state))
         first, end = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0, 0))
         return first, end - first

@@ -1,8 +1,8 @@
-"""What a search asks of its driver, and what it returns: the whole contract between algorithms and the engine.
+"""The contract between searches and the engine.
 
 A search is a generator. It yields `Evaluate` and is sent an `Answer`; it yields `Report` and is sent None; it
-returns a `SearchResult`. When the KV pool is full, KVMemoryError is thrown in at the `Evaluate` that did not fit:
-nothing of it was done, so that the search may drop nodes and ask again.
+returns a `SearchResult`. When the KV pool is full, the driver throws KVMemoryError at the `Evaluate` that did not fit.
+No node of that request is evaluated then, so the search may drop nodes and yield a request again.
 """
 
 from abc import ABC, abstractmethod
@@ -21,13 +21,13 @@ Read = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Answer(NamedTuple):
-    """What a search is sent for an `Evaluate`.
+    """The answer to an `Evaluate`.
 
     Attributes:
-        rows_NV: float32, on the model's device: natural logarithms of probabilities, a row per node in the order asked,
-            normalised over the model's vocabulary; ids past the tokenizer's are -inf afterwards. [N, 1], a score per
-            node, for a tree of a scalar-head model.
-        numbers: what the `read` of the request returned, float64 [n], on the host; None without a `read`.
+        rows_NV: float32, on the model's device: natural logarithms of probabilities, a row per node in the order of the
+            request, normalised over the model's vocabulary; ids past the tokenizer's are -inf afterwards. [N, 1], a
+            score per node, for a tree of a scalar-head model.
+        numbers: the result of the request's `read`, float64 [n], on the host; None without a `read`.
     """
 
     rows_NV: Tensor
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Ask for the next-token log-probabilities after `nodes`; the driver sends an `Answer`.
+    """A request for the next-token log-probabilities after `nodes`; the driver sends an `Answer`.
 
     Nodes must be live and not evaluated yet; ancestors that are not evaluated either are evaluated in the same pass.
 
@@ -44,8 +44,8 @@ class Evaluate:
         tree: holds the nodes.
         nodes: at least one.
         read: function of the rows and their peaks (see `kernels.rows.log_softmax`; None if they were not computed),
-            both on the model's device. It returns what the search is going to look at, float64 [n] on that device; the
-            driver brings the numbers of all searches to the host at once.
+            both on the model's device. It returns the numbers that the search needs on the host, float64 [n] on that
+            device; the driver brings the numbers of all searches to the host at once.
     """
 
     tree: TokenTree
@@ -59,14 +59,14 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Report:
-    """Tell whoever watches how the search stands.
+    """The state of a search, for observers.
 
     Args:
-        settled: tokens that the best output is now certain to go on with, after those reported before.
-        best: gives the tokens of the best candidate so far.
+        settled: tokens of the best output that have become certain, after those of earlier reports.
+        best: returns the tokens of the best candidate so far.
         info: the algorithm's own figures.
-        beams: gives (score, tokens) of the candidates, best first; a score of None is not known yet. Like `best` it
-            may be asked only until the search goes on, and costs nothing unless it is.
+        beams: returns (score, tokens) of the candidates, best first; a score of None is not known yet. `best` and
+            `beams` may be called only until the search is resumed.
     """
 
     settled: Sequence[int] = ()
@@ -102,7 +102,7 @@ class SearchResult:
     stats: dict[str, Any] = field(default_factory=dict)
 
     def record(self, id: int | str) -> dict[str, Any]:
-        """The result as a batch's output line has it."""
+        """The result as an output line of a batch."""
         keys = ("text", "token_ids", "logprob", "score", "finish_reason")
         outputs = [{key: getattr(output, key) for key in keys} for output in self.outputs]
         return {"id": id, "outputs": outputs, "stats": self.stats}
@@ -110,7 +110,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Task:
-    """Everything a search is given.
+    """The input of a search.
 
     Args:
         tree: the target model's tree, holding the prompt.
@@ -120,13 +120,15 @@ class Task:
         hits_stop: whether new tokens, given from the prompt's end on, contain a stop string; None without any.
         open_tree: (model name, prompt) -> a tree of another model, "draft" or "reward"; freed with the search.
         tokenizer: the target model's; None without one.
-        seconds: what a pass in which this search evaluates so many tokens of the target costs it, as measured of late;
-            0 before anything was. It may guide how much is tried at once, never what comes out. None: not known.
-        model_key: what to keep things that were learnt of the target model under, from run to run; "" for nothing.
-        start_token: what a text of the target model begins with.
+        seconds: number of target tokens -> this search's share of the seconds of a pass that evaluates them, by recent
+            measurements; 0 before the first one. It may guide how much is tried at once, never the output. None if it
+            is not known.
+        model_key: names files that keep data about the target model between runs; "" to keep none.
+        start_token: the first token of a text of the target model.
         judge: computes the rewards of responses; for searches whose `models` name "reward".
-        spare: how many more pages of a pool this search could take if its driver ran no other. A search that chooses
-            how much to try by this, and not by what is free, gives the same answer alone and in a batch.
+        spare: pool -> how many more of its pages this search could take if the driver ran no other. A search that
+            chooses how much to try by this number, and not by the free pages, gives the same answer alone and in a
+            batch.
     """
 
     tree: TokenTree
@@ -143,7 +145,7 @@ class Task:
     spare: Callable[[PagePool], int] = attrgetter("free_pages")
 
     def finish_reason(self, tokens: Sequence[int]) -> str | None:
-        """Why a sequence ends with its last token, or None if it goes on."""
+        """Why a sequence ends with its last token; None if it does not end."""
         if tokens[-1] in self.eos_token_ids:
             return "eos"
         if self.hits_stop is not None and self.hits_stop(tokens):
@@ -152,14 +154,14 @@ class Task:
 
 
 class Judge(Protocol):
-    """Rewards: how good responses are, also those that only begin. Higher is better."""
+    """Computes rewards of responses, complete or not. Higher is better."""
 
     def rewards(self, responses: Sequence[Sequence[int]]) -> Generator[Evaluate, Any, list[float]]:
-        """The rewards of responses, given as new tokens; to be asked with `yield from`."""
+        """The rewards of responses, given as new tokens; call it with `yield from`."""
         ...
 
     def keep(self, responses: Sequence[Sequence[int]]) -> None:
-        """Only these, or what they grow to, will be asked for again: what the others hold is freed."""
+        """Free the memory of all responses but these; later calls ask only for these and for what they grow to."""
         ...
 
 
@@ -180,14 +182,15 @@ class Search(ABC):
         """Start the algorithm: a generator that yields `Evaluate` and `Report` and returns a `SearchResult`."""
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-        """KV slots that a run of `new_tokens` needs: at the least, and at the most.
+        """KV slots that a run of `new_tokens` needs: (at least, at most).
 
-        A request whose least does not fit the cache is refused before anything is evaluated. By default the least is
-        one sequence; the most is as many as the fields `beams` or `num_return_sequences` say, sharing the prompt alone.
+        A request is refused before anything is evaluated if the first number does not fit the cache. By default the
+        first number is one sequence, and the second as many as the fields `beams` or `num_return_sequences` give,
+        which share the prompt alone.
         """
         widths = [getattr(self, name, 1) for name in ("beams", "num_return_sequences")]
         width = max([1, *(n for n in widths if type(n) is int)])
         return prompt_tokens + new_tokens - 1, prompt_tokens + width * (new_tokens - 1)
 
     def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:  # noqa: B027  (most need none)
-        """Refuse what this model cannot serve. Raises UsageError. By default nothing is refused."""
+        """Check that a model can serve this search. Raises UsageError; by default it never does."""

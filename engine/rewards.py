@@ -1,7 +1,7 @@
-"""Rewards: what a reward model reads of a prompt and the beginnings of its answers, on a tree that grows along.
+"""Rewards: a reward model scores a prompt with the beginnings of its answers, on a tree that grows with them.
 
-The model reads the conversation in its own chat template, if it has one, and in its own tokens, if they differ. A
-response is read as it stands; what the template puts after a message (the closing) is added for the reading alone.
+The model reads the conversation in its own chat template, if it has one, and in its own tokens, if they differ. The
+template's text after a message (the closing) is added to each response for its score alone.
 """
 
 import json
@@ -22,8 +22,8 @@ RewardFunction = Callable[[Any, list[str]], Iterable[float]]
 """(prompt, texts) -> a score for each text. The prompt is the request's messages if it has any, else its text."""
 
 Messages = Sequence[Mapping[str, Any]]
-HALF = "\ufffd"  # a character whose bytes are not all there yet
-CONTEXT = 8  # tokens before a text that tell a decoder whether a space starts it
+HALF = "\ufffd"  # a character whose bytes are incomplete
+CONTEXT = 8  # tokens before a text, from which a decoder knows whether a space starts it
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Responses:
     """Responses to one prompt, as the target's tokens and as text.
 
     Args:
-        tokenizer: of the target.
-        prompt: its ids.
-        messages: what they were rendered from; None for a plain prompt.
+        tokenizer: the target's.
+        prompt: token ids.
+        messages: the messages that were rendered to the prompt; None for a plain prompt.
         eos: ids that end a response and are no part of it.
-        stops: likewise, as text.
-        prompt_text: as it was given; of a prompt given as ids, what they decode to without special tokens.
+        stops: strings that end a response and are no part of it.
+        prompt_text: the prompt as text; if it was given as ids, decoded without special tokens.
     """
 
     tokenizer: Tokenizer | None
@@ -47,17 +47,17 @@ class Responses:
     prompt_text: str = ""
 
     def body(self, tokens: Sequence[int]) -> Sequence[int]:
-        """A response without what ended it."""
+        """A response without its end-of-sequence token."""
         return tokens[:-1] if tokens and tokens[-1] in self.eos else tokens
 
     def text(self, tokens: Sequence[int]) -> str:
-        """A response as an output has it."""
+        """The text of a response, as in an output."""
         assert self.tokenizer is not None
         text = self.tokenizer.decode(self.body(tokens))
         return self.stops.cut(text) if self.stops else text
 
     def continuation(self, tokens: Sequence[int]) -> str:
-        """What a response adds to the prompt's text."""
+        """The text that a response adds to the prompt's."""
         assert self.tokenizer is not None
         text = self.tokenizer.decode_continuation(self.prompt[-CONTEXT:], self.body(tokens))
         return self.stops.cut(text) if self.stops else text
@@ -65,14 +65,19 @@ class Responses:
 
 @dataclass(frozen=True)
 class Script:
-    """What a reward model reads: ids of the prompt and a response, and those that close it."""
+    """The input of a reward model.
 
-    whole: Callable[[Sequence[int]], list[int]]  # of a response in the target's tokens
+    Args:
+        whole: response in the target's tokens -> the reward model's tokens of the prompt and the response.
+        closing: the reward model's tokens after a response.
+    """
+
+    whole: Callable[[Sequence[int]], list[int]]
     closing: list[int]
 
     @staticmethod
     def write(answer: Responses, target: LoadedModel, reward: LoadedModel) -> "Script":
-        """Raises UsageError: the two models have no tokens in common and no text either."""
+        """The script for responses. Raises UsageError if the vocabularies differ and a tokenizer is missing."""
         mine, its = answer.tokenizer, reward.tokenizer
         same = not mine.difference(its) if mine and its else target.shape.vocab_size == reward.shape.vocab_size
         if not same and not (mine and its):
@@ -120,22 +125,22 @@ class Script:
 
 
 class ModelJudge:
-    """Rewards by a model with a scalar head. What it has read stays in its cache until it is dropped.
+    """Rewards by a model with a scalar head. Its cache keeps evaluated responses until they are dropped.
 
     Args:
-        script: what it reads.
+        script: the model's input.
         open_tree: prompt -> a tree on the reward model's pool.
-        reach: tokens that its context and its cache hold; of a longer text it reads the beginning.
+        reach: tokens that its context and its cache hold; a longer text is cut.
 
     Raises:
-        UsageError: not even the prompt is as short.
+        UsageError: the prompt is longer than `reach`.
     """
 
     def __init__(self, script: Script, open_tree: Callable[[Sequence[int]], TokenTree], reach: int):
         self.script, self.open_tree, self.reach = script, open_tree, reach
         self.tree: TokenTree | None = None
-        self._score: dict[int, float] = {}  # of every live node that was evaluated
-        self._ids: dict[tuple[int, ...], list[int]] = {}  # of the responses asked for last
+        self._score: dict[int, float] = {}  # evaluated live node -> its score
+        self._ids: dict[tuple[int, ...], list[int]] = {}  # response of the latest call -> the model's tokens
         prompt = len(script.whole([])) + len(script.closing)
         if prompt > reach:
             raise UsageError(
@@ -144,26 +149,27 @@ class ModelJudge:
             )
 
     def rewards(self, responses: Sequence[Sequence[int]]) -> Generator[Evaluate, Answer, list[float]]:
-        """The rewards of responses as they stand, all at once or, if the cache is too small for that, in parts."""
+        """The rewards of responses, in one pass or, if the cache is too small for that, in parts."""
         room = self.reach - len(self.script.closing)
         self._ids = {tuple(tokens): self.script.whole(tokens)[:room] for tokens in responses}
         texts = [self._ids[tuple(tokens)] for tokens in responses]
-        if self.tree is None or not all(_begins(ids, self.tree.trunk.tokens) for ids in texts):
+        trunk = self.tree.trunk.tokens if self.tree is not None else []
+        if not trunk or shared_length(trunk, *texts) < len(trunk):
             self._open(texts)
         return (yield from self._ask(texts))
 
     def keep(self, responses: Sequence[Sequence[int]]) -> None:
-        """Only these will be asked for again, or what they grow to."""
+        """See `Judge.keep`."""
         if self.tree is not None:
             texts = [self._ids.get(tuple(tokens)) or self.script.whole(tokens) for tokens in responses]
             self._keep([self.tree.descend(ids[self.tree.prompt_length :]) for ids in texts])
 
     def _open(self, texts: Sequence[Sequence[int]]) -> None:
-        """Start over from what all texts and the prompt begin with: other tokens may stand where they meet."""
+        """Open a tree on the common prefix of the prompt and all texts: a text may change the prompt's last tokens."""
         if self.tree is not None:
             self.tree.release()
         prompt = self.script.whole([])
-        prompt = prompt[: min(shared_length(prompt, ids) for ids in texts)]
+        prompt = prompt[: shared_length(prompt, *texts)]
         if not prompt:
             raise UsageError(
                 "the tokens that the reward model reads for the prompt change with the text after it",
@@ -174,7 +180,7 @@ class ModelJudge:
     def _ask(
         self, texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]] = ()
     ) -> Generator[Evaluate, Answer, list[float]]:
-        """Rewards of texts; what has been read of the others stays as long as there is room."""
+        """Rewards of texts; the evaluated part of the others stays in the cache while there is room."""
         tree = self.tree
         assert tree is not None
         ends, closed, paths = [], [], {} if tree.root in self._score else {tree.root: None}
@@ -186,12 +192,12 @@ class ModelJudge:
             paths |= dict.fromkeys(text + closing)
         new = [node for node in paths if node not in self._score]
         try:
-            if new:  # every node is asked, so that whatever is evaluated has its score
+            if new:  # all nodes are requested, so that every evaluated node has its score
                 rows_N1 = (yield Evaluate(tree, new)).rows_NV
                 self._score.update(zip(new, rows_N1[:, 0].tolist(), strict=True))
         except KVMemoryError:
             held = tree.live_branches
-            self._keep(map(self._reached, texts))  # what was read of the others has to be read again
+            self._keep(map(self._reached, texts))  # the others must be evaluated again
             if tree.live_branches < held:
                 return (yield from self._ask(texts))
             if len(texts) == 1:
@@ -204,7 +210,7 @@ class ModelJudge:
         return scores
 
     def _reached(self, ids: Sequence[int]) -> int:
-        """The last node of a text that the cache holds."""
+        """The last evaluated node of a text."""
         tree = self.tree
         assert tree is not None
         node = tree.descend(ids[tree.prompt_length :])
@@ -215,7 +221,7 @@ class ModelJudge:
     def _keep(self, nodes: Iterable[int]) -> None:
         tree = self.tree
         assert tree is not None
-        tree.keep([tree.root, *nodes])  # the root too: the trunk stays the prompt, since a text's end may still change
+        tree.keep([tree.root, *nodes])  # with the root, so that the trunk remains the prompt: texts may change after it
         self._score = {node: score for node, score in self._score.items() if tree.is_live(node)}
 
 
@@ -226,7 +232,7 @@ class FunctionJudge:
         self.function, self.answer = function, answer
 
     def rewards(self, responses: Sequence[Sequence[int]]) -> Generator[Evaluate, Answer, list[float]]:
-        """The rewards of responses as they stand. Raises UsageError: the function fails or answers something else."""
+        """The rewards of responses. Raises UsageError if the function fails or does not return finite numbers."""
         prompt = self.answer.prompt_text if self.answer.messages is None else list(self.answer.messages)
         texts = [self.answer.text(tokens) for tokens in responses]
         try:
@@ -242,7 +248,7 @@ class FunctionJudge:
         yield  # a generator, as every judge
 
     def keep(self, responses: Sequence[Sequence[int]]) -> None:
-        """It remembers nothing."""
+        """A function has no memory to free."""
 
 
 def make_judge(
@@ -251,12 +257,12 @@ def make_judge(
     answer: Responses,
     open_tree: Callable[[Sequence[int]], TokenTree],
 ) -> ModelJudge | FunctionJudge:
-    """What gives a search its rewards.
+    """Make the judge of a search.
 
     Args:
         reward: a model with a scalar head, or a function.
-        target: the model that writes.
-        answer: its responses.
+        target: the model that generates.
+        answer: describes its responses.
         open_tree: prompt -> a tree on the reward model's pool.
     """
     if not isinstance(reward, LoadedModel):
@@ -267,14 +273,10 @@ def make_judge(
     return ModelJudge(Script.write(answer, target, reward), open_tree, min(held, reward.shape.max_positions or held))
 
 
-def _begins(ids: Sequence[int], start: Sequence[int]) -> bool:
-    return list(ids[: len(start)]) == list(start)
-
-
 def _around(
     render: Callable[..., list[Span]], source: str, answer: Responses, where: str
 ) -> tuple[list[Span], list[Span], Span]:
-    """What the template puts before and after the assistant's message, and the message that stood there."""
+    """The spans before and after the assistant's message, and the message, a mark, that was rendered there."""
     messages = [{"role": "user", "content": answer.prompt_text}] if answer.messages is None else list(answer.messages)
     mark = "RESPONSE"
     while mark in source + json.dumps(messages):
@@ -289,14 +291,14 @@ def _around(
 
 
 def _specials(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer adds before and after a text."""
+    """The special tokens that the tokenizer adds before and after a text."""
     bare, dressed = tokenizer.encode("x", add_special=False), tokenizer.encode("x")
     start = next(i for i in range(len(dressed)) if dressed[i : i + len(bare)] == bare)
     return dressed[:start], dressed[start + len(bare) :]
 
 
 def check_messages(messages: Any) -> None:
-    """Refuse what is neither None nor a list of objects. Raises UsageError."""
+    """Check that messages are None or a list of objects. Raises UsageError."""
     if messages is None:
         return
     listed = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
@@ -305,5 +307,5 @@ def check_messages(messages: Any) -> None:
 
 
 def _plain(messages: Messages) -> str:
-    """A conversation for a model that has no template: its texts, a line each."""
+    """The text of a conversation for a model without a template: the contents, a line each."""
     return "".join(f"{message['content']}\n" for message in messages)

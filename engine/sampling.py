@@ -1,8 +1,8 @@
 """Sampling: warpers with the meaning that they have in Hugging Face's generation, and keyed Gumbel draws.
 
-The draw for (seed, sequence, position) is a vector of Gumbel noise, one number per token, and the token drawn is
-the argmax of warped log-probabilities plus that vector. Nothing is streamed from a generator, so that a draw does
-not depend on batching, pruning or drafting.
+The draw for (seed, sequence, position) is a vector of Gumbel noise, one number per token, and the token drawn is the
+argmax of warped log-probabilities plus that vector. There is no stream of random numbers, so a draw does not depend on
+batching, pruning or drafting.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,12 +13,12 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from engine.errors import UsageError
+from engine.errors import UsageError, check_integer
 from kernels.rows import gumbel_argmax, reference, top_k
 
 MASK = (1 << 32) - 1
-NUCLEUS = 256  # tokens that are ranked for top-p before all are
-ROUNDING = 1e-6  # of sums of probabilities
+NUCLEUS = 256  # tokens that are ranked for top-p; if they do not suffice, all are
+ROUNDING = 1e-6  # error of sums of probabilities
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class Warp:
     def __post_init__(self):
         if not (_is_number(self.temperature) and (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6)):
             raise UsageError(f"temperature: expected 0 or a number from 1e-6 to 1e6, got {self.temperature!r}")
-        if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 0:
-            raise UsageError(f"top_k: expected an integer >= 0 (0 keeps all tokens), got {self.top_k!r}")
+        check_integer("top_k", self.top_k, 0)
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise UsageError(f"top_p: expected a number in (0, 1], got {self.top_p!r}")
 
@@ -60,7 +59,7 @@ class Warp:
         return warped_NV
 
     def _sorted(self, scores_NV: Tensor) -> Tensor:
-        """From all tokens."""
+        """Warped rows computed from all tokens."""
         if 0 < self.top_k < scores_NV.shape[-1]:
             kth_N1 = torch.topk(scores_NV, self.top_k).values[:, -1:]
             scores_NV = scores_NV.masked_fill(scores_NV < kth_N1, float("-inf"))
@@ -72,8 +71,8 @@ class Warp:
         return torch.log_softmax(scores_NV, -1)
 
     def _ranked(self, scores_NV: Tensor) -> tuple[Tensor, Tensor]:
-        """From the most probable tokens alone, where they tell; and of which rows they do not: more tokens would stay,
-        or rounding decides which do, or the order of equals."""
+        """Warped rows computed from their most probable tokens, and whether each row is undecided: more tokens would
+        stay, or rounding or the order of equal tokens decides which ones stay."""
         score_NK, place_NK = top_k(scores_NV, (self.top_k or NUCLEUS) + 1).unbind(1)
         if self.top_k:
             undecided_N = score_NK[:, -1] == score_NK[:, -2]
@@ -103,14 +102,14 @@ def _mix(x: int) -> int:
 
 
 def _key(words: Iterable[int], one: int = 0x9E3779B9, two: int = 0x5BD1E995) -> tuple[int, int]:
-    """64 bits out of 32-bit words: no two draws of a lifetime share a vector."""
+    """64 bits from 32-bit words; two draws have the same bits with negligible probability."""
     for word in words:
         one, two = _mix((one + word) & MASK), _mix((two ^ word) * 5 + one & MASK)
     return one, two
 
 
 def _keys(seed: int, sequences: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """Of draws, two 32-bit numbers each."""
+    """Two 32-bit numbers for each draw."""
     start = _key((seed & MASK, seed >> 32 & MASK))
     return [x for s, p in zip(sequences, positions, strict=True) for x in _key((s & MASK, p & MASK), *start)]
 
@@ -118,7 +117,7 @@ def _keys(seed: int, sequences: Sequence[int], positions: Sequence[int]) -> list
 def gumbels(
     seed: int, sequences: Sequence[int], positions: Sequence[int], size: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The Gumbel vectors of draws, float32 [N, size]: what `draws` adds, for whoever wants to see it."""
+    """The Gumbel vectors that `draws` adds, float32 [N, size]."""
     return reference.gumbels(_keys(seed, sequences, positions), size, torch.device(device))
 
 
@@ -133,7 +132,7 @@ def draw(logp_NV: Tensor, seed: int, sequences: Sequence[int], positions: Sequen
 
 
 class Uniforms(Iterator[float]):
-    """Endless numbers in (0, 1), keyed likewise: for searches that make several decisions at one position."""
+    """An endless sequence of keyed numbers in (0, 1), for searches that make several decisions at one position."""
 
     def __init__(self, seed: int, stream: int, position: int):
         self.key = seed, stream, position

@@ -1,4 +1,4 @@
-"""The slots of one tree: those of its trunk, which lie in order, and those of its branches, which come and go."""
+"""The slots of one tree: those of its trunk, in order, and those of its branches."""
 
 import heapq
 from array import array
@@ -20,7 +20,7 @@ class Trunk:
     runs: list[list[int]] = field(default_factory=list)  # [first page, pages] of each contiguous piece
 
     def reserve(self, pool: PagePool, tokens: int, first: int) -> None:
-        """Take pages for so many tokens, `first` and those after it if they are free. Raises KVMemoryError."""
+        """Take pages for `tokens` tokens, from `first` on if those are free. Raises KVMemoryError."""
         before = len(self.pages)
         try:
             while len(self.pages) * pool.page_size < tokens:
@@ -144,7 +144,7 @@ class BranchSlots:
         self.clear()
 
     def _shorten(self) -> None:
-        """Cut what is lost off the end of the table."""
+        """Remove lost pages from the end of the table."""
         end = len(self.pages)
         while end and self.pages[end - 1] < 0:
             end -= 1
@@ -155,14 +155,14 @@ class BranchSlots:
         heapq.heapify(self.lost)
 
     def pages_emptied(self, slots: Iterable[int]) -> int:
-        """How many pages would go back to the pool with these slots."""
+        """How many pages would return to the pool with these slots."""
         left = list(self.load)
         for slot in slots:
             left[slot // self.size] -= 1
         return sum(before > 0 == after for before, after in zip(self.load, left, strict=True))
 
     def check_invariants(self) -> None:
-        """Everything that is kept twice agrees; for tests."""
+        """Check that redundant state agrees; for tests."""
         size = self.size
         assert sorted(self.lost) == [i for i, page in enumerate(self.pages) if page < 0]
         for s, node in enumerate(self.owner):

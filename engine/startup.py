@@ -1,6 +1,6 @@
 """First import of the package: while a command line's modules are loaded, Ctrl-C ends the process without a traceback.
 
-`engine.app.cli.run` gives Ctrl-C back its meaning. Programs that import the engine are left alone.
+`engine.app.cli.run` restores Ctrl-C. In programs that import the engine nothing changes.
 """
 
 import signal
@@ -22,6 +22,6 @@ except ImportError as error:
 
 
 def started() -> None:
-    """Loading is over: Ctrl-C is a KeyboardInterrupt."""
+    """Make Ctrl-C a KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,33 +1,32 @@
-"""What a forward pass takes on this machine, learned from the passes themselves."""
+"""The time of a forward pass on this machine, learned from measured passes."""
 
 from bisect import bisect_left, bisect_right
 
 
 class PassTime:
-    """Seconds of a pass by its number of tokens: those of a single token, `one`, and how many times that others take.
+    """Seconds of a pass by its number of tokens: `one` for a single token, and for other sizes multiples of it.
 
-    A processor takes hardly longer for a dozen tokens than for one and twice as long for two dozen, a GPU not until
-    there are hundreds: so the times are learned by size. Those in between lie on straight lines; beyond the largest
-    size that was tried they grow as up to there. All follow what is measured, slowly, so that neither one hiccup nor
-    the growth of texts leads them astray. Prompts are no part of it. The figures may only guide how work is divided,
-    never what comes out.
+    A processor takes hardly longer for a dozen tokens than for one and twice as long for two dozen, a GPU only for
+    hundreds, so the times are learned by size. Sizes in between are interpolated linearly; beyond the largest measured
+    size the times grow at the mean rate up to it. All figures are moving averages, which outliers and growing texts
+    change slowly. Prompts are excluded. The figures may guide how work is divided, never the output.
     """
 
-    RATE = 0.1  # how far a new measurement moves the old figure
-    MORE, TOKENS = 1 / 16, 8  # what each further token is taken to add at first, and how many tokens that is worth
+    RATE = 0.1  # weight of a new measurement
+    MORE, TOKENS = 1 / 16, 8  # prior: the cost of each further token, relative to `one`, and its weight in tokens
 
     def __init__(self):
         self.one = 0.0
-        self.sizes, self.times, self.seen = [1], [1.0], [1.0]  # tried, ascending; times `one`; how often
+        self.sizes, self.times, self.seen = [1], [1.0], [1.0]  # measured sizes, ascending; multiples; measurements
 
     def note(self, tokens: int, seconds: float) -> None:
-        """A pass of `tokens` has taken so long."""
+        """Record the time of a pass of `tokens` tokens."""
         expected = self._times(tokens)
         if not self.one:
             self.one = seconds / expected
             return
-        seconds = min(seconds, 1.5 * self.one * expected)  # the machine was busy with something else
-        self.one += self.RATE * (seconds / expected - self.one) / expected**2  # many tokens measure little of it
+        seconds = min(seconds, 1.5 * self.one * expected)  # longer: the machine was busy
+        self.one += self.RATE * (seconds / expected - self.one) / expected**2  # large passes say little about `one`
         if (size := self._size(tokens)) == 1:
             return
         found = seconds / self.one * self._times(size) / expected
@@ -46,7 +45,7 @@ class PassTime:
         return (tokens + step // 2) // step * step
 
     def _times(self, tokens: int) -> float:
-        """How many times the seconds of a single token a pass takes; never less than once."""
+        """The expected time of a pass as a multiple of `one`; at least 1."""
         i = bisect_right(self.sizes, tokens) - 1
         size, times = self.sizes[i], self.times[i]
         if tokens == size:
@@ -58,17 +57,17 @@ class PassTime:
         return max(1.0, times + slope * (tokens - size))
 
     def seconds(self, tokens: int) -> float:
-        """What a pass of so many tokens is expected to take; 0 before anything was measured."""
+        """The expected seconds of a pass of `tokens` tokens; 0 before the first measurement."""
         return self.one * self._times(tokens)
 
     def charge(self, tokens: int, beside: int, others: int) -> float:
-        """What a search owes for its tokens in a pass that it shares: an equal part of the pass as it would be with one
-        token of its own, and all that its further tokens add.
+        """A search's share of the seconds of a pass: an equal part of the pass with one token of this search, and the
+        whole cost of its further tokens.
 
         Args:
-            tokens: that it brings.
-            beside: tokens that the others bring.
-            others: how many searches they are.
+            tokens: tokens of this search.
+            beside: tokens of the other searches.
+            others: number of other searches.
         """
         base = self.seconds(1 + beside)
         return base / (1 + others) + self.seconds(tokens + beside) - base

@@ -1,9 +1,9 @@
-"""What a search did, step by step: recorded while it runs if somebody wants to see it (`--trace`, `/tree`).
+"""Traces: records of the steps of a search, made while it runs (`--trace`, `/tree`).
 
-A step is all that happens between two answers: the search reads the log-probabilities it was sent, grows nodes, keeps
-some (the others are dropped, the stem that all share joins the trunk), asks; its nodes take slots and are evaluated.
-A `TreeRecord` observes each tree, so that nothing is spent where nobody records.
-docs/tree.md says what the record holds.
+A step is the time between two answers: the search reads the log-probabilities, grows nodes, keeps some (the others are
+dropped, the stem that all share joins the trunk), and yields a request; its nodes take slots and are evaluated.
+A `TreeRecord` observes each tree, so that requests without a trace have no extra cost.
+docs/tree.md describes the record.
 """
 
 import math
@@ -17,21 +17,21 @@ from engine.requests import Evaluate, Report, Search, SearchResult
 from engine.text.tokenizer import Tokenizer
 from engine.tree import TokenTree, shared_length
 
-MAX_NODES = 20_000  # of one request; a record ends with the last step that they suffice for
-MAX_NUMBERS = 1 << 24  # of log-probability rows held for children that are yet to be grown: 64 MB
-TOP = 8  # next tokens noted per evaluated node
-CANDIDATES = 16  # noted per step
+MAX_NODES = 20_000  # nodes of one request; the record ends with the last step that fits
+MAX_NUMBERS = 1 << 24  # numbers in the rows that are held for children that are not grown yet: 64 MB
+TOP = 8  # next tokens recorded per evaluated node
+CANDIDATES = 16  # candidates recorded per step
 SHOWN = 400  # last tokens of a prompt that the record has as text
-TAIL = 64  # tokens of a candidate that are no nodes
-ANCHOR = "x"  # stands before a token, so that a space that begins it is not lost
+TAIL = 64  # most tokens of a candidate that are not nodes
+ANCHOR = "x"  # decoded before a token, so that the decoder does not strip a space at its beginning
 
 
 class TreeRecord:
-    """Observes a tree and notes the steps at which things happened to its nodes."""
+    """Observes a tree and records the steps at which its nodes change."""
 
     def __init__(self, trace: "Trace", tree: TokenTree, model: str):
         self.trace, self.tree, self.model = trace, tree, model
-        self.judged = model == "target" and not trace.trees  # here drafts are verified
+        self.judged = model == "target" and not trace.trees  # the tree on which drafts are verified
         # A column each, a row per node: the step, or None.
         self.born: list[int] = [trace.step]
         self.evaluated: list[int | None] = [None]
@@ -39,26 +39,26 @@ class TreeRecord:
         self.settled: list[int | None] = [None]
         self.accepted: list[int | None] = [None]
         self.logp: list[float | None] = [None]
-        self.drafted: dict[int, None] = {}  # all drafts; `undecided` are those that no keep() has decided on
+        self.drafted: dict[int, None] = {}  # all drafts; `undecided` has the drafts since the latest keep()
         self.undecided: list[int] = []
         self.scores: dict[int, float] = {}  # by a scalar head
         self.top: dict[int, list[list[float]]] = {}  # [token, log-probability] of the likeliest next tokens
-        self.slots: list[list[int]] = []  # [step, slot in the pool, node], -1 where it is given back before its time
-        self.paging: list[list[int]] = []  # [step, place, page]: the trunk's pages; -1: given back
-        self.reach: list[list[int]] = []  # [step, tokens of the trunk that are evaluated]
+        self.slots: list[list[int]] = []  # [step, slot in the pool, node]; node -1: released, by no keep()
+        self.paging: list[list[int]] = []  # [step, index, page]: the trunk's pages; page -1: released
+        self.reach: list[list[int]] = []  # [step, evaluated tokens of the trunk]
         self.end: int | None = None
-        self._root = 0  # as of the latest keep(), as are the nodes that it was called with
+        self._root = 0  # at the latest keep(); `_kept` are its arguments
         self._kept: set[int] = {0}
         self._stem: list[int] = []  # settled nodes, in order
         self._branches: dict[int, None] = {}  # nodes neither dropped nor settled
         self._index: dict[tuple[int, int], int] = {}  # (parent, token) -> node, the dropped ones too
-        self._rows: dict[int, tuple[Tensor, int]] = {}  # evaluated nodes: where their log-probabilities are
-        self._waiting: dict[int, list[int]] = {}  # parent -> children whose probability is not known yet
+        self._rows: dict[int, tuple[Tensor, int]] = {}  # evaluated node -> its answer, its row there
+        self._waiting: dict[int, list[int]] = {}  # parent -> children whose probability is unknown
         self._pages: list[int] = []
         self._note_trunk()
 
     def note_growth(self) -> None:
-        """Note the nodes that were grown since."""
+        """Record the nodes grown since the last call."""
         tree = self.tree
         for node in range(len(self.born), tree.grown) if self.trace.on else ():
             if not self.trace.takes(1):
@@ -71,7 +71,7 @@ class TreeRecord:
             self._index[parent, tree.token(node)] = node
             self._waiting.setdefault(parent, []).append(node)
 
-    # --- what the tree calls ---
+    # --- called by the tree ---
 
     def kept(self, tree: TokenTree, nodes: set[int]) -> None:
         """See `TreeObserver`."""
@@ -95,7 +95,7 @@ class TreeRecord:
             self._waiting.pop(node, None)
 
     def _note_stem(self) -> None:
-        """What lies below the root that was now belongs to the trunk."""
+        """Record the nodes that joined the trunk since the last call."""
         stem, node, parent = [], self.tree.root, self.tree.parent
         while node != self._root:
             stem.append(node)
@@ -124,7 +124,7 @@ class TreeRecord:
         if self.trace.on:
             end = tree.trunk.cached
             for node in [*self._of_trunk(end, end + trunk_tokens), *nodes]:
-                if self.evaluated[node] == self.trace.step:  # nodes of a pass that failed never were
+                if self.evaluated[node] == self.trace.step:  # the pass has failed
                     self.evaluated[node] = None
             self.slots += [[self.trace.step, slot, -1] for slot in slots]
             self._note_trunk()
@@ -151,7 +151,7 @@ class TreeRecord:
     # --- probabilities, candidates ---
 
     def answered(self, nodes: Sequence[int], rows_NV: Tensor) -> None:
-        """The model has answered for these nodes."""
+        """Record the likeliest next tokens, or the scores, of evaluated nodes."""
         if rows_NV.shape[1] == 1:
             self.scores.update(zip(nodes, rows_NV[:, 0].tolist(), strict=True))
             return
@@ -164,10 +164,12 @@ class TreeRecord:
             self._rows.pop(next(iter(self._rows)))
 
     def look_up(self) -> None:
-        """Find the probabilities of the nodes that have come since."""
+        """Find the probabilities of the nodes that are waiting for theirs."""
         if not self._waiting:
             return
-        wanted: dict[int, tuple[Tensor, list[int], list[int]]] = {}  # by answer: its rows, whose they are, children
+        wanted: dict[
+            int, tuple[Tensor, list[int], list[int]]
+        ] = {}  # answer's id -> the answer, row of each child, child
         for parent in [parent for parent in self._waiting if parent in self._rows]:
             rows_NV, i = self._rows[parent]
             _, places, nodes = wanted.setdefault(id(rows_NV), (rows_NV, [], []))
@@ -180,7 +182,7 @@ class TreeRecord:
                 self.logp[node] = round(logp, 4) if math.isfinite(logp) else None
 
     def find(self, tokens: Sequence[int]) -> list[Any]:
-        """Generated tokens as [node, the tokens after it]; drafts on the way are accepted, whatever became of them."""
+        """Generated tokens as [last node on their path, tokens after it]; drafts on the path count as accepted."""
         self.note_growth()
         trunk = self.tree.settled_from(0)
         node, start = (self.tree.root, len(trunk)) if list(tokens[: len(trunk)]) == trunk else (0, 0)
@@ -192,7 +194,7 @@ class TreeRecord:
         return [node, list(tokens[start : start + TAIL])]
 
     def record(self, end: int) -> dict[str, Any]:
-        """Everything before step `end`, of what can be written as JSON."""
+        """The record before step `end`, in types of JSON."""
         count = sum(step < end for step in self.born)  # nodes are in the order of their steps
 
         def steps(column: Sequence[int | None]) -> list[int | None]:
@@ -225,8 +227,8 @@ class Trace:
     """The record of one request; give it as `Request.trace`, read `record` when the request is done.
 
     Args:
-        name: what the page calls it.
-        most: nodes, of all trees together; what comes after is not recorded.
+        name: the request's name on the page.
+        most: most nodes of all trees together; later nodes are not recorded.
     """
 
     def __init__(self, name: str | int = "", most: int = MAX_NODES):
@@ -246,7 +248,7 @@ class Trace:
         self._began = time.perf_counter()
 
     def _detach(self) -> None:
-        """Let go of the trees: with their observers they form cycles, which would keep the model in memory."""
+        """Drop the trees: with their observers they form cycles, which keep the model in memory."""
         for record in self.trees:
             record.tree.observer = None
         self.trees = []
@@ -261,23 +263,23 @@ class Trace:
         self._about = {"search": type(search).__name__, "params": plain, "models": dict(models)}
         self._tokenizers, self._prompt = tokenizers, list(prompt)
 
-    # --- what the driver calls ---
+    # --- called by the driver ---
 
     def watch(self, tree: TokenTree, model: str) -> None:
-        """The search has a tree of this model."""
+        """Record a tree of the search, of this model."""
         tree.observer = TreeRecord(self, tree, model)
         self.trees.append(tree.observer)
 
     def resume(self) -> None:
-        """The search goes on: another step."""
+        """Begin another step."""
         self.step = len(self.steps)
         seconds = round(time.perf_counter() - self._began, 6)
         self.steps.append({"seconds": seconds, "settled": 0, "info": {}, "beams": []})
 
     def asked(self, request: Evaluate) -> None:
-        """The search wants to know these nodes.
+        """Record a request.
 
-        Drafts are those asked for together with their own children, before any keep() has chosen them.
+        Drafts are the nodes of a request that has children of some of its nodes, unless a keep() named them before.
         """
         for record in self.trees:
             record.note_growth()
@@ -292,7 +294,7 @@ class Trace:
             record.drafted |= dict.fromkeys(record.undecided)
 
     def answered(self, tree: TokenTree, nodes: Sequence[int], rows_NV: Tensor) -> None:
-        """The model has answered."""
+        """Record an answer."""
         if self.on:
             self._record_of(tree).answered(nodes, rows_NV)
 
@@ -300,7 +302,7 @@ class Trace:
         return next(record for record in self.trees if record.tree is tree)
 
     def reported(self, report: Report) -> None:
-        """The search reports its state."""
+        """Record a report."""
         if not self.on:
             return
         step, tree = self.steps[-1], self.trees[0]
@@ -317,12 +319,12 @@ class Trace:
         return self.on
 
     def restart(self) -> None:
-        """The search was sent back for want of memory and starts afresh."""
+        """The search was preempted: begin the record again."""
         self._restarts += 1
         self._afresh()
 
     def finish(self, result: SearchResult | None, error: BaseException | None) -> None:
-        """The search has ended, one way or another."""
+        """Complete the record: the search has ended."""
         if self.record is not None or not self._about:
             return
         end = len(self.steps) if self._cut is None else self._cut
@@ -360,7 +362,7 @@ class Trace:
         return {"prompt": tokenizer.decode(prompt[-SHOWN:], skip_special=False) if tokenizer else ""}
 
     def _texts(self, record: dict[str, Any]) -> dict[str, dict[int, str]]:
-        """By model, the texts of all tokens that occur."""
+        """Model -> token -> its text, for all tokens in the record."""
         texts: dict[str, dict[int, str]] = {}
         for tree in record["trees"]:
             seen = texts.setdefault(tree["model"], {})
@@ -376,7 +378,7 @@ class Trace:
 
 
 def token_text(tokenizer: Tokenizer, before: Sequence[int], token: int) -> str:
-    """A token by itself: what it adds to a text, or how it is spelled if that is no text."""
+    """The text that a token adds to a text; the token's spelling if that is empty or incomplete."""
     text = "" if token in tokenizer.special_ids else tokenizer.decode_continuation(before, [token])
     return text if text and "\ufffd" not in text else "".join(tokenizer._pieces([token], False))
 
@@ -386,10 +388,10 @@ def _finite(x: Any) -> Any:
 
 
 class Traces:
-    """Traces of many requests, for one file; the oldest go when they have too many nodes together.
+    """Traces of many requests, for one file; the oldest are dropped when all have too many nodes together.
 
     Args:
-        most: nodes of all of them.
+        most: most nodes of all traces.
     """
 
     def __init__(self, most: int = 5 * MAX_NODES):
@@ -397,7 +399,7 @@ class Traces:
         self._all: list[Trace] = []
 
     def new(self, name: str | int) -> Trace:
-        """For the next request."""
+        """Make a trace for the next request."""
         while sum(trace.nodes for trace in self._all) > self.most:
             self._all.pop(0)
             self.left_out += 1

@@ -1,4 +1,4 @@
-"""TokenTree: the tokens of one search, those that all share (the trunk) and those that compete (the branches)."""
+"""TokenTree: the tokens of one search, in a trunk that all sequences share, and in branches."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ FREED = -3
 
 
 class TreeObserver(Protocol):
-    """What may watch a tree; it is called after each of these changes. Nothing is spent without one."""
+    """Observes a tree; each method is called after the change that it names."""
 
     def kept(self, tree: "TokenTree", nodes: set[int]) -> None:
         """`keep` was called with these nodes."""
@@ -23,24 +23,24 @@ class TreeObserver(Protocol):
         """Trunk tokens and branch nodes got slots; `slots` are those of the nodes in the pool."""
 
     def released(self, tree: "TokenTree", trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
-        """They lost them, after a pass that failed or for the other variant of rotary embeddings."""
+        """Trunk tokens and branch nodes lost their slots: a pass failed, or the rotary embeddings change."""
 
     def ended(self, tree: "TokenTree") -> None:
-        """The branches are gone; may come twice."""
+        """The branches are freed; this may be called twice."""
 
 
 class TokenTree:
     """A tree of tokens over one pool. Nodes are integers, parents come before children.
 
     A node is identified by its path: growing the same token twice under one parent gives the same node. A node takes
-    a slot when it is evaluated and loses it when `keep` leaves it out. The trunk is what every live node descends
-    from; `keep` promotes the stem that live nodes have come to share, bringing its keys and values there.
+    a slot when it is evaluated and loses it when `keep` drops the node. Every live node descends from the trunk; `keep`
+    promotes the stem that all live nodes share: its keys and values move into the trunk.
 
     Args:
-        pool: where keys and values live.
+        pool: holds the keys and values.
         prompt: at least one token.
-        expected: tokens the trunk may grow to; a hint for contiguous memory.
-        trunk: an earlier tree's trunk to take over; what it shares with the prompt is not evaluated again.
+        expected: tokens that the trunk may grow to; a hint for contiguous memory.
+        trunk: an earlier tree's trunk to take over; the prefix that it shares with the prompt is not evaluated again.
         switch_length: see `ModelShape`. A tree holds keys and values of one variant of rotary embeddings at a time,
             that of sequences up to this length or that of longer ones; `by_rope` and `use_rope` change between them.
 
@@ -68,14 +68,14 @@ class TokenTree:
         self.reused = self.trunk.cached  # prompt tokens that need no evaluation
         wanted = -(-max(expected, len(prompt)) // pool.page_size)
         self._claim = pool.claim(wanted) if not self.trunk.pages else range(0)
-        # One row per node; dead rows stay until the tree goes.
+        # One row per node, live or not.
         self._token: list[int] = [self.trunk.tokens[-1]]
         self._parent: list[int] = [-1]
         self._position: list[int] = [len(prompt) - 1]
         self._slot: list[int] = [IN_TRUNK]
-        self._bits: dict[int, int] = {}  # of the latest nodes: ancestors in branch slots, itself included
-        self._spent: list[int] = []  # nodes whose bits went into those of the latest: to be dropped next
-        self._children: dict[int, dict[int, int]] = {}  # of the live nodes that have any: token -> child
+        self._bits: dict[int, int] = {}  # latest node -> bits of the branch slots of its ancestors and itself
+        self._spent: list[int] = []  # nodes whose bits are part of those of the latest nodes: to be dropped next
+        self._children: dict[int, dict[int, int]] = {}  # live node that has children -> token -> child
         self._leaves: dict[int, None] = {0: None}  # ordered, so that nothing depends on hashing
         self.root = 0
         self.slots = BranchSlots(pool)
@@ -93,11 +93,11 @@ class TokenTree:
         return self._parent[node]
 
     def position(self, node: int) -> int:
-        """The token's place in its sequence, counted from 0 at the prompt's first token."""
+        """The token's index in its sequence; the prompt's first token has 0."""
         return self._position[node]
 
     def is_evaluated(self, node: int) -> bool:
-        """Whether keys and values of the node and all before it are in the cache."""
+        """Whether the cache has the keys and values of the node and its ancestors."""
         if self._slot[node] == IN_TRUNK:
             return self._position[node] < self.trunk.cached
         return self._slot[node] >= 0
@@ -114,15 +114,15 @@ class TokenTree:
 
     @property
     def grown(self) -> int:
-        """How many nodes there have been, live or not: they are numbered from 0."""
+        """The number of nodes ever grown, live or not; they are numbered from 0."""
         return len(self._token)
 
     def is_live(self, node: int) -> bool:
-        """Whether the node may still be grown from and evaluated."""
+        """Whether the node may have new children and may be evaluated."""
         return self._slot[node] != FREED and (self._slot[node] != IN_TRUNK or node == self.root)
 
     def path(self, node: int) -> list[int]:
-        """The tokens from the prompt's end to the node: what it has generated."""
+        """The generated tokens up to the node."""
         tail = []
         while self._slot[node] != IN_TRUNK:
             tail.append(self._token[node])
@@ -142,7 +142,7 @@ class TokenTree:
         return node
 
     def settled_from(self, start: int) -> list[int]:
-        """Generated tokens that every live node shares, from the start-th on."""
+        """The generated tokens of the trunk, from the start-th on."""
         return self.trunk.tokens[self.prompt_length + start :]
 
     @property
@@ -157,7 +157,7 @@ class TokenTree:
 
     @property
     def room(self) -> int:
-        """Tokens that all pages of the pool hold, whoever has them now."""
+        """Tokens that all pages of the pool hold, free or not."""
         return self.pool.pages * self.pool.page_size
 
     @property
@@ -188,7 +188,7 @@ class TokenTree:
         return chain
 
     def child(self, parent: int, token: int) -> int:
-        """A live node's child for a token, grown if it is not there yet."""
+        """A live node's child for a token, grown if it does not exist yet."""
         if children := self._children.get(parent):
             if token in children:
                 return children[token]
@@ -229,7 +229,7 @@ class TokenTree:
             self.observer.kept(self, kept)
 
     def _keep_path(self, node: int) -> None:
-        """Move the path to a node into the trunk and drop all branches at once, which is cheaper than one by one."""
+        """Move the path to a node into the trunk and drop all branches at once, which is faster than one by one."""
         stem = []
         while node != self.root:
             stem.append(node)
@@ -238,7 +238,7 @@ class TokenTree:
         table, _ = self.slots.table
         source = [table[slot] for n in stem if (slot := self._slot[n]) >= 0]
         self.slots.release_all()
-        self._extend_trunk(source)  # of the pages given back enough are left
+        self._extend_trunk(source)  # the released pages suffice
         for siblings in self._children.values():
             for n in siblings.values():
                 self._slot[n] = FREED
@@ -252,7 +252,7 @@ class TokenTree:
         self._paths_length = self._position[self.root] + 1
 
     def _prune(self, kept: set[int]) -> list[int]:
-        """Drop the nodes that are not kept; returns their slots, which are the caller's to give back."""
+        """Drop the nodes that are not kept; returns their slots, which the caller must release."""
         children, leaves, slot_of, slots = self._children, self._leaves, self._slot, []
         for node in [leaf for leaf in leaves if leaf not in kept]:
             while node not in children and node not in kept and node != self.root:
@@ -273,7 +273,7 @@ class TokenTree:
         return slots
 
     def _promote(self, kept: set[int], free: list[int]) -> None:
-        """Move the stem below the root into the trunk, up to the first kept node or fork; give slots back."""
+        """Move the stem below the root into the trunk, up to the first kept node or fork; release the slots `free`."""
         stem = []
         node = self.root
         while node not in kept and len(children := self._children[node]) == 1:
@@ -283,7 +283,7 @@ class TokenTree:
         size = self.pool.page_size
         missing = -(-(len(self.trunk.tokens) + len(slots)) // size) - len(self.trunk.pages)
         if slots and missing > self.pool.free_pages + self.slots.pages_emptied(free + slots):
-            stem, slots = [], []  # it stays in the branches, where it already has its slots
+            stem, slots = [], []  # it stays in the branches, with the slots that it has
         source = [self.slots.table[0][slot] for slot in slots]
         self.slots.release(free + slots)
         if not stem:
@@ -302,9 +302,10 @@ class TokenTree:
         self.root = stem[-1]
 
     def _extend_trunk(self, source: Sequence[int]) -> None:
-        """Bring the keys and values of slots in the pool to the trunk's end; the slots were given back just now.
+        """Copy the keys and values of slots to the trunk's end; the caller has just released these slots.
 
-        Room is there. What waits in its place already is not copied, and the rest is read before any is written.
+        The pool has room. Slots that are in their place already are not copied; the others are read before any is
+        written.
         """
         if not source:
             return
@@ -316,10 +317,10 @@ class TokenTree:
         trunk.cached = start + len(source)
         self._note_peaks()
 
-    # --- what the packer asks ---
+    # --- for the packer ---
 
     def pending(self, nodes: Iterable[int]) -> tuple[int, list[int]]:
-        """What must be evaluated to know `nodes`: the number of trunk tokens, and branch nodes, parents first."""
+        """The tokens to evaluate for `nodes`: the number of trunk tokens, and branch nodes, parents first."""
         need: set[int] = set()
         for node in nodes:
             if not self.is_live(node):
@@ -330,7 +331,7 @@ class TokenTree:
         return len(self.trunk.tokens) - self.trunk.cached, sorted(need)
 
     def pages_wanted(self, nodes: Iterable[int], more: int) -> int:
-        """How many pages the tree has to take to evaluate `nodes`, and then `more` branch nodes below them."""
+        """The pages that the tree must take to evaluate `nodes`, and then `more` branch nodes below them."""
         trunk, branches = self.pending(nodes)
         size, slots = self.pool.page_size, len(branches) + more - len(self.slots.free)
         return -(-(self.trunk.cached + trunk) // size) - len(self.trunk.pages) + max(0, -(-slots // size))
@@ -409,20 +410,16 @@ class TokenTree:
         self.trunk.truncate(self.pool, self.trunk.cached - trunk_tokens)
 
     def ancestry(self, node: int) -> int:
-        """The node's ancestors among the branch slots and itself: bit s is slot s."""
-        bits = 0  # a bit per slot and node would add up to more than the cache: only the latest nodes have theirs
+        """Bits of the branch slots of the node and its ancestors: bit s is slot s."""
+        bits = 0  # bits of all nodes would take more memory than the cache: only the latest nodes store theirs
         while self._slot[node] != IN_TRUNK and node not in self._bits:
             bits |= 1 << self._slot[node]
             node = self._parent[node]
         return bits | self._bits.get(node, 0)
 
     def branch_table(self) -> tuple["array[int]", "array[int]"]:
-        """Of every branch slot, its slot in the pool and its token's position; 0 where it is free. To be read only."""
+        """For each branch slot its slot in the pool and its token's position; 0 if it is free. Read only."""
         return self.slots.table
-
-    def page_runs(self) -> list[tuple[int, int]]:
-        """(first page, pages) of each contiguous piece of the trunk, in order."""
-        return [(first, pages) for first, pages in self.trunk.runs]
 
     def trunk_runs(self) -> list[tuple[int, int]]:
         """(first slot, length) of each contiguous piece of the evaluated trunk, in order."""
@@ -436,14 +433,14 @@ class TokenTree:
     # --- the end ---
 
     def retire(self) -> Trunk:
-        """End the tree but hand on its trunk, pages included."""
+        """End the tree and return its trunk with the pages."""
         self._drop_branches()
         trunk, self.trunk = self.trunk, Trunk([])
         trunk.tokens = trunk.tokens[: trunk.cached]
         return trunk
 
     def release(self) -> None:
-        """End the tree and give every page back. Safe to call twice."""
+        """End the tree and return all pages to the pool. It may be called twice."""
         self._drop_branches()
         self.trunk.release(self.pool)
 
@@ -455,8 +452,8 @@ class TokenTree:
             self.observer.ended(self)
 
     def _adopt(self, trunk: Trunk) -> None:
-        """Take an earlier trunk's pages over, as far as its tokens agree with the prompt's."""
-        limit = min(trunk.cached, len(self.trunk.tokens) - 1)  # the last prompt token must be evaluated to be answered
+        """Take over an earlier trunk's pages for the prefix that it shares with the prompt."""
+        limit = min(trunk.cached, len(self.trunk.tokens) - 1)  # the last prompt token is evaluated for its logits
         shared = shared_length(trunk.tokens[:limit], self.trunk.tokens)
         mine = self.trunk
         mine.pages, mine.runs, mine.long_rope = trunk.pages, trunk.runs, trunk.long_rope
@@ -464,7 +461,7 @@ class TokenTree:
         mine.truncate(self.pool, shared)
 
     def check_invariants(self) -> None:
-        """Everything the tree keeps twice agrees; for tests."""
+        """Check that redundant state agrees; for tests."""
         size = self.pool.page_size
         live = [n for n in range(len(self._token)) if self._slot[n] not in (FREED, IN_TRUNK)] + [self.root]
         children: dict[int, list[int]] = {n: [] for n in live}
@@ -496,6 +493,12 @@ class TokenTree:
         assert [p for first, n in self.trunk.runs for p in range(first, first + n)] == self.trunk.pages
 
 
-def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many elements two sequences begin with in common."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def shared_length(first: Sequence[int], *others: Sequence[int], start: int = 0) -> int:
+    """How many elements sequences begin with in common; the first `start` are equal and are not compared."""
+    shared = len(first)
+    for other in others:
+        if shared == start:
+            break
+        pairs = zip(first[start:shared], other[start:shared], strict=False)
+        shared = next((i for i, (x, y) in enumerate(pairs, start) if x != y), min(shared, len(other)))
+    return shared

@@ -1,4 +1,4 @@
-"""What algorithms share: the contract with the engine, the registry, exact top-k over a whole frontier."""
+"""The parts that searches share: the contract with the engine, the registry, exact top-k over a whole frontier."""
 
 import dataclasses
 import difflib
@@ -29,7 +29,6 @@ __all__ = [
     "SearchGenerator",
     "SearchResult",
     "Task",
-    "best_candidates",
     "evaluate_best",
     "likely",
     "likely_tokens",
@@ -56,7 +55,7 @@ SHARED_PARAMS = (
 
 
 def register(name: str) -> Callable[[type[S]], type[S]]:
-    """Class decorator: make a search known under a name; its docstring's first line describes it.
+    """Class decorator: register a search under a name; the first line of its docstring describes it.
 
     Args:
         name: lower-case letters and digits, in parts with a hyphen between them.
@@ -66,31 +65,26 @@ def register(name: str) -> Callable[[type[S]], type[S]]:
     """
 
     def decorate(cls: type[S]) -> type[S]:
-        add(name, cls)
+        if not isinstance(name, str) or not NAME.fullmatch(name) or name == "list":
+            raise UsageError(
+                f"the name of a search: expected lower-case letters and digits with single hyphens, got {name!r}"
+            )
+        check_class(cls, cls.__qualname__ if isinstance(cls, type) else repr(cls))
+        known = REGISTRY.get(name)
+        if known is not None and not _same(known, cls):
+            raise UsageError(
+                f"the name {name!r} belongs to another search, {known.__module__}:{known.__qualname__}",
+                where=f"it was asked for by {cls.__module__}:{cls.__qualname__}",
+                remedy="choose another name",
+            )
+        REGISTRY[name] = cls
         return cls
 
     return decorate
 
 
-def add(name: str, cls: type) -> None:
-    """What `register` does."""
-    if not isinstance(name, str) or not NAME.fullmatch(name) or name == "list":
-        raise UsageError(
-            f"the name of a search: expected lower-case letters and digits with single hyphens, got {name!r}"
-        )
-    check_class(cls, cls.__qualname__ if isinstance(cls, type) else repr(cls))
-    known = REGISTRY.get(name)
-    if known is not None and not _same(known, cls):
-        raise UsageError(
-            f"the name {name!r} belongs to another search, {known.__module__}:{known.__qualname__}",
-            where=f"it was asked for by {cls.__module__}:{cls.__qualname__}",
-            remedy="choose another name",
-        )
-    REGISTRY[name] = cls
-
-
 def check_class(cls: Any, name: str) -> None:
-    """Refuse what is no class of a search that can be registered. Raises UsageError."""
+    """Check that a class is a search that can be registered. Raises UsageError."""
     if not isinstance(cls, type) or not issubclass(cls, Search):
         got = "a class that does not derive from it" if isinstance(cls, type) else f"a {type(cls).__name__}"
         raise UsageError(f"{name}: expected a class that derives from search.Search, got {got}")
@@ -109,13 +103,13 @@ def name_of(cls: type) -> str | None:
 
 
 def _same(a: type, b: type) -> bool:
-    """Whether two classes are one that was loaded twice: as a program and as a module, or again after a change."""
+    """Whether two classes are one class, loaded twice: as a program and as a module, or again after a change."""
     files = {str(getattr(sys.modules.get(cls.__module__), "__file__", cls.__module__)) for cls in (a, b)}
     return a is b or (a.__qualname__ == b.__qualname__ and len(files) == 1)
 
 
 def parameters(name: str) -> dict[str, str]:
-    """A search's parameters as users write them -> its configuration's fields (own ones carry the search's name)."""
+    """The parameters of a search -> fields of its configuration; the names of its own ones begin with the search's."""
     prefix = name.replace("-", "_")
     return {
         f.name if f.name in SHARED_PARAMS else f"{prefix}_{f.name}": f.name
@@ -125,10 +119,10 @@ def parameters(name: str) -> dict[str, str]:
 
 
 def paths() -> dict[str, tuple[str, ...]]:
-    """The parameters, of all searches, that are paths of files -> the values of each that are none.
+    """The parameters of all searches that are paths of files -> the values of each that are no paths.
 
-    Whoever writes a batch line is not always who starts the run, and must not choose which files it reads or writes.
-    A field of a configuration is a path if its type says `Path`, or its metadata: see `path_field`.
+    The author of a batch line is not always the one who starts the run, and must not choose the files that are read or
+    written. A field is a path if its type mentions `Path`, or if `path_field` made it.
     """
     found = {}
     for name, cls in REGISTRY.items():
@@ -140,7 +134,7 @@ def paths() -> dict[str, tuple[str, ...]]:
 
 
 def path_field(default: Any = None, words: tuple[str, ...] = ()) -> Any:
-    """A configuration's field that holds the path of a file, or one of `words`, which are none."""
+    """A field of a configuration: the path of a file, or one of `words`."""
     return dataclasses.field(default=default, metadata={"path": words})
 
 
@@ -167,7 +161,7 @@ def make_search(name: str, params: dict[str, Any]) -> Search:
                 else f"it has: {', '.join(known) or 'none'}",
             )
     cls, values = REGISTRY[name], {known[key]: value for key, value in params.items()}
-    if is_ours(cls):  # these say themselves what they expect
+    if is_ours(cls):  # their constructors check the values
         return cls(**values)
     accepted = kinds(cls)
     for key, field in known.items():
@@ -184,33 +178,25 @@ def make_search(name: str, params: dict[str, Any]) -> Search:
         return cls(**values)
 
 
-def best_candidates(logp_NV: Tensor, scores: list[float], k: int) -> tuple[list[float], list[int], list[int]]:
-    """The k best sums score + log-probability of a frontier, exactly: value descending, then row, then token.
-
-    Args:
-        logp_NV: float32 log-probabilities; -inf is never returned.
-        scores: of the N rows, added in float32.
-        k: how many; fewer are returned if fewer are possible.
-
-    Returns:
-        sums, rows, tokens.
-    """
-    return _ranked(logp_NV, scores, best_sums(logp_NV, scores, k).tolist())
-
-
 def evaluate_best(
     tree: TokenTree, nodes: Sequence[int], scores: list[float], k: int
 ) -> Generator[Evaluate, Any, tuple[list[float], list[int], list[int]]]:
-    """`best_candidates` of the nodes, evaluated: to be asked with `yield from`. One wait for the device."""
-    answer = yield Evaluate(tree, nodes, lambda logp_NV, peaks_NB: best_sums(logp_NV, scores, k, peaks_NB))
-    return _ranked(answer.rows_NV, scores, answer.numbers.tolist())
+    """Evaluate nodes and find the k best sums of score and log-probability, exactly; call it with `yield from`.
 
+    Args:
+        tree: holds the nodes.
+        nodes: the frontier, of N nodes.
+        scores: of the N nodes, added to the log-probabilities in float32.
+        k: how many sums are wanted; fewer are returned if fewer are finite.
 
-def _ranked(logp_NV: Tensor, scores: list[float], packed: list[float]) -> tuple[list[float], list[int], list[int]]:
-    """What `best_sums` found, in order."""
+    Returns:
+        sums, rows, tokens: the greatest sum first, of equal sums the lower row, then the lower token.
+    """
+    logp_NV, numbers = yield Evaluate(tree, nodes, lambda rows_NV, peaks_NB: best_sums(rows_NV, scores, k, peaks_NB))
+    packed = numbers.tolist()
     V, k = logp_NV.shape[1], len(packed) // 2
     found = list(zip(packed[:k], packed[k : 2 * k], strict=True))
-    if packed[-1] == packed[k - 1]:  # a tie across the border: which of the equals topk chose is not defined
+    if packed[-1] == packed[k - 1]:  # a tie across the border: it is not defined which of the equals topk chose
         sums = (logp_NV + torch.tensor(scores, dtype=torch.float32, device=logp_NV.device).unsqueeze(1)).view(-1)
         flat = (sums >= packed[k - 1]).nonzero().view(-1)
         found = list(zip(sums[flat].tolist(), flat.tolist(), strict=True))
@@ -219,19 +205,19 @@ def _ranked(logp_NV: Tensor, scores: list[float], packed: list[float]) -> tuple[
 
 
 def likely(logp_NV: Tensor, least: float, peaks_NB: Tensor | None = None) -> Tensor:
-    """Of each row of log-probabilities, those of the tokens at least as probable as `least`, lower tokens first:
-    numbers for `likely_tokens`."""
+    """For each row the log-probabilities of tokens of at least the probability `least`, lower tokens first, packed for
+    `likely_tokens`."""
     least = max(least, 1e-38)
     most = min(logp_NV.shape[1], int(1 / least))  # a row adds up to 1: there are no more
     return at_least(logp_NV, math.log(least), most, peaks_NB).view(-1)
 
 
 def likely_tokens(numbers: Tensor, rows: int) -> list[dict[int, float]]:
-    """Of each row the tokens that `likely` found, and their log-probabilities.
+    """For each row the tokens that `likely` found -> their log-probabilities.
 
     Args:
-        numbers: what `likely` returned, on the host: of each row log-probabilities, then tokens, both padded with NaN.
-        rows: how many there are.
+        numbers: returned by `likely`, on the host: for each row log-probabilities, then tokens, both padded with NaN.
+        rows: how many rows there are.
     """
     found = numbers.view(rows, 2, -1).tolist() if len(numbers) else [([], [])] * rows
     return [

@@ -1,8 +1,8 @@
 """Beam sampling: the next list of beams is drawn, with replacement, from all continuations of the present one.
 
-The list is a multiset: a beam that was drawn n times is one node with n entries, each of which the warp sees by itself.
-`search.dsbd.joint` says what is drawn, and in which order. Entries that end leave the list, which is shorter by them
-from then on. DSBD draws the same lists with fewer passes of the target; this is its baseline and its oracle.
+The list is a multiset: a beam that was drawn n times is one node with n entries, which the warp treats separately.
+`search.dsbd.joint` defines the distribution and the order of draws. Entries that end leave the list for good. DSBD
+draws the same lists with fewer passes of the target; beam sampling is its baseline and its oracle.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Finished hypotheses: what a search keeps of the sequences that have ended."""
+"""Finished hypotheses: the ended sequences of a search, ranked by score."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from engine.tree import TokenTree, shared_length
 from search.base import Output
@@ -13,6 +13,7 @@ class Finished:
     """The best finished hypotheses, best first; of equal scores the older comes first. They hold no slots.
 
     Args:
+        length_penalty: a hypothesis scores logprob / length ** length_penalty.
         most: how many are kept; None keeps all.
 
     Attributes:
@@ -20,24 +21,33 @@ class Finished:
         settled: how many tokens were reported as certain.
     """
 
-    def __init__(self, most: int | None = None):
-        self.most = most
+    def __init__(self, length_penalty: float, most: int | None = None):
+        self.length_penalty, self.most = length_penalty, most
         self.outputs: list[Output] = []
         self.settled = 0
 
-    def add(self, tokens: list[int], logprob: float, score: float, reason: str) -> None:
-        """Keep a hypothesis if it is among the best."""
-        self.outputs.append(Output(tokens, logprob, score, reason))
+    def add(self, tokens: list[int], logprob: float, reason: str, unscored: float = 0.0) -> None:
+        """Keep a hypothesis if it is among the best; `unscored` adds to the log-probability, but not to the score."""
+        score = self.score(logprob, len(tokens))
+        self.outputs.append(Output(tokens, logprob + unscored, score, reason))
         self.outputs.sort(key=_score, reverse=True)
         if self.most is not None:
             del self.outputs[self.most :]
 
-    def score(self, rank: int) -> float:
+    def score(self, logprob: float, length: int) -> float:
+        """The score of a hypothesis of `length` tokens."""
+        return logprob / length**self.length_penalty
+
+    def bound(self, logprob: float, shortest: int, longest: int) -> float:
+        """The best score that a live hypothesis can still reach: its sum only falls, its length ends in this range."""
+        return max(self.score(logprob, shortest), self.score(logprob, longest))
+
+    def score_at(self, rank: int) -> float:
         """The score of the hypothesis of a rank, which another must exceed to take its place; -inf without one."""
         return _score(self.outputs[rank]) if rank < len(self.outputs) else -math.inf
 
     def settle(self, tree: TokenTree) -> list[int]:
-        """The tokens that have become certain: all live nodes share them, and the best hypothesis has them too."""
+        """The tokens that are certain now and were not before: all live nodes and the best hypothesis share them."""
         certain = tree.settled_from(self.settled)
         if self.outputs:
             certain = certain[: shared_length(certain, self.outputs[0].token_ids[self.settled :])]
@@ -45,13 +55,14 @@ class Finished:
         return certain
 
     def remainder(self) -> list[int]:
-        """The tokens of the best hypothesis that were not reported as certain yet."""
+        """The tokens of the best hypothesis that were not reported as certain."""
         return self.outputs[0].token_ids[self.settled :]
 
-    def ranked(self, live: Sequence[tuple[float, list[int]]]) -> list[Candidate]:
-        """The hypotheses and the live ones together, best first."""
-        finished = [(_score(output), output.token_ids) for output in self.outputs]
-        return [*sorted([*finished, *live], key=lambda candidate: candidate[0], reverse=True)]
+    def ranked(self, live: Iterable[tuple[float, list[int]]] = ()) -> list[Candidate]:
+        """The hypotheses and the live ones, given as log-probabilities and tokens, together, best first."""
+        candidates = [(_score(output), output.token_ids) for output in self.outputs]
+        candidates += [(self.score(logprob, len(tokens)), tokens) for logprob, tokens in live]
+        return [*sorted(candidates, key=lambda candidate: candidate[0], reverse=True)]
 
 
 def _score(output: Output) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import UsageError
 from engine.requests import Search
-from search.base import REGISTRY, add, check_class, name_of
+from search.base import REGISTRY, check_class, name_of, register
 
 GROUP = "coppice.searches"
 
@@ -52,7 +52,7 @@ def load_class(text: str) -> str:
     if name is None:
         name = re.sub(r"_+", "-", cls.__name__.lower()).strip("-")
         try:
-            add(name, cls)
+            register(name)(cls)
         except UsageError as error:
             error.where = f"{text} has this name because its class is called {cls.__name__}"
             error.remedy = 'rename the class, or write @register("another-name") above it'
@@ -74,7 +74,7 @@ def load_entry_point(entry: importlib.metadata.EntryPoint) -> None:
     try:
         cls = import_class(entry.value.replace(" ", ""))
         if name_of(cls) != entry.name:
-            add(entry.name, cls)
+            register(entry.name)(cls)
     except UsageError as error:
         error.what = f"the search {entry.name!r} of the distribution {distribution(entry)} is unusable: {error.what}"
         raise
@@ -120,7 +120,8 @@ def import_class(text: str) -> type[Search]:
     found: Any = _import(module_name)
     for name in class_name.split("."):
         if not hasattr(found, name):
-            there = [key for key, value in vars(found).items() if _is_search(value) and value.__module__ == module_name]
+            classes = [value for value in vars(found).values() if isinstance(value, type) and issubclass(value, Search)]
+            there = [cls.__name__ for cls in classes if cls.__module__ == module_name]
             raise UsageError(
                 f"the module {module_name} has no {class_name}",
                 where=str(getattr(sys.modules[module_name], "__file__", None) or ""),
@@ -154,7 +155,3 @@ def _import(name: str) -> Any:
     raise UsageError(
         f"the module {name} failed while it was imported: {what}", where=line, remedy="-v shows the traceback"
     ) from fault
-
-
-def _is_search(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Search) and value is not Search

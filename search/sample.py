@@ -1,7 +1,7 @@
 """Sampling: any number of sequences drawn token by token, as one tree.
 
 Sequence i's token at position p is argmax(warped log-probabilities + Gumbel(seed, i, p)): it depends on nothing else,
-so a sequence is the same however many are drawn beside it. Sequences share nodes as long as they agree.
+so a sequence does not depend on the number of others. Sequences share nodes as long as they agree.
 """
 
 from collections.abc import Generator, Sequence
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling import Warp, draws
+from engine.tree import shared_length
 from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
 from search.options import Sampling, check_integers
 
@@ -34,18 +35,17 @@ class Sample(Sampling):
 
     def run(self, task: Task) -> SearchGenerator:
         drawn = Utterances(task, self.num_return_sequences, self.warp(), self.seed)
-        everything = range(self.num_return_sequences)
         settled = 0
         while drawn.live:
             yield from drawn.extend()
-            shared = drawn.shared_length(everything, settled)
+            shared = shared_length(*drawn.tokens, start=settled)
             yield Report(
                 drawn.tokens[0][settled:shared],
                 lambda: drawn.tokens[0],
                 beams=lambda: sorted(zip(drawn.logprobs, drawn.tokens, strict=True), key=itemgetter(0), reverse=True),
             )
             settled = shared
-        order = sorted(everything, key=lambda i: -drawn.logprobs[i])
+        order = sorted(range(self.num_return_sequences), key=lambda i: -drawn.logprobs[i])
         yield Report(drawn.tokens[order[0]][settled:])
         return SearchResult([drawn.output(i, drawn.logprobs[i]) for i in order])
 
@@ -59,8 +59,8 @@ class Utterances:
         warp, seed: of the keyed draws.
 
     Attributes:
-        tokens, logprobs, reasons: of each sequence; the reason it ended, None as long as it goes on.
-        live: sequences that go on, in order.
+        tokens, logprobs, reasons: of each sequence; the finish reason is None while the sequence is live.
+        live: unfinished sequences, in order.
     """
 
     def __init__(self, task: Task, count: int, warp: Warp, seed: int):
@@ -72,7 +72,7 @@ class Utterances:
         self._node = [self.tree.root] * count  # the last of each
 
     def extend(self) -> Generator[Evaluate, Any, None]:
-        """Draw one more token of every live sequence. A KVMemoryError leaves everything as it was."""
+        """Draw one more token of every live sequence. A KVMemoryError changes nothing."""
         rows = {node: row for row, node in enumerate(dict.fromkeys(self._node[i] for i in self.live))}
         row = [rows[self._node[i]] for i in self.live]
         positions = [self.tree.position(self._node[self.live[0]]) + 1] * len(self.live)
@@ -96,17 +96,10 @@ class Utterances:
         self.retain(self.live)
 
     def retain(self, live: Sequence[int]) -> None:
-        """Only these of the live sequences go on; the slots of the others are freed."""
+        """Let only these of the live sequences go on; free the slots of the others."""
         self.live = list(live)
         if self.live:
             self.tree.keep(self._node[i] for i in self.live)
-
-    def shared_length(self, among: Sequence[int], start: int) -> int:
-        """How many tokens these sequences all begin with, at least `start` of them known to be shared."""
-        length, first = start, self.tokens[among[0]]
-        while all(self.tokens[i][length : length + 1] == first[length : length + 1] != [] for i in among):
-            length += 1
-        return length
 
     def output(self, i: int, score: float) -> Output:
         """Sequence i as an answer."""

@@ -1,6 +1,6 @@
 """Trie beam search: beam search on one tree, exactly Hugging Face's result, no cache per beam.
 
-"Efficient Beam Search for Large Language Models Using Trie-Based Decoding" (algorithms 1-3, errata mended), with the
+"Efficient Beam Search for Large Language Models Using Trie-Based Decoding" (algorithms 1-3, errata corrected), with the
 candidates, end-of-sequence handling, length penalty and stopping rules of transformers 5. Comments cite the steps of
 docs/algorithms.md. Pruning is immediate, as freeing a slot costs nothing.
 """
@@ -45,26 +45,26 @@ class Trie(Search):
         tree, mode = task.tree, EARLY_STOPPING[self.early_stopping]
         candidates = max(2, 1 + len(task.eos_token_ids)) * self.beams
         live, scores = [tree.root], [0.0]  # T1
-        done = Finished(self.beams)
+        done = Finished(self.length_penalty, self.beams)
         for step in range(1, task.max_new_tokens + 1):
             sums, rows, tokens = yield from evaluate_best(tree, live, scores, candidates)  # T2
             reasons = [self._finish(task, live[r], token, step) for r, token in zip(rows, tokens, strict=True)]  # T3
             for rank, reason in enumerate(reasons[: self.beams]):  # T4
                 if reason:
                     path = [*tree.path(live[rows[rank]]), tokens[rank]]
-                    done.add(path, sums[rank], self._score(sums[rank], step), reason)
+                    done.add(path, sums[rank], reason)
             going = [i for i, reason in enumerate(reasons) if reason is None][: self.beams]  # T5
             if not going or (mode == "true" and len(done.outputs) == self.beams):  # T7
                 break
             scores = [sums[i] for i in going]
             length = task.max_new_tokens if mode == "never" and self.length_penalty > 0 else step
-            if not self._score(scores[0], length) > done.score(self.beams - 1):  # T6
+            if not done.score(scores[0], length) > done.score_at(self.beams - 1):  # T6
                 break
-            if done.score(self.num_return_sequences - 1) >= self._bound(scores[0], step + 1, task.max_new_tokens):
+            if done.score_at(self.num_return_sequences - 1) >= done.bound(scores[0], step + 1, task.max_new_tokens):
                 break  # nothing alive can change what is returned
             live = tree.grow([live[rows[i]] for i in going], [tokens[i] for i in going])  # T8
             tree.keep(live)
-            yield self._report(task, done, live, scores, step)
+            yield self._report(task, done, live, scores)
         yield Report(done.remainder())
         return SearchResult(done.outputs[: self.num_return_sequences], {"steps": step})
 
@@ -73,23 +73,15 @@ class Trie(Search):
             return task.finish_reason([*task.tree.path(parent), token])
         return "eos" if token in task.eos_token_ids else "length" if step == task.max_new_tokens else None
 
-    def _score(self, logprob: float, length: int) -> float:
-        return logprob / length**self.length_penalty
-
-    def _bound(self, logprob: float, shortest: int, longest: int) -> float:
-        """The best score that a live hypothesis can still reach: its sum only falls, its length ends in this range."""
-        return max(self._score(logprob, shortest), self._score(logprob, longest))
-
-    def _report(self, task: Task, done: Finished, live: list[int], scores: list[float], step: int) -> Report:
-        tree = task.tree
-
+    def _report(self, task: Task, done: Finished, live: list[int], scores: list[float]) -> Report:
         def best() -> list[int]:
-            return done.outputs[0].token_ids if done.score(0) >= self._score(scores[0], step) else tree.path(live[0])
+            path = task.tree.path(live[0])
+            return path if done.score(scores[0], len(path)) > done.score_at(0) else done.outputs[0].token_ids
 
         def ranked() -> list[Candidate]:
-            return done.ranked([(self._score(s, step), tree.path(n)) for s, n in zip(scores, live, strict=True)])
+            return done.ranked(zip(scores, map(task.tree.path, live), strict=True))
 
-        return Report(done.settle(tree), best, beams=ranked)
+        return Report(done.settle(task.tree), best, beams=ranked)
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         return prompt_tokens + new_tokens + self.beams - 2, prompt_tokens + self.beams * (new_tokens - 1)

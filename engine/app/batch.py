@@ -1,4 +1,4 @@
-"""Batch: prompts in as JSON Lines, answers out as JSON Lines in the same order, many of them in every forward pass."""
+"""Batch: reads prompts and writes answers as JSON Lines, in the same order; forward passes serve many lines."""
 
 import argparse
 import codecs
@@ -35,7 +35,6 @@ from engine.driver import Driver
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError
 from engine.requests import SearchResult
-from engine.text.tokenizer import check_utf8
 from engine.trace import Traces
 from models.files import lock
 from search.base import REGISTRY, make_search, parameters, paths
@@ -69,7 +68,7 @@ READ_AHEAD = 64  # lines of a pipe
 
 
 def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> int:
-    """The command line; `stdin` and `stdout` take the place of the process's. Returns the exit code."""
+    """Run the command line, with `stdin` and `stdout` instead of the process's if given. Returns the exit code."""
     parser = Parser("python -m engine.batch", DESCRIPTION, EPILOG)
     add_model_flags(parser)
     add_search_flags(parser)
@@ -85,14 +84,14 @@ def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdo
 
 
 def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] | None) -> int:
-    """Serve the input to its end. Raises CoppiceError for what is wrong with the whole run."""
-    make_search(args.search, search_params(args))  # refuses a wrong command line before anything is loaded
+    """Serve the input to its end. Raises CoppiceError for errors of the whole run."""
+    make_search(args.search, search_params(args))  # checks the command line before anything is loaded
     traces = None
     if args.trace is not None:
         check_target(args.trace, args.input, args.output)
         traces = Traces()
     source = _open_input(args, stdin)
-    # A pipe is left to the end of the process: closing it would wait for the thread that reads it.
+    # A pipe stays open until the process ends: closing it would wait for the thread that reads it.
     with source if source.seekable() else nullcontext(), closing(Sink.open(args, source, stdout)) as sink:
         engine = load_engine(args)
         meter = Meter(engine, args, source)
@@ -128,21 +127,21 @@ def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] |
 
 @dataclass(frozen=True)
 class Place:
-    """Where an answer belongs: the record's id, and its line in the input, from 1."""
+    """The id of a record, and its line in the input, counted from 1."""
 
     id: str | int
     line: int
 
 
 class Records:
-    """Iterates over what `Engine.serve` wants: requests, errors in their places, None while a pipe has nothing.
+    """The items for `Engine.serve`: requests, errors in place of requests, None while a pipe is empty.
 
     Args:
         source: the input.
-        engine: for its tokenizer and template.
-        args: of the command line.
+        engine: has the tokenizer and the template.
+        args: the command line.
         kept: ids of the records that are answered already.
-        traces: where to record what is done for the others.
+        traces: records the other requests.
     """
 
     def __init__(
@@ -155,10 +154,10 @@ class Records:
     ):
         self.source, self.engine, self.args, self.kept, self.traces = source, engine, args, kept, traces
         self.index = 0  # records read
-        self._places: dict[int, Place] = {}  # under way
+        self._places: dict[int, Place] = {}  # index of an unfinished request -> its place
 
     def finish(self, i: int) -> Place:
-        """The place of the i-th request, which is answered now."""
+        """The place of the i-th request, which is answered."""
         return self._places.pop(i)
 
     def __iter__(self) -> Iterator[Request | CoppiceError | None]:
@@ -196,7 +195,7 @@ class Records:
 
 
 def read_lines(source: IO[bytes], busy: Callable[[], bool]) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines of the input. From a pipe, (0, None) whenever it has none at the moment and `busy()`."""
+    """Numbered lines of the input. For a pipe also (0, None) whenever it has no line at the moment and `busy()`."""
     lines = enumerate(iter(lambda: _line(source), b""), 1)
     if source.seekable():
         yield from ((number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line) for number, line in lines)
@@ -226,7 +225,7 @@ def read_lines(source: IO[bytes], busy: Callable[[], bool]) -> Iterator[tuple[in
 
 
 def _line(source: IO[bytes]) -> bytes:
-    """The next line; of one that is far too long only the beginning, so that a stray file does not fill the memory."""
+    """The next line; at most MAX_LINE + 1 bytes of it, so that a wrong file does not fill the memory."""
     try:
         line = source.readline(MAX_LINE + 1)
         if len(line) > MAX_LINE:
@@ -290,7 +289,7 @@ def _is_id(value: Any) -> bool:
 
 
 def make_request(record: dict[str, Any], engine: Engine, args: argparse.Namespace) -> Request:
-    """The request of a record, with the command line for what it leaves open. Raises CoppiceError."""
+    """The request of a record; the command line gives the parameters that it lacks. Raises CoppiceError."""
     _known(record, ["id", *PROMPTS, "params"], "")
     given = [key for key in PROMPTS if key in record]
     if len(given) != 1:
@@ -303,11 +302,6 @@ def make_request(record: dict[str, Any], engine: Engine, args: argparse.Namespac
     options = limits(args) | {key: params[key] for key in LIMITS if key in params}
     if isinstance(options["stop"], str):
         options["stop"] = [options["stop"]]
-    _strings(options["stop"], "stop")
-    if not isinstance(options["ignore_eos"], bool):
-        raise UsageError(f"ignore_eos: expected true or false, got {_show(options['ignore_eos'])}")
-    if "eos_token_ids" in options:
-        _integers(options["eos_token_ids"], "eos_token_ids")
     for key, words in paths().items():
         if params.get(key) is not None and params[key] not in words:
             also = f"; here it may be {' or '.join(words)}" if words else ""
@@ -323,7 +317,9 @@ def make_request(record: dict[str, Any], engine: Engine, args: argparse.Namespac
 
 def _prompt(key: str, value: Any, engine: Engine) -> Sequence[int]:
     if key == "prompt_ids":
-        return _integers(value, key)
+        if not isinstance(value, list):
+            raise UsageError(f"prompt_ids: expected a list of integers, got {_show(value)}")
+        return value
     if key == "prompt":
         if not isinstance(value, str):
             raise UsageError(f"prompt: expected a string, got {_show(value)}")
@@ -351,21 +347,8 @@ def _known(record: dict[str, Any], keys: Sequence[str], where: str) -> None:
             raise UsageError(f"{where}{key[:100]}: no such key", remedy=remedy)
 
 
-def _integers(value: Any, name: str) -> list[int]:
-    if not isinstance(value, list) or any(type(item) is not int for item in value):
-        raise UsageError(f"{name}: expected a list of integers, got {_show(value)}")
-    return value
-
-
-def _strings(value: Any, name: str) -> None:
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
-        raise UsageError(f"{name}: expected a non-empty string or a list of them, got {_show(value)}")
-    for item in value:
-        check_utf8(item)
-
-
 def _show(value: Any) -> str:
-    """A JSON value for a message, cut short."""
+    """A JSON value for a message, shortened."""
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -393,7 +376,7 @@ def _open_input(args: argparse.Namespace, stdin: IO[bytes] | None) -> IO[bytes]:
         raise UsageError("standard input is closed", remedy="give --input FILE")
     if sys.stdin.isatty() and not args.quiet:
         print("JSON Lines are read from the terminal; Ctrl-D ends them", file=sys.stderr)
-    # A reader of its own: a thread that waits in sys.stdin holds a lock which the interpreter wants when it ends.
+    # Not sys.stdin: a thread that waits there holds a lock that the interpreter takes when it ends.
     return open(sys.stdin.fileno(), "rb", closefd=False)
 
 
@@ -402,8 +385,8 @@ class Sink:
 
     Attributes:
         file: --output FILE; None is stdout.
-        kept: ids of the answers that were there before.
-        lines, errors: answers in all, and those that are errors.
+        kept: ids of the answers that the file had before.
+        lines, errors: the number of answers, and of those that are errors.
     """
 
     def __init__(self, stream: IO[bytes], name: str, file: io.FileIO | None = None):
@@ -415,7 +398,7 @@ class Sink:
 
     @staticmethod
     def open(args: argparse.Namespace, source: IO[bytes], stdout: IO[bytes] | None) -> "Sink":
-        """The output that the flags ask for. Raises UsageError."""
+        """Open the output that the flags name. Raises UsageError."""
         if args.output == "-":
             if args.resume:
                 raise UsageError("--resume needs --output FILE")
@@ -447,7 +430,7 @@ class Sink:
         return sink
 
     def _lock(self, quiet: bool) -> None:
-        """Keep other runs from writing to the file, until it is closed. Raises UsageError if one is."""
+        """Lock the file against other runs until it is closed. Raises UsageError if another run has the lock."""
         assert self.file is not None
         try:
             if not lock(self.file.fileno()) and not quiet and sys.stderr is not None:
@@ -458,7 +441,7 @@ class Sink:
             raise UsageError("another run is writing to the output file", where=self.name, remedy=remedy) from None
 
     def _keep(self) -> None:
-        """Count the answers that the file has; cut off a torn last line."""
+        """Read the ids of the file's answers; remove an incomplete last line."""
         assert self.file is not None
         whole = 0
         with open(self.name, "rb") as old:
@@ -485,11 +468,11 @@ class Sink:
             self.file.truncate(whole)
 
     def put(self, i: int, record: dict[str, Any]) -> None:
-        """Take the i-th answer; write it and what waited for it, if all before it are written."""
+        """Add the i-th answer, and write all answers whose predecessors are written."""
         self._held[i] = record
         while self._next in self._held:
             record = self._held.pop(self._next)
-            # A lone surrogate (of an id) leaves as it came: as an escape of JSON.
+            # A lone surrogate (of an id) becomes an escape of JSON, as in the input.
             line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
             self._write(line + b"\n")
             self._next += 1
@@ -505,7 +488,7 @@ class Sink:
             self.stream.flush()
         except BaseException as error:
             if self.file and stat.S_ISREG(os.fstat(self.file.fileno()).st_mode):
-                self.file.truncate(size)  # whole lines only, also when the disk is full
+                self.file.truncate(size)  # no incomplete lines, even if the disk is full
             if isinstance(error, BrokenPipeError) or not isinstance(error, OSError):
                 raise
             remedy = "its lines are whole: make room, and go on with --resume" if self.file else ""
@@ -528,7 +511,7 @@ def _same_file(a: IO[bytes], b: IO[bytes]) -> bool:
 
 
 class Meter:
-    """Progress on stderr: one line that is drawn over on a terminal, a line now and then elsewhere with -v."""
+    """Progress on stderr: one line that changes on a terminal, elsewhere with -v a line every ten seconds."""
 
     def __init__(self, engine: Engine, args: argparse.Namespace, source: IO[bytes]):
         self.engine = engine
@@ -547,14 +530,14 @@ class Meter:
             print(machine.warning, file=sys.stderr)
 
     def count(self, outcome: SearchResult | CoppiceError) -> None:
-        """An answer is there, and about to be written."""
+        """Count an answer."""
         self.clear()
         self.done += 1
         if isinstance(outcome, SearchResult):
             self.tokens += outcome.stats["new_tokens"]
 
     def step(self, driver: Driver) -> None:
-        """A step is made."""
+        """Show progress after a step."""
         for note in [r.report.info["note"] for r in driver.running if "note" in r.report.info]:
             if not self.quiet and note not in self.notes:
                 self.clear()
@@ -575,13 +558,13 @@ class Meter:
         self.drawn = self.terminal
 
     def clear(self) -> None:
-        """Wipe the line away, for something else to be written."""
+        """Erase the line before other output."""
         if self.drawn:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self.drawn = False
 
     def summary(self, kept: int) -> None:
-        """All is done."""
+        """Print the totals."""
         if not self.on:
             return
         seconds = time.monotonic() - self.began
@@ -591,7 +574,7 @@ class Meter:
 
 
 def _count(source: IO[bytes]) -> int | None:
-    """Records of a file; None for a pipe."""
+    """The number of records of a file; None for a pipe."""
     if not source.seekable():
         return None
     count = sum(1 for line in iter(lambda: _line(source), b"") if line.strip())

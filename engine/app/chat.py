@@ -2,95 +2,35 @@
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from engine.app import cli, transcript
 from engine.app.commands import ALIASES, COMMANDS, decode_prompt, literal, read_prompt, tell_loaded
 from engine.app.dialog import Dialog
+from engine.app.settings import Settings
 from engine.app.terminal import Interrupt, Label, Quit, Screen
 from engine.app.trace_page import check_target
 from engine.capabilities import dtype_name
 from engine.conversation import OVERFLOW, Conversation
 from engine.demo import BANNER, demo_folder, is_demo
 from engine.engine import Engine
-from engine.errors import UsageError, check_integer
-from engine.requests import Search
+from engine.errors import UsageError
 from engine.trace import Traces
 from engine.version import __version__
 from models.checkpoint import Checkpoint
-from search.base import REGISTRY, make_search, parameters
-from search.outside import find_search
-from search.values import plain
+from search.base import make_search
 
-LIMITS = ("max_new_tokens", "ignore_eos", "stop")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What `/set` may change: the search, its parameters, the limits (see `engine.app.dialog.Settings`).
-
-    `params` may hold parameters of other searches, for when one changes back.
-    """
-
-    search: str
-    params: Mapping[str, Any]
-    max_new_tokens: int
-    ignore_eos: bool
-    stop: tuple[str, ...]
-
-    @property
-    def searches(self) -> Sequence[str]:
-        """Names of all there are."""
-        return tuple(REGISTRY)
-
-    def configuration(self) -> Search:
-        """The search's configuration. Raises UsageError."""
-        known = parameters(self.search)
-        return make_search(self.search, {key: value for key, value in self.params.items() if key in known})
-
-    def limits(self) -> dict[str, Any]:
-        """Options of `Engine.stream`."""
-        return {key: getattr(self, key) for key in LIMITS}
-
-    def shown(self) -> dict[str, Any]:
-        """Everything in force, by the names that users write."""
-        search = self.configuration()
-        own = {key: plain(getattr(search, field)) for key, field in parameters(self.search).items()}
-        return {"search": self.search} | own | self.limits()
-
-    def changed(self, changes: Mapping[str, Any]) -> "Settings":
-        """Settings with these changes, all or none. Raises UsageError."""
-        changes = dict(changes)
-        name = changes.pop("search", self.search)
-        if isinstance(name, str):
-            name = find_search(name) or name
-        limits = {key: changes.pop(key) for key in LIMITS if key in changes}
-        check_integer("max_new_tokens", limits.get("max_new_tokens", 1), 1)
-        if not isinstance(ignore := limits.get("ignore_eos", False), bool):
-            raise UsageError(f"ignore_eos: expected true or false, got {ignore!r}")
-        if "stop" in limits:
-            stop = limits["stop"]
-            limits["stop"] = tuple(stop) if isinstance(stop, list) else (str(stop),) if stop != "" else ()
-        known = parameters(name) if isinstance(name, str) and name in REGISTRY else {}
-        make_search(name, {key: value for key, value in self.params.items() if key in known} | changes)
-        return dataclasses.replace(self, search=name, params={**self.params, **changes}, **limits)
-
-
-# --- texts ---
+# --- the banner ---
 
 
 def banner(engine: Engine, settings: Settings, folder: str | Path) -> str:
-    """What a person should know before the first prompt."""
+    """The lines before the first prompt."""
     count = sum(math.prod(tensor.shape) for tensor in Checkpoint.open(folder).tensors.values())
     keys, machine = engine.pool.cache.k_LGSD, engine.capabilities
     dtype, device = machine.precision or dtype_name(keys.dtype), keys.device
@@ -218,7 +158,7 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def make_screen(args: argparse.Namespace) -> Screen:
-    """The screen; text in and out is UTF-8, whatever the locale."""
+    """Make the screen; input and output are UTF-8 in every locale."""
     # Bytes that are not UTF-8 come in as surrogates, which are refused when the text is encoded.
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stderr, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
@@ -230,7 +170,7 @@ def make_screen(args: argparse.Namespace) -> Screen:
 
 
 def load(args: argparse.Namespace, screen: Screen) -> Engine:
-    """The model, with the time on the screen while it loads."""
+    """Load the model; a status shows the time."""
     began = time.monotonic()
     with screen.status(lambda: Label("", f"[loading the model: {time.monotonic() - began:.1f} s]")):
         engine = cli.load_engine(args)
@@ -240,7 +180,7 @@ def load(args: argparse.Namespace, screen: Screen) -> Engine:
 
 
 def check_save(file: Path, loaded: str | None) -> None:
-    """Refuse a file that cannot be saved to, or that holds a conversation which is not the loaded one."""
+    """Check that a conversation can be saved to a file, and that the file has no other one. Raises UsageError."""
     transcript.check_target(file)
     with contextlib.suppress(OSError):
         if file.expanduser().stat().st_size and (

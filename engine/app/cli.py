@@ -1,4 +1,4 @@
-"""What the command lines share: flags in groups, loading, errors and exit codes."""
+"""Shared by the command lines: flags in groups, loading, errors and exit codes."""
 
 import argparse
 import difflib
@@ -29,7 +29,7 @@ INTERRUPTED, CLOSED_PIPE = 130, 141
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, and with short errors that know what was meant."""
+    """argparse without abbreviations, and with short errors that suggest a flag."""
 
     def __init__(self, prog: str, description: str, epilog: str | None = None):
         super().__init__(
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         self._flagged: set[str] | None = None  # searches whose flags are there; None: the command has no --search
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse's, after the searches that the arguments name were loaded and got their flags."""
+        """As argparse's, after it has loaded the searches that the arguments name and added their flags."""
         given = [*(sys.argv[1:] if args is None else args)]
         if self._flagged is not None:
             try:
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def _flag_others(self) -> None:
-        """Add the flags of the searches that are not this project's, after all others. Raises UsageError."""
+        """Add the flags of searches from outside of this project, after all others. Raises UsageError."""
         assert self._flagged is not None
         for name, cls in REGISTRY.items():
             if name not in self._flagged:
@@ -123,9 +123,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_search_flags(parser: Parser) -> None:
-    """--search and every parameter of every search; those not given are None, see `search_params`.
+    """--search and every parameter of every search; a parameter that is not given is None, see `search_params`.
 
-    The parser adds the flags of searches from outside of this project when it has seen which ones are wanted.
+    The parser adds the flags of searches from outside of this project when it parses their names.
     """
     group = parser.add_argument_group("search")
     group.add_argument(
@@ -142,7 +142,7 @@ def add_search_flags(parser: Parser) -> None:
             defaults.setdefault(key, {}).setdefault(written(default_of(cls, f)).lower(), []).append(name)
 
     def add(group: argparse._ArgumentGroup, key: str, help: str, **options: Any) -> None:
-        default, *others = sorted(defaults[key], key="none".__eq__)  # what most have comes first
+        default, *others = sorted(defaults[key], key="none".__eq__)  # the default of most searches first
         default += "".join(f"; {', '.join(defaults[key][other])}: {other}" for other in others)
         group.add_argument("--" + key.replace("_", "-"), help=f"{help} ({default})", **options)
 
@@ -213,7 +213,7 @@ def add_trace_flag(group: argparse._ArgumentGroup, what: str) -> None:
 
 
 def search_params(args: argparse.Namespace) -> dict[str, Any]:
-    """The search parameters that were given, for `search.make_search`."""
+    """The given search parameters, for `search.make_search`."""
     keys = {key for name in REGISTRY for key in parameters(name)}
     return {key: value for key, value in vars(args).items() if key in keys and value is not None}
 
@@ -268,19 +268,19 @@ def _text(text: str) -> str:
 
 
 def _argument_doc(cls: type, field: str) -> str:
-    """What a configuration's docstring says of a field, on one line."""
+    """The description of a field in its configuration's docstring, on one line."""
     found = re.search(rf"^ +{field}: (.+(?:\n {{8,}}.+)*)", inspect.getdoc(cls) or "", re.MULTILINE)
     return re.sub(r"\s+", " ", found[1]).rstrip(".").replace("%", "%%") if found else field
 
 
 def _summary(cls: type) -> str:
-    """The first line of a class's docstring; a dataclass without one has none."""
+    """The first line of a class's docstring; "" for a dataclass whose docstring is generated."""
     own = cls.__doc__ or ""
     return "" if own.startswith(f"{cls.__name__}(") else inspect.cleandoc(own).partition("\n")[0]
 
 
 class _SearchName(argparse.Action):
-    """`--search list` prints all searches and ends; other names must be known by now, see `Parser`."""
+    """`--search list` prints all searches and exits; `Parser` has loaded all other names."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         if values == "list":
@@ -299,13 +299,13 @@ class _SearchName(argparse.Action):
         setattr(namespace, self.dest, name)
 
 
-# --- the end ---
+# --- exit codes ---
 
 
 def run(main: Callable[[], int], verbose: bool = False) -> int:
-    """Run a command line to its exit code: errors go to stderr as what, where and what to do; traceback if verbose.
+    """Run a command line and return its exit code; errors go to stderr, with a traceback if `verbose`.
 
-    A KeyboardInterrupt's message, if it has one, names the command that continues.
+    A KeyboardInterrupt may have a message: how to continue.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # whatever the locale
@@ -326,7 +326,7 @@ def run(main: Callable[[], int], verbose: bool = False) -> int:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             _discard_stdout()
             return _fail(2, f"error: the output cannot be written: {error.strerror}", verbose)
-        if is_out_of_memory(error):  # while loading, say
+        if is_out_of_memory(error):
             memory = out_of_memory()
             return _fail(memory.exit_code, f"error: {memory}", verbose)
         what = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -342,12 +342,12 @@ def _fail(code: int, message: str, verbose: bool) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError:
-        _discard_stdout()  # nobody listens: the exit code is all there is to say
+        _discard_stdout()  # the streams are closed: the exit code alone reports the error
     return code
 
 
 def _discard_stdout() -> None:
-    """Point stdout at nothing, so that what is left in its buffer makes no noise at shutdown."""
+    """Redirect stdout to the null device, so that writing its buffer at exit raises no error."""
     try:
         number = sys.stdout.fileno()
     except (AttributeError, OSError, ValueError):

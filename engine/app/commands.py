@@ -1,4 +1,4 @@
-"""What one may write with a slash. A command gets the dialog and the rest of the line; its docstring is its help."""
+"""The slash commands. A command gets the dialog and the rest of the line; its docstring is its help."""
 
 import contextlib
 import json
@@ -14,14 +14,15 @@ from engine.app.dialog import QUOTES, Dialog, candidate
 from engine.contract import attributed
 from engine.conversation import figures, mib
 from engine.errors import UsageError
-from engine.text.stopping import StopStrings
+from engine.text.stopping import check_stop
 from engine.text.tokenizer import check_utf8
 from models.files import open_regular
+from search.base import REGISTRY
 
 MAX_PROMPT_FILE = 16 << 20
 
 
-def tell(dialog: Dialog, _: str) -> None:
+def show_help(dialog: Dialog, _: str) -> None:
     """this list"""
     lines = []
     for name, command in COMMANDS.items():
@@ -83,15 +84,14 @@ def change(dialog: Dialog, rest: str) -> None:
     """change the search, its parameters or the limits; alone, show them"""
     if not rest:
         lines = [f"{key:22}{literal(value)}" for key, value in dialog.settings.shown().items()]
-        dialog.screen.note("\n".join([*lines, f"searches: {', '.join(dialog.settings.searches)}"]))
+        dialog.screen.note("\n".join([*lines, f"searches: {', '.join(REGISTRY)}"]))
         return
     engine, settings = dialog.engine, dialog.settings.changed(assignments(rest))
     eos = frozenset() if settings.ignore_eos else engine.eos_token_ids
     search = settings.configuration()
     with attributed(type(search)):
         search.check(engine.runner.vocab_size, eos)
-    if settings.stop:
-        StopStrings(engine.tokenizer, settings.stop)
+    check_stop(settings.stop)
     dialog.settings = settings
 
 
@@ -175,7 +175,7 @@ def read(dialog: Dialog, rest: str) -> None:
 
 
 COMMANDS: dict[str, Callable[[Dialog, str], bool | None]] = {
-    "/help": tell,
+    "/help": show_help,
     "/set": change,
     "/show": show,
     "/stats": stats,
@@ -203,7 +203,7 @@ USAGE = {
 }
 
 
-# --- what several of them use ---
+# --- shared by commands ---
 
 
 def assignments(text: str) -> dict[str, Any]:
@@ -225,12 +225,12 @@ def assignments(text: str) -> dict[str, Any]:
 
 
 def literal(value: Any) -> str:
-    """A setting's value as one writes it."""
+    """A setting's value as users write it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def read_prompt(path: str, pipes: bool = False) -> str:
-    """A file's text, without the end of its last line; `pipes`: also what is no regular file. Raises UsageError."""
+    """A file's text without the end of its last line; `pipes` allows files that are not regular. Raises UsageError."""
     try:
         name = os.path.expanduser(path)
         with open(name, "rb") if pipes else open_regular(name) as file:
@@ -246,7 +246,7 @@ def read_prompt(path: str, pipes: bool = False) -> str:
 
 
 def decode_prompt(data: bytes, where: str) -> str:
-    """A prompt as text. The end of the last line is the editor's or the shell's, as a rule. Raises UsageError."""
+    """A prompt as text, without the end of its last line, which editors and shells add. Raises UsageError."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -256,7 +256,7 @@ def decode_prompt(data: bytes, where: str) -> str:
 
 
 def tell_loaded(dialog: Dialog, saved: transcript.Transcript, remark: str = "") -> None:
-    """Say what was loaded, and what it was made with where that differs."""
+    """Print the number of loaded turns, and the model and settings of the file that differ from the present ones."""
     dialog.screen.hint(f"[{_plural(len(saved.turns), 'turn')} loaded{remark}]")
     if saved.turns and saved.model != dialog.engine.name:
         dialog.screen.hint(f"[these turns are from {saved.model}; {dialog.engine.name} continues]")

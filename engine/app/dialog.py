@@ -1,4 +1,4 @@
-"""The dialog: a person's lines in, replies out, whatever happens in between."""
+"""The dialog: reads a person's lines, prints replies, runs commands."""
 
 import contextlib
 import json
@@ -11,9 +11,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
 
 from engine.app import transcript
+from engine.app.settings import Settings
 from engine.app.suspension import Suspension
 from engine.app.terminal import Interrupt, Label, LineEditor, Quit, Screen, one_line, state_folder
 from engine.app.trace_page import saving
@@ -23,66 +23,32 @@ from engine.errors import CoppiceError, UsageError
 from engine.requests import Output, Report, Search, SearchResult
 from engine.trace import Traces
 
-STATUS_DELAY = 0.3  # seconds without settled text before the beams' state is shown
+STATUS_DELAY = 0.3  # seconds without settled text before the state of the beams is shown
 MAX_SHOWN = 8  # candidates under the text
-SEVERAL = {"beams": "beams", "n": "utterances", "num_return_sequences": "sequences"}  # a search's field: its count
+SEVERAL = {"beams": "beams", "n": "utterances", "num_return_sequences": "sequences"}  # field of a search -> its word
 QUOTES = '"""'
-NAMED = 60  # characters of a prompt that name its trace
+NAMED = 60  # characters of a prompt that become the name of its trace
 
 Candidates = Sequence[tuple[float | None, Sequence[int]]]  # scores and tokens, best first
 
 
-class Settings(Protocol):
-    """The search, its parameters and the limits, as they stand; immutable."""
-
-    @property
-    def searches(self) -> Sequence[str]:
-        """Names of all there are."""
-        ...
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-    @property
-    def ignore_eos(self) -> bool: ...
-
-    @property
-    def stop(self) -> Sequence[str]: ...
-
-    def configuration(self) -> Search:
-        """The search's configuration."""
-        ...
-
-    def limits(self) -> dict[str, Any]:
-        """Options of `Engine.stream`."""
-        ...
-
-    def shown(self) -> dict[str, Any]:
-        """Everything in force, by the names that users write."""
-        ...
-
-    def changed(self, changes: Mapping[str, Any]) -> "Settings":
-        """With these changes, all or none. Raises UsageError."""
-        ...
-
-
 class Dialog:
-    """Reads, answers, obeys commands.
+    """Reads lines, answers them, and runs commands.
 
     Args:
-        conversation: with its engine.
-        settings: to begin with.
-        screen: where everything is printed.
+        conversation: has the engine.
+        settings: the first settings.
+        screen: prints everything.
         interrupt: the handler of Ctrl-C.
         commands: by name; each gets the dialog and the rest of the line, and returns whether to leave.
         aliases: other names of commands.
-        as_json: replies as JSON lines instead of text.
+        as_json: print replies as JSON lines instead of text.
         stats: print the figures after every reply.
         show_beams: show the live candidates under the text.
-        file: save the conversation there after every turn.
-        traces: of the latest replies.
-        trace_file: write them there after every reply.
-        verbose: tracebacks.
+        file: file in which the conversation is saved after every turn.
+        traces: traces of the latest replies.
+        trace_file: file to which the traces are written after every reply.
+        verbose: print tracebacks.
         file_state: the `transcript.state` of `file` when it was checked or loaded.
     """
 
@@ -112,21 +78,21 @@ class Dialog:
         self.file, self.traces, self.trace_file = file, traces, trace_file
         self.replies = 0
         self.last: SearchResult | None = None
-        self.made: tuple[Turn, Settings] | None = None  # the last turn, and what it was answered with
+        self.made: tuple[Turn, Settings] | None = None  # the last turn, and its settings
         self.candidates: Candidates = ()  # of the last reply, if it was interrupted
         self._editor: LineEditor | None = None
         self._suspension = Suspension()
-        self._saved: tuple[Sequence[Turn], str | None] = (), None  # turns and system message, as some file has them
+        self._saved: tuple[Sequence[Turn], str | None] = (), None  # turns and system message that a file has
         self._cut: Turn | None = None  # the turn under way when the chat was left
 
     # --- one reply ---
 
     def reply(self, user: str, settings: Settings | None = None) -> Output:
-        """Answer and print it as it becomes certain. Raises CoppiceError; the turn is withdrawn then.
+        """Answer, and print text as soon as it is certain. Raises CoppiceError, without a new turn.
 
         Args:
             user: the person's text.
-            settings: for this reply alone.
+            settings: settings for this reply alone.
         """
         settings = settings or self.settings
         watch = Watch(self.engine, settings.configuration(), self.show_beams)
@@ -161,7 +127,7 @@ class Dialog:
         return best
 
     def _show(self, event: Event | Dropped) -> None:
-        """Print what is certain, and what the model no longer sees."""
+        """Print new text, and a note about dropped turns."""
         if isinstance(event, Text) and not self.as_json:
             self.screen.text(event.text)
         elif isinstance(event, Dropped) and not self.screen.quiet:
@@ -170,7 +136,7 @@ class Dialog:
             self.screen.note(f"[the context is full: the model no longer sees the oldest {turns}{rest}]", dim=True)
 
     def _show_end(self, result: SearchResult, settings: Settings) -> None:
-        """Print what follows a reply."""
+        """Print the lines after a reply."""
         best, *others = result.outputs
         if self.as_json:
             self.screen.text(json.dumps(result.record(self.replies), ensure_ascii=False) + "\n")
@@ -190,22 +156,21 @@ class Dialog:
             self.screen.note(figures(result, self.engine.capabilities))
 
     def keep(self) -> None:
-        """Save the conversation, if that was asked for. Raises UsageError, also if another program changed the file."""
+        """Save the conversation to `file`, if there is one. Raises UsageError, also if another program changed it."""
         if self.file is not None:
             transcript.save(self.file, self.conversation, self.settings.shown(), expected=self._file_state)
             self.mark_saved(self.file)
 
     def mark_saved(self, path: str | Path = "") -> None:
-        """Note that a file holds the conversation as it is now: `path`, if it was written or read just now."""
+        """Note that a file has the present conversation; `path` is that file if it was just written or read."""
         self._saved = tuple(self.conversation.turns), self.conversation.system
         if path and self.file is not None and Path(path).expanduser().resolve() == self.file.expanduser().resolve():
             self._file_state = transcript.state(self.file)
 
     def rescue(self) -> None:
-        """Save a conversation that leaving would lose, and say where.
+        """Save a conversation that no file has, and print the path.
 
-        It goes into the file of --save, else into a new one in the state folder, else into one for temporary files.
-        Errors are reported, not raised.
+        The file is that of --save, else a new one in the state folder, else a temporary one. Errors are printed.
         """
         conversation = self.conversation
         if self._cut is not None:
@@ -229,16 +194,16 @@ class Dialog:
             else:
                 note = f"the conversation is saved; this goes on with it: --load {shlex.quote(str(path))}"
                 break
-        with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+        with contextlib.suppress(OSError, ValueError):  # the terminal is closed
             self.screen.note(note)
 
     def answer(self, user: str, settings: Settings | None = None) -> None:
-        """`reply` to somebody who may type meanwhile."""
+        """`reply`, without an echo of text that is typed meanwhile."""
         with self._suspension.no_echo():
             self.reply(user, settings)
 
     def again(self, settings: Settings) -> None:
-        """Answer the last turn once more; after an error it stands as it was. Raises UsageError if there is none."""
+        """Answer the last turn again; an error leaves it unchanged. Raises UsageError if there is none."""
         turns = self.conversation.turns
         if not turns:
             raise UsageError("there is no turn to answer again")
@@ -246,7 +211,7 @@ class Dialog:
         try:
             self.answer(turn.user, settings)
         except Quit:
-            self._cut = None  # the complete answer stands
+            self._cut = None  # the complete answer remains
             raise
         finally:
             if len(turns) < count:
@@ -255,9 +220,9 @@ class Dialog:
     # --- the conversation ---
 
     def converse(self) -> int:
-        """Prompt, answer, until the end of input. Returns the exit code.
+        """Read lines and answer them until the end of input. Returns the exit code.
 
-        Whatever else ends it, a conversation that is in no file is saved first, see `rescue`.
+        An exception that ends the dialog first saves a conversation that no file has, see `rescue`.
         """
         try:
             with self._suspension:
@@ -270,7 +235,7 @@ class Dialog:
         self._editor = LineEditor([*self.commands], True, self._suspension)
         if self._editor.complaint:
             self.screen.hint(f"[{self._editor.complaint}]")
-        cleared = False  # the last thing that came was a Ctrl-C at the prompt
+        cleared = False  # whether the latest input was a Ctrl-C at the prompt
         while True:
             try:
                 line, quoted = self._ask()
@@ -278,7 +243,7 @@ class Dialog:
                 if self._obey(line, quoted):
                     return 0
             except EOFError:
-                if not sys.stdin.isatty():  # closed under us: nobody pressed Ctrl-D
+                if not sys.stdin.isatty():  # the terminal was closed; this is no Ctrl-D
                     self.rescue()
                 self.screen.note("")
                 return 0
@@ -296,7 +261,7 @@ class Dialog:
                 cleared = True
 
     def _ask(self) -> tuple[str, bool]:
-        """What a person typed, and whether it stood between triple quotes: then it may have several lines."""
+        """The person's input, and whether it was between triple quotes, where it may have several lines."""
         with self.interrupt.prompting():
             line = self._line("> ")
             if not line.lstrip().startswith(QUOTES):
@@ -321,7 +286,7 @@ class Dialog:
         return line.removesuffix("\n")
 
     def _obey(self, line: str, quoted: bool) -> bool:
-        """Answer a line or do its command. Returns whether to leave."""
+        """Answer a line or run its command. Returns whether to leave."""
         if not line.strip():
             return False
         typed = line.lstrip()
@@ -336,14 +301,14 @@ class Dialog:
 
 
 class Watch:
-    """What the status says of a reply under way; `label` is asked by another thread.
+    """The status of a reply under way; another thread calls `label`.
 
     Args:
-        engine, search: that answer.
+        engine, search: of the reply.
         beams: show the live candidates.
     """
 
-    PERIOD = 0.1  # seconds between two looks at the candidates
+    PERIOD = 0.1  # seconds between two updates of the candidates
 
     def __init__(self, engine: Engine, search: Search, beams: bool = False):
         self.engine, self.search = engine, search
@@ -355,7 +320,7 @@ class Watch:
         self.settled = 0
         self.reading = ""
         self.candidates: Candidates = ()
-        self._shown: tuple[int, Candidates] = 0, ()  # settled tokens, and the candidates at that time
+        self._shown: tuple[int, Candidates] = 0, ()  # candidates, and the number of settled tokens at that time
         self._report: Report | None = None
         self._looked = 0.0
 
@@ -375,7 +340,7 @@ class Watch:
                     self._looked = time.monotonic()
 
     def stop(self) -> bool:
-        """Note the candidates while they are there: the search is stopped next."""
+        """Store the candidates of the search, which is stopped next; returns True."""
         self.candidates = self._look()
         return True
 
@@ -385,7 +350,7 @@ class Watch:
         return [(score, list(tokens)) for score, tokens in self._report.beams()[:most]]
 
     def _figures(self) -> str:
-        """The search's own, as it reports them."""
+        """The search's own figures from its latest report."""
         info = self._report.info if self._report else {}
         words = {key.replace("_", " "): value for key, value in info.items() if isinstance(value, int | float)}
         return "".join(f", {key} {value:.4g}" for key, value in words.items())
@@ -401,7 +366,7 @@ class Watch:
         settled, candidates = self._shown
         if candidates:
             decode = self.engine.tokenizer.decode_continuation
-            # A few settled tokens come along, for spaces and half characters.
+            # The decoder gets a few settled tokens too, for spaces and incomplete characters.
             texts = [decode(tokens[max(0, settled - 8) : settled], tokens[settled:]) for _, tokens in candidates]
             return Label("", remark, [candidate(s, text) for (s, _), text in zip(candidates, texts, strict=True)])
         text = self.engine.tokenizer.decode(best)
@@ -409,5 +374,5 @@ class Watch:
 
 
 def candidate(score: float | None, text: str) -> str:
-    """A line for one of several continuations."""
+    """The line of a candidate."""
     return f"{'' if score is None else f'{score:.4f}':>10}  {one_line(text)}"

@@ -1,4 +1,4 @@
-"""Ctrl-Z and `fg`: while the process is stopped the terminal has the shell's modes, afterwards the chat's again."""
+"""Ctrl-Z and `fg`: the terminal gets the shell's modes while the process is stopped, and the chat's afterwards."""
 
 import contextlib
 import errno
@@ -14,10 +14,10 @@ Modes = list[Any]  # as `termios.tcgetattr` returns them
 
 
 class Suspended(Exception):
-    """Raised where a person is asked for a line: the line editor has to give the terminal back and draw afresh.
+    """Raised while a line is read: the line editor must restore the terminal and draw again.
 
     Args:
-        stop: the process was asked to stop (SIGTSTP); otherwise it was stopped, and goes on (SIGCONT).
+        stop: the process has to stop (SIGTSTP); otherwise it was stopped and continues (SIGCONT).
     """
 
     def __init__(self, stop: bool):
@@ -28,9 +28,9 @@ class Suspended(Exception):
 class Suspension:
     """Handles SIGTSTP and SIGCONT as a context manager, in the main thread and unless the process ignores SIGTSTP.
 
-    A shell restores its own terminal modes when a job stops, not those of the job when that continues; what the job had
-    drawn is gone too. SIGCONT also follows SIGSTOP, which no process can handle, so the modes are set again whenever
-    the process continues in the foreground. In the background it must not touch them: the kernel would stop it.
+    A shell restores its own terminal modes when a job stops, but not the job's modes when the job continues. SIGCONT
+    also follows SIGSTOP, which no process can handle, so the modes are set again whenever the process continues in the
+    foreground. In the background it must not set them: the kernel would stop it.
     """
 
     def __init__(self):
@@ -69,7 +69,7 @@ class Suspension:
 
     @contextlib.contextmanager
     def no_echo(self) -> Iterator[None]:
-        """Keep what is typed off the screen; the next prompt shows it. Without a terminal, this does nothing."""
+        """Do not echo typed text in this block; the next prompt shows it. Without a terminal, do nothing."""
         try:
             before = termios.tcgetattr(sys.stdin.fileno())
         except (OSError, ValueError, AttributeError, termios.error):

@@ -1,4 +1,4 @@
-"""A chat's terminal: replies on stdout, everything else on stderr, edited lines, Ctrl-C that never tears anything."""
+"""A chat's terminal: replies on stdout, all else on stderr, a line editor, and Ctrl-C handled between steps."""
 
 import contextlib
 import errno
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TextIO
 
 from engine.app.suspension import Suspended, Suspension
 
-# A model may write escape sequences; a terminal must not obey them. A pipe gets the bytes as they are.
+# A model may write escape sequences, which must not reach a terminal. A pipe gets the bytes unchanged.
 CONTROLS = {i: chr(0x2400 + i) for i in range(32) if i not in (9, 10)} | {127: "␡"}
 CONTROLS |= dict.fromkeys(range(128, 160), "�")
 
@@ -27,7 +27,7 @@ HISTORY_LENGTH = 1000
 
 
 class Label(NamedTuple):
-    """What a status shows: text that may follow what is printed, a remark, and lines below."""
+    """The contents of a status: text that may follow the printed text, a remark, and lines below."""
 
     tail: str = ""
     remark: str = ""
@@ -35,10 +35,10 @@ class Label(NamedTuple):
 
 
 class Screen:
-    """Where text goes.
+    """Prints replies, notes and a status.
 
-    A status is a transient line that hangs on the end of the text while nothing new comes: drawn by a thread, so that
-    it also lives through one long step, and wiped before anything is printed. It exists on terminals only.
+    A status is a transient line after the printed text, shown while no new text comes. A thread draws it, so that it
+    also changes during a long step; it is erased before other text is printed. Only terminals have one.
 
     Args:
         out: for replies.
@@ -47,8 +47,8 @@ class Screen:
     """
 
     TICK = 0.1
-    DELAY = 0.5  # what is done sooner needs no status
-    LINES = 2  # that tail and remark take at most
+    DELAY = 0.5  # seconds without text before a status is shown
+    LINES = 2  # most lines of tail and remark
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None, *, quiet: bool = False):
         self.out, self.err, self.quiet = out or sys.stdout, err or sys.stderr or io.StringIO(), quiet
@@ -80,12 +80,12 @@ class Screen:
             self._quiet_since = time.monotonic()
 
     def end_line(self) -> None:
-        """End a reply; on a terminal only where one is begun."""
+        """End a reply's line; on a terminal only if the line is not empty."""
         if self.column or not self.tty:
             self.text("\n")
 
     def hint(self, text: str) -> None:
-        """Print dim lines to stderr that only a person wants to see."""
+        """Print dim lines to stderr, on terminals only."""
         if self.tty and not self.quiet:
             self.note(text, dim=True)
 
@@ -103,12 +103,12 @@ class Screen:
 
     @contextlib.contextmanager
     def status(self, label: Callable[[], Label], delay: float = DELAY, *, steady: bool = False) -> Iterator[None]:
-        """While this lasts, show `label()` whenever nothing was printed for `delay` seconds.
+        """During the block, show `label()` whenever no text was printed for `delay` seconds.
 
         Args:
-            label: asked in a thread; what does not fit is cut.
+            label: called in a thread; the part that does not fit is cut.
             delay: seconds.
-            steady: show it all the time instead: ten frames a second, for which printed text waits as well.
+            steady: show the status all the time instead, in ten frames per second; printed text waits for a frame.
         """
         if not self.lively:
             yield
@@ -142,7 +142,7 @@ class Screen:
             self._wipe()
 
     def _release(self, *, steady: bool = False) -> None:
-        """Print the text that waits; from now on text waits no more, unless steady."""
+        """Print the waiting text; later text waits only if `steady`."""
         with self._lock:
             held, self._held = self._held, None
             if held:
@@ -152,7 +152,7 @@ class Screen:
 
     def _draw(self, label: Label) -> None:
         width, height = shutil.get_terminal_size()
-        if self.column == width:  # moving the cursor would lose the pending wrap
+        if self.column == width:  # moving the cursor would cancel the pending wrap
             return
         if lines := [*label.lines][: max(0, height - 2)]:
             count = 1 + len(lines)
@@ -164,7 +164,7 @@ class Screen:
             tail = clip(tail, self.LINES * (width - 1) - len(label.remark) - 1)
             shown = self._dim(clip(f"{tail} {label.remark}", self.LINES * (width - 1)))
         if shown != self._drawn:
-            # Scroll first, so that the lines below exist and the saved position stays true.
+            # Scroll first, so that the lines below exist and the saved position remains valid.
             room = "\x1bD" * count + f"\x1b[{count}A"
             self.err.write(f"{room}\x1b7\x1b[J{shown}\x1b8")
             self.err.flush()
@@ -192,7 +192,7 @@ class Screen:
 
 
 def cells(char: str) -> int:
-    """Columns that a character takes on a terminal."""
+    """The number of terminal columns of a character."""
     if unicodedata.category(char) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1
@@ -234,17 +234,17 @@ def state_folder() -> Path:
 
 
 class LineEditor:
-    """Reads lines; on a terminal with editing, completion, and a history that outlives the process (a private file).
+    """Reads lines, on a terminal with editing, completion and a history in a private file.
 
-    Without readline or a terminal, plain lines are read.
+    Without readline or a terminal it reads plain lines.
 
     Args:
         words: completions of a line's first word.
-        history: whether lines are remembered, in the state folder.
+        history: whether lines are stored, in the state folder.
         suspension: handles Ctrl-Z.
 
     Attributes:
-        complaint: why lines are not remembered although they should be, for people; else "".
+        complaint: why lines cannot be stored, for people; "" if they can or need not be.
     """
 
     def __init__(self, words: Sequence[str] = (), history: bool = False, suspension: Suspension | None = None):
@@ -267,14 +267,14 @@ class LineEditor:
         if history:
             try:
                 self._open_history(state_folder() / "history")
-            except OSError as error:  # a full disk or a foreign file is no reason not to talk
+            except OSError as error:  # the chat works without a history
                 where = f": {error.filename}" if error.filename else ""
                 self.complaint = f"typed lines will not be remembered: {error.strerror}{where}"
 
     def _open_history(self, path: Path) -> None:
         assert self.readline
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        if not path.is_file():  # a link to /dev/null: nothing is to be remembered
+        if not path.is_file():  # a link to /dev/null: the user wants no history
             return
         self.readline.read_history_file(path)
         if self.readline.get_current_history_length() > HISTORY_LENGTH:
@@ -292,11 +292,11 @@ class LineEditor:
         line = self._edited(prompt, self.readline)
         if self.path and self.readline.get_current_history_length() > before:
             with contextlib.suppress(OSError, AttributeError):  # AttributeError: libedit cannot append
-                self.readline.append_history_file(1, self.path)  # at once: a closed window asks nobody
+                self.readline.append_history_file(1, self.path)  # at once: the process may be killed
         return line
 
     def _edited(self, prompt: str, readline: ModuleType) -> str:
-        """Return one line; what was typed before the process was stopped is there to be edited when it goes on."""
+        """Return one line; text typed before the process was stopped can be edited when it continues."""
         typed = ""
 
         def read() -> str:
@@ -323,10 +323,10 @@ class LineEditor:
 
 
 class Quit(KeyboardInterrupt):
-    """Leave: a second Ctrl-C during one reply, a closed terminal, SIGTERM.
+    """End the chat: a second Ctrl-C during one reply, a closed terminal, SIGTERM.
 
     Args:
-        number: of the signal.
+        number: the signal.
     """
 
     def __init__(self, number: int = signal.SIGINT):
@@ -336,9 +336,10 @@ class Quit(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _waking(seconds: float) -> Iterator[None]:
-    """Wake what waits in the main thread every so often.
+    """Interrupt system calls of the main thread periodically.
 
-    Readline looks for signals when its wait is interrupted: one that came right before would count at the next key.
+    Readline checks for signals when its wait is interrupted; a signal just before the wait would be noticed only at the
+    next key.
     """
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     try:
@@ -350,16 +351,16 @@ def _waking(seconds: float) -> Iterator[None]:
 
 
 class Interrupt:
-    """Ctrl-C as a flag: `pressed` asks whoever works to stop at the next step, so that no state is torn.
+    """Ctrl-C as a flag: `pressed` requests a stop at the next step, so that no state becomes inconsistent.
 
-    At a prompt it raises KeyboardInterrupt, which clears the line; it does not leave from there. A second one raises
-    Quit while the work that the first one asked to stop is still under way. A closed terminal (SIGHUP) and SIGTERM
-    raise Quit anywhere. After a Quit these signals are ignored up to the next prompt: leaving saves the conversation.
+    At a prompt Ctrl-C raises KeyboardInterrupt, which clears the line. A second Ctrl-C raises Quit while the work that
+    the first one should stop continues. A closed terminal (SIGHUP) and SIGTERM always raise Quit. After a Quit these
+    signals are ignored until the next prompt, because the conversation is being saved.
 
     As a context manager it handles the signals, except those that the process ignores.
     """
 
-    LOOK = 0.2  # seconds between two looks for a Ctrl-C that readline overlooked
+    LOOK = 0.2  # seconds between two checks for a Ctrl-C that readline missed
 
     def __init__(self):
         self.pressed = False
@@ -380,7 +381,7 @@ class Interrupt:
 
     @contextlib.contextmanager
     def prompting(self) -> Iterator[None]:
-        """A person is asked for a line; from its end on, Ctrl-C counts for the reply to it."""
+        """A block that reads a line; after it, Ctrl-C applies to the reply."""
         self.pressed, self._leaving, self._prompting = False, False, True
         try:
             with _waking(self.LOOK):
@@ -389,7 +390,7 @@ class Interrupt:
             self._prompting = False
 
     def stopped(self) -> None:
-        """The work is done or has stopped: the next Ctrl-C is a first one again."""
+        """Reset after the work has ended: the next Ctrl-C counts as the first."""
         self.pressed = False
 
     def _handle(self, number: int, _: object) -> None:

@@ -1,8 +1,8 @@
 
 "use strict";
-// One request at a time is shown, at one step. What the engine recorded stands in #data (docs/tree.md says what).
-// A tree is drawn on a canvas that is as large as its window; only what is in sight is drawn. Beside it stand a few
-// elements that say the same of the chosen node and its neighbours to a screen reader.
+// The page shows one request at one step. The element #data has the engine's record (docs/tree.md describes it).
+// A tree is drawn on a canvas of the size of its window, the visible part only. A few elements beside the canvas describe
+// the chosen node and its neighbours to a screen reader.
 
 const byId = id => document.getElementById(id);
 const file = JSON.parse(byId("data").textContent);
@@ -10,9 +10,9 @@ const CALM = matchMedia("(prefers-reduced-motion: reduce)");
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 const FONT = '"DejaVu Sans", system-ui, sans-serif';
 const CELL = 22, ROW = 28, GAP = 22, WIDEST = 150, TEXTLESS = 0.5;  // pixels at size 1; below TEXTLESS cells are blank
-const NEAREST = 24;  // siblings, and children, that are told beside the chosen node
+const NEAREST = 24;  // most siblings, and most children, of the chosen node that a screen reader gets
 
-const STATES = {  // what a node is at a step: words, sign
+const STATES = {  // states of a node at a step: words, sign
   trunk: ["settled, in the trunk", ""],
   live: ["live, evaluated", ""],
   frontier: ["grown, not evaluated", ""],
@@ -24,18 +24,18 @@ const STATES = {  // what a node is at a step: words, sign
   end: ["reported by the search, not evaluated", "■"],
 };
 
-// --- the record made ready ---
+// --- the record ---
 
 class Tree {
-  /** One tree of a request: a row per node, ids rise from parent to child. Tokens that the search told of, as the last
-   * of a candidate or an output, but that the engine never made a node of are added as nodes. */
+  /** One tree of a request: a row per node; a child's id is greater than its parent's. Tokens of candidates and outputs
+   * that were never grown are added as nodes. */
   constructor(request, index) {
     Object.assign(this, structuredClone(request.trees[index]));
     this.index = index;
     this.texts = request.texts[this.model] || {};
     this.lastStep = Math.max(0, request.steps.length - 1);
     this.real = this.token.length;
-    this.known = [...this.born];  // the step at which it is first seen: born, or told of before
+    this.known = [...this.born];  // the step at which a node is first shown: born, or reported before
     this.drafts = new Set(this.drafted);
     this.children = this.token.map(() => []);
     this.depth = [0];
@@ -43,7 +43,7 @@ class Tree {
     for (let n = 1; n < this.real; n++) this.link(n);
     if (!index) request.steps.forEach((step, at) => step.beams.forEach(([, node, tail]) => this.addEnd(node, tail, at)));
     this.outputNodes = index ? [] : request.outputs.map(o => this.addEnd(o.node, o.tail, this.lastStep));
-    // The child that goes on longest is the one that a branch's line follows; outputs come first.
+    // The line of a branch follows the child that is alive longest; outputs come first.
     this.reach = this.token.map((_, n) => this.alive(n));
     this.size = this.token.map(() => 1);
     for (const n of this.outputNodes.slice().reverse()) {
@@ -73,7 +73,7 @@ class Tree {
     this.total[n] = this.total[p] === null || this.logp[n] === null ? null : this.total[p] + this.logp[n];
   }
 
-  /** Tokens told of at a step; returns the node of the last. */
+  /** Add tokens reported at a step; returns the node of the last. */
   addEnd(node, tail, step) {
     const gone = step < this.lastStep ? step + 1 : null;
     for (const token of tail) {
@@ -90,7 +90,7 @@ class Tree {
       } else if (node >= this.real) {
         this.dropped[node] = gone;
       } else {
-        this.known[node] = Math.min(this.known[node], step);  // open for a while, as nodes of ULTS are
+        this.known[node] = Math.min(this.known[node], step);  // reported before it was grown, as open nodes of ULTS are
       }
     }
     return node;
@@ -98,7 +98,7 @@ class Tree {
 
   alive(n) { return this.dropped[n] ?? this.lastStep + 1; }
 
-  /** The state of a node at a step; null before it is there. */
+  /** The state of a node at a step; null before it is shown. */
   state(n, step) {
     if (this.known[n] > step) return null;
     if (this.born[n] > step) return "end";
@@ -113,10 +113,10 @@ class Tree {
     return this.drafts.has(n) && (accepted === null || accepted > step) ? "draft" : "live";
   }
 
-  /** Whether it is a draft that was turned down, sooner or later. */
+  /** Whether a node is a draft that is rejected at some step. */
   rejected(n) { return this.drafts.has(n) && this.accepted[n] === null && this.evaluated[n] !== null; }
 
-  /** What became of a draft; other nodes need no sign. */
+  /** The sign of a draft's outcome; "" for other nodes. */
   sign(n, state) {
     if (state === "end" || !this.drafts.has(n)) return state === "end" ? STATES.end[1] : "";
     return STATES[state === "live" || state === "trunk" ? "accepted" : state === "gone" && this.rejected(n) ? "rejected" : state][1];
@@ -142,7 +142,7 @@ class Tree {
     return nodes.reverse();
   }
 
-  /** The text that ends with a node, cut at the front. */
+  /** The end of the text up to a node. */
   line(n, most = 40) {
     const nodes = this.path(n, most);
     const more = nodes.length && this.parent[nodes[0]] > 0;
@@ -161,7 +161,7 @@ class Tree {
       `${list.indexOf(n) + 1} of ${list.length} siblings, ${below} ${below === 1 ? "child" : "children"}`;
   }
 
-  /** Which node owns each slot of the pool at a step, and the trunk's slots; nothing once the tree is given back. */
+  /** The node of each slot of the pool at a step, and the trunk's pages; none after the tree has ended. */
   owners(step) {
     const slots = new Map(), pages = [];
     if (this.born[0] > step || (this.ended !== null && this.ended <= step)) return {slots, pages, cached: 0};
@@ -175,11 +175,11 @@ class Tree {
   }
 }
 
-/** Rows of the nodes below `start` that are to be seen: columns by depth, in an order in which no lines cross.
- * The line of a branch stays in its row while there is room; where much room has come above, it rises by and by. */
+/** Rows and columns of the nodes below `start` that are `seen`: columns by depth, in an order without crossing lines.
+ * The line of a branch keeps its row, moves down when others need the room, and up a row at a time when there is room. */
 function layout(tree, seen, start) {
   const row = new Map(), columns = [], stack = [start], base = tree.depth[start];
-  while (stack.length) {  // branches in order, the best on top
+  while (stack.length) {  // depth first, the best branch first
     const n = stack.pop();
     row.set(n, 0);
     (columns[tree.depth[n] - base] ||= []).push(n);
@@ -198,7 +198,7 @@ function layout(tree, seen, start) {
   return {start, row, columns, rows};
 }
 
-function readable(text) {  // what cannot be seen, or would turn what stands beside it around
+function readable(text) {  // replaces invisible characters and those that change the direction of text
   const names = {"\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·"};
   return text.replace(/[ \t\n\r]|[\p{Cc}\p{Cf}\p{Co}\p{Cn}\p{Zl}\p{Zp}\p{Cs}]/gu,
     c => names[c] || `\\u{${c.codePointAt(0).toString(16)}}`) || "∅";
@@ -210,7 +210,7 @@ function percent(logp) {
 const figure = x => typeof x !== "number" ? String(x) : Number.isInteger(x) ? x.toLocaleString("en") : x.toPrecision(4);
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
-/** Elements without HTML: text stays text. */
+/** Make an element; text is never read as HTML. */
 function make(name, properties = {}, ...inside) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(properties))
@@ -223,7 +223,7 @@ function tableOf(rows) {
     make("tr", {}, make("th", {scope: "row"}, name), make("td", {}, value)))));
 }
 
-// --- what is shown ---
+// --- the view ---
 
 const shown = {request: 0, step: 0, view: "whole", size: 1, tree: 0, node: -1, playing: 0};
 let request, trees, panels, counts;
@@ -232,7 +232,7 @@ let inks = {};
 function ink(name) { return inks[name] ||= getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim(); }
 const hue = id => `hsl(${(id * 137.508) % 360} ${DARK.matches ? "60% 62%" : "65% 45%"})`;
 
-/** The colour of a node's slot, as chosen. */
+/** The colour of a node's slot, by the chosen rule. */
 function slotInk(tree, n) {
   const kind = byId("owner").value;
   if (kind === "tree") return hue(tree.index + 1);
@@ -241,7 +241,7 @@ function slotInk(tree, n) {
 }
 
 class Panel {
-  /** A tree with its window. */
+  /** The window of a tree. */
   constructor(tree, open) {
     this.tree = tree;
     this.canvas = make("canvas");
@@ -260,9 +260,9 @@ class Panel {
   get open() { return this.element.classList.contains("open"); }
   toggle() { this.title.setAttribute("aria-expanded", this.element.classList.toggle("open")); this.refresh(); }
 
-  refresh() { this.arrange(); this.draw(); this.tell(); }
+  refresh() { this.arrange(); this.draw(); this.describe(); }
 
-  /** Lay out what this step shows. */
+  /** Lay out the nodes of this step. */
   arrange() {
     const {tree} = this, step = shown.step;
     const before = shown.view === "live" ? tree.root(step - 1) : 0;
@@ -290,7 +290,7 @@ class Panel {
     this.title.textContent = `${this.open ? "▾" : "▸"} ${tree.model}${number} · ${request.models[tree.model] || ""} · ${open}`;
   }
 
-  /** Pixels that a cell takes at size 1. */
+  /** The width of a cell in pixels at size 1. */
   needs(n) {
     const text = this.tree.text(n), context = this.canvas.getContext("2d");
     if (!widths.has(text)) {
@@ -360,7 +360,7 @@ class Panel {
     c.beginPath(); c.roundRect(x, y, w, h, 4 * size); c.fill(); c.stroke();
     c.setLineDash([]);
     if (this.textless) return;
-    if (tree.evaluated[n] !== null && tree.evaluated[n] <= step && ["live", "draft", "accepted"].includes(state)) {  // its slot's colour
+    if (tree.evaluated[n] !== null && tree.evaluated[n] <= step && ["live", "draft", "accepted"].includes(state)) {  // the colour of its slot
       c.fillStyle = slotInk(tree, n);
       c.fillRect(x + 2 * size, y + 4 * size, 3 * size, h - 8 * size);
     }
@@ -383,7 +383,7 @@ class Panel {
     }
   }
 
-  /** How probable it is, or how it was scored, from 0 to 1. */
+  /** A node's probability, or its score scaled to [0, 1]. */
   amount(n) {
     const {scores, scoreRange, logp} = this.tree;
     if (logp[n] !== null && n) return Math.exp(logp[n]);
@@ -428,7 +428,7 @@ class Panel {
     this.scroll.addEventListener("wheel", e => { if (e.ctrlKey) { e.preventDefault(); resize(shown.size * (e.deltaY < 0 ? 1.15 : 1 / 1.15)); } }, {passive: false});
   }
 
-  /** Scroll so that a node is in sight, with room on its right. */
+  /** Scroll to a node, with room on its right. */
   reveal(n) {
     if (!this.open || !this.plan?.row.has(n)) return;
     const [x, y, w, h] = this.box(n), s = this.scroll;
@@ -437,8 +437,8 @@ class Panel {
     if (left !== s.scrollLeft || top !== s.scrollTop) s.scrollTo({left, top, behavior: CALM.matches || shown.playing || !document.documentElement.dataset.ready ? "auto" : "smooth"});
   }
 
-  /** The chosen node and those around it, for screen readers. */
-  tell() {
+  /** Describe the chosen node and its neighbours to screen readers. */
+  describe() {
     const {tree} = this, n = shown.node, step = shown.step;
     const mine = shown.tree === tree.index && n >= 0 && tree.known[n] <= step;
     const seen = list => list.filter(m => this.has(m));
@@ -484,7 +484,7 @@ function load(index) {
   if (request.truncated) notes.push(`The record ends with step ${last} of ${request.truncated.steps - 1}: the search grew more than ${figure(request.truncated.nodes)} nodes.`);
   if (request.end !== "done") notes.push(`The search did not end by itself: ${request.end}.`);
   if (request.outputs.some(o => o.finish_reason === "interrupted")) notes.push("The search was interrupted.");
-  if (request.restarts) notes.push(`It was sent back for want of memory ${plural(request.restarts, "time")}; this is the last run.`);
+  if (request.restarts) notes.push(`The search was preempted ${plural(request.restarts, "time")} because the cache was full; this is its last run.`);
   if (file.left_out) notes.push(`${plural(file.left_out, "earlier request")} left out, to keep this page small.`);
   byId("notice").textContent = notes.join(" ");
   byId("notice").hidden = !notes.length;
@@ -525,7 +525,7 @@ function legend() {
     }).concat(make("li", {}, "bold: new · bar below: probability or score"));
 }
 
-/** A line of text that leads to a node. */
+/** A button that chooses a node. */
 function pick(tree, node, text, ...more) {
   const button = make("button", {className: "pick text", onclick: () => choose(tree, node)}, text, ...more);
   if (tree === shown.tree && node === shown.node) button.setAttribute("aria-current", "true");
@@ -563,15 +563,15 @@ function go(step, {quiet = false} = {}) {
   remember();
 }
 
-/** The candidates that the search told of last. */
+/** Show the candidates of the latest report. */
 function beams() {
   let at = shown.step;
   while (at > 0 && !request.steps[at].beams.length) at--;
-  const told = request.steps[at]?.beams || [], text = tail => tail.map(token => trees[0].texts[token] ?? `#${token}`).join("");
-  const rows = told.map(([score, node, tail]) => make("tr", {}, make("td", {className: "n"}, score === null ? "" : score.toFixed(4)),
+  const reported = request.steps[at]?.beams || [], text = tail => tail.map(token => trees[0].texts[token] ?? `#${token}`).join("");
+  const rows = reported.map(([score, node, tail]) => make("tr", {}, make("td", {className: "n"}, score === null ? "" : score.toFixed(4)),
     make("td", {}, pick(0, node, trees[0].line(node, 16) + text(tail)))));
-  byId("h-beams").textContent = at === shown.step || !told.length ? "Candidates" : `Candidates, reported at step ${at}`;
-  byId("beams").replaceChildren(told.length ? make("table", {}, make("tbody", {}, ...rows)) : make("p", {}, "none reported yet"));
+  byId("h-beams").textContent = at === shown.step || !reported.length ? "Candidates" : `Candidates, reported at step ${at}`;
+  byId("beams").replaceChildren(reported.length ? make("table", {}, make("tbody", {}, ...rows)) : make("p", {}, "none reported yet"));
 }
 
 function choose(tree, node, {still = false, quiet = false} = {}) {
@@ -671,7 +671,7 @@ function detail() {
   byId("node").replaceChildren(tableOf(rows), ...(likely ? [likely] : []));
 }
 
-/** Slots of every pool that the trees use: a line per page. */
+/** Show the slots of every pool of the trees, page by page. */
 function cache() {
   const models = [...new Set(trees.map(tree => tree.model))];
   byId("cache").replaceChildren(...models.map(model => {
@@ -715,7 +715,7 @@ function cache() {
   }));
 }
 
-/** Live nodes by step, and what was dropped, above the slider. */
+/** Draw the numbers of live and of dropped nodes by step, above the slider. */
 function chart() {
   const canvas = byId("chart"), ratio = devicePixelRatio || 1, W = canvas.clientWidth, H = canvas.clientHeight;
   canvas.width = W * ratio; canvas.height = H * ratio;
@@ -736,7 +736,7 @@ function chart() {
 
 function remember() {
   const at = new URLSearchParams({request: shown.request, step: shown.step, view: shown.view, ...(shown.node >= 0 ? {tree: shown.tree, node: shown.node} : {})});
-  try { history.replaceState(null, "", `#${at}`); } catch { /* some browsers refuse it to files */ }
+  try { history.replaceState(null, "", `#${at}`); } catch { /* some browsers do not allow it for files */ }
 }
 
 function recall() {

@@ -1,4 +1,4 @@
-"""Traces as a page to look at, one HTML file that needs nothing else; or as JSON for `python -m tools.tree`."""
+"""Traces as one HTML file without external parts, or as JSON for `python -m tools.tree`."""
 
 import base64
 import contextlib
@@ -16,19 +16,19 @@ from engine.version import __version__
 from models.files import open_regular, read_regular, replacing
 
 FORMAT = "coppice trace 1"
-MAX_BYTES = 1 << 28  # read of a file
-KEYS = {"search", "name", "params", "models", "steps", "trees", "outputs", "texts", "stats"}  # of a request, at least
-MARKS = (f'{{"format": "{FORMAT[:-1]}'.encode(), b"<!doctype html><!-- coppice trace ")  # what our files begin with
+MAX_BYTES = 1 << 28  # of a file that is read
+KEYS = {"search", "name", "params", "models", "steps", "trees", "outputs", "texts", "stats"}  # that every record has
+MARKS = (f'{{"format": "{FORMAT[:-1]}'.encode(), b"<!doctype html><!-- coppice trace ")  # how files begin
 PARTS = Path(__file__).parent  # trace_page.html, .css, .js
 
 
 def page(requests: Sequence[dict[str, Any]], left_out: int = 0) -> str:
-    """The HTML page of some requests' records (`Trace.record`), `left_out` of them having come before and gone."""
+    """The HTML page of requests, given as `Trace.record`; `left_out` is the number of earlier ones without a record."""
     style, script = ((PARTS / f"trace_page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     names = [f"{len(requests)} requests"] if len(requests) != 1 else [requests[0]["search"], str(requests[0]["name"])]
     title = " · ".join(["coppice", *filter(None, names)])
-    # What a model wrote is data: escaped as JSON, in an element that no browser runs, and nothing but the page's own
-    # script and style is allowed to act, nor any connection.
+    # The text of a model is data: escaped as JSON, in an element that no browser executes. The policy allows the page's
+    # own script and style alone, and no connections.
     policy = f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'"
     policy += "; base-uri 'none'; form-action 'none'"
     values = {
@@ -56,10 +56,10 @@ def _json(requests: Sequence[dict[str, Any]], left_out: int) -> str:
 
 
 def check_target(path: str | Path, *others: str | Path | None) -> None:
-    """Refuse, before anything is loaded, a file that cannot be written, is one of the others, or is no trace of ours.
+    """Check, before anything is loaded, the file that a trace will be written to.
 
     Raises:
-        UsageError: that.
+        UsageError: it cannot be written, is one of the other files, or exists and is not a trace.
     """
     target = Path(path)
     try:
@@ -88,7 +88,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def write(path: str | Path, requests: Sequence[dict[str, Any]], left_out: int = 0) -> None:
-    """Write JSON if the name ends so, else a page. Raises UsageError."""
+    """Write JSON if the name ends in .json, else a page. Raises UsageError."""
     text = _json(requests, left_out) + "\n" if Path(path).suffix == ".json" else page(requests, left_out)
     try:
         target = Path(path)
@@ -103,7 +103,7 @@ def write(path: str | Path, requests: Sequence[dict[str, Any]], left_out: int = 
 
 @contextlib.contextmanager
 def saving(traces: Traces | None, path: str | Path | None) -> Iterator[None]:
-    """At the end of the block, however it ends, write what was traced; nothing without a path."""
+    """Write the traces at the end of the block, also if it raises; without a path, do nothing."""
     try:
         yield
     except BaseException:

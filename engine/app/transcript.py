@@ -1,4 +1,4 @@
-"""A conversation in a file: what was said, by which model and settings; written whole or not at all."""
+"""A conversation in a file: its turns, the model and the settings. A write that fails leaves the old file unchanged."""
 
 import json
 import os
@@ -16,20 +16,20 @@ from models.files import locked, open_regular, read_regular, replacing
 
 FORMAT, VERSION = "coppice-chat", 1
 MAX_FILE = 64 << 20
-WAIT = 10.0  # seconds for which another chat's saving is waited for
+WAIT = 10.0  # seconds to wait while another chat saves
 State = tuple[int, int, int, int] | None
-MARK = f'{{\n  "format": "{FORMAT}"'.encode()  # how every file begins
+MARK = f'{{\n  "format": "{FORMAT}"'.encode()  # the beginning of every file
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """What a file holds.
+    """The contents of a file.
 
     Args:
         turns: of the conversation, oldest first.
         system: the system message.
         model: name of the folder of the model that answered last.
-        settings: those in force when it was saved, for information.
+        settings: the settings when it was saved, for information.
     """
 
     turns: Sequence[Turn]
@@ -39,7 +39,7 @@ class Transcript:
 
 
 def state(path: str | Path) -> State:
-    """A mark by which a later change of the file by another program is found; None if it is absent or empty."""
+    """Identifies a version of the file, to detect changes by other programs; None if it is absent or empty."""
     try:
         found = Path(path).expanduser().stat()
     except (OSError, ValueError, RuntimeError):
@@ -50,19 +50,19 @@ def state(path: str | Path) -> State:
 def save(
     path: str | Path, conversation: Conversation, settings: Mapping[str, Any], *, expected: State | EllipsisType = ...
 ) -> Path:
-    """Write a conversation; if that fails, an older file is as it was.
+    """Write a conversation; if that fails, an older file is unchanged.
 
     Args:
-        path: of the file.
-        conversation: what to write.
-        settings: those in force.
-        expected: the `state` in which the file must be; left out, it may be in any.
+        path: the file.
+        conversation: the conversation to write.
+        settings: the current settings.
+        expected: the `state` in which the file must be; by default it may be in any.
 
     Returns:
-        where it is now.
+        the absolute path of the file.
 
     Raises:
-        UsageError: the file cannot be written, is something else than a saved conversation, or not in that state.
+        UsageError: the file cannot be written, is no saved conversation, or is not in the expected state.
     """
     target = _writable(path)
     turns = conversation.turns
@@ -92,7 +92,7 @@ def save(
 
 
 def check_target(path: str | Path) -> None:
-    """Refuse, before anything is said, a file that cannot be saved to. Raises UsageError."""
+    """Check, before the first turn, that a conversation can be saved to a file. Raises UsageError."""
     target = _writable(path)
     if not target.parent.is_dir():
         raise UsageError("cannot save the conversation: there is no such folder", where=str(target.parent))
@@ -101,11 +101,11 @@ def check_target(path: str | Path) -> None:
 
 
 class _Malformed(Exception):
-    """What is wrong with a file."""
+    """The fault of a file."""
 
 
 def load(path: str | Path) -> Transcript:
-    """Read a conversation, checked throughout. Raises UsageError."""
+    """Read and check a conversation. Raises UsageError."""
     try:
         data = read_regular(Path(path).expanduser(), MAX_FILE)
     except (OSError, ValueError, RuntimeError) as error:
@@ -173,7 +173,7 @@ def _text(of: Mapping[str, Any], key: str, where: str = "") -> str:
 
 
 def _writable(path: str | Path) -> Path:
-    """The file that a save replaces, behind links. Raises UsageError if it holds something else."""
+    """The file that a save replaces, links resolved. Raises UsageError if it is no saved conversation."""
     try:
         target = Path(path).expanduser().resolve()
         if not target.exists():

@@ -1,4 +1,4 @@
-"""Pieces of a vocabulary to text, as they come: the decoders of the tokenizer libraries, one piece at a time."""
+"""Incremental decoding: the decoders of the tokenizer libraries, one piece of the vocabulary at a time."""
 
 import codecs
 import copy
@@ -11,12 +11,11 @@ from engine.text.tokenizer_limits import library_errors
 
 
 class Detokenizer:
-    """Turns pieces into text that never changes, as they come.
+    """Turns pieces, one at a time, into text that never changes.
 
-    The pushed texts and the finish, joined, are what `run` makes of all pieces. Bytes of an incomplete character are
-    held back. So is a run of byte pieces (`<0xE2>`) up to its end where the library makes replacement characters of the
-    whole run for one bad byte. The work per token is constant. Decoders that look ahead without bound (WordPiece, CTC)
-    are held back to the end.
+    The texts of `push` and `finish`, joined, are the result of `run` for all pieces. Bytes of an incomplete character
+    are held back, and so is a run of byte pieces (`<0xE2>`) where one bad byte makes the library replace the whole run.
+    The work per token is constant. Decoders that look ahead without bound (WordPiece, CTC) hold all text back.
     """
 
     def __init__(
@@ -25,16 +24,16 @@ class Detokenizer:
         pieces: Callable[[Iterable[int]], Iterable[str]],
         prefix_ids: Sequence[int] = (),
     ):
-        """`pieces` spells ids; the text of `prefix_ids` is context only and is not returned."""
+        """`pieces` maps ids to pieces; the text of `prefix_ids` is context only and is not returned."""
         self._pieces = pieces
         self._stages = [make() for make in makers]
-        self._drop = self._dropped = ""  # held-back text of the prefix: not ours if the text goes on with it
+        self._drop = self._dropped = ""  # the prefix's text that was held back, and the part of it that came since
         if prefix_ids:
             self.push(prefix_ids)
             self._drop = copy.deepcopy(self).finish()
 
     def push(self, ids: Iterable[int]) -> str:
-        """Take ids, return the text that is certain now."""
+        """Add ids; returns the text that has become certain."""
         out = []
         for piece in self._pieces(ids):
             pieces = [piece]
@@ -44,7 +43,7 @@ class Detokenizer:
         return self._new("".join(out))
 
     def finish(self) -> str:
-        """Return what was held back; the detokenizer is used up."""
+        """Return the text that was held back; the detokenizer cannot be used again."""
         pieces: list[str] = []
         for stage in self._stages:
             pieces = [new for old in pieces for new in stage.take(old)] + list(stage.finish())
@@ -62,13 +61,13 @@ class Detokenizer:
 
 
 def run(makers: Iterable[Callable[[], "Stage"]], pieces: Iterable[str]) -> str:
-    """The text of pieces that are all there."""
+    """The text of all pieces of a sequence."""
     whole = Detokenizer(makers, lambda _: pieces)
     return whole.push(()) + whole.finish()
 
 
 class Stage:
-    """A step of decoding: `take` a piece, return the pieces that are certain now; `finish` returns the rest."""
+    """A step of decoding: `take` adds a piece and returns those that are certain now; `finish` returns the rest."""
 
     def take(self, piece: str) -> Sequence[str]:
         raise NotImplementedError
@@ -125,7 +124,7 @@ class _Metaspace(Stage):
 
 
 class _Joined(Stage):
-    """No decoder at all: pieces with spaces between."""
+    """No decoder: pieces joined by spaces."""
 
     first = True
 
@@ -167,7 +166,7 @@ BYTE_OF_CHAR = _byte_of_char()
 
 
 class _ByteLevel(Stage):
-    """Bytes spelled as characters to text; a piece with any other character stands for itself."""
+    """Bytes spelled as characters to text; a piece with any other character is its own text."""
 
     def __init__(self):
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -184,12 +183,12 @@ class _ByteLevel(Stage):
 
 
 class SentencePieces(Stage):
-    """What the sentencepiece library does: spaces for "▁", runs of byte pieces to text, and no space at the start.
+    """Decodes like the sentencepiece library: spaces for "▁", runs of byte pieces to text, no space at the start.
 
-    A byte that is part of no character becomes U+FFFD, each one for itself.
+    Each byte that is part of no character becomes U+FFFD.
 
     Args:
-        strips: the text's first space is the encoder's, not the text's.
+        strips: strip the first space, which the encoder has added.
         all_leading: strip one space of every piece until there is text.
     """
 
@@ -221,7 +220,7 @@ codecs.register_error("coppice.each_byte", _each_byte)
 
 
 class _Hold(Stage):
-    """Everything at the end, for decoders that are not known here."""
+    """Decodes all pieces at the end, for unsupported decoders."""
 
     def __init__(self, decoder: Any):
         self.decoder, self.pieces = decoder, []
@@ -236,7 +235,7 @@ class _Hold(Stage):
 
 
 def _run(text: str, char: str, most: int) -> int:
-    """How many `char` start `text`, at most `most`."""
+    """The number of `char` at the start of `text`, at most `most`."""
     n = 0
     while n < min(most, len(text)) and text[n] == char:
         n += 1
@@ -244,12 +243,12 @@ def _run(text: str, char: str, most: int) -> int:
 
 
 def stages_of(decoder: Any) -> list[Callable[[], Stage]]:
-    """A decoder of the tokenizers library as makers of stages."""
+    """The stages of a decoder of the tokenizers library."""
     if decoder is None:
         return [_Joined]
     hold: list[Callable[[], Stage]] = [lambda: _Hold(decoder)]
     stages: list[Callable[[], Stage]] = []
-    fused = False  # from here on pieces are parts of one text
+    fused = False  # whether the pieces are parts of one text from here on
     for spec in _flat(json.loads(decoder.__getstate__())):
         match spec:
             case {"type": "Fuse"}:

@@ -1,16 +1,16 @@
 """The program that renders chat templates: `engine.text.sandbox_process` runs it and talks to it in JSON lines.
 
-A template is a program from a stranger. Jinja's sandbox keeps it from running code, not from filling the memory or
-looping for ever, and one filter (`center(10**9)`) can do either inside a single C call that no Python-level deadline
-interrupts. A process of its own can be limited by the kernel: its CPU time by a timer whose signal kills it wherever
-it is, its memory by RLIMIT_AS. macOS does not enforce that limit: there the CPU time alone bounds what is filled. It is
-a fresh interpreter, not a fork: a fork of a process with torch's threads may inherit a held lock, and would copy the
-page tables of mapped weights.
+A template is an untrusted program. Jinja's sandbox prevents it from running code, but not from filling the memory or
+looping for ever, and one filter (`center(10**9)`) can do either in a single C call that no Python-level deadline
+interrupts. The kernel can limit a separate process: its CPU time by a timer whose signal kills it, its memory by
+RLIMIT_AS. macOS does not enforce that limit: there the CPU time alone bounds the memory. The process is a new
+interpreter, not a fork: a fork of a process with torch's threads may inherit a held lock, and would copy the page
+tables of mapped weights.
 
-Patterns of a tokenizer are programs too: those that are not known to take linear time are tried here (see
+Patterns of a tokenizer are untrusted as well: those that are not known to take linear time are tried here (see
 `engine.text.tokenizer_limits`).
 
-This file is run as a script and imports nothing of the project, so that starting it costs no `import torch`.
+This file runs as a script and imports nothing of the project, so that its start does not take an `import torch`.
 """
 
 import itertools
@@ -21,7 +21,7 @@ if __name__ == "__main__":  # started with -I -S: no site, no environment; the f
     sys.path += sys.argv[1:]
     try:
         import jinja2
-    except ImportError:  # the parent's copy is in an archive, say: the interpreter's own
+    except ImportError:  # the parent's copy cannot be imported, as from an archive: use the interpreter's own
         import site
 
         site.main()

@@ -25,7 +25,7 @@ from engine.text import sandbox
 
 VARIABLE = "COPPICE_PYTHON"  # environment variable: the interpreter
 START_SECONDS = 60.0  # an interpreter's own start, on a machine that may be busy
-WALL_SECONDS = 10.0  # backs up the sandbox's CPU limit; templates cannot sleep, so only a stalled machine gets here
+WALL_SECONDS = 10.0  # besides the CPU limit; templates cannot sleep, so only a stalled machine reaches it
 IDLE_SECONDS = 60.0  # without a request the process ends
 # While the new process is still in our process group, the terminal's signals reach it too.
 TERMINAL_SIGNALS = {signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGHUP}
@@ -86,7 +86,7 @@ def ask(request: dict[str, Any], seconds: float = WALL_SECONDS) -> dict[str, str
         process = _process = _process or _Process()
         try:
             reply = process.ask(request, seconds)
-        except BaseException:  # Ctrl-C too: a reply still to come would answer the next request
+        except BaseException:  # also Ctrl-C: a late reply would answer the next request
             _end()
             raise
         if reply is None or reply.pop("spent", None):
@@ -104,7 +104,7 @@ class _Process:
         folders = {str(Path(package.__file__ or "").parent.parent) for package in packages}
         with _blocked(TERMINAL_SIGNALS):
             try:
-                # A session of its own: Ctrl-C in the terminal is for us, not for the renderer.
+                # A session of its own: Ctrl-C in the terminal must not reach the renderer.
                 self._popen = subprocess.Popen(
                     [path, "-I", "-S", sandbox.__file__, *sorted(folders)],
                     stdin=subprocess.PIPE,
@@ -156,8 +156,8 @@ class _Process:
         self._out.close()
 
     def abandon(self) -> None:
-        """Forget the process in a fork of the one that started it: it is not ours."""
-        self._popen.returncode = 0  # not to be waited for
+        """Drop the process in a fork: it belongs to the parent."""
+        self._popen.returncode = 0  # do not wait for it
         self._in.close()
         self._out.close()
 
@@ -230,7 +230,7 @@ def _end() -> None:
 
 
 def _forked() -> None:
-    """In a fork: its parent's sandbox stays the parent's, and a thread that held the lock is not there any more."""
+    """In a fork: leave the sandbox to the parent, and replace the lock, whose holder may be a thread of the parent."""
     global _lock, _process
     process, _process, _lock = _process, None, threading.Lock()
     if process is not None:

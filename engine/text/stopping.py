@@ -1,9 +1,19 @@
-"""Stop strings and streamed text: what ends an output by its text, and what may be shown of it already."""
+"""Stop strings, and the part of an unfinished output's text that may be shown already."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from engine.errors import UsageError
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, check_utf8
+
+
+def check_stop(strings: Any) -> None:
+    """Check that a value is a list of non-empty strings in valid UTF-8. Raises UsageError."""
+    listed = isinstance(strings, Sequence) and not isinstance(strings, str | bytes)
+    if not listed or not all(isinstance(s, str) and s for s in strings):
+        raise UsageError(f"stop: expected a list of non-empty strings, got {strings!r}")
+    for s in strings:
+        check_utf8(s)
 
 
 class StopStrings:
@@ -15,10 +25,8 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]):
-        if isinstance(strings, str) or not all(isinstance(s, str) and s for s in strings):
-            raise UsageError(f"stop: expected non-empty strings, got {strings!r}")
         self.tokenizer, self.strings = tokenizer, tuple(strings)
-        # The match must end in the last token; a character may take four byte pieces, special tokens none.
+        # A new match ends in the last token; a character may take four byte pieces, special tokens have no text.
         self.window = 4 * max(map(len, strings)) + 16
 
     def __call__(self, tokens: Sequence[int]) -> bool:
@@ -31,7 +39,7 @@ class StopStrings:
 
 
 class TextStream:
-    """Turns settled tokens into text that is never taken back: no half characters, no part of a stop string.
+    """Turns settled tokens into text that never changes: no incomplete characters, no part of a stop string.
 
     Args:
         tokenizer: None streams nothing.
@@ -54,7 +62,7 @@ class TextStream:
         return self._show(self._safe())
 
     def finish(self, text: str) -> str:
-        """What is missing to the whole text."""
+        """The rest of the text, given all of it."""
         self.text = text
         return self._show(len(text))
 

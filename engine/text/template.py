@@ -1,4 +1,4 @@
-"""Chat templates: messages to text, with the user's words kept apart from the template's control tokens."""
+"""Chat templates: messages to text, in which contents are distinguished from the template's control tokens."""
 
 import io
 import json
@@ -23,24 +23,24 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 class ChatTemplate:
     """A Jinja chat template, rendered as transformers 5 renders it, in a process with limits (`engine.text.sandbox`).
 
-    All templates of a process share that one; it is started for the first render (see `engine.text.sandbox_process`).
+    All templates share one such process; the first render starts it (see `engine.text.sandbox_process`).
 
-    Control tokens are the template's privilege. A special token that a message spells reaches the template as one
-    private-use character, chosen to occur nowhere in the messages, and comes back as a span of plain text: whatever
-    the template does with the content (trim, split, search), the token's spelling is not there to be found. All
-    other messages render exactly as they are. Three details:
+    Only the template may write control tokens. A special token that a message spells reaches the template as one
+    private-use character, which occurs nowhere in the messages, and is returned as a span of plain text: the template
+    may trim, split or search the content without finding the token's spelling. All other messages are rendered
+    unchanged. Three details:
 
     - the start of a special token at the very end of a string (`"<|im_"`), which the text after it could complete, is
-      protected like a whole one;
+      protected like a whole token;
     - added tokens that are not special but that the template writes itself (DeepSeek's `<｜User｜>`, Gemma's turns) are
-      protected too, except in assistant messages: the model's own `<think>` must come back as the token it was;
-    - the rest of the added tokens are ordinary text, as everywhere else.
+      protected too, except in assistant messages, where the model's own `<think>` must remain a token;
+    - the other added tokens are ordinary text, as everywhere else.
 
     Args:
         source: the template.
-        variables: what templates may name besides the messages (`bos_token`, ...).
+        variables: variables of the template besides the messages (`bos_token`, ...).
         special: spellings protected in all messages.
-        added: spellings of other added tokens, protected as said above.
+        added: spellings of other added tokens, protected as described above.
         clock: the time that `strftime_now` shows.
         where: the file, for error messages.
     """
@@ -139,11 +139,11 @@ class ChatTemplate:
         """Render messages to spans whose texts, joined, are what transformers' apply_chat_template renders.
 
         Args:
-            messages: `{"role": ..., "content": ...}` and whatever else the template reads; JSON values only.
+            messages: `{"role": ..., "content": ...}` and other keys that the template reads; JSON values only.
             add_generation_prompt: whether the text ends with the header of the assistant's next message.
 
         Returns:
-            (text, is_control) spans for `Tokenizer.encode_rendered`; a single one when nothing had to be protected.
+            (text, is_control) spans for `Tokenizer.encode_rendered`; a single one if the messages spell no token.
 
         Raises:
             UsageError: the messages are malformed, or the template rejects them; or templates cannot be rendered here,
@@ -190,7 +190,7 @@ class _Spellings:
     def __init__(self, spellings: set[str]):
         longest_first = sorted(spellings, key=lambda s: (-len(s), s))
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        # A token that starts like ordinary words would make every such word suspicious: only "<", "[" and their like.
+        # Only starts such as "<" or "[": otherwise every word that begins like a token would be protected.
         self.starts = {s[:n] for s in spellings for n in range(1, len(s)) if not (s[0].isalnum() or s[0].isspace())}
         self.longest = max(map(len, self.starts), default=0)
 
@@ -207,7 +207,7 @@ class _Spellings:
 
 
 class _Marks:
-    """Private-use characters that stand for protected spellings while a template works on the messages."""
+    """Private-use characters that replace protected spellings while a template renders."""
 
     def __init__(self, taken: str):
         used = set(taken)
@@ -228,7 +228,7 @@ class _Marks:
         return [self.protect(item, spellings) for item in value] if isinstance(value, list) else value
 
     def spans(self, text: str) -> list[Span]:
-        """Rendered text with the marks turned back to what they stand for."""
+        """Rendered text with the marks replaced by their spellings."""
         if not self._mark_of:
             return [(text, True)]
         spelling_of = {}
@@ -239,7 +239,7 @@ class _Marks:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message as plain JSON, without None values: templates handle an absent key, transformers drops them too."""
+    """A message as plain JSON, without keys whose value is None, as in transformers: templates expect them absent."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise UsageError('a message is an object with a "role" and a "content"')
     try:

@@ -1,10 +1,12 @@
-"""Tokenizers: text to ids and back, exactly as the checkpoint's files say, and text that streams.
+"""Tokenizers: text to ids and back, as the checkpoint's files define it, and streamed text.
 
-Three texts go in: a plain prompt and a message's content, where a special token is spelled like any other text, and
-the text around contents that a chat template writes, where it is the control token (`Tokenizer.encode_rendered`).
-Two come out: `decode(ids)` is the text of these ids alone, and what `text` means in every output (transformers'
-batch_decode of the new tokens); `decode_continuation(prefix_ids, ids)` is what they add to the text before them, which
-differs where a decoder strips the space that starts a text.
+`Tokenizer.encode` takes a plain prompt, in which the spelling of a special token is ordinary text.
+`Tokenizer.encode_rendered` takes messages as a chat template renders them: in contents such a spelling is ordinary text
+as well, in the template's own text it is the control token.
+
+`decode(ids)` is the text of these ids alone: the `text` of every output (transformers' batch_decode of the new tokens).
+`decode_continuation(prefix_ids, ids)` is the text that the ids add to the text before them, which differs where a
+decoder strips the space that starts a text.
 """
 
 import functools
@@ -27,12 +29,12 @@ from engine.text.tokenizer_model import SentencePieceEncoder
 
 __all__ = ["FILES", "Tokenizer", "check_utf8", "read_json"]
 
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that is there says everything
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
 SUPPORTED = "a folder with a tokenizer.json, a tokenizer.model, or a vocab.json with merges.txt is needed"
 
 
 class Encoder(Protocol):
-    """What a library knows. `raw` are the added tokens that are looked for in a text as it was written."""
+    """A tokenizer library's part. `raw` are the added tokens that match the text before normalisation."""
 
     vocab: dict[str, int]
     pieces: list[str | None]
@@ -50,11 +52,11 @@ class Tokenizer:
     """A checkpoint's tokenizer; immutable.
 
     Attributes:
-        size: ids it knows (largest id + 1); a model's padded vocabulary goes further, and means nothing.
+        size: largest id + 1; ids of a model's padded vocabulary from there on have no meaning.
         bos_token_id, eos_token_id: from tokenizer_config.json and special_tokens_map.json.
         special_ids: ids that `decode` skips.
         special_tokens: `{"bos_token": "<s>", ...}`, for chat templates.
-        special_spellings, added_spellings: what special and other added tokens look like.
+        special_spellings, added_spellings: spellings of special and of other added tokens.
         config: tokenizer_config.json, {} if there is none.
     """
 
@@ -78,9 +80,9 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> "Tokenizer":
         """Read a checkpoint's tokenizer: its tokenizer.json, else tokenizer.model, else vocab.json with merges.txt.
 
-        tokenizer.json alone says how text becomes ids, its post-processor included: `tokenizer_class` and, as in
-        transformers 5, `add_bos_token` and `add_eos_token` of tokenizer_config.json change nothing. For the older
-        files, which say less, tokenizer_config.json and added_tokens.json say the rest.
+        tokenizer.json alone defines how text becomes ids, including the post-processor: `tokenizer_class` and, as in
+        transformers 5, `add_bos_token` and `add_eos_token` of tokenizer_config.json have no effect. The older files
+        define less; tokenizer_config.json and added_tokens.json complete them.
 
         Raises:
             CheckpointError: no supported file, or one is malformed.
@@ -111,11 +113,11 @@ class Tokenizer:
             raise CheckpointError(f"the tokenizer is malformed: {error}"[:500], where=str(path)) from None
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Encode plain text; special tokens spelled in it are text.
+        """Encode plain text; spellings of special tokens are ordinary text.
 
         Args:
             text: valid UTF-8.
-            add_special: add what the checkpoint says (BOS, as a rule).
+            add_special: add the checkpoint's special tokens, usually BOS.
 
         Raises:
             UsageError: lone surrogates, or a special token that this vocabulary cannot spell.
@@ -123,10 +125,10 @@ class Tokenizer:
         return self._encoder.encode(self._split(text, self.added_spellings), add_special)
 
     def encode_rendered(self, spans: Iterable[tuple[str, bool]]) -> list[int]:
-        """Encode what `ChatTemplate.render` returns, adding nothing: BOS is the template's business.
+        """Encode the result of `ChatTemplate.render` without adding tokens: the template writes BOS.
 
         Args:
-            spans: (text, is_control); added tokens spelled in text count as tokens where is_control.
+            spans: (text, is_control); spellings of added tokens are tokens where is_control.
 
         Raises:
             UsageError: as `encode`.
@@ -179,10 +181,10 @@ class Tokenizer:
         return Detokenizer(self._encoder.stages, self._pieces, prefix_ids)
 
     def decode_continuation(self, prefix_ids: Sequence[int], ids: Sequence[int]) -> str:
-        """What `ids` add to the text of `prefix_ids`: transformers' decode(all)[len(decode(prefix)):].
+        """The text that `ids` add to the text of `prefix_ids`: transformers' decode(all)[len(decode(prefix)):].
 
-        Where the prefix ends inside a character, that slice would lose text; here the character that gets complete is
-        part of the continuation.
+        Where the prefix ends inside a character, that slice would lose text; here the completed character is part of
+        the continuation.
         """
         before, text = self.decode(prefix_ids), self.decode([*prefix_ids, *ids])
         if text.startswith(before):
@@ -191,10 +193,10 @@ class Tokenizer:
 
 
 def check_utf8(text: str) -> str:
-    """Return `text` if it can be written as UTF-8.
+    """Return `text` if it can be encoded as UTF-8.
 
     Raises:
-        UsageError: it has lone surrogates (from bytes that were no UTF-8, or from an escape in JSON).
+        UsageError: it has lone surrogates (from bytes that are not UTF-8, or from an escape in JSON).
     """
     try:
         text.encode()

@@ -48,7 +48,7 @@ def read_file(path: Path, limit: int = MAX_TOKENIZER_BYTES) -> bytes:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json; as in transformers 5, special_tokens_map.json counts where it lists no added tokens."""
+    """tokenizer_config.json; as in transformers 5, special_tokens_map.json applies if it lists no added tokens."""
     config = read_json(folder / "tokenizer_config.json")
     return config if "added_tokens_decoder" in config else {**config, **read_json(folder / "special_tokens_map.json")}
 
@@ -70,8 +70,8 @@ def flag(config: dict[str, Any], name: str, default: bool) -> bool:
 def add_flags(
     added: dict[str, AddedToken], vocab: Iterable[str], config: dict[str, Any], names: dict[str, str]
 ) -> dict[str, AddedToken]:
-    """Added tokens by spelling, with what tokenizer_config.json changes of their flags; what it names as special, and
-    is in the vocabulary, is special."""
+    """Added tokens by spelling, with the flags of tokenizer_config.json; the tokens of the vocabulary that it names as
+    special are special."""
     for entry in _dict(config.get("added_tokens_decoder")).values():
         if isinstance(entry, dict) and entry.get("content") in added:
             flags = {k: entry[k] for k in ("lstrip", "rstrip", "single_word", "normalized", "special") if k in entry}
@@ -119,7 +119,7 @@ def add_tokens(
 def byte_level(folder: Path, config: dict[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """The tokenizer of vocab.json and merges.txt, as transformers' GPT2Tokenizer makes it, and its named tokens.
 
-    BOS and EOS are added where tokenizer_config.json says so: OPT's does (`</s>`, id 2), GPT-2's does not.
+    tokenizer_config.json defines whether BOS and EOS are added: OPT adds BOS (`</s>`, id 2), GPT-2 does not.
 
     Raises:
         CheckpointError: a file is absent or malformed; the message names the line.

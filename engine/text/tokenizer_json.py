@@ -14,7 +14,7 @@ from engine.text.detokenizer import stages_of
 from engine.text.tokenizer_files import MAX_IDS, add_flags
 from engine.text.tokenizer_limits import Guard, check_output, library_errors
 
-# What spells SentencePiece's spaces: one before the text, then all of them.
+# The normalizers that spell spaces as SentencePiece does: one before the text, then all spaces.
 SPACES = [
     {"type": "Prepend", "prepend": "▁"},
     {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
@@ -24,10 +24,10 @@ SPACES = [
 class LibraryEncoder:
     """A tokenizer of the tokenizers library that distinguishes a control token from its spelling in a text.
 
-    The library matches every added token in every text, unless it is set to ignore all special ones; it cannot match
-    one place and ignore another in one call, and encoding pieces apart changes their ids (prefix spaces, merges). So it
-    is set to ignore all of them, and each gets an alias: a second spelling that no text can contain, as it has a random
-    number in it. Where a token is meant, its alias is written. The whole text is then encoded once.
+    The library matches every added token in every text, or is set to ignore all special ones; it cannot match one place
+    and ignore another in one call, and encoding parts separately changes their ids (prefix spaces, merges). So it is
+    set to ignore special tokens, and each token gets an alias: a second spelling that no text can contain, because it
+    has a random number in it. A control token is written as its alias. The whole text is then encoded once.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LibraryEncoder:
         special = [content for content, token in self.raw.items() if token.special]
         self._prefix = ""
         if _normalizers(library) == SPACES and all(self.raw[content].normalized for content in special):
-            # Such tokens are found in text that has its prefix already: no other follows them. Aliases come before.
+            # Such tokens match text that has its prefix already, so no prefix follows them. Aliases match before that.
             library.normalizer, self._prefix = normalizers.Replace(" ", "▁"), "▁"  # type: ignore[assignment]
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         self._add_aliases(library, size)
@@ -80,14 +80,14 @@ class LibraryEncoder:
             raise CheckpointError("vocabulary mismatch: the post-processor adds an id that the vocabulary lacks")
 
     def _add_tokens(self, library: tokenizers.Tokenizer, config: dict[str, Any], names: dict[str, str]) -> None:
-        """Add the tokens of the configuration; `raw` are those that the library finds in raw text."""
+        """Add the tokens of the configuration; `raw` are those that the library matches before normalisation."""
         vocab = self.vocab
         own = {token.content: token for token in library.get_added_tokens_decoder().values()}
         added = add_flags(own, vocab, config, names)
         for content, token in added.items():
             self.pieces[vocab[content]] = content
-            # An option of the library hides special tokens from it; it is to match only aliases among those that it
-            # looks for in raw text. The others it finds after normalisation, and they are nobody's control tokens.
+            # An option of the library ignores special tokens. Before normalisation the library must match aliases
+            # alone, so all tokens that match there are made special. The others are no control tokens.
             hidden = token.special or not token.normalized
             add = library.add_special_tokens if hidden else library.add_tokens
             add([AddedToken(content, special=hidden, normalized=not hidden, **_flags(token))])
@@ -98,7 +98,7 @@ class LibraryEncoder:
         """Give every raw token an alias. Raises CheckpointError: an alias has the id of another token."""
         vocab, nonce = self.vocab, secrets.token_hex(8)
         self._alias = {vocab[content]: f"\ufdd0{nonce}:{k}\ufdd1" for k, content in enumerate(self.raw)}
-        self._break = f"\ufdd0{nonce}\ufdd1"  # a token that stands for nothing, and parts the text around it
+        self._break = f"\ufdd0{nonce}\ufdd1"  # a token without meaning, which splits the text around it
         # The library numbers new tokens from its count of tokens: in a vocabulary with holes that is an id in use.
         holes = size - library.get_vocab_size(with_added_tokens=True)
         library.add_tokens([AddedToken(f"\ufdd0{nonce}-{k}\ufdd1", normalized=False) for k in range(holes)])
@@ -118,7 +118,7 @@ class LibraryEncoder:
         text += "".join(part if isinstance(part, str) else self._alias[part] for part in parts)
         encoding = self._encode(text)
         if not self._control_ids.isdisjoint(encoding.ids):
-            # The model itself has the special token as a piece (Unigram models do): cut its spellings in two.
+            # The model has the special token as a piece, as Unigram models do: split its spellings in two.
             text = self._special.sub(lambda found: found[0][0] + self._break + found[0][1:], text)
             encoding = self._encode(text)
             if bad := self._control_ids.intersection(encoding.ids):
@@ -141,7 +141,7 @@ class LibraryEncoder:
 
 
 def unspeakable(piece: str | None) -> UsageError:
-    """The error for a text with a control token's spelling that the vocabulary has no other pieces for."""
+    """The error for a control token's spelling that the vocabulary cannot encode as other pieces."""
     return UsageError(f"the text has {piece!r} in it, which this tokenizer cannot spell as plain text")
 
 

@@ -1,13 +1,13 @@
-"""What a tokenizer.json may ask for: how long it may make a text, and how much time its patterns may take.
+"""Limits of a tokenizer.json: how long it may make a text, and how much time its patterns may take.
 
-The tokenizers library does what the file says. A normalizer may make every character a thousand, a regular expression
-may take exponential time, and a search that takes too many steps ends in a panic of the library. Two measures bound it:
+In the tokenizers library a normalizer may turn every character into a thousand, a regular expression may take
+exponential time, and a match of too many steps ends in a panic. Two measures bound this:
 
-- Decoders, post-processors and models are checked once, when the file is loaded: what they can make of a token is known
-  from what they are.
-- Normalizers and pre-tokenizers are `plain` if they are known to take linear time and to lengthen a text little. Those
-  of the usual models are. Others are tried first, on every text, in the sandbox (see `engine.text.sandbox`), whose time
-  and memory are limited; only what passes there is done here.
+- Decoders, post-processors and models are checked once, when the file is loaded: their kinds and parameters bound the
+  text of a token.
+- Normalizers and pre-tokenizers are `plain` if they are known to take linear time and to lengthen a text little, as
+  those of the usual models. For others every text is tried first in the sandbox (see `engine.text.sandbox`), whose time
+  and memory are limited.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from tokenizers import AddedToken, Tokenizer
 from engine.errors import CheckpointError, CoppiceError, UsageError
 from engine.text import sandbox, sandbox_process
 
-GROWTH = 100  # times longer that normalizers, and plain pre-tokenizers, may make a text
-TOKEN_TEXT = 4096  # characters that decoders may make of a token; the longest tokens in use have some hundred
-ADDED_IDS = 1024  # that a post-processor may add to a text
-WORD = 256  # characters of a word that WordPiece, of cubic time, may look at; the library's default is 100
-AFFIX = 64  # characters of the marks of continued and final pieces
-PARTS = 64  # of a sequence
-PUMP = 48  # repetitions of a character, for patterns that take exponential time
-SECONDS_PER_BYTE = 5e-6  # of a text in the sandbox, ten times what the usual patterns take
+GROWTH = 100  # most times longer that normalizers, and plain pre-tokenizers, may make a text
+TOKEN_TEXT = 4096  # most characters that decoders may make of a token; the longest tokens in use have some hundred
+ADDED_IDS = 1024  # most ids that a post-processor may add to a text
+WORD = 256  # most characters of a word in WordPiece, which takes cubic time; the library's default is 100
+AFFIX = 64  # most characters of the marks of continued and final pieces
+PARTS = 64  # most parts of a sequence
+PUMP = 48  # repetitions of a character in a text that reveals patterns of exponential time
+SECONDS_PER_BYTE = 5e-6  # limit for a text in the sandbox, ten times the time of the usual patterns
 REMEDY = "get the tokenizer from a source that you trust"
 
 # Patterns that take linear time. An alternative is a few characters or classes of them without repetition, or ends with
-# a repeated one: what follows the first repetition may be empty, so that nothing read is given up again. Alternatives
-# that are linear only together are written out: what one of them gives up, a later one takes whole.
+# a repeated one: everything after the first repetition may be empty, so that there is no backtracking. Alternatives
+# that are linear only together are written out: a later one takes the whole text that an earlier one gives up.
 _ATOM = r"(?:\\[pP]\{\^?\w+\}|\\[sSdDwWrnt.]|\[(?:[^\[\]\\&]|&(?!&)|\\[pP]\{\^?\w+\}|\\[^pPxQc0-9])+\]|[\w ,;!~<>=/-])"
 _TIMES = r"(?:\+\+?|\{\d{1,2}(?:,\d{0,2})?\})"
 _SMALL = rf"(?:{_ATOM}(?:\?\+?)?)?{_ATOM}{_TIMES}?(?:{_ATOM}[*?])?|'?[\w ]+|(?:{_ATOM}){{1,4}}|\(\?i:'\w+(?:\|'\w+)*\)"
@@ -60,7 +60,7 @@ SPLITS |= dict.fromkeys(("CharDelimiterSplit", "UnicodeScripts", "FixedLength"),
 
 
 def plain(normalizer: Any, pre_tokenizer: Any) -> bool:
-    """Whether these parts of a tokenizer.json are known to take linear time, and to lengthen no text beyond GROWTH."""
+    """Whether these parts of a tokenizer.json take linear time and make no text more than GROWTH times longer."""
     return _normalizer(normalizer) * _pre_tokenizer(pre_tokenizer) <= GROWTH
 
 
@@ -110,7 +110,7 @@ class Guard:
 
     Args:
         normalizer: part of a tokenizer.json.
-        pre_tokenizer: likewise.
+        pre_tokenizer: part of a tokenizer.json.
         where: the file, for errors.
     """
 
@@ -120,14 +120,14 @@ class Guard:
         self._tokens: list[list[Any]] = []
 
     def probe(self, contents: Iterable[str]) -> None:
-        """Try spellings of added tokens, which are normalized when they are added, and texts that many a bad pattern
-        takes long for. Raises CheckpointError."""
+        """Try the spellings of added tokens, which are normalized when they are added, and texts for which bad patterns
+        often take long. Raises CheckpointError."""
         self._tokens = [[content, False, False, False, True, False] for content in contents]
         chars = {*" aA0.\n", *"".join(_strings(self._parts))}
         self._ask([char * PUMP + "\x01" for char in sorted(chars)[:256]])
 
     def add(self, tokens: Iterable[AddedToken]) -> None:
-        """Take note of all added tokens, at which the library parts a text."""
+        """Set the added tokens, at which the library splits a text."""
         self._tokens = [[t.content, t.lstrip, t.rstrip, t.single_word, t.normalized, t.special] for t in tokens]
 
     def check(self, text: str) -> None:
@@ -159,7 +159,7 @@ def _strings(value: Any) -> Iterator[str]:
         yield from _strings(item)
 
 
-# --- the rest ---
+# --- decoders, post-processors, models ---
 
 
 def parse(data: bytes) -> dict[str, Any]:
@@ -179,10 +179,10 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def guard(spec: dict[str, Any], where: str = "") -> Guard | None:
-    """Check what a tokenizer.json says of its model and, before the library reads it, of normalizer and pre-tokenizer.
+    """Check the model of a tokenizer.json and, before the library reads it, its normalizer and pre-tokenizer.
 
     Returns:
-        what is to check every text; None if they are plain.
+        the guard that checks every text; None if normalizer and pre-tokenizer are plain.
 
     Raises:
         CheckpointError: a limit is broken.
@@ -203,7 +203,7 @@ def guard(spec: dict[str, Any], where: str = "") -> Guard | None:
 
 
 def check_output(library: Tokenizer, pieces: Iterable[str | None]) -> None:
-    """Check what the decoder may make of one of the pieces, and what the post-processor may add to a text.
+    """Check how long the decoder may make a piece, and how many ids the post-processor may add to a text.
 
     Raises:
         CheckpointError: a limit is broken.
@@ -257,7 +257,7 @@ def _state(part: Any) -> Any:
 
 @contextlib.contextmanager
 def library_errors(what: str, where: str = "") -> Iterator[None]:
-    """Turn what the tokenizers library raises, its panics included, into a CheckpointError that begins with `what`."""
+    """Turn exceptions of the tokenizers library, also its panics, into a CheckpointError that begins with `what`."""
     try:
         yield
     except (CoppiceError, MemoryError):

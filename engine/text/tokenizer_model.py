@@ -22,10 +22,10 @@ NORMALIZERS, CHARSMAP = (3, 5), 2  # fields of the model, for encoding and decod
 class SentencePieceEncoder:
     """A sentencepiece model with the tokens that its checkpoint adds, as transformers' LlamaTokenizer treats them.
 
-    Plain text has the ids that the library gives it, the space before the text included. Added tokens part the text;
-    what follows one is encoded without a space before it, unless tokenizer_config.json says `legacy`: then like a text
-    of its own. `add_prefix_space: false` spares the text's first space too. BOS is added (`add_bos_token`, true unless
-    said otherwise), EOS where `add_eos_token` says so.
+    Plain text gets the ids that the library gives it, including the space before the text. Added tokens split the text;
+    the text after one is encoded without a space before it, or, with `legacy` in tokenizer_config.json, like a separate
+    text. `add_prefix_space: false` also omits the space before the whole text. `add_bos_token` (true by default) and
+    `add_eos_token` (false by default) add BOS and EOS.
     """
 
     def __init__(self, model: bytes, folder: Path, config: dict[str, Any]):
@@ -85,7 +85,7 @@ class SentencePieceEncoder:
         return [*self._bos, *ids, *self._eos] if add_special else ids
 
     def _text(self, text: str, first: bool) -> list[int]:
-        # A model that collapses spaces would strip those that start the text, but for the one that it writes itself.
+        # A model that collapses spaces would strip leading spaces, except the one that it adds itself.
         spaced = self._collapses and text.startswith(" ")
         processor = self._first if first or spaced else self._later
         try:
@@ -94,7 +94,7 @@ class SentencePieceEncoder:
             raise CheckpointError(f"the tokenizer cannot encode this text: {error}"[:500], remedy=REMEDY) from None
         if self._control_ids.isdisjoint(ids):
             return ids
-        # The model itself has the special token as a piece, or as a symbol of its own: cut its spellings in two.
+        # The model has the special token as a piece, or as a symbol of its own: split its spellings in two.
         ends = [found.start() + 1 for found in self._special.finditer(text)]
         pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
         ids = processor.encode(pieces[0]) + [i for piece in pieces[1:] for i in self._bare.encode(piece)]
@@ -103,7 +103,7 @@ class SentencePieceEncoder:
         return ids
 
     def decode(self, pieces: Sequence[str]) -> str:
-        """The text of pieces, as the library decodes them; `<unk>` and added tokens are their own spelling."""
+        """The text of pieces, as the library decodes them; `<unk>` and added tokens become their spelling."""
         return run(self.stages, pieces)
 
 
@@ -123,12 +123,13 @@ def _adds(config: dict[str, Any], name: str, names: dict[str, str], vocab: dict[
 
 
 def _check_replacements(model: bytes) -> None:
-    """Refuse a model that may make a text more than GROWTH times as long.
+    """Check that a model makes a text at most GROWTH times as long.
 
-    Its replacements are a trie, its size before it, and what the trie leads to: texts that end with a zero byte.
+    Its replacements are stored as the size of a trie, the trie, and the texts that it refers to, which end with a zero
+    byte.
 
     Raises:
-        CheckpointError: that; or the model is no message of protocol buffers.
+        CheckpointError: a replacement is longer; or the model is no message of protocol buffers.
     """
     try:
         for number, spec in _messages(model):
@@ -169,7 +170,7 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
                 i += length
             case 5:
                 i += 4
-            case 3 | 4:  # the fields of a group are those of the message, for all that is to be found here
+            case 3 | 4:  # the fields of a group may be read as those of the message
                 pass
             case _:
                 raise IndexError

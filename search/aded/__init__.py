@@ -1,13 +1,13 @@
-"""ADED: drafts from n-grams, verified by the model: the tokens of plain decoding in fewer forward passes.
+"""ADED: the model verifies drafts from n-grams, which gives the tokens of plain decoding in fewer forward passes.
 
-"Adaptive Draft-Verification for Efficient Large Language Model Decoding", errata mended; comments cite the steps of
-docs/algorithms.md. Every node of a draft gets one draw, keyed by its position, and the longest drafted path of draws is
-taken, so that the output is what `greedy` or `sample` gives, token for token, whatever was drafted.
+"Adaptive Draft-Verification for Efficient Large Language Model Decoding", errata corrected; comments cite the steps of
+docs/algorithms.md. Every node of a draft gets one draw, keyed by its position, and the search accepts the longest
+drafted path of draws, so that the output equals that of `greedy` or `sample`, token for token, whatever was drafted.
 `drafters` makes drafts, `draft_size` decides how much of a draft is evaluated, `ngrams` keeps counts on disk.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from torch import Tensor
@@ -16,10 +16,11 @@ from engine.errors import KVMemoryError, UsageError
 from engine.sampling import Warp, draw
 from search.aded.draft_size import MAX_NODES, DraftSize
 from search.aded.drafters import MCTS, Backoff, Drafter
-from search.aded.drafting import Drafting
-from search.aded.ngrams import NGramStore, add_to_store, check_store, count, open_store
+from search.aded.drafting import Drafting, Planted
+from search.aded.ngrams import NGramStore, add_to_store, count, open_store, vocabulary
 from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, register
-from search.options import MAX_SEED, check_choices, check_integers, check_numbers
+from search.options import Sampling, check_choices, check_integers, check_numbers
+from search.sample import Sample
 
 
 @register("aded")
@@ -31,19 +32,19 @@ class ADED(Search):
         temperature, top_k, top_p, seed: given any of them, the tokens are those of `sample` with these; else greedy's.
         drafter: "backoff": the likeliest paths of a back-off n-gram; "mcts": the paper's search of a tri-gram matrix;
             or a function that makes a `Drafter` for a request.
-        nodes: of a draft, at most; auto: as many as bring the most tokens per second.
+        nodes: most nodes of a draft; auto: the number that brings the most tokens per second.
         adapt: whether the drafter learns from the request's own text.
         store: file of counted n-grams to start from (python -m tools.ngrams).
-        save: file of n-grams that every answer is added to.
+        save: file of n-grams to which every answer is added.
         iterations: mcts: simulations per draft; s in the paper, as the letters that follow.
         candidates: mcts: most visited nodes that become drafts; n.
         depth: mcts: tokens that a simulation looks ahead; l.
         successors: mcts: likeliest successors of a pair of tokens that are kept; t.
         c1: mcts: weight of exploration.
         c2: mcts: visits at which exploration starts to grow.
-        window: mcts: last tokens whose tri-grams are strengthened at every step; this and the next two are the code's.
-        increment: mcts: by how much.
-        cap: mcts: up to what.
+        window: mcts: last tokens whose tri-grams gain weight at every step; this and the next two are the code's.
+        increment: mcts: the weight that they gain.
+        cap: mcts: the largest weight.
     """
 
     temperature: float | None = None
@@ -66,7 +67,7 @@ class ADED(Search):
     cap: float = 3.0
 
     def __post_init__(self):
-        self._warp()
+        self._sampling()
         if not callable(self.drafter):
             check_choices(self, drafter=("backoff", "mcts"))
         if self.nodes != "auto":
@@ -75,8 +76,6 @@ class ADED(Search):
         for name in ("store", "save"):
             if not isinstance(getattr(self, name), str | Path | None):
                 raise UsageError(f"{name}: expected a file, got {getattr(self, name)!r}")
-        if self.seed is not None:
-            check_integers(self, seed=(0, MAX_SEED))
         check_integers(self, **dict.fromkeys(("iterations", "candidates", "depth", "successors"), (1, 1 << 16)))
         check_integers(self, window=(0, 1 << 16))
         check_numbers(self, c1=(0, 1e6), c2=(1e-6, 1e6), increment=(0, 1e6), cap=(0, 1e6))
@@ -85,9 +84,10 @@ class ADED(Search):
         self._open_store()
 
     def run(self, task: Task) -> SearchGenerator:
-        tree, warp, tokens, logprob, reason = task.tree, self._warp(), [], 0.0, None
-        if self.save is not None:
-            check_store(self.save, task.vocab_size, self._fingerprint(task))  # before the work is done
+        tree, sampling, tokens, logprob, reason = task.tree, self._sampling(), [], 0.0, None
+        warp = sampling.warp() if sampling is not None else None
+        if self.save is not None and Path(self.save).exists():
+            open_store(self.save).check(*vocabulary(task))  # before the work is done
         drafts, prompt = Drafting(task, self._drafter(task), self._size(task)), list(tree.trunk.tokens)
         while reason is None:
             planted = drafts.plant(len(tokens))  # A2, A3, A4
@@ -97,7 +97,7 @@ class ADED(Search):
                 if len(planted.row) == 1:
                     raise
                 tree.keep([tree.root])
-                planted = planted.without_nodes(tree.root)
+                planted = Planted(planted.draft, {tree.root: 0})
                 logp_NV, numbers = yield Evaluate(tree, [tree.root])
             with drafts.verifying:
                 node, fresh, likely = tree.root, [], planted.likely(numbers)
@@ -119,18 +119,17 @@ class ADED(Search):
                 drafts.learn(planted, fresh, likely)
             yield Report(fresh, lambda: tokens, drafts.settle(planted, fresh))
         if self.save is not None:
-            add_to_store(self.save, count(prompt[-2:] + tokens), task.vocab_size, self._fingerprint(task))
+            add_to_store(self.save, count(prompt[-2:] + tokens), *vocabulary(task))
         return SearchResult([Output(tokens, logprob, logprob, reason)], drafts.stats())
 
-    def _warp(self) -> Warp | None:
-        """None: the best token."""
-        if (self.temperature, self.top_k, self.top_p, self.seed) == (None,) * 4:
-            return None
-        given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-        return Warp(**{name: value for name, value in given.items() if value is not None})
+    def _sampling(self) -> Sample | None:
+        """The `sample` search that gives the same tokens; None stands for greedy. Raises UsageError."""
+        given = {field.name: getattr(self, field.name) for field in fields(Sampling)}
+        given = {name: value for name, value in given.items() if value is not None}
+        return Sample(**given) if given else None
 
     def _pick(self, logp_V: Tensor, warp: Warp | None, position: int) -> int:
-        """The token after a node: plain decoding's at this position."""
+        """The token that plain decoding takes after a node; None stands for greedy."""
         if warp is None:
             return int(logp_V.argmax())
         return draw(warp(logp_V.unsqueeze(0)), self.seed or 0, [0], [position])[0]
@@ -140,21 +139,16 @@ class ADED(Search):
             return self.drafter()
         store = self._open_store()
         if store is not None:
-            store.check(task.vocab_size, self._fingerprint(task))
+            store.check(*vocabulary(task))
         if self.drafter == "backoff":
             return Backoff(store, self.adapt)
-        names = ("iterations", "candidates", "depth", "successors", "c1", "c2", "window", "increment", "cap")
-        return MCTS(store, self.adapt, **{name: getattr(self, name) for name in names})
+        return MCTS(**{field.name: getattr(self, field.name) for field in fields(MCTS)} | {"store": store})
 
     def _open_store(self) -> NGramStore | None:
         learnt = self.save is not None and self.store is not None and Path(self.store) == Path(self.save)
         if self.store is None or (learnt and not Path(self.store).exists()):  # nothing was learnt yet
             return None
         return open_store(self.store)
-
-    @staticmethod
-    def _fingerprint(task: Task) -> str:
-        return task.tokenizer.fingerprint if task.tokenizer is not None else ""
 
     def _size(self, task: Task) -> DraftSize:
         return DraftSize(task.seconds) if self.nodes == "auto" else DraftSize(None, int(self.nodes))

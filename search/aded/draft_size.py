@@ -1,4 +1,4 @@
-"""How much of a draft to evaluate: as many nodes as bring the most tokens per second."""
+"""How many nodes of a draft to evaluate: the number that brings the most tokens per second."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,25 +10,26 @@ MAX_NODES = 64  # of a draft
 
 
 class DraftSize:
-    """Chooses how many nodes of each draft to evaluate, from what drafts have been worth and what evaluating costs.
+    """Chooses how many nodes of each draft to evaluate, from the outcomes of earlier drafts and the cost of passes.
 
-    n nodes bring 1 + (the chances of all of them) tokens, and take seconds(1 + n) and the host's work, which is
-    measured for the steps with drafts, by their nodes, and for those without. Drafters are too sure of themselves, so
-    their chances are corrected by how often guesses of that kind came true. Drafts may lose a small part of the time,
-    a little more at first, and some of what they saved; where that is used up, the next one waits.
+    n nodes bring 1 + (the sum of their probabilities) tokens, and take seconds(1 + n) plus the host's time, which is
+    measured by the number of nodes for steps with drafts, and apart for steps without. Drafters overestimate their
+    probabilities, so these are corrected by the outcomes of earlier guesses of about the same probability. A credit
+    limits the time that drafts may lose: a small share of all time, more at first, and a part of the time that they
+    saved. While the credit is used up, nothing is drafted.
 
     Args:
-        seconds: of a pass by its tokens, see `Task.seconds`; None evaluates everything that is drafted.
-        most: nodes.
+        seconds: time of a pass by its number of tokens, see `Task.seconds`; None evaluates every drafted node.
+        most: most nodes of a draft.
     """
 
-    SIZES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # with the text's last token, sizes that passes come in anyway
-    KINDS = 8  # of guesses, by their chance
-    PRIOR = 2.0  # guesses that a kind starts with, as true as they claim to be
-    MEMORY = 0.98  # what an outcome still weighs after the next one
-    RATE = 0.1  # how far a step moves what is expected of the next
-    LOSS = 0.01  # of the time, that drafts may lose
-    FIRST, MOST_SAVED, MOST_LOST = 1.0, 32.0, 1.27  # steps' time: to lose at first, and to be remembered
+    SIZES = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # with the text's last token, sizes that `PassTime` measures
+    KINDS = 8  # classes of guesses, by their probability
+    PRIOR = 2.0  # guesses that a class starts with, as true as their probability
+    MEMORY = 0.98  # weight of an outcome after the next one
+    RATE = 0.1  # weight of a step in the moving average
+    LOSS = 0.01  # share of the time that drafts may lose
+    FIRST, MOST_SAVED, MOST_LOST = 1.0, 32.0, 1.27  # the credit: at first, at most, and (negative) at least; in steps
 
     def __init__(self, seconds: Callable[[int], float] | None, most: int = MAX_NODES):
         self.seconds, self.most = seconds, most
@@ -36,8 +37,8 @@ class DraftSize:
         self.true = [self.PRIOR * (kind + 0.5) / self.KINDS for kind in range(self.KINDS)]
         self.tried = [self.PRIOR] * self.KINDS
         self.host = PassTime()  # the search's own seconds in a step with a draft
-        self.alone = 0.0  # and in one without
-        self.credit = self.FIRST  # steps' time that drafts may lose
+        self.alone = 0.0  # and in a step without
+        self.credit = self.FIRST  # time that drafts may lose, in steps
 
     def wanted(self) -> int:
         """How many nodes to draft now."""
@@ -49,7 +50,7 @@ class DraftSize:
             return len(draft.tokens)
         chances: list[float] = []
         came = [true / tried for true, tried in zip(self.true, self.tried, strict=True)]
-        worth = [c / ((kind + 0.5) / self.KINDS) for kind, c in enumerate(came)]  # of what guesses of a kind claim
+        worth = [c / ((kind + 0.5) / self.KINDS) for kind, c in enumerate(came)]  # relative to the drafter's estimate
         for parent, score in zip(draft.parents, draft.scores, strict=True):
             given, chance = (chances[parent], score / draft.scores[parent]) if parent >= 0 else (1.0, score)
             chances.append(given * min(1.0, chance * worth[self._kind(chance)]))
@@ -63,7 +64,7 @@ class DraftSize:
         return best
 
     def learn(self, draft: Draft, tokens: Sequence[int]) -> None:
-        """What came instead of a draft, or as it said; guesses count also if they were not evaluated."""
+        """Compare a draft with the tokens that came; guesses that were not evaluated count as well."""
         if self.seconds is None:
             return
         depth = {-1: 0}  # of what came true
@@ -77,8 +78,7 @@ class DraftSize:
                     depth[node] = level + 1
 
     def settle(self, host: float, nodes: int, tokens: int) -> None:
-        """A step with a draft has evaluated so many nodes of it, brought so many tokens, and took the host so many
-        seconds."""
+        """Account for a step with a draft: seconds of the host, nodes evaluated, tokens gained."""
         saved = 0.0
         self.host.note(1 + nodes, host)
         if self.seconds is not None and (plain := self.seconds(1)):
@@ -86,7 +86,7 @@ class DraftSize:
         self.credit = max(-self.MOST_LOST, min(self.MOST_SAVED, self.credit + saved + self.LOSS * tokens))
 
     def plain(self, host: float) -> None:
-        """A step without a draft took the host so many seconds."""
+        """Account for a step without a draft, by its seconds of the host."""
         self.alone += self.RATE * (min(host, 2 * self.alone or host) - self.alone)
         self.credit += self.LOSS
 

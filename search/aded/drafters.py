@@ -1,14 +1,14 @@
-"""Drafters: how a text goes on, guessed from n-grams, as a tree of tokens with chances.
+"""Drafters guess the continuation of a text from n-grams: a tree of tokens with probabilities.
 
-`MCTS` is the paper's (ADED: tri-gram matrix, PUCT search); `Backoff` expands the likeliest path first. Both start from
-a store of counts, which they never change, and learn from one request: what they know beyond the store is theirs alone,
-so no request depends on those before it.
+`MCTS` is the drafter of the ADED paper (tri-gram matrix, PUCT search); `Backoff` expands the likeliest path first. Both
+start from a store of counts, which they never change. Each drafter learns from one request and keeps that to itself, so
+no request depends on those before it.
 """
 
 import functools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Protocol
@@ -16,17 +16,17 @@ from typing import Protocol
 from search.aded.ngrams import BITS, NONE, NGramStore
 
 MAX_PAPER_NODES = 64  # of a draft of `MCTS`
-KEPT = 16  # successors that a context of this request keeps when it has seen twice as many
+KEPT = 16  # successors that remain of a context that has more than twice as many
 
 
 @dataclass
 class Draft:
-    """A tree of tokens below a context, likeliest first: any number of nodes from the front is a tree too.
+    """A tree of tokens below a context, likeliest first: the first n nodes are a tree for every n.
 
     Args:
-        tokens: of the nodes.
-        parents: their places in the draft, always before them; -1: the context itself.
-        scores: estimated chance that the model will go this way, at most the parent's.
+        tokens: the token of each node.
+        parents: the index of each node's parent, lower than the node's own; -1 is the context.
+        scores: estimated probability that the model takes the path to each node, at most the parent's.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -35,36 +35,36 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Guesses how a text goes on. Its guesses depend on nothing but the calls of its methods, in their order.
+    """Guesses the continuation of a text. The guesses depend only on the calls of its methods and on their order.
 
-    `distribution` makes a drafter a draft model of known probabilities, for searches that need those (DSBD's q):
-    nothing but the context decides it between two calls of `learn` or `observe`.
+    `distribution` makes a drafter a draft model of known probabilities, for searches that need them (DSBD's q):
+    between two calls of `learn` or `observe` it depends on the context alone.
 
     Attributes:
-        curiosity: the least probability of a token that `observe` receives; 1: it need not be called.
+        curiosity: the least probability of a token that `observe` receives; with 1, `observe` need not be called.
     """
 
     curiosity: float
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """The text goes on with these: the prompt, then what was generated."""
+        """Append tokens to the text: the prompt, then the generated tokens."""
         ...
 
     def draft(self, nodes: int, depth: int) -> Draft:
-        """Guess up to `nodes` nodes, at most `depth` (>= 1) tokens ahead."""
+        """Draft up to `nodes` nodes, at most `depth` (>= 1) tokens ahead."""
         ...
 
     def observe(self, nodes: Sequence[int], likely: Sequence[Mapping[int, float]]) -> None:
-        """Observe what the model thinks likely after nodes of the last draft; called before `learn`.
+        """Observe the model's likely tokens after nodes of the last draft; called before `learn`.
 
         Args:
-            nodes: the likeliest evaluated ones, also those that the text does not pass through; -1: after the text.
-            likely: for each node tokens and their log-probabilities.
+            nodes: the likeliest evaluated nodes, also those that the text does not pass through; -1 is the text's end.
+            likely: for each node, tokens -> their log-probabilities.
         """
         ...
 
     def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
-        """Probabilities of the token after the text and the tokens `ahead`, adding up to 1; empty: nothing is known."""
+        """Probabilities of the token after the text and the tokens `ahead`, adding up to 1; {} if none are known."""
         ...
 
 
@@ -72,18 +72,19 @@ class Backoff:
     """Best-first expansion of a back-off n-gram model: 4-grams of this text, then tri-grams and bi-grams, of each the
     text's before the store's.
 
-    The chance of a token is mixed from all of them: each passes on what it does not claim to know to the next. Every
-    n-gram of the text counts once; what the model thought probable, once per evaluated node, as far as that.
+    The probability of a token is a mixture of all orders: each order passes the probability that it reserves for
+    unseen successors on to the next. Every n-gram of the text counts as one occurrence; a token that the model gave the
+    probability p after an evaluated node counts as p occurrences.
 
     Args:
         store: counts to start from.
-        adapt: learn from this text; without, the store says everything.
+        adapt: whether the drafter learns from this text; otherwise it uses the store alone.
     """
 
     ORDERS = tuple((1 << BITS * n) - 1 for n in (3, 2, 1))  # masks of a context's last n tokens
     DOUBT = 0.5  # occurrences that an order leaves to the shorter ones, for itself and for each successor it knows
-    FLOOR = 1 / 256  # what is less likely is no draft
-    LEAST = 0.1  # chance at which what the model thinks is learnt
+    FLOOR = 1 / 256  # the least probability of a node
+    LEAST = 0.1  # the least probability, by the model, of a token that is learnt
 
     def __init__(self, store: NGramStore | None = None, adapt: bool = True):
         self.store, self.adapt = store, adapt
@@ -137,7 +138,7 @@ class Backoff:
             self.contexts.append(context)
 
     def _mix(self, context: int) -> dict[int, float]:
-        """Chances of the tokens after a context."""
+        """Probabilities of the tokens after a context."""
         chances: dict[int, float] = {}
         left, last = 1.0, 0
         for mask in self.ORDERS:
@@ -146,7 +147,7 @@ class Backoff:
             last = part
             if counts := self.seen.get(part):
                 doubt, total = self.DOUBT + self.DOUBT * len(counts), 0.0
-                for n in counts.values():  # one after the other; Python's sum does better from 3.12 on
+                for n in counts.values():  # rounded after each, as Python's `sum` did before 3.12
                     total += n
                 share = left / (total + doubt)
                 for token, n in counts.items():
@@ -163,18 +164,18 @@ class Backoff:
         context = self.context
         for token in ahead:
             context = (context << BITS | token + 1) & self.ORDERS[0]
-        return normalized(self._mix(context))
+        return normalized(self._mix(context).items())
 
 
-def normalized(chances: Mapping[int, float]) -> dict[int, float]:
-    """Chances that add up to 1."""
-    total = math.fsum(chances.values())
-    return {token: chance / total for token, chance in chances.items()}
+def normalized(chances: Collection[tuple[int, float]]) -> dict[int, float]:
+    """Tokens -> probabilities that add up to 1, from (token, weight)."""
+    total = math.fsum(chance for _, chance in chances)
+    return {token: chance / total for token, chance in chances}
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def counted(context: int, store: NGramStore) -> tuple[dict[int, float], float]:
-    """What a store says of the token after one or two others, likeliest first, and what it leaves to others to say."""
+    """A store's probabilities of the token after one or two others, likeliest first, and the probability left over."""
     before, last = context >> BITS, context & Backoff.ORDERS[2]
     after = store.after_pair(before - 1, last - 1) if before else store.after(last - 1)
     share = 1 / (after.total + Backoff.DOUBT * (1 + len(after.tokens)))
@@ -182,38 +183,33 @@ def counted(context: int, store: NGramStore) -> tuple[dict[int, float], float]:
     return {token: share * n for token, n in found}, 1 - share * after.total
 
 
+@dataclass(eq=False)
 class MCTS:
     """The paper's draft maker: a Monte Carlo tree search over a tri-gram matrix.
 
     Args:
         store: counts that the matrix starts from, as probabilities (eq. 1).
-        adapt: whether the last tokens' tri-grams are strengthened at every step.
+        adapt: whether the last tokens' tri-grams gain weight at every step.
         iterations, candidates, depth, successors, c1, c2, window, increment, cap: see `search.aded.ADED`.
     """
 
     curiosity = 1.0
 
-    def __init__(
-        self,
-        store: NGramStore | None = None,
-        adapt: bool = True,
-        *,
-        iterations: int = 150,
-        candidates: int = 24,
-        depth: int = 4,
-        successors: int = 12,
-        c1: float = 32.0,
-        c2: float = 8.0,
-        window: int = 16,
-        increment: float = 0.04,
-        cap: float = 3.0,
-    ):
-        self.store, self.adapt = store, adapt
-        self.iterations, self.candidates, self.depth, self.successors = iterations, candidates, depth, successors
-        self.c1, self.c2 = c1, c2
-        self.window, self.increment, self.cap = window, increment, cap
+    store: NGramStore | None = None
+    adapt: bool = True
+    iterations: int = 150
+    candidates: int = 24
+    depth: int = 4
+    successors: int = 12
+    c1: float = 32.0
+    c2: float = 8.0
+    window: int = 16
+    increment: float = 0.04
+    cap: float = 3.0
+
+    def __post_init__(self):
         self.text: list[int] = []
-        self.matrix: dict[tuple[int, int], dict[int, float]] = {}  # what differs from the store's
+        self.matrix: dict[tuple[int, int], dict[int, float]] = {}  # the rows that differ from the store's
 
     def learn(self, tokens: Sequence[int]) -> None:
         self.text += tokens
@@ -229,7 +225,7 @@ class MCTS:
         pass
 
     def _row(self, a: int, b: int) -> list[tuple[int, float]]:
-        """P(c | a, b): the likeliest first, ties to the lower token."""
+        """(c, P(c | a, b)): the likeliest first, of equals the lower token."""
         if (row := self.matrix.get((a, b))) is not None:
             return sorted(row.items(), key=lambda entry: (-entry[1], entry[0]))
         after = self.store.after_pair(a, b) if self.store is not None else NONE
@@ -240,7 +236,7 @@ class MCTS:
             return Draft()
         rng = random.Random(len(self.text))  # of the roll-outs: the same for the same text
         limit = min(self.depth, depth)
-        # The search tree; node 0 is the text.
+        # The search tree: a list for each property of its nodes; node 0 is the text.
         pair, prior, parent = [(self.text[-2], self.text[-1])], [0.0], [-1]
         children: list[range | None] = [None]
         visits, value = [0], [0.0]
@@ -269,7 +265,7 @@ class MCTS:
         return self._best(pair, parent, children, visits, min(nodes, MAX_PAPER_NODES), depth)
 
     def _select(self, node: int, children: list, prior: list[float], visits: list[int], value: list[float]) -> int:
-        """The child of the highest PUCT score (eq. 2), one not visited yet before all others."""
+        """The child of the highest PUCT score (eq. 2); a child without visits comes before all others."""
         total = visits[node]
         weight = (self.c1 + math.log((total + self.c2 + 1) / self.c2)) * math.sqrt(total)  # eq. 3
         best, highest = -1, -math.inf
@@ -319,6 +315,4 @@ class MCTS:
 
     def distribution(self, ahead: Sequence[int] = ()) -> dict[int, float]:
         last = [*self.text[-2:], *ahead][-2:]
-        row = self._row(*last) if len(last) == 2 else []
-        total = math.fsum(p for _, p in row)
-        return {token: p / total for token, p in row}
+        return normalized(self._row(*last) if len(last) == 2 else [])

@@ -1,4 +1,4 @@
-"""The drafts of one request: making them, planting them in the tree, learning from what became of them."""
+"""The drafts of one request: they are made, grown in the tree, and compared with the tokens that came."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from search.aded.drafters import Draft, Drafter
 from search.base import Task, likely, likely_tokens
 
 MS = 1000
-OBSERVED = 12  # likeliest nodes of a draft after which the drafter learns what the model thinks
+OBSERVED = 12  # likeliest nodes of a draft whose log-probabilities the drafter observes
 
 
 class Stopwatch:
@@ -37,10 +37,10 @@ class Planted(NamedTuple):
     """A draft in the tree.
 
     Attributes:
-        draft: what was drafted; None if no draft was wanted.
+        draft: the draft; None if none was wanted.
         row: node -> its row in the answer, the root first.
-        origins: for each row the index of its token in `draft`; -1: the root.
-        read: reduces the answer to what the drafter observes; None: it observes nothing.
+        origins: for each row the index of its token in `draft`; -1 is the root.
+        read: reduces the answer to the numbers that the drafter observes; None if it observes nothing.
     """
 
     draft: Draft | None
@@ -48,12 +48,8 @@ class Planted(NamedTuple):
     origins: Sequence[int] = (-1,)
     read: Read | None = None
 
-    def without_nodes(self, root: int) -> "Planted":
-        """The root alone is evaluated."""
-        return Planted(self.draft, {root: 0})
-
     def likely(self, numbers: Tensor | None) -> list[dict[int, float]]:
-        """Of each of the first rows the tokens that the model thinks likely, as `read` found them."""
+        """The model's likely tokens in each of the first rows, from the numbers that `read` returned."""
         if self.read is None or numbers is None:
             return []
         return likely_tokens(numbers, min(len(self.row), 1 + OBSERVED))
@@ -64,11 +60,11 @@ class Drafting:
 
     Args:
         task: the request's.
-        drafter: guesses how the text goes on.
-        size: decides how much of a guess is evaluated.
+        drafter: guesses the continuation.
+        size: decides how many nodes of a draft are evaluated.
 
     Attributes:
-        verifying: times what the search does with an answer.
+        verifying: measures the time that the search takes for an answer.
     """
 
     def __init__(self, task: Task, drafter: Drafter, size: DraftSize):
@@ -92,7 +88,7 @@ class Drafting:
         return Planted(draft, row, origins, self._read if len(row) > 1 and self.drafter.curiosity < 1 else None)
 
     def learn(self, planted: Planted, fresh: Sequence[int], likely: Sequence[dict[int, float]]) -> None:
-        """Learn from a step that brought the tokens `fresh`, and from what the model thinks likely."""
+        """Learn from a step: from its new tokens `fresh`, and from the model's likely tokens."""
         self._unlearnt += fresh
         if likely:
             self.drafter.observe(planted.origins[: len(likely)], likely)
@@ -100,7 +96,7 @@ class Drafting:
             self.size.learn(planted.draft, fresh)
 
     def settle(self, planted: Planted, fresh: Sequence[int]) -> dict[str, Any]:
-        """Account for a step that is verified; returns its figures."""
+        """Account for a verified step; returns its figures."""
         nodes, accepted = len(planted.row) - 1, len(fresh) - 1
         self._accepted.append(accepted)
         self._nodes += nodes
@@ -124,14 +120,14 @@ class Drafting:
         }
 
     def _read(self, logp_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
-        """What the model thinks likely after the likeliest nodes."""
+        """The model's likely tokens after the likeliest nodes."""
         with self.reading:
             first = slice(1 + OBSERVED)
             return likely(logp_NV[first], self.drafter.curiosity, peaks_NB[first] if peaks_NB is not None else None)
 
     def _reach(self, done: int) -> int:
-        """How many tokens ahead a node is worth evaluating: the limit's last token needs no successor, and a draft
-        across the model's switch length would have the whole text evaluated twice."""
+        """How many tokens ahead a draft may go: the last token of the limit is not evaluated, and a draft across the
+        model's switch length would have the whole text evaluated twice."""
         tree, reach = self.task.tree, self.task.max_new_tokens - done - 1
         at = tree.position(tree.root)
         if tree.switch_length is not None and at < tree.switch_length:
@@ -139,7 +135,7 @@ class Drafting:
         return reach
 
     def _grow(self, draft: Draft, n: int, reach: int) -> tuple[dict[int, int], list[int]]:
-        """The first n nodes of a draft, in the tree, without those that nothing could follow; see `Planted`."""
+        """Grow the first n nodes of a draft that may have successors; returns `row` and `origins` of `Planted`."""
         tree, ends = self.task.tree, self.task.eos_token_ids
         nodes, row, origins = {-1: tree.root}, {tree.root: 0}, [-1]
         last = tree.position(tree.root) + reach

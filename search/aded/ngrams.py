@@ -1,11 +1,10 @@
-"""Stores of counted tri-grams: 12 bytes for each, sorted, read where they lie in the file.
+"""Stores of counted tri-grams: files of 12 bytes per entry, sorted, read through a memory map.
 
 The file, in the machine's byte order: a header (`HEADER`), then the keys of all entries, ascending, 64 bits each, then
-their counts, 32 bits each. The key of tri-gram (a, b, c) is the number abc in base 2^21. Under c = REST stands what
-successors of (a, b) were left out, all together, so that the counts after a bi-gram add up to its own (eq. 1 of ADED).
+their counts, 32 bits each. The key of tri-gram (a, b, c) is the number abc in base 2^21. The entry with c = REST counts
+all successors of (a, b) that were left out, so that the counts after a bi-gram add up to its own (eq. 1 of ADED).
 """
 
-import ctypes
 import functools
 import itertools
 import mmap
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UsageError
+from engine.requests import Task
 from models.files import locked, open_regular, replacing
 
 BITS = 21
@@ -29,16 +29,17 @@ REST = (1 << BITS) - 1
 MAGIC, VERSION = b"COPPICE3", 1
 HEADER = struct.Struct("=8sHHIQ32sII")  # magic, order, version, vocabulary, entries, tokenizer, checksums
 ORDER = 0x0102
-SUCCESSORS = 12  # the paper's t: kept per bi-gram
-WAIT = 60.0  # seconds for which another run's writing of a store is waited for
-MAX_LOOPED = 512  # entries; more are added up sooner by tensors than one by one
+SUCCESSORS = 12  # the paper's t: successors kept per bi-gram
+WAIT = 60.0  # seconds to wait for another run that writes a store
+COPIED = 1 << 20  # bytes that are written at a time
+MAX_LOOPED = 512  # entries that a loop adds up; for more, tensors are faster
 REMEDY = "count one for this model: python -m tools.ngrams --model DIR --input FILES --output FILE"
 
 Run = tuple[Tensor, Tensor]  # keys, ascending and distinct: int64; and their counts: int64, or int32 of a store
 
 
 class Successors(NamedTuple):
-    """Tokens that followed a context, most frequent first, and how often; `total` includes those left out."""
+    """Tokens that followed a context, most frequent first, and their counts; `total` includes tokens left out."""
 
     tokens: list[int]
     counts: list[int]
@@ -82,18 +83,18 @@ class NGramStore:
         self.keys, self.counts = view[HEADER.size : split].cast("q"), view[split:].cast("I")
 
     def __len__(self) -> int:
-        """Entries: tri-grams, and one for the left-out successors of a bi-gram that has such."""
+        """The number of entries: tri-grams, and one entry per bi-gram for its successors that were left out."""
         return len(self.keys)
 
     def check(self, vocab_size: int, fingerprint: str) -> None:
-        """Refuse a model whose tokens mean something else. Raises UsageError."""
+        """Check that the store was counted with the model's tokenizer, see `vocabulary`. Raises UsageError."""
         if self.fingerprint != fingerprint or self.vocab_size > vocab_size:
             what = "the n-gram store was counted with another model's tokenizer"
             raise UsageError(what, where=str(self.path), remedy=REMEDY)
 
     @functools.lru_cache(maxsize=1 << 16)  # noqa: B019  (a process has few stores, each for good)
     def after_pair(self, a: int, b: int) -> Successors:
-        """What follows the tokens a, b."""
+        """The successors of the tokens a, b."""
         key = (a << BITS | b) << BITS
         start = bisect_left(self.keys, key)
         end = bisect_left(self.keys, key + REST + 1, start)
@@ -106,7 +107,7 @@ class NGramStore:
 
     @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
     def after(self, b: int) -> Successors:
-        """What follows the token b: the 12 most frequent, by the tri-grams that begin with the pair."""
+        """The 12 most frequent successors of the token b, by the tri-grams that begin with b and the successor."""
         start, end = bisect_left(self.keys, b << 2 * BITS), bisect_left(self.keys, (b + 1) << 2 * BITS)
         if end - start <= MAX_LOOPED:
             found: dict[int, int] = {}
@@ -122,7 +123,7 @@ class NGramStore:
         return Successors(tokens[order].tolist(), sums[order].tolist(), int(sums.sum()))
 
     def run(self, start: int = 0, end: int | None = None) -> Run:
-        """Entries as tensors, where they lie."""
+        """Entries as tensors that share the store's memory."""
         end = len(self) if end is None else end
         if start == end:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
@@ -133,7 +134,7 @@ class NGramStore:
 
 
 def open_store(path: str | Path) -> NGramStore:
-    """The store in a file, checked once for as long as the file stays the same. Raises UsageError."""
+    """The store in a file, read and checked again only when the file has changed. Raises UsageError."""
     try:
         stat = os.stat(path)
     except (OSError, ValueError) as error:
@@ -141,15 +142,14 @@ def open_store(path: str | Path) -> NGramStore:
     return _open(os.path.realpath(path), stat.st_mtime_ns, stat.st_size, stat.st_ino)
 
 
-def check_store(path: str | Path, vocab_size: int, fingerprint: str) -> None:
-    """Refuse a store of another tokenizer, if there is a store. Raises UsageError."""
-    if Path(path).exists():
-        open_store(path).check(vocab_size, fingerprint)
-
-
 @functools.lru_cache(maxsize=4)
 def _open(path: str, *_: int) -> NGramStore:
     return NGramStore(path)
+
+
+def vocabulary(task: Task) -> tuple[int, str]:
+    """Size and fingerprint of a task's vocabulary, as `NGramStore.check` and `add_to_store` take them."""
+    return task.vocab_size, task.tokenizer.fingerprint if task.tokenizer is not None else ""
 
 
 # --- counting ---
@@ -163,7 +163,7 @@ def count(tokens: Sequence[int] | Tensor) -> Run:
 
 
 def merge(runs: Sequence[Run], successors: int = SUCCESSORS, *, block: int = 1 << 21) -> Iterator[Run]:
-    """Add counts up, a range of keys at a time; the memory it takes does not grow with the runs.
+    """Add counts up, a range of keys at a time; the memory needed does not grow with the runs.
 
     Args:
         runs: counted apart, or of stores.
@@ -188,7 +188,7 @@ def merge(runs: Sequence[Run], successors: int = SUCCESSORS, *, block: int = 1 <
 
 
 def _cut(keys: Tensor, counts: Tensor, successors: int) -> Run:
-    """Leave the most frequent successors of each bi-gram (ties: the lower token), and the rest as one entry."""
+    """Keep the most frequent successors of each bi-gram (of equals the lower token), and add the others into one."""
     rest = keys & REST == REST
     order = torch.argsort(torch.where(rest, -1, counts), descending=True, stable=True)
     order = order[torch.argsort(keys[order] >> BITS, stable=True)]
@@ -204,7 +204,7 @@ def _cut(keys: Tensor, counts: Tensor, successors: int) -> Run:
 
 
 def write_store(path: str | Path, runs: Iterable[Run], vocab_size: int, fingerprint: str) -> int:
-    """Write a store in one go: it is there whole or not at all.
+    """Write a store; a write that fails leaves no file, or the old one.
 
     Args:
         path: of the file.
@@ -230,7 +230,7 @@ def write_store(path: str | Path, runs: Iterable[Run], vocab_size: int, fingerpr
                 checksum = _append(file, keys, checksum)
                 _append(tail, counts.clamp(max=2**31 - 1).int(), 0)
             tail.seek(0)
-            while piece := tail.read(1 << 20):
+            while piece := tail.read(COPIED):
                 file.write(piece)
                 checksum = zlib.crc32(piece, checksum)
             tokenizer = bytes.fromhex(fingerprint) or bytes(32)
@@ -243,17 +243,21 @@ def write_store(path: str | Path, runs: Iterable[Run], vocab_size: int, fingerpr
 
 
 def _append(file: IO[bytes], values: Tensor, checksum: int) -> int:
-    values = values.contiguous()
-    piece = ctypes.string_at(values.data_ptr(), values.nbytes) if len(values) else b""
-    file.write(piece)
-    return zlib.crc32(piece, checksum)
+    buffer = bytearray(min(COPIED, values.nbytes) or 8)  # which torch and files share
+    view = torch.frombuffer(buffer, dtype=values.dtype)
+    for part in values.split(len(view)):
+        view[: len(part)] = part
+        piece = memoryview(buffer)[: part.nbytes]
+        file.write(piece)
+        checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
 def add_to_store(path: str | Path, run: Run, vocab_size: int, fingerprint: str) -> None:
-    """Add counts to a store; a file that is not there yet starts with them.
+    """Add counts to a store; without a file, make one of them.
 
     Raises:
-        UsageError: what is there is no store of this tokenizer, or it cannot be written.
+        UsageError: the file is no store of this tokenizer, or cannot be written.
     """
     try:
         with locked(Path(path).resolve().parent, WAIT):

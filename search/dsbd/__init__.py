@@ -1,15 +1,15 @@
 """DSBD: beams drawn as beam sampling draws them, several steps for one pass of the target model.
 
-"Dynamic-Width Speculative Beam Decoding for LLM Inference" (section 3, algorithm 1), errata mended; comments cite the
-steps of docs/algorithms.md. A draft is accepted with probability p'/q (printed upside down); q is renormalised over the
-drafts whose parents are still there, and, when drafts are drawn without replacement, over what had not been drawn;
-neither the width nor the number of layers that are drafted depends on which tokens were drawn.
+"Dynamic-Width Speculative Beam Decoding for LLM Inference" (section 3, algorithm 1), errata corrected; comments cite
+the steps of docs/algorithms.md. A draft is accepted with probability p'/q (the paper prints the inverse). q is
+renormalised over the drafts whose parents were accepted and, when drafts are drawn without replacement, over the tokens
+not drawn yet. Neither the width nor the number of drafted layers depends on which tokens were drawn.
 
-A round: the draft model beam-samples a forest below the beams, of gamma layers, or as many as are sure to fit into the
-KV cache; one pass of the target tells the true probabilities of all of it; layer by layer, drafts are accepted so that
-the list of beams is distributed as if drawn from the target's p_beam. A layer that falls short is completed by draws
-from the residual distribution and from p_beam, and ends the round, unless what was drawn happens to have been drafted
-as well; after the last layer the list grows once more by draws from p_beam alone.
+A round: the draft model beam-samples a forest below the beams, of gamma layers, or of as many as are sure to fit into
+the KV cache; one pass of the target gives the true probabilities of the whole forest; layer by layer, drafts are
+accepted so that the list of beams is distributed as if drawn from the target's p_beam. Draws from the residual
+distribution and from p_beam complete a layer that falls short, and end the round unless those draws were drafted as
+well; after the last layer the list grows once more by draws from p_beam alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from pathlib import Path
 from engine.errors import UsageError
 from engine.sampling import Uniforms
 from search.aded.drafters import Backoff
-from search.aded.ngrams import NGramStore, open_store
+from search.aded.ngrams import NGramStore, open_store, vocabulary
 from search.base import SearchGenerator, Task, register
 from search.dsbd.beams import Beams
 from search.dsbd.forest import Forester, Layer, ModelForester, NGramForester
@@ -95,12 +95,12 @@ class DSBD(Sampling):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """What is asked beside the target."""
+        """The roles of the models that run beside the target."""
         return ("draft",) if self.drafter == "model" else ()
 
     @property
     def entries(self) -> int:
-        """Most entries that the list can have; as they finish, they count against it."""
+        """The most entries that the list can have, finished ones included."""
         return self.width or max(self.draft_beams, self.min_width, self.bonus_width)
 
     def run(self, task: Task) -> SearchGenerator:
@@ -167,7 +167,7 @@ class DSBD(Sampling):
                 drafts.append(Drafted(p.find(node, token), float(layer.q.probs[j])))
         width = self.width
         if not width:
-            # Without replacement the number of lost parents tells something of the tokens drawn: it must not matter.
+            # Without replacement the number of lost parents depends on the tokens drawn, so the width must not use it.
             m, whole = (len(drafts), mass) if self.drafts == IID else (self.draft_beams, 1.0)
             counts = accepted_counts(acceptances(p.probs, q, m, whole))
             width = max(self.min_width, dynamic_width(counts, self.threshold))  # equation (6)
@@ -181,7 +181,7 @@ class DSBD(Sampling):
         options = (task, reader, self.draft_beams, self.gamma, self.drafts, self.seed)
         if self.drafter == "ngram":
             if store := self._store():
-                store.check(task.vocab_size, task.tokenizer.fingerprint if task.tokenizer is not None else "")
+                store.check(*vocabulary(task))
             return NGramForester(Backoff(store), *options)
         assert task.open_tree is not None
         return ModelForester(task.open_tree("draft", task.tree.trunk.tokens), *options)

@@ -1,4 +1,4 @@
-"""The list of beams that beam sampling and DSBD draw: a multiset, whose equal entries are one beam with a count."""
+"""The list of beams that beam sampling and DSBD draw: a multiset, in which equal entries are one beam with a count."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +9,10 @@ from search.finished import Candidate, Finished
 
 
 def extend(task: Task, beams: Sequence[Beam], joint: Joint, drawn: Sequence[int]) -> tuple[list[Beam], list[Any]]:
-    """Beams by one token each, as drawn from their joint distribution; equal ones folded.
+    """Extend beams by the drawn cells of their joint distribution; equal draws become one beam.
 
     Returns:
-        those that go on, in the order drawn; those that end, as (tokens, logprob, finish reason, entries).
+        the live beams, in the order drawn; the ended ones as (tokens, logprob, finish reason, entries).
     """
     tree, going, ended = task.tree, [], []
     before = {beam.node: beam.logprob for beam in beams}
@@ -30,43 +30,40 @@ def extend(task: Task, beams: Sequence[Beam], joint: Joint, drawn: Sequence[int]
 
 
 class Beams:
-    """The list as it grows, and what has left it.
+    """The list of beams of a run, and the finished hypotheses.
 
     Attributes:
         live: the beams.
-        ended: how many entries have ended and left the list.
-        steps: how many tokens each live beam has.
+        ended: the number of entries that have ended and left the list.
+        steps: the number of tokens of each live beam.
     """
 
     def __init__(self, task: Task, length_penalty: float):
-        self.task, self.length_penalty = task, length_penalty
+        self.task = task
         self.live = [Beam(task.tree.root, 0.0)]
         self.ended = self.steps = 0
-        self._done = Finished()
+        self._done = Finished(length_penalty)
 
     def advance(self, joint: Joint, drawn: Sequence[int]) -> None:
-        """Replace the live beams by what was drawn."""
+        """Replace the live beams by the drawn ones."""
         self.live, ended = extend(self.task, self.live, joint, drawn)
         self.steps += 1
         for tokens, logprob, reason, count in ended:
-            self._done.add(tokens, logprob, self._score(logprob, len(tokens)), reason)
+            self._done.add(tokens, logprob, reason)
             self.ended += count
 
     def report(self) -> Report:
-        """Free what no live beam descends from; report what is certain, and the candidates."""
-        done, live, steps, tree = self._done, self.live, self.steps, self.task.tree
+        """Free every node that is no ancestor of a live beam; report the certain tokens and the candidates."""
+        done, live, tree = self._done, self.live, self.task.tree
         if live:
             tree.keep([beam.node for beam in live])
 
         def ranked() -> list[Candidate]:
-            return done.ranked([(self._score(beam.logprob, steps), tree.path(beam.node)) for beam in live])
+            return done.ranked((beam.logprob, tree.path(beam.node)) for beam in live)
 
         certain = done.settle(tree) if live else done.remainder()
         return Report(certain, lambda: ranked()[0][1], {"width": sum(beam.count for beam in live)}, ranked)
 
     def result(self, n: int, stats: dict[str, Any]) -> SearchResult:
-        """The n best of the beams that have ended."""
+        """The n best finished beams."""
         return SearchResult(self._done.outputs[:n], stats)
-
-    def _score(self, logprob: float, length: int) -> float:
-        return logprob / length**self.length_penalty

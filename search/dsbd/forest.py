@@ -1,4 +1,4 @@
-"""Draft forests: beam sampling by something cheaper than the target, below the target's beams. What DSBD verifies."""
+"""Draft forests: beam sampling by a draft model or by n-grams, below the target's beams. DSBD verifies them."""
 
 import math
 from collections import Counter
@@ -14,11 +14,11 @@ from search.dsbd.beams import extend
 from search.dsbd.joint import Beam, Joint, Reader, Row, Rows
 from search.dsbd.verify import draw
 
-DRAFTING = 1  # stream of keyed numbers for the first layer of a round, keyed by where it begins; more for those below
+DRAFTING = 1  # stream of keyed numbers for the first layer of a round; layer i of the round uses DRAFTING + i
 
 
 class Layer(NamedTuple):
-    """A layer of a forest: the beams it was drawn from, their joint distribution, the draws in their order."""
+    """A layer of a forest: the beams above it, their joint distribution, the draws in their order."""
 
     beams: list[Beam]
     q: Joint
@@ -26,11 +26,11 @@ class Layer(NamedTuple):
 
 
 class Forester:
-    """Drafts forests.
+    """Base class of what drafts forests.
 
     Args:
         task: the target's.
-        reader: of rows.
+        reader: makes joint distributions.
         width: drafts per layer.
         gamma: layers, at most.
         kind: how drafts are drawn, see `search.dsbd.verify.draw`.
@@ -41,10 +41,10 @@ class Forester:
         self.task, self.reader, self.width, self.gamma, self.kind, self.seed = task, reader, width, gamma, kind, seed
 
     def forest(self, beams: Sequence[Beam]) -> Generator[Evaluate, Answer, tuple[list[Layer], list[Beam]]]:
-        """Beam sampling below the target's beams, whose log-probabilities are the target's.
+        """Beam sampling below the target's beams, which keep the target's log-probabilities.
 
         Returns:
-            layers, and the beams after the last.
+            the layers, and the beams after the last one.
         """
         heads, start = list(beams), self.task.tree.position(beams[0].node) + 1
         layers: list[Layer] = []
@@ -61,9 +61,9 @@ class Forester:
     def layers(self, beams: Sequence[Beam]) -> int:
         """How many layers to draft below the beams: up to gamma, as many as fit even if all drafts differ.
 
-        The number is settled before anything is drawn. How much room a forest needs depends on which tokens were
-        drawn (equal drafts share a node, drafts that end need none), and so to leave out the forests that turn out
-        too large would be to prefer some tokens to others.
+        The number must not depend on the draws. The room that a forest needs does (equal drafts share a node, drafts
+        that end need none), so dropping a forest that turns out too large would make some tokens more likely than
+        others.
         """
         target, nodes = self.task.tree, [beam.node for beam in beams]
         left = self.task.max_new_tokens - (target.position(nodes[0]) + 1 - target.prompt_length)
@@ -76,20 +76,20 @@ class Forester:
         return all(pages <= self.task.spare(pool) for pool, pages in wanted.items())
 
     def needs(self, nodes: Sequence[int], layers: int) -> list[tuple[TokenTree, Sequence[int], int]]:
-        """What a round below the target's `nodes` evaluates: trees, nodes of each, and at most how many below them."""
+        """What a round below the target's `nodes` evaluates: (tree, nodes in it, most nodes below these)."""
         return [(self.task.tree, nodes, layers * self.width)]
 
     def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Answer, Joint | None]:
-        """What the next layer is drawn from; None if nothing is known of it."""
+        """The distribution of the next layer; None if the drafter has none."""
         raise NotImplementedError
 
     def follow(self, beams: Sequence[Beam]) -> None:
-        """The target's beams are these now."""
+        """Continue from the target's new beams."""
         raise NotImplementedError
 
 
 class ModelForester(Forester):
-    """The draft model: its tree grows like the target's, and evaluates what it is asked about."""
+    """Drafts by a draft model, whose tree grows with the target's."""
 
     def __init__(self, tree: TokenTree, task: Task, *options):
         super().__init__(task, *options)
@@ -98,7 +98,7 @@ class ModelForester(Forester):
         self.rows: Rows = {}
 
     def needs(self, nodes: Sequence[int], layers: int) -> list[tuple[TokenTree, Sequence[int], int]]:
-        drafts = (layers - 1) * self.width  # the draft is not asked what follows the last layer
+        drafts = (layers - 1) * self.width  # the draft model does not evaluate the last layer
         return [*super().needs(nodes, layers), (self.tree, self._twins(nodes), drafts)]
 
     def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Answer, Joint]:
@@ -115,7 +115,7 @@ class ModelForester(Forester):
         self.rows = {node: self.rows[node] for node in self.twins.values() if node in self.rows}
 
     def _twins(self, nodes: Sequence[int]) -> list[int]:
-        """Nodes of this tree for such of the target's, grown if need be."""
+        """The nodes of this tree on the paths of the target's nodes, grown if they are missing."""
         target, twins = self.task.tree, self.twins
         for node in nodes:
             new = []
@@ -128,7 +128,7 @@ class ModelForester(Forester):
 
 
 class NGramForester(Forester):
-    """Counted n-grams with known probabilities; they learn from what is settled of the text."""
+    """Drafts by counted n-grams, which learn from the settled text."""
 
     def __init__(self, drafter: Drafter, task: Task, *options):
         super().__init__(task, *options)

@@ -1,20 +1,20 @@
-"""Distributions over (beam, token), and drawing from them: what beam sampling and DSBD share.
+"""Distributions over (beam, token), and draws from them, for beam sampling and DSBD.
 
 The next list of beams is drawn from all continuations of the present one, equation (1) of the DSBD paper:
 
     p_beam(i, v) = p(entry i) p(v | entry i) / sum,
 
 over the W entries i of the list and the tokens v, warped once, as one distribution. Entries that are the same sequence
-are one beam with a count, but the warp acts on W x V numbers, as if they were apart: a token after a beam of n entries
-takes n places of a top-k, each of its copies is tempered by itself, and top-p may keep some of them and not others.
+are one beam with a count, but the warp acts on W x V numbers, as if the entries were separate: a token after a beam of
+n entries takes n places of a top-k, each of its copies is tempered separately, and top-p may keep only some of them.
 
 A cell (beam, token) has the probability of its copies together. Cells are in ascending order, by node, then by token,
 and a draw is the first cell at which their cumulative probability, in float64, exceeds a uniform number. That order is
 the same on every path below, and so are draws.
 
-Where the warp leaves few cells they are kept in lists: the largest log-probabilities of each row decide which they are,
-and come to the host with the answer, so that rows are read once and never sorted. Where the warp leaves many, all cells
-are kept, as a tensor of the host.
+When the warp leaves few cells, lists hold them: the largest log-probabilities of each row determine these cells, and
+come to the host with the answer, so that rows are read once and never sorted. When the warp leaves many cells, a tensor
+on the host holds all cells.
 """
 
 import math
@@ -34,9 +34,9 @@ from engine.tree import TokenTree
 from search.base import Evaluate, top_k
 
 MAX_LISTED_CELLS = 1024  # a distribution over more cells is a tensor
-NUCLEUS = 64  # tokens of a row that are looked at for top-p before all are; smaller vocabularies are listed whole
-MAX_TOP_K = 256  # tokens of a row that are looked at for top-k; for more, all are
-REACHED = 1 - 1e-12  # share of top-p at which it is reached, whichever way sums were rounded
+NUCLEUS = 64  # tokens of a row that are listed for top-p; smaller vocabularies are listed whole
+MAX_TOP_K = 256  # tokens of a row that are listed for top-k; a larger top-k uses whole rows
+REACHED = 1 - 1e-12  # share of top-p that counts as reached, so that the rounding of sums does not matter
 Probabilities = Sequence[float] | Tensor
 
 
@@ -49,13 +49,13 @@ class Beam(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What is known of the token after a node.
+    """The distribution of the token after a node.
 
     Attributes:
         logps, tokens: the largest log-probabilities, best first, and their tokens.
         complete: whether no other token is possible.
         log_mass: log(sum(exp(logp / temperature))) of the whole row.
-        logp_V: the whole row; None if it is complete without.
+        logp_V: the whole row; None if `logps` has all of it.
     """
 
     logps: Sequence[float]
@@ -84,11 +84,11 @@ class Cell(NamedTuple):
 
 
 class Reader:
-    """Reads as much of the rows of log-probabilities as a warp needs, and makes joint distributions of them.
+    """Reads the part of log-probability rows that a warp needs, and makes joint distributions of them.
 
     Args:
         warp: of joint distributions.
-        vocab: tokens that exist; columns from there on are -inf.
+        vocab: number of tokens; columns from there on are -inf.
     """
 
     def __init__(self, warp: Warp, vocab: int):
@@ -97,14 +97,14 @@ class Reader:
         self._size = (self.k + 1 if self.k < MAX_TOP_K else 0) if self.k else NUCLEUS if warp.top_p < 1 else 0
 
     def fetch(self, tree: TokenTree, nodes: Iterable[int], rows: Rows) -> Generator[Evaluate, Any, bool]:
-        """Add the rows of those nodes that have none yet; returns whether there were any."""
+        """Evaluate the nodes without a row and add their rows; returns whether there were such nodes."""
         if new := sorted({node for node in nodes if node not in rows}):  # the order in which answers come
             logp_NV, numbers = yield Evaluate(tree, new, self.read)
             rows.update(zip(new, self.rows(logp_NV, numbers), strict=True))
         return bool(new)
 
     def read(self, logp_NV: Tensor, _peaks_NB: Tensor | None = None) -> Tensor:
-        """The numbers that `rows` takes, made on the device of the log-probabilities: float64."""
+        """The numbers that `rows` takes, float64, on the device of the log-probabilities."""
         V = logp_NV.shape[1]
         best_N2K = top_k(logp_NV, self._listed(V))
         if not self._has_mass(V):
@@ -113,7 +113,7 @@ class Reader:
         return torch.cat([best_N2K.flatten(1), mass_N1.double()], 1).view(-1)
 
     def rows(self, logp_NV: Tensor, numbers: Tensor) -> list[Row]:
-        """A row for each node, of what `read` returned, on the host."""
+        """A row for each node, from the numbers that `read` returned, on the host."""
         N, V = logp_NV.shape
         k, has_mass = self._listed(V), self._has_mass(V)
         return [
@@ -122,22 +122,22 @@ class Reader:
         ]
 
     def _listed(self, V: int) -> int:
-        """How many tokens of a row are listed."""
+        """The number of tokens of a row that are listed."""
         return V if V <= NUCLEUS else min(self._size, V)
 
     def _has_mass(self, V: int) -> bool:
-        """Whether the masses of rows are needed and not 1: they are normalised unless warped or cut."""
+        """Whether rows need their mass, because it is not 1: rows are normalised unless they are warped or cut."""
         nucleus = self.warp.top_p < 1 and not self.k
         return nucleus and V > NUCLEUS and (self.warp.temperature != 1 or self.vocab < V)
 
     def p_beam(self, rows: Mapping[int, Row], beams: Sequence[Beam]) -> "Joint":
-        """Equation (1), warped: what the list after these beams, all different, is drawn from."""
+        """Equation (1), warped: the distribution of the list after these beams, which are all different."""
         best = max(beam.logprob for beam in beams)
         ranked = sorted(Beam(node, logprob - best, count) for node, logprob, count in beams)
         return self._of_listed(rows, ranked) or self._of_all(rows, ranked)
 
     def _of_listed(self, rows: Mapping[int, Row], beams: Sequence[Beam]) -> "Joint | None":
-        """By the listed tokens; None if others may be drawn too."""
+        """The distribution from the listed tokens; None if other tokens may be drawn too."""
         warp, k = self.warp, self.k
         bound = max([offset + rows[node].bound for node, offset, _ in beams])
         cells = self._cells_above(bound, rows, beams)
@@ -169,7 +169,7 @@ class Reader:
         return Joint(self.vocab, probs, logps, numbers)
 
     def _cells_above(self, bound: float, rows: Mapping[int, Row], beams: Sequence[Beam]) -> list[Cell]:
-        """The listed cells of a greater score than any that is not listed, best first, of equals the last first."""
+        """The listed cells with scores above those of all cells not listed, best first, of equals the last first."""
         cells: list[Cell] = []
         for node, offset, n in beams:
             first, row = node * self.vocab, rows[node]
@@ -181,7 +181,7 @@ class Reader:
         return cells
 
     def _of_all(self, rows: Mapping[int, Row], beams: Sequence[Beam]) -> "Joint":
-        """By whole rows."""
+        """The distribution from whole rows."""
         V, nodes, warp = self.vocab, [beam.node for beam in beams], self.warp
         logp_WV = torch.stack([rows[node].logp_V for node in nodes])  # type: ignore[misc]
         if short := V - logp_WV.shape[1]:
@@ -191,7 +191,7 @@ class Reader:
             given_W2 = torch.tensor([beam[1:] for beam in beams], dtype=torch.float64)
             offset_W1, n_W1 = given_W2.to(logp_WV.device).split(1, 1)
             probs = warp_copies((logp_WV + offset_W1).view(-1), n_W1.expand_as(logp_WV).reshape(-1), warp)
-        else:  # n copies are as much as one whose logarithm, warped, is greater by log n
+        else:  # n copies equal one whose warped logarithm is greater by log n
             offsets = [beam.logprob + warp.temperature * math.log(beam.count) for beam in beams]
             offset_W1 = torch.tensor(offsets, dtype=torch.float32, device=logp_WV.device).unsqueeze(1)
             probs = warp((logp_WV + offset_W1).view(1, -1))[0].exp_()
@@ -207,14 +207,18 @@ class Reader:
 
 
 def best_copies(cells: Sequence[Cell], k: int) -> list[Cell]:
-    """Of cells, best first, those of the k best copies, and those that equal the last of them."""
+    """The cells that contain the k best copies, and the cells of equal score; `cells` are given best first."""
     places = list(accumulate(cell.copies for cell in cells))
     least = cells[min(bisect_left(places, k), len(cells) - 1)].score
     return [cell for cell in cells if cell.score >= least]
 
 
 def cut_to_nucleus(masses: list[float], copies: list[int], limit: float) -> bool:
-    """Remove, in place, the copies before which the others, best first, reach a mass. Returns whether they reach it."""
+    """Remove, in place, the copies after the nucleus; cells are given best first.
+
+    Returns:
+        whether the sum of all masses reaches the limit.
+    """
     before = 0.0
     for i, mass in enumerate(masses):
         if before >= limit:
@@ -230,12 +234,12 @@ def warp_copies(score_C: Tensor, n_C: Tensor, warp: Warp) -> Tensor:
     """Warped probabilities of cells that each stand for some copies.
 
     Args:
-        score_C: float64 log-probabilities of one copy of each cell, up to a number that is the same for all.
-        n_C: float64, how many copies each is.
-        warp: as `Warp` does it, of all copies in a row.
+        score_C: float64 log-probabilities of one copy of each cell, up to a common constant.
+        n_C: float64, the number of copies of each cell.
+        warp: applied as `Warp` would apply it to a row of all copies.
 
     Returns:
-        float64 [C], of the copies of each cell together.
+        float64 [C], the probability of all copies of each cell together.
     """
     if warp.temperature == 0:
         best = (score_C == score_C.max()).nonzero()[0]  # the first of equals
@@ -243,7 +247,7 @@ def warp_copies(score_C: Tensor, n_C: Tensor, warp: Warp) -> Tensor:
     if warp.top_k:
         best_K = torch.topk(score_C, min(warp.top_k, len(score_C)))
         places_K = n_C[best_K.indices].cumsum(0)
-        last = (places_K < warp.top_k).sum().clamp(max=len(places_K) - 1)  # has the k-th place; its equals stay
+        last = (places_K < warp.top_k).sum().clamp(max=len(places_K) - 1)  # the k-th copy; cells of equal score stay
         score_C = score_C.masked_fill(score_C < best_K.values[last], -math.inf)
     mass_C = ((score_C - score_C.max()) / warp.temperature).exp_()
     if warp.top_p < 1:
@@ -264,10 +268,10 @@ class Joint:
 
     Args:
         vocab: tokens of a row.
-        probs: of the cells that can be drawn, as a list or array; or of all, as a tensor of float32.
+        probs: of the cells that can be drawn, as a list or array; or of all cells, as a float32 tensor.
         logps: log-probabilities of the tokens after their nodes, not warped.
-        cells: which these are, ascending; None: all.
-        nodes: of the rows, ascending, if all cells are there.
+        cells: the numbers of these cells, ascending; None for all cells.
+        nodes: of the rows, ascending, if `cells` is None.
     """
 
     vocab: int
@@ -281,13 +285,13 @@ class Joint:
         return pick(self.probs, islice(numbers, n))
 
     def cell(self, i: int) -> tuple[int, int]:
-        """Node and token of the i-th."""
+        """Node and token of the i-th cell."""
         if self.cells is not None:
             return divmod(self.cells[i], self.vocab)
         return self.nodes[i // self.vocab], i % self.vocab
 
     def find(self, node: int, token: int) -> int | None:
-        """Where a cell is; None if it cannot be drawn."""
+        """The index of a cell; None if it cannot be drawn."""
         if self.cells is not None:
             return self._place.get(node * self.vocab + token)
         return self._row[node] * self.vocab + token if node in self._row else None
@@ -301,7 +305,7 @@ class Joint:
         return {node: i for i, node in enumerate(self.nodes)}
 
     def of_nodes(self, nodes: Iterable[int]) -> float:
-        """Probability of some rows."""
+        """The probability of the rows of some nodes together."""
         if isinstance(self.probs, Tensor):
             rows = [self._row[node] for node in nodes]
             return float(self.probs.view(-1, self.vocab)[rows].sum(dtype=torch.float64))
@@ -327,11 +331,11 @@ class Joint:
 
 
 def pick(probs: Probabilities, numbers: Iterable[float]) -> list[int]:
-    """Independent draws: for each number in (0, 1) the first place where the cumulative sum exceeds it."""
+    """Independent draws: for each number in (0, 1) the first index at which the cumulative sum exceeds it."""
     if not isinstance(probs, Tensor):
         sums = list(accumulate(probs))
         return [bisect_right(sums, number * sums[-1]) for number in numbers]
-    # The block of each first, then the place in it.
+    # First the block of each draw, then the index in the block.
     blocks_MB = probs.view(-1, block_size(len(probs)) or len(probs))
     mass_M = blocks_MB.sum(-1, dtype=torch.float64)
     sum_M = mass_M.cumsum(0)

@@ -1,4 +1,4 @@
-"""What the rounds of a DSBD run came to, layer by layer."""
+"""Statistics of a DSBD run, layer by layer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,14 @@ from search.dsbd.verify import Verdict
 
 
 class Stats:
-    """What rounds came to, layer by layer."""
+    """Counts rounds and layers."""
 
     def __init__(self, gamma: int):
         self.rounds = self.passes = self.bonuses = self.bonus_widths = 0
         self.seen, self.full, self.widths, self.accepted, self.tried = ([0] * gamma for _ in range(5))
 
     def layer(self, depth: int, width: int, verdict: Verdict, whole: bool) -> None:
-        """A drafted layer was verified; `whole`: the round may go on below it."""
+        """Count a verified layer; `whole`: the round may continue below it."""
         self.seen[depth] += 1
         self.full[depth] += whole
         self.widths[depth] += width
@@ -22,12 +22,12 @@ class Stats:
         self.tried[depth] += verdict.tried
 
     def bonus(self, width: int) -> None:
-        """All layers were accepted, and one was drawn after them."""
+        """Count a layer that was drawn after all drafted layers were accepted."""
         self.bonuses += 1
         self.bonus_widths += width
 
     def figures(self, steps: int) -> dict[str, Any]:
-        """The figures, as docs/stats.md has them."""
+        """The statistics that docs/stats.md describes."""
 
         def mean(sums: Sequence[int], counts: Sequence[int]) -> list[float | None]:
             return [round(a / n, 4) if n else None for a, n in zip(sums, counts, strict=True)]

@@ -1,6 +1,6 @@
-"""Drafts drawn and accepted, layer by layer: the pure part of DSBD, on plain distributions.
+"""Drawing and accepting the drafts of a layer: the part of DSBD that works on plain distributions.
 
-Everything here is exact whatever q is: what is accepted, and what is drawn to complete it, is i.i.d. from p.
+Acceptance is exact for every q: accepted drafts and the draws that complete a layer are i.i.d. from p.
 """
 
 import math
@@ -22,8 +22,8 @@ def draw(q: Probabilities, n: int, kind: str, numbers: Iterator[float]) -> list[
     """Drafts of a layer, in order.
 
     Args:
-        q: what to draw from.
-        n: drafts.
+        q: their distribution.
+        n: number of drafts.
         kind: IID; WITHOUT: the first n different ones of endless i.i.d. draws, which is drawing without replacement.
     """
     if kind == IID:
@@ -43,7 +43,7 @@ class Drafted(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Cells of p that the list consists of now; how many of them are accepted drafts; how many drafts were tried."""
+    """The new list's cells of p; how many of them are accepted drafts; how many drafts were tried."""
 
     entries: list[int]
     accepted: int
@@ -53,16 +53,16 @@ class Verdict(NamedTuple):
 class Residual:
     """p', the residual distribution after rejections: norm(max(0, p - s q)).
 
-    A rejection makes norm(max(0, p' - q / mass)) of p', whatever was rejected: only s grows. Nothing is left of a cell
-    that was rejected, so it makes no difference to p' whether it can be drawn again.
+    A rejection replaces p' by norm(max(0, p' - q / mass)), whichever draft was rejected: only s grows. A rejected cell
+    has p' = 0, so p' does not depend on whether q can draw that cell again.
 
     Args:
-        p, q: of the same cells.
+        p, q: probabilities of the same cells.
 
     Attributes:
-        s: how often q was taken away.
+        s: the multiple of q that was subtracted.
         total: the sum of p - s q where it is positive.
-        spared: cells where q is nothing any more: accepted earlier, or rejected before that.
+        spared: cells that q can no longer draw: accepted earlier, or rejected before that.
     """
 
     def __init__(self, p: Probabilities, q: Probabilities):
@@ -70,15 +70,15 @@ class Residual:
         self.reset(())
 
     def reset(self, spared: Sequence[int]) -> None:
-        """Begin with p again."""
+        """Start again from p."""
         self.s, self.total, self.spared = 0.0, self.whole, spared
 
     def at(self, x: int) -> float:
-        """p' of a cell that is not spared, times the total."""
+        """p' of a cell that is not spared, times `total`."""
         return max(0.0, float(self.p[x]) - self.s * float(self.q[x]))
 
     def reject(self, mass: float) -> float:
-        """A draft from q, of which there is this mass, was rejected. If nothing is left p' stays as it was.
+        """Update p' after a rejected draft from q, whose sum is `mass`; p' does not change if it would become zero.
 
         Returns:
             the sum of max(0, p' - q / mass).
@@ -90,7 +90,7 @@ class Residual:
         return left / before
 
     def probabilities(self) -> Probabilities:
-        """p', adding up to the total."""
+        """p' times `total`."""
         p, q, s = self.p, self.q, self.s
         left: Any
         if isinstance(p, Tensor):
@@ -111,18 +111,18 @@ def verify_layer(
     numbers: Iterator[float],
     kind: str,
 ) -> Verdict:
-    """One layer: drafts are accepted until there are `width`; what is missing is drawn. All i.i.d. from p.
+    """Accept drafts of a layer until there are `width`, and draw the missing entries; all are i.i.d. from p.
 
     Args:
-        p, q: of the cells that p gives any probability; q not renormalised.
-        drafts: in the order drawn, those whose parents are there.
-        mass: of q in the rows of these parents.
-        width: entries wanted.
-        numbers: keyed; one per decision.
+        p, q: probabilities of the cells that are possible under p; q is not renormalised.
+        drafts: those whose parents were accepted, in the order drawn.
+        mass: the sum of q in the rows of these parents.
+        width: the number of entries wanted.
+        numbers: keyed uniform numbers; one per decision.
         kind: how the drafts were drawn.
     """
-    residual, left = Residual(p, q), mass  # p'; the mass of q without what cannot be drawn any more
-    spent: list[int] = []  # cells of that
+    residual, left = Residual(p, q), mass  # p'; the mass of q that can still be drawn
+    spent: list[int] = []  # cells that cannot be drawn any more
     accepted: list[int] = []
     tried = 0
     for x, q_x in drafts:  # D6
@@ -147,7 +147,7 @@ def verify_layer(
 
 
 def without(q: Probabilities, cells: Iterable[int]) -> Probabilities:
-    """Probabilities with some cells emptied."""
+    """Probabilities with some cells set to 0."""
     q = q.clone() if isinstance(q, Tensor) else list(q)
     for cell in cells:
         q[cell] = 0.0
@@ -155,7 +155,7 @@ def without(q: Probabilities, cells: Iterable[int]) -> Probabilities:
 
 
 def total(q: Probabilities) -> float:
-    """The sum."""
+    """The sum of probabilities, in float64."""
     return float(q.sum(dtype=torch.float64)) if isinstance(q, Tensor) else sum(q)
 
 
@@ -173,7 +173,7 @@ def acceptances(p: Probabilities, q: Probabilities, m: int, mass: float) -> list
 
 
 def accepted_counts(alphas: Sequence[float]) -> Iterator[float]:
-    """Equations (2) and (3): the probabilities that k of the drafts are accepted, k = 0, 1, ..., as they are wanted."""
+    """Equations (2) and (3): the probabilities that k of the drafts are accepted, k = 0, 1, ..., computed lazily."""
     first, none = [], [1.0]  # that the m-th is the first to be accepted; that none of m is
     for alpha in alphas:
         first.append(alpha * none[-1])
@@ -186,7 +186,7 @@ def accepted_counts(alphas: Sequence[float]) -> Iterator[float]:
 
 
 def dynamic_width(counts: Iterable[float], threshold: float) -> int:
-    """Equation (7): the largest width that is reached at least with this probability.
+    """Equation (7): the largest width that is reached with at least this probability.
 
     Args:
         counts: probabilities that k drafts are accepted, k = 0, 1, ...

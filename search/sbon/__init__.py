@@ -1,11 +1,11 @@
-"""Best-of-N, and speculative best-of-N: most utterances are given up early, by the rewards of their beginnings.
+"""Best-of-N, and speculative best-of-N, which rejects most utterances early, by the rewards of their beginnings.
 
-"Accelerating Best-of-N via Speculative Rejection", algorithm 1, errata mended; comments cite the steps of
-docs/algorithms.md. Besides the paper's single decision point there may be any number of them, or one whenever the cache
-is full (the paper's section 6.3 and its successor), or rates chosen as section 7 suggests, from how well earlier
-rewards predicted later ones.
+"Accelerating Best-of-N via Speculative Rejection", algorithm 1, errata corrected; comments cite the steps of
+docs/algorithms.md. Besides the paper's single decision point there may be several, or one whenever the cache is full
+(the paper's section 6.3 and its successor), or rejection rates that follow from the correlation of earlier rewards with
+later ones (section 7).
 
-All utterances are one tree and their draws are keyed: those that survive are best-of-N's own, token for token.
+All utterances share one tree and their draws are keyed, so the survivors are those of best-of-N, token for token.
 """
 
 import math
@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import KVMemoryError, UsageError
+from engine.tree import shared_length
 from search.base import Answer, Evaluate, Report, SearchGenerator, SearchResult, Task, register
 from search.options import Sampling, check_choices, check_integers, check_numbers
 from search.sample import Utterances
-from search.sbon.rates import accepted, accepted_by_risk, expected_lengths, foretold
+from search.sbon.rates import accepted, accepted_by_risk, expected_lengths, least_correlation
 
 MAX_UTTERANCES = 4096
 
@@ -26,7 +27,7 @@ MAX_UTTERANCES = 4096
 @register("bon")
 @dataclass(frozen=True)
 class BoN(Sampling):
-    """Best-of-N: the sample that a reward model likes best.
+    """Best-of-N: of N samples the one with the highest reward.
 
     Args:
         n: utterances to draw.
@@ -56,17 +57,17 @@ class BoN(Sampling):
 @register("sbon")
 @dataclass(frozen=True)
 class SBoN(BoN):
-    """Speculative best-of-N: as bon, but most utterances are given up early, by the rewards of their beginnings.
+    """Speculative best-of-N: as bon, but most utterances are rejected early, by the rewards of their beginnings.
 
     Args:
         n: utterances to start with.
-        tau: tokens of each utterance before it is judged (the decision token).
-        alpha: share of the utterances that is given up then (the rejection rate).
+        tau: tokens of each utterance at the decision point (the decision token).
+        alpha: share of the utterances that is rejected there (the rejection rate).
         schedule: several decision points, as 64:0.9,256:0.5 (tokens:rate); "memory": start as many utterances, up to
-            n, as the cache holds beginnings of tau tokens, and give up alpha of them whenever it is full; "adaptive":
-            at tau, 2 tau, 4 tau, ... tokens give up as many as `risk` allows; empty: tau and alpha alone.
-        risk: of losing the best utterance, by the adaptive schedule.
-        keep_finished: an utterance that ended is never given up; false: the paper's rule.
+            n, as the cache holds beginnings of tau tokens, and reject alpha of them whenever it is full; "adaptive":
+            at tau, 2 tau, 4 tau, ... tokens reject as many as `risk` allows; empty: tau and alpha alone.
+        risk: probability of losing the best utterance, for the adaptive schedule.
+        keep_finished: an utterance that ended is never rejected; false: the paper's rule.
     """
 
     tau: int = 32
@@ -80,8 +81,6 @@ class SBoN(BoN):
         check_integers(self, tau=(1, 2**31))
         check_numbers(self, alpha=(0, 1), risk=(0, 1))
         check_choices(self, keep_finished=(True, False))
-        if type(self.schedule) is int or str(self.schedule).strip().isdecimal():
-            raise UsageError(f"schedule: expected tokens and rate, as {self.schedule}:0.5, got {self.schedule}")
         if not isinstance(self.schedule, str):
             raise UsageError(f"schedule: expected a text, got {self.schedule!r}")
         self.points()
@@ -119,7 +118,7 @@ class SBoN(BoN):
                 yield from race.decide(lambda count=count: count)
                 continue
             tokens = race.length
-            if race.drawn.live and points.get(tokens):  # a rate of 0 asks nothing
+            if race.drawn.live and points.get(tokens):  # a rate of 0 needs no rewards
                 count = accepted(len(race.running), points[tokens], self.num_return_sequences)
                 yield from race.decide(lambda count=count: count)
             elif race.drawn.live and self.schedule == "adaptive" and _doubles(tokens, self.tau):
@@ -128,21 +127,21 @@ class SBoN(BoN):
         return (yield from race.end())
 
     def _accepted_by_risk(self, race: "Race") -> int:
-        """As few as lose the best with a chance of `risk` over all decision points, each its equal share.
+        """The fewest utterances to keep so that all decision points together lose the best with probability `risk`.
 
-        Rewards are taken to be a Gaussian process whose correlation falls by the same factor whenever the text doubles
-        (a random walk's by sqrt(1/2)); the factor is measured between this decision point and the one before, at the
-        lower end of its error.
+        Each decision point gets an equal share of the risk. Rewards are modelled as a Gaussian process whose
+        correlation falls by the same factor whenever the text doubles (for a random walk sqrt(1/2)). The factor is
+        measured between the previous decision point and this one; the lower end of its confidence interval counts.
         """
         before, now = race.rewards_before, race.rewards
         if not before:
-            return len(race.running)  # the first only measures
+            return len(race.running)  # the first decision point only measures
         both = [i for i in race.running if i in before]
-        per_doubling = foretold([before[i] for i in both], [now[i] for i in both])
+        per_doubling = least_correlation([before[i] for i in both], [now[i] for i in both])
         limit, tokens = race.task.max_new_tokens, race.length
         ended = sum(reason is not None for reason in race.drawn.reasons)
         drawn = sum(map(len, race.drawn.tokens))
-        length = min(limit, tokens + drawn / ended) if ended else limit  # of an utterance that still goes on
+        length = min(limit, tokens + drawn / ended) if ended else limit  # expected, of an unfinished utterance
         correlation = per_doubling ** math.log2(length / tokens)
         decisions = max(1, math.ceil(math.log2(limit / self.tau)) - 1)
         count = accepted_by_risk(len(race.running), correlation, self.risk / decisions)
@@ -151,14 +150,14 @@ class SBoN(BoN):
 
 @dataclass
 class Race:
-    """Utterances under way and what is known of them.
+    """The utterances of a run, their rewards, and the decisions.
 
     Attributes:
-        running: numbers of those that may still win, but for `spared`.
-        spared: ended by themselves, ranked below a cut, kept nonetheless.
-        given_up: the rejected.
-        rewards: the latest of each; final for those that ended.
-        rewards_before: as they were at the decision point before, of those that went on after it.
+        running: utterances (their numbers) that were never rejected.
+        spared: utterances that ended, were ranked below a cut, and remain candidates.
+        rejected: the others.
+        rewards: the latest reward of each utterance; final for those that ended.
+        rewards_before: rewards at the previous decision point of the utterances that continued after it.
     """
 
     task: Task
@@ -167,7 +166,7 @@ class Race:
     keep_finished: bool = True
     running: list[int] = field(init=False)
     spared: list[int] = field(default_factory=list)
-    given_up: list[int] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
     rewards: dict[int, float] = field(default_factory=dict)
     rewards_before: dict[int, float] = field(default_factory=dict)
     decisions: list[dict[str, Any]] = field(default_factory=list)
@@ -180,11 +179,11 @@ class Race:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest utterances: those that go on."""
+        """Tokens of the longest utterances, which are the unfinished ones."""
         return max(map(len, self.drawn.tokens))
 
     def judge(self) -> Generator[Evaluate, Answer, None]:
-        """Ask for the rewards of all that run and whose reward is not final yet."""
+        """Compute the rewards of the running utterances whose reward is not final yet."""
         assert self.task.judge is not None
         asked = [i for i in self.running if i not in self._final]
         rewards = yield from self.task.judge.rewards([self.drawn.tokens[i] for i in asked])
@@ -192,7 +191,7 @@ class Race:
         self._final.update(i for i in asked if self.drawn.reasons[i] is not None)
 
     def decide(self, count: Callable[[], int]) -> Generator[Evaluate, Answer, None]:
-        """Rank what runs and give up all but the `count` best (asked for once the rewards are known)."""
+        """Rank the running utterances and reject all but the best; `count` is called when the rewards are known."""
         yield from self.judge()  # S2
         ranked = sorted(self.running, key=lambda i: (-self.rewards[i], i))
         accept = count()  # S3
@@ -208,13 +207,13 @@ class Race:
         })  # fmt: skip
         self.running = sorted(best)
         self.spared += spared
-        self.given_up += [i for i in rest if i not in spared]
+        self.rejected += [i for i in rest if i not in spared]
         self.rewards_before = {i: self.rewards[i] for i in self.drawn.live}
 
     def report(self) -> Report:
-        """How it stands: certain is what all that may win agree on."""
+        """The state of the run; tokens that all candidates share are certain."""
         candidates = sorted(self.running + self.spared)
-        shared = self.drawn.shared_length(candidates, self.settled)
+        shared = shared_length(*[self.drawn.tokens[i] for i in candidates], start=self.settled)
         certain = self.drawn.tokens[candidates[0]][self.settled : shared]
         self.settled = shared
 
@@ -229,7 +228,7 @@ class Race:
         )
 
     def end(self) -> Generator[Evaluate | Report, Any, SearchResult]:
-        """The final rewards and the best of the candidates."""
+        """Compute the final rewards and return the best candidates."""
         yield from self.judge()  # S5
         order = sorted(self.running + self.spared, key=lambda i: (-self.rewards[i], i))  # S6
         yield Report(self.drawn.tokens[order[0]][self.settled :])
@@ -238,7 +237,7 @@ class Race:
 
     def _stats(self, order: Sequence[int]) -> dict[str, Any]:
         lengths = [len(tokens) for tokens in self.drawn.tokens]
-        cut_off = [i for i in self.given_up if self.drawn.reasons[i] is None]
+        cut_off = [i for i in self.rejected if self.drawn.reasons[i] is None]
         done, whole = sum(lengths), sum(expected_lengths(lengths, cut_off))
         return {
             "utterances": self.count,

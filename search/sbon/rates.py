@@ -1,4 +1,4 @@
-"""How many utterances go on: a rate's share, or as few as a risk allows; how long those given up would have become."""
+"""How many utterances to keep, by a rejection rate or by a risk, and the expected lengths of rejected utterances."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ TRIALS = 4000  # of the Gaussian model
 
 
 def accepted(n: int, alpha: float, least: int = 1) -> int:
-    """How many of n go on at a rejection rate."""
+    """How many of n utterances to keep at a rejection rate."""
     return min(n, max(least, n - math.floor(alpha * n + 1e-9)))
 
 
-def foretold(before: Sequence[float], now: Sequence[float]) -> float:
-    """How surely the rewards of a decision point correlate with those of the next: the lower end of the error."""
+def least_correlation(before: Sequence[float], now: Sequence[float]) -> float:
+    """The correlation of rewards with those of the next decision point: the lower end of its confidence interval."""
     if len(before) < 8:
         return 0.0
     correlation = min(rank_correlation(before, now), 0.999)
@@ -23,8 +23,11 @@ def foretold(before: Sequence[float], now: Sequence[float]) -> float:
 
 
 def accepted_by_risk(n: int, correlation: float, risk: float) -> int:
-    """The fewest of n to keep so that the eventual best is lost with a chance of at most `risk`, if rewards now and at
-    the end are jointly Gaussian with this correlation; by simulation, the same each time."""
+    """The fewest of n utterances to keep so that the eventual best is lost with a probability of at most `risk`.
+
+    Rewards now and at the end are taken to be jointly Gaussian with this correlation. The simulation is seeded: equal
+    arguments give equal results.
+    """
     trials = max(200, min(TRIALS, (1 << 21) // n))
     z = torch.randn(2, trials, n, generator=torch.Generator().manual_seed(0))
     correlation = math.floor(correlation * 50) / 50  # coarse: a rounding error must not decide
@@ -40,16 +43,16 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def kendall(x: Sequence[float], y: Sequence[float]) -> float:
-    """Kendall's tau as the paper's appendix D has it: pairs in order less pairs out of order, over all pairs."""
+    """Kendall's tau (the paper's appendix D): concordant pairs less discordant pairs, over all pairs."""
     a, b = (torch.tensor(values, dtype=torch.float64) for values in (x, y))
     signs = torch.sign(a.unsqueeze(0) - a.unsqueeze(1)) * torch.sign(b.unsqueeze(0) - b.unsqueeze(1))
     return float(signs.sum()) / max(1, len(x) * (len(x) - 1))
 
 
-def expected_lengths(lengths: Sequence[int], given_up: Sequence[int]) -> list[float]:
-    """Lengths if all had gone on: one given up is taken to be as long as those that outlived it are on the average."""
+def expected_lengths(lengths: Sequence[int], rejected: Sequence[int]) -> list[float]:
+    """Lengths without rejection: a rejected utterance counts as the mean of the utterances longer than it."""
     expected = [float(length) for length in lengths]
-    for i in sorted(given_up, key=lambda i: -lengths[i]):
+    for i in sorted(rejected, key=lambda i: -lengths[i]):
         longer = [e for length, e in zip(lengths, expected, strict=True) if length > lengths[i]]
         expected[i] = fmean(longer) if longer else expected[i]
     return expected

@@ -1,9 +1,9 @@
-"""ULTS: a most probable sequence by best-first search, guided by beliefs about what cannot be seen yet.
+"""ULTS: best-first search for a most probable sequence, guided by beliefs about the nodes that are not evaluated yet.
 
-"Uncertainty-guided likelihood-tree search" (algorithm 2), errata mended; comments cite the steps of docs/algorithms.md.
-Finished leaves are never selected nor among the samples that nodes carry, the stop test is strict, everything is in log
-space. A node's samples are keyed by its path, so that they do not depend on the order of evaluation. `ults_prior` has
-the beliefs, `ults_boundary` the rules of selection.
+"Uncertainty-guided likelihood-tree search" (algorithm 2), errata corrected; comments cite the steps of
+docs/algorithms.md. Finished leaves are never selected and have no samples, the stop test is strict, likelihoods are
+logarithms. A node's samples are keyed by its path, so they do not depend on the order of evaluation. `prior` and
+`delta` contain the beliefs, `boundary` the rules of selection.
 """
 
 import math
@@ -49,17 +49,17 @@ class ULTS(Search):
         select: which open node is next: flat (the maximum in most samples), descendant (from the root down, children
             compared by their best descendants) or posterior (likewise, by the maxima over all their descendants).
         k_max: most nodes evaluated per level; 0 for no limit.
-        children: most probable tokens by which a node goes on.
-        epsilon: stop when something better exists with at most this probability.
+        children: most probable tokens that become children of a node.
+        epsilon: stop when a better sequence exists with at most this probability.
         samples: posterior samples per node.
         budget: most nodes evaluated in all; 0 for no limit.
         batch: nodes evaluated per round, in one forward pass; 1 is the paper's.
         prior: auto (softmax vectors of the model, gathered once and kept), dirichlet, or a file of tools.ults_prior.
         alpha: concentration of the Dirichlet over the vocabulary.
-        fit: how beliefs are kept: beta distributions, or pools of draws.
+        fit: form of the beliefs: beta distributions, or pools of draws.
         fixed_length: true excludes end-of-sequence, the other tokens renormalised.
         length_penalty: an output's score is its log-likelihood / length ** length_penalty; 0 is the paper's.
-        num_return_sequences: outputs to find; something better is better than the last of them.
+        num_return_sequences: outputs to find; a better sequence is better than the last of them.
         seed: of the samples.
     """
 
@@ -90,17 +90,17 @@ class ULTS(Search):
         tree = task.tree
         origin = Family.above(tree.trunk.tokens[-1], self.seed, self.samples)
         winners, nodes = [(origin, 0)], [tree.root]  # U2
-        leaves = Finished(self.num_return_sequences)  # c* is the score of the last one
+        leaves = Finished(self.length_penalty, self.num_return_sequences)  # c* is the score of the last one
         used = [1] + [0] * task.max_new_tokens  # nodes evaluated per level
         rounds = dropped = 0
         logp_NV = (yield Evaluate(tree, nodes)).rows_NV
         delta, prior = yield from self._prior(task, logp_NV)  # U1
         sample = partial(self._samples, delta, task.max_new_tokens, [torch.empty(0)])
-        boundary = RULES[self.select](origin, partial(self._ceiling, task.max_new_tokens), sample)
+        boundary = RULES[self.select](origin, partial(leaves.bound, longest=task.max_new_tokens), sample)
         while True:
             rounds += 1
             boundary.add(self._expand(task, delta, winners, nodes, logp_NV, leaves))  # U5
-            best = leaves.score(self.num_return_sequences - 1)
+            best = leaves.score_at(self.num_return_sequences - 1)
             better = boundary.exceeding(best)
             yield self._report(task, boundary, leaves, sum(used), better)
             room = min(self.batch, self.budget - sum(used) if self.budget else self.batch)
@@ -115,7 +115,7 @@ class ULTS(Search):
                 break
             dropped += lost
         outputs = leaves.outputs
-        if not outputs:  # the budget is spent, or no path leads to a leaf
+        if not outputs:  # the budget is used up, or no path leads to a leaf
             outputs = [Output(self._candidates(task, boundary, leaves, 1)[0][1], None, None, "interrupted")]
         yield Report(outputs[0].token_ids[leaves.settled :])
         figures = {"rounds": rounds, "nodes_evaluated": sum(used), "better_exists": better}
@@ -164,19 +164,19 @@ class ULTS(Search):
             families.append(Family(node, level, key, above, place, tokens, sums, excluded, open_))
             path = task.tree.path(node) if ends else []
             for c, reason in ends.items():
-                leaves.add([*path, tokens[c]], sums[c] + excluded, self._score(sums[c], level), reason)
+                leaves.add([*path, tokens[c]], sums[c], reason, excluded)
         pad = [most - len(f.tokens) for f in families]
         sums = [[s if c in f.open else -math.inf for c, s in enumerate(f.sums)] for f in families]
         sum_FC = torch.tensor([row + [-math.inf] * n for row, n in zip(sums, pad, strict=True)])
         token_FC = torch.tensor([f.tokens + [0] * n for f, n in zip(families, pad, strict=True)])
-        last = task.max_new_tokens - 1  # leaves have no Delta: what they are given is not used
+        last = task.max_new_tokens - 1  # leaves have no Delta: theirs is not used
         place_FC = delta.places([(min(f.level, last), f.key) for f in families], token_FC)
         for family, sum_C, place_C in zip(families, sum_FC, place_FC, strict=True):
             family.sum_C, family.place_C = sum_C, place_C
         return families
 
     def _ends(self, task: Task, node: int, level: int, tokens: list[int]) -> dict[int, str]:
-        """Why children are leaves; of those that are."""
+        """Index of each child that is a leaf -> its finish reason."""
         ends = {}
         if task.hits_stop is not None:
             path = task.tree.path(node)
@@ -188,7 +188,7 @@ class ULTS(Search):
         return ends
 
     def _samples(self, delta: Delta, depth: int, scratch: list[Tensor], families: Sequence[Family]) -> Tensor:
-        """v = c * Delta [F, C, N] of every open child; -inf for the others."""
+        """The samples v = c * Delta [F, C, N] of every open child, in logarithms; -inf for the others."""
         sum_FC, place_FC = torch.stack([f.sum_C for f in families]), torch.stack([f.place_C for f in families])
         F, C = sum_FC.shape
         if len(scratch[0]) < F * C:
@@ -203,9 +203,9 @@ class ULTS(Search):
         return value_CN.view(F, C, -1)
 
     def _prior(self, task: Task, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Delta, str]]:
-        """The distributions of Delta, and where the softmax vectors that they follow from come from."""
+        """The distributions of Delta, and the source of the softmax vectors that they are computed from."""
         depth, source = task.max_new_tokens, self.prior
-        if source == "dirichlet" or depth == 1:  # below the first level there is nothing to guess
+        if source == "dirichlet" or depth == 1:  # all children are leaves: Delta is not used
             vectors = dirichlet(float(self.alpha), task.vocab_size)
         elif source == "auto":
             vectors, source = yield from own_vectors(task, self.children, logp_NV)
@@ -214,12 +214,6 @@ class ULTS(Search):
         penalty, eos = float(self.length_penalty), task.eos_token_ids
         options = (self.children, self.samples, eos, self.fixed_length, penalty, self.fit == "beta")
         return fit(vectors, depth, *options), source
-
-    def _score(self, logprob: float, length: int) -> float:
-        return logprob / length**self.length_penalty
-
-    def _ceiling(self, longest: int, logprob: float, length: int) -> float:
-        return max(self._score(logprob, length), self._score(logprob, longest))
 
     def _report(self, task: Task, boundary: Boundary, leaves: Finished, nodes: int, better: float) -> Report:
         """The state of the search: the best leaf, the bound of all open nodes, the probability that one exceeds it."""
@@ -233,7 +227,7 @@ class ULTS(Search):
 
     def _candidates(self, task: Task, boundary: Boundary, leaves: Finished, most: int) -> list[Candidate]:
         """Scores and paths: the leaves, then the leading open nodes; never none."""
-        found: list[Candidate] = [*leaves.ranked([])]
+        found: list[Candidate] = [*leaves.ranked()]
         leaders = boundary.leaders(most) if not found or most > 1 else []
         found += [(mean, [*task.tree.path(f.node), f.tokens[c]]) for mean, f, c in leaders]
         return found or [(None, task.tree.path(task.tree.root))]
@@ -252,10 +246,10 @@ class ULTS(Search):
 def _evaluate(
     tree: TokenTree, boundary: Boundary, winners: list[tuple[Family, int]], used: list[int]
 ) -> Generator[Evaluate, Answer, tuple[list[int], Tensor, int]]:
-    """Ask for the winners. While the pool is full the least promising open subtree is dropped, at last a winner.
+    """Evaluate the winners. While the pool is full, drop the least promising open subtree, in the end a winner.
 
     Returns:
-        the winners' nodes, their rows, and how many subtrees were dropped.
+        the winners' nodes, their rows, and the number of subtrees dropped.
 
     Raises:
         KVMemoryError: not even one winner fits.
@@ -280,11 +274,11 @@ def _evaluate(
 
 
 def _most_probable(logp_NV: Tensor, k: int) -> list[tuple[list[float], list[int]]]:
-    """Log-probabilities and tokens of the k best of every row, best first, ties to the lower token; -inf left out."""
+    """Log-probabilities and tokens of the k best of every row, without -inf: best first, of equals the lower token."""
     rows = []
     for i, (logps, places) in enumerate(top_k(logp_NV, min(k + 1, logp_NV.shape[1])).tolist()):
         tokens = list(map(int, places))
-        if len(set(logps)) < len(logps) or logps[-1] == -math.inf:  # which of the equals top_k chose is not defined
+        if len(set(logps)) < len(logps) or logps[-1] == -math.inf:  # it is not defined which of the equals top_k chose
             token_K = (logp_NV[i] >= max(logps[-1], -3e38)).nonzero().view(-1)
             found = zip(logp_NV[i, token_K].double().tolist(), token_K.tolist(), strict=True)
             ranked = sorted(found, key=lambda pair: (-pair[0], pair[1]))

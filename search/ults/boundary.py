@@ -1,9 +1,9 @@
-"""The boundary of an ULTS tree: nodes that are known but not evaluated, their posterior samples, and who is next.
+"""The boundary of an ULTS tree: open nodes (not evaluated yet), their posterior samples, and the order of evaluation.
 
-ULTS, section 3.4. Nodes are kept by family, the children of one evaluated node: a family's samples are made, compared
-and dropped together, and a whole boundary is compared through one row per family. When nodes leave or come, only the
-families that they belong to are looked through again. Samples are keyed and so need not be kept: fresh memory costs
-more than drawing them once more.
+ULTS, section 3.4. The children of one evaluated node form a family. The samples of a family are drawn, compared and
+dropped together, and the boundary has one row of maxima per family. When nodes are added or closed, only the rows of
+their families are computed again. Samples are keyed, so they are drawn again instead of being stored: that takes less
+time than fresh memory.
 """
 
 import heapq
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 NOTHING = torch.empty(0)
-AT_ONCE = 8  # families looked through together
+AT_ONCE = 8  # families whose samples are drawn together
 
 
 @dataclass(eq=False)
@@ -26,16 +26,21 @@ class Family:
     """An evaluated node and its children, most probable first.
 
     Args:
-        node: the evaluated one, in the token tree.
-        level: of the children; the root's is 0.
-        key: of the evaluated node's path.
-        parent, place: the family that it was a child of, and which one.
-        tokens: of the children.
-        sums: log-likelihoods of the paths to them.
-        excluded: sum of the logs by which renormalising (without end-of-sequence) raised those.
-        open: children that may be evaluated yet.
-        sum_C: their sums; -inf for others.
-        place_C: where on the tapes of `Delta` their samples begin.
+        node: the evaluated node, in the token tree.
+        level: the children's level; the root's is 0.
+        key: the key of the evaluated node's path.
+        parent, place: the family that has the evaluated node as a child, and the index of this child.
+        tokens: the children's tokens.
+        sums: log-likelihoods of the children's paths.
+        excluded: the sum of the logarithms by which renormalising (without end-of-sequence) raised `sums`.
+        open: indices of the children that may still be evaluated.
+        sum_C: float32, `sums` of the open children; -inf for the others.
+        place_C: int64, where on the tapes of `Delta` the children's samples begin.
+
+    Attributes:
+        below: index of an evaluated child -> its family.
+        value_CN: samples of the children, where a rule gives samples to evaluated children too.
+        wins: for each child the number of samples in which it is the best.
     """
 
     node: int
@@ -49,13 +54,13 @@ class Family:
     open: set[int]
     sum_C: Tensor = NOTHING
     place_C: Tensor = NOTHING
-    below: "dict[int, Family]" = field(default_factory=dict)  # children that were evaluated
-    value_CN: Tensor = NOTHING  # their samples, where a rule lets evaluated children carry some too
+    below: "dict[int, Family]" = field(default_factory=dict)
+    value_CN: Tensor = NOTHING
     wins: list[float] = field(default_factory=list)
 
     @property
     def winner(self) -> int:
-        """The child that is the best in most samples."""
+        """The index of the child that is the best in most samples."""
         return self.wins.index(max(self.wins))
 
     @staticmethod
@@ -65,13 +70,18 @@ class Family:
 
 
 class Boundary(ABC):
-    """All open nodes. A rule says which wins, and which samples stand for the best that may be found.
+    """All open nodes. A subclass (a rule) defines their order, and the samples of the best open node.
 
     Args:
         origin: the family whose only child is the root.
-        ceiling: of a path's log-likelihood and level, the best score that any way on can have.
-        sample: makes the posterior samples [F, C, N] of families, -inf for children that are not open; they hold until
-            it is asked again.
+        ceiling: (log-likelihood of a path, its level) -> the best score of any continuation.
+        sample: returns the posterior samples [F, C, N] of families, -inf for children that are not open; the next call
+            overwrites them.
+
+    Attributes:
+        families: families with open children, in the order in which they were added.
+        shrunk: whether a family has lost its last open child since the caller last reset this.
+        bar: the score to exceed.
     """
 
     def __init__(
@@ -81,15 +91,15 @@ class Boundary(ABC):
         sample: Callable[[Sequence[Family]], Tensor],
     ):
         self.origin, self.ceiling, self.sample = origin, ceiling, sample
-        self.families: dict[Family, None] = {}  # those with open children, in the order they came
-        self.shrunk = False  # a family has left since this was last set
-        self.bar = -math.inf  # the score to beat
+        self.families: dict[Family, None] = {}
+        self.shrunk = False
+        self.bar = -math.inf
         self._changed: dict[Family, None] = {}
         self._most: list[tuple[float, int, int, Family]] = []  # heap: each family's most probable open child
         self._count = 0
 
     def add(self, families: Sequence[Family]) -> None:
-        """Nodes were evaluated."""
+        """Add the families of evaluated nodes."""
         for family in families:
             if family.parent is not None:
                 family.parent.below[family.place] = family
@@ -101,7 +111,7 @@ class Boundary(ABC):
                 self.shrunk = True
 
     def close(self, family: Family, children: Collection[int]) -> None:
-        """Open nodes leave: they are evaluated next, or given up."""
+        """Close open children, which are evaluated next or abandoned."""
         if len(children) == 1:
             family.sum_C[next(iter(children))] = -math.inf
         else:
@@ -113,12 +123,12 @@ class Boundary(ABC):
             self.shrunk = True
 
     def close_levels(self, level: int) -> None:
-        """Give up all nodes of this level and of those above."""
+        """Abandon all open nodes of this level and of those above."""
         for family in [f for f in self.families if f.level <= level]:
             self.close(family, list(family.open))
 
     def bound(self) -> float:
-        """The score that nothing open can exceed, as a likelihood only falls; -inf if nothing is open."""
+        """An upper bound on the score of every open node (a likelihood only falls); -inf if no node is open."""
         while self._most and self._most[0][2] not in self._most[0][3].open:
             family = heapq.heappop(self._most)[3]
             if family.open:
@@ -131,7 +141,8 @@ class Boundary(ABC):
         heapq.heappush(self._most, (-self.ceiling(family.sums[child], family.level), self._count, child, family))
 
     def least_promising(self, busy: Collection[Family]) -> Family | None:
-        """Of the families with nothing open below them, none of them busy: the one whose best child promises least."""
+        """The family whose best child has the lowest mean sample, among those without open nodes below them that are
+        not busy; None if there is no such family."""
         inner = {*busy}
         for family in [*self.families, *busy]:
             above = family.parent
@@ -143,24 +154,24 @@ class Boundary(ABC):
 
     @torch.inference_mode()
     def leaders(self, most: int) -> list[tuple[float, Family, int]]:
-        """Families' most probable open nodes by the mean of their samples, best first: (mean, family, child)."""
+        """The most probable open node of each family, by the mean of its samples, best first: (mean, family, child)."""
         found = [(float(self.sample([f])[0, min(f.open)].mean()), f, min(f.open)) for f in self.families]
         return sorted(found, key=lambda leader: -leader[0])[:most]
 
     @abstractmethod
     def winners(self, most: int) -> Iterator[tuple[Family, int]]:
-        """Open nodes in the order in which they are to be evaluated; each is closed before the next is asked for.
+        """Open nodes in the order of their evaluation; the caller closes each node before it takes the next.
 
         Args:
-            most: how many will be asked for.
+            most: the number of nodes that the caller may take.
         """
 
     @abstractmethod
     def _update(self) -> Tensor:
-        """Take account of what has changed; the samples [N] of the best that is open, -inf if nothing is."""
+        """Process the changed families; returns the samples [N] of the best open node, -inf if no node is open."""
 
     def exceeding(self, bar: float) -> float:
-        """The probability that something open is better: the share of samples of the best above the bar."""
+        """The probability that an open node exceeds the bar: the share of the best node's samples above it."""
         self.bar = bar
         best_N = self._update()
         return int((best_N > bar).sum()) / len(best_N)
@@ -172,7 +183,7 @@ class Flat(Boundary):
     def __init__(self, origin: Family, *rest: Any):
         super().__init__(origin, *rest)
         self._rows: dict[Family, int] = {}
-        self._families: list[Family] = []  # of the rows; those of free ones have left
+        self._families: list[Family] = []  # the family of each row; of a free row, the last one
         self._free: list[int] = []
         self._best_RN = torch.full((64, origin.value_CN.shape[1]), -math.inf)  # a family's maxima; -inf in free rows
         self._best_N = self._best_RN[0]
@@ -210,7 +221,7 @@ class Flat(Boundary):
         group = next(groups, None)
         queue: list[tuple[float, int, int]] = []
         while group or queue:
-            # A family has its children's wins together: it is looked into when no single node is known to have more.
+            # The wins of a family bound those of its children: it is expanded unless a queued node has more wins.
             if group and (not queue or group[0][0] <= queue[0][0]):
                 rows = [row for _, row in group]
                 wins_FC = _wins(self.sample([self._families[row] for row in rows]), best_N).tolist()
@@ -222,12 +233,12 @@ class Flat(Boundary):
                 continue
             _, row, child = heapq.heappop(queue)
             family = self._families[row]
-            if child in family.open:  # not given up meanwhile
+            if child in family.open:  # it may have been abandoned since
                 yield family, child
 
 
 class Recursive(Boundary):
-    """From the root down, to the child that is the maximum in most samples; evaluated nodes carry samples too."""
+    """From the root down, to the child that is the maximum in most samples; evaluated nodes have samples too."""
 
     def add(self, families: Sequence[Family]) -> None:
         super().add(families)
@@ -241,10 +252,10 @@ class Recursive(Boundary):
     @staticmethod
     @abstractmethod
     def carried(value_CN: Tensor, best_N: Tensor, winner: int) -> Tensor:
-        """The samples that an evaluated node carries, of those of its children."""
+        """The samples of an evaluated node, computed from those of its children."""
 
     def _update(self) -> Tensor:
-        """Backup, from the changed families to the root, the deepest first."""
+        """Backup: from the changed families to the root, the deepest first."""
         queue = [(-family.level, i, family) for i, family in enumerate(self._changed)]
         heapq.heapify(queue)
         for i in count(len(queue)):
@@ -255,7 +266,7 @@ class Recursive(Boundary):
             if family is self.origin:
                 continue
             best_N = family.value_CN.amax(0)
-            family.wins = _wins(family.value_CN, best_N).tolist()  # all 0 if nothing is open below: the maxima are -inf
+            family.wins = _wins(family.value_CN, best_N).tolist()  # all 0 if no node below is open: the maxima are -inf
             samples_N = self.carried(family.value_CN, best_N, family.winner)
             assert family.parent
             family.parent.value_CN[family.place] = samples_N
@@ -270,8 +281,8 @@ class Recursive(Boundary):
         while family.winner in family.below:
             family = family.below[family.winner]
         if family.winner in family.open:
-            yield family, family.winner  # the paper's
-        # More, for a batch: by their share of the wins, multiplied with the shares of those above them.
+            yield family, family.winner  # the paper's choice
+        # More nodes for a batch: by their share of the wins, multiplied by the shares of their ancestors.
         order, samples = count(), len(self.origin.value_CN[0])
         queue: list[tuple[float, int, Family, int | None]] = [(-1.0, next(order), root, None)]
         while queue:
@@ -287,7 +298,7 @@ class Recursive(Boundary):
 
 
 class Descendant(Recursive):
-    """Equation (2): a node carries the samples of its winning child's best descendant."""
+    """Equation (2): a node has the samples of its winning child's best descendant."""
 
     @staticmethod
     def carried(value_CN: Tensor, best_N: Tensor, winner: int) -> Tensor:
@@ -295,7 +306,7 @@ class Descendant(Recursive):
 
 
 class Posterior(Recursive):
-    """A node carries its own posterior samples: the maxima over its children's."""
+    """A node has its own posterior samples: the maxima over those of its children."""
 
     @staticmethod
     def carried(value_CN: Tensor, best_N: Tensor, winner: int) -> Tensor:
@@ -303,8 +314,8 @@ class Posterior(Recursive):
 
 
 def _wins(value_RN: Tensor, best_N: Tensor) -> Tensor:
-    """In how many samples each row is the best."""
-    return (value_RN - best_N).ge_(0).sum(-1)  # float arithmetic throughout: making booleans is slower
+    """The number of samples in which each row is the best."""
+    return (value_RN - best_N).ge_(0).sum(-1)  # in floats, which is faster than with booleans
 
 
 def _groups(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:

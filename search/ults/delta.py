@@ -1,8 +1,8 @@
 """p(Delta): the likelihood of the best completion below a node, relative to the node's own (ULTS, section 3.2).
 
-There is one distribution per level, known through samples (algorithm 1). They are kept as samples: the paper fits a
-Beta to them, whose location and scale its code leaves free, so that "likelihoods" beyond 1 and below 0 occur; a Beta on
-[0, 1] is offered for comparison.
+Each level has one distribution, represented by samples (algorithm 1). The paper fits a Beta to them; its code leaves
+location and scale free, so that "likelihoods" above 1 and below 0 occur. Here the samples are used as they are, or, for
+comparison, a Beta on [0, 1] is fitted to them.
 """
 
 import math
@@ -17,13 +17,13 @@ from engine.errors import UsageError
 from search.ults.distributions import beta_draws
 from search.ults.prior import DRAWS, Vectors
 
-POOL = 1 << 14  # length of the tape of draws per level that nodes read their samples from
+POOL = 1 << 14  # draws on the tape of a level, from which nodes read their samples
 STRIDE = 0x9E3779B1  # odd: siblings whose tokens differ by less than POOL read different windows
 WORD = (1 << 64) - 1
 
 
 def path_key(path: int, token: int) -> int:
-    """The key of a path longer by a token: 64 bits, well mixed (splitmix64)."""
+    """The key of a path and one more token: 64 bits (splitmix64)."""
     x = (path ^ (token + 1) * 0x9E3779B97F4A7C15) & WORD
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & WORD
     x = (x ^ x >> 27) * 0x94D049BB133111EB & WORD
@@ -45,11 +45,11 @@ class Delta:
     samples: int
 
     def places(self, nodes: Sequence[tuple[int, int]], token_FC: Tensor) -> Tensor:
-        """Where on the tapes the windows [F, C] of children begin: that depends on the level, the parent and the token.
+        """Where on the tapes the windows [F, C] of children begin, by their level, parent and token.
 
         Args:
-            nodes: level of the children and key of the parent's path, for each family.
-            token_FC: int64, the children.
+            nodes: for each family the children's level and the key of the parent's path.
+            token_FC: int64, the children's tokens.
         """
         start_F1 = torch.tensor([[level * self.log_LP.shape[1]] for level, _ in nodes])
         key_F1 = torch.tensor([[key & POOL - 1] for _, key in nodes])
@@ -57,7 +57,7 @@ class Delta:
 
     def draws(self, place_C: Tensor, out_CN: Tensor) -> tuple[Tensor, Tensor | None]:
         """log Delta [C, N] of the nodes at places, written to `out_CN`; and the lengths."""
-        shape = (self.log_LP.numel() - self.samples + 1, self.samples)  # every window there is, without a copy
+        shape = (self.log_LP.numel() - self.samples + 1, self.samples)  # a view of all windows
         log_CN = torch.index_select(self.log_LP.as_strided(shape, (1, 1)), 0, place_C, out=out_CN)
         if self.length_LP is None:
             return log_CN, None
@@ -65,7 +65,7 @@ class Delta:
 
 
 def _children(vectors: Vectors, children: int, eos: frozenset[int], fixed_length: bool) -> tuple[Tensor, Tensor]:
-    """Of each softmax vector the log-probabilities of a node's children, and whether they end the sequence."""
+    """For each softmax vector the log-probabilities of a node's children, and whether each ends the sequence."""
     logp_RK, ends_RK = vectors.logp_RK, torch.isin(vectors.tokens_RK, torch.tensor(sorted(eos), dtype=torch.int64))
     if fixed_length:
         p_RK = logp_RK.exp()
@@ -97,9 +97,9 @@ def fit(
         children: most that a node will have.
         samples: N.
         eos: tokens that make a leaf (Delta = 1).
-        fixed_length: those are excluded instead, the others renormalised.
-        length_penalty: the best way on is then the one of the best logprob / length ** this.
-        beta: pass the draws of each level through the Beta(a, b) of the greatest likelihood.
+        fixed_length: exclude these tokens instead, and renormalise the others.
+        length_penalty: the best completion is the one with the best logprob / length ** length_penalty.
+        beta: replace the draws of each level by draws of the maximum-likelihood Beta(a, b), of the same ranks.
     """
     generator = torch.Generator().manual_seed(1)
 

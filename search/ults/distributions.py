@@ -1,4 +1,4 @@
-"""Draws of Gamma and Beta distributions in log space, and the Beta of the greatest likelihood."""
+"""Draws of Gamma and Beta distributions in log space, and the maximum-likelihood Beta."""
 
 import math
 
@@ -20,26 +20,26 @@ def log_gamma(shape: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def beta_draws(log_D: Tensor, generator: torch.Generator) -> Tensor:
-    """Draws of log x, x from the Beta(a, b) on [0, 1] under which the given ones are the most probable.
+    """Draws of log x, x from the maximum-likelihood Beta(a, b) on [0, 1] of the given values.
 
-    They have the ranks of those given, so that whatever goes with these still fits.
+    The i-th draw has the rank of the i-th value, so that data that belong to the values fit the draws.
     """
     log_x = log_D.double().clamp(max=-1e-6)
-    if log_x.std() < 1e-4:  # as good as known
+    if log_x.std() < 1e-4:  # practically a constant
         return log_D
     log_mean = log_x.logsumexp(0) - math.log(len(log_x))
     if log_mean > math.log(TINY):
         ab = _beta_fit(log_x)
         draws = log_gamma(ab.expand(len(log_x), 2), generator)
         draws = draws[:, 0] - draws.logsumexp(1)
-    else:  # b is beyond all bounds: x = mean * Gamma(a) / a, of the same sufficient statistics
+    else:  # b tends to infinity: x = mean * Gamma(a) / a has the same sufficient statistics
         a = _gamma_fit(log_mean - log_x.mean())
         draws = (log_gamma(a.expand(len(log_x)), generator) - a.log() + log_mean).clamp(max=0)
     return torch.empty_like(log_D).scatter_(0, log_D.argsort(), draws.sort().values.float())
 
 
 def _beta_fit(log_x: Tensor) -> Tensor:
-    """(a, b) by Newton on their logs, from the moments; a step that overshoots is cut."""
+    """(a, b) by Newton's method on their logarithms, started at the moments; steps are at most 1."""
     x = log_x.exp()
     targets = torch.stack([log_x.mean(), (-x).log1p().mean()])  # sufficient statistics
     spread = x.mean() * (1 - x.mean()) / x.var().clamp(min=1e-30) - 1
@@ -55,7 +55,7 @@ def _beta_fit(log_x: Tensor) -> Tensor:
 
 
 def _gamma_fit(gap: Tensor) -> Tensor:
-    """The shape a of a Gamma whose log of the mean exceeds the mean of the log by `gap`: log a - digamma(a)."""
+    """The shape a of a Gamma with log(mean) - mean(log) = log a - digamma(a) = `gap`."""
     a = 0.5 / gap.clamp(min=1e-9)  # exact for large a, and too small for others
     for _ in range(100):
         excess, slope = a.log() - torch.digamma(a) - gap, 1 - a * torch.polygamma(1, a)  # by log a

@@ -25,11 +25,11 @@ from models.checkpoint import write_tensors
 from models.files import read_regular, replacing
 from search.ults.distributions import log_gamma
 
-GATHERED = 32  # completions, and at most so many tokens of each, that a search gathers for want of a prior
-UNDER_WAY: set[Path | None] = set()  # files whose vectors are being gathered in this process
+GATHERED = 32  # completions, and most tokens of each, that a search gathers when there is no prior
+UNDER_WAY: set[Path | None] = set()  # files whose vectors a search of this process is gathering
 WIDTH = 64  # largest entries of a softmax vector that are kept: smaller ones do not decide a maximum
 DRAWS = 4096  # of Delta per level: N of algorithm 1
-STICKS, LEFT = 512, 1e-9  # entries of a Dirichlet vector that are drawn at most, or until so little is left
+STICKS, LEFT = 512, 1e-9  # most entries of a Dirichlet vector that are drawn; the expected rest that ends drawing
 LARGEST = 1 << 28  # bytes of a file
 REMEDY = "make one with python -m tools.ults_prior"
 
@@ -40,7 +40,7 @@ class Vectors:
 
     Args:
         logp_RK: float32, the largest log-probabilities of R vectors, descending.
-        tokens_RK: int64, whose they are.
+        tokens_RK: int64, their tokens.
     """
 
     logp_RK: Tensor
@@ -48,7 +48,7 @@ class Vectors:
 
     @staticmethod
     def of(logp_NV: Tensor) -> "Vectors":
-        """What is kept of a model's answers."""
+        """The largest entries of a model's answers."""
         top = logp_NV.topk(min(WIDTH, logp_NV.shape[1]))
         return Vectors(top.values.float().cpu(), top.indices.cpu())
 
@@ -57,14 +57,14 @@ class Vectors:
         return Vectors(torch.cat([p.logp_RK for p in parts]), torch.cat([p.tokens_RK for p in parts]))
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file, all of it or none. Raises OSError."""
+        """Write a safetensors file; a write that fails leaves no file, or the old one. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             write_tensors(file, {"logp": self.logp_RK, "tokens": self.tokens_RK})
 
     @staticmethod
     def load(path: Path) -> "Vectors":
-        """Read what `save` wrote. Raises UsageError."""
+        """Read a file that `save` wrote. Raises UsageError."""
         try:
             stat = path.stat()
             if stat.st_size > LARGEST:
@@ -94,8 +94,8 @@ def _load(path: Path, _modified: int, _size: int) -> Vectors:
 def dirichlet(alpha: float, branching: int, rows: int = DRAWS) -> Vectors:
     """Draws of a symmetric Dirichlet(alpha) over `branching` tokens, the largest entries of each.
 
-    Entries come by stick-breaking, in size-biased order: the large ones are among the first, exactly distributed. (The
-    usual way, gammas divided by their sum, takes one draw per token, and small alphas underflow to vectors of zeros.)
+    Stick-breaking draws the entries in size-biased order: the large ones are among the first, exactly distributed. The
+    usual method, gammas divided by their sum, takes one draw per token, and small alphas underflow to zeros.
     """
     generator = torch.Generator().manual_seed(0)
     total = alpha * branching
@@ -107,7 +107,7 @@ def dirichlet(alpha: float, branching: int, rows: int = DRAWS) -> Vectors:
     both_RS = torch.logaddexp(broken_RS, left_RS)
     before_RS = torch.cat([torch.zeros(rows, 1), (left_RS - both_RS).cumsum(1)[:, :-1]], 1)
     logp_RK = (before_RS + broken_RS - both_RS).sort(1, descending=True).values[:, :WIDTH].float()
-    # Every token is as likely to be the largest entry's, and so on: different ones in a row, from a random place.
+    # The distribution is symmetric in the tokens: a row takes consecutive ones of a permutation, from a random place.
     first_R1 = torch.randint(branching, (rows, 1), generator=generator)
     token_V = torch.randperm(branching, generator=generator)
     return Vectors(logp_RK, token_V[(first_R1 + torch.arange(logp_RK.shape[1])) % branching])
@@ -119,13 +119,13 @@ def gather(
     """Collect the model's softmax vectors along completions of a tree's prompt, drawn from the model.
 
     Args:
-        tree: holds the prompt, not evaluated yet; it is released at the end.
-        depth: tokens of a completion; the last of them is not evaluated.
-        eos: tokens that end one.
+        tree: holds the prompt, not evaluated yet; released at the end.
+        depth: tokens of a completion; the last token is not evaluated.
+        eos: tokens that end a completion.
         sequences: completions, which share nodes while they agree; fewer if the KV pool has no room.
 
     Returns:
-        the vectors, and whether there was room for all.
+        the vectors, and whether there was room for all completions.
     """
     parts: list[Vectors] = []
     complete = True
@@ -157,7 +157,7 @@ def gather(
 
 
 def cache_file(model: str, depth: int, branching: int, eos: frozenset[int]) -> Path | None:
-    """Where a prior gathered by a search is kept: in the user's cache folder. None without a model key."""
+    """The file of a prior that a search gathered, in the user's cache folder; None without a model key."""
     if not model:
         return None
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -166,18 +166,11 @@ def cache_file(model: str, depth: int, branching: int, eos: frozenset[int]) -> P
     return folder / "coppice" / "ults" / f"{model}-depth{depth}-branching{branching}-{ends}.safetensors"
 
 
-def cached(path: Path) -> Vectors | None:
-    """A prior kept earlier; None if there is none that can be read."""
-    with suppress(UsageError):
-        return Vectors.load(path)
-    return None
-
-
 def own_vectors(task: Task, children: int, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Vectors, str]]:
-    """The model's softmax vectors along texts of its own, kept from an earlier run or gathered now.
+    """The model's softmax vectors along texts that it writes itself, from an earlier run or gathered now.
 
-    They depend on the model and not on the prompt, so that no answer depends on those before it; but without any
-    room in the KV cache, the answer `logp_NV` for the prompt's last token has to do.
+    They depend on the model and not on the prompt, so that no answer depends on earlier requests. When the KV cache has
+    no room for them, the prompt's own vector `logp_NV` takes their place.
     """
     if task.open_tree is None:
         raise UsageError("prior: there is no model to gather one from", remedy="give dirichlet or a file")
@@ -185,15 +178,16 @@ def own_vectors(task: Task, children: int, logp_NV: Tensor) -> Generator[Evaluat
     tree = task.open_tree("target", [task.start_token])
     node = tree.root
     try:
-        for _ in range(2 * GATHERED):  # one of many searches gathers, the others keep step with it, if it does step
+        for _ in range(2 * GATHERED):  # one search gathers; the others evaluate a token per step while they wait
             if path not in UNDER_WAY:
                 break
             yield Evaluate(tree, [node])
             tree.keep([tree.root])
             [node] = tree.grow([tree.root], [task.start_token])
         tree.release()
-        if path and (known := cached(path)):
-            return known, "cached"
+        with suppress(UsageError):
+            if path:
+                return Vectors.load(path), "cached"
         kept = f", to be kept in {path}" if path else ""
         yield Report(info={"note": f"gathering a prior of softmax vectors from the model{kept}"})
         tree = task.open_tree("target", [task.start_token])
@@ -202,7 +196,7 @@ def own_vectors(task: Task, children: int, logp_NV: Tensor) -> Generator[Evaluat
             UNDER_WAY.add(path)
         try:
             vectors, complete = yield from gather(tree, length, task.eos_token_ids, GATHERED)
-            with suppress(OSError):  # a cache that cannot be written costs the next search its time, no more
+            with suppress(OSError):  # without the file the next search gathers again
                 if path and complete:
                     vectors.save(path)
         finally:

@@ -123,10 +123,10 @@ class Walk:
     refused: int = 0
     tree: object = None
 
-    def start_on(self, driver):
+    def start_on(self, driver, trunk=None):
         def start(run):
-            self.records, self.refused = [], 0  # it may be sent back and start again
-            self.tree = driver.open_tree(run, "target", self.prompt, len(self.prompt) + self.steps, run.trunk)
+            self.records, self.refused = [], 0  # it may be preempted and start again
+            self.tree = driver.open_tree(run, "target", self.prompt, len(self.prompt) + self.steps, trunk)
             return self.go(self.tree)
 
         return start
@@ -358,7 +358,7 @@ def test_a_trunk_handed_on_is_as_good_as_a_fresh_one(bench64, seed):
     for turn in range(5):
         walk = Walk(seed * 10 + turn, prompt, steps=5)
         handed = []
-        run = driver.submit(Job(walk.start_on(driver), trunk=trunk, retire=lambda t, h=handed: h.append(t.retire())))
+        run = driver.submit(Job(walk.start_on(driver, trunk), retire=lambda t, h=handed: h.append(t.retire())))
         while driver.busy:
             driver.step()
             held = [p for r in driver.running for t in r.trees for p in t.pages_held]

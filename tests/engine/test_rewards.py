@@ -384,7 +384,7 @@ def test_chat_and_batch(folders, tmp_path, capsys, monkeypatch):
     assert chat([*target, *flags, *limits, "-p", "hello"]) == 2
     assert "this search needs a reward model\ngive --reward DIR" in capsys.readouterr().err
     assert chat([*target, *reward, *flags, "--sbon-schedule", "64", "-p", "hello"]) == 2
-    assert "schedule: expected tokens and rate, as 64:0.5" in capsys.readouterr().err
+    assert "schedule: expected tokens:rate" in capsys.readouterr().err
     source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "hello", "params": {"search": "bon", "bon_n": 4}}\n{"prompt": "hello"}\n')
     assert batch([*target, *reward, *flags, *limits, "--input", str(source), "--output", str(sink)]) == 0

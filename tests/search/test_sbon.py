@@ -19,7 +19,7 @@ from engine.sampling import gumbels
 from engine.tree import TokenTree
 from models.config import ModelShape
 from search import BoN, SBoN, make_search
-from search.sbon.rates import accepted, accepted_by_risk, expected_lengths, foretold, kendall, rank_correlation
+from search.sbon.rates import accepted, accepted_by_risk, expected_lengths, kendall, least_correlation, rank_correlation
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 EOS = 5
@@ -248,7 +248,7 @@ def test_adaptive_rates_keep_their_risk(shape):
         running, best = list(range(n)), int(path_NL[:, -1].argmax())
         for tokens in (4, 8, 16):
             reward = shape(path_NL[running][:, [tokens // 2 - 1, tokens - 1]])
-            per_doubling = foretold(reward[:, 0].tolist(), reward[:, 1].tolist())
+            per_doubling = least_correlation(reward[:, 0].tolist(), reward[:, 1].tolist())
             correlation = per_doubling ** math.log2(32 / tokens)
             drawn += len(running) * (tokens // 2 if tokens > 4 else 4)
             order = reward[:, 1].argsort(descending=True).tolist()

@@ -13,7 +13,7 @@ from engine.requests import Evaluate, Report, Task
 from engine.tree import TokenTree
 from models.config import ModelShape
 from search import Trie
-from search.base import best_candidates
+from search.base import evaluate_best
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 NEVER = -1e9
@@ -266,7 +266,7 @@ def test_extreme_penalties(penalty):
         assert len(Watched(Flat(), Trie(1, penalty, mode), 1300, (2,), deep=True).result.outputs) == 1
 
 
-# --- best_candidates ---
+# --- evaluate_best ---
 
 
 def brute_force(logp_NV, scores, k):
@@ -277,11 +277,14 @@ def brute_force(logp_NV, scores, k):
 
 
 def equal(logp_NV, scores, k):
-    assert best_candidates(logp_NV, scores, k) == brute_force(logp_NV, scores, k)
+    steps = evaluate_best(None, range(len(logp_NV)), scores, k)
+    with pytest.raises(StopIteration) as stop:
+        steps.send(next(steps).answer(logp_NV))
+    assert stop.value.value == brute_force(logp_NV, scores, k)
 
 
 @pytest.mark.parametrize("V", [1, 2, 7, 15, 16, 17, 31, 32, 97, 101, 480, 512, 997, 1000, 1024, 2048])
-def test_best_candidates(V):
+def test_evaluate_best(V):
     generator = torch.Generator().manual_seed(V)
     for N, k, levels in itertools.product([1, 2, 5], [1, 2, 3, 8, 40, N_ALL], [None, 2, 5, 50]):
         logp_NV = torch.log_softmax(torch.randn(N, V, generator=generator), -1)
@@ -297,7 +300,7 @@ def test_best_candidates(V):
 N_ALL = None
 
 
-def test_best_candidates_at_the_edges():
+def test_evaluate_best_at_the_edges():
     inf = float("-inf")
     equal(torch.full((2, 32), inf), [0.0, 0.0], 4)  # nothing is possible
     equal(torch.zeros(3, 1024), [0.0, 0.0, 0.0], 7)  # everything ties

@@ -8,7 +8,6 @@ import torch
 
 from engine import UsageError
 from search import ULTS
-from search.ults import prior as ults_prior
 from search.ults.delta import POOL, fit
 from search.ults.delta import path_key as key
 from search.ults.distributions import beta_draws, log_gamma
@@ -222,7 +221,6 @@ def test_files_that_hold_something_else(tmp_path, change):
     path.write_bytes(content if isinstance(content, bytes) else save(content))
     with pytest.raises(UsageError, match="prior: "):
         Vectors.load(path)
-    assert ults_prior.cached(path) is None
 
 
 def test_a_file_that_is_too_large(tmp_path):

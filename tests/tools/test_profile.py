@@ -17,7 +17,7 @@ from search import Trie
 from tools.bench import limits
 from tools.kernels.scenes import scene
 from tools.profile.__main__ import describe, main
-from tools.profile.clock import Watch, Watched, linear_work, watched
+from tools.profile.clock import Watch, linear_work, watched
 from tools.profile.report import group_of, operator_table, shares
 from tools.profile.trace import read_profile
 
@@ -65,7 +65,7 @@ def test_operators_are_those_of_the_profile():
         for _ in range(2):
             with torch.profiler.record_function("target: layers"):
                 x @ y
-    operators, kernels = read_profile(profiler)
+    operators, kernels = read_profile(profiler, torch.float32)
     found = {op.name: op for op in operators}
     assert (found["aten::mm"].calls, found["aten::mm"].operations) == (2, 2 * 2 * 3 * 5 * 7) and not kernels
     assert "target: layers" not in found and all(op.seconds >= 0 for op in operators)
@@ -75,10 +75,12 @@ def test_operators_are_those_of_the_profile():
 
 def test_words():
     assert describe(Trie()) == "Trie" and describe(Trie(beams=15)) == "Trie (beams 15)"
-    assert [group_of(p) for p in ("draft: attention", "search", "trees", "tokens and text")] == [
+    assert [group_of(p) for p in ("draft: linear layers", "search", "admit", "text and events")] == [
         "model", "search", "engine", "text",
     ]  # fmt: skip
-    rows = [{"part": p, "group": group_of(p), "share": 0.25} for p in ("target: head", "target: attention", "search")]
+    rows = [
+        {"part": p, "group": group_of(p), "share": 0.25} for p in ("target: head", "target: linear layers", "search")
+    ]
     assert shares(rows) == "50% the model, 25% the search"
     rows.append({"part": "draft: head", "group": "model", "share": 0.25})
     assert shares(rows) == "50% target, 25% draft, 25% the search"
@@ -92,26 +94,26 @@ def demo():
     return Engine.load(demo_folder(), kv_memory=1 << 24)
 
 
-def test_attention_of_whole_passes_is_that_of_their_layers(demo):
-    told = []
-    for deep in (True, False):
-        watch = Watch()
-        with watched(demo, watch, deep):
-            demo.generate([[5, 6, 7, 8]], Trie(beams=3), max_new_tokens=4, ignore_eos=True)
-        told.append([step.work["target: attention"] for step in watch.settle()])
-    assert told[0] == told[1] and all(moved and operations for moved, operations in told[0])
+def test_attention_is_that_of_every_layer(demo):
+    watch = Watch(demo)
+    with watched(watch, deep=True):
+        demo.generate([[5, 6, 7, 8]], Trie(beams=3), max_new_tokens=4, ignore_eos=True)
+    c, G, D = demo.runner.model.config, demo.shape.kv_heads, demo.shape.head_dim
+    pairs = 4 * 5 // 2  # of the prompt's step: each token sees itself and those before it
+    moved = (2 * 4 * G + 2 * 4 * c.heads) * D * demo.pool.cache.k_LGSD.itemsize
+    assert watch.attention(slice(0, 1)) == (c.layers * moved, c.layers * 4 * pairs * c.heads * D)
+    assert watch.attention(slice(0, 4)) > watch.attention(slice(0, 2)) > watch.attention(slice(0, 1))
 
 
 @pytest.mark.parametrize("deep", [True, False])
 def test_watching_changes_nothing_and_books_every_moment(demo, deep):
     prompt, search = [5, 6, 7, 8], Trie(beams=3)
     plain = demo.generate([prompt], search, max_new_tokens=5, ignore_eos=True)[0]
-    watch = Watch()
-    with watched(demo, watch, deep):
-        watching = Watched(search, watch)
-        found = demo.generate([prompt], watching, max_new_tokens=5, ignore_eos=True)[0]
+    watch = Watch(demo)
+    with watched(watch, deep):
+        found = demo.generate([prompt], search, max_new_tokens=5, ignore_eos=True)[0]
     assert found.outputs == plain.outputs
-    steps = watch.settle()
+    steps = watch.steps[:-1]
     assert [step.nodes["target"] for step in steps] == [4, 3, 3, 3, 3]
     assert [step.reads_prompt for step in steps] == [True, False, False, False, False]
     assert max(step.live for step in steps) == plain.stats["live_nodes_peak"]
@@ -119,13 +121,16 @@ def test_watching_changes_nothing_and_books_every_moment(demo, deep):
     assert all(step.kv_bytes >= step.live * plain.stats["kv_bytes_per_token"] for step in steps)
     for step in steps:
         assert sum(step.parts.values()) == pytest.approx(step.seconds)
-        assert ("target: attention" in step.parts) == deep and "target: head" in step.parts and "search" in step.parts
-        assert all(seconds >= 0 for part, seconds in step.parts.items() if part != "driver")
+        assert (
+            ("target: linear layers" in step.parts) == deep and "target: head" in step.parts and "search" in step.parts
+        )
+        assert all(seconds >= 0 for part, seconds in step.parts.items() if part != "text and events")
         if deep:
             asked = 1 if step.reads_prompt else 3
             assert step.work["target: head"][1] == 2 * asked * demo.shape.vocab_size * demo.runner.model.config.width
     assert demo.generate([prompt], search, max_new_tokens=5, ignore_eos=True)[0].outputs == plain.outputs
-    assert "evaluate" not in vars(demo.runner), "the engine's own functions are back"
+    assert demo.observer is None and demo.runner.observer is None, "nothing observes the engine any more"
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in demo.runner.model.modules())
 
 
 def test_the_bundled_demo_by_default(capsys):
@@ -136,7 +141,7 @@ def test_the_bundled_demo_by_default(capsys):
     assert {"bare", "watched", "profiled"} == set(found["steps_per_second_by"])
     products = [op for op in found["operators"] if op["name"].endswith("linear")]
     assert products and all(op["calls"] % (4 * 6 + 1) == 0 for op in products)
-    assert "A step takes" in told.out and "% the model" in told.out and "| target: attention" in told.out
+    assert "A step takes" in told.out and "% the model" in told.out and "| target: linear layers" in told.out
     events = json.loads(Path("here/trace.json").read_text())["traceEvents"]
     assert sum(e["name"] == "step" and e.get("cat") == "user_annotation" for e in events) in (1, 2)
     assert json.loads(Path("here/result.json").read_text())["parts"] == found["parts"]

@@ -7,7 +7,6 @@ trace.json (open it at ui.perfetto.dev), timeline.svg (needs the extra `viz`), r
 
 import argparse
 import json
-import random
 import re
 import sys
 from collections import defaultdict
@@ -30,9 +29,9 @@ from search import make_search
 from tools.bench import limits
 from tools.bench.checkpoints import add_random_flag, add_shape_flags, checkpoint
 from tools.bench.figures import draw, need_figures
-from tools.bench.measure import progress
+from tools.bench.measure import in_turn, progress, random_tokens
 from tools.bench.report import add_save_flag, finish, stamp
-from tools.profile.clock import Step, Watch, Watched, watched
+from tools.profile.clock import Step, Watch, watched
 from tools.profile.report import LEGEND, OPERATORS, group_of, operator_table, paint, part_table, shares
 from tools.profile.trace import Operator, read_profile
 
@@ -119,9 +118,7 @@ class Profile:
         self.options = cli.limits(args)
         self.prompt: Sequence[int]
         if args.prompt_tokens:
-            draw_token = random.Random(0).randrange
-            low = min(3, engine.runner.vocab_size - 1)
-            self.prompt = [draw_token(low, engine.runner.vocab_size) for _ in range(args.prompt_tokens)]
+            self.prompt = random_tokens(engine.runner.vocab_size, args.prompt_tokens)
         else:
             text = PROMPT if args.prompt is None else args.prompt
             messages = [{"role": "user", "content": text}]
@@ -136,13 +133,10 @@ class Profile:
     def measure(self) -> None:
         """All runs: one to warm up, bare and watched ones in turns, one profiled."""
         progress("warming up")
-        self.once(Watch(parts=False))
-        bare, timed = [], []
-        for i in range(self.args.runs):
-            progress(f"run {i + 1} of {self.args.runs}")
-            bare.append(self.once(Watch(parts=False)))
-            timed.append(self.once(Watch()))
-        self.steps, self.parts = middle(bare), middle(timed)
+        self.once(parts=False)
+        works = {parts: lambda _, parts=parts: self.once(parts=parts).steps[:-1] for parts in (False, True)}
+        runs = in_turn(works, self.args.runs, what="run")
+        self.steps, self.parts, bare = middle(runs[False]), middle(runs[True]), runs[False]
         self.spread = sorted(1 / step_seconds(run) for run in bare)
         decode = [i for i, step in enumerate(self.steps) if not step.reads_prompt]
         first = self.args.trace_from
@@ -152,14 +146,14 @@ class Profile:
         self.window = slice(first, first + self.args.trace_steps)
         self.traced, self.operators, self.kernels = self.trace()
 
-    def once(self, watch: Watch) -> list[Step]:
-        """One run; its steps."""
-        with watched(self.engine, watch, self.deep):
-            watching = Watched(self.search, watch) if watch.parts else self.search
-            for event in self.engine.stream(self.prompt, watching, **self.options):  # type: ignore[arg-type]
+    def once(self, **options: Any) -> Watch:
+        """One run under a watch with these options; its last step has not begun."""
+        watch = Watch(self.engine, **options)
+        with watched(watch, self.deep):
+            for event in self.engine.stream(self.prompt, self.search, **self.options):
                 if isinstance(event, Done):
                     self.stats = event.result.stats
-        return watch.settle()
+        return watch
 
     def trace(self) -> tuple[list[Step], list[Operator], list[Operator]]:
         """Steps of a profiled run, operators and kernels in the window."""
@@ -180,7 +174,8 @@ class Profile:
 
         if self.window.start == 0:
             after_step(0)
-        steps = self.once(Watch(labels=True, after_step=after_step))
+        watch = self.once(labels=True, after_step=after_step)
+        steps = watch.steps[:-1]
         if on:
             profiler.stop()
         if len(steps) <= self.window.start:
@@ -188,7 +183,8 @@ class Profile:
         path = self.out / "trace.json"
         profiler.export_chrome_trace(str(path))
         progress(f"saved: {path.name} (open it at ui.perfetto.dev)")
-        return steps, *read_profile(profiler)
+        dtype = self.engine.pool.cache.k_LGSD.dtype
+        return steps, *read_profile(profiler, dtype, watch.attention(self.window) if self.deep else None)
 
     # --- what came out ---
 
@@ -218,7 +214,7 @@ class Profile:
 
     def kind(self, part: str) -> str:
         """What a part multiplies in."""
-        if self.args.quant == "int8" and not part.endswith("attention"):
+        if self.args.quant == "int8":
             return "int8"
         return dtype_name(self.engine.companions.get(part.partition(":")[0], self.engine))
 
@@ -240,8 +236,8 @@ class Profile:
             "prompt_parts": self.rows(True),
             "parts": self.rows(False),
             "traced_steps": [self.window.start, min(self.window.stop, len(self.traced))],
-            "operators": [op._asdict() for op in self.operators],
-            "kernels": [op._asdict() for op in self.kernels],
+            "operators": [vars(op) for op in self.operators],
+            "kernels": [vars(op) for op in self.kernels],
             "timeline": timeline,
             "stats": {key: value for key, value in self.stats.items() if isinstance(value, int | float | str)},
         }
@@ -271,7 +267,8 @@ class Profile:
         for title, found in (("", self.operators), ("Kernels on the device:", self.kernels)):
             if found:
                 parts += [title] * bool(title)
-                parts.append(operator_table(found, self.args.top, count, wall))
+                rate = self.rates[self.kind("target: linear layers")]
+                parts.append(operator_table(found, self.args.top, count, wall, self.bandwidth, rate))
         return "\n\n".join(parts)
 
     def picture(self, kept: Path | None) -> str:

@@ -1,5 +1,6 @@
-"""What was found: tables and the timeline."""
+"""Tables of a profile, and its timeline."""
 
+import math
 from collections import defaultdict
 from statistics import median
 from typing import Any
@@ -9,13 +10,14 @@ from tools.profile.clock import MODEL_PARTS, SEARCH, TEXT, Step
 from tools.profile.trace import Operator
 
 GROUPS = ("model", "search", "engine", "text")
-LEGEND = """*ms*: per step, without the profiler, a part without those that it calls; *MB*, *MFLOP*: per step, the
+LEGEND = """*ms*: per step, without the profiler, a part without those inside it; *MB*, *MFLOP*: per step, the
 least that must move, and matrix products; *of roofline*: (the larger of MB / bandwidth and MFLOP / rate) / ms, above
-100% where caches are faster than memory; ? is what nobody counts. *model*: everything inside `forward` and `logits`;
-*search*: the algorithm, what it reads of log-probabilities included; *engine*: trees, packing, the driver, log-softmax.
-On a GPU these are times of the host, which waits for it only in *answers to the host*."""
-OPERATORS = """Operators, as torch.profiler saw them (it slows short ones down: shares count, not times); *self ms* and
-*MFLOP*, of the products that torch counts, per step."""
+100% where caches are faster than memory; ? where the shapes do not give a number. *model*: everything inside `forward`
+and `logits`; *search*: the algorithm and its `Evaluate.read`; *engine*: packing, the driver with its trees,
+log-softmax; *text and events*: what lies between two steps. On a GPU these are times of the host, which waits for the
+device only in *answers to the host*."""
+OPERATORS = """Operators by torch.profiler, which slows short ones down: compare shares, not times. *self ms*, *MB* and
+*MFLOP* per step; the MB come from the shapes of the arguments, where there is a formula for them."""
 
 
 def paint(figure: Any, bare: list[Step], timed: list[Step]) -> None:
@@ -47,7 +49,7 @@ def paint(figure: Any, bare: list[Step], timed: list[Step]) -> None:
 
 def group_of(part: str) -> str:
     """model, search, engine or text."""
-    if part.partition(": ")[2] in MODEL_PARTS:
+    if part.partition(": ")[2] in MODEL_PARTS.values():
         return "model"
     return {SEARCH: "search", TEXT: "text"}.get(part, "engine")
 
@@ -78,16 +80,28 @@ def part_table(rows: list[dict[str, Any]]) -> str:
                              "MB": "{mb}", "MFLOP": "{mflop}", "of roofline": "{roofline}"})  # fmt: skip
 
 
-def operator_table(found: list[Operator], top: int, steps: int, wall: float) -> str:
-    """The operators that took longest, and what is left of the steps' time."""
-    rest, left = found[top:], wall - sum(op.seconds for op in found)
-    rows: list[dict[str, Any]] = [op._asdict() | {"per_step": f"{op.calls / steps:.1f}"} for op in found[:top]]
-    others = sum(op.calls for op in rest) / steps, sum(op.seconds for op in rest)
-    rows.append({"name": f"{len(rest)} others", "per_step": f"{others[0]:.1f}", "seconds": others[1]})
-    rows.append({"name": "Python, and the profiler itself", "seconds": left})
+def operator_table(
+    found: list[Operator], top: int, steps: int, wall: float, bandwidth: float = math.inf, rate: float = math.inf
+) -> str:
+    """The operators that took longest, and the rest of the steps' time.
+
+    Args:
+        top: operators to list.
+        steps, wall: number of steps, and their seconds.
+        bandwidth, rate: bytes and operations per second of the machine.
+    """
+    rows: list[dict[str, Any]] = []
+    for op in found[:top]:
+        spent, least = op.device_seconds or op.seconds, max((op.bytes or 0) / bandwidth, op.operations / rate)
+        roofline = f"{least / spent:.0%}" if op.bytes and spent and least else ""
+        rows.append(vars(op) | {"mb": amount(op.bytes / steps) if op.bytes else "", "roofline": roofline})
+    rest = found[top:]
+    others = {"calls": sum(op.calls for op in rest), "seconds": sum(op.seconds for op in rest)}
+    rows.append({"name": f"{len(rest)} others", **others})
+    rows.append({"name": "Python, and the profiler itself", "seconds": wall - sum(op.seconds for op in found)})
     for row in rows:
         row |= {"share": row["seconds"] / wall, "mflop": amount((row.get("operations") or 0) / steps)}
-        row |= {key: row[key] / steps for key in ("seconds", "device_seconds") if key in row}
+        row |= {key: row[key] / steps for key in ("calls", "seconds", "device_seconds") if key in row}
     device = {"device ms": "{device_seconds:ms.3f}"} if any(op.device_seconds for op in found) else {}
-    columns = {"operator": "{name}", "calls": "{per_step}", "self ms": "{seconds:ms.3f}", "share": "{share:.1%}"}
-    return rows_table(rows, columns | device | {"MFLOP": "{mflop}"})
+    columns = {"operator": "{name}", "calls": "{calls:.1f}", "self ms": "{seconds:ms.3f}", "share": "{share:.1%}"}
+    return rows_table(rows, columns | device | {"MB": "{mb}", "MFLOP": "{mflop}", "of roofline": "{roofline}"})

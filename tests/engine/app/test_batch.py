@@ -152,7 +152,7 @@ BAD = [
     ({"prompt": "a" * 300}, "the model's context holds 64"),
     ({"prompt_ids": []}, "the prompt is empty"),
     ({"prompt_ids": [1, 300]}, "expected token ids from 0 to 299, got 300; token 1"),
-    ({"prompt_ids": [True]}, "prompt_ids: expected a list of integers, got [true]"),
+    ({"prompt_ids": [True]}, "prompt: expected token ids from 0 to 299, got True; token 0"),
     ({"prompt_ids": "abc"}, "prompt_ids: expected a list of integers"),
     ({"messages": []}, "at least one message"),
     ({"messages": [{"role": "user"}]}, "messages[0].content: expected a string, got none"),
@@ -172,10 +172,10 @@ BAD = [
     ({"prompt": "a", "params": {"max_new_tokens": 0}}, "max_new_tokens: expected an integer >= 1"),
     ({"prompt": "a", "params": {"max_new_tokens": True}}, "max_new_tokens: expected an integer >= 1"),
     ({"prompt": "a", "params": {"ignore_eos": 1}}, "ignore_eos: expected true or false"),
-    ({"prompt": "a", "params": {"stop": [""]}}, "stop: expected a non-empty string"),
-    ({"prompt": "a", "params": {"stop": 3}}, "stop: expected a non-empty string"),
-    ({"prompt": "a", "params": {"eos_token_ids": 2}}, "eos_token_ids: expected a list of integers"),
-    ({"prompt": "a", "params": {"eos_token_ids": [[2]]}}, "eos_token_ids: expected a list of integers"),
+    ({"prompt": "a", "params": {"stop": [""]}}, "stop: expected a list of non-empty strings"),
+    ({"prompt": "a", "params": {"stop": 3}}, "stop: expected a list of non-empty strings"),
+    ({"prompt": "a", "params": {"eos_token_ids": 2}}, "eos_token_ids: expected a list of token ids"),
+    ({"prompt": "a", "params": {"eos_token_ids": [[2]]}}, "eos_token_ids: expected token ids"),
     ({"prompt": "a", "params": {"eos_token_ids": [-1]}}, "eos_token_ids: expected token ids"),
 ]
 

@@ -1,0 +1,59 @@
+"""The settings of a chat, which `/set` changes."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import check_flag, check_integer
+from engine.requests import Search
+from search.base import REGISTRY, make_search, parameters
+from search.outside import find_search
+from search.values import plain
+
+LIMITS = ("max_new_tokens", "ignore_eos", "stop")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The search, its parameters and the limits.
+
+    `params` may have parameters of other searches, which apply when a person changes back.
+    """
+
+    search: str
+    params: Mapping[str, Any]
+    max_new_tokens: int
+    ignore_eos: bool
+    stop: tuple[str, ...]
+
+    def configuration(self) -> Search:
+        """The search's configuration. Raises UsageError."""
+        known = parameters(self.search)
+        return make_search(self.search, {key: value for key, value in self.params.items() if key in known})
+
+    def limits(self) -> dict[str, Any]:
+        """Options of `Engine.stream`."""
+        return {key: getattr(self, key) for key in LIMITS}
+
+    def shown(self) -> dict[str, Any]:
+        """All settings, by the names that users write."""
+        search = self.configuration()
+        own = {key: plain(getattr(search, field)) for key, field in parameters(self.search).items()}
+        return {"search": self.search} | own | self.limits()
+
+    def changed(self, changes: Mapping[str, Any]) -> "Settings":
+        """Settings with these changes, all or none. Raises UsageError."""
+        changes = dict(changes)
+        name = changes.pop("search", self.search)
+        if isinstance(name, str):
+            name = find_search(name) or name
+        limits = {key: changes.pop(key) for key in LIMITS if key in changes}
+        check_integer("max_new_tokens", limits.get("max_new_tokens", 1), 1)
+        check_flag("ignore_eos", limits.get("ignore_eos", False))
+        if "stop" in limits:
+            stop = limits["stop"]
+            limits["stop"] = tuple(stop) if isinstance(stop, list) else (str(stop),) if stop != "" else ()
+        known = parameters(name) if isinstance(name, str) and name in REGISTRY else {}
+        make_search(name, {key: value for key, value in self.params.items() if key in known} | changes)
+        return dataclasses.replace(self, search=name, params={**self.params, **changes}, **limits)
