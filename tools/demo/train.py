@@ -244,7 +244,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tiny", action="store_true", help="very small models, to try the command out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, help="of the CPU")
-    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="checkpoints, curves (build/demo)")
+    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="checkpoints (build/demo)")
     parser.add_argument("--out", type=Path, default=Path("models/demo"), help="the finished models (models/demo)")
     parser.add_argument("--fresh", action="store_true", help="do not go on from checkpoints")
     return parser
@@ -264,7 +264,6 @@ def main(argv: list[str] | None = None) -> int:
         trainer = train(name, tokenizer, args)
         export(name, trainer, tokenizer, args.out)
     write_manifest(args.out)
-    draw(args.out, args.work)
     return 0
 
 
@@ -333,23 +332,6 @@ def write_manifest(out: Path) -> None:
     files = [file for name in sorted(ORDER) for file in sorted((out / name).glob("*"))]
     lines = (f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(out).as_posix()}\n" for file in files)
     (out / MANIFEST).write_text("".join(lines), encoding="utf-8")
-
-
-def draw(out: Path, work: Path) -> None:
-    """A picture of the loss curves, where matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no picture of the loss curves without matplotlib (pip install 'coppice[viz]')", file=sys.stderr)
-        return
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    curves = {name: training["curve"] for name, training in read_figures(out)["training"].items()}
-    for axes, (name, curve) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
-        for kind in ("train", "validation"):
-            axes.plot([point["tokens"] / 1e6 for point in curve], [point[kind] for point in curve], label=kind)
-        axes.set(title=name, xlabel="million tokens", ylabel="loss")
-        axes.legend()
-    figure.savefig(work / "loss.png", dpi=120)
 
 
 if __name__ == "__main__":
