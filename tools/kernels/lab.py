@@ -51,7 +51,7 @@ class Row(NamedTuple):
     impl: str
     bytes: int
     floor_seconds: float
-    bound: str  # by what the floor is: bytes or operations
+    bound: str  # the floor is set by "bytes" or "operations"
     refused: str = ""
     error_max: float | None = None
     error_mean: float | None = None
@@ -89,7 +89,7 @@ class TrapResult(NamedTuple):
 
 
 class Lab:
-    """Results so far, and what the machine can do."""
+    """Measures contenders on a machine of known bandwidth and rates, and collects the results."""
 
     def __init__(self, device: torch.device, seconds: float, bandwidth: float, rates: dict[str, float]):
         self.device, self.seconds, self.bandwidth, self.rates = device, seconds, bandwidth, rates
@@ -98,7 +98,7 @@ class Lab:
         self.traps: list[TrapResult] = []
 
     def trap(self, operator: str, able: Sequence[Contender], dtype: str) -> None:
-        """Every trap for all that take whole passes."""
+        """Try every contender that takes whole passes in every trap."""
         check = attention_fault if operator == "tree_attention" else write_fault
         for trap in traps(getattr(torch, dtype), self.device, "torch"):
             for contender in able:
@@ -185,7 +185,7 @@ class Lab:
         return 2 * sum(x.numel() * x.itemsize for x in new) + slots_T.nbytes, 0, prepare
 
     def times(self, contender: Contender, calls: Sequence[Callable[[], object]]) -> dict[str, float] | None:
-        """Seconds of a call, each on the next cache; None for what is not to be timed."""
+        """Seconds of a call, each on the next cache; None for contenders that are not timed."""
         if not contender.timed:
             return None
         if self.device.type == "cuda":
@@ -214,7 +214,7 @@ def can_be_recorded(call: Callable[[], object]) -> bool:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Of the last level of cache; 64 MiB where the system does not tell."""
+    """Size of the last level of cache; 64 MiB where the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     sizes = [64 << 20]
@@ -227,7 +227,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def errors(out: Tensor, plain: Tensor, exact: Tensor) -> dict[str, Any]:
-    """Of an output and of plain PyTorch's against the exact one; the larger of two ratios counts."""
+    """Errors of an output and of plain PyTorch's against the exact one; `x_plain` is the larger of two ratios."""
     mine, yardstick = ((x.double() - exact).abs() for x in (out, plain))
     nan = int(out.isnan().sum())
     tiny = 0.01 * torch.finfo(out.dtype).eps  # where plain PyTorch happens to be exact
@@ -247,7 +247,7 @@ def definition(
 
 
 def attention_fault(contender: Contender, trap: Trap) -> str:
-    """What is wrong with an attention in a trap; "" if nothing is."""
+    """The fault of an attention in a trap; "" if there is none."""
     inputs, scale = (trap.q_THD, trap.k_GSD, trap.v_GSD), trap.q_THD.shape[-1] ** -0.5
     before = [x.clone() for x in inputs]
     out = check_result(contender, contender(*inputs, trap.layout, scale, trap.window), trap.q_THD)
@@ -257,7 +257,7 @@ def attention_fault(contender: Contender, trap: Trap) -> str:
     own = slice(0, trap.rows)
     found = errors(out[own], plain[own], exact[own])
     if found["nan"]:
-        return f"{found['nan']} NaN of {out[own].numel()}: it read what it must not"
+        return f"{found['nan']} NaN of {out[own].numel()}: it read slots that it must not read"
     return "" if found["x_plain"] <= ALLOWED else f"error {found['error_max']:.1e}, {found['x_plain']:.1f}x plain"
 
 
@@ -271,18 +271,18 @@ def rows_of(
 
 
 def write_fault(contender: Contender, trap: Trap) -> str:
-    """What is wrong with a KV write in a trap; "" if nothing is."""
+    """The fault of a KV write in a trap; "" if there is none."""
     slots_T = trap.layout.write_slots_T
     heads, kv_heads = trap.q_THD.shape[1], trap.k_GSD.shape[0]
     new = rows_of(len(slots_T), heads, kv_heads, trap.q_THD.shape[2], trap.q_THD.dtype, slots_T.device)
     wrong = write_difference(contender, trap.k_GSD, trap.v_GSD, new, slots_T)
-    return f"{wrong} slots are not what they should be" if wrong else ""
+    return f"{wrong} slots have wrong contents" if wrong else ""
 
 
 def write_difference(
     contender: Contender, k_GSD: Tensor, v_GSD: Tensor, new: tuple[Tensor, Tensor], slots_T: Tensor
 ) -> int:
-    """Slots whose bits differ from the definition's, the trash slot aside."""
+    """The number of slots with other bits than the definition's, without the trash slot."""
     mine, right = (k_GSD.clone(), v_GSD.clone()), (k_GSD.clone(), v_GSD.clone())
     contender(*mine, *new, slots_T)
     reference_write.kv_write(*right, *new, slots_T)

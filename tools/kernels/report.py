@@ -1,4 +1,4 @@
-"""What the lab found: tables, a line of judgement for each contender, a picture."""
+"""The lab's report: tables, a verdict on each contender, a picture."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ that of the definition in the dtype itself, the worst shape, of the largest and 
 {ALLOWED:.0f} is right. *traps*: passed of those it took. kv_write has nothing to round: it is right if every bit is."""
 FAST = """Microseconds of one layer, medians, and the share of them that the *floor* is: the larger of bytes / bandwidth
 (keys and values that any query sees once, queries and output) and operations / rate. sdpa and flex get contiguous keys
-and a ready mask, which an engine would have to make. What is worked out once per pass, not per layer, is not in it."""
+and a ready mask, which an engine would have to make. Work that is done once per pass, not per layer, is left out."""
 CUT = 4.0  # ratios of errors above it are drawn there
 SHAPE = {"heads": "{setting}", "prefix": "{prefix}", "queries": "{queries}", "branching": "{branching}"}
 
@@ -44,7 +44,7 @@ def report(lab: Lab, absent: dict[str, dict[str, str]], candidate: str | None) -
 
 
 def verdict(lab: Lab, rows: Sequence[Row], operator: str, name: str) -> str:
-    """A contender in a line: right or wrong, and how fast beside the quickest of the others."""
+    """A contender in a line: right or wrong, and its time against the quickest other one's."""
     right = "right" if verdicts(lab)[operator][name] else "WRONG"
     others: dict[Shape, float] = {}
     for row in rows:
