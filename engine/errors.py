@@ -46,6 +46,11 @@ class SearchError(CoppiceError):
     code = "search"
 
 
+def shortened(text: str, most: int = 80) -> str:
+    """The text, cut to `most` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def check_integer(name: str, value: Any, low: float, high: float = math.inf, *, also: str = "") -> None:
     """Check that a value is an integer from `low` to `high`; True and False are none. Raises UsageError.
 
