@@ -3,16 +3,7 @@
 import math
 from typing import Any
 
-from models.errors import CheckpointError, CoppiceError
-
-__all__ = [
-    "CheckpointError",
-    "CoppiceError",
-    "KVMemoryError",
-    "NumericsError",
-    "SearchError",
-    "UsageError",
-]
+from models.errors import CheckpointError, CoppiceError  # noqa: F401
 
 
 class UsageError(CoppiceError):
