@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from random import Random
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from search.sbon.rates import accepted, kendall
 from tools.bench.figures import draw
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, finish, stamp, table
-from tools.demo.generator import dialogue
+from tools.bench.texts import story_requests
 
 ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 GAUSSIAN_ALPHAS, RHOS = (0.5, 0.8, 0.9, 0.95), (0.0, 0.5, 0.7, 0.9, 1.0)
@@ -94,14 +93,8 @@ def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.input:
         with open(args.input, encoding="utf-8") as source:
             return [json.loads(line) for line in source if line.strip()][: args.prompts]
-    found: list[dict[str, Any]] = []
-    for i in itertools.count():
-        talk = dialogue(Random(f"sbon:{args.seed}:{i}"))
-        if talk.turns[-1].task == "story" and len(talk.turns) <= 3:
-            found.append({"messages": talk.messages()[:-1]})
-        if len(found) == args.prompts:
-            return found
-    raise AssertionError
+    talks = (talk for talk in story_requests(f"sbon:{args.seed}") if len(talk.turns) <= 3)
+    return [{"messages": talk.messages()[:-1]} for talk in itertools.islice(talks, args.prompts)]
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser, count: int) -> None:

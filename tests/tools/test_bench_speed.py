@@ -7,7 +7,7 @@ import torch
 
 from models.checkpoint import Checkpoint
 from models.int8 import Int8Linear
-from tools.bench import host, limits, speed
+from tools.bench import host, limits, measure, speed
 from tools.bench.__main__ import main
 from tools.random_checkpoint import make
 
@@ -39,26 +39,30 @@ def test_it_runs_and_saves_by_machine(model, quick, capsys, tmp_path):
     verdicts = {v["name"]: v for v in found["verdicts"]}
     assert verdicts["total time, float32: transformers / ours"]["met"] is None
     wide = verdicts["step, float32: 2 beams / 1"]
-    slower = sorted(times["float32 2 6"] / times["float32 1 6"] for times in found["in_turn"])
+    settings = (found["in_turn"][key] for key in ("float32 2 6", "float32 1 6"))
+    slower = sorted(a / b for a, b in zip(*settings, strict=True))
     assert len(slower) == speed.ROUNDS
     assert wide["value"] == slower[speed.ROUNDS // 2] and wide["met"] == (wide["value"] <= wide["target"])
-    assert all(set(text) == {"3", "9"} for text in found["depths"]) and len(found["depths"]) == speed.ROUNDS
+    assert found["depths"].keys() == {"3", "9"} and all(len(x) == speed.ROUNDS for x in found["depths"].values())
     assert all(found["host_seconds"].values())
     assert found["bench"].startswith("speed-") and f"<!-- bench:{found['bench']} -->" in page.read_text()
 
 
-def test_verdicts_are_comparisons():
-    assert speed.Verdict("a", 2.0, 1.9).met is True
-    assert speed.Verdict("a", 2.0, 1.9, at_most=True).met is False
-    assert speed.Verdict("a", None, 1.9).met is None
-    text = speed.verdict_table([speed.Verdict("host", 4e-4, 5e-4, True, "ms"), speed.Verdict("x", None, 8.0)])
-    assert "0.40 ms | at most 0.50 ms | yes" in text and "not measured" in text
+def test_targets_are_comparisons():
+    assert speed.comparison("a", 2.0, 1.9)["met"] is True
+    assert speed.comparison("a", 2.0, 1.9, at_most=True)["met"] is False
+    host, absent = speed.comparison("host", 4e-4, 5e-4, True, "ms"), speed.comparison("x", None, 8.0)
+    assert (host["measured"], host["sign"], host["wanted"]) == ("0.40 ms", "at most", "0.50 ms")
+    assert (absent["met"], absent["measured"], absent["wanted"]) == (None, "not measured", "8.00")
 
 
-def test_ratios_are_medians_of_rounds():
-    a, b = ("float32", 2, 6), ("float32", 1, 6)
-    rounds = [{a: 4.0, b: 2.0}, {a: 60.0, b: 20.0}, {a: 1.0, b: 1.0}]
-    assert speed.ratio(rounds, a, b) == 2.0 and speed.ratio(rounds, a, ("int8", 2, 6)) is None
+def test_rounds_are_interleaved_and_ratios_are_medians_of_rounds():
+    calls = []
+    works = {key: lambda i, key=key: calls.append((i, key)) or len(calls) for key in "abc"}
+    found = measure.in_turn(works, 2, warm_up=True)
+    assert [key for _, key in calls] == [*"cab", *"abc", *"bca"] and [i for i, _ in calls] == [0] * 6 + [1] * 3
+    assert found == {"a": [4, 9], "b": [5, 7], "c": [6, 8]}
+    assert measure.ratio([4.0, 60.0, 1.0], [2.0, 20.0, 1.0]) == 2.0
 
 
 def test_work_counts_every_matrix_but_the_embedding(model):

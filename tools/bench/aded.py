@@ -7,30 +7,31 @@ text's, and its answers elsewhere by nothing in particular: drafters learn less 
 
 import argparse
 import math
-import random
 import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from engine import Engine, Request
+from engine import Engine
 from engine.demo import is_demo
 from engine.errors import UsageError
 from engine.requests import Answer, Evaluate, Search, Task
 from kernels.rows.reference import peaks
-from search import ADED, Greedy, Sample
+from search import ADED, Greedy
 from search.aded.drafters import MCTS, Draft
-from search.aded.ngrams import count, merge, open_store, write_store
+from search.aded.ngrams import open_store
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.flags import add_numbers, add_run_flags
-from tools.bench.measure import progress, spread
+from tools.bench.measure import in_turn, progress, random_tokens, ratio, spread
 from tools.bench.report import finish, rows_table, stamp
 from tools.bench.searches import Altered
+from tools.bench.texts import corpus, draw_prompts
 from tools.random_checkpoint import make
 
 SLOWEST, SPEEDUP, HOST_MS = 0.95, 1.5, 0.5  # what is wanted
@@ -126,13 +127,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         writer = Engine.load(args.recorded, dtype=args.dtype, threads=args.threads) if args.recorded else engine
         if args.recorded and writer.runner.vocab_size > engine.runner.vocab_size:
             raise UsageError("--recorded: its vocabulary is larger than that of the model that is to recite")
-        prompts, texts = write(writer, args)
-        store = args.store or corpus(writer, args, scratch / "store")
+        prompts, texts = write(writer, args.prompts, args.new_tokens, args.seed)
+        store = args.store or corpus(writer, args.corpus_tokens, scratch / "store")
         methods = list_methods(store, args.iterations)
         reciting = writer if args.recorded else None
         rows = [{"text": "own", **row} for row in compare(engine, methods, prompts, texts, reciting, args.runs)]
-        rng = random.Random(args.seed)
-        noise = [[rng.randrange(engine.runner.vocab_size) for _ in text] for text in texts]
+        noise = [random_tokens(engine.runner.vocab_size, len(text), args.seed + i) for i, text in enumerate(texts)]
         plain = [(n, s) for n, s in methods if n in ("autoregressive", "backoff, auto", "backoff, auto, no store")]
         tokens = sum(map(len, noise))
         runs = max(args.runs, math.ceil(args.noise_seconds * rows[0]["tokens_per_second"]["median"] / tokens))
@@ -204,32 +204,12 @@ def list_methods(store: str | Path, iterations: Sequence[int]) -> list[tuple[str
     }.items())  # fmt: skip
 
 
-def write(writer: Engine, args: argparse.Namespace) -> tuple[list[list[int]], list[list[int]]]:
+def write(writer: Engine, number: int, new_tokens: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts, drawn, and the model's greedy answers to them."""
     progress("writing the texts")
-    first = [writer.tokenizer.bos_token_id or 0]
-    drawn = [
-        writer.generate([first], Sample(seed=args.seed + 1 + i), max_new_tokens=15, ignore_eos=True)[0]
-        for i in range(args.prompts)
-    ]
-    prompts = [first + result.outputs[0].token_ids for result in drawn]
-    answers = writer.generate(prompts, Greedy(), max_new_tokens=args.new_tokens, ignore_eos=True)
+    prompts = draw_prompts(writer, number, 16, seed + 1)
+    answers = writer.generate(prompts, Greedy(), max_new_tokens=new_tokens, ignore_eos=True)
     return prompts, [answer.outputs[0].token_ids for answer in answers]
-
-
-def corpus(writer: Engine, args: argparse.Namespace, path: Path) -> Path:
-    """A store of texts that the model draws; none of them is measured."""
-    progress(f"drawing {args.corpus_tokens} tokens to count")
-    first, length, runs, left = [writer.tokenizer.bos_token_id or 0], 256, [], args.corpus_tokens
-    seeds = range(1 << 20, (1 << 20) + -(-args.corpus_tokens // length))
-    requests = (Request(first, Sample(seed=seed), max_new_tokens=length, ignore_eos=True) for seed in seeds)
-    for _, result in writer.serve(requests):
-        if isinstance(result, Exception):
-            raise result
-        runs.append(count(result.outputs[0].token_ids[:left]))
-        left -= len(result.outputs[0].token_ids)
-    write_store(path, merge(runs), writer.tokenizer.size, writer.tokenizer.fingerprint)
-    return path
 
 
 def compare(
@@ -240,33 +220,35 @@ def compare(
     writer: Engine | None,
     runs: int,
 ) -> list[dict[str, Any]]:
-    """All methods in turns, one prompt at a time; texts of a writer are recited."""
-    speeds: dict[str, list[float]] = {name: [] for name, _ in methods}
-    host: dict[str, list[dict[str, float]]] = {name: [] for name, _ in methods}
-    rows: dict[str, dict[str, Any]] = {}
-    for i in range(runs + 1):  # the first warms up
-        for name, search in methods[:: -1 if i % 2 else 1]:  # what comes later in a run has no advantage
-            progress(f"run {i} of {runs}: {name}")
-            stats, same = [], True
-            for prompt, text in zip(prompts, texts, strict=True):
-                asked = Recite(search, text, writer) if writer else search
-                [result] = engine.generate([prompt], asked, max_new_tokens=len(text), ignore_eos=True)
-                stats.append(result.stats)
-                same &= result.outputs[0].token_ids == list(text)
-            tokens = sum(len(text) - 1 for text in texts)  # the first comes with the prompt
-            if i:
-                speeds[name].append(tokens / sum(s["decode_seconds"] for s in stats))
-                host[name].append({key: statistics.fmean(s.get(key, 0.0) for s in stats) for key in HOST})
-            steps = sum(s.get("steps", s["new_tokens"]) for s in stats)
-            rows[name] = {
-                "method": name,
-                "same": same,
-                "accept_length": sum(map(len, texts)) / steps,
-                "nodes": sum(s.get("draft_nodes", 0) for s in stats) / steps,
-            }
+    """All methods in turn, one prompt at a time; texts of a writer are recited."""
+    tokens = sum(len(text) - 1 for text in texts)  # the first of each comes with the prompt
+
+    def run(search: Search, _: int) -> dict[str, Any]:
+        stats, same = [], True
+        for prompt, text in zip(prompts, texts, strict=True):
+            asked = Recite(search, text, writer) if writer else search
+            [result] = engine.generate([prompt], asked, max_new_tokens=len(text), ignore_eos=True)
+            stats.append(result.stats)
+            same &= result.outputs[0].token_ids == list(text)
+        steps = sum(s.get("steps", s["new_tokens"]) for s in stats)
+        return {
+            "same": same,
+            "speed": tokens / sum(s["decode_seconds"] for s in stats),
+            "accept_length": sum(map(len, texts)) / steps,
+            "nodes": sum(s.get("draft_nodes", 0) for s in stats) / steps,
+            **{key: statistics.fmean(s.get(key, 0.0) for s in stats) for key in HOST},
+        }
+
+    found = in_turn({name: partial(run, search) for name, search in methods}, runs, warm_up=True, what="run")
+    speeds = {name: [one["speed"] for one in results] for name, results in found.items()}
     base = methods[0][0]
-    for name, row in rows.items():
-        row |= {key: statistics.median(one[key] for one in host[name]) if name != base else None for key in HOST}
-        row["tokens_per_second"] = spread(speeds[name])
-        row["ratio"] = statistics.median(a / b for a, b in zip(speeds[name], speeds[base], strict=True))
-    return list(rows.values())
+    return [
+        {
+            "method": name,
+            **{key: results[-1][key] for key in ("same", "accept_length", "nodes")},
+            **{key: statistics.median(one[key] for one in results) if name != base else None for key in HOST},
+            "tokens_per_second": spread(speeds[name]),
+            "ratio": ratio(speeds[name], speeds[base]),
+        }
+        for name, results in found.items()
+    ]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import Engine
-from engine.engine import Request
-from engine.errors import CoppiceError, UsageError
+from engine.errors import UsageError
 from engine.packing import Chunk
 from engine.pool import PagePool
-from engine.requests import Evaluate, Search, Task
+from engine.requests import Evaluate, Search, SearchResult, Task
 from engine.tree import TokenTree
 from kernels.rows.reference import peaks
 from models.checkpoint import Checkpoint
 from models.config import ModelShape
-from search import DSBD, BeamSample, Sample, Speculative
-from tools.bench.aded import corpus
+from search import DSBD, BeamSample, Speculative
 from tools.bench.figures import draw
 from tools.bench.flags import add_numbers, add_run_flags
-from tools.bench.measure import progress, spread
+from tools.bench.measure import in_turn, progress, spread, standard_error
 from tools.bench.report import RESULTS, finish, rows_table, stamp
 from tools.bench.searches import run_alone
+from tools.bench.texts import corpus, draw_prompts
 from tools.random_checkpoint import make
 
 LIMIT_MS = 0.5  # wanted: bookkeeping per round
@@ -99,8 +99,8 @@ def run_front(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Measure and report."""
     made = stamp(argv)
     with pair(args) as (engine, name, label, sizes), tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        store = corpus(engine, args, Path(folder) / "store") if args.corpus_tokens else None
-        prompts = draw_prompts(engine, args.prompts, args.prompt_tokens)
+        store = corpus(engine, args.corpus_tokens, Path(folder) / "store") if args.corpus_tokens else None
+        prompts = draw_prompts(engine, args.prompts, args.prompt_tokens, 0)
         rows = measure(engine, searches(args, store), prompts, args.new_tokens)
     ratios = speedups(rows)
     body = front_report(args, label, sizes, rows, ratios)
@@ -155,43 +155,29 @@ def searches(args: argparse.Namespace, store: Path | None = None) -> list[tuple[
     return found
 
 
-def draw_prompts(engine: Engine, n: int, tokens: int) -> list[list[int]]:
-    """Beginnings that the target itself might write."""
-    start = engine.tokenizer.encode("") or [engine.tokenizer.bos_token_id or 0]
-    requests = [Request(start, Sample(seed=seed), tokens - len(start), ignore_eos=True) for seed in range(n)]
-    outcomes = dict(engine.serve(requests))
-    prompts = []
-    for i in range(n):
-        if isinstance(outcome := outcomes[i], CoppiceError):
-            raise outcome
-        prompts.append(start + outcome.outputs[0].token_ids)
-    return prompts
-
-
 def measure(
     engine: Engine, searches: Sequence[tuple[str, Search]], prompts: Sequence[list[int]], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """All searches in turn on every prompt, so that what the machine does meanwhile meets all of them."""
-    found: dict[str, list[Any]] = {label: [] for label, _ in searches}
+    """All searches in turn on every prompt."""
     for _, search in (searches[0], searches[-1]):
         engine.generate(prompts[:1], search, max_new_tokens=8, ignore_eos=True)  # warm up
-    for i, prompt in enumerate(prompts):
-        progress(f"prompt {i + 1} of {len(prompts)}")
-        for label, search in searches:
-            seeded = replace(search, seed=i)  # type: ignore[type-var]
-            began = time.perf_counter()
-            [result] = engine.generate([prompt], seeded, max_new_tokens=new_tokens, ignore_eos=True)
-            found[label].append((time.perf_counter() - began, result))
+
+    def run(search: Search, i: int) -> tuple[float, SearchResult]:
+        began = time.perf_counter()
+        [result] = engine.generate([prompts[i]], replace(search, seed=i), max_new_tokens=new_tokens, ignore_eos=True)  # type: ignore[type-var]
+        return time.perf_counter() - began, result
+
+    found = in_turn({label: partial(run, search) for label, search in searches}, len(prompts), what="prompt")
     rows = []
     for label, runs in found.items():
-        qualities = [r.outputs[0].logprob / len(r.outputs[0].token_ids) for _, r in runs]
+        qualities = [(r.outputs[0].logprob or 0.0) / len(r.outputs[0].token_ids) for _, r in runs]
         seconds, tokens = sum(s for s, _ in runs), sum(len(r.outputs[0].token_ids) for _, r in runs)
         passes = sum(r.stats["forward_passes"] for _, r in runs)
         rows.append({
             "label": label,
             "search": label.split()[0],
             "quality": statistics.mean(qualities),
-            "error": statistics.stdev(qualities) / math.sqrt(len(qualities)) if len(qualities) > 1 else 0.0,
+            "error": standard_error(qualities),
             "speed": tokens / seconds,
             "seconds": seconds,
             "tokens_per_pass": tokens / passes,
@@ -328,17 +314,12 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
     made = stamp(argv)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    rows: list[dict[str, Any]] = []
     warps: list[dict[str, Any]] = [{"top_k": 20}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}, {}]
-    found: dict[DSBD, list[dict[str, float]]] = {
-        DSBD(draft_beams=args.beams, gamma=args.gamma, width=width, **warp): []
-        for warp in warps
-        for width in (0, args.beams)
-    }
-    for seed in range(-1, args.runs):  # in turn, as the machine's pace changes; the first only warms up
-        for config, runs in found.items():
-            runs.append(overhead(config, args.vocab, args.new_tokens, max(seed, 0)))
-    for config, (_, *runs) in found.items():
+    configs = [DSBD(draft_beams=args.beams, gamma=args.gamma, width=width, **warp)
+               for warp in warps for width in (0, args.beams)]  # fmt: skip
+    works = {config: partial(overhead, config, args.vocab, args.new_tokens) for config in configs}
+    rows: list[dict[str, Any]] = []
+    for config, runs in in_turn(works, args.runs, warm_up=True).items():
         warp = {name: x for name, x in (("top-k", config.top_k), ("top-p", config.top_p)) if x not in (0, 1)}
         rows.append({
             "warp": ", ".join(f"{name} {x:g}" for name, x in warp.items()) or "none",

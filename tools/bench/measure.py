@@ -1,22 +1,25 @@
-"""Measuring: the memory of another process, medians with their spread, what a figure was measured on."""
+"""Measuring: interleaved rounds, medians with their spread, the memory of another process, and the machine."""
 
 import contextlib
 import os
 import platform
+import random
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from engine.version import __version__
 
 MB = 1e6
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 def cores() -> int:
@@ -27,8 +30,45 @@ def cores() -> int:
 
 
 def progress(text: str) -> None:
-    """A line for whoever waits."""
+    """Print a line of progress to stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def in_turn(
+    works: Mapping[K, Callable[[int], T]], rounds: int, *, warm_up: bool = False, what: str = "round"
+) -> dict[K, list[T]]:
+    """Run several works in interleaved rounds, so that what disturbs the machine disturbs all of them.
+
+    Args:
+        works: called with the number of the round, from 0. The order rotates: none is always first.
+        rounds: results of each work.
+        warm_up: run round 0 once before, without its results.
+        what: name of a round for the lines of progress.
+    """
+    keys, found = list(works), {key: [] for key in works}
+    for i in range(-int(warm_up), rounds):
+        first = i % len(keys)
+        results = {key: works[key](max(i, 0)) for key in keys[first:] + keys[:first]}
+        for key in keys if i >= 0 else ():
+            found[key].append(results[key])
+        progress(f"{what} {i + 1} of {rounds}")
+    return found
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """The median of ratios, round by round."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Standard error of the mean; 0.0 for a single value."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+
+
+def random_tokens(vocab: int, count: int, seed: int = 0) -> list[int]:
+    """Random ids, the first three of the vocabulary (special tokens, as a rule) left out."""
+    draw = random.Random(seed)
+    return [draw.randrange(min(3, vocab - 1), vocab) for _ in range(count)]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -5,6 +5,8 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from engine.requests import Search, SearchResult
 from search import BoN, SBoN
 from tools.bench.figures import draw
 from tools.bench.flags import add_numbers, add_run_flags
-from tools.bench.measure import progress
+from tools.bench.measure import in_turn, progress, ratio, standard_error
 from tools.bench.report import finish, rows_table, stamp
 from tools.sbon_counterfactual import add_prompt_flags, as_request, prompts
 
@@ -88,18 +90,12 @@ def table_rows(
         f"Bo{args.n // 4}": BoN(n=args.n // 4, **options),
         **(more or {}),
     }
-    measured: dict[str, list[dict[str, float]]] = {name: [] for name in searches}
-    wholes = []
     ask(engine, records[0], BoN(n=args.n, **options), args)  # warm
-    for turn, record in enumerate(records):
-        names = list(searches)
-        order = names[turn % len(names) :] + names[: turn % len(names)]  # nobody is always first
-        runs = {name: ask(engine, record, searches[name], args) for name in order}
-        wholes.append(Whole.of(*runs[names[0]]))
-        for name in names:
-            measured[name].append(compared(*runs[name], wholes[-1]))
-        row = measured["SBoN"][-1]
-        progress(f"prompt {turn + 1} of {len(records)}: SBoN x {row['speedup']:.2f}, score {row['score']:.1f}")
+    works = {name: lambda i, search=search: ask(engine, records[i], search, args) for name, search in searches.items()}
+    runs = in_turn(works, len(records), what="prompt")
+    wholes = [Whole.of(*run) for run in runs[f"Bo{args.n}"]]
+    measured = {name: [compared(*run, whole) for run, whole in zip(own, wholes, strict=True)]
+                for name, own in runs.items()}  # fmt: skip
     m = max(1, round(args.n / median(row["speedup"] for row in measured["SBoN"])))
     lesser = BoN(n=m, **options)
     measured[f"BoM, M = {m}"] = [
@@ -146,7 +142,7 @@ def averages(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         | times
         | {
             "worst": min(row["score"] for row in rows),
-            "score_se": stdev(row["score"] for row in rows) / len(rows) ** 0.5 if len(rows) > 1 else 0.0,
+            "score_se": standard_error([row["score"] for row in rows]),
         }
     )
 
@@ -162,13 +158,14 @@ def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     room = longest + args.kept * args.max_new_tokens
     tight = load(args, kv_memory=room * sum(e.pool.bytes_per_token for e in (free, free.companions["reward"])))
     plans = memory_plans(args, tight, free)
-    runs: dict[str, list[tuple[float, SearchResult]]] = {name: [] for name in plans}
+    cases = list(product(range(args.seed, args.seed + args.seeds), records))
+
+    def run(engine: Engine, search: Search, i: int) -> tuple[float, SearchResult]:
+        seed, record = cases[i]
+        return ask(engine, record, replace(search, seed=seed), args)  # type: ignore[type-var]
+
     ask(tight, records[0], BoN(n=args.kept, temperature=args.temperature), args)  # warm
-    for seed in range(args.seed, args.seed + args.seeds):
-        for record in records:
-            for name, (engine, search) in plans.items():
-                runs[name].append(ask(engine, record, replace(search, seed=seed), args))  # type: ignore[type-var]
-        progress(f"seed {seed}: " + ", ".join(f"{name} {fmean(t for t, _ in r):.2f} s" for name, r in runs.items()))
+    runs = in_turn({name: partial(run, *plan) for name, plan in plans.items()}, len(cases), what="prompt")
     *_, most = runs.values()
     spread = fmean(stdev(reward for _, reward in result.stats["rewards"]) for _, result in most)
     first = runs[f"Bo{args.kept}"]
@@ -222,14 +219,14 @@ def against(
     """Means of a search's runs, and medians of times, beside those of another on the same prompts and seeds."""
     rewards, theirs = ([result.outputs[0].score or 0.0 for _, result in runs] for runs in (own, first))
     gains = [(a - b) / spread for a, b in zip(rewards, theirs, strict=True)]
-    ratios = [took / base for (took, _), (base, _) in zip(own, first, strict=True)]
+    seconds, base = ([took for took, _ in runs] for runs in (own, first))
     return {
         "search": name,
         "reward": fmean(rewards),
         "gain": fmean(gains),
-        "gain_se": stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0,
-        "seconds": median(took for took, _ in own),
-        "time": median(ratios),
+        "gain_se": standard_error(gains),
+        "seconds": median(seconds),
+        "time": ratio(seconds, base),
         "tokens": fmean(result.stats["tokens_drawn"] for _, result in own),
         "bytes": max(result.stats["kv_bytes_peak"] for _, result in own),
     }

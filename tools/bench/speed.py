@@ -4,15 +4,15 @@ On a machine with a GPU this is `gpu`. Every engine gets a process of its own, a
 """
 
 import argparse
-import random
 import re
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,8 +21,8 @@ from models.checkpoint import Checkpoint
 from models.int8 import Int8Linear
 from tools.bench import gpu, host, limits, peers
 from tools.bench.checkpoints import add_flags, checkpoint
-from tools.bench.measure import cores, progress
-from tools.bench.report import add_save_flag, finish, rows_table, stamp, table
+from tools.bench.measure import cores, in_turn, progress, random_tokens, ratio
+from tools.bench.report import add_save_flag, finish, rows_table, stamp
 
 KINDS = ("float32", "bfloat16", "int8")
 DEPTHS = (100, 1000)
@@ -42,22 +42,6 @@ are medians over {ROUNDS} rounds in which these settings took turns, that of dep
 
 
 Setting = tuple[str, int, int]  # dtype, beams, tokens of the prompt
-
-
-class Verdict(NamedTuple):
-    """A figure that is wanted; `value` is None where it was not measured."""
-
-    name: str
-    value: float | None
-    target: float
-    at_most: bool = False
-    unit: str = ""
-
-    @property
-    def met(self) -> bool | None:
-        if self.value is None:
-            return None
-        return self.value <= self.target if self.at_most else self.value >= self.target
 
 
 def add_parser(commands: Any) -> None:
@@ -106,20 +90,20 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         idle = host.step_seconds(max(args.beams), args.depths)
         errors = int8_errors(folder, bench.prompt(CHECKED)) if "int8" in kinds else None
         compiled = [bench.compiled(kind) for kind in kinds] if args.compile == "on" else []
-    found = verdicts(rows, rates, rounds, depths, idle, args)
+    compared = comparisons(rows, rates, rounds, depths, idle, args)
     setting = (
         f"{name}; {args.new_tokens} new tokens, {args.threads} threads, medians of {args.runs} runs. Memory is read at "
         f"{bandwidth / 1e9:.1f} GB/s; large products run at "
         f"{', '.join(f'{rate / 1e9:.0f} GFLOP/s ({kind})' for kind, rate in rates.items())}."
     )
-    body = "\n\n".join(
-        [setting, result_table(rows), LEGEND, verdict_table(found), *compiled_text(compiled), *error_text(errors)]
-    )
+    targets = rows_table(compared, {"wanted": "{name}", "measured": "{measured}", "target": "{sign} {wanted}",
+                                    "met": "{met:yes}"})  # fmt: skip
+    body = "\n\n".join([setting, result_table(rows), LEGEND, targets, *compiled_text(compiled), *error_text(errors)])
     result = {
         "model": name, "threads": args.threads, "new_tokens": args.new_tokens, "bandwidth": bandwidth, "rates": rates,
-        "results": rows, "in_turn": [{" ".join(map(str, key)): s for key, s in times.items()} for times in rounds],
+        "results": rows, "in_turn": {" ".join(map(str, key)): seconds for key, seconds in rounds.items()},
         "depths": depths, "host_seconds": idle, "int8_errors": errors, "compiled": compiled,
-        "verdicts": [verdict._asdict() | {"met": verdict.met} for verdict in found],
+        "verdicts": compared,
     }  # fmt: skip
     kind_of_machine = re.sub(r"\W+", "-", f"{made['machine']['cpu']} {args.threads} threads".lower()).strip("-")
     finish(f"speed-{kind_of_machine}", made, body, result, args.save)
@@ -134,8 +118,7 @@ class Bench:
         self.vocab = Checkpoint.open(folder).config["vocab_size"]
 
     def prompt(self, tokens: int) -> list[int]:
-        draw = random.Random(self.args.seed)
-        return [draw.randrange(min(3, self.vocab - 1), self.vocab) for _ in range(tokens)]
+        return random_tokens(self.vocab, tokens, self.args.seed)
 
     def spec(self, engine: str, kind: str, beams: int, **more: Any) -> dict[str, Any]:
         return peers.spec(engine, self.folder, kind, beams, self.args.threads, self.scratch, **more)
@@ -149,42 +132,34 @@ class Bench:
         progress(f"{engine} {kind}, prompt {tokens}, beams {beams}: {peers.outcome(row)}")
         return row
 
-    def in_turn(self, kinds: Sequence[str]) -> list[dict[Setting, float]]:
-        """Seconds per step of what is to be compared: settings in turn, round by round, as the machine's pace changes
-        from minute to minute. The first round only warms up."""
+    def in_turn(self, kinds: Sequence[str]) -> dict[Setting, list[float]]:
+        """Seconds per step of each setting to compare, in interleaved rounds."""
         wide, narrow, prompts = max(self.args.beams), min(self.args.beams), self.args.prompt_tokens
         settings = {(kind, wide, prompts[0]) for kind in kinds} | {(kinds[0], narrow, prompts[0])}
         settings |= {(kind, wide, prompts[-1]) for kind in kinds if kind in STEPS}
-        rounds: list[dict[Setting, float]] = []
         with ExitStack() as stack:
             workers = {}
             for kind, beams in sorted({(kind, beams) for kind, beams, _ in settings}):
                 worker = stack.enter_context(peers.Worker(sys.executable, self.spec("coppice", kind, beams)))
                 workers[kind, beams] = worker
                 worker.answer()
-            for _ in range(ROUNDS + 1):
-                rounds.append({})
-                for kind, beams, tokens in sorted(settings):
-                    job = {"prompt": self.prompt(tokens), "new_tokens": self.args.new_tokens}
-                    seconds = workers[kind, beams].ask(job)["step_seconds"]
-                    rounds[-1][kind, beams, tokens] = statistics.median(seconds)
-                progress(f"in turn, round {len(rounds)} of {ROUNDS + 1}")
-        return rounds[1:]
 
-    def depths(self, kind: str) -> list[dict[int, float]]:
+            def step_seconds(setting: Setting, _: int) -> float:
+                job = {"prompt": self.prompt(setting[2]), "new_tokens": self.args.new_tokens}
+                return statistics.median(workers[setting[:2]].ask(job)["step_seconds"])
+
+            return in_turn({setting: partial(step_seconds, setting) for setting in sorted(settings)}, ROUNDS,
+                           warm_up=True)  # fmt: skip
+
+    def depths(self, kind: str) -> dict[int, list[float]]:
         """Seconds per step of the widest search around each depth, of several texts."""
         with peers.Worker(sys.executable, self.spec("coppice", kind, max(self.args.beams))) as worker:
             worker.answer()
             job = {"prompt": self.prompt(self.args.prompt_tokens[0]), "new_tokens": max(self.args.depths) + AROUND}
             texts = [worker.ask(job)["step_seconds"] for _ in range(ROUNDS)]
-        found = [
-            {d: statistics.median(steps[max(0, d - AROUND) : d + AROUND]) for d in self.args.depths} for steps in texts
-        ]
-        speeds = (
-            f"{depth}: {1 / statistics.median(seconds[depth] for seconds in found):.1f}" for depth in self.args.depths
-        )
-        progress(f"steps/s at depth {', at depth '.join(speeds)}")
-        return found
+        return {
+            d: [statistics.median(steps[max(0, d - AROUND) : d + AROUND]) for steps in texts] for d in self.args.depths
+        }
 
     def compiled(self, kind: str) -> dict[str, Any]:
         """--compile on: seconds to the first text without and with code on disk, and steps per second."""
@@ -237,55 +212,56 @@ def int8_errors(folder: Path, prompt: list[int]) -> dict[str, float]:
     }
 
 
-# --- verdicts ---
+# --- what is wanted ---
 
 
-def verdicts(
-    rows: list[dict[str, Any]], rates: dict[str, float], rounds: Sequence[dict[Setting, float]],
-    depths: Sequence[dict[int, float]], idle: dict[int, float], args: argparse.Namespace,
-) -> list[Verdict]:  # fmt: skip
-    """Everything that is wanted of a CPU, with what was found."""
-    prompt, wide, narrow = args.prompt_tokens[0], max(args.beams), min(args.beams)
+def comparison(name: str, value: float | None, target: float, at_most: bool = False, unit: str = "") -> dict[str, Any]:
+    """A row of the table of targets; `value` is None where it was not measured."""
+    shown = [None if x is None else f"{x * (1e3 if unit == 'ms' else 1):.2f} {unit}".strip() for x in (value, target)]
+    met = None if value is None else value <= target if at_most else value >= target
+    return {"name": name, "value": value, "target": target, "met": met, "measured": shown[0] or "not measured",
+            "sign": "at most" if at_most else "at least", "wanted": shown[1]}  # fmt: skip
 
-    def speed(kind: str) -> float | None:
-        row = pick(rows, "coppice", kind, prompt, wide)
-        return row["steps_per_second"]["median"] if row and row["steps_per_second"] else None
 
-    def bytes_of(kind: str) -> int | None:
-        row = pick(rows, "coppice", kind, prompt, wide)
-        return row["weight_bytes"] if row else None
+def comparisons(
+    rows: list[dict[str, Any]], rates: dict[str, float], rounds: dict[Setting, list[float]],
+    depths: dict[int, list[float]], idle: dict[int, float], args: argparse.Namespace,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The targets of a CPU beside the figures."""
+    prompt, long, wide, narrow = args.prompt_tokens[0], args.prompt_tokens[-1], max(args.beams), min(args.beams)
 
-    found, small, large = [], bytes_of("int8"), bytes_of("float32")
+    def figure(kind: str, *keys: str) -> Any:
+        found: Any = pick(rows, "coppice", kind, prompt, wide)
+        for key in keys:
+            found = found and found[key]
+        return found
+
+    def of_rounds(over: Setting, under: Setting) -> float | None:
+        return ratio(rounds[over], rounds[under]) if {over, under} <= rounds.keys() else None
+
+    found = []
     for peer, kind, target in (
         ("transformers", "float32", TOTAL), ("transformers", "bfloat16", TOTAL), ("ctranslate2", "float32", TOTAL_CT2),
     ):  # fmt: skip
         row = pick(rows, peer, kind, prompt, wide)
-        found.append(Verdict(f"total time, {kind}: {peer} / ours", row["x_total"] if row else None, target))
-    for kind, (steps, rate) in STEPS.items():
-        if kind in rates:
-            what = f"decode, {kind}: steps/s ({steps:.0f} at {rate / 1e9:.0f} GFLOP/s)"
-            found.append(Verdict(what, speed(kind), steps * rates[kind] / rate))
-    for kind in (k for k in STEPS if k in rates and len(args.prompt_tokens) > 1):
-        name = f"decode, {kind}: prompt {args.prompt_tokens[-1]} / prompt {prompt}"
-        long = ratio(rounds, (kind, wide, prompt), (kind, wide, args.prompt_tokens[-1]))
-        found.append(Verdict(name, long, LONG))
-    found += [
-        Verdict(f"step, float32: {wide} beams / {narrow}",
-                ratio(rounds, ("float32", wide, prompt), ("float32", narrow, prompt)), WIDE, at_most=True),
-        Verdict(f"decode at depth {args.depths[1]} / {args.depths[0]}",
-                ratio(depths, args.depths[0], args.depths[1]), DEEP),
-        *(Verdict(f"host, {wide} beams, depth {depth}", idle[depth], HOST, True, "ms") for depth in args.depths),
-        Verdict("decode: int8 / bfloat16", ratio(rounds, ("bfloat16", wide, prompt), ("int8", wide, prompt)), INT8),
-        Verdict("weights: int8 / float32", small / large if small and large else None, INT8_BYTES, at_most=True),
+        found.append(comparison(f"total time, {kind}: {peer} / ours", row["x_total"] if row else None, target))
+    for kind, (steps, rate) in ((kind, wanted) for kind, wanted in STEPS.items() if kind in rates):
+        name = f"decode, {kind}: steps/s ({steps:.0f} at {rate / 1e9:.0f} GFLOP/s)"
+        found.append(comparison(name, figure(kind, "steps_per_second", "median"), steps * rates[kind] / rate))
+        if long != prompt:
+            found.append(comparison(f"decode, {kind}: prompt {long} / prompt {prompt}",
+                                    of_rounds((kind, wide, prompt), (kind, wide, long)), LONG))  # fmt: skip
+    small, large = figure("int8", "weight_bytes"), figure("float32", "weight_bytes")
+    return [
+        *found,
+        comparison(f"step, float32: {wide} beams / {narrow}",
+                   of_rounds(("float32", wide, prompt), ("float32", narrow, prompt)), WIDE, at_most=True),
+        comparison(f"decode at depth {args.depths[1]} / {args.depths[0]}",
+                   ratio(depths[args.depths[0]], depths[args.depths[1]]), DEEP),
+        *(comparison(f"host, {wide} beams, depth {depth}", idle[depth], HOST, True, "ms") for depth in args.depths),
+        comparison("decode: int8 / bfloat16", of_rounds(("bfloat16", wide, prompt), ("int8", wide, prompt)), INT8),
+        comparison("weights: int8 / float32", small / large if small and large else None, INT8_BYTES, at_most=True),
     ]  # fmt: skip
-    return found
-
-
-def ratio(rounds: Sequence[dict[Any, float]], a: Any, b: Any) -> float | None:
-    """The median over rounds of what a step takes in one setting, over what it takes in another."""
-    if not all(a in times and b in times for times in rounds):
-        return None
-    return statistics.median(times[a] / times[b] for times in rounds)
 
 
 # --- report ---
@@ -303,17 +279,6 @@ def result_table(rows: list[dict[str, Any]]) -> str:
         "floor ms": "{floor_step_seconds:ms.1f}", "of floor": "{share:.2f}", "weights MB": "{weight_bytes:MB}",
         "growth MB": "{growth_bytes[median]:MB}", "x total": "{x_total:.1f}"})  # fmt: skip
     return "\n\n".join([text, *peers.why_none(rows)])
-
-
-def verdict_table(found: Sequence[Verdict]) -> str:
-    lines = []
-    for v in found:
-        scale = 1e3 if v.unit == "ms" else 1
-        value = "not measured" if v.value is None else f"{v.value * scale:.2f} {v.unit}".strip()
-        sign = "at most" if v.at_most else "at least"
-        met = {True: "yes", False: "no", None: ""}[v.met]
-        lines.append([v.name, value, f"{sign} {v.target * scale:.2f} {v.unit}".strip(), met])
-    return table(["wanted", "measured", "target", "met"], lines)
 
 
 def compiled_text(compiled: Sequence[dict[str, Any]]) -> list[str]:

@@ -5,7 +5,7 @@ import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,17 @@ import torch
 from engine import Engine
 from engine.demo import is_demo
 from engine.pool import PagePool
-from engine.requests import Answer, Evaluate, Search, SearchResult, Task
+from engine.requests import Evaluate, Search, SearchResult, Task
 from engine.tree import TokenTree
-from search import ULTS, Sample, Trie
+from search import ULTS, Trie
 from search.ults.prior import Vectors
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.figures import draw, need_figures
 from tools.bench.flags import add_numbers, add_run_flags
-from tools.bench.measure import progress
+from tools.bench.measure import in_turn, progress, spread, standard_error
 from tools.bench.report import finish, rows_table, stamp, table
-from tools.bench.searches import Altered, run_alone
+from tools.bench.searches import run_alone
+from tools.bench.texts import WithoutEos, draw_prompts
 from tools.toy_trees import SHAPE, ToyTree
 from tools.ults_prior import Collect
 
@@ -120,7 +121,7 @@ def measure_toy(search: ULTS, trees: Sequence[ToyTree]) -> dict[str, float]:
     found = [value > tree.optimum() - 1e-5 for value, tree in zip(values, trees, strict=True)]
     return {
         "nodes": statistics.fmean(nodes),
-        "nodes_error": statistics.stdev(nodes) / len(nodes) ** 0.5,
+        "nodes_error": standard_error(nodes),
         "value": statistics.fmean(values),
         "found": statistics.fmean(found),
     }
@@ -144,24 +145,23 @@ def draw_toy(figure: Any, rows: list[dict[str, Any]], curves: dict[float, list],
 
 def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Time between an answer and the next question, per evaluated node; tables stand for the model."""
-    made, rows = stamp(argv), []
-    batches: list[int] = args.batches
+    made, rows, works = stamp(argv), [], {}
     generator = torch.Generator().manual_seed(0)
     rows_RV = torch.log_softmax(torch.randn(256, args.vocab, generator=generator) * 4, -1)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         prior = Path(folder) / "prior.safetensors"
         Vectors.of(rows_RV).save(prior)
+        batches: list[int] = args.batches
         for select, batch in itertools.product(("flat", "descendant", "posterior"), batches):
             search = ULTS(
                 select=select, k_max=args.k_max, batch=batch, samples=args.samples, prior=str(prior), epsilon=0.0
             )
-            think(search, args.depth, rows_RV)
-            found = [think(search, args.depth, rows_RV) for _ in range(args.runs)]
-            nodes = found[0][1].stats["nodes_evaluated"]
-            ms = sorted(seconds / nodes * 1e3 for seconds, _ in found)
-            rows.append({"select": select, "batch": batch, "nodes": nodes, "rounds": found[0][1].stats["rounds"],
-                         "ms": statistics.median(ms), "min": ms[0], "max": ms[-1]})  # fmt: skip
-            progress(f"{select}, batch {batch}: {rows[-1]['ms']:.3f} ms per node")
+            works[select, batch] = lambda _, search=search: think(search, args.depth, rows_RV)
+        for (select, batch), found in in_turn(works, args.runs, warm_up=True).items():
+            stats = found[0][1].stats
+            ms = spread([seconds / stats["nodes_evaluated"] * 1e3 for seconds, _ in found])
+            rows.append({"select": select, "batch": batch, "nodes": stats["nodes_evaluated"],
+                         "rounds": stats["rounds"], "ms": ms.pop("median"), **ms})  # fmt: skip
     body = "\n\n".join([
         f"Search alone, a table of softmax vectors over {args.vocab} tokens for a model: {args.samples} samples, k_max "
         f"{args.k_max}, 20 children, depth {args.depth}, medians of {args.runs} runs; at most {LIMIT_MS} ms is wanted.",
@@ -183,22 +183,6 @@ def think(search: ULTS, depth: int, rows_RV: torch.Tensor) -> tuple[float, Searc
 
 
 # --- a model ---
-
-
-@dataclass(frozen=True)
-class WithoutEos(Altered):
-    """Another search, on the model without its end-of-sequence tokens, the others renormalised."""
-
-    def task(self, task: Task) -> Task:
-        return replace(task, eos_token_ids=frozenset())
-
-    def alter(self, task: Task, request: Evaluate, rows_NV: torch.Tensor) -> Answer:
-        eos = sorted(task.eos_token_ids)
-        without = rows_NV.index_fill(1, torch.tensor(eos, dtype=torch.int64, device=rows_NV.device), -torch.inf)
-        return request.answer(torch.log_softmax(without, -1) if eos else rows_NV)
-
-    def task_eos(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        return frozenset()
 
 
 def run_model(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
@@ -242,13 +226,6 @@ def beside_beams(rows: Sequence[dict[str, Any]]) -> None:
         row["break_even"] = max(0.0, row["passes"] - row["depth"]) / saved if saved > 0 else None
 
 
-def draw_prompts(engine: Engine, count: int, tokens: int, seed: int) -> list[list[int]]:
-    """Texts that the model itself writes, end-of-sequence excluded."""
-    search = WithoutEos(Sample(seed=seed, num_return_sequences=count))
-    [result] = engine.generate([[engine.start_token]], search, max_new_tokens=tokens - 1)
-    return [[engine.start_token, *output.token_ids] for output in result.outputs]
-
-
 def gather(engine: Engine, prompt_tokens: int, depth: int, seed: int, folder: Path, vectors: int = 1000) -> Path:
     """A prior from as many other prompts as give 1000 vectors, as in the paper."""
     found: list[Vectors] = []
@@ -264,15 +241,16 @@ def gather(engine: Engine, prompt_tokens: int, depth: int, seed: int, folder: Pa
 def side_by_side(
     engine: Engine, prompts: Sequence[list[int]], searches: Sequence[tuple[dict[str, Any], Search]], depth: int
 ) -> list[dict[str, Any]]:
-    """Figures of searches, each added to its row: prompt by prompt, so that what disturbs the machine hits them all."""
+    """Figures of searches, each added to its row; the searches take turns on every prompt."""
+
+    def run(search: Search, i: int) -> SearchResult:
+        return engine.generate([prompts[i]], search, max_new_tokens=depth)[0]
+
     for _, search in searches:
-        engine.generate(prompts[:1], search, max_new_tokens=depth)  # beliefs are fitted once a process
-    results: list[list[SearchResult]] = [[] for _ in searches]
-    for i, prompt in enumerate(prompts, 1):
-        for (_, search), found in zip(searches, results, strict=True):
-            found += engine.generate([prompt], search, max_new_tokens=depth)
-        progress(f"depth {depth}: {i} of {len(prompts)} prompts")
-    return [{"depth": depth, **row, **figures_of(found)} for (row, _), found in zip(searches, results, strict=True)]
+        run(search, 0)  # beliefs are fitted once a process
+    works = {i: partial(run, search) for i, (_, search) in enumerate(searches)}
+    found = in_turn(works, len(prompts), what=f"depth {depth}: prompt")
+    return [{"depth": depth, **row, **figures_of(found[i])} for i, (row, _) in enumerate(searches)]
 
 
 def figures_of(results: Sequence[SearchResult]) -> dict[str, float]:
@@ -283,7 +261,7 @@ def figures_of(results: Sequence[SearchResult]) -> dict[str, float]:
         "nodes": statistics.fmean(r.stats["nodes_evaluated"] for r in results),
         "passes": statistics.fmean(r.stats["forward_passes"] for r in results),
         "ms": statistics.median(r.stats["decode_seconds"] for r in results) * 1e3,
-        "value_error": statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0,
+        "value_error": standard_error(values),
     }
 
 

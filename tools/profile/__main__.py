@@ -7,7 +7,6 @@ trace.json (open it at ui.perfetto.dev), timeline.svg (needs the extra `viz`), r
 
 import argparse
 import json
-import random
 import re
 import sys
 from collections import defaultdict
@@ -30,7 +29,7 @@ from search import make_search
 from tools.bench import limits
 from tools.bench.checkpoints import add_random_flag, add_shape_flags, checkpoint
 from tools.bench.figures import draw, need_figures
-from tools.bench.measure import progress
+from tools.bench.measure import in_turn, progress, random_tokens
 from tools.bench.report import add_save_flag, finish, stamp
 from tools.profile.clock import Step, Watch, watched
 from tools.profile.report import LEGEND, OPERATORS, group_of, operator_table, paint, part_table, shares
@@ -119,9 +118,7 @@ class Profile:
         self.options = cli.limits(args)
         self.prompt: Sequence[int]
         if args.prompt_tokens:
-            draw_token = random.Random(0).randrange
-            low = min(3, engine.runner.vocab_size - 1)
-            self.prompt = [draw_token(low, engine.runner.vocab_size) for _ in range(args.prompt_tokens)]
+            self.prompt = random_tokens(engine.runner.vocab_size, args.prompt_tokens)
         else:
             text = PROMPT if args.prompt is None else args.prompt
             messages = [{"role": "user", "content": text}]
@@ -137,12 +134,9 @@ class Profile:
         """All runs: one to warm up, bare and watched ones in turns, one profiled."""
         progress("warming up")
         self.once(parts=False)
-        bare, timed = [], []
-        for i in range(self.args.runs):
-            progress(f"run {i + 1} of {self.args.runs}")
-            bare.append(self.once(parts=False).steps[:-1])
-            timed.append(self.once().steps[:-1])
-        self.steps, self.parts = middle(bare), middle(timed)
+        works = {parts: lambda _, parts=parts: self.once(parts=parts).steps[:-1] for parts in (False, True)}
+        runs = in_turn(works, self.args.runs, what="run")
+        self.steps, self.parts, bare = middle(runs[False]), middle(runs[True]), runs[False]
         self.spread = sorted(1 / step_seconds(run) for run in bare)
         decode = [i for i, step in enumerate(self.steps) if not step.reads_prompt]
         first = self.args.trace_from

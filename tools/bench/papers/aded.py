@@ -1,6 +1,5 @@
 """Latency and accept length of n-gram drafts (the ADED paper's table 1, figures 4 and 6)."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -15,8 +14,9 @@ from search import Greedy
 from search.aded.ngrams import count, merge, open_store, write_store
 from tools.bench import aded as bench
 from tools.bench.measure import progress
-from tools.bench.papers.common import Findings, Models, bullets, ratio, story_requests
+from tools.bench.papers.common import Findings, Models, bullets, ratio, stories
 from tools.bench.report import rows_table, table
+from tools.bench.texts import corpus as draw_corpus
 from tools.demo.evaluate import prompt
 from tools.demo.generator import dialogue
 
@@ -103,10 +103,9 @@ def written(writer: Engine, models: Models) -> tuple[list[list[int]], list[list[
     store = models.scratch / "texts.ngrams"
     n, tokens, corpus = models.pick(8, 1), models.pick(128, 8), models.pick(200_000, 500)
     if models.kind == "given":
-        asked = Namespace(prompts=n, seed=models.seed, new_tokens=tokens, corpus_tokens=corpus)
-        prompts, texts = bench.write(writer, asked)
-        return prompts, texts, bench.corpus(writer, asked, store)
-    prompts = story_requests(writer, max(1, n // 2), 1, models.seed) + story_requests(writer, n // 2, 5, models.seed)
+        prompts, texts = bench.write(writer, n, tokens, models.seed)
+        return prompts, texts, draw_corpus(writer, corpus, store)
+    prompts = stories(writer, max(1, n // 2), 1, models.seed) + stories(writer, n // 2, 5, models.seed)
     answers = writer.generate(prompts, Greedy(), max_new_tokens=tokens)
     progress(f"aded: counting the tri-grams of {corpus} tokens of conversations")
     runs, i = [], 0

@@ -1,16 +1,15 @@
 """What the papers' comparisons share: the models they run on, texts to begin with, what each hands back."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from random import Random
 from typing import Any, NamedTuple, TypeVar
 
 from engine import Engine
 from engine.errors import UsageError
+from tools.bench.texts import story_requests
 from tools.demo.evaluate import prompt
-from tools.demo.generator import Dialogue, dialogue
 
 T = TypeVar("T")
 
@@ -66,16 +65,9 @@ class Findings(NamedTuple):
     paint: Callable[[Any], None] | None = None
 
 
-def story_requests(engine: Engine, count: int, turns: int, seed: int) -> list[list[int]]:
-    """For the demo: fresh conversations of about so many turns, the last of which asks for a story, as token ids."""
-    found: list[list[int]] = []
-    for i in itertools.count():
-        talk: Dialogue = dialogue(Random(f"papers:{seed}:{turns}:{i}"), turns)
-        if talk.turns[-1].task == "story":
-            found.append(prompt(engine, talk))
-        if len(found) == count:
-            return found
-    raise AssertionError
+def stories(engine: Engine, number: int, turns: int, seed: int) -> list[list[int]]:
+    """For the demo: conversations of about so many turns, the last of which asks for a story, as token ids."""
+    return [prompt(engine, talk) for talk in islice(story_requests(f"papers:{seed}:{turns}", turns), number)]
 
 
 def ratio(over: float | None, under: float | None) -> str:

@@ -7,6 +7,7 @@ from search import DSBD
 from tools.bench import dsbd as bench
 from tools.bench.papers.common import Findings, Models, bullets
 from tools.bench.report import table
+from tools.bench.texts import draw_prompts
 
 TITLE = "Dynamic-Width Speculative Beam Decoding for LLM Inference (DSBD)"
 SETTING = """Llama-2-13B with drafts by Llama-68M, Llama-3.1-8B by Llama-3.2-1B, OPT-13B by OPT-125M, on a GPU that is
@@ -60,7 +61,7 @@ def run(models: Models) -> Findings:
     asked += [(f"one-path W_S={n} t=0.9", DSBD(draft_beams=n, threshold=0.9, keep=1, **warp)) for n in args.draft_beams]
     with bench.pair(args) as (engine, _, label, sizes):
         label = label.replace("target, drafts by draft", f"{models.name}, drafts by its draft model")
-        prompts = bench.draw_prompts(engine, args.prompts, args.prompt_tokens)
+        prompts = draw_prompts(engine, args.prompts, args.prompt_tokens, models.seed)
         rows = bench.measure(engine, asked, prompts, args.new_tokens)
     ratios = bench.speedups(rows)
     body = "\n\n".join([

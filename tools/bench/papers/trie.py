@@ -10,9 +10,9 @@ from engine.requests import Search
 from search import Trie
 from tools.bench import kv, peers
 from tools.bench.measure import cores, progress
-from tools.bench.papers.common import Findings, Models, bullets, ratio, story_requests
+from tools.bench.papers.common import Findings, Models, bullets, ratio, stories
 from tools.bench.report import table
-from tools.bench.ults import WithoutEos, draw_prompts
+from tools.bench.texts import WithoutEos, draw_prompts
 
 TITLE = "Efficient Beam Search for Large Language Models Using Trie-Based Decoding"
 SETTING = """Phi-3.5-mini-instruct on Tesla V100-SXM2-32GB GPUs, against the batch-based beam search of transformers;
@@ -94,7 +94,7 @@ def begin(engine: Engine, models: Models, tokens: int, turns: int, count: int) -
     """Requests for stories after a conversation of so many turns, if it is the demo; else beginnings of so many tokens
     that the model draws."""
     if models.kind == "demo":
-        return story_requests(engine, count, turns, models.seed)
+        return stories(engine, count, turns, models.seed)
     return draw_prompts(engine, count, models.pick(tokens, min(tokens, 12)), models.seed)
 
 

@@ -9,6 +9,7 @@ from tools.bench import ults as bench
 from tools.bench.measure import progress
 from tools.bench.papers.common import Findings, Models, bullets
 from tools.bench.report import table
+from tools.bench.texts import WithoutEos, draw_prompts
 from tools.toy_trees import ToyTree
 
 TITLE = "Uncertainty-guided likelihood-tree search (ULTS)"
@@ -39,7 +40,7 @@ def run(models: Models) -> Findings:
     engine = models.engine()
     tokens, count = models.pick(16, 8), models.pick(16, 2)
     depth = models.pick(DEPTH, 4)
-    prompts = bench.draw_prompts(engine, count, tokens, models.seed)
+    prompts = draw_prompts(engine, count, tokens, models.seed)
     vectors = models.pick(1000, 20)
     prior = str(bench.gather(engine, tokens, depth, models.seed + 1, models.scratch, vectors))
     asked = searches(prior, models.pick(BEAMS, (1, 3)), models.pick(K_MAX, (3,)))
@@ -80,7 +81,7 @@ def toy_rows(alpha: float, count: int, epsilons: Sequence[float]) -> list[dict[s
 def searches(prior: str, beams: Sequence[int], k_max: Sequence[int]) -> list[tuple[dict[str, Any], Search]]:
     """Beam search, the paper's ULTS with both priors, and this engine's default."""
     found: list[tuple[dict[str, Any], Search]] = [
-        ({"search": "beam", "k": k}, bench.WithoutEos(Trie(beams=k, length_penalty=0.0))) for k in beams
+        ({"search": "beam", "k": k}, WithoutEos(Trie(beams=k, length_penalty=0.0))) for k in beams
     ]
     for name, which in (("ULTS, Dirichlet 1e-4", "dirichlet"), ("ULTS, empirical", prior)):
         for k in k_max:
