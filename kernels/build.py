@@ -51,16 +51,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def listing() -> str:
     """Returns a page: this machine, the targets and whether they run here, what would be loaded from where."""
+    needed = frozenset().union(*(target.needs for target in TARGETS.values()))
     lines = [
         f"processor        {processor.machine()}, {sys.platform}; of what the targets need it has "
-        + (" ".join(sorted(processor.features() & TARGETS["x86-64-v4-bf16"].needs)) or "nothing"),
+        + (" ".join(sorted(processor.features() & needed)) or "nothing"),
         f"compiler         {cpp.compiler() or 'none was found'}",
         f"COPPICE_KERNELS  {os.environ.get(cpp.VARIABLE) or 'is not set'}",
         "targets",
     ]
     for target in TARGETS.values():
         reason = target.why_not()
-        lines.append(f"  {target.name:<15}{target.meaning}: {'runs here' if reason is None else f'no, {reason}'}")
+        lines.append(f"  {target.name:<17}{target.meaning}: {'runs here' if reason is None else f'no, {reason}'}")
     try:
         chosen = cpp.find()
     except (OSError, RuntimeError, files.BuildError) as error:

@@ -53,7 +53,8 @@ class Operators:
         for name, structure in self.structures.items():
             numbers += [f"sizeof({name})", *(f"offsetof({name}, {field})" for field, *_ in structure._fields_)]
         table = f'extern "C" {{ int64_t {TABLE}[] = {{{", ".join(numbers)}}}; }}'
-        return f"#include <cstddef>\n#include <cstdint>\n{self.header}\n{table}\n"
+        header = self.header.replace("#pragma once\n", "")  # of which compilers warn in a file that is compiled
+        return f"#include <cstddef>\n#include <cstdint>\n{header}\n{table}\n"
 
     def differences(self, library: ctypes.CDLL) -> str | None:
         """Returns why Python cannot call a library, or None if it can."""

@@ -47,8 +47,21 @@ _V2 = {"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"}
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 _BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
+_DOTPROD = {"asimd", "asimddp", "asimdhp", "asimdrdm", "atomics", "crc32", "fphp"}
+_I8MM = _DOTPROD | {"bf16", "i8mm"}
 
-NATIVE = Target("native", ("-march=native",), "", frozenset(), "all that the processor of the building machine has")
+
+def machine(name: str | None = None) -> str:
+    """The kind of processor by one name everywhere; of this machine, or of another by any of its names."""
+    name = (platform.machine() if name is None else name).lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
+NATIVE = Target(
+    "native",
+    ("-mcpu=native" if machine() == "aarch64" else "-march=native",),  # Clang has no -march=native for ARM
+    *("", frozenset(), "all that the processor of the building machine has"),
+)
 TARGETS = {  # the best first
     target.name: target
     for target in (
@@ -59,15 +72,17 @@ TARGETS = {  # the best first
         ),
         Target("x86-64-v4", ("-march=x86-64-v4",), "x86_64", frozenset(_V4), "AVX-512"),
         Target("x86-64-v3", ("-march=x86-64-v3",), "x86_64", frozenset(_V3), "AVX2 and FMA"),
-        Target("aarch64", ("-march=armv8-a",), "aarch64", frozenset(), "any 64-bit ARM"),
+        Target(
+            *("aarch64-i8mm", ("-march=armv8.2-a+dotprod+fp16+i8mm+bf16",), "aarch64", frozenset(_I8MM)),
+            "ARMv8.2 with dot products, I8MM and BF16 (Neoverse V1 and N2, Cortex-A510 and later)",
+        ),
+        Target(
+            *("aarch64-dotprod", ("-march=armv8.2-a+dotprod+fp16",), "aarch64", frozenset(_DOTPROD)),
+            "ARMv8.2 with dot products (Neoverse N1, Cortex-A76, Raspberry Pi 5 and later)",
+        ),
+        Target("aarch64", ("-march=armv8-a",), "aarch64", frozenset(), "any 64-bit ARM, as in a Raspberry Pi 4"),
     )
 }
-
-
-def machine(name: str | None = None) -> str:
-    """The kind of processor by one name everywhere; of this machine, or of another by any of its names."""
-    name = (platform.machine() if name is None else name).lower()
-    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,309 @@
+"""Calls of the C++ operators but the products, with what the definitions make of them.
+
+Sizes fill vectors and do not, rows are not finite, slots that nobody may read are NaN, layouts have every form.
+
+    python -m tests.kernels.replay.cases FILE       for the driver, to be run on another machine
+"""
+
+import itertools
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels import cpp
+from kernels.rows import reference
+from kernels.rows.checks import ACTIVATIONS
+from kernels.tree_attention import native as tree_native
+from kernels.tree_attention import reference as tree_reference
+from tests.kernels.forests import FORESTS, Forest, cast, forest, hash_of
+from tests.kernels.replay.recording import Expected, Pointer, Recording
+
+WIDTHS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 33, 64, 100, 259)
+EPS = 1e-5
+STRANGE = math.nan, math.inf, -math.inf
+
+
+def record() -> Recording:
+    """Returns all cases."""
+    recording = Recording()
+    for add in (norms, rotary, halves, gates, log_softmax, best, draws, kv_write, kv_copy, layouts, tree_attention):
+        torch.manual_seed(0)
+        add(recording)
+    return recording
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).to(dtype)
+
+
+def kinds() -> Iterator[tuple[str, int, torch.dtype]]:
+    for dtype, kind in cpp.KINDS.items():
+        yield str(dtype).removeprefix("torch."), kind, dtype
+
+
+def written(before: Tensor, exact: Tensor, plain: Tensor) -> Expected:
+    """An output that may be off by as much as plain PyTorch in the same dtype, or by its last rounding."""
+    off = (plain.double() - exact).abs()
+    absolute = off[off.isfinite()].max().item() if off.isfinite().any() else 0.0
+    return Expected(before, exact, absolute + 1e-6, 2 * torch.finfo(before.dtype).eps)
+
+
+def blank(like: Tensor, *shape: int) -> Tensor:
+    """What an output holds before: nothing that a sum or a product could hide."""
+    return torch.full(shape or like.shape, math.nan, dtype=like.dtype)
+
+
+def norms(recording: Recording) -> None:
+    threads = itertools.cycle((1, 2))
+    for (name, kind, dtype), width in itertools.product(kinds(), WIDTHS):
+        weight, bias = draw(width, dtype=dtype), draw(width, dtype=dtype)
+        for rows, offset in ((1, 0), (3, 0), (3, 50), (80, 0)):
+            if rows == 80 and width < 259:  # only for the largest are threads worth their while
+                continue
+            x, of = draw(rows, width, dtype=dtype, scale=3.0) + offset, f"{name} {rows} x {width}, mean {offset}"
+            if rows == 3:
+                x[1] = offset
+            if rows == 80:
+                x[7, 3], x[9, 5] = STRANGE[:2]
+            for function, vectors in (("rms_norm", (weight,)), ("layer_norm", (weight, bias))):
+                define = getattr(reference, function)
+                exact = define(x.double(), *(v.double() for v in vectors), EPS)
+                out = written(blank(x), exact, define(x, *vectors, EPS))
+                recording.add(of, function, kind, next(threads), x, *vectors, out, rows, width, EPS)
+        heads, stride = 3, 4 * width + 1
+        wide = draw(5, stride, dtype=dtype, scale=2.0)
+        for vectors in ((weight,), (weight, bias)):
+            define = reference.layer_norm if len(vectors) == 2 else reference.rms_norm
+            after, plain, inner = wide.double(), wide.clone(), slice(0, heads * width)
+            for x in (after, plain):
+                own = x[:, inner].reshape(5, heads, width)
+                x[:, inner] = define(own, *(v.to(x.dtype) for v in vectors), EPS).flatten(1)
+            out = written(wide, after, plain)
+            both = *vectors, *(() if len(vectors) == 2 else (None,))
+            sizes = 5, heads, width, stride, EPS
+            recording.add(f"{name} heads of {width}", "head_norm", kind, next(threads), out, *both, *sizes)
+
+
+def rotary(recording: Recording) -> None:
+    for (name, kind, dtype), (width, dims) in itertools.product(
+        kinds(), ((2, 2), (8, 8), (10, 6), (33, 14), (64, 64), (80, 32), (96, 90))
+    ):
+        tokens, heads, of = 5, 3, f"{name} {dims} of {width}"
+        angles = torch.randn(tokens, dims // 2).repeat(1, 2)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        for places in (heads, heads + 2):  # of the heads of x, which lie apart or not
+            x = draw(tokens, places, width, dtype=dtype)
+            own = x[:, :heads]
+            exact, plain = (reference.rotary(*(v.to(t) for v in (own, cos, sin))) for t in (torch.float64, dtype))
+            sizes = tokens, heads, width, dims, places * width, width
+            out = written(blank(x, tokens, heads, width), exact, plain)
+            recording.add(f"{of}, {places}", "rotary", kind, 1, x, cos, sin, out, *sizes, heads * width)
+            both = [x.double(), x.clone()]
+            for whole, turned in zip(both, (exact, plain), strict=True):
+                whole[:, :heads] = turned
+            same = written(x, *both)
+            recording.add(f"{of} in place", "rotary", kind, 2, same, cos, sin, same, *sizes, places * width)
+
+
+def halves(recording: Recording) -> None:
+    """Conversions of 16-bit elements: all of them, and products of them that are exact before they are rounded."""
+    for name, kind, dtype in list(kinds())[1:]:
+        every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+        some = every[torch.randperm(1 << 16)]
+        ties = 1 + torch.randint(0, 1 << 10, (1 << 14,)) / 1024
+        below = torch.tensor([2.0**-k for k in range(9, 24)]).repeat(1 << 11)[: len(ties)]
+        for of, x, cos, y, sin in (
+            ("every element", every, torch.ones_like(every), torch.zeros_like(every), torch.zeros_like(every)),
+            ("products", some, some.flip(0), torch.zeros_like(some), torch.zeros_like(some)),
+            ("powers of two", some, torch.full_like(some, 2.0**-9), torch.zeros_like(some), torch.zeros_like(some)),
+            ("near ties", ties.to(dtype), torch.ones(len(ties), dtype=dtype), torch.ones(len(ties), dtype=dtype),
+             (below * torch.tensor([1, -1]).repeat(len(ties) // 2)).to(dtype)),
+        ):  # fmt: skip
+            wide = [v.float() for v in (x, cos, y, sin)]
+            first, second = wide[0] * wide[1] - wide[2] * wide[3], wide[2] * wide[1] + wide[0] * wide[3]
+            exact = torch.cat([first, second]).to(dtype).double()
+            sizes = 1, 1, 2 * len(x), 2 * len(x), 2 * len(x), 2 * len(x), 2 * len(x)
+            both, c, s = torch.cat([x, y]), torch.cat([cos, cos]), torch.cat([sin, sin])
+            recording.add(f"{name}, {of}", "rotary", kind, 1, both, c, s, Expected(blank(both), exact), *sizes)
+
+
+def gates(recording: Recording) -> None:
+    for (name, kind, dtype), width in itertools.product(kinds(), WIDTHS):
+        for rows in (1, 3, 70) if width == 259 else (3,):
+            x, of = draw(rows, 2 * width, dtype=dtype, scale=4.0), f"{name} {rows} x {width}"
+            x[0, 0], x[-1, 0] = 1000, -1000
+            exact, plain = reference.silu_mul(x.double()), reference.silu_mul(x)
+            recording.add(of, "silu_mul", kind, 2, x, written(blank(plain), exact, plain), rows, width)
+            x = x[:, :width].contiguous()
+            x[rows // 2, width // 2] = math.nan
+            for number, activation in enumerate(ACTIVATIONS):
+                exact, plain = (reference.activation(v, activation) for v in (x.double(), x))
+                out = written(blank(x), exact, plain)
+                recording.add(f"{activation} {of}", "activation", kind, 2, number, x, out, rows, width)
+
+
+def log_softmax(recording: Recording) -> None:
+    sizes = (1, 1), (2, 1), (7, 7), (16, 9), (40, 40), (129, 128), (300, 129), (1000, 999)
+    for (name, kind, dtype), (width, size) in itertools.product(kinds(), sizes):
+        x = draw(5, width, dtype=dtype, scale=5.0)
+        x[1], x[2], x[3] = 7, x[2] + 200, x[3] - 200
+        exact = torch.log_softmax(x.double(), -1)
+        exact[:, size:] = -math.inf
+        plain, finite, _ = reference.log_softmax(x, size)
+        out, peaks = written(blank(plain), exact, plain), reference.peaks(exact)
+        tops = Expected(blank(plain, *peaks.shape), peaks, out.absolute, out.relative)
+        told = Expected(torch.zeros(5, dtype=torch.bool), finite)
+        recording.add(f"{name} {size} of {width}", "log_softmax", kind, 2, x, out, told, tops, 5, width, size)
+    for (name, kind, dtype), bad, place in itertools.product(kinds(), STRANGE, (0, 17, 39)):
+        x = draw(1, 40, dtype=dtype)
+        x[0, place] = bad
+        outs = torch.zeros(1, 40), torch.zeros(1, dtype=torch.bool), torch.zeros(1, 1)
+        told = Expected(torch.ones(1, dtype=torch.bool), outs[1])
+        free = [Expected(v, v.double(), math.inf) for v in (outs[0], outs[2])]  # nobody reads these
+        recording.add(f"{name} {bad} at {place}", "log_softmax", kind, 1, x, free[0], told, free[1], 1, 40, 40)
+
+
+def best(recording: Recording) -> None:
+    """top_k, best_sums and at_least: exact, of equal values the first."""
+    for width in (1, 5, 128, 340, 1000, 2015):
+        for x in (draw(3, width), draw(3, width).sort(1).values, (draw(3, width) * 2).round()):
+            x[2, width // 2 :] = -math.inf
+            peaks = reference.peaks(x)
+            for k in {0, 1, min(3, width), min(21, width), min(300, width)}:
+                ranked = x.sort(dim=1, descending=True, stable=True)
+                pairs = torch.stack([ranked.values[:, :k].double(), ranked.indices[:, :k].double()], 1)
+                out = Expected(blank(pairs), pairs)
+                recording.add(f"{k} of {width}", "top_k", 2, x, out, 3, width, k)
+                sums = (torch.randn(3) * 3).round()
+                flat = (x + sums.unsqueeze(1)).view(-1).sort(descending=True, stable=True)
+                pairs = torch.stack([flat.values[:k].double(), flat.indices[:k].double()])
+                for known in (None, peaks) if k else ():
+                    out = Expected(blank(pairs), pairs)
+                    recording.add(f"{k} of 3 x {width}", "best_sums", x, known, sums, out, 3, width, k)
+                least = x[0].sort(descending=True).values[min(k, width - 1)].item()
+                pairs = torch.full((3, 2, k), math.nan, dtype=torch.float64)
+                for row in range(3):
+                    places = (x[row] >= least).nonzero().view(-1)[:k]
+                    pairs[row, 0, : len(places)], pairs[row, 1, : len(places)] = (
+                        x[row, places].double(),
+                        places.double(),
+                    )
+                for known in (None, peaks):
+                    out = Expected(torch.zeros_like(pairs), pairs)
+                    recording.add(f"{k} of {width}", "at_least", x, known, out, 3, width, k, least)
+
+
+def draws(recording: Recording) -> None:
+    for width, scale in itertools.product((1, 15, 16, 100, 3001), (0.0, 1.0, 20.0)):
+        keys, logp = torch.randint(1 << 32, (40,)), draw(20, width, scale=scale)
+        logp[5], logp[6, 1:], logp[7, ::2] = -math.inf, -math.inf, -math.inf
+        tokens = reference.gumbel_argmax(logp, keys.tolist())
+        words, out = keys.to(torch.int32), Expected(torch.full((20,), -1), tokens)
+        recording.add(f"{width}, scale {scale}", "gumbel_argmax", 2, logp, words, out, 20, width)
+
+
+def kv_write(recording: Recording) -> None:
+    for row, tokens in itertools.product((1, 14, 64, 100, 256), (1, 7, 40)):
+        heads, slots = 2, 50
+        k, v = (torch.randint(256, (heads, slots, row), dtype=torch.uint8) for _ in range(2))
+        wide = torch.randint(256, (tokens, 2 * heads + 1, row), dtype=torch.uint8)
+        strides = (2 * heads + 1) * row, 2 * row
+        places = torch.randperm(slots)[:tokens]
+        for bad in (None, -1, slots):
+            k_after, v_after, at = k.clone(), v.clone(), places.clone()
+            if bad is None:
+                k_after[:, places] = wide[:, 0 : 2 * heads : 2].transpose(0, 1)
+                v_after[:, places] = wide[:, 0 : 2 * heads : 2].transpose(0, 1)
+            else:
+                at[-1] = bad
+            sizes = tokens, heads, slots, row, *strides, *strides
+            caches = Expected(k, k_after), Expected(v, v_after)
+            name = f"{tokens} rows of {row} bytes, slot {bad}"
+            recording.add(name, "kv_write", 2, *caches, wide, wide, at, *sizes, returns=int(bad is None))
+
+
+def kv_copy(recording: Recording) -> None:
+    for row, tokens in itertools.product((1, 14, 256), (1, 5, 40)):
+        heads, slots = 3, 50
+        k, v = (torch.randint(256, (heads, slots, row), dtype=torch.uint8) for _ in range(2))
+        source, target = torch.randint(slots, (tokens,)), torch.randperm(slots)[:tokens]
+        after = k.clone(), v.clone()
+        for x, from_ in zip(after, (k, v), strict=True):
+            x[:, target] = from_[:, source]
+        caches = (Expected(x, y) for x, y in zip((k, v), after, strict=True))
+        sizes = tokens, heads, slots, row
+        recording.add(f"{tokens} rows of {row} bytes", "kv_copy", 2, *caches, source, target, *sizes)
+
+
+def layouts(recording: Recording) -> None:
+    """A layout that leads to slots of the cache only, and one number of it wrong."""
+    f = forest(3, [(45, 9, 18, 6), (30, 30, 0, 0)], page=4)
+    layout, slots = f.layout, f.cache.k_LGSD.shape[2]
+
+    def add(name: str, fits: bool, change: Callable[[dict[str, Tensor]], object], pages: bool = True) -> None:
+        x = {name: getattr(layout, name).clone() for name in ("token_starts", "trunk_seen_T", "trunk_runs")}
+        x |= {"branch": layout.branch_slots_RW.clone(), "pages": layout.trunk_pages_RP.clone()}
+        x["slots"] = layout.write_slots_T.clone()
+        change(x)
+        table = x["pages"] if pages else None
+        sizes = len(x["slots"]), 2, len(x["trunk_runs"]), x["branch"].shape[1], slots, 4
+        strides = x["pages"].shape[1] if pages else -1, *x["pages"].stride()
+        tensors = (x[name] for name in ("token_starts", "trunk_seen_T", "trunk_runs", "branch"))
+        written = x["slots"] if pages else None
+        recording.add(name, "layout_fits", *sizes, *strides, *tensors, table, written, returns=int(fits))
+
+    def set_to(name: str, at: int, number: int) -> Callable[[dict[str, Tensor]], object]:
+        return lambda x: x[name].view(-1).__setitem__(at, number)
+
+    add("as it is", True, lambda _: None)
+    add("without pages", True, set_to("pages", 0, -1), pages=False)
+    for name, at, number in (
+        ("token_starts", 0, 1), ("token_starts", 1, 99), ("token_starts", 2, 1), ("trunk_seen_T", 3, -1),
+        ("trunk_seen_T", 3, 46), ("trunk_runs", 0, 2), ("trunk_runs", 0, -1), ("trunk_runs", 1, slots),
+        ("trunk_runs", 2, 1 << 30), ("trunk_runs", 2, -1), ("branch", 5, slots), ("branch", 5, -1),
+        ("pages", 2, slots // 4), ("pages", 2, -1), ("slots", 0, slots), ("slots", 0, -1),
+    ):  # fmt: skip
+        add(f"{name}[{at}] = {number}", False, set_to(name, at, number))
+
+
+def tree_attention(recording: Recording) -> None:
+    for name, (trees, shape) in FORESTS.items():
+        f = forest(hash_of(name), trees, **shape)
+        for window, (kind, _, dtype) in zip((None, 7, 64), kinds(), strict=True):
+            attention(recording, f"{name}, {kind}, window {window}", f, dtype, window)
+    for threads, window in itertools.product((1, 2, 7), (None, 300)):
+        f = forest(6, [(2100, 0, 70, 9), (700, 3, 0, 0), (1, 0, 33, 4)], heads=4, padding=3)
+        attention(recording, f"{threads} threads, window {window}", f, torch.float32, window, threads)
+    rng = random.Random(0)
+    for (kind, _, dtype), rows, head_dim in itertools.product(kinds(), range(1, 10), (4, 33, 64)):
+        f = forest(rows, [(40 + rng.randrange(90), 0, rows + 5, rows)], heads=1, kv_heads=1, head_dim=head_dim)
+        attention(recording, f"{kind}, {rows} rows of {head_dim}", f, dtype, rng.choice((None, 9)))
+    f = forest(6, [(90, 0, 33, 4), (20, 20, 0, 0)], heads=142, kv_heads=2, head_dim=8)
+    attention(recording, "more heads than rows of a tile", f, torch.float32)
+    f = forest(6, [(70, 0, 33, 4)])
+    f.cache.v_LGSD[..., 3] = math.nan
+    attention(recording, "values of NaN", f, torch.float32)
+
+
+def attention(
+    recording: Recording, name: str, f: Forest, dtype: torch.dtype, window: int | None = None, threads: int = 2
+):
+    (q, k, v), wide = ([x.nan_to_num(0.5), *others] for x, *others in cast(f, dtype))  # the queries of padding
+    exact, plain = (tree_reference.tree_attention(*x, f.layout, 0.3, window) for x in (wide, (q, k, v)))
+    off = (plain.double() - exact).abs()
+    absolute = 2 * off[off.isfinite()].max().item() if off.isfinite().any() else 0.0
+    seen = tree_native._seen(f.layout.seen)
+    asked = tree_native.problem(q, len(k), k.shape[1], seen, 0.3, window, threads)
+    names = "positions", "starts", "seen", "runs", "branch_slots", "branch_positions", "ancestry"
+    pointer = Pointer(asked, dict(zip(names, f.layout.seen, strict=True)))
+    out = Expected(blank(q), exact, absolute + 4e-6, 2 * torch.finfo(dtype).eps)
+    recording.add(name, "tree_attention", pointer, q, k, v, out)
+
+
+if __name__ == "__main__":
+    record().save(Path(sys.argv[1]))
