@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import CoppiceError, SearchError, UsageError
+from engine.errors import CoppiceError, SearchError, UsageError, shortened
 from engine.requests import Evaluate, Output, Report, Search, SearchResult
 from engine.tree import TokenTree
 
 OURS = ("search", "tools")  # packages whose searches are part of this project
 ROLES = ("draft", "reward")
-SHOWN = 80  # characters of a value in a message
 
 
 class ContractError(Exception):
@@ -269,4 +268,4 @@ def brief(value: Any) -> str:
         text = " ".join(repr(value).split())
     except Exception:  # a __repr__ of foreign code
         text = f"an instance of {type(value).__name__}"
-    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+    return shortened(text)

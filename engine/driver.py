@@ -77,7 +77,7 @@ class Runner:
         with phase(self.observer, "pack"):
             p = pack(chunks, self.pool.page_size, self.device, impl=self.impl, **buckets)
         with phase(self.observer, "forward"):
-            return self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
+            return self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]."""

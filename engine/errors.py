@@ -3,16 +3,7 @@
 import math
 from typing import Any
 
-from models.errors import CheckpointError, CoppiceError
-
-__all__ = [
-    "CheckpointError",
-    "CoppiceError",
-    "KVMemoryError",
-    "NumericsError",
-    "SearchError",
-    "UsageError",
-]
+from models.errors import CheckpointError, CoppiceError  # noqa: F401
 
 
 class UsageError(CoppiceError):
@@ -44,6 +35,11 @@ class SearchError(CoppiceError):
 
     exit_code = 2
     code = "search"
+
+
+def shortened(text: str, most: int = 80) -> str:
+    """The text, cut to `most` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def check_integer(name: str, value: Any, low: float, high: float = math.inf, *, also: str = "") -> None:

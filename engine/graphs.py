@@ -26,6 +26,8 @@ from kernels.layout import WORD
 TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
 WORDS = (1, 2, 4, 8, 16)  # 32 branch slots each
 TREES = (1, 2, 4, 8, 16)
+LAYOUT = ("positions_T", "write_slots_T", "trunk_seen_T", "ancestry_TC", "token_starts", "trunk_len_R")
+LAYOUT += ("branch_slots_RW", "branch_positions_RW")  # the fields of a layout that change from pass to pass
 BUDGET = 2048  # most tokens of a pass on a GPU, which a few hundred would leave half idle
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
@@ -113,7 +115,7 @@ class GraphRunner(Runner):
     def run(self, p: Pass) -> None:
         """The recorded part of a pass."""
         with phase(self.observer, "forward"):
-            hidden_TE = self.model.forward(p.tokens_T, p.positions_T, p.spans_T, self.pool.cache, p.layout)
+            hidden_TE = self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
         results = self.answer(hidden_TE)[:2]  # there are no peaks
         if not self._outputs:
             self._outputs = tuple(x.new_empty(TOKENS[-1], *x.shape[1:]) for x in results)
@@ -156,28 +158,14 @@ class _Step:
 
 def _fields(p: Pass, rows_T: Tensor) -> list[Tensor]:
     """The inputs of a pass; the page table is last and by columns, so that the places of others do not depend on it."""
-    x = p.layout
-    tokens = [p.tokens_T, p.positions_T, p.spans_T, rows_T, x.write_slots_T, x.trunk_seen_T, x.ancestry_TC]
-    return [*tokens, x.token_starts, x.trunk_len_R, x.branch_slots_RW, x.branch_positions_RW, x.trunk_pages_RP.T]
+    return [p.tokens_T, p.spans_T, rows_T, *(getattr(p.layout, name) for name in LAYOUT), p.layout.trunk_pages_RP.T]
 
 
 def _rebuild(p: Pass, fields: list[Tensor]) -> tuple[Pass, Tensor]:
     """A pass like p with the tensors that `_fields` lists, and its rows_T."""
-    tokens_T, positions_T, spans_T, rows_T, write_slots_T, trunk_seen_T, ancestry_TC = fields[:7]
-    token_starts, trunk_len_R, branch_slots_RW, branch_positions_RW, trunk_pages_PR = fields[7:]
-    layout = replace(
-        p.layout,
-        positions_T=positions_T,
-        write_slots_T=write_slots_T,
-        token_starts=token_starts,
-        trunk_seen_T=trunk_seen_T,
-        trunk_pages_RP=trunk_pages_PR.T,
-        trunk_len_R=trunk_len_R,
-        branch_slots_RW=branch_slots_RW,
-        branch_positions_RW=branch_positions_RW,
-        ancestry_TC=ancestry_TC,
-    )
-    return Pass(tokens_T, positions_T, spans_T, layout), rows_T
+    tokens_T, spans_T, rows_T, *rest, pages_PR = fields
+    layout = replace(p.layout, **dict(zip(LAYOUT, rest, strict=True)), trunk_pages_RP=pages_PR.T)
+    return Pass(tokens_T, spans_T, layout), rows_T
 
 
 def _view(memory: Tensor, at: int, like: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ class Pass:
     """The inputs of a model's forward pass."""
 
     tokens_T: Tensor
-    positions_T: Tensor
     spans_T: Tensor
     layout: TreeLayout
 
@@ -87,7 +86,7 @@ def pack(
         impl=impl,
     ).to(device)
     tokens_T, spans_T = (_tensor(array("q", x)).to(device, non_blocking=True) for x in (columns.tokens, columns.spans))
-    return Pass(tokens_T, layout.positions_T, spans_T, layout)
+    return Pass(tokens_T, spans_T, layout)
 
 
 class _Tokens:

@@ -14,30 +14,10 @@ from torch import Tensor
 
 from engine.contract import attributed, is_ours
 from engine.errors import UsageError
-from engine.requests import Answer, Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
+from engine.requests import Answer, Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task  # noqa: F401
 from engine.tree import TokenTree
-from kernels.rows import at_least, best_sums, top_k
+from kernels.rows import at_least, best_sums, top_k  # noqa: F401  # searches import from here
 from search.values import default_of, kinds
-
-__all__ = [
-    "REGISTRY",
-    "Answer",
-    "Evaluate",
-    "Output",
-    "Report",
-    "Search",
-    "SearchGenerator",
-    "SearchResult",
-    "Task",
-    "evaluate_best",
-    "likely",
-    "likely_tokens",
-    "make_search",
-    "path_field",
-    "paths",
-    "register",
-    "top_k",
-]
 
 REGISTRY: dict[str, type[Search]] = {}
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")

@@ -17,7 +17,7 @@ GROUP = "coppice.searches"
 
 
 def find_search(text: str) -> str | None:
-    """The name of the search that `--search TEXT` asks for, registered: loaded if it is not this project's.
+    """The registered name of the search that `--search TEXT` names; a search from outside is loaded.
 
     Args:
         text: a registered name, the name of an entry point, or `module:Class`.
@@ -26,7 +26,7 @@ def find_search(text: str) -> str | None:
         None if no search has this name.
 
     Raises:
-        UsageError: the search is there but cannot be loaded.
+        UsageError: the search exists but cannot be loaded.
     """
     if text in REGISTRY:
         return text
@@ -61,7 +61,7 @@ def load_class(text: str) -> str:
 
 
 def entry_points() -> Iterator[importlib.metadata.EntryPoint]:
-    """The searches that installed distributions offer, each once; nothing of them is imported."""
+    """The searches that installed distributions offer, each once; they are not imported."""
     seen = set()
     for entry in importlib.metadata.entry_points(group=GROUP):
         if (entry.name, entry.value) not in seen:  # a distribution may be found twice on sys.path
@@ -101,7 +101,7 @@ def distribution(entry: importlib.metadata.EntryPoint) -> str:
 
 
 def import_class(text: str) -> type[Search]:
-    """Import `module:Class`; the current folder is searched, too, after everything else.
+    """Import `module:Class`; the current folder is the last one on the path.
 
     Raises:
         UsageError: there is no such module or class, the module raises, or the class is no search.

@@ -1,4 +1,4 @@
-"""Values of a search's parameters: what a field's annotation accepts, from a command line and from JSON."""
+"""Values of a search's parameters, from a command line or from JSON, as the annotations of fields accept them."""
 
 import dataclasses
 import math
@@ -14,12 +14,12 @@ METAVARS = {bool: "true|false", int: "N", float: "X", str: "TEXT", Path: "FILE"}
 
 
 class Kind(NamedTuple):
-    """What a field accepts.
+    """The values that a field accepts.
 
     Attributes:
         words: single values, of `Literal` and `None`.
-        types: those of `PLAIN` that the annotation names.
-        others: whether it also accepts what no command line can write, such as a function.
+        types: the types of `PLAIN` in the annotation.
+        others: whether it also accepts values that no command line can write, such as functions.
     """
 
     words: tuple[Any, ...]
@@ -33,19 +33,19 @@ class Kind(NamedTuple):
 
     @property
     def metavar(self) -> str:
-        """How `--help` shows a value."""
+        """The placeholder for a value in `--help`."""
         if self.others and self.types == PLAIN:
             return "VALUE"
         return "|".join([*(written(word) for word in self.words if word is not None), *map(METAVARS.get, self._shown)])  # type: ignore[arg-type]
 
     @property
     def _shown(self) -> list[type]:
-        """The types without those that another one describes as well."""
+        """The types, without those that another one includes."""
         covered = {str: Path, int: float}
         return [kind for kind in self.types if covered.get(kind) not in self.types]
 
     def parse(self, text: str) -> Any:
-        """A value from the command line. Raises ValueError that says what was expected."""
+        """A value from the command line. Raises ValueError with the expected values."""
         for word in self.words:
             if text == written(word):
                 return word
@@ -64,7 +64,7 @@ class Kind(NamedTuple):
         raise ValueError(f"expected {self}, got {text!r}")
 
     def convert(self, value: Any) -> Any:
-        """A value from JSON or from Python. Raises ValueError that says what was expected."""
+        """A value from JSON or from Python. Raises ValueError with the expected values."""
         for word in self.words:
             if type(word) is type(value) and word == value:
                 return word
@@ -83,7 +83,7 @@ class Kind(NamedTuple):
 
 
 def kinds(cls: type) -> dict[str, Kind]:
-    """What each field of a configuration accepts; fields whose annotation cannot be evaluated accept anything."""
+    """The kind of each field of a configuration; a field whose annotation cannot be evaluated accepts any value."""
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
     except Exception:  # names that are imported for type checkers only
@@ -92,7 +92,7 @@ def kinds(cls: type) -> dict[str, Kind]:
 
 
 def kind_of(annotation: Any) -> Kind:
-    """What an annotation accepts."""
+    """The kind of an annotation."""
     words: list[Any] = []
     found: list[type] = []
     others = False
@@ -111,7 +111,7 @@ def kind_of(annotation: Any) -> Kind:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """The members of a union, without what `Annotated` adds to them."""
+    """The members of a union, without `Annotated`."""
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
         return _members(typing.get_args(annotation)[0])
@@ -121,7 +121,7 @@ def _members(annotation: Any) -> list[Any]:
 
 
 def default_of(cls: type, name: str) -> Any:
-    """A field's default; `dataclasses.MISSING` if it must be given."""
+    """A field's default; `dataclasses.MISSING` if it has none."""
     [field] = [f for f in dataclasses.fields(cls) if f.name == name]  # type: ignore[arg-type]
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
@@ -129,7 +129,7 @@ def default_of(cls: type, name: str) -> Any:
 
 
 def written(value: Any) -> str:
-    """A value as one writes it on a command line."""
+    """A value as users write it on a command line."""
     if value is dataclasses.MISSING:
         return "must be given"
     if value is None or isinstance(value, bool):
@@ -138,7 +138,7 @@ def written(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON can hold: the value itself, a list of such values, or its text."""
+    """A value of JSON: the value itself, a list of such values, or its text."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [plain(item) for item in value]
     return value if isinstance(value, bool | int | float | str | None) else str(value)

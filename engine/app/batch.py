@@ -33,7 +33,7 @@ from engine.app.cli import (
 from engine.app.trace_page import check_target, saving
 from engine.driver import Driver
 from engine.engine import Engine, Request
-from engine.errors import CoppiceError, UsageError
+from engine.errors import CoppiceError, UsageError, shortened
 from engine.requests import SearchResult
 from engine.trace import Traces
 from models.files import lock
@@ -349,8 +349,7 @@ def _known(record: dict[str, Any], keys: Sequence[str], where: str) -> None:
 
 def _show(value: Any) -> str:
     """A JSON value for a message, shortened."""
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shortened(json.dumps(value))
 
 
 def answer(place: Place, outcome: SearchResult | CoppiceError) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from engine.app import trace_page, transcript
 from engine.app.dialog import QUOTES, Dialog, candidate
 from engine.contract import attributed
 from engine.conversation import figures, mib
-from engine.errors import UsageError
+from engine.errors import UsageError, shortened
 from engine.text.stopping import check_stop
 from engine.text.tokenizer import check_utf8
 from models.files import open_regular
@@ -46,7 +46,7 @@ def reset(dialog: Dialog, _: str) -> None:
 def undo(dialog: Dialog, _: str) -> None:
     """take the last turn back"""
     turn, left = dialog.conversation.undo(), len(dialog.conversation.turns)
-    dialog.screen.hint(f"[taken back: {_brief(turn.user)}; {_plural(left, 'turn')} left]")
+    dialog.screen.hint(f"[taken back: {shortened(' '.join(turn.user.split()), 40)}; {_plural(left, 'turn')} left]")
     dialog.keep()
 
 
@@ -312,8 +312,3 @@ def _config(dialog: Dialog) -> str:
 
 def _plural(count: int, word: str) -> str:
     return f"{count} {word}{'s' * (count != 1)}"
-
-
-def _brief(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 40 else text[:39] + "…"

@@ -9,7 +9,7 @@ from types import EllipsisType
 from typing import Any
 
 from engine.conversation import REASONS, Conversation, Turn
-from engine.errors import UsageError
+from engine.errors import UsageError, shortened
 from engine.text.tokenizer import check_utf8
 from engine.version import __version__
 from models.files import locked, open_regular, read_regular, replacing
@@ -195,5 +195,4 @@ def _reason(error: Exception) -> str:
 
 
 def _show(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 40 else text[:39] + "…"
+    return shortened(json.dumps(value, ensure_ascii=False), 40)

@@ -10,7 +10,8 @@ from typing import Any
 
 from engine.errors import CheckpointError, UsageError
 from engine.text import sandbox, sandbox_process
-from engine.text.tokenizer import Tokenizer, check_utf8, read_json
+from engine.text.tokenizer import Tokenizer, check_utf8
+from engine.text.tokenizer_files import any_of, read_json
 from models.files import open_regular
 
 Span = tuple[str, bool]  # text, and whether special tokens spelled in it are control tokens
@@ -188,8 +189,7 @@ class _Spellings:
     """Finds protected spellings in a string, and the start of one at its end."""
 
     def __init__(self, spellings: set[str]):
-        longest_first = sorted(spellings, key=lambda s: (-len(s), s))
-        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.pattern = any_of(spellings)
         # Only starts such as "<" or "[": otherwise every word that begins like a token would be protected.
         self.starts = {s[:n] for s in spellings for n in range(1, len(s)) if not (s[0].isalnum() or s[0].isspace())}
         self.longest = max(map(len, self.starts), default=0)

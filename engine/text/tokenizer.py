@@ -13,39 +13,22 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
 
 from engine.errors import CheckpointError, UsageError
 from engine.text import tokenizer_limits
-from engine.text.detokenizer import Detokenizer, Stage
-from engine.text.tokenizer_files import byte_level, named_tokens, read_config, read_file, read_json
+from engine.text.detokenizer import Detokenizer
+from engine.text.tokenizer_files import byte_level, named_tokens, read_config, read_file
 from engine.text.tokenizer_json import LibraryEncoder
 from engine.text.tokenizer_model import SentencePieceEncoder
 
-__all__ = ["FILES", "Tokenizer", "check_utf8", "read_json"]
-
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
+Encoder = LibraryEncoder | SentencePieceEncoder
 SUPPORTED = "a folder with a tokenizer.json, a tokenizer.model, or a vocab.json with merges.txt is needed"
-
-
-class Encoder(Protocol):
-    """A tokenizer library's part. `raw` are the added tokens that match the text before normalisation."""
-
-    vocab: dict[str, int]
-    pieces: list[str | None]
-    raw: dict[str, AddedToken]
-
-    @property
-    def stages(self) -> Sequence[Callable[[], Stage]]: ...
-
-    def encode(self, parts: Iterable[str | int], add_special: bool) -> list[int]: ...
-
-    def decode(self, pieces: Sequence[str]) -> str: ...
 
 
 class Tokenizer:

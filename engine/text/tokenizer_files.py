@@ -1,6 +1,7 @@
 """The small files around a tokenizer: JSON, named and added tokens, GPT-2's vocab.json and merges.txt."""
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,12 @@ def _read_merges(path: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
                 raise CheckpointError(what, where=f"{path}, line {n}")
         merges.append((parts[0], parts[1]))
     return merges
+
+
+def any_of(spellings: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that matches each of the spellings, the longest first; nothing if there are none."""
+    longest_first = sorted(spellings, key=lambda spelling: (-len(spelling), spelling))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def _content(value: Any) -> str | None:

@@ -1,7 +1,6 @@
 """Encoding by the tokenizers library: tokenizer.json, and vocab.json with merges.txt."""
 
 import json
-import re
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from tokenizers import AddedToken, normalizers
 
 from engine.errors import CheckpointError, UsageError
 from engine.text.detokenizer import stages_of
-from engine.text.tokenizer_files import MAX_IDS, add_flags
+from engine.text.tokenizer_files import MAX_IDS, add_flags, any_of
 from engine.text.tokenizer_limits import Guard, check_output, library_errors
 
 # The normalizers that spell spaces as SentencePiece does: one before the text, then all spaces.
@@ -65,7 +64,7 @@ class LibraryEncoder:
         if _normalizers(library) == SPACES and all(self.raw[content].normalized for content in special):
             # Such tokens match text that has its prefix already, so no prefix follows them. Aliases match before that.
             library.normalizer, self._prefix = normalizers.Replace(" ", "▁"), "▁"  # type: ignore[assignment]
-        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self._special = any_of(special)
         self._add_aliases(library, size)
 
         self._library, self._guard = library, guard

@@ -1,6 +1,5 @@
 """Encoding by the sentencepiece library: tokenizer.model."""
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from sentencepiece import SentencePieceProcessor
 
 from engine.errors import CheckpointError
 from engine.text.detokenizer import SentencePieces, run
-from engine.text.tokenizer_files import MAX_IDS, add_tokens, flag, named_tokens
+from engine.text.tokenizer_files import MAX_IDS, add_tokens, any_of, flag, named_tokens
 from engine.text.tokenizer_json import unspeakable
 from engine.text.tokenizer_limits import GROWTH
 
@@ -54,7 +53,7 @@ class SentencePieceEncoder:
 
         special = {content: vocab[content] for content, token in self.raw.items() if token.special}
         self._control_ids = {*special.values()} - {whole.unk_id()}
-        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self._special = any_of(special)
         self._bos = [vocab[names["bos_token"]]] if _adds(config, "bos_token", names, vocab, True) else []
         self._eos = [vocab[names["eos_token"]]] if _adds(config, "eos_token", names, vocab, False) else []
 

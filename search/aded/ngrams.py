@@ -64,7 +64,7 @@ class NGramStore:
         try:
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
-                # A private writable mapping: torch wants writable memory, the file stays as it is.
+                # A private writable mapping: torch needs writable memory, and the file does not change.
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size >= HEADER.size else b""
         except (OSError, ValueError) as error:
             raise UsageError(f"the n-gram store cannot be read: {error}", where=str(path), remedy=REMEDY) from error

@@ -11,7 +11,7 @@ All utterances share one tree and their draws are keyed, so the survivors are th
 import math
 import re
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import KVMemoryError, UsageError
@@ -148,7 +148,6 @@ class SBoN(BoN):
         return max(count, min(self.num_return_sequences, len(race.running)))
 
 
-@dataclass
 class Race:
     """The utterances of a run, their rewards, and the decisions.
 
@@ -160,21 +159,16 @@ class Race:
         rewards_before: rewards at the previous decision point of the utterances that continued after it.
     """
 
-    task: Task
-    config: BoN
-    count: int
-    keep_finished: bool = True
-    running: list[int] = field(init=False)
-    spared: list[int] = field(default_factory=list)
-    rejected: list[int] = field(default_factory=list)
-    rewards: dict[int, float] = field(default_factory=dict)
-    rewards_before: dict[int, float] = field(default_factory=dict)
-    decisions: list[dict[str, Any]] = field(default_factory=list)
-    settled: int = 0
-
-    def __post_init__(self):
-        self.drawn = Utterances(self.task, self.count, self.config.warp(), self.config.seed)
-        self.running = list(range(self.count))
+    def __init__(self, task: Task, config: BoN, count: int, keep_finished: bool = True):
+        self.task, self.config, self.count, self.keep_finished = task, config, count, keep_finished
+        self.drawn = Utterances(task, count, config.warp(), config.seed)
+        self.running = [*range(count)]
+        self.spared: list[int] = []
+        self.rejected: list[int] = []
+        self.rewards: dict[int, float] = {}
+        self.rewards_before: dict[int, float] = {}
+        self.decisions: list[dict[str, Any]] = []
+        self.settled = 0
         self._final: set[int] = set()
 
     @property

@@ -24,7 +24,7 @@ from engine.app.terminal import Interrupt, Label, Quit, Screen, cells, clip
 from engine.conversation import Conversation
 from engine.errors import CoppiceError
 from search import Greedy, Trie
-from tests.engine.app.typist import CHAT, REPLY, Typist, spawn
+from tests.engine.app.typist import CHAT, REPLY, SHAPE, Terminal, Typist, make_templated, spawn
 from tools.random_checkpoint import make
 
 ROOT = Path(__file__).parents[3]
@@ -32,12 +32,6 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-SHAPE = {"layers": 2, "width": 32, "mlp": 64, "heads": 2, "vocab": 400}
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +41,8 @@ def base(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def long(tmp_path_factory) -> str:
-    return make(tmp_path_factory.mktemp("long"), max_positions=60000, **SHAPE)["path"]
-
-
-@pytest.fixture(scope="module")
 def templated(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("templated")
-    make(folder, max_positions=512, **SHAPE)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    return str(folder)
+    return make_templated(tmp_path_factory.mktemp("templated"), TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -71,24 +56,6 @@ def no_pages_left(request):
     if "engine" in request.fixturenames:
         pool = request.getfixturevalue("engine").pool
         pool.check_invariants([])
-
-
-@pytest.fixture
-def command(monkeypatch):
-    """Run the chat in this process: (exit code, stdout, stderr)."""
-
-    def run(*argv: str, piped: bytes | None = None, typed: str = "", tty: bool = False) -> tuple[int, str, str]:
-        stdin = Terminal(typed) if piped is None else io.TextIOWrapper(io.BytesIO(piped))
-        out, err = (Terminal(), Terminal()) if tty else (io.StringIO(), io.StringIO())
-        for name, stream in {"stdin": stdin, "stdout": out, "stderr": err}.items():
-            monkeypatch.setattr(sys, name, stream)
-        try:
-            code = chat.main([*argv, "--kv-memory", "1M"])
-        except SystemExit as end:
-            code = end.code
-        return code, out.getvalue(), err.getvalue()
-
-    return run
 
 
 def held(conversation: Conversation) -> list[int]:

@@ -2,15 +2,14 @@
 
 import contextlib
 import errno
-import io
 import json
 import os
 import re
 import stat
-import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
@@ -30,7 +29,7 @@ from engine.engine import Done, Progress, Text
 from engine.errors import CoppiceError
 from models import files
 from search import Greedy, Sample, Trie
-from tests.engine.app.typist import CHAT, Typist
+from tests.engine.app.typist import CHAT, SHAPE, Terminal, Typist, make_templated
 from tools.bench.chat import questions
 from tools.random_checkpoint import make
 
@@ -39,31 +38,16 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['content'] == 'forbidden' %}{{ raise_exception('no') }}{% endif %}"
     "[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}[assistant]"
 )
-SHAPE = {"layers": 2, "width": 32, "mlp": 64, "heads": 2, "vocab": 400}
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("templated")
-    make(folder, max_positions=512, **SHAPE)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    return str(folder)
+    return make_templated(tmp_path_factory.mktemp("templated"), TEMPLATE)
 
 
 @pytest.fixture(scope="module")
 def engine(folder) -> Engine:
     return Engine.load(folder, kv_memory=1 << 20)
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory) -> str:
-    return make(tmp_path_factory.mktemp("long"), max_positions=60000, **SHAPE)["path"]
 
 
 @pytest.fixture
@@ -105,21 +89,8 @@ class Typing:
 
 
 @pytest.fixture
-def command(monkeypatch, folder):
-    """Run the chat in this process: (exit code, stdout, stderr)."""
-
-    def run(*argv: object, piped: bytes | None = None, typed: str = "", tty: bool = False) -> tuple[int, str, str]:
-        stdin = Terminal(typed) if piped is None else io.TextIOWrapper(io.BytesIO(piped))
-        out, err = (Terminal(), Terminal()) if tty else (io.StringIO(), io.StringIO())
-        for name, stream in {"stdin": stdin, "stdout": out, "stderr": err}.items():
-            monkeypatch.setattr(sys, name, stream)
-        try:
-            code = chat.main(["--model", folder, "--kv-memory", "1M", "--max-new-tokens", "8", *map(str, argv)])
-        except SystemExit as end:
-            code = end.code
-        return code, out.getvalue(), err.getvalue()
-
-    return run
+def command(command, folder):
+    return partial(command, "--model", folder, "--max-new-tokens", "8")
 
 
 # --- taking back, answering again ---

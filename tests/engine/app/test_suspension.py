@@ -12,26 +12,19 @@ import pytest
 from engine.app import suspension
 from engine.app.suspension import Suspension
 from tests.engine.app.typist import CHAT, REPLY, Typist
-from tools.random_checkpoint import make
 
 SHELLS = {"bash": ["--norc", "-i"], "dash": ["-i"]}
 LONG = [*CHAT, "--ignore-eos", "--max-new-tokens", "50000"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("long")
-    return make(folder, layers=2, width=32, mlp=64, heads=2, vocab=400, max_positions=60000)["path"]
-
-
 @pytest.mark.parametrize("shell", SHELLS)
-def test_suspended_and_continued_by_a_shell(shell, model):
+def test_suspended_and_continued_by_a_shell(shell, long):
     path = shutil.which(shell)
     if path is None:
         pytest.skip(f"{shell} is not installed")
     with Typist(path, *SHELLS[shell], job_control=True, PS1="SHELL$ ") as person:
         person.wait_for(r"SHELL\$ ")
-        person.type(" ".join([*LONG, "--model", model]) + "\n")
+        person.type(" ".join([*LONG, "--model", long]) + "\n")
         person.wait_for(r"Ctrl-D leaves.*> ")
         person.type("Once upon")
         person.wait_for("Once upon")
@@ -62,9 +55,9 @@ def test_suspended_and_continued_by_a_shell(shell, model):
         person.wait_for(r"SHELL\$ ")
 
 
-def test_continued_after_a_stop_that_cannot_be_handled(model):
+def test_continued_after_a_stop_that_cannot_be_handled(long):
     """And Ctrl-Z where nothing can stop the process: it leads its session, so no shell would continue it."""
-    with Typist(*LONG, "--model", model, job_control=True) as person:
+    with Typist(*LONG, "--model", long, job_control=True) as person:
         person.wait_for(r"Ctrl-D leaves.*> ")
         person.type("Once")
         person.wait_for("Once")

@@ -21,6 +21,7 @@ from engine.app.trace_page import check_target, load, page, write
 from engine.demo import demo_folder
 from engine.trace import Trace
 from search import Trie
+from tests.engine.app.typist import Terminal
 from tools import tree
 
 ROOT = Path(__file__).parents[3]
@@ -218,11 +219,6 @@ def test_an_interrupted_batch_leaves_its_trace(tmp_path: Path):
         assert process.wait(60) == cli.INTERRUPTED
     ends = [request["end"] for request in load(path)["requests"]]
     assert ends[0] == "done" and ends[1:] in ([], ["interrupted"])
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_tree_writes_the_last_reply(loaded: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

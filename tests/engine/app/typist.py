@@ -1,7 +1,9 @@
-"""A process at a pseudo-terminal, and somebody who types there and reads."""
+"""Tests of command lines: random models, a process at a pseudo-terminal, and somebody who types there and reads."""
 
 import contextlib
 import fcntl
+import io
+import json
 import os
 import pty
 import re
@@ -14,9 +16,28 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tools.random_checkpoint import make
+
 ROOT = Path(__file__).parents[3]
 CHAT = (sys.executable, "-m", "engine.chat", "--kv-memory", "64M")
 REPLY = r"(?:\x1b\[\?2004l\r)?[^\x1b]{12}"  # a prompt that is drawn again has escape sequences sooner
+
+SHAPE = {"layers": 2, "width": 32, "mlp": 64, "heads": 2, "vocab": 400}
+
+
+class Terminal(io.StringIO):
+    """A stream that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def make_templated(folder: Path, template: str) -> str:
+    """A model with a chat template; returns its folder."""
+    make(folder, max_positions=512, **SHAPE)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return str(folder)
 
 
 def spawn(*argv: str, lead: Any = None, environment: dict[str, str] | None = None, **options: Any) -> subprocess.Popen:
