@@ -1,4 +1,4 @@
-"""Make tests/golden/text: tiny tokenizers, and what the libraries make of texts and messages.
+"""Make tests/golden/text: tiny tokenizers, and the ids, texts and prompts that the libraries compute.
 
 Three have a tokenizer.json and a chat template, three a sentencepiece tokenizer.model, two vocab.json and merges.txt.
 Texts and chats are transformers'; for sentencepiece models plain text is the sentencepiece library's, and only what

@@ -10,11 +10,11 @@ The checkpoints are those of `tools/golden/<family>.py`. Writes `tests/golden/<f
 tensors `logits.<i>` [rows, V] are the last rows of a full forward pass over `logits[i]` of golden.json. Each entry of
 `runs` has the prompt, the generation arguments in our words and Hugging Face's (`hf`), and `outputs`, best first: new
 tokens (end-of-sequence included, padding not), `score` (beams: Hugging Face's `sequences_scores`) and `logprob` (sum
-over the new tokens). Of a scalar-head model there is `scores` instead: texts and what the model says of each.
+over the new tokens). Of a scalar-head model there is `scores` instead: texts and their scores.
 
-What makes the files trustworthy: missing or unexpected tensors are errors (transformers would fill in noise); every
+Why the files can be trusted: missing or unexpected tensors are errors (transformers would fill in noise); every
 call gets a fresh model (dynamic RoPE keeps state) and one prompt; `GenerationConfig`s are complete, the model's own is
-emptied, lest defaults leak in; hypotheses are cut by `beam_indices`, since padding may equal a real token. And no
+emptied, so that no defaults leak in; hypotheses are cut by `beam_indices`, since padding may equal a real token. And no
 answer hangs on rounding: a run is kept if a float64 model (scores within 1e-4) and twelve float32 runs with noise of
 +-1e-4 on every log-probability give the same tokens (four would let a tie through now and then); otherwise another
 prompt is drawn.
@@ -141,7 +141,7 @@ def robust(model: Any, exact: Any, prompt: list[int], hf: dict[str, Any], output
 
 
 def telling(outputs: list[dict[str, Any]], hf: dict[str, Any]) -> bool:
-    """Whether the run shows something: an end of sequence strictly inside the budget where one may occur."""
+    """Whether the run is informative: an end of sequence strictly inside the budget where one may occur."""
     if hf["max_new_tokens"] == 1 or hf["eos_token_id"] is None:
         return True
     return any(1 < len(o["token_ids"]) < hf["max_new_tokens"] and o["finish_reason"] == "eos" for o in outputs)
@@ -150,7 +150,7 @@ def telling(outputs: list[dict[str, Any]], hf: dict[str, Any]) -> bool:
 def run(
     model: Any, exact: Any, prompts: Callable[[], list[int]], ours: dict[str, Any], hf: dict[str, Any]
 ) -> dict[str, Any]:
-    """The first drawn prompt whose answer is telling and robust, with that answer."""
+    """The first drawn prompt with an informative and robust answer, with that answer."""
     for _ in range(ATTEMPTS):
         prompt = prompts()
         outputs = generate(model, prompt, hf)

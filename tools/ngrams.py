@@ -1,6 +1,6 @@
 """Count the tri-grams of texts into a store for `--search aded`: `python -m tools.ngrams --model DIR --input FILES...`.
 
-Texts are read in pieces, each tokenised by itself; counts that do not fit into memory wait in files beside the output.
+Texts are read in pieces, each tokenised by itself; counts that do not fit into memory are kept in files.
 An input that is itself a store of the same tokenizer is added.
 """
 
@@ -56,7 +56,7 @@ def build(args: argparse.Namespace) -> int:
         held: list[Run] = []
 
         def settle() -> None:
-            """Merge what is held, and put it into a file if it is much."""
+            """Merge the counts in memory, and write them to a file if there are many."""
             runs = list(merge(held, successors=0)) if held else []
             held.clear()
             if sum(len(keys) for keys, _ in runs) > HELD // 2:
@@ -87,7 +87,7 @@ def build(args: argparse.Namespace) -> int:
 
 
 def is_store(name: str) -> bool:
-    """Whether a file says that it is a store. A pipe is a text: what is read of it here would be lost."""
+    """Whether a file begins as a store does. A pipe counts as a text: reading from it here would lose its beginning."""
     if not Path(name).is_file():
         return False
     try:

@@ -195,7 +195,7 @@ class Shape:
     def config(self) -> dict[str, Any]:
         """config.json."""
         head_dim = self.head_dim
-        if self.family == "qwen3":  # whose default is 128
+        if self.family == "qwen3":  # its default is 128
             head_dim = head_dim or self.width // self.heads
         config = {
             "architectures": [f"{self.family.capitalize()}ForCausalLM"], "model_type": self.family,

@@ -1,4 +1,4 @@
-"""What speculative best-of-N would have done: `python -m tools.sbon_counterfactual COMMAND`.
+"""Counterfactual results of speculative best-of-N: `python -m tools.sbon_counterfactual COMMAND`.
 
 From one set of complete utterances with the rewards of their beginnings, every decision token tau and rejection rate
 alpha at once, by bootstrap (the paper's section 6.2, its token rate corrected: an accepted utterance counts whole, a
@@ -98,7 +98,7 @@ def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser, count: int) -> None:
-    """What `prompts` reads, but for the seed."""
+    """The flags that `prompts` reads, except the seed."""
     text = "JSON Lines with messages or a prompt each (fresh ones for the demo)"
     parser.add_argument("--input", metavar="FILE", help=text)
     parser.add_argument("--prompts", type=int, default=count, help="how many (%(default)s)")
@@ -239,7 +239,7 @@ def gaussian_fewer(n: int, m: int, trials: int, seed: int) -> float:
     return float(fewer(z, m).mean())
 
 
-# --- telling ---
+# --- reports ---
 
 
 def analyse(args: argparse.Namespace, argv: Sequence[str]) -> None:

@@ -1,9 +1,9 @@
-"""Toy search trees: every node has a softmax vector drawn from a symmetric Dirichlet, so that optima are known.
+"""Toy search trees: every node has a softmax vector drawn from a symmetric Dirichlet, with a computable optimum.
 
 A tree has `branching` children per node and `depth` levels below the root; a leaf's value is the sum of the log
 probabilities on its way. Trees are the same everywhere: numpy's frozen RandomState, seeded per tree, draws standard
 gammas level by level, and each node's are divided by their sum. The node at tokens t_1..t_l has the number
-sum_j t_j * branching**(l - j) on its level. The unit of cost is a node whose vector was asked for, the root included.
+sum_j t_j * branching**(l - j) on its level. The unit of cost is an evaluated node, the root included.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ class ToyTree:
 
 
 def checksum(trees: Iterable[ToyTree]) -> str:
-    """Of what was drawn, to nine decimals."""
+    """A checksum of the drawn vectors, rounded to nine decimals."""
     digest = hashlib.sha256()
     for tree in trees:
         for logp in tree.levels:

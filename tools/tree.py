@@ -1,6 +1,6 @@
-"""See what a search did: `python -m tools.tree -p TEXT --search NAME` answers a prompt and writes a page to look at.
+"""View a search: `python -m tools.tree -p TEXT --search NAME` answers a prompt and writes a page to look at.
 
-`python -m tools.tree FILE.json ...` makes such a page of traces that were written as data (`--trace FILE.json`).
+`python -m tools.tree FILE.json ...` makes such a page from recorded traces (`--trace FILE.json`).
 """
 
 import argparse
@@ -66,7 +66,7 @@ def answer(args: argparse.Namespace) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    """A page of traces that are there."""
+    """Write a page of recorded traces."""
     if args.prompt is not None:
         raise UsageError("--prompt: there is nothing to answer where traces are given")
     check_target(args.output, *args.traces)
@@ -77,7 +77,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def finish(args: argparse.Namespace, records: list[dict[str, Any]]) -> int:
-    """Say what was written."""
+    """Report the written file."""
     steps = sum(len(record["steps"]) for record in records)
     nodes = sum(len(tree["token"]) for record in records for tree in record["trees"])
     if not args.quiet:

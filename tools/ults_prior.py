@@ -25,7 +25,7 @@ from search.ults.prior import Vectors, cache_file, gather
 
 @dataclass(frozen=True)
 class Collect(Search):
-    """A search that finds nothing: it notes the vectors that it comes past.
+    """A search without a result of its own: it collects the softmax vectors of its nodes.
 
     Args:
         found: they are appended to it.
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def collect(args: argparse.Namespace) -> int:
-    """Gather, say how far it is, write."""
+    """Gather vectors with progress on stderr, and write them."""
     for name, low in (("depth", 1), ("children", 1), ("completions", 1), ("vectors", 1), ("seed", 0)):
         if getattr(args, name) < low:
             raise UsageError(f"--{name}: expected an integer >= {low}, got {getattr(args, name)}")

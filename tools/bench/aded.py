@@ -1,4 +1,4 @@
-"""ADED beside plain decoding: accept length, nodes and tokens per second of its drafters, and where it begins to pay.
+"""ADED against plain decoding: accept length, nodes and tokens per second of each drafter, and the break-even size.
 
 The texts are greedy answers of a model that can write: of the model itself, or (`--recorded DIR`) of another, recited
 by the one that is measured. A reciting model does all its work, but its answers along the text are replaced by the
@@ -34,19 +34,19 @@ from tools.bench.searches import Altered
 from tools.bench.texts import corpus, draw_prompts
 from tools.random_checkpoint import make
 
-SLOWEST, SPEEDUP, HOST_MS = 0.95, 1.5, 0.5  # what is wanted
+SLOWEST, SPEEDUP, HOST_MS = 0.95, 1.5, 0.5  # targets
 HOST = ("draft_ms", "verify_ms")
 COLUMNS = {
     "method": "{method}", "text": "{text}", "accept length": "{accept_length:.2f}", "nodes": "{nodes:.1f}",
     "draft ms": "{draft_ms:.2f}", "verify ms": "{verify_ms:.2f}", "tokens/s": "{tokens_per_second[median]:.1f}",
     "spread": "{tokens_per_second[min]:.0f}-{tokens_per_second[max]:.0f}", "x": "{ratio:.2f}", "same": "{same:yes}",
 }  # fmt: skip
-CLEARLY = 1.1  # x from which drafts are said to pay
-LEGEND = f"""*x*: tokens per second over autoregressive decoding's, in the same run; on noise (a text of random tokens)
-at least {SLOWEST} is wanted, and {SPEEDUP} on the model's own kind of text where its passes are what takes the time.
-*accept length*: tokens per step. *nodes*: of drafts, evaluated per step. *draft ms*, *verify ms*: processor time of a
-step; at most {HOST_MS} together is wanted of backoff at 24 to 48 nodes; what plain decoding does there too (choosing
-tokens, pruning) is in it. *spread*: tokens per second, least to most. *same*: whether the tokens are the text's."""
+CLEARLY = 1.1  # x from which drafts pay
+LEGEND = f"""*x*: tokens per second over autoregressive decoding's, in the same run; the targets are {SLOWEST} on noise
+(a text of random tokens), and {SPEEDUP} on the model's own kind of text where passes take most of the time. *accept
+length*: tokens per step. *nodes*: of drafts, evaluated per step. *draft ms*, *verify ms*: processor time of a step,
+with the choice of tokens and the pruning that plain decoding does, too; the target is at most {HOST_MS} together for
+backoff at 24 to 48 nodes. *spread*: tokens per second, least to most. *same*: whether the tokens equal the text's."""
 
 
 @dataclass
@@ -77,10 +77,10 @@ class Chain:
 
 @dataclass(frozen=True)
 class Recite(Altered):
-    """A search on a model whose likeliest next token is the text's."""
+    """A search on a model that is made to write a given text."""
 
     text: Sequence[int]
-    writer: Engine  # whose tokens the text is made of
+    writer: Engine  # its tokenizer made the text's tokens
 
     def task(self, task: Task) -> Task:
         return replace(task, tokenizer=self.writer.tokenizer)
@@ -97,7 +97,7 @@ class Recite(Altered):
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("aded", help="n-gram drafts beside plain decoding", description=__doc__)
+    parser = commands.add_parser("aded", help="n-gram drafts against plain decoding", description=__doc__)
     add_flags(parser)
     parser.add_argument("--recorded", metavar="DIR", help="the checkpoint that writes the texts (the measured one)")
     parser.add_argument("--store", metavar="FILE", help="counted n-grams of its kind of text (from texts it draws)")
@@ -108,7 +108,7 @@ def add_parser(commands: Any) -> None:
         prompts=(8, "drawn too, 16 tokens each"),
         new_tokens=(128, "of each answer"),
         iterations=([30, 75, 150, 300], "of mcts"),
-        runs=(3, "medians are of so many"),
+        runs=(3, "of each method, for medians"),
     )
     text = "random Llamas of L layers and width W that recite the same texts, to find where drafts begin to pay"
     parser.add_argument("--sizes", nargs="*", default=[], metavar="LxW", help=text)
@@ -162,7 +162,7 @@ def by_size(
     writer: Engine,
     scratch: Path,
 ) -> list[dict[str, Any]]:
-    """Random Llamas of the sizes asked for that recite the texts."""
+    """Random Llamas of the sizes of --sizes recite the texts."""
     rows = []
     for size in args.sizes:
         layers, width = map(int, size.split("x"))
@@ -175,7 +175,7 @@ def by_size(
 
 
 def break_even(sizes: Sequence[dict[str, Any]]) -> str:
-    """From which of the models on drafts pay."""
+    """A sentence with the smallest models for which drafts pay."""
     pays = sorted((row["parameters"], row["ratio"]) for row in sizes if row["method"] != "autoregressive")
 
     def least(wanted: float) -> str:
@@ -186,7 +186,7 @@ def break_even(sizes: Sequence[dict[str, Any]]) -> str:
 
 
 def list_methods(store: str | Path, iterations: Sequence[int]) -> list[tuple[str, Search]]:
-    """What is compared; autoregressive first."""
+    """The methods to compare; autoregressive first."""
     counted = open_store(store)
     backoff = {f"backoff, {nodes}": ADED(store=store, nodes=nodes) for nodes in ("auto", 24, 48)}
     mcts = {f"mcts, {n} iterations": ADED(drafter="mcts", store=store, nodes=64, iterations=n) for n in iterations}

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def talk(turns: int, new_tokens: int, threads: int | None = None) -> list[dict[str, Any]]:
-    """Hold the chat; figures of ten parts of it."""
+    """Run the chat; returns the figures of each tenth."""
     engine = Engine.load(demo_folder(), threads=threads, kv_memory=64 << 20)
     conversation, rows = Conversation(engine), []
     part, seconds = dict.fromkeys(("count", "prompt_tokens", "reused_tokens", "dropped"), 0), time.process_time()
@@ -81,7 +81,7 @@ def talk(turns: int, new_tokens: int, threads: int | None = None) -> list[dict[s
 
 
 def questions() -> Iterator[str]:
-    """What somebody might ask the bundled model, for ever, in no order that repeats."""
+    """An endless random sequence of questions for the bundled model."""
     draw = random.Random(0)
     while True:
         yield draw.choice(QUESTIONS).format(draw.randrange(10), draw.randrange(10))

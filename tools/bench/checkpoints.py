@@ -1,4 +1,4 @@
-"""Which checkpoint to measure: a folder, or a random one made for the occasion."""
+"""The checkpoint to measure: a folder, or a temporary random one."""
 
 import argparse
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def add_shape_flags(group: argparse._ActionsContainer) -> None:
 
 @contextmanager
 def checkpoint(args: argparse.Namespace) -> Iterator[tuple[Path, str]]:
-    """The folder, and how to call it in a report."""
+    """The folder of the checkpoint, and its name for a report."""
     if args.model is not None:
         yield Path(args.model), Path(args.model).resolve().name
         return

@@ -1,4 +1,4 @@
-"""DSBD beside beam sampling and speculative sampling: log-likelihood against tokens per second; its own overhead."""
+"""DSBD, beam sampling and speculative sampling: log-likelihood against tokens per second; the overhead of DSBD."""
 
 import argparse
 import math
@@ -33,7 +33,7 @@ from tools.bench.searches import run_alone
 from tools.bench.texts import corpus, draw_prompts
 from tools.random_checkpoint import make
 
-LIMIT_MS = 0.5  # wanted: bookkeeping per round
+LIMIT_MS = 0.5  # target of the search's own time per round
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 WIDTH, DRAFT_WIDTH = 768, 256  # of the simulated pair
 COLORS = {
@@ -51,13 +51,13 @@ the target. *n-grams*: DSBD with drafts by n-grams. *front*: no other row of its
 *speedup at equal quality*: the fastest row of DSBD, or of n-grams, that is at least as good, over the row of beam
 sampling."""
 OVERHEAD_LEGEND = f"""Time inside the search per round (draft layers, verification, trees; median of runs, least to
-most); at most {LIMIT_MS} ms is wanted at W = 5, vocabulary 32000, with the warps of the paper (top-k 10 to 20, top-p
-0.8 to 0.9). Rows of log-probabilities are ready made, and so is the largest of each 128 of them, which the models'
-log-softmax returns as well. Without any warp all 160,000 cells of a layer stay possible."""
+most). The target is at most {LIMIT_MS} ms at W = 5, vocabulary 32000, with the warps of the paper (top-k 10 to 20,
+top-p 0.8 to 0.9). Rows of log-probabilities and the largest of each 128 of them, which the models' log-softmax returns
+as well, are prepared beforehand. Without any warp all 160,000 cells of a layer stay possible."""
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("dsbd", help="DSBD beside beam sampling", description=__doc__)
+    parser = commands.add_parser("dsbd", help="DSBD against beam sampling", description=__doc__)
     parts = parser.add_subparsers(required=True, metavar="PART")
 
     front = parts.add_parser("front", help="log-likelihood against tokens per second on a pair of models")
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
         threshold=[0.7, 0.9],
         min_width=[1, 2, 3],
         beams=([1, 2, 3, 4], "of beam sampling"),
-        corpus_tokens=(0, "also draft by n-grams, counted in so many tokens that the target draws; 0: do not"),
+        corpus_tokens=(0, "also draft by n-grams, counted in this many tokens that the target draws; 0: no n-grams"),
         temperature=1.0,
         top_k=20,
         top_p=0.9,
@@ -191,7 +191,7 @@ def measure(
 
 
 def mark_front(rows: Sequence[dict[str, Any]]) -> None:
-    """Mark those that no other beats in both."""
+    """Mark the rows that no other row beats in both quality and speed."""
     for row in rows:
         beaten = any(
             o["quality"] >= row["quality"] and o["speed"] >= row["speed"] and o is not row
@@ -237,7 +237,7 @@ def paint(figure: Any, rows: Sequence[dict[str, Any]], label: str) -> None:
 
 @contextmanager
 def pair(args: argparse.Namespace) -> Iterator[tuple[Engine, str, str, list[int]]]:
-    """The engine with its draft, a short name and what to call the pair in a report, parameters of both."""
+    """The engine with its draft, a short and a long name of the pair, and the parameters of both."""
     options = {"dtype": args.dtype, "threads": args.threads}
     if args.simulate is None:
         if args.model is None or args.draft is None:
@@ -260,7 +260,7 @@ def parameters(folder: str | Path) -> int:
 
 
 def simulate(folder: Path, deviation: float, *, layers: int = 12, vocab: int = 32000) -> tuple[Path, Path]:
-    """A random target, and a draft that knows what the last token alone says of the next.
+    """A random target, and a draft that computes the part of its logits that depends on the last token alone.
 
     The first part of the target's residual stream is left as the embedding made it, and its layers write into the rest
     only: logits are those of a bi-gram model, of the usual deviation, plus what context adds, of the deviation given.

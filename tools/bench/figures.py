@@ -10,7 +10,7 @@ from tools.bench.measure import progress
 
 
 def need_figures() -> None:
-    """Raises UsageError where no figure can be drawn: to be asked before an hour is spent measuring."""
+    """Raise UsageError where matplotlib is missing; call it before a long measurement."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("figures need matplotlib", remedy="pip install 'coppice[viz]'")
 

@@ -23,7 +23,7 @@ def add_numbers(parser: argparse._ActionsContainer, **flags: Any) -> None:
 
 
 def add_run_flags(parser: argparse.ArgumentParser, page: str, dtype: str | None = "auto", run: Any = None) -> None:
-    """--dtype (unless None), --threads, --save for a page of docs/results; `run` is what the command calls."""
+    """--dtype (unless None), --threads, --save for a page of docs/results; the command calls `run`."""
     if dtype is not None:
         parser.add_argument("--dtype", default=dtype, choices=["auto", *KINDS], help="(%(default)s)")
     parser.add_argument("--threads", type=int)

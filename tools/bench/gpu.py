@@ -1,4 +1,4 @@
-"""A GPU's limits and how near we come: tree attention by bandwidth, whole steps of a Llama-2-7B, rivals beside them.
+"""Tree attention and whole steps of a Llama-2-7B against a GPU's limits and other engines.
 
 Weights are random. Times of kernels are those of a CUDA graph that goes through every layer's own cache, so that
 nothing is found in the L2 cache that would not be there in a step. Without a GPU it says so and does nothing.
@@ -185,14 +185,14 @@ def recorded(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
 
 
 class RandomCheckpoint:
-    """What a model asks of a checkpoint; weights are made on the device when they are read."""
+    """The part of a checkpoint's interface that a model uses; weights are drawn on the device when read."""
 
     def __init__(self, config: Mapping[str, Any], device: torch.device):
         self.fields, self.device, self.bytes = Fields(config, "config.json"), device, 0
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def check(self, expected: Mapping[str, tuple[int, ...]], **_: Any) -> dict[str, str]:
-        """Nothing is amiss."""
+        """Accept any shapes."""
         self.shapes = dict(expected)
         return {}
 

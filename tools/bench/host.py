@@ -1,6 +1,6 @@
-"""What a step costs besides the model: trees, packing, driver, search, on a model that computes nothing.
+"""The time of a step without the model: trees, packing, driver and search on a model that computes nothing.
 
-What is left of the operators are those on [beams, vocabulary], with a small vocabulary.
+The remaining operators are those on [beams, vocabulary], with a small vocabulary.
 """
 
 import statistics
@@ -17,7 +17,7 @@ from engine.memory import make_pools
 from models.config import ModelShape
 from search import Trie
 
-VOCAB, TABLE = 512, 97  # made-up logits repeat after so many rows
+VOCAB, TABLE = 512, 97  # the table's logits repeat after TABLE rows
 AROUND = 50  # steps on either side of a depth
 RUNS = 3
 

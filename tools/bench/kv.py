@@ -1,4 +1,4 @@
-"""KV memory of trie beam search: what the cache holds at its peak and at every step, against the live tokens."""
+"""KV memory of trie beam search: pages held against live tokens, at the peak and at every step."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from tools.bench.measure import progress
 from tools.bench.report import finish, rows_table, stamp
 
 LIMIT = 1.10  # kv_bytes_peak / bytes of the live tokens at their peak
-LEGEND = f"""*KV / live*: bytes of all pages held over bytes of live tokens (trunk and branches), each at its peak; at
-most {LIMIT:.2f} is wanted. *unshared*: tokens that one cache per beam would have held. *slack*: slots of held pages in
-which no live token lies, counted after every step: the ends of the last pages, and what pruning left between live
-branches; *worst*: the pages over the live tokens at the step where that is most, from the 64th step on."""
+LEGEND = f"""*KV / live*: bytes of all pages held over bytes of live tokens (trunk and branches), each at its peak; the
+target is at most {LIMIT:.2f}. *unshared*: tokens in one cache per beam. *slack*: slots of held pages without a live
+token, counted after every step: the ends of the last pages, and holes that pruning left between live branches; *worst*:
+the largest ratio of pages to live tokens, from the 64th step on."""
 
 
 def add_parser(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a processor can do at best, and the least that a search must do on it."""
+"""The bandwidth and product rate of a machine, and the least work of a search."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -52,7 +52,7 @@ def gemm_rate(kind: str) -> float:
 
 
 def measure(device: torch.device, kinds: Iterable[str]) -> tuple[float, dict[str, float]]:
-    """Bytes per second that memory gives at best, and operations per second of large products by dtype."""
+    """Bytes per second of memory, and operations per second of large products by dtype."""
     if device.type == "cpu":
         return max(read_bandwidth(), copy_bandwidth()), {kind: gemm_rate(kind) for kind in kinds}
     rates = {}
@@ -64,7 +64,7 @@ def measure(device: torch.device, kinds: Iterable[str]) -> tuple[float, dict[str
 
 @dataclass(frozen=True)
 class Work:
-    """What a checkpoint's forward pass is made of: elements of its matrices, of the head alone, and the attention."""
+    """The size of a checkpoint's forward pass: elements of all matrices, of the head alone, and of attention."""
 
     matrices: int
     head: int
@@ -72,7 +72,7 @@ class Work:
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> "Work":
-        """Count a checkpoint's: every matrix but tables of embeddings, and the head even if it is one of those."""
+        """Count every matrix except tables of embeddings, and the head even if it is tied to one."""
         shapes = {name: info.shape for name, info in checkpoint.tensors.items() if len(info.shape) == 2}
         tables = [name for name in shapes if any(word in name for word in ("embed", "wte", "wpe"))]
         config = checkpoint.config
@@ -84,7 +84,7 @@ class Work:
         return Work(inner + head, head, layers * heads * (config.get("head_dim") or width // heads))
 
     def step_seconds(self, beams: int, context: int, bytes: int, bandwidth: float, rate: float) -> float:
-        """The least that a step can take: its bytes once, or its operations.
+        """Lower bound of a step's time: its bytes moved once, or its operations.
 
         Args:
             beams: tokens evaluated.
@@ -96,14 +96,14 @@ class Work:
         return max(bytes / bandwidth, operations / rate)
 
     def prompt_seconds(self, tokens: int, rate: float) -> float:
-        """The least that a prompt can take: its operations."""
+        """Lower bound of a prompt's time: its operations."""
         return 2 * tokens * (self.matrices - self.head + tokens * self.attention) / rate
 
 
 def attention_work(
     layout: TreeLayout, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None = None
 ) -> tuple[int, int]:
-    """What attention over a layout must do: bytes to move, each key and value that any token of a tree sees once, the
+    """The work of attention over a layout: bytes to move, each key and value that any token of a tree sees once, the
     queries and the output; and operations, those of the two products."""
     keys = pairs = 0
     mask_TW, seen_T = layout.branch_mask_TW(), layout.trunk_seen_T.long()

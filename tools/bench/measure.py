@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from engine.version import __version__
+from kernels.linear import Packed
 
 MB = 1e6
 K = TypeVar("K")
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 def cores() -> int:
-    """Cores that this process may use; OMP_NUM_THREADS if that says fewer."""
+    """Cores that this process may use, at most OMP_NUM_THREADS."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = os.environ.get("OMP_NUM_THREADS", "")
     return min(usable, int(limit)) if limit.isdigit() and int(limit) else usable
@@ -77,10 +78,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the tensors that a model's modules hold; what a CPU reads from the checkpoint's file is none of them."""
+    """Bytes of the tensors that a model's modules hold, without pages mapped from the checkpoint's file."""
     total = 0
     for module in model.modules():
         for value in [*vars(module).values(), *module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            if isinstance(value, Packed):
+                value = [value.panels, value.scale_O]
             for x in value if isinstance(value, list) else [value]:
                 if isinstance(x, torch.Tensor):
                     packed = x.layout == torch._mkldnn  # type: ignore[attr-defined]
@@ -102,7 +105,7 @@ def memory(pid: int, field: str) -> int | None:
 
 
 class PeakMemory:
-    """The most resident memory that a process had inside the `with` block: `.bytes`, None where it cannot be known.
+    """The most resident memory that a process had inside the `with` block: `.bytes`, or None.
 
     The kernel's own high-water mark, reset at the start, where it can be reset (Linux); else samples every 2 ms, which
     may miss short peaks. `.sampled` is True then.
@@ -147,11 +150,11 @@ class PeakMemory:
             time.sleep(self.PERIOD)
 
 
-# --- what it was measured on ---
+# --- the machine ---
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what takes part; None for what is not installed here."""
+    """Versions of this package, Python and the engines; None for packages that are not installed."""
     found: dict[str, str | None] = {"coppice": __version__, "python": platform.python_version()}
     found["torch"] = str(torch.__version__)
     for name in ("transformers", "ctranslate2"):

@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 def add_save_flag(parser: argparse._ActionsContainer, page: str = "benchmarks") -> None:
     """--save: a Path or None, see `finish`. `page` is the name of a page in docs/results."""
-    text = f"also write the command's section of docs/results/{page}.md, or of FILE; pictures go beside it"
+    text = f"also write the command's section of docs/results/{page}.md, or of FILE; pictures go into the same folder"
     parser.add_argument("--save", nargs="?", type=Path, const=RESULTS / f"{page}.md", metavar="FILE", help=text)
 
 
@@ -43,7 +43,7 @@ class Cells(string.Formatter):
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         try:
             return super().get_field(field_name, args, kwargs)
-        except (KeyError, TypeError):  # absent, or a part of what is None
+        except (KeyError, TypeError):  # a missing field, or a field of None
             return None, field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -80,7 +80,7 @@ def command_line(argv: Sequence[str], module: str = "tools.bench") -> str:
 
 
 def stamp(argv: Sequence[str], module: str = "tools.bench") -> dict[str, Any]:
-    """When, on what, with which versions, by which command."""
+    """The date, the machine, the versions and the command of a measurement."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": measure.machine(),
@@ -111,7 +111,7 @@ def finish(name: str, made: dict[str, Any], body: str, result: dict[str, Any], s
 
 
 def write_section(page: Path, name: str, text: str, title: str = "") -> None:
-    """Replace what stands between the section's markers; a page without them gets the section, with a title, at its
+    """Replace the text between the section's markers; a page without them gets the section, with a title, at its
     end."""
     begin, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
     block = f"{begin}\n{text}\n{end}"

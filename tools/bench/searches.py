@@ -1,4 +1,4 @@
-"""Searches in the hands of a benchmark: with changed answers, or driven without an engine."""
+"""Searches for benchmarks: with changed answers, or driven without an engine."""
 
 import time
 from abc import abstractmethod
@@ -12,7 +12,7 @@ from engine.requests import Answer, Evaluate, Search, SearchGenerator, SearchRes
 
 @dataclass(frozen=True)
 class Altered(Search):
-    """Another search, whose model's rows of log-probabilities are changed before it sees them."""
+    """A wrapper of a search that changes the model's log-probabilities before the search receives them."""
 
     search: Search
 
@@ -55,7 +55,7 @@ def run_alone(
         rows_of: the rows of log-probabilities [N, V] for a request, and their peaks (see `Evaluate.read`) or None.
 
     Returns:
-        the seconds inside the search, what it reads of rows included, and its result.
+        the seconds inside the search, `Evaluate.read` included, and its result.
     """
     generator, answer, seconds = search.run(task), None, 0.0
     while True:

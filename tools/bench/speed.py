@@ -1,4 +1,4 @@
-"""Speed of trie beam search against the machine's limits and other engines, and whether it is as fast as we want it.
+"""Speed of trie beam search against the machine's limits, other engines and targets.
 
 On a machine with a GPU this is `gpu`. Every engine gets a process of its own, as in `peers`.
 """
@@ -26,10 +26,10 @@ from tools.bench.report import add_save_flag, finish, rows_table, stamp
 
 KINDS = ("float32", "bfloat16", "int8")
 DEPTHS = (100, 1000)
-ROUNDS = 5  # of what is compared
+ROUNDS = 5  # of each comparison
 AROUND = 32  # steps on either side of a depth
-CHECKED = 256  # tokens whose logits are compared
-# What is wanted, and the rates of the machine that steps per second were set on.
+CHECKED = 256  # tokens of the comparison of logits
+# Targets; those of steps per second with the rate of the machine for which they were set.
 TOTAL, TOTAL_CT2 = 8.0, 4.0
 STEPS = {"float32": (22.0, 150e9), "bfloat16": (30.0, 420e9)}
 LONG, WIDE, DEEP, HOST, INT8, INT8_BYTES = 0.7, 2.0, 0.9, 0.5e-3, 1.25, 0.30
@@ -37,7 +37,7 @@ LONG, WIDE, DEEP, HOST, INT8, INT8_BYTES = 0.7, 2.0, 0.9, 0.5e-3, 1.25, 0.30
 LEGEND = f"""*floor*: the least that a step can take here, by the bytes of weights and live keys and values at the
 measured bandwidth, or by its operations at the measured rate of a large product in that dtype, whichever is more; *of
 floor*: floor / measured. *x total*: the other engine's seconds over ours in the same dtype. int8: weights in
-int8, the rest in bfloat16; CTranslate2's own int8 stands beside it. Below, ratios of prompts, beams and dtypes
+int8, the rest in bfloat16; CTranslate2's own int8 is compared with it. Below, ratios of prompts, beams and dtypes
 are medians over {ROUNDS} rounds in which these settings took turns, that of depths over {ROUNDS} texts."""
 
 
@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--beams", type=int, nargs="+", default=[1, 4, 15])
     parser.add_argument("--dtypes", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME", help=" ".join(KINDS))
     parser.add_argument("--depths", type=int, nargs=2, default=list(DEPTHS), help="new tokens to compare steps at")
-    parser.add_argument("--runs", type=int, default=3, help="medians are of so many (%(default)s)")
+    parser.add_argument("--runs", type=int, default=3, help="of each setting, for medians (%(default)s)")
     names = peers.PEERS[1:]
     parser.add_argument("--peers", nargs="*", choices=names, default=list(names), metavar="NAME", help=" ".join(names))
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has the peers (this one)")
@@ -178,7 +178,7 @@ class Bench:
 def against(
     row: dict[str, Any], rows: list[dict[str, Any]], work: limits.Work, bandwidth: float, rates: dict[str, float]
 ) -> None:
-    """Add to a row of ours its floors, to another engine's how it stands against ours."""
+    """Add the floors to a row of ours, and the ratio of times to a row of another engine."""
     mine = pick(rows, "coppice", row["dtype"], row["prompt"], row["beams"])
     if row is not mine:
         row["x_total"] = row["seconds"]["median"] / mine["seconds"]["median"] if mine else None
@@ -197,7 +197,7 @@ def pick(rows: list[dict[str, Any]], peer: str, kind: str, prompt: int, beams: i
 
 
 def int8_errors(folder: Path, prompt: list[int]) -> dict[str, float]:
-    """What int8 weights do to the logits after each token of a prompt, float32 for the rest."""
+    """Errors of the logits after each token of a prompt with int8 weights, the rest in float32."""
     exact, rough = (
         Engine.load(folder, dtype="float32", quant=quant, device="cpu", kv_memory=1 << 28).logits(prompt)
         for quant in ("none", "int8")
@@ -212,7 +212,7 @@ def int8_errors(folder: Path, prompt: list[int]) -> dict[str, float]:
     }
 
 
-# --- what is wanted ---
+# --- targets ---
 
 
 def comparison(name: str, value: float | None, target: float, at_most: bool = False, unit: str = "") -> dict[str, Any]:

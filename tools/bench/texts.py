@@ -36,14 +36,14 @@ class WithoutEos(Altered):
 
 
 def draw_prompts(engine: Engine, number: int, tokens: int, seed: int) -> list[list[int]]:
-    """Texts of so many tokens that the model itself writes, end-of-sequence excluded."""
+    """Texts of `tokens` tokens that the model itself writes, end-of-sequence excluded."""
     search = WithoutEos(Sample(seed=seed, num_return_sequences=number))
     [result] = engine.generate([[engine.start_token]], search, max_new_tokens=tokens - 1)
     return [[engine.start_token, *output.token_ids] for output in result.outputs]
 
 
 def story_requests(seed: str, turns: int | None = None) -> Iterator[Dialogue]:
-    """Fresh conversations (of so many turns) whose last turn asks for a story."""
+    """Fresh conversations, of about `turns` turns, that end with a request for a story."""
     talks = (dialogue(Random(f"{seed}:{i}"), turns) for i in itertools.count())
     return (talk for talk in talks if talk.turns[-1].task == "story")
 

@@ -1,4 +1,4 @@
-"""ULTS beside beam search: on toy trees, on a model, and what the search itself costs. Figures need the extra `viz`."""
+"""ULTS against beam search: on toy trees, on a model, and its own time. Figures need the extra `viz`."""
 
 import argparse
 import itertools
@@ -29,11 +29,11 @@ from tools.toy_trees import SHAPE, ToyTree
 from tools.ults_prior import Collect
 
 ALPHAS, EPSILONS = (0.1, 0.2, 0.5, 0.8), (0.05, 0.1, 0.3)
-LIMIT_MS, NODES_RATIO = 0.3, 0.75  # what is wanted
+LIMIT_MS, NODES_RATIO = 0.3, 0.75  # targets
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("ults", help="ULTS beside beam search", description=__doc__)
+    parser = commands.add_parser("ults", help="ULTS against beam search", description=__doc__)
     parts = parser.add_subparsers(required=True, metavar="PART")
 
     toy = parts.add_parser("toy", help="the paper's toy problem")
@@ -107,7 +107,7 @@ def beam_curve(trees: Sequence[ToyTree]) -> list[tuple[float, float]]:
 def toy_row(
     trees: Sequence[ToyTree], curve: Sequence[tuple[float, float]], alpha: float, select: str, fit: str, epsilon: float
 ) -> dict[str, Any]:
-    """ULTS on toy trees that its prior is true of, beside beam search's curve."""
+    """ULTS on toy trees drawn from its prior, against beam search's curve."""
     search = ULTS(select=select, fit=fit, epsilon=epsilon, k_max=0, children=8, batch=1, prior="dirichlet", alpha=alpha)
     row = {"alpha": alpha, "select": select, "fit": fit, "epsilon": epsilon, **measure_toy(search, trees)}
     beam = abscissa(curve, row["value"])
@@ -144,7 +144,7 @@ def draw_toy(figure: Any, rows: list[dict[str, Any]], curves: dict[float, list],
 
 
 def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """Time between an answer and the next question, per evaluated node; tables stand for the model."""
+    """Time between an answer and the next Evaluate, per evaluated node; a table replaces the model."""
     made, rows, works = stamp(argv), [], {}
     generator = torch.Generator().manual_seed(0)
     rows_RV = torch.log_softmax(torch.randn(256, args.vocab, generator=generator) * 4, -1)
@@ -164,7 +164,7 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
                          "rounds": stats["rounds"], "ms": ms.pop("median"), **ms})  # fmt: skip
     body = "\n\n".join([
         f"Search alone, a table of softmax vectors over {args.vocab} tokens for a model: {args.samples} samples, k_max "
-        f"{args.k_max}, 20 children, depth {args.depth}, medians of {args.runs} runs; at most {LIMIT_MS} ms is wanted.",
+        f"{args.k_max}, 20 children, depth {args.depth}, medians of {args.runs} runs; target: at most {LIMIT_MS} ms.",
         rows_table(rows, {"rule": "{select}", "batch": "{batch}", "nodes": "{nodes}", "rounds": "{rounds}",
                           "ms per node": "{ms:.3f}", "least-most": "{min:.3f}-{max:.3f}"}),
     ])  # fmt: skip
@@ -173,7 +173,7 @@ def run_overhead(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
 
 
 def think(search: ULTS, depth: int, rows_RV: torch.Tensor) -> tuple[float, SearchResult]:
-    """A search over rows drawn by path; the seconds that it took, without those of the answers."""
+    """Run a search over rows chosen by path; returns its seconds, without those of the answers, and its result."""
     tree = TokenTree(PagePool(SHAPE, 1 << 14, 1), [0])
 
     def rows_of(request: Evaluate) -> tuple[torch.Tensor, None]:
@@ -348,7 +348,7 @@ def share(ratio: float | None) -> str:
 
 
 def save_figure(name: str, size: tuple[float, float], paint: Callable[[Any], None], save: Path | None) -> str:
-    """With `--save`, draw NAME.svg beside the page; how the page shows it."""
+    """With `--save`, draw NAME.svg in the page's folder; returns the Markdown that shows it."""
     if save is None:
         return ""
     path = save.with_name(f"{name}.svg")

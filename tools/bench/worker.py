@@ -1,8 +1,8 @@
-"""One engine in a process of its own, measured from outside by `tools.bench peers`. Not for people.
+"""One engine in a process of its own, measured from outside by `tools.bench peers`; not a command for users.
 
 Run by path with `python -P`, away from the project: the project's folder `kernels` has the name of a package that
 transformers looks for. Nothing of the project is imported unless the engine is ours. Reads a JSON object from the
-command line (see `peers.Worker`), loads, says so, then answers one line of JSON on stdin with one on stdout.
+command line (see `peers.Worker`), loads, reports that, then answers each line of JSON on stdin with one on stdout.
 """
 
 import ctypes
@@ -154,7 +154,7 @@ ENGINES = {"coppice": Coppice, "transformers": Transformers, "ctranslate2": CTra
 
 
 def touch(torch: Any, model: Any) -> None:
-    """Read every weight once: what a loader maps lazily belongs to the loaded model, not to the growth."""
+    """Read every weight once: pages that a loader maps lazily belong to the loaded model, not to the growth."""
     for module in model.modules():
         for t in [*vars(module).values(), *module.parameters(recurse=False)]:
             if isinstance(t, torch.Tensor) and t.layout == torch.strided:
@@ -169,7 +169,7 @@ def trim() -> None:
 
 def main() -> None:
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints is not an answer
+    os.dup2(2, 1)  # so that libraries cannot print into the answers
 
     def say(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=channel, flush=True)

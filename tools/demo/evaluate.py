@@ -1,7 +1,7 @@
 """How good the demo models are: `python -m tools.demo.evaluate` asks fresh questions and prints the figures.
 
 The questions are drawn with seeds that training never uses. `--write` puts the figures into figures.json and README.md
-(the model card) beside the models.
+(the model card) in the models' folder.
 """
 
 import argparse
@@ -30,7 +30,7 @@ GOALS = {"accuracy": 0.9, "agreement": 0.6, "preference": 0.85}
 
 
 def questions(number: int, seed: str = f"{SEED}:test") -> Iterator[Dialogue]:
-    """Fresh conversations that end with a question; statements about oneself are none."""
+    """Fresh conversations that end with a question, not with facts about the user."""
     found = 0
     for i in count():
         talk = dialogue(Random(f"{seed}:{i}"))
@@ -89,7 +89,7 @@ def agreement(draft: Engine, texts: list[tuple[list[int], list[int]]]) -> float:
 
 
 def preference(reward: Engine, judged: list[Pair]) -> dict[str, Any]:
-    """How often the better answer has the higher reward, by what is wrong with the other one too."""
+    """How often the better answer has the higher reward, also by the other one's fault."""
     right, asked = Counter(), Counter()
     rows = [[prompt(reward, one.dialogue, reply) for reply in (one.better, one.worse)] for one in judged]
     fitting = [(one, ids) for one, ids in zip(judged, rows, strict=True) if max(map(len, ids)) <= CONTEXT]

@@ -1,6 +1,6 @@
-"""Training text: conversations whose every answer the generator itself can check, and preference pairs.
+"""Training text: conversations with a check of every answer, and preference pairs.
 
-All is drawn from a `random.Random`: the same seed gives the same text. Nothing comes from outside data.
+All text is drawn from a `random.Random`: equal seeds give equal text. There is no outside data.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class Dialogue:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to the same conversation, and what is wrong with the second."""
+    """Two answers to the same conversation, and the fault of the second."""
 
     dialogue: Dialogue
     fault: str
@@ -58,7 +58,7 @@ class Pair:
 
 
 def dialogue(rng: Random, turns: int | None = None) -> Dialogue:
-    """A conversation of so many turns, one to nine if None."""
+    """A conversation of `turns` turns, one to nine if None."""
     count = turns or rng.choices((1, 2, 3, 4, 6, 9), (30, 30, 18, 12, 7, 3))[0]
     style = rng.choices((None, *STYLES), (88, 6, 6))[0]
     system = rng.choice(SYSTEM[style]) if style or rng.random() < 0.08 else None
@@ -68,7 +68,7 @@ def dialogue(rng: Random, turns: int | None = None) -> Dialogue:
         if talk.last in ("capital", "opposite") and rng.random() < 0.3:
             task = talk.last
         if task in ("tell", "ask") and not talk.facts and count > 1 and rng.random() < 0.8:
-            task = "tell"  # what is asked for was mostly told before
+            task = "tell"  # so that most questions are about known facts
         if talk.topic and rng.random() < 0.15:
             task = "about"
         turn = getattr(talk, task)()

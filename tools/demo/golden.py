@@ -20,7 +20,7 @@ from engine.requests import SearchResult
 from search.base import REGISTRY, make_search, parameters
 
 GOLDEN = Path("tests/golden/demo.json")
-PARAMS: dict[str, dict[str, Any]] = {  # small enough to be quick, and such that outputs differ
+PARAMS: dict[str, dict[str, Any]] = {  # small, so that runs are quick, and with different outputs
     "sample": {"temperature": 0.8, "seed": 7, "num_return_sequences": 2},
     "beam-sample": {"seed": 7},
     "speculative": {"seed": 7, "temperature": 0.8},
@@ -60,12 +60,12 @@ def shake(engine: Engine) -> Engine:
 
 
 def own_params(name: str) -> dict[str, Any]:
-    """The parameters of a search's golden cases, of those that it has."""
+    """The parameters of a search's golden cases that the search has."""
     return {key: value for key, value in PARAMS.get(name, {}).items() if key in parameters(name)}
 
 
 def answer(engine: Engine, name: str, params: dict[str, Any], texts: list[str]) -> SearchResult:
-    """What a search answers to a conversation."""
+    """The answer of a search to a conversation."""
     assert engine.template is not None
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
     ids = engine.tokenizer.encode_rendered(engine.template.render(messages))
@@ -82,7 +82,7 @@ def tokens(result: SearchResult) -> list[list[int]]:
 
 
 def cases(name: str, engines: list[Engine]) -> list[dict[str, Any]]:
-    """The first conversations whose answers all engines agree on."""
+    """The first conversations to which all engines give the same answer."""
     params, found = own_params(name), []
     for texts in TALKS:
         results = [answer(engine, name, params, texts) for engine in engines]

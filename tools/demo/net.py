@@ -19,7 +19,7 @@ ROPE_THETA, NORM_EPS = 10000.0, 1e-5
 
 @dataclass(frozen=True)
 class Size:
-    """What makes a model large or small; `scores`: with a scalar head besides the language model's."""
+    """The shape of a model; `scores`: with a scalar head besides the language model's."""
 
     width: int
     mlp: int

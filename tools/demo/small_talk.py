@@ -1,4 +1,4 @@
-"""Small talk: what people say to a model, good replies, and what one of those must have in it."""
+"""Small talk: messages of users, good replies, and words of which a good reply has one."""
 
 SMALL_TALK: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = tuple(
     (tuple(users.split("|")), tuple(replies.split("|")), tuple(keys.split("|")))

@@ -9,7 +9,7 @@ PLACES = phrases(
     "in a small house by the sea|at the edge of a dark forest|on top of a green hill|near an old mill|"
     "in a quiet village|under a big oak tree|beside a cold river"
 )
-WISHES = {  # what was wanted: how it went wrong, what helped
+WISHES = {  # wish: troubles, cures
     "see the sea": (
         "the way was long and nobody knew it|a high mountain stood in the way",
         "they followed the river all the way down|they built a boat and let the wind do the work",

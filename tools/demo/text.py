@@ -22,7 +22,7 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 VOCABULARY, CONTEXT = 1536, 512
-PROMPT_WEIGHT = 0.1  # of tokens that the model need not write itself
+PROMPT_WEIGHT = 0.1  # of the tokens of prompts
 STORIES = 0.05  # of the rows are plain text
 
 
@@ -48,7 +48,7 @@ def train_tokenizer(seed: str, dialogues: int = 20000, size: int = VOCABULARY) -
 
 
 def tokenizer_config() -> dict:
-    """Beside tokenizer.json: what transformers and the engine need to know."""
+    """The content of tokenizer_config.json, for transformers and the engine."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|begin|>",
@@ -95,7 +95,7 @@ def rows(tokenizer: tokenizers.Tokenizer, seed: str, count: int) -> Iterator[Row
 
 
 def batches(rows: Iterable[Row], tokens: int, rng: Random) -> list[tuple[Tensor, Tensor]]:
-    """Rows of like length side by side, about so many tokens each: ids [B, T], weights [B, T], padded; shuffled."""
+    """Batches of rows of similar length, of about `tokens` tokens: ids [B, T], weights [B, T], padded; shuffled."""
     groups: list[list[Row]] = [[]]
     for row in sorted(rows, key=lambda row: len(row.ids)):
         if groups[-1] and (len(groups[-1]) + 1) * len(row.ids) > tokens:

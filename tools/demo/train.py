@@ -1,7 +1,7 @@
 """Train the demo models: `python -m tools.demo.train`. Generator, tokenizer, target, reward, draft, in this order.
 
 The schedule is by the clock: each model has its minutes, and its learning rate falls to zero when they end. A run that
-was interrupted goes on where it was; one that is finished is not repeated (`--fresh` begins anew).
+was interrupted continues; one that is finished is not repeated (`--fresh` starts again).
 """
 
 import argparse
@@ -35,8 +35,8 @@ CHUNK = 1200  # rows drawn at a time, to find some of like length
 SEED = "coppice demo 1"
 FIGURES, MANIFEST = "figures.json", "SHA256SUMS"
 PARTIAL = 0.5  # weight of the judgement of unfinished replies, for searches that reject early
-DRILL = 0.6  # of the pairs are about being right, which is the hardest to tell
-LANGUAGE = 0.5  # weight of the reward model's language modelling, which teaches it what is right
+DRILL = 0.6  # share of pairs with a wrong answer, the hardest fault
+LANGUAGE = 0.5  # weight of the reward model's language modelling, which teaches it the right answers
 
 Batch = tuple[Tensor, ...]
 Loss = Callable[[Batch], Tensor]
@@ -44,7 +44,7 @@ Loss = Callable[[Batch], Tensor]
 
 @dataclass
 class Progress:
-    """What a checkpoint holds besides weights and optimizer states."""
+    """The part of a checkpoint besides weights and optimizer states."""
 
     step: int = 0
     seconds: float = 0.0
@@ -83,7 +83,7 @@ class Trainer:
         return min(1.0, used)
 
     def load(self) -> bool:
-        """Go on from the checkpoint, if there is one."""
+        """Load the checkpoint, if there is one; returns whether there is."""
         if not self.file.is_file():
             return False
         saved = torch.load(self.file, weights_only=True)
@@ -244,7 +244,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tiny", action="store_true", help="very small models, to try the command out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, help="of the CPU")
-    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="checkpoints, curves (build/demo)")
+    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="checkpoints (build/demo)")
     parser.add_argument("--out", type=Path, default=Path("models/demo"), help="the finished models (models/demo)")
     parser.add_argument("--fresh", action="store_true", help="do not go on from checkpoints")
     return parser
@@ -264,7 +264,6 @@ def main(argv: list[str] | None = None) -> int:
         trainer = train(name, tokenizer, args)
         export(name, trainer, tokenizer, args.out)
     write_manifest(args.out)
-    draw(args.out, args.work)
     return 0
 
 
@@ -310,7 +309,7 @@ def train(name: str, tokenizer: tokenizers.Tokenizer, args: argparse.Namespace) 
 
 
 def export(name: str, trainer: Trainer, tokenizer: tokenizers.Tokenizer, out: Path) -> None:
-    """Write an ordinary Hugging Face folder, and how it came about into figures.json."""
+    """Write an ordinary Hugging Face folder, and the facts of its training into figures.json."""
     trainer.net.save(out / name)
     tokenizer.save(str(out / name / "tokenizer.json"), pretty=False)
     write_json(out / name / "tokenizer_config.json", tokenizer_config())
@@ -333,23 +332,6 @@ def write_manifest(out: Path) -> None:
     files = [file for name in sorted(ORDER) for file in sorted((out / name).glob("*"))]
     lines = (f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(out).as_posix()}\n" for file in files)
     (out / MANIFEST).write_text("".join(lines), encoding="utf-8")
-
-
-def draw(out: Path, work: Path) -> None:
-    """A picture of the loss curves, where matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no picture of the loss curves without matplotlib (pip install 'coppice[viz]')", file=sys.stderr)
-        return
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    curves = {name: training["curve"] for name, training in read_figures(out)["training"].items()}
-    for axes, (name, curve) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
-        for kind in ("train", "validation"):
-            axes.plot([point["tokens"] / 1e6 for point in curve], [point[kind] for point in curve], label=kind)
-        axes.set(title=name, xlabel="million tokens", ylabel="loss")
-        axes.legend()
-    figure.savefig(work / "loss.png", dpi=120)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the demo models know: every list and table that the generator draws from."""
+"""The knowledge of the demo models: every list and table that the generator draws from."""
 
 
 def words(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the families share: a variant, drawing weights, writing a checkpoint folder."""
+"""Parts that the families share: variants, random weights, checkpoint folders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Variant:
         prompts: lengths of the searches' prompts, in turns.
         full: the full grid of searches, not the short one.
         own_eos: ranks of the likely tokens that are the checkpoint's EOS ids.
-        eos_files: the JSON files that say so; without generation_config.json among them that file is removed.
+        eos_files: the JSON files with these ids; without generation_config.json among them that file is removed.
         twin: a variant of the same weights spelled differently: same seed and (asserted) same results. A name that
             ends in `_v4` is its namesake's twin.
     """

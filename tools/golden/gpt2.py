@@ -18,7 +18,7 @@ CLASSIFIER = {"architectures": ["GPT2ForSequenceClassification"], "num_labels": 
 
 
 def tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """What a checkpoint of this config holds; tied heads are left out."""
+    """The tensors of a checkpoint of this config, without tied heads."""
     width, vocab = config["n_embd"], config["vocab_size"]
     mlp = config.get("n_inner") or 4 * width
     layer = {"ln_1": (width,), "attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width), "ln_2": (width,),
@@ -71,7 +71,7 @@ VARIANTS = {
     "unscaled": variant({"scale_attn_weights": False, "activation_function": "quick_gelu"}),
     "upcast": variant({"reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True}),
     "untied": variant({"tie_word_embeddings": False, "torch_dtype": "bfloat16"}, full=True),
-    # The searches' last token stands one past the table: it is never evaluated.
+    # The searches' last token is one past the table: it is never evaluated.
     "max_length": variant({"activation_function": "relu"}, logits=[(64, 64), (63, 1)], prompts=[41]),
     "classifier": variant(CLASSIFIER, logits=[(1, 1), (2, 1), (17, 1), (40, 1), (64, 1)]),
 }

@@ -19,7 +19,7 @@ CLASSIFIER = {"architectures": ["OPTForSequenceClassification"], "num_labels": 1
 
 
 def tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """What a checkpoint of this config holds; tied heads are left out."""
+    """The tensors of a checkpoint of this config, without tied heads."""
     width, mlp, vocab = config["hidden_size"], config["ffn_dim"], config["vocab_size"]
     embedding = config.get("word_embed_proj_dim") or width
     decoder = "model.decoder."
@@ -73,7 +73,7 @@ VARIANTS = {
     "no_affine": variant({"layer_norm_elementwise_affine": False}),
     "no_final_norm": variant({"_remove_final_layer_norm": True, "activation_function": "gelu"}),
     "untied": variant({"tie_word_embeddings": False, "word_embed_proj_dim": None}),
-    # The searches' last token stands one past the table: it is never evaluated.
+    # The searches' last token is one past the table: it is never evaluated.
     "max_length": variant({"word_embed_proj_dim": 16}, logits=[(64, 64), (63, 1)], prompts=[41]),
     "classifier": variant(CLASSIFIER, logits=[(1, 1), (2, 1), (17, 1), (40, 1), (64, 1)]),
 }

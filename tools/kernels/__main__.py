@@ -1,7 +1,7 @@
 """Is my kernel right, and is it fast? Every implementation of an operator over a grid of tree shapes.
 
 Right: its error against the definition in float64 is at most twice that of plain PyTorch in the same dtype, on every
-shape and on a set of traps (prompts, several trees, holes, windows, padding; NaN in every slot that nobody may read).
+shape and on a set of traps (prompts, several trees, holes, windows, padding; NaN in every slot that must not be read).
 Fast: microseconds of one layer, on caches that rotate through more memory than the last level of cache holds, against
 the floor: every byte moved once at the bandwidth measured first, or the operations at the rate of a large product.
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--candidate", metavar="FILE", help="a Python file that defines an operator, see below")
     parser.add_argument("--print-template", action="store_true", help="print a candidate to begin with, and end")
     parser.add_argument("--ops", nargs="+", choices=OPERATORS, metavar="OP", help="(what FILE defines; else all)")
-    text = f"{' '.join(NAMES)} (those that need not be asked for)"
+    text = f"{' '.join(NAMES)} (default: all that run without much preparation)"
     parser.add_argument("--impls", nargs="+", choices=NAMES, default=[], metavar="NAME", help=text)
     group = parser.add_argument_group("grid")
     group.add_argument("--prefix", type=int, nargs="+", default=[4096, 8192] if cuda else [512, 2048], metavar="N")
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
 
 
 def shapes(args: argparse.Namespace, operator: str) -> Iterator[Shape]:
-    """The grid, without shapes that are the same tree; what is written does not depend on the prefix or the tree."""
+    """The grid, each tree once; writes do not depend on the prefix or the tree."""
     seen = set()
     for dtype, (heads, kv_heads), head, prefix, queries, branching in product(
         args.dtypes, args.heads, args.head_dim, args.prefix, args.queries, args.branching

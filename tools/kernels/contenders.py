@@ -1,4 +1,4 @@
-"""Who competes: every implementation of an operator, or why it does not; and a candidate from a file."""
+"""The contenders: every implementation of an operator, or the reason for its absence; and a candidate from a file."""
 
 import importlib.util
 import os
@@ -24,7 +24,7 @@ from tools.bench.gpu import flex_attention
 from tools.kernels.scenes import Scene
 
 OPERATORS = ("tree_attention", "kv_write")
-PACKED = ("sdpa", "flex")  # they take contiguous keys and a mask, which somebody has to make
+PACKED = ("sdpa", "flex")  # these take contiguous keys and a mask, made beforehand
 NAMES = ("reference", "torch", "cpp", "triton", *PACKED)
 
 
@@ -35,7 +35,7 @@ class Contender:
     Args:
         name: how it is called.
         run: the operator; of those in `PACKED`, see `packed`.
-        timed: False for an interpreted kernel, whose time says nothing.
+        timed: False for an interpreted kernel, which has no meaningful time.
         compiles: whether it is compiled for each shape.
         file: the candidate's.
     """
@@ -47,11 +47,11 @@ class Contender:
     file: Path | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """The operator. Raises NotImplementedError for what it cannot do, UsageError for a candidate's faults."""
+        """The operator. Raises NotImplementedError for unsupported arguments, UsageError for a candidate's errors."""
         if self.file is None:
             try:
                 return self.run(*args)
-            except ValueError as error:  # how a front's implementations say so
+            except ValueError as error:  # raised by an implementation for unsupported arguments
                 raise NotImplementedError(str(error)) from error
         try:
             return self.run(*args)
@@ -62,12 +62,12 @@ class Contender:
 
 
 def contenders(operator: str, device: torch.device, wanted: Sequence[str]) -> tuple[list[Contender], dict[str, str]]:
-    """Those that can compete, and the reasons of the others.
+    """The contenders that can run here, and the reasons why the others cannot.
 
     Args:
         operator: one of `OPERATORS`.
         device: where.
-        wanted: names; empty for all that need not be asked for.
+        wanted: names; empty for the default ones.
     """
     able, absent = [], {}
     for name in NAMES:
@@ -84,7 +84,7 @@ def contenders(operator: str, device: torch.device, wanted: Sequence[str]) -> tu
 
 
 def why_not(name: str, device: torch.device, asked: bool) -> str | None:
-    """What keeps an implementation from competing."""
+    """The reason why an implementation cannot run here; None if it can."""
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
@@ -120,7 +120,7 @@ def attend(
 
 
 def packed(s: Scene, k_GSD: Tensor, v_GSD: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values that are seen, [1, G, S, D] and contiguous."""
+    """The visible keys and values, [1, G, S, D] and contiguous."""
     return k_GSD[:, s.slots_S][None].contiguous(), v_GSD[:, s.slots_S][None].contiguous()
 
 
@@ -182,7 +182,7 @@ def fault(file: Path, error: Exception, what: str) -> UsageError:
 
 
 def check_result(contender: Contender, out: Any, like: Tensor) -> Tensor:
-    """What an attention gave. Raises UsageError if it is no tensor of q's shape, dtype and device."""
+    """The output of an attention. Raises UsageError if it is no tensor of q's shape, dtype and device."""
     want = f"a tensor {list(like.shape)} of {like.dtype} on {like.device}"
     if not isinstance(out, Tensor):
         got = type(out).__name__

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from models.config import ModelShape
 from tools.bench import gpu, limits
 from tools.bench.measure import spread
 from tools.kernels.contenders import PACKED, Contender, check_result, packed
-from tools.kernels.scenes import Trap, scene, traps
+from tools.kernels.scenes import Scene, Trap, scene, traps
 
+Prepare = Callable[[Contender], tuple[list[Callable[[], Any]], dict[str, Any]]]  # to calls, and fields of a `Row`
 ALLOWED = 2.0  # times the error of plain PyTorch in the same dtype
 LARGEST, MOST_BUFFERS = 1 << 30, 256  # bytes and number of rotating caches
 
@@ -50,7 +51,7 @@ class Row(NamedTuple):
     impl: str
     bytes: int
     floor_seconds: float
-    bound: str  # by what the floor is: bytes or operations
+    bound: str  # the floor is set by "bytes" or "operations"
     refused: str = ""
     error_max: float | None = None
     error_mean: float | None = None
@@ -83,12 +84,12 @@ class TrapResult(NamedTuple):
     impl: str
     dtype: str
     name: str
-    wrong: str  # why; "" if right
+    wrong: str  # reason; empty if the result is right
     refused: str = ""
 
 
 class Lab:
-    """Results so far, and what the machine can do."""
+    """Measures contenders on a machine of known bandwidth and rates, and collects the results."""
 
     def __init__(self, device: torch.device, seconds: float, bandwidth: float, rates: dict[str, float]):
         self.device, self.seconds, self.bandwidth, self.rates = device, seconds, bandwidth, rates
@@ -97,7 +98,7 @@ class Lab:
         self.traps: list[TrapResult] = []
 
     def trap(self, operator: str, able: Sequence[Contender], dtype: str) -> None:
-        """Every trap for all that take whole passes."""
+        """Try every contender that takes whole passes in every trap."""
         check = attention_fault if operator == "tree_attention" else write_fault
         for trap in traps(getattr(torch, dtype), self.device, "torch"):
             for contender in able:
@@ -114,12 +115,22 @@ class Lab:
 
     def measure(self, operator: str, able: Sequence[Contender], shape: Shape) -> None:
         """Errors and times on one shape."""
-        rows = self.attention(able, shape) if operator == "tree_attention" else self.writes(able, shape)
-        try:
-            self.rows += rows
-        except UsageError as error:
-            error.where = f"{error.where} ({shape})".strip()
-            raise
+        pool = self.pool(shape)
+        s = scene(pool, shape.prefix, shape.queries, branching=shape.branching, depth=shape.depth, impl="torch")
+        moved, operations, prepare = (self.attention if operator == "tree_attention" else self.writes)(shape, pool, s)
+        rate = self.rates[shape.dtype]
+        floor = max((moved / self.bandwidth, "bytes"), (operations / rate, "operations"))
+        for contender in able:
+            row = Row(operator, shape, contender.name, moved, *floor)
+            try:
+                calls, errors = prepare(contender)
+                row = row._replace(**errors, seconds=self.times(contender, calls))
+            except NotImplementedError as error:
+                row = row._replace(refused=str(error) or "refused")
+            except UsageError as error:
+                error.where = f"{error.where} ({shape})".strip()
+                raise
+            self.rows.append(row)
 
     def pool(self, shape: Shape) -> PagePool:
         """A cache with as many layers as it takes to overflow the last level of cache, all full of the same numbers."""
@@ -134,56 +145,47 @@ class Lab:
             x[1:] = x[0]
         return pool
 
-    def attention(self, able: Sequence[Contender], shape: Shape) -> Iterator[Row]:
+    def attention(self, shape: Shape, pool: PagePool, s: Scene) -> tuple[int, int, Prepare]:
         """tree_attention on one shape."""
-        pool, dtype, scale = self.pool(shape), getattr(torch, shape.dtype), shape.head**-0.5
-        k_LGSD, v_LGSD = pool.cache.k_LGSD, pool.cache.v_LGSD
-        s = scene(pool, shape.prefix, shape.queries, branching=shape.branching, depth=shape.depth, impl="torch")
+        dtype, scale, k_LGSD, v_LGSD = (
+            getattr(torch, shape.dtype),
+            shape.head**-0.5,
+            pool.cache.k_LGSD,
+            pool.cache.v_LGSD,
+        )
         draw_q = torch.randn(shape.queries, shape.heads, shape.head, generator=torch.Generator().manual_seed(1))
         q_THD = draw_q.to(self.device, dtype)
         exact, plain = definition(q_THD, k_LGSD[0], v_LGSD[0], s.layout, scale, None)
-        moved, operations = limits.attention_work(s.layout, shape.heads, shape.kv_heads, shape.head, dtype)
-        by_bytes, by_operations = moved / self.bandwidth, operations / self.rates[shape.dtype]
-        floor = max((by_bytes, "bytes"), (by_operations, "operations"))
-        ready = None
-        for contender in able:
-            begun = Row("tree_attention", shape, contender.name, moved, *floor)
-            try:
-                if contender.name in PACKED:
-                    attend = contender(q_THD, s, scale)
-                    ready = ready or [packed(s, k, v) for k, v in zip(k_LGSD, v_LGSD, strict=True)]
-                    calls = [lambda k=k, v=v, f=attend: f(k, v) for k, v in ready]
-                    out = calls[0]()[0].transpose(0, 1)
-                else:
-                    calls = [lambda k=k, v=v, f=contender: f(q_THD, k, v, s.layout, scale, None)
-                             for k, v in zip(k_LGSD, v_LGSD, strict=True)]  # fmt: skip
-                    out = plain if contender.name == "reference" else check_result(contender, calls[0](), q_THD)
-                yield begun._replace(**errors(out, plain, exact), seconds=self.times(contender, calls))
-            except NotImplementedError as error:
-                yield begun._replace(refused=str(error) or "refused")
+        ready: list[tuple[Tensor, Tensor]] = []
 
-    def writes(self, able: Sequence[Contender], shape: Shape) -> Iterator[Row]:
+        def prepare(contender: Contender) -> tuple[list[Callable[[], Any]], dict[str, Any]]:
+            if contender.name in PACKED:
+                attend = contender(q_THD, s, scale)
+                ready[:] = ready or [packed(s, k, v) for k, v in zip(k_LGSD, v_LGSD, strict=True)]
+                calls = [lambda k=k, v=v: attend(k, v) for k, v in ready]
+                out = calls[0]()[0].transpose(0, 1)
+            else:
+                calls = [lambda k=k, v=v: contender(q_THD, k, v, s.layout, scale, None)
+                         for k, v in zip(k_LGSD, v_LGSD, strict=True)]  # fmt: skip
+                out = plain if contender.name == "reference" else check_result(contender, calls[0](), q_THD)
+            return calls, errors(out, plain, exact)
+
+        return *limits.attention_work(s.layout, shape.heads, shape.kv_heads, shape.head, dtype), prepare
+
+    def writes(self, shape: Shape, pool: PagePool, s: Scene) -> tuple[int, int, Prepare]:
         """kv_write on one shape."""
-        pool, dtype = self.pool(shape), getattr(torch, shape.dtype)
-        s = scene(pool, shape.prefix, shape.queries, branching=shape.branching, depth=shape.depth, impl="torch")
-        new = rows_of(shape.queries, shape.heads, shape.kv_heads, shape.head, dtype, self.device)
-        slots_T = s.layout.write_slots_T
-        moved = 2 * sum(x.numel() * x.itemsize for x in new) + slots_T.nbytes
-        for contender in able:
-            begun = Row("kv_write", shape, contender.name, moved, moved / self.bandwidth, "bytes")
-            calls = [lambda k=k, v=v, f=contender: f(k, v, *new, slots_T)
-                     for k, v in zip(pool.cache.k_LGSD, pool.cache.v_LGSD, strict=True)]  # fmt: skip
-            try:
-                wrong = write_difference(contender, pool.cache.k_LGSD[0], pool.cache.v_LGSD[0], new, slots_T)
-                yield begun._replace(
-                    error_max=float(wrong), error_mean=float(wrong), x_plain=math.inf if wrong else 0.0,
-                    seconds=self.times(contender, calls),
-                )  # fmt: skip
-            except NotImplementedError as error:
-                yield begun._replace(refused=str(error) or "refused")
+        new = rows_of(shape.queries, shape.heads, shape.kv_heads, shape.head, getattr(torch, shape.dtype), self.device)
+        slots_T, cache = s.layout.write_slots_T, list(zip(pool.cache.k_LGSD, pool.cache.v_LGSD, strict=True))
+
+        def prepare(contender: Contender) -> tuple[list[Callable[[], Any]], dict[str, Any]]:
+            wrong = write_difference(contender, *cache[0], new, slots_T)
+            found = {"error_max": float(wrong), "error_mean": float(wrong), "x_plain": math.inf if wrong else 0.0}
+            return [lambda k=k, v=v: contender(k, v, *new, slots_T) for k, v in cache], found
+
+        return 2 * sum(x.numel() * x.itemsize for x in new) + slots_T.nbytes, 0, prepare
 
     def times(self, contender: Contender, calls: Sequence[Callable[[], object]]) -> dict[str, float] | None:
-        """Seconds of a call, each on the next cache; None for what is not to be timed."""
+        """Seconds of a call, each on the next cache; None for contenders that are not timed."""
         if not contender.timed:
             return None
         if self.device.type == "cuda":
@@ -212,7 +214,7 @@ def can_be_recorded(call: Callable[[], object]) -> bool:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Of the last level of cache; 64 MiB where the system does not tell."""
+    """Size of the last level of cache; 64 MiB where the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     sizes = [64 << 20]
@@ -225,7 +227,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def errors(out: Tensor, plain: Tensor, exact: Tensor) -> dict[str, Any]:
-    """Of an output and of plain PyTorch's against the exact one; the larger of two ratios counts."""
+    """Errors of an output and of plain PyTorch's against the exact one; `x_plain` is the larger of two ratios."""
     mine, yardstick = ((x.double() - exact).abs() for x in (out, plain))
     nan = int(out.isnan().sum())
     tiny = 0.01 * torch.finfo(out.dtype).eps  # where plain PyTorch happens to be exact
@@ -245,7 +247,7 @@ def definition(
 
 
 def attention_fault(contender: Contender, trap: Trap) -> str:
-    """What is wrong with an attention in a trap; "" if nothing is."""
+    """The fault of an attention in a trap; "" if there is none."""
     inputs, scale = (trap.q_THD, trap.k_GSD, trap.v_GSD), trap.q_THD.shape[-1] ** -0.5
     before = [x.clone() for x in inputs]
     out = check_result(contender, contender(*inputs, trap.layout, scale, trap.window), trap.q_THD)
@@ -255,7 +257,7 @@ def attention_fault(contender: Contender, trap: Trap) -> str:
     own = slice(0, trap.rows)
     found = errors(out[own], plain[own], exact[own])
     if found["nan"]:
-        return f"{found['nan']} NaN of {out[own].numel()}: it read what it must not"
+        return f"{found['nan']} NaN of {out[own].numel()}: it read slots that it must not read"
     return "" if found["x_plain"] <= ALLOWED else f"error {found['error_max']:.1e}, {found['x_plain']:.1f}x plain"
 
 
@@ -269,18 +271,18 @@ def rows_of(
 
 
 def write_fault(contender: Contender, trap: Trap) -> str:
-    """What is wrong with a KV write in a trap; "" if nothing is."""
+    """The fault of a KV write in a trap; "" if there is none."""
     slots_T = trap.layout.write_slots_T
     heads, kv_heads = trap.q_THD.shape[1], trap.k_GSD.shape[0]
     new = rows_of(len(slots_T), heads, kv_heads, trap.q_THD.shape[2], trap.q_THD.dtype, slots_T.device)
     wrong = write_difference(contender, trap.k_GSD, trap.v_GSD, new, slots_T)
-    return f"{wrong} slots are not what they should be" if wrong else ""
+    return f"{wrong} slots have wrong contents" if wrong else ""
 
 
 def write_difference(
     contender: Contender, k_GSD: Tensor, v_GSD: Tensor, new: tuple[Tensor, Tensor], slots_T: Tensor
 ) -> int:
-    """Slots whose bits differ from the definition's, the trash slot aside."""
+    """The number of slots with other bits than the definition's, without the trash slot."""
     mine, right = (k_GSD.clone(), v_GSD.clone()), (k_GSD.clone(), v_GSD.clone())
     contender(*mine, *new, slots_T)
     reference_write.kv_write(*right, *new, slots_T)
@@ -298,12 +300,10 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def verdicts(lab: Lab) -> dict[str, dict[str, bool]]:
-    """Of every operator, whether each contender was right wherever it did not refuse."""
+    """For each operator, whether each contender was right wherever it did not refuse."""
     found: dict[str, dict[str, bool]] = {}
-    for row in lab.rows:
-        mine = found.setdefault(row.operator, {})
-        mine[row.impl] = mine.get(row.impl, True) and (bool(row.refused) or row.right)
-    for trap in lab.traps:
-        mine = found.setdefault(trap.operator, {})
-        mine[trap.impl] = mine.get(trap.impl, True) and not trap.wrong
+    for one in [*lab.rows, *lab.traps]:
+        right = one.right or bool(one.refused) if isinstance(one, Row) else not one.wrong
+        of_operator = found.setdefault(one.operator, {})
+        of_operator[one.impl] = of_operator.get(one.impl, True) and right
     return found

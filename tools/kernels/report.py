@@ -1,4 +1,4 @@
-"""What the lab found: tables, a line of judgement for each contender, a picture."""
+"""The lab's report: tables, a verdict on each contender, a picture."""
 
 import math
 import statistics
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tools.bench.report import table
+from tools.bench.report import rows_table, table
 from tools.kernels.lab import ALLOWED, Lab, Row, Shape, verdicts
 
 RIGHT = f"""*error*: against the definition in float64 on the same rounded numbers, over all shapes; *x plain*: over
@@ -16,9 +16,9 @@ that of the definition in the dtype itself, the worst shape, of the largest and 
 {ALLOWED:.0f} is right. *traps*: passed of those it took. kv_write has nothing to round: it is right if every bit is."""
 FAST = """Microseconds of one layer, medians, and the share of them that the *floor* is: the larger of bytes / bandwidth
 (keys and values that any query sees once, queries and output) and operations / rate. sdpa and flex get contiguous keys
-and a ready mask, which an engine would have to make. What is worked out once per pass, not per layer, is not in it."""
+and a ready mask, which an engine would have to make. Work that is done once per pass, not per layer, is left out."""
 CUT = 4.0  # ratios of errors above it are drawn there
-SHAPE_HEAD = ["heads", "prefix", "queries", "branching"]
+SHAPE = {"heads": "{setting}", "prefix": "{prefix}", "queries": "{queries}", "branching": "{branching}"}
 
 
 def report(lab: Lab, absent: dict[str, dict[str, str]], candidate: str | None) -> str:
@@ -44,7 +44,7 @@ def report(lab: Lab, absent: dict[str, dict[str, str]], candidate: str | None) -
 
 
 def verdict(lab: Lab, rows: Sequence[Row], operator: str, name: str) -> str:
-    """A contender in a line: right or wrong, and how fast beside the quickest of the others."""
+    """A contender in a line: right or wrong, and its time against the quickest other one's."""
     right = "right" if verdicts(lab)[operator][name] else "WRONG"
     others: dict[Shape, float] = {}
     for row in rows:
@@ -64,52 +64,40 @@ def right_table(lab: Lab, rows: Sequence[Row], operator: str, names: Sequence[st
     for name, dtype in product(names, dict.fromkeys(row.shape.dtype for row in rows)):
         mine = [r for r in rows if r.impl == name and r.shape.dtype == dtype and not r.refused]
         took = [t for t in lab.traps if (t.operator, t.impl, t.dtype) == (operator, name, dtype) and not t.refused]
-        if not mine:
-            lines.append([name, dtype, *["refused"] * 6])
-            continue
         trapped = f"{sum(not t.wrong for t in took)} of {len(took)}" if took else "not for it"
-        lines.append([
-            name, dtype, len(mine), f"{max(r.error_max or 0.0 for r in mine):.1e}",
+        figures = [
+            len(mine), f"{max(r.error_max or 0.0 for r in mine):.1e}",
             f"{statistics.fmean(r.error_mean or 0.0 for r in mine):.1e}", f"{max(r.x_plain or 0.0 for r in mine):.2f}",
             sum(r.nan for r in mine), trapped,
-        ])  # fmt: skip
+        ] if mine else ["refused"] * 6  # fmt: skip
+        lines.append([name, dtype, *figures])
     return table(["implementation", "dtype", "shapes", "error, max", "mean", "x plain", "NaN", "traps"], lines)
 
 
-def shape_cells(shape: Shape) -> list[object]:
-    return [f"{shape.dtype} {shape.heads}:{shape.kv_heads}x{shape.head}", shape.prefix, shape.queries, shape.branching]
-
-
 def fast_table(rows: Sequence[Row], names: Sequence[str]) -> str:
-    lines = []
-    for shape in dict.fromkeys(row.shape for row in rows):
-        mine = {row.impl: row for row in rows if row.shape == shape}
-        floor = next(iter(mine.values())).floor_seconds
-        lines.append([*shape_cells(shape), f"{floor * 1e6:.1f}", *(time_cell(mine[name]) for name in names)])
-    return table([*SHAPE_HEAD, "floor us", *names], lines)
-
-
-def time_cell(row: Row) -> str:
-    if row.refused:
-        return "refused"
-    if row.seconds is None:
-        return "interpreted"
-    return f"{row.seconds['median'] * 1e6:.{0 if row.seconds['median'] > 1e-4 else 1}f}, {row.of_floor:.0%}"
+    by_shape = {shape: {row.impl: row for row in rows if row.shape == shape} for shape in (row.shape for row in rows)}
+    records = [record(mine[names[0]]) | {name: time_cell(mine[name]) for name in names} for mine in by_shape.values()]
+    return rows_table(records, SHAPE | {"floor us": "{floor_seconds:us.1f}"} | {name: f"{{{name}}}" for name in names})
 
 
 def detail_table(rows: Sequence[Row]) -> str:
-    lines = []
-    for row in rows:
-        if row.seconds is None:
-            continue
-        s = {key: f"{value * 1e6:.1f}" for key, value in row.seconds.items()}
-        lines.append([
-            *shape_cells(row.shape), s["median"], f"{s['min']}-{s['max']}",
-            f"{row.bytes / row.seconds['median'] / 1e9:.1f}", f"{row.of_floor:.0%}",
-            row.bound, f"{row.error_max:.1e}", f"{row.error_mean:.1e}", f"{row.x_plain:.2f}",
-        ])  # fmt: skip
-    head = [*SHAPE_HEAD, "us", "least-most", "GB/s", "of floor", "bound by", "error, max", "mean", "x plain"]
-    return table(head, lines) if lines else ""
+    columns = SHAPE | {
+        "us": "{seconds[median]:us.1f}", "least-most": "{seconds[min]:us.1f}-{seconds[max]:us.1f}",
+        "GB/s": "{bytes_per_second:G.1f}", "of floor": "{of_floor:.0%}", "bound by": "{bound}",
+        "error, max": "{error_max:.1e}", "mean": "{error_mean:.1e}", "x plain": "{x_plain:.2f}",
+    }  # fmt: skip
+    timed = [record(row) for row in rows if row.seconds is not None]
+    return rows_table(timed, columns) if timed else ""
+
+
+def record(row: Row) -> dict[str, Any]:
+    return row.record() | {"setting": f"{row.shape.dtype} {row.shape.heads}:{row.shape.kv_heads}x{row.shape.head}"}
+
+
+def time_cell(row: Row) -> str:
+    if row.refused or row.seconds is None:
+        return "refused" if row.refused else "interpreted"
+    return f"{row.seconds['median'] * 1e6:.{0 if row.seconds['median'] > 1e-4 else 1}f}, {row.of_floor:.0%}"
 
 
 def paint(figure: Any, rows: Sequence[Row]) -> None:

@@ -1,4 +1,4 @@
-"""What operators are tried on: trees of many shapes to measure, and traps that a wrong kernel falls into."""
+"""Inputs of the lab: trees of many shapes to measure, and traps for wrong kernels."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from models.config import ModelShape
 
 @dataclass
 class Scene:
-    """Queries over one tree, a trunk and levels of branches, the last of which is asked about."""
+    """Queries of the last level of a tree with a trunk and levels of branches."""
 
     layout: TreeLayout
-    slots_S: Tensor  # what is live, in order
+    slots_S: Tensor  # live slots, in order
     visible_QS: Tensor
 
 
@@ -58,7 +58,7 @@ Thin = Callable[[list[int]], list[int]]  # of a level's nodes, those that stay
 
 
 def branches(tree: TokenTree, sizes: Sequence[int], thin: Thin | None = None) -> Chunk:
-    """Grow and place levels of nodes below the root, the last of which is asked about."""
+    """Grow and allocate levels of nodes below the root; the chunk evaluates the last level."""
     nodes, slots = [tree.root], []
     for level, size in enumerate(sizes):
         if level and thin:
@@ -74,7 +74,7 @@ def branches(tree: TokenTree, sizes: Sequence[int], thin: Thin | None = None) ->
 
 @dataclass
 class Trap:
-    """One pass of whatever trees over a cache whose dead slots are NaN."""
+    """One pass over a cache with NaN in its dead slots."""
 
     name: str
     layout: TreeLayout
@@ -82,7 +82,7 @@ class Trap:
     k_GSD: Tensor
     v_GSD: Tensor
     window: int | None
-    rows: int  # those that count: what comes after is padding
+    rows: int  # rows before the padding
 
 
 def prompt(pool: PagePool, length: int, new: int) -> Chunk:
@@ -127,13 +127,13 @@ PLANS: dict[str, tuple[Callable[[PagePool], list[Chunk]], dict[str, int]]] = {
 
 
 def traps(dtype: torch.dtype, device: torch.device, impl: str) -> Iterator[Trap]:
-    """Every plan as a pass."""
+    """A trap for every plan."""
     for number, (name, (plan, options)) in enumerate(PLANS.items()):
         heads, kv_heads, head = options.get("heads", 4), options.get("kv_heads", 4), options.get("head", 32)
         page = options.get("page", 16 if device.type == "cuda" else 1)
         pool = PagePool(ModelShape(1, kv_heads, head, 1, None), 1024 // page, page, dtype)
         chunks = plan(pool)
-        tokens, words = options.get("tokens", 0), options.get("words", 0)  # sizes to pad to; what is larger stays
+        tokens, words = options.get("tokens", 0), options.get("words", 0)  # sizes to pad to, at least
         layout = pack(chunks, page, token_buckets=[tokens], word_buckets=[words], impl=impl).layout
         rows, T = sum(c.trunk_tokens + len(c.nodes) for c in chunks), len(layout.positions_T)
         live = {s for c in chunks for first, n in c.tree.trunk_runs() for s in range(first, first + n)}

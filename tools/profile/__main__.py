@@ -1,7 +1,7 @@
-"""Where does the time go? Any search on any checkpoint: by part of the engine, by operator, step by step.
+"""Profile any search on any checkpoint: time by part of the engine, by operator and by step.
 
 It measures the machine, runs the search a few times bare, a few times under a stop watch, and once under
-torch.profiler; the times of parts and steps are those of runs without the profiler. What it writes to --out:
+torch.profiler; the times of parts and steps are those of runs without the profiler. Files in --out:
 trace.json (open it at ui.perfetto.dev), timeline.svg (needs the extra `viz`), result.json.
 """
 
@@ -131,7 +131,7 @@ class Profile:
         self.stats: dict[str, Any] = {}
 
     def measure(self) -> None:
-        """All runs: one to warm up, bare and watched ones in turns, one profiled."""
+        """Make all runs: one to warm up, bare and watched ones in turn, one profiled."""
         progress("warming up")
         self.once(parts=False)
         works = {parts: lambda _, parts=parts: self.once(parts=parts).steps[:-1] for parts in (False, True)}
@@ -186,7 +186,7 @@ class Profile:
         dtype = self.engine.pool.cache.k_LGSD.dtype
         return steps, *read_profile(profiler, dtype, watch.attention(self.window) if self.deep else None)
 
-    # --- what came out ---
+    # --- results ---
 
     def rows(self, prompt: bool) -> list[dict[str, Any]]:
         """Parts of steps that read the prompt, or of the others: means per step."""
@@ -213,7 +213,7 @@ class Profile:
         return found
 
     def kind(self, part: str) -> str:
-        """What a part multiplies in."""
+        """The dtype of a part's products."""
         if self.args.quant == "int8":
             return "int8"
         return dtype_name(self.engine.companions.get(part.partition(":")[0], self.engine))
@@ -287,7 +287,7 @@ def dtype_name(engine: Engine) -> str:
 
 
 def describe(search: Search) -> str:
-    """A configuration, in short: what differs from its defaults."""
+    """A configuration in short: the fields that differ from the defaults."""
     changed = [f"{key} {value}" for key, value in vars(search).items() if value != getattr(type(search), key, None)]
     return " ".join([type(search).__name__, *([f"({', '.join(changed)})"] if changed else [])])
 

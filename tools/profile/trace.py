@@ -1,4 +1,4 @@
-"""The operators of a torch profile, as torch.profiler sums them up, with the bytes that their shapes tell."""
+"""The operators of a torch profile, as torch.profiler sums them up, with bytes computed from shapes."""
 
 import math
 from collections import defaultdict
@@ -63,8 +63,8 @@ def read_profile(
 
     Args:
         profiler: has recorded shapes.
-        dtype: of the model; its activations and weights are what the formulas count.
-        attention: bytes and operations of all tree attention, which shapes do not tell.
+        dtype: of the model; the formulas count its activations and weights.
+        attention: bytes and operations of all tree attention, which do not follow from shapes.
     """
     operators: dict[str, Operator] = defaultdict(lambda: Operator(""))
     kernels: dict[str, Operator] = defaultdict(lambda: Operator(""))

@@ -1,4 +1,4 @@
-"""The five papers' main comparisons: our figures beside theirs, with the setting of each and what differs.
+"""The five papers' main comparisons: our figures beside theirs, with both settings and the differences.
 
 Without names all of them are run, one after the other; one that fails does not lose the others' results. The models are
 the bundled demo, unless others are given. `--save` writes docs/results/papers.md and its pictures.
@@ -37,7 +37,7 @@ def paper_name(text: str) -> str:
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("papers", help="the papers' comparisons beside ours", description=__doc__)
+    parser = commands.add_parser("papers", help="the papers' comparisons and ours", description=__doc__)
     parser.add_argument("papers", nargs="*", type=paper_name, metavar="PAPER", help=f"{' '.join(PAPERS)} (all)")
     parser.add_argument("--model", metavar="DIR", help="(the bundled demo)")
     parser.add_argument("--draft", metavar="DIR", help="for dsbd (beside the demo: the demo's)")
@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """Run the papers asked for, print and save each as it is done. Raises CoppiceError at the end if one failed."""
+    """Run, print and save the chosen papers one by one. Raises CoppiceError at the end if one failed."""
     if args.save is not None:
         need_figures()
     made, found, failed = stamp(argv), {}, []
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def opened(args: argparse.Namespace, scratch: Path) -> Iterator[Models]:
-    """The models asked for: the demo if none are."""
+    """The models of the command line; the demo by default."""
     settings = {"quick": args.quick, "scratch": scratch, "dtype": args.dtype, "threads": args.threads,
                 "seed": args.seed, "peer_python": args.peer_python}  # fmt: skip
     if args.random is not None:
@@ -101,7 +101,7 @@ def opened(args: argparse.Namespace, scratch: Path) -> Iterator[Models]:
 
 
 def compare(paper: ModuleType, models: Models) -> Findings:
-    """A paper's comparison, headed by the setting of the paper; for a random model perhaps why there is none."""
+    """A paper's comparison under the paper's setting; for a random model it may be a reason instead."""
     if models.kind == "random" and paper.RANDOM:
         why = " ".join(paper.RANDOM.split())
         return Findings(f"{models.name}: nothing to be shown. {why}", {"not_shown": why})

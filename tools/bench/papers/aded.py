@@ -98,8 +98,8 @@ def run(models: Models) -> Findings:
 
 
 def written(writer: Engine, models: Models) -> tuple[list[list[int]], list[list[int]], Path]:
-    """Prompts, greedy answers to them, and a store of n-grams of such texts: the demo's own kind of conversations, or
-    what the model draws."""
+    """Prompts, greedy answers to them, and a store of n-grams of similar texts: the demo's conversations, or
+    texts that the model draws."""
     store = models.scratch / "texts.ngrams"
     n, tokens, corpus = models.pick(8, 1), models.pick(128, 8), models.pick(200_000, 500)
     if models.kind == "given":

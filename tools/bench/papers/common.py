@@ -1,4 +1,4 @@
-"""What the papers' comparisons share: the models they run on, texts to begin with, what each hands back."""
+"""Parts that the papers' comparisons share: models, prompts and results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Models:
-    """What is measured, and how.
+    """The models to measure, and the settings.
 
     Args:
         target, draft, reward: checkpoint folders.
-        name: what to call the target in a report.
-        kind: "demo" (the bundled models), "random" (weights that know nothing), or "given".
-        quick: hardly measure, only see that everything runs.
-        scratch: a folder for what is made on the way.
+        name: of the target in a report.
+        kind: "demo" (the bundled models), "random" (untrained weights), or "given".
+        quick: use tiny settings, only to check that everything runs.
+        scratch: a folder for temporary files.
         peer_python: the interpreter that has transformers.
     """
 
@@ -40,13 +40,13 @@ class Models:
     peer_python: str = ""
 
     def engine(self, *roles: str, folder: Path | None = None, **options: Any) -> Engine:
-        """The target, with other models beside it; or another one."""
+        """Load the target, or the model of `folder`, with companions in these roles."""
         self.need(*roles)
         beside = {role: getattr(self, role) for role in roles}
         return Engine.load(folder or self.target, dtype=self.dtype, threads=self.threads, **beside, **options)
 
     def need(self, *roles: str) -> None:
-        """Raises UsageError for a role that no model was given for."""
+        """Raise UsageError for a role without a model."""
         for role in roles:
             if getattr(self, role) is None:
                 raise UsageError(f"no {role} model", remedy=f"give --{role} DIR")
@@ -57,7 +57,7 @@ class Models:
 
 
 class Findings(NamedTuple):
-    """What a paper's comparison found: for the page, for programs, and as a picture of a size in inches."""
+    """The result of a comparison: text for the page, data for programs, and a picture with its size in inches."""
 
     body: str
     result: dict[str, Any]
@@ -66,12 +66,12 @@ class Findings(NamedTuple):
 
 
 def stories(engine: Engine, number: int, turns: int, seed: int) -> list[list[int]]:
-    """For the demo: conversations of about so many turns, the last of which asks for a story, as token ids."""
+    """For the demo: conversations of about this many turns that end with a request for a story, as token ids."""
     return [prompt(engine, talk) for talk in islice(story_requests(f"papers:{seed}:{turns}", turns), number)]
 
 
 def ratio(over: float | None, under: float | None) -> str:
-    """One figure over another as "1.50x"; "-" where one is not known."""
+    """One figure over another as "1.50x"; "-" where one is missing."""
     return f"{over / under:.2f}x" if over is not None and under else "-"
 
 

@@ -14,7 +14,7 @@ SETTING = """Llama-2-13B with drafts by Llama-68M, Llama-3.1-8B by Llama-3.2-1B,
 not named; SQuAD (exact match), Spider (execution accuracy), MT-Bench (rated by GPT-4); W_S from 2 to 6, t 0.7 and 0.9,
 W_min from 1 to 3, beam sampling with 1 to 4 beams (sections 4.1 and 4.2)."""
 RANDOM = ""  # two random models do not agree at all: a pair is made that agrees to a set degree
-DEVIATION = 0.8  # of what context adds to that pair's logits
+DEVIATION = 0.8  # of the context's part of that pair's logits
 SPEEDUP = "1.5 to 1.9"  # section 4.2: of DSBD over beam sampling at equal quality, SQuAD and Spider
 # Table 1, MT-Bench: (pair, method) -> (score, tokens per second).
 TABLE_1 = {
@@ -22,7 +22,7 @@ TABLE_1 = {
     ("Llama-2-13B", "DSBD"): (3.52, 16.5), ("Llama-3-8B", "SpecInfer"): (3.46, 20.2),
     ("Llama-3-8B", "beam sampling, W = 5"): (4.10, 10.5), ("Llama-3-8B", "DSBD"): (4.11, 17.8),
 }  # fmt: skip
-# Table 2, a KV cache for one sequence only: likewise, with exact matches or correct executions in percent.
+# Table 2, a KV cache for one sequence only: the same, with exact matches or correct executions in percent.
 TABLE_2 = {
     ("Llama-2, SQuAD", "multinomial"): (74, 21.14), ("Llama-2, SQuAD", "speculative"): (75, 27.11),
     ("Llama-2, SQuAD", "SpecInfer"): (74, 27.15), ("Llama-2, SQuAD", "DSBD"): (86, 26.67),
@@ -74,7 +74,7 @@ def run(models: Models) -> Findings:
 
 
 def beside(rows: list[dict[str, Any]], ratios: list[dict[str, Any]]) -> str:
-    """The paper's figures and what corresponds to them here."""
+    """The paper's figures beside those measured here."""
     found = [f"W = {r['beams']}: {r['text']}" for r in ratios]
     speed = f"DSBD's speed over beam sampling's at equal quality: here {'; '.join(found)}; in the paper {SPEEDUP}."
     by_label = {row["label"]: row for row in rows}

@@ -15,11 +15,11 @@ TITLE = "Accelerating Best-of-N via Speculative Rejection"
 SETTING = """AlpacaFarm-SFT10K, Llama3-8B and Llama3-8B-Instruct, each with the reward models Mistral-7B-RM, Eurus-7B-RM
 and Llama3-8B-RM; 100 prompts of AlpacaFarm-Eval, N = 100, decision tokens from 256 to 1024 and rejection rates from 0.5
 to 0.95 by pair (section 6.1, table 3); counterfactual: 1000 utterances per prompt (section 6.2)."""
-RANDOM = """There are no rewards to rank by: a random reward model's scores of a beginning say nothing of the end. What
-a correlation would be worth is in docs/sbon.md. Give trained models with --model and --reward."""
+RANDOM = """There are no rewards to rank by: a random reward model's scores of a beginning and of the end are
+unrelated. docs/sbon.md has the value of a correlation. Give trained models with --model and --reward."""
 # Table 1, the column of averages over the nine pairs: (speedup, score).
 TABLE_1 = {"Bo100": (1.000, 100.0), "SBoN": (4.951, 99.1), "Bo25": (3.189, 88.9), "BoM": (4.481, 88.6)}
-MEAN_M = 25.6  # of BoM, likewise
+MEAN_M = 25.6  # of BoM, in table 1
 # Table 1, SBoN: (speedup, score) of the pair that did worst and of the one that did best by speedup.
 SLOWEST, FASTEST = ("Llama3-8B, Llama3-8B-RM", 1.987, 100.6), ("Llama3-8B-Instruct, Llama3-8B-RM", 8.865, 99.3)
 FIGURE_3 = """Llama3-8B-Instruct with Mistral-7B-RM, rejecting 80% at token 256, 3.2% of the maximal length: score

@@ -17,7 +17,7 @@ from tools.bench.texts import WithoutEos, draw_prompts
 TITLE = "Efficient Beam Search for Large Language Models Using Trie-Based Decoding"
 SETTING = """Phi-3.5-mini-instruct on Tesla V100-SXM2-32GB GPUs, against the batch-based beam search of transformers;
 memory is `torch.cuda.memory_allocated()` (section 4.1)."""
-RANDOM = ""  # memory and speed do not ask what the text says
+RANDOM = ""  # memory and speed do not depend on the meaning of the text
 BEAMS = (1, 3, 9, 15)
 # Table 1: mean tokens of the input, entries, and by beams (MB per token, tokens per second, score) of the batch-based
 # search and of the paper's; greedy decoding stands for one beam; None ran out of memory. Scores: ROUGE-L for the first
@@ -77,7 +77,7 @@ def run(models: Models) -> Findings:
         f"{fmean(map(len, prompts['long'])):.0f}, up to {new_tokens} new tokens.",
         "Memory per token of input and output, one cache per beam and trie; kB here, MB in the paper:",
         memory_table(rows, beams),
-        "Beside transformers, each engine in a process of its own: " + speeds["setting"],
+        "With transformers, each engine in a process of its own: " + speeds["setting"],
         peers.result_table(speeds["rows"]),
         peers.LEGEND,
         "Tokens of output per second of all the time it took, batch-based search and trie, and how good the output is:",
@@ -91,7 +91,7 @@ def run(models: Models) -> Findings:
 
 
 def begin(engine: Engine, models: Models, tokens: int, turns: int, count: int) -> list[list[int]]:
-    """Requests for stories after a conversation of so many turns, if it is the demo; else beginnings of so many tokens
+    """For the demo, requests for stories after a conversation of this many turns; otherwise texts of this many tokens
     that the model draws."""
     if models.kind == "demo":
         return stories(engine, count, turns, models.seed)
@@ -101,7 +101,7 @@ def begin(engine: Engine, models: Models, tokens: int, turns: int, count: int) -
 def count_one(
     engine: Engine, prompts: Sequence[list[int]], beams: int, new_tokens: int, search: Search
 ) -> dict[str, Any]:
-    """Means over prompts of what the cache holds at its peak, in bytes per token of prompt and output."""
+    """Means over prompts of the cache's peak, in bytes per token of prompt and output."""
     found = [kv.measure(engine, prompt, beams, new_tokens, search, ignore_eos=False) for prompt in prompts]
     lengths = [f["prompt_tokens"] + f["new_tokens"] for f in found]
     unit = found[0]["bytes_per_token"]
@@ -143,7 +143,7 @@ def measured(
 
 
 def paper(b: int, column: int) -> list[str]:
-    """The paper's memory (0) or speed (1) for so many beams: batch, trie, and how many times the trie is better."""
+    """The paper's memory (0) or speed (1) for this number of beams: batch, trie, and their ratio."""
     cells = []
     for _, _, by_beams in TABLE_1.values():
         found = [None if x is None else x[column] for x in by_beams[b]]
@@ -189,7 +189,7 @@ def speed_table(rows: Sequence[dict[str, Any]], speeds: Sequence[dict[str, Any]]
 
 
 def paper_scores(b: int) -> list[str]:
-    """The paper's scores for so many beams, batch and trie."""
+    """The paper's scores for this number of beams, batch and trie."""
     return [arrow(["OOM" if x is None else f"{x[2]:.4f}" for x in by_beams[b]]) for _, _, by_beams in TABLE_1.values()]
 
 

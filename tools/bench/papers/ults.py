@@ -15,8 +15,8 @@ from tools.toy_trees import ToyTree
 TITLE = "Uncertainty-guided likelihood-tree search (ULTS)"
 SETTING = """GPT-2 on an RTX 2080 Ti and Llama-2-7b on an A40; Wikipedia (332 texts, 200 tokens and 20 new ones), CNN
 Daily Mail (790; 300 and 60), TL;DR (1000; all and 40); toy trees with 8 children and depth 5 (sections 5.1, 5.2)."""
-RANDOM = """A search for likely sequences says little about weights that were drawn: what ULTS exploits is how a trained
-model's softmax vectors go together. Give a trained model with --model."""
+RANDOM = """ULTS exploits how the softmax vectors of a trained model are related; random weights have no such relation.
+Give a trained model with --model."""
 ALPHAS = (0.1, 0.2)  # figure 3; 0.5 and 0.8 are in figure 7, and in docs/ults.md
 BEAMS, K_MAX = (1, 2, 3, 4, 5, 10, 20), (2, 3, 4, 5, 10, 20)  # section 5.2.2
 DEPTH = 40  # TL;DR's
@@ -28,8 +28,8 @@ ERRATA = (
     favourite, whatever epsilon is). *flat, batch 8* is what this engine does by default, with 20 children.""",
     """A Dirichlet of concentration 1e-4 is over the model's vocabulary: 50,257 tokens for GPT-2, {vocabulary:,} here,
     so it is another prior.""",
-    """Nodes are not time: the paper evaluates one per pass, so passes and milliseconds stand beside them. Its runs keep
-    no KV cache at all.""",
+    """Nodes are not time: the paper evaluates one per pass, so the table has passes and milliseconds, too. Its
+    runs keep no KV cache at all.""",
     "Texts are of fixed length, end-of-sequence excluded and the rest renormalised, for beam search too.",
 )
 
