@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from kernels import cpp
-from kernels.linear import dtypes
-from models.floats import can_pack, has_products
+from models.floats import can_pack, has_kernels, has_products
 from models.linear import FORMATS
 
 
@@ -63,12 +62,10 @@ class Capabilities:
             absent = ", ".join(name for name, here in formats.items() if not here)
             return Capabilities(f"{precision}{weights}", f"GPU: Triton kernels, CUDA graphs; not here: {absent}")
         no_kernels = f" ({cpp.why_not()})" if impl != "cpp" and cpp.why_not() else ""
-        few_rows = impl == "cpp" and FORMATS[quant].stored(precision.dtype) in dtypes()
         paths = {
             f"C++ kernels{no_kernels}": impl == "cpp",
-            f"packed {name} weights": can_pack(precision.dtype, device),
-            "products of few rows": few_rows,
-            "all layers in one call": few_rows and getattr(model, "stack", None) is not None,
+            "packed weights": has_kernels(precision.dtype, device) or can_pack(precision.dtype, device),
+            "all layers in one call": getattr(model, "stack", None) is not None,
             **formats,
         }
         here, absent = ([path for path in paths if paths[path] is there] for there in (True, False))
@@ -91,6 +88,8 @@ def pick_precision(own: torch.dtype, device: torch.device, float32_bytes: int, m
     if has_products(own, device):
         return Precision(own)
     reason = f"this {'GPU' if device.type == 'cuda' else 'processor'} has no {name} products"
+    if has_kernels(own, device):
+        return Precision(full, f"{reason}; the {name} weights stay as they are")
     if device.type == "cpu" and float32_bytes > 0.8 * memory:
         sizes = f"{float32_bytes / 2**30:.1f} of {memory / 2**30:.1f} GiB"
         return Precision(own, f"{reason}, but float32 weights would take {sizes} of memory", slow=True)
@@ -99,7 +98,7 @@ def pick_precision(own: torch.dtype, device: torch.device, float32_bytes: int, m
 
 def explicit_precision(dtype: torch.dtype, device: torch.device) -> Precision:
     """A dtype that somebody asked for."""
-    if has_products(dtype, device):
+    if has_products(dtype, device) or has_kernels(dtype, device):
         return Precision(dtype)
     reason = f"this processor has no {dtype_name(dtype)} products; float32 is several times as fast"
     return Precision(dtype, reason, slow=True)

@@ -7,6 +7,7 @@ else from the user's cache folder, where it is built if it is absent. See `docs/
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,8 +29,17 @@ __all__ = ["FLAGS", "KINDS", "BuildError", "compiler", "function", "library", "o
 
 SOURCES = sorted(Path(__file__).parent.glob("*/*.cpp"))
 HEADERS = sorted(Path(__file__).parent.rglob("*.h"))
-FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-fPIC", "-Werror=missing-declarations")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-fPIC",
+    "-Werror=missing-declarations",
+)
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the element types of C++, see `with_type`
+WRONG = re.compile("error|cannot find")  # in the line that says why a compiler or a linker failed
 VARIABLE = "COPPICE_KERNELS"
 PREBUILT = Path(__file__).parent / "prebuilt"
 FORMAT = 1  # of the files that a library consists of
@@ -278,7 +288,7 @@ def _run(command: Sequence[str | Path]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        raise BuildError(f"{command[0]} failed: {next((line for line in lines if 'error' in line), lines[0])}")
+        raise BuildError(f"{command[0]} failed: {next((line for line in lines if WRONG.search(line)), lines[0])}")
     return done.stdout
 
 

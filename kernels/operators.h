@@ -57,19 +57,22 @@ void coppice_gumbel_argmax(int64_t threads, const float* logp, const uint32_t* k
 
 // --- linear ---
 
-// Writes which kinds of matrices have products on this processor: bits 0 and 1 as `kind`, bit 2 int8.
+// A packed matrix [outs, width]. `kind` is that of its elements, 3 for int8; `scale` is that of int8, for each output;
+// `bias`, of the kind of the rows, may be null.
+struct Matrix {
+    int64_t kind;
+    const void* panels;
+    const float* scale;
+    const void* bias;
+    int64_t outs, width;
+};
+
+// x [rows, width], out [rows, outs], both of `kind`.
+void coppice_linear(int64_t kind, int64_t threads, const Matrix* matrix, const void* x, void* out, int64_t rows);
+
+// Writes for which elements of rows and matrix this processor has dot products, bits as `kind` and 3 for int8; it
+// converts the others to float32.
 void coppice_linear_kinds(int64_t* kinds);
-
-// `words` of 32 bits are a row of x.
-void coppice_linear(int64_t kind, int64_t threads, const void* x, const void* packed, const void* bias, void* out,
-                    int64_t rows, int64_t words, int64_t outs);
-
-// `sums` are those of the matrix's rows, `scale` their scales over 127. Does nothing on processors without VNNI.
-void coppice_int8_linear(int64_t kind, int64_t threads, const void* x, const void* packed, const int32_t* sums,
-                         const float* scale, const void* bias, void* out, int64_t rows, int64_t width, int64_t outs);
-
-void coppice_quantize(int64_t kind, int64_t threads, const void* x, uint8_t* steps, void* top, int64_t rows,
-                      int64_t width);
 
 // --- kv_write ---
 
@@ -108,16 +111,6 @@ int64_t coppice_layout_fits(int64_t tokens, int64_t trees, int64_t run_count, in
 void coppice_tree_attention(const Attention* attention, const void* q, const void* k, const void* v, void* out);
 
 // --- stack ---
-
-// A packed matrix. `product` counts the names in stack/__init__.py's PRODUCTS; `sums` and `scale` are those of int8.
-struct Matrix {
-    int64_t product;
-    const void* packed;
-    const void* bias;
-    const int32_t* sums;
-    const float* scale;
-    int64_t outs;
-};
 
 // A LayerNorm, or, without a bias, an RMSNorm, or, without a weight, nothing.
 struct Norm {

@@ -16,6 +16,9 @@
 //   float sum_of(Floats)                              of all lanes
 //   Floats nearest(Floats x)                          the nearest whole numbers, ties to even, for |x| < 2^22
 //   Floats scaled(Floats y, Floats power, Floats x)   y * 2^power for a power of -125 to 0; 0 where x < -125
+//   REGISTERS, SPARE_REGISTERS                        of vectors, and of these what a product needs besides sums
+//   struct FourInt8                                   the products of words of four int8 with four of a row
+//   Floats add_pairs(Floats sum, Ints, int32_t)       optional, with BFLOAT16_PAIRS defined: of pairs of bfloat16
 #if defined(__AVX512F__)
 #include "processors/avx512.h"
 #elif defined(__AVX2__) && defined(__F16C__)
@@ -97,21 +100,10 @@ struct Float32 {
     }
 };
 
-#ifdef __AVX512BF16__
+#ifdef BFLOAT16_PAIRS
 struct TwoBFloat16 {
     typedef Floats Sum;
-    static Sum add(Sum sum, Ints words, int32_t x) {
-        return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)words, (__m512bh)_mm512_set1_epi32(x));
-    }
-};
-#endif
-
-#ifdef __AVX512VNNI__
-struct FourInt8 {  // unsigned in x, signed in the vector
-    typedef Ints Sum;
-    static Sum add(Sum sum, Ints words, int32_t x) {
-        return (Sum)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(x), (__m512i)words);
-    }
+    static Sum add(Sum sum, Ints words, int32_t x) { return add_pairs(sum, words, x); }
 };
 #endif
 

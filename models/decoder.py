@@ -32,7 +32,7 @@ class Decoder(nn.Module):
         default_eos_token_ids: where no file of the checkpoint has any.
         ignored: tensors that a checkpoint may hold besides.
         base: begins the names of a save of the whole model; a save of the model without its head lacks it.
-        stack: all layers as one call, for passes of few tokens on a CPU; None where that has no operators.
+        stack: all layers as one call, on a CPU; None where that has no operators.
     """
 
     architectures: ClassVar[tuple[str, ...]]
@@ -86,7 +86,7 @@ class Decoder(nn.Module):
         if self.positions_PE is not None:
             x_TE = x_TE + F.embedding(positions_T + self.names.offset, self.positions_PE)
         rope: Rope = None if self.rotary is None else self.rotary.cos_sin(positions_T, spans_T, x_TE.dtype)
-        if self.stack is not None and self.stack.takes(x_TE, layout):
+        if self.stack is not None and self.stack.takes(layout):
             return self.stack(x_TE, () if rope is None else (rope,), cache, layout)
         for i, layer in enumerate(self.layers):
             x_TE = layer(x_TE, rope, cache.k_LGSD[i], cache.v_LGSD[i], layout)

@@ -1,4 +1,4 @@
-"""Linear layers on weights of the dtype that the model computes in; on a CPU packed where oneDNN can."""
+"""Linear layers on floats: packed on a CPU, by our own kernels, or by oneDNN where there are none."""
 
 import math
 import mmap
@@ -10,11 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels import cpp
 from kernels.cpp import watched
-from kernels.linear import few_rows, linear, panels
+from kernels.linear import Packed, dot_products, linear, pack
 from kernels.stack import Matrix
 
 CONVERTING = ("AVX512_CORE", "AVX512_CORE_VNNI")  # levels of oneDNN that take bfloat16 and have no products of it
+
+
+def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether our own C++ kernels compute in this dtype on this machine."""
+    return device.type == "cpu" and dtype in cpp.KINDS and not cpp.why_not()
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -35,17 +41,16 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def has_products(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the device multiplies matrices of this dtype by instructions made for it; float32 is faster if not.
-
-    `can_pack` is true of more processors: on those with AVX-512 but without AVX512-BF16 oneDNN packs bfloat16, and
-    converts it to float32 in every product.
-    """
+    """Whether the device multiplies matrices of this dtype by instructions made for it; float32 is faster if not."""
     if dtype in (torch.float32, torch.float64):
         return True
     if device.type == "cuda":
         return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
+    if has_kernels(dtype, device):
+        return dtype in dot_products()
     if dtype != torch.bfloat16 or device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return can_pack(dtype, device)
+    # oneDNN packs bfloat16 on processors with AVX-512 but without AVX512-BF16, and converts it in every product.
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -57,11 +62,13 @@ def has_products(dtype: torch.dtype, device: torch.device) -> bool:
 class FloatLinear(nn.Module):
     """y = x W^T + b, see `models.linear.Linear`.
 
-    Where oneDNN can, weights are packed once into its blocked layout and the original is let go, so that one copy
-    stays resident; elsewhere they are used as they lie, memory-mapped or on the device.
+    Where there are C++ kernels, weights are packed into their panels, else, where oneDNN can, into its blocked layout,
+    and the original is let go, so that one copy stays resident; elsewhere they are used as they lie, memory-mapped or
+    on the device. Panels keep weights of half precision as they are where the layer computes in float32: the products
+    are the same, and memory is half as large.
     """
 
-    ROWS_HINT = 16  # rows per product that the packing is made for: a step of decoding, the common case
+    ROWS_HINT = 16  # rows per product that oneDNN packs for: a step of decoding, the common case
 
     def __init__(
         self,
@@ -74,14 +81,17 @@ class FloatLinear(nn.Module):
         super().__init__()
         weights = list(weights)
         self.out_features = sum(w.shape[0] for w in weights)
-        self.packed = can_pack(dtype, device)
         self.bias = torch.cat([b.to(device, dtype) for b in biases]) if biases is not None else None
-        self.address = 0  # of the packed matrix, if our own product of a few rows can read it
-        if self.packed:
-            whole = _stack(weights, dtype)
-            del weights
-            self.weights = [torch.ops.mkldnn._reorder_linear_weight(whole, self.ROWS_HINT)]
-            self.address = panels(self.weights[0], whole)
+        self.packed: Packed | None = None
+        self.blocked = False  # by oneDNN
+        self.weights: list[Tensor] = []
+        if has_kernels(dtype, device):
+            own, width = stored_dtype({w.dtype for w in weights}, dtype), weights[0].shape[1]
+            panels = pack(weights, own, self.out_features, width)
+            self.packed = Packed(panels, self.out_features, width)
+        elif can_pack(dtype, device):
+            self.blocked = True
+            self.weights = [torch.ops.mkldnn._reorder_linear_weight(_stack(weights, dtype), self.ROWS_HINT)]
         elif device.type == "cpu":
             self.weights = [w.to(device, dtype) for w in weights]
         else:  # one product instead of several
@@ -92,28 +102,31 @@ class FloatLinear(nn.Module):
         """Every device multiplies floats."""
         return None
 
-    @staticmethod
-    def stored(dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the packed matrix."""
-        return dtype
-
     @property
     def matrix(self) -> Matrix | None:
         """For a stack, which has our own products only."""
-        return Matrix(self.address, self.out_features, self.bias) if self.address else None
+        return Matrix(self.packed, self.bias) if self.packed else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
         if self.packed:
+            return linear(x, self.packed, self.bias)
+        if self.blocked:
             # Opaque to the compiler, which would take the packed weight for a plain one.
-            run = torch.ops.coppice.packed_linear if watched() else packed_linear
-            return run(x, self.weights[0], self.bias, self.out_features, self.address)
+            run = torch.ops.coppice.blocked_linear if watched() else blocked_linear
+            return run(x, self.weights[0], self.bias, self.out_features)
         y = (
             F.linear(x, self.weights[0])
             if len(self.weights) == 1
             else torch.cat([F.linear(x, w) for w in self.weights], -1)
         )
         return y if self.bias is None else y + self.bias
+
+
+def stored_dtype(own: set[torch.dtype], dtype: torch.dtype) -> torch.dtype:
+    """The dtype that panels keep weights in: their own if it is half of the float32 that the layer computes in."""
+    halves = ({torch.bfloat16}, {torch.float16})
+    return next(iter(own)) if dtype == torch.float32 and own in halves else dtype
 
 
 def _stack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -133,10 +146,8 @@ def _stack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return whole
 
 
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int, address: int) -> Tensor:
-    """x W^T + b with W packed by oneDNN; address: see `kernels.linear.panels`."""
-    if address and few_rows(x) and (x.dtype, x.shape[-1]) == (weight.dtype, weight.shape[1]):
-        return linear(x, address, bias, out_features)
+def blocked_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """x W^T + b with W packed by oneDNN."""
     rows = x.numel() // x.shape[-1]
     spare = padded_rows(rows) - rows
     if not spare:
@@ -158,9 +169,9 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-torch.library.custom_op("coppice::packed_linear", packed_linear, mutates_args=())
+torch.library.custom_op("coppice::blocked_linear", blocked_linear, mutates_args=())
 
 
-@torch.library.register_fake("coppice::packed_linear")
-def _(x, weight, bias, out_features, address):
+@torch.library.register_fake("coppice::blocked_linear")
+def _(x, weight, bias, out_features):
     return x.new_empty(*x.shape[:-1], out_features)

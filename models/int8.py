@@ -4,15 +4,17 @@ A product of two int8 numbers is exact in int32, and every token has a scale of 
 depend on those beside it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
-from kernels import cpp, linear
-from kernels.cpp import watched
+from kernels.cpp import KINDS, watched
+from kernels.linear import Packed, linear, pack
+from kernels.linear.reference import quantize as quantize_rows
 from kernels.stack import Matrix
+from models.floats import has_kernels
 
 CHUNK = 1 << 22  # weights that are floats at once while a matrix is quantised
 
@@ -41,81 +43,71 @@ class Int8Linear(nn.Module):
         device: torch.device,
     ):
         super().__init__()
-        self.dtype = dtype
-        weight_OI, scale_O = quantize([*weights])
-        self.weight = torch.ops.onednn.qlinear_prepack(weight_OI, None)
-        self.scale_O = scale_O / 127  # the rows of x are scaled to -127 .. 127
-        self.zero_O = torch.zeros(len(scale_O), dtype=torch.int32)
-        # For our own product of a few rows, if it can read the packed matrix.
-        self.address = linear.panels(self.weight, weight_OI) if dtype in cpp.KINDS else 0
-        self.sum_O = weight_OI.sum(1, dtype=torch.int32)
+        weights = [*weights]
+        outs, width = sum(len(w) for w in weights), weights[0].shape[1]
+        scale_O = torch.empty(outs)
         self.bias = torch.cat([b.to(dtype) for b in biases]) if biases is not None else None
-        self.impl = "torch" if cpp.why_not() or dtype not in cpp.KINDS else "cpp"
+        self.packed: Packed | None = None
+        rows = quantized(weights, scale_O)
+        self.dtype = dtype
+        if has_kernels(torch.float32, device):
+            panels = pack(rows, torch.int8, outs, width)
+            self.packed = Packed(panels, outs, width, scale_O.div_(127))
+        else:
+            self.weight = torch.ops.onednn.qlinear_prepack(torch.cat([*rows]), None)
+            self.scale_O = scale_O.div_(127)  # the rows of x are scaled to -127 .. 127
+            self.zero_O = torch.zeros(outs, dtype=torch.int32)
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
         """What int8 linear layers lack on this machine; None: nothing."""
         if device.type != "cpu":
             return "int8 weights run on a CPU only"
+        if has_kernels(torch.float32, device):
+            return None
         if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qlinear_pointwise"):
             return "this torch was built without oneDNN's int8 products"
         if not torch.cpu._is_vnni_supported():
-            return "this processor has no int8 products (AVX-VNNI or AVX512-VNNI)"
+            return "without C++ kernels int8 needs a processor with AVX-VNNI or AVX512-VNNI"
         if not _exact():
             return "oneDNN's int8 products overflow here: is ONEDNN_MAX_CPU_ISA set to less than the processor has?"
         return None
 
-    @staticmethod
-    def stored(dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the packed matrix."""
-        return torch.int8
-
     @property
     def matrix(self) -> Matrix | None:
         """For a stack, which has our own products only."""
-        if not self.address:
-            return None
-        return Matrix(self.address, len(self.scale_O), self.bias, self.sum_O, self.scale_O, "int8_linear")
+        return Matrix(self.packed, self.bias) if self.packed and self.dtype in KINDS else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
+        if self.packed:
+            if x.dtype in KINDS:
+                return linear(x, self.packed, self.bias)
+            y = linear(x.float(), self.packed).to(x.dtype)
+            return y if self.bias is None else y + self.bias
         run = torch.ops.coppice.int8_linear if watched() else int8_linear
-        return run(x, self.weight, self.scale_O, self.zero_O, self.sum_O, self.bias, self.address, self.impl)
+        return run(x, self.weight, self.scale_O, self.zero_O, self.bias)
 
 
-def quantize(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Matrices of equal width, below each other, as int8 [out, in] and a float32 scale per row.
+def quantized(weights: Sequence[Tensor], scale_O: Tensor) -> Iterator[Tensor]:
+    """Matrices of equal width, below each other, as blocks of int8 rows; float32 scales per row go to scale_O.
 
     Rows are read in chunks, so that there is never a float copy of a matrix.
     """
-    out, width = sum(len(w) for w in weights), weights[0].shape[1]
-    rows_OI, scale_O = torch.empty(out, width, dtype=torch.int8), torch.empty(out)
-    step, first = max(1, CHUNK // width), 0
+    step, first = max(1, CHUNK // weights[0].shape[1]), 0
     for weight in weights:
         for part in weight.split(step):
             last = first + len(part)
             part = part.float()
             scale_O[first:last] = part.abs().amax(-1) / 127
             steps = scale_O[first:last].clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-            rows_OI[first:last] = (part / steps).round_()
+            yield (part / steps).round_().to(torch.int8)
             first = last
-    return rows_OI, scale_O
 
 
-def int8_linear(
-    x: Tensor,
-    weight: Tensor,
-    scale_O: Tensor,
-    zero_O: Tensor,
-    sum_O: Tensor,
-    bias: Tensor | None,
-    address: int,
-    impl: str,
-) -> Tensor:
-    """The product; scale_O is that of the weights over 127; for address, sum_O and impl see `kernels.linear`."""
-    if address and linear.few_rows(x) and x.shape[-1] == weight.shape[0]:
-        return linear.int8_linear(x, address, sum_O, scale_O, bias)
-    steps, top = linear.quantize(x, impl=impl)
+def int8_linear(x: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, bias: Tensor | None) -> Tensor:
+    """The product by oneDNN; scale_O is that of the weights over 127."""
+    steps, top = quantize_rows(x)
     kind = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     # A row of zeros has undefined steps, and is 0 again at the end.
     y = _onednn(steps, weight, scale_O, zero_O, kind).to(x.dtype)

@@ -49,9 +49,5 @@ class Format(Protocol):
     def why_not(self, device: torch.device) -> str | None:
         """What this machine lacks for it; None: nothing."""
 
-    def stored(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of its packed matrices, where the layer computes in `dtype`; see `kernels.linear.dtypes`."""
-        ...
-
 
 FORMATS: dict[str, Format] = {"none": FloatLinear, "int8": Int8Linear}  # by the value of --quant

@@ -1,182 +1,207 @@
-// Products of a few rows with a matrix that oneDNN packed, at the bandwidth of memory. oneDNN stores panels of 64
-// outputs one after the other. For each 32-bit word of a row of x (one float32, two bfloat16 or four int8) a panel has
-// the 64 words to multiply it with, padded with zeros to a multiple of 16 words of depth. The sums of all rows stay in
-// registers while half a panel streams by, or a whole panel if there are few rows.
+// Products of rows with a packed matrix (layout: __init__.py): one row at the bandwidth of memory, many at the rate of
+// the processor's multiplications, any number by the same code.
+//
+// A thread takes PIECE outputs at a time. Of these a set of vectors runs down its panels; the sums of a block of rows
+// with the set stay in registers for a chunk of the width, and are then added to totals, so that long rows lose no precision
+// and every row gets the same sum whatever rows are beside it. A chunk comes from memory once: the first block fetches
+// it, and all blocks together fetch what lies AHEAD.
 
 #include <algorithm>
 #include <cstddef>
-#include <vector>
+#include <memory>
 
 #include "../operators.h"
 #include "../vectors.h"
+#include "elements.h"
 
 namespace {
 
-constexpr int PANEL = 64;                // words
-constexpr int ROWS = 15;                 // the most whose sums with half a panel fit into the registers
-constexpr int MAX_WHOLE_PANEL_ROWS = 7;  // the most whose sums with a whole panel do
-constexpr int CHUNK = 256;               // words with a sum of their own, so that long rows lose no precision
-constexpr int LEAD = 4096;               // words between a prefetch, into the second-level cache, and its use
+constexpr int PANEL = 16;     // outputs side by side
+constexpr int PIECE = 64;     // outputs
+constexpr int GROUP = 60;     // rows that share a fetch from the second-level cache
+constexpr int AHEAD = 8192;   // bytes
+constexpr int LEAST = LANES == PANEL ? 2 : PANEL / LANES;  // vectors per row of a set
+constexpr int OWN_ROWS = 16;  // prepared by each thread for itself, as waiting for the others would take longer
 
-// COUNT rows of x, `words` long and `stride` apart, times a panel; finish(vector, COUNT, sum_of) takes the sums, which
-// are sum_of(row). However many passes a chunk of the panel takes, it is fetched in the order in which it lies.
-template <typename Element, int COUNT, typename Finish>
-void panel_product(const int32_t* x, int64_t stride, const int32_t* panel, int64_t words, Finish finish) {
-    constexpr int VECTORS = PANEL / LANES / (COUNT <= MAX_WHOLE_PANEL_ROWS ? 1 : 2), PASSES = PANEL / LANES / VECTORS;
-    typename Element::Sum totals[PASSES][COUNT][VECTORS] = {};
-    for (int64_t first = 0; first < words; first += CHUNK) {
-        const int64_t end = std::min(words, first + CHUNK);
-        const int32_t* ahead = panel + first * PANEL + LEAD + (PASSES - 1) * CHUNK * VECTORS * LANES;
-        for (int pass = 0; pass < PASSES; pass++) {
-            const int32_t* part = panel + pass * VECTORS * LANES;
-            typename Element::Sum sums[COUNT][VECTORS] = {};
-            for (int64_t i = first; i < end; i++, ahead += VECTORS * LANES) {
-                Ints w[VECTORS];
-                for (int v = 0; v < VECTORS; v++) {
-                    __builtin_prefetch(ahead + v * LANES, 0, 1);
-                    std::memcpy(&w[v], part + i * PANEL + v * LANES, sizeof w[v]);
-                }
-                for (int row = 0; row < COUNT; row++)
-                    for (int v = 0; v < VECTORS; v++)
-                        sums[row][v] = Element::add(sums[row][v], w[v], x[row * stride + i]);
-            }
-            for (int row = 0; row < COUNT; row++)
-                for (int v = 0; v < VECTORS; v++) totals[pass][row][v] += sums[row][v];
+// Whether the sums of a block and the vectors that it multiplies by fit into the registers.
+template <typename Element>
+constexpr bool fits(int rows, int vectors) {
+    return rows * vectors + vectors * Element::VECTORS + SPARE_REGISTERS <= REGISTERS;
+}
+
+template <typename Element>
+constexpr int max_rows(int vectors) {
+    int rows = 1;
+    while (fits<Element>(rows + 1, vectors)) rows++;
+    return rows;
+}
+
+// Vectors of sums per row of a set: a piece if the rows are so few that it fits.
+template <typename Element>
+constexpr int vectors_for(int rows) {
+    int vectors = PIECE / LANES;
+    while (vectors > LEAST && !fits<Element>(rows, vectors)) vectors /= 2;
+    return vectors;
+}
+
+// Rows as an element type multiplies by them, `stride` apart.
+template <typename Element>
+struct Rows {
+    typename Element::Row* data;
+    int64_t stride;
+    Unit* units;  // one for each row
+};
+
+// Where a chunk of a set's first panel lies, and bytes from one panel to the next.
+struct Chunk {
+    const char* at;
+    int64_t across, steps;
+};
+
+template <typename Element, int VECTORS, int COUNT>
+void add_block(const typename Element::Row* x, int64_t stride, Chunk chunk, int64_t first, int64_t last,
+               typename Element::Sum (*totals)[VECTORS]) {
+    constexpr int LINE = PANEL * Element::BYTES, EACH = PANEL / LANES;
+    typename Element::Sum sums[COUNT][VECTORS] = {};
+    auto step = [&](int64_t i) {
+        typename Element::Part part[VECTORS];
+        for (int v = 0; v < VECTORS; v++)
+            part[v] = Element::load(chunk.at + v / EACH * chunk.across + i * LINE + v % EACH * LANES * Element::BYTES);
+        for (int row = 0; row < COUNT; row++)
+            for (int v = 0; v < VECTORS; v++)
+                sums[row][v] = Element::add(sums[row][v], part[v], x + row * stride + i * Element::STEP);
+    };
+    int64_t i = 0;
+    for (; i < last - first; i++) {
+        for (int panel = 0; panel < VECTORS / EACH; panel++)
+            __builtin_prefetch(chunk.at + panel * chunk.across + (first + i) * LINE + AHEAD);
+        step(i);
+    }
+    for (; i < chunk.steps; i++) step(i);
+    for (int row = 0; row < COUNT; row++)
+        for (int v = 0; v < VECTORS; v++) totals[row][v] += sums[row][v];
+}
+
+template <typename Element, int VECTORS, int COUNT = max_rows<Element>(VECTORS), typename... Arguments>
+void add_rows(int count, Arguments... arguments) {
+    if (count == COUNT) return add_block<Element, VECTORS, COUNT>(arguments...);
+    if constexpr (COUNT > 1) add_rows<Element, VECTORS, COUNT - 1>(count, arguments...);
+}
+
+// `count` rows, at most GROUP, times VECTORS vectors of outputs; finish(row, vector, sum) takes the sums.
+template <typename Element, int VECTORS, typename Finish>
+void multiply_set(const Rows<Element>& rows, int64_t row, int count, const char* panel, int64_t steps, Finish finish) {
+    constexpr int LINE = PANEL * Element::BYTES, STEPS = Element::CHUNK / Element::STEP;
+    constexpr int MOST = max_rows<Element>(VECTORS);
+    typename Element::Sum totals[GROUP][VECTORS];
+    std::memset(totals, 0, count * sizeof totals[0]);
+    const int blocks = (count + MOST - 1) / MOST;
+    for (int64_t at = 0; at < steps; at += STEPS) {
+        const Chunk chunk{panel + at * LINE, steps * LINE, std::min<int64_t>(STEPS, steps - at)};
+        for (int b = 0; b < blocks; b++) {
+            const int first = count * b / blocks, last = count * (b + 1) / blocks;
+            add_rows<Element, VECTORS>(last - first, rows.data + (row + first) * rows.stride + at * Element::STEP,
+                                       rows.stride, chunk, chunk.steps * b / blocks, chunk.steps * (b + 1) / blocks,
+                                       totals + first);
         }
     }
-    for (int v = 0; v < PASSES * VECTORS; v++)
-        finish(v, COUNT, [&](int row) { return totals[v / VECTORS][row][v % VECTORS]; });
+    for (int r = 0; r < count; r++)
+        for (int v = 0; v < VECTORS; v++) finish(row + r, v, totals[r][v]);
 }
 
-template <typename Element, int COUNT = ROWS, typename Finish>
-void some_rows(int count, const int32_t* x, int64_t stride, const int32_t* panel, int64_t words, Finish finish) {
-    if (count == COUNT) return panel_product<Element, COUNT>(x, stride, panel, words, finish);
-    if constexpr (COUNT > 1) some_rows<Element, COUNT - 1>(count, x, stride, panel, words, finish);
+// Of outputs from `out` on, at most PIECE.
+template <typename Element, int VECTORS = PIECE / LANES, typename Finish>
+void multiply_piece(const Rows<Element>& rows, int64_t row, int count, const char* packed, int64_t steps, int64_t out,
+                    int64_t outs, Finish finish) {
+    if (VECTORS > vectors_for<Element>(count)) {
+        if constexpr (VECTORS > LEAST)
+            multiply_piece<Element, VECTORS / 2>(rows, row, count, packed, steps, out, outs, finish);
+        return;
+    }
+    for (int64_t at = out; at < std::min(out + PIECE, outs); at += VECTORS * LANES)
+        multiply_set<Element, VECTORS>(rows, row, count, packed + at * steps * Element::BYTES, steps,
+                                       [&](int64_t r, int v, auto sum) { finish(r, at + v * LANES, sum); });
 }
 
-// Rows at multiples of 2 KiB share few sets of the first-level cache: they are copied to another distance.
-const int32_t* apart(const int32_t* x, int64_t rows, int64_t words, int64_t& stride) {
-    static thread_local std::vector<int32_t> copy;
-    stride = words;
-    if (rows <= MAX_WHOLE_PANEL_ROWS || words % 512) return x;
-    stride += 16;
-    copy.resize(rows * stride);
-    for (int64_t row = 0; row < rows; row++) std::memcpy(&copy[row * stride], x + row * words, 4 * words);
-    return copy.data();
+template <typename Element>
+int64_t stride_of(int64_t width) {
+    constexpr int64_t SIZE = sizeof(typename Element::Row);
+    int64_t bytes = (width * SIZE + 63) / 64 * 64 + 64;  // a whole step past the width is read
+    if (bytes % 2048 == 0) bytes += 64;                  // or rows would share few sets of the first-level cache
+    return bytes / SIZE;
 }
 
-// prepare(row) makes a row of x first; finish(first row, rows, first output, outputs, sum_of) as above.
-template <typename Element, typename Prepare, typename Finish>
-void product(int64_t threads, const void* x, const void* packed, int64_t rows, int64_t words, int64_t outs,
-             Prepare prepare, Finish finish) {
-    const int64_t groups = (rows + ROWS - 1) / ROWS, depth = (words + 15) / 16 * 16;
+// Room that a thread keeps, for rows of `width`.
+template <typename Element>
+Rows<Element> room(int64_t rows, int64_t width) {
+    static thread_local std::unique_ptr<char[]> kept;
+    static thread_local int64_t size = 0;
+    const int64_t stride = stride_of<Element>(width), data = rows * stride * sizeof(typename Element::Row);
+    const int64_t wanted = data + rows * sizeof(Unit) + 64;
+    if (size < wanted) kept.reset(new char[wanted]), size = wanted;
+    char* aligned = kept.get() + 63 - ((uintptr_t)kept.get() + 63) % 64;
+    return {(typename Element::Row*)aligned, stride, (Unit*)(aligned + data)};
+}
+
+template <typename Element>
+void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void* out, int64_t rows) {
+    const int64_t steps = (m.width + Element::STEP - 1) / Element::STEP;
+    const bool whole = kind == 0 && std::is_same_v<typename Element::Row, float> && m.width % Element::STEP == 0;
+    const bool direct = whole && (m.width % 512 || rows <= 4), common = !direct && rows > OWN_ROWS;
+    auto prepare = [&](const Rows<Element>& to, int64_t row) {
+        with_type(kind, [&](auto type) {
+            typedef decltype(type) T;
+            to.units[row] = Element::prepare((const T*)x + row * m.width, m.width, to.data + row * to.stride);
+        });
+    };
+    Rows<Element> shared{(typename Element::Row*)x, m.width, nullptr};
+    if (common) shared = room<Element>(rows, m.width);
 #pragma omp parallel num_threads(threads)
     {
-        if constexpr (!std::is_same_v<Prepare, std::nullptr_t>) {
+        Rows<Element> own = shared;
+        if (common) {
 #pragma omp for schedule(static)
-            for (int64_t row = 0; row < rows; row++) prepare(row);
+            for (int64_t row = 0; row < rows; row++) prepare(shared, row);
+        } else if (!direct) {
+            own = room<Element>(rows, m.width);
+            for (int64_t row = 0; row < rows; row++) prepare(own, row);
         }
-        int64_t stride;
-        const int32_t* own = apart((const int32_t*)x, rows, words, stride);
-#pragma omp for schedule(static)
-        for (int64_t first = 0; first < outs; first += PANEL)
-            for (int64_t group = 0; group < groups; group++) {
-                const int64_t row = rows * group / groups, end = rows * (group + 1) / groups;
-                const int32_t* panel = (const int32_t*)packed + first * depth;
-                some_rows<Element>(end - row, own + row * stride, stride, panel, words,
-                                   [&](int v, int count, auto sum_of) {
-                                       const int64_t out = first + v * LANES;
-                                       if (out < outs)
-                                           finish(row, count, out, int(std::min<int64_t>(LANES, outs - out)), sum_of);
-                                   });
-            }
+        auto finish = [&](int64_t row, int64_t at, auto sum) {
+            if (at >= m.outs) return;
+            const int n = std::min<int64_t>(LANES, m.outs - at);
+            const Floats value = Element::value(sum, own.units, row, m.scale, at, n);
+            with_type(kind, [&](auto type) {
+                typedef decltype(type) T;
+                store(m.bias ? value + load((const T*)m.bias + at, n) : value, (T*)out + row * m.outs + at, n);
+            });
+        };
+#pragma omp for schedule(dynamic)
+        for (int64_t at = 0; at < m.outs; at += PIECE)
+            for (int64_t row = 0; row < rows; row += GROUP)
+                multiply_piece<Element>(own, row, int(std::min<int64_t>(GROUP, rows - row)), (const char*)m.panels,
+                                        steps, at, m.outs, finish);
     }
-}
-
-// A row in steps of 1 / 127 of its largest magnitude, which is returned; 128 stands for 0.
-template <typename T>
-float quantize(const T* x, uint8_t* steps, int64_t width) {
-    typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-    Floats most{};
-    each(width, [&](int64_t i, auto n) {
-        const Floats part = load(x + i, n), size = part < 0 ? -part : part;
-        most = (size > most) | (size != size) ? size : most;  // NaN wins
-    });
-    float largest = 0;
-    for (int lane = 0; lane < LANES; lane++)
-        if (most[lane] > largest || most[lane] != most[lane]) largest = most[lane];
-    const float scale = 127 / largest;
-    each(width, [&](int64_t i, auto n) {
-        const Bytes bytes =
-            __builtin_convertvector(__builtin_convertvector(load(x + i, n) * scale + 128.5f, Ints), Bytes);
-        std::memcpy(steps + i, &bytes, n);
-    });
-    return largest;
 }
 
 }  // namespace
 
+extern "C" void coppice_linear(int64_t kind, int64_t threads, const Matrix* matrix, const void* x, void* out,
+                               int64_t rows) {
+    const Matrix& m = *matrix;
+    if (m.kind == 0) product<WideFloat32>(kind, threads, m, x, out, rows);
+    if (m.kind == 1) {
+#ifdef BFLOAT16_PAIRS
+        if (kind == 1) return product<PairsOfBFloat16>(kind, threads, m, x, out, rows);
+#endif
+        product<WideBFloat16>(kind, threads, m, x, out, rows);
+    }
+    if (m.kind == 2) product<WideFloat16>(kind, threads, m, x, out, rows);
+    if (m.kind == 3) product<Int8>(kind, threads, m, x, out, rows);
+}
+
 extern "C" void coppice_linear_kinds(int64_t* kinds) {
-    *kinds = 0;
-#ifdef __AVX512F__
-    *kinds |= 1;
-#endif
-#ifdef __AVX512BF16__
+    *kinds = 1 | 8;
+#ifdef BFLOAT16_PAIRS
     *kinds |= 2;
-#endif
-#ifdef __AVX512VNNI__
-    *kinds |= 4;
-#endif
-}
-
-extern "C" void coppice_linear(int64_t kind, int64_t threads, const void* x, const void* packed, const void* bias,
-                               void* out, int64_t rows, int64_t words, int64_t outs) {
-    auto run = [&](auto element, auto type) {
-        typedef decltype(type) T;
-        auto finish = [&](int64_t row, int count, int64_t at, int n, auto sum_of) {
-            const Floats more = bias ? load((const T*)bias + at, n) : Floats{};
-            for (int r = 0; r < count; r++) store(sum_of(r) + more, (T*)out + (row + r) * outs + at, n);
-        };
-        product<decltype(element)>(threads, x, packed, rows, words, outs, nullptr, finish);
-    };
-    if (kind == 0) run(Float32{}, float{});
-#ifdef __AVX512BF16__
-    if (kind == 1) run(TwoBFloat16{}, BFloat16{});
-#endif
-}
-
-extern "C" void coppice_quantize(int64_t kind, int64_t threads, const void* x, uint8_t* steps, void* top, int64_t rows,
-                                 int64_t width) {
-    with_type(kind, [&](auto type) {
-        typedef decltype(type) T;
-#pragma omp parallel for num_threads(threads)
-        for (int64_t r = 0; r < rows; r++)
-            store(all(quantize((const T*)x + r * width, steps + r * width, width)), (T*)top + r, 1);
-    });
-}
-
-extern "C" void coppice_int8_linear(int64_t kind, int64_t threads, const void* x, const void* packed,
-                                    const int32_t* sums, const float* scale, const void* bias, void* out, int64_t rows,
-                                    int64_t width, int64_t outs) {
-#ifdef __AVX512VNNI__
-    std::vector<uint8_t> steps(rows * width);
-    std::vector<float> top(rows);
-    auto round = [&](int64_t row) {
-        with_type(kind, [&](auto type) {
-            top[row] = quantize((const decltype(type)*)x + row * width, &steps[row * width], width);
-        });
-    };
-    auto finish = [&](int64_t row, int count, int64_t at, int n, auto sum_of) {
-        with_type(kind, [&](auto type) {
-            typedef decltype(type) T;
-            const Ints offset = 128 * read<Ints>(sums + at, n);
-            const Floats unit = load(scale + at, n), more = bias ? load((const T*)bias + at, n) : Floats{};
-            for (int r = 0; r < count; r++) {
-                const Floats exact = __builtin_convertvector(sum_of(r) - offset, Floats);
-                store(exact * unit * top[row + r] + more, (T*)out + (row + r) * outs + at, n);
-            }
-        });
-    };
-    product<FourInt8>(threads, steps.data(), packed, rows, width / 4, outs, round, finish);
 #endif
 }

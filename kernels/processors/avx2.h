@@ -33,4 +33,37 @@ inline Floats scaled(Floats y, Floats power, Floats x) {
     return x < -125.0f ? Floats{} : y * (Floats)exponent;
 }
 
+constexpr int REGISTERS = 16, SPARE_REGISTERS = 1;
+
+#ifdef __AVXVNNI__
+struct FourInt8 {
+    typedef int8_t Row;
+    typedef Ints Part;
+    static constexpr int OFFSET = 128, VECTORS = 1, ORDER[4] = {0, 1, 2, 3};
+    static Part part(Ints words) { return words; }
+    static Ints add(Ints sum, Part part, const Row* x) {
+        int32_t four;
+        __builtin_memcpy(&four, x, sizeof four);
+        return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)part, _mm256_set1_epi32(four));
+    }
+};
+#else
+// As 16-bit numbers, of which pairs are multiplied and added in 32 bits: products of bytes would saturate in 16.
+struct FourInt8 {
+    typedef int16_t Row;
+    struct Part {
+        Ints even, odd;
+    };
+    static constexpr int OFFSET = 128, VECTORS = 2, ORDER[4] = {0, 2, 1, 3};
+    static Part part(Ints words) { return {words & 0x00ff00ff, (Ints)_mm256_srli_epi16((__m256i)words, 8)}; }
+    static Ints add(Ints sum, Part part, const Row* x) {
+        int32_t even, odd;
+        __builtin_memcpy(&even, x, sizeof even);
+        __builtin_memcpy(&odd, x + 2, sizeof odd);
+        return sum + (Ints)_mm256_madd_epi16((__m256i)part.even, _mm256_set1_epi32(even)) +
+               (Ints)_mm256_madd_epi16((__m256i)part.odd, _mm256_set1_epi32(odd));
+    }
+};
+#endif
+
 }  // namespace

@@ -28,4 +28,40 @@ inline Floats scaled(Floats y, Floats power, Floats x) {
     return (Floats)_mm512_maskz_scalef_ps(there, (__m512)y, (__m512)power);
 }
 
+constexpr int REGISTERS = 32, SPARE_REGISTERS = 0;  // multiplications take an operand from memory for all lanes
+
+#ifdef __AVX512BF16__
+#define BFLOAT16_PAIRS
+inline Floats add_pairs(Floats sum, Ints pairs, int32_t pair) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(pair));
+}
+#endif
+
+#ifdef __AVX512VNNI__
+struct FourInt8 {
+    typedef int8_t Row;
+    typedef Ints Part;
+    static constexpr int OFFSET = 128, VECTORS = 1, ORDER[4] = {0, 1, 2, 3};
+    static Part part(Ints words) { return words; }
+    static Ints add(Ints sum, Part part, const Row* x) {
+        int32_t four;
+        __builtin_memcpy(&four, x, sizeof four);
+        return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)part, _mm512_set1_epi32(four));
+    }
+};
+#else
+struct FourInt8 {
+    typedef int32_t Row;
+    struct Part {
+        Ints numbers[4];
+    };
+    static constexpr int OFFSET = 128, VECTORS = 4, ORDER[4] = {0, 1, 2, 3};
+    static Part part(Ints words) { return {{words & 255, words >> 8 & 255, words >> 16 & 255, words >> 24 & 255}}; }
+    static Ints add(Ints sum, Part part, const Row* x) {
+        for (int i = 0; i < 4; i++) sum += part.numbers[i] * x[i];
+        return sum;
+    }
+};
+#endif
+
 }  // namespace

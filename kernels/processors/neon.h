@@ -27,4 +27,32 @@ inline Floats scaled(Floats y, Floats power, Floats x) {
     return x < -125.0f ? Floats{} : y * (Floats)exponent;
 }
 
+constexpr int REGISTERS = 32, SPARE_REGISTERS = 1;
+
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#define BFLOAT16_PAIRS
+inline Floats add_pairs(Floats sum, Ints pairs, int32_t pair) {
+    return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)pairs, (bfloat16x8_t)vdupq_n_s32(pair));
+}
+#endif
+
+struct FourInt8 {
+    typedef int8_t Row;
+    typedef int8x16_t Part;
+    static constexpr int OFFSET = 0, VECTORS = 1, ORDER[4] = {0, 1, 2, 3};
+    static Part part(Ints words) { return (Part)(words ^ int(0x80808080)); }  // signed
+    static Ints add(Ints sum, Part part, const Row* x) {
+        int32_t word;
+        __builtin_memcpy(&word, x, sizeof word);
+        const Part four = (Part)vdupq_n_s32(word);
+#ifdef __ARM_FEATURE_DOTPROD
+        return (Ints)vdotq_s32((int32x4_t)sum, part, four);
+#else
+        const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(part), vget_low_s8(four)));
+        const int32x4_t high = vpaddlq_s16(vmull_high_s8(part, four));
+        return sum + (Ints)vpaddq_s32(low, high);
+#endif
+    }
+};
+
 }  // namespace

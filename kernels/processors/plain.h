@@ -49,4 +49,19 @@ inline Floats scaled(Floats y, Floats power, Floats x) {
     return x < -125.0f ? Floats{} : y * (Floats)exponent;
 }
 
+constexpr int REGISTERS = 16, SPARE_REGISTERS = 1;
+
+struct FourInt8 {
+    typedef int32_t Row;
+    struct Part {
+        Ints numbers[4];
+    };
+    static constexpr int OFFSET = 128, VECTORS = 4, ORDER[4] = {0, 1, 2, 3};
+    static Part part(Ints words) { return {{words & 255, words >> 8 & 255, words >> 16 & 255, words >> 24 & 255}}; }
+    static Ints add(Ints sum, Part part, const Row* x) {
+        for (int i = 0; i < 4; i++) sum += part.numbers[i] * x[i];
+        return sum;
+    }
+};
+
 }  // namespace

@@ -1,4 +1,4 @@
-"""All layers of a decoder in one call, for a step of few rows on a CPU: the operators as the models call them, one
+"""All layers of a decoder in one call on a CPU: the operators as the models call them, one
 after the other (native.cpp). Their definitions are those of the operators."""
 
 import ctypes
@@ -12,26 +12,21 @@ from torch import Tensor
 from kernels.checks import expect
 from kernels.cpp import KINDS, OPERATORS, function, watched
 from kernels.layout import KVCache, TreeLayout
-from kernels.linear import few_rows
+from kernels.linear import Packed
 from kernels.rows.checks import ACTIVATIONS
 from kernels.tree_attention import native
 
 _STRUCTURES = OPERATORS.structures
 
 
-PRODUCTS = ("linear", "int8_linear")  # of packed matrices, by the operators' names
 ORDERS = ("before", "after", "parallel")  # norms before attention and MLP, after each, or one for both
 
 
 class Matrix(NamedTuple):
-    """A packed matrix; see `kernels.linear` for its arguments, those of int8 alone are None for others."""
+    """A packed matrix and the bias of its products."""
 
-    address: int
-    outs: int
-    bias: Tensor | None
-    sum_O: Tensor | None = None
-    scale_O: Tensor | None = None
-    product: str = "linear"
+    packed: Packed
+    bias: Tensor | None = None
 
 
 class Norm(NamedTuple):
@@ -98,21 +93,28 @@ class Stack:
     ):
         self.layers, self.norm, self.weight_E = layers, norm, layers[0].attention_norm.weight
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self._check()
+        self._check(mlp_width := layers[0].up.packed.outs // (2 if activation is None else 1))
         dtype, (width,) = self.weight_E.dtype, self.weight_E.shape
         gated, number = activation is None, 0 if activation is None else ACTIVATIONS.index(activation)
-        sizes = len(layers), heads, kv_heads, head_dim, width, layers[0].up.outs // (2 if gated else 1), gated, number
+        sizes = len(layers), heads, kv_heads, head_dim, width, mlp_width, gated, number
         self._layers = (_STRUCTURES["Layer"] * len(layers))(*map(_layer, layers))
         pointer = ctypes.addressof(self._layers)
         self._packed = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, pointer, _norm(norm), eps)
         tables = 1 + max(-1 if layer.table is None else layer.table for layer in layers)
         self._angles = _STRUCTURES["Angles"] * tables
 
-    def _check(self) -> None:
+    def _check(self, mlp_width: int) -> None:
         """Raises ValueError for vectors and matrices that do not fit together."""
         dtype, (width,), D = self.weight_E.dtype, self.weight_E.shape, self.head_dim
+        up = self.layers[0].up.packed.outs
+        matrices = (
+            ((self.heads + 2 * self.kv_heads) * D, width),
+            (width, self.heads * D),
+            (up, width),
+            (width, mlp_width),
+        )
 
-        def check(name: str, x: Tensor | None, size: int, dtype: torch.dtype = dtype) -> None:
+        def check(name: str, x: Tensor | None, size: int) -> None:
             if x is not None:
                 expect(name, x, dtype, (size,), torch.device("cpu"))
 
@@ -129,20 +131,14 @@ class Stack:
                 check_norm("a norm", norm, width)
             for norm in (layer.q_norm, layer.k_norm):
                 check_norm("a head's norm", norm, D)
-            matrices = (layer.qkv, layer.out, layer.up, layer.down)
-            outs = tuple(matrix.outs for matrix in matrices)
-            if outs != (wanted := ((self.heads + 2 * self.kv_heads) * D, width, self.layers[0].up.outs, width)):
-                raise ValueError(f"expected matrices of {list(wanted)} rows, got {list(outs)}")
-            for matrix in matrices:
-                if (matrix.product == "int8_linear") != (matrix.sum_O is not None and matrix.scale_O is not None):
-                    raise ValueError(f"expected sum_O and scale_O of int8 alone, got a matrix for {matrix.product}")
-                check("a matrix's bias", matrix.bias, matrix.outs)
-                check("a matrix's sum_O", matrix.sum_O, matrix.outs, torch.int32)
-                check("a matrix's scale_O", matrix.scale_O, matrix.outs, torch.float32)
+            for (packed, bias), sizes in zip((layer.qkv, layer.out, layer.up, layer.down), matrices, strict=True):
+                if (packed.outs, packed.width) != sizes:
+                    raise ValueError(f"expected a matrix {list(sizes)}, got {[packed.outs, packed.width]}")
+                check("a matrix's bias", bias, packed.outs)
 
-    def takes(self, x_TE: Tensor, layout: TreeLayout) -> bool:
-        """Whether it runs these tokens: few, by C++, and nobody looks on who wants to see operators."""
-        return not self.idle and layout.impl == "cpp" and few_rows(x_TE) and not watched()
+    def takes(self, layout: TreeLayout) -> bool:
+        """Whether it runs a pass: by C++, unless somebody looks on who wants to see operators."""
+        return not self.idle and layout.impl == "cpp" and not watched()
 
     def __call__(
         self, x_TE: Tensor, angles: Sequence[tuple[Tensor, Tensor]], cache: KVCache, layout: TreeLayout
@@ -207,15 +203,10 @@ def _norm(norm: Norm | None) -> ctypes.Structure:
     return _STRUCTURES["Norm"](*map(_address, norm or (None, None)))
 
 
-def _matrix(matrix: Matrix) -> ctypes.Structure:
-    addresses = map(_address, (matrix.bias, matrix.sum_O, matrix.scale_O))
-    return _STRUCTURES["Matrix"](PRODUCTS.index(matrix.product), matrix.address, *addresses, matrix.outs)
-
-
 def _layer(layer: Layer) -> ctypes.Structure:
     numbers = (-1 if x is None else x for x in (layer.window, layer.table))
     norms = map(_norm, (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm))
-    matrices = map(_matrix, (layer.qkv, layer.out, layer.up, layer.down))
+    matrices = (packed.described(bias) for packed, bias in (layer.qkv, layer.out, layer.up, layer.down))
     return _STRUCTURES["Layer"](ORDERS.index(layer.order), *numbers, *norms, *matrices, layer.scale)
 
 

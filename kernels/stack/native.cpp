@@ -1,4 +1,4 @@
-// The layers of a decoder for a step of few rows: the operators one after the other, as the models call them, without
+// The layers of a decoder: the operators one after the other, as the models call them, without
 // Python in between. A step of decoding evicts Python from the caches, so that its calls take longer than the smaller
 // operators.
 //
@@ -12,19 +12,6 @@
 namespace {
 
 enum { BEFORE, AFTER, PARALLEL };  // ORDERS in __init__.py
-
-typedef void (*Product)(const Stack&, int64_t threads, const Matrix&, const void* x, void* out, int64_t rows,
-                        int64_t width);
-
-// In the order of PRODUCTS in __init__.py.
-const Product PRODUCTS[] = {
-    [](const Stack& s, int64_t threads, const Matrix& m, const void* x, void* out, int64_t rows, int64_t width) {
-        coppice_linear(s.kind, threads, x, m.packed, m.bias, out, rows, width * s.element / 4, m.outs);
-    },
-    [](const Stack& s, int64_t threads, const Matrix& m, const void* x, void* out, int64_t rows, int64_t width) {
-        coppice_int8_linear(s.kind, threads, x, m.packed, m.sums, m.scale, m.bias, out, rows, width, m.outs);
-    },
-};
 
 void add(int64_t kind, const void* more, void* x, int64_t size) {
     with_type(kind, [&](auto type) {
@@ -58,8 +45,8 @@ struct Pass {
             coppice_rms_norm(s.kind, threads, x, norm.weight, out, tokens, s.width, s.eps);
     }
 
-    void multiply(const Matrix& m, const void* x, void* out, int64_t width) const {
-        PRODUCTS[m.product](s, threads, m, x, out, tokens, width);
+    void multiply(const Matrix& m, const void* x, void* out) const {
+        coppice_linear(s.kind, threads, &m, x, out, tokens);
     }
 
     void normalize_heads(const Norm& norm, char* x, int64_t heads) const {
@@ -70,7 +57,7 @@ struct Pass {
 
     // From `read` to sum_TE; k and v are the layer's.
     void attend(const Layer& layer, const void* read, char* k, char* v) {
-        multiply(layer.qkv, read, heads_THD, s.width);
+        multiply(layer.qkv, read, heads_THD);
         normalize_heads(layer.q_norm, heads_THD, s.heads);
         normalize_heads(layer.k_norm, heads_THD + s.heads * head, s.kv_heads);
         if (layer.table >= 0) {
@@ -82,17 +69,17 @@ struct Pass {
                          s.kv_heads, slots, head, every * head, head, every * head, head);
         attention.window = layer.window, attention.scale = layer.scale;
         coppice_tree_attention(&attention, heads_THD, k, v, mixed_THD.get());
-        multiply(layer.out, mixed_THD.get(), sum_TE.get(), s.heads * s.head_dim);
+        multiply(layer.out, mixed_THD.get(), sum_TE.get());
     }
 
     // From `read` to normed_TE, which may be the same: its rows are in up_TM when they are overwritten.
     void feed(const Layer& layer, const void* read) const {
-        multiply(layer.up, read, up_TM.get(), s.width);
+        multiply(layer.up, read, up_TM.get());
         if (s.gated)
             coppice_silu_mul(s.kind, threads, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
         else
             coppice_activation(s.kind, threads, s.activation, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
-        multiply(layer.down, middle_TM.get(), normed_TE.get(), s.mlp_width);
+        multiply(layer.down, middle_TM.get(), normed_TE.get());
     }
 
     void run(const Layer& layer, void* x, char* k, char* v) {

@@ -11,7 +11,7 @@ import torch
 
 from engine import Engine, UsageError, capabilities, loading
 from engine.app import batch, chat
-from engine.capabilities import Capabilities, explicit_precision, pick_precision
+from engine.capabilities import Capabilities, Precision, explicit_precision, pick_precision
 from engine.demo import demo_folder
 from engine.memory import free_memory, total_memory
 from models import floats
@@ -35,6 +35,8 @@ def set_products(monkeypatch, fast: bool) -> None:
 
     for module in (capabilities, loading):
         monkeypatch.setattr(module, "has_products", has_products)
+    for module in (capabilities, floats):
+        monkeypatch.setattr(module, "has_kernels", lambda *_: False)
 
 
 @pytest.mark.parametrize("own", [torch.bfloat16, torch.float16])
@@ -45,6 +47,17 @@ def test_auto_never_picks_a_slow_dtype(own, device, fast):
     kind = "processor" if device == CPU else "GPU"
     name = str(own).removeprefix("torch.")
     assert picked.reason == ("" if fast else f"the checkpoint is {name}; this {kind} has no {name} products")
+
+
+@pytest.mark.parametrize("own", [torch.bfloat16, torch.float16])
+def test_with_kernels_half_precision_is_kept_and_computed_in_float32(own, fast, monkeypatch):
+    monkeypatch.setattr(capabilities, "has_kernels", lambda _, device: device == CPU)
+    picked, name = pick_precision(own, CPU, 7 * GIB, 8 * GIB), str(own).removeprefix("torch.")
+    assert (picked.dtype, picked.slow) == (own if fast else torch.float32, False)
+    assert picked.reason == (
+        "" if fast else f"this processor has no {name} products; the {name} weights stay as they are"
+    )
+    assert explicit_precision(own, CPU) == Precision(own)
 
 
 def test_float32_that_does_not_fit_is_not_picked(fast):
@@ -114,6 +127,7 @@ def test_advice_on_int8_does_not_lead_into_the_trap(fast, monkeypatch):
 def test_products_of_bfloat16_are_not_those_that_convert(monkeypatch, packs, instructions, level, expected):
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch is built without oneDNN")
+    monkeypatch.setattr(floats, "has_kernels", lambda *_: False)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: packs)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
     monkeypatch.setattr(floats.platform, "machine", lambda: "x86_64")
@@ -127,7 +141,7 @@ def test_a_processor_held_to_avx2_computes_in_float32():
         "from engine import Engine; from engine.demo import demo_folder\n"
         "print(Engine.load(demo_folder(), kv_memory=1 << 20).capabilities.precision)"
     )
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "COPPICE_KERNELS": "off"}
     told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert told.stdout.startswith("float32 (the checkpoint is bfloat16"), told.stderr
 

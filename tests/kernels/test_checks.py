@@ -11,10 +11,11 @@ import re
 import pytest
 import torch
 
-from kernels import cpp, linear, rows
+from kernels import cpp, rows
 from kernels.kv_write import kv_copier, kv_write
 from kernels.kv_write import torch as kv_torch
 from kernels.layout import KVCache, TreeLayout
+from kernels.linear import Packed, linear
 from kernels.stack import Layer, Matrix, Norm, Stack
 from kernels.tree_attention import tree_attention
 
@@ -259,11 +260,15 @@ def test_dtypes_that_cpp_does_not_have_are_refused_by_it_alone():
 # --- the stack ---
 
 
+def matrix(outs: int, width: int, bias: torch.Tensor | None = None) -> Matrix:
+    return Matrix(Packed(torch.zeros(-(-outs // 64) * 4, width, 16, 1), outs, width), bias)
+
+
 def stack(**changes):
     """A layer of two heads, whose matrices nobody reads."""
     sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "eps": 1e-5, "activation": "gelu"}
-    parts = {"norm": Norm(torch.ones(8)), "qkv": Matrix(1, 24, None), "out": Matrix(1, 8, torch.zeros(8)), **changes}
-    up, down = Matrix(1, 16, None), Matrix(1, 8, None)
+    parts = {"norm": Norm(torch.ones(8)), "qkv": matrix(24, 8), "out": matrix(8, 8, torch.zeros(8)), **changes}
+    up, down = matrix(16, 8), parts.get("down", matrix(8, 16))
     names = {name: parts[name] for name in ("q_norm", "k_norm", "order", "table") if name in parts}
     layer = Layer(Norm(torch.ones(8)), parts["norm"], parts["qkv"], parts["out"], up, down, scale=0.5, **names)
     return Stack([layer], Norm(torch.ones(8)), **sizes)
@@ -276,12 +281,11 @@ def stack(**changes):
         {"norm": Norm(torch.ones(8).double())},
         {"norm": Norm(torch.ones(16)[::2])},
         {"norm": Norm(torch.ones(8), torch.ones(9))},
-        {"qkv": Matrix(1, 23, None)},
-        {"out": Matrix(1, 8, torch.zeros(7))},
-        {"out": Matrix(1, 8, None, torch.zeros(8), torch.zeros(8), "int8_linear")},
-        {"out": Matrix(1, 8, None, torch.zeros(8, dtype=torch.int32), torch.zeros(8).double(), "int8_linear")},
-        {"out": Matrix(1, 8, None, torch.zeros(8, dtype=torch.int32), torch.zeros(8))},
-        {"out": Matrix(1, 8, None, product="int8_linear")},
+        {"qkv": matrix(23, 8)},
+        {"out": matrix(8, 8, torch.zeros(7))},
+        {"out": matrix(8, 8, torch.zeros(8).double())},
+        {"out": matrix(8, 16)},
+        {"down": matrix(8, 8)},
         {"q_norm": Norm(torch.ones(8))},
         {"k_norm": Norm(torch.ones(4), torch.ones(8))},
         {"order": "parallel"},
@@ -373,13 +377,18 @@ def test_rows_that_are_refused(case):
 
 # --- products ---
 
+
+def products(**changes):
+    """Arguments of a product."""
+    packed = Packed(torch.zeros(4, 8, 16, 1), 3, 8)
+    return {"x": torch.ones(2, 8), "matrix": packed, "bias": torch.ones(3), **changes}
+
+
 BAD_PRODUCTS = {
-    "no such matrix": {"address": 64},
     "width": {"x": torch.ones(2, 7)},
     "dtype": {"x": torch.ones(2, 8).bfloat16()},
-    "float64": {"x": torch.ones(2, 8).double()},
+    "float64": {"x": torch.ones(2, 8).double(), "bias": None},
     "integers": {"x": torch.ones(2, 8).long()},
-    "rows of the matrix": {"out_features": 4},
     "bias": {"bias": torch.ones(4)},
     "bias dtype": {"bias": torch.ones(3).double()},
     "strided bias": {"bias": torch.ones(6)[::2]},
@@ -389,47 +398,25 @@ BAD_PRODUCTS = {
 
 @pytest.mark.parametrize("case", BAD_PRODUCTS)
 def test_products_that_are_refused(case, monkeypatch):
-    monkeypatch.setitem(linear._PACKED, 4096, (torch.float32, 3, 8))
-    monkeypatch.setattr(linear, "function", lambda name: pytest.fail(f"{name} was called"))
-    arguments = {"x": torch.ones(2, 8), "address": 4096, "bias": torch.ones(3), "out_features": 3}
-    with pytest.raises(ValueError, match=r"(x|address|bias): expected"):
-        linear.linear(**arguments | BAD_PRODUCTS[case])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"address": 64},
-        {"x": torch.ones(2, 7)},
-        {"x": torch.ones(2, 8).double()},
-        {"sum_O": torch.ones(3)},
-        {"sum_O": torch.ones(2, dtype=torch.int32)},
-        {"scale_O": torch.ones(3).double()},
-        {"scale_O": torch.ones(6)[::2]},
-        {"bias": torch.ones(2)},
-    ],
-)
-def test_int8_products_that_are_refused(changes, monkeypatch):
-    monkeypatch.setitem(linear._PACKED, 4096, (torch.int8, 3, 8))
-    monkeypatch.setattr(linear, "function", lambda name: pytest.fail(f"{name} was called"))
-    arguments = {"x": torch.ones(2, 8), "address": 4096, "sum_O": torch.ones(3, dtype=torch.int32)}
-    arguments |= {"scale_O": torch.ones(3), "bias": None}
+    monkeypatch.setattr("kernels.linear.native.function", lambda name: pytest.fail(f"{name} was called"))
     with pytest.raises(ValueError, match="expected"):
-        linear.int8_linear(**arguments | changes)
+        linear(**products(**BAD_PRODUCTS[case]))
 
 
-def test_a_matrix_that_is_gone_has_no_address(monkeypatch):
-    weight = torch.randn(64, 64)
-    if torch.float32 not in linear.dtypes():
-        pytest.skip(f"no C++ products of float32 here: {cpp.why_not() or 'the processor'}")
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-    address = linear.panels(packed, weight)
-    assert linear._PACKED[address] == (torch.float32, 64, 64)
-    del packed
-    with pytest.raises(ValueError, match="got no packed matrix"):
-        linear.linear(torch.ones(1, 64), address, None, 64)
+BAD_PANELS = {
+    "float64": (torch.zeros(4, 8, 16, 1).double(), 3, 8),
+    "too few": (torch.zeros(3, 8, 16, 1), 3, 8),
+    "another width": (torch.zeros(4, 8, 16, 1), 3, 9),
+    "pairs of float32": (torch.zeros(4, 4, 16, 2), 3, 8),
+    "strided": (torch.zeros(8, 8, 16, 1)[::2], 3, 8),
+    "scales of floats": (torch.zeros(4, 8, 16, 1), 3, 8, torch.ones(3)),
+    "int8 without scales": (torch.zeros(4, 2, 16, 4, dtype=torch.uint8), 3, 8),
+    "scales of another size": (torch.zeros(4, 2, 16, 4, dtype=torch.uint8), 3, 8, torch.ones(4)),
+    "scales of another dtype": (torch.zeros(4, 2, 16, 4, dtype=torch.uint8), 3, 8, torch.ones(3).double()),
+}
 
 
-@pytest.mark.parametrize("x", [torch.ones(2, 8).long(), torch.ones(2, 0), torch.tensor(1.0)])
-def test_rows_that_are_not_quantised(x):
-    assert "x: expected" in refusals(lambda impl: linear.quantize(x, impl=impl), ["torch", "cpp"])
+@pytest.mark.parametrize("case", BAD_PANELS)
+def test_panels_that_are_refused(case):
+    with pytest.raises(ValueError, match="expected"):
+        Packed(*BAD_PANELS[case])

@@ -1,99 +1,147 @@
-"""Products of a few rows with oneDNN's packed matrices: against oneDNN's own, and what they are not for."""
+"""Packed matrices and their products: against the definition, whatever the sizes, whatever rows are beside a row."""
 
 import pytest
 import torch
 
-from kernels import cpp, linear
-from models.floats import FloatLinear
-from models.int8 import Int8Linear
+from kernels import cpp
+from kernels.linear import Packed, dot_products, linear, pack, reference
+from kernels.linear.panels import MAX_INT8_WIDTH, PIECE
 
-CPU = torch.device("cpu")
-SIZES = [(64, 16), (1, 32), (100, 72), (130, 4), (768, 256), (257, 1000), (100, 512), (65, 2048)]
-SHAPES = pytest.mark.parametrize(("outs", "width"), SIZES)
+pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
+
+SIZES = [(64, 16), (1, 32), (100, 72), (130, 5), (768, 256), (257, 1001), (65, 2048), (300, 512)]
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 14, 15, 16, 17, 29, 61, 130)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def matrix(outs, width, dtype):
+    """A packed matrix of rows that came in two blocks, and the rows."""
+    scale_O = None
+    weight_OI = draw(outs, width, seed=1)
+    if dtype == torch.int8:
+        weight_OI, scale_O = (weight_OI * 40).clamp(-127, 127), draw(outs, seed=3).abs() / 5000
+    weight_OI = weight_OI.to(dtype)
+    panels = pack([weight_OI[: outs // 3], weight_OI[outs // 3 :]], dtype, outs, width)
+    return Packed(panels, outs, width, scale_O), weight_OI
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
+@pytest.mark.parametrize(("outs", "width"), SIZES)
+def test_packing_keeps_every_element(dtype, outs, width):
+    packed, weight_OI = matrix(outs, width, dtype)
+    assert reference.unpack(packed).equal(weight_OI)
+    assert packed.panels.shape[0] % (PIECE // 16) == 0
+    padding = packed.panels.transpose(1, 2).flatten(2).flatten(0, 1)[outs:]
+    assert (padding == (128 if dtype == torch.int8 else 0)).all()
+
+
+@pytest.mark.parametrize("of_x", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@SHAPES
-def test_as_exact_as_onednn(products, dtype, bias, outs, width):
-    products(dtype)
-    biases = [draw(outs, seed=2)] if bias else None
-    layer = FloatLinear([draw(outs, width, seed=1)], biases, dtype=dtype, device=CPU)
-    if outs >= linear.PANEL:
-        assert layer.address, "oneDNN packs in another way here: these products are of no use"
-    weight = draw(outs, width, seed=1).to(dtype).double()
-    for count in (1, 2, 7, 8, 14, 15, 16, 29, linear.MAX_ROWS):
-        x = draw(count, width, seed=10 + count).to(dtype)
-        exact = x.double() @ weight.T + (layer.bias.double() if bias else 0)
-        theirs = torch.ops.mkldnn._linear_pointwise(x, layer.weights[0], layer.bias, "none", [], "")
-        allowed = 2 * (theirs.double() - exact).abs().max() + 2e-6 * width**0.5
-        assert layer(x).dtype == dtype and (layer(x).double() - exact).abs().max() <= allowed
+@pytest.mark.parametrize(("outs", "width"), SIZES)
+def test_floats_are_multiplied_to_rounding(of_x, dtype, bias, outs, width):
+    packed, weight_OI = matrix(outs, width, dtype)
+    bias_O = draw(outs, seed=2).to(of_x) if bias else None
+    for count in COUNTS:
+        x = draw(count, width, seed=10 + count).to(of_x)
+        found, exact = linear(x, packed, bias_O), reference.linear(x.double(), packed, bias_O)
+        sizes = x.double().abs() @ weight_OI.double().abs().T + 4  # of what is added up
+        allowed = torch.finfo(torch.float32).eps * 16 * sizes + torch.finfo(of_x).eps * exact.abs()
+        assert found.dtype == of_x and ((found.double() - exact).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bias", [False, True])
-@SHAPES
-def test_int8_is_onednns_but_for_the_last_rounding(products, dtype, bias, outs, width):
-    products(torch.int8)
-    biases = [draw(outs, seed=2)] if bias else None
-    layer = Int8Linear([draw(outs, width, seed=1)], biases, dtype=dtype, device=CPU)
-    assert layer.address or outs < linear.PANEL
-    for count in (1, 15, linear.MAX_ROWS):
-        x = draw(count, width, seed=10 + count).to(dtype)
-        ours = layer(x)
-        address, layer.address = layer.address, 0
-        theirs = layer(x)
-        layer.address = address
-        allowed = 4 * torch.finfo(dtype).eps * theirs.double().abs().max()
-        assert ours.dtype == dtype and (ours.double() - theirs.double()).abs().max() <= allowed
+@pytest.mark.parametrize("of_x", DTYPES, ids=str)
+@pytest.mark.parametrize(("outs", "width"), SIZES)
+def test_int8_is_exact_but_for_the_last_rounding(of_x, outs, width):
+    """Rows whose steps are whole numbers, which all ways to round agree on."""
+    packed, _ = matrix(outs, width, torch.int8)
+    bias_O = draw(outs, seed=2).to(of_x)
+    for count in COUNTS:
+        x = (draw(count, width, seed=10 + count) * 30).round().clamp(-127, 127)
+        x[:, 0] = 127
+        found, exact = linear(x.to(of_x), packed, bias_O), reference.linear(x.double(), packed, bias_O)
+        assert found.dtype == of_x
+        allowed = 2 * torch.finfo(of_x).eps * (exact.abs() + bias_O.double().abs())
+        assert ((found.double() - exact).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("dtype", cpp.KINDS, ids=str)
-@pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
-def test_quantize(dtype):
-    for width in (1, 16, 50):
-        x = draw(9, width).to(dtype)
-        (steps, top), (found, most) = linear.quantize(x, impl="torch"), linear.quantize(x, impl="cpp")
-        assert top.equal(most) and (steps.int() - found.int()).abs().max() <= 1
-        assert (steps != found).double().mean() < 0.02  # where a product with 127 / top rounds on either side of a half
+def test_int8_rounds_rows_to_the_nearest_step():
+    """By a matrix that gives the steps back, but for those near a half, where products round on either side."""
+    width = 256
+    identity = Packed(
+        pack([torch.eye(width, dtype=torch.int8)], torch.int8, width, width), width, width, torch.ones(256)
+    )
+    for of_x in DTYPES:
+        x = draw(9, width).to(of_x)
+        steps, top = reference.quantize(x)
+        found = (linear(x.float(), identity) / top.float()).round()
+        expected = steps.float() - 128
+        assert (found - expected).abs().max() <= 1 and (found != expected).double().mean() < 0.02
 
 
-def test_rows_do_not_depend_on_their_number(products):
+def test_the_largest_int8_products_do_not_overflow():
+    for width in (1024, MAX_INT8_WIDTH):
+        ones = torch.full((2, width), 127, dtype=torch.int8)
+        packed = Packed(
+            pack([ones * torch.tensor([[1], [-1]], dtype=torch.int8)], torch.int8, 2, width), 2, width, torch.ones(2)
+        )
+        assert (linear(torch.ones(1, width), packed) / (127 * 127 * width)).tolist() == [[1, -1]]
+    with pytest.raises(ValueError, match="at most 65536"):
+        pack([], torch.int8, 1, MAX_INT8_WIDTH + 1)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
+@pytest.mark.parametrize("of_x", DTYPES, ids=str)
+def test_rows_do_not_depend_on_those_beside_them(dtype, of_x):
     """Or a draft's tokens would not be those of plain decoding, to the bit."""
-    products(torch.float32)
-    layer, x = FloatLinear([draw(96, 64)], dtype=torch.float32, device=CPU), draw(linear.MAX_ROWS, 64, seed=1)
-    whole = layer(x)
-    for count in (1, 7, 15, 16, 49, 100):
-        assert layer(x[:count]).equal(whole[:count])
-    assert layer(x.view(2, -1, 64)).equal(whole.view(2, -1, 96))
+    packed, _ = matrix(96, 520, dtype)
+    x = draw(130, 520, seed=1).to(of_x)
+    whole = linear(x, packed)
+    for count in COUNTS:
+        assert linear(x[:count], packed).equal(whole[:count])
+    assert linear(x.view(2, -1, 520), packed).equal(whole.view(2, -1, 96))
 
 
-@pytest.mark.skipif(torch.float32 not in linear.dtypes(), reason="oneDNN packs in panels of 64 with AVX-512 only")
-def test_a_matrix_that_lies_otherwise_is_left_to_onednn():
-    weight = draw(128, 64)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-    assert linear.panels(packed, weight) == torch.ops.mkldnn.data_ptr(packed)
-    assert linear.panels(packed, weight.roll(1)) == 0
-    assert linear.panels(packed, torch.cat([weight[:127], weight[:1]])) == 0  # looks at the last panel too
-    assert linear.panels(packed, draw(128, 63)) == 0 and linear.panels(packed, draw(4096, 64)) == 0
-    odd = draw(64, 33).bfloat16()  # half a word is left over
-    assert linear.panels(torch.ops.mkldnn._reorder_linear_weight(odd, 16), odd) == 0
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_that_is_widened_gives_the_bits_of_float32(dtype):
+    """A model that computes in float32 may keep the weights of its checkpoint."""
+    packed, weight_OI = matrix(200, 333, dtype)
+    full = Packed(pack([weight_OI], torch.float32, 200, 333), 200, 333)
+    for count in COUNTS:
+        x = draw(count, 333, seed=count)
+        assert linear(x, packed).equal(linear(x, full))
 
 
-def test_many_rows_are_left_to_onednn(products, monkeypatch):
-    products(torch.float32)
-    layer = FloatLinear([draw(64, 64)], dtype=torch.float32, device=CPU)
-    monkeypatch.setattr("models.floats.linear", lambda *_: pytest.fail("not for so many rows"))
-    assert layer(draw(linear.MAX_ROWS + 1, 64)).shape == (linear.MAX_ROWS + 1, 64)
+def test_what_is_not_finite_stays_in_its_row():
+    for dtype in (*DTYPES, torch.int8):
+        packed, _ = matrix(70, 40, dtype)
+        x = draw(6, 40)
+        x[1, 3], x[4, 39] = float("nan"), float("inf")
+        assert linear(x, packed).isfinite().all(-1).tolist() == [True, False, True, True, False, True]
 
 
-@pytest.mark.parametrize("x", [draw(2, 65), draw(2, 64).bfloat16()], ids=["width", "dtype"])
-def test_rows_that_do_not_fit_are_an_error(products, x):
-    products(torch.float32)
-    layer = FloatLinear([draw(64, 64)], dtype=torch.float32, device=CPU)
-    with pytest.raises(RuntimeError):
-        layer(x)
+def test_other_numbers_of_threads_give_the_same(monkeypatch):
+    packed, _ = matrix(500, 300, torch.float32)
+    x, threads = draw(33, 300), torch.get_num_threads()
+    found = linear(x, packed)
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert linear(x, packed).equal(found)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_compilers_see_an_operator():
+    packed, _ = matrix(64, 32, torch.float32)
+    x = draw(3, 32)
+    run = torch.compile(lambda x: linear(x, packed) * 2, backend="eager", fullgraph=True)
+    assert run(x).equal(linear(x, packed) * 2)
+
+
+def test_dot_products_are_those_of_the_processor():
+    assert {torch.float32, torch.int8} <= dot_products() <= {torch.float32, torch.bfloat16, torch.int8}

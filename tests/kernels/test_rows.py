@@ -141,6 +141,26 @@ def test_what_is_not_finite_stays_in_its_row(dtype, bad):
         assert y.isfinite().all(-1).tolist() == [True, True, False, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits_are_converted_as_pytorch_does(dtype):
+    """All as they are, and exact numbers of 24 bits to the nearest: ties to even, too large ones to infinity."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    one, zero, tied = torch.ones_like(every), torch.zeros_like(every), 1 + torch.arange(1 << 16) % 1024 / 1024
+    mixed = every[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(0))]
+    little = torch.tensor([sign * 2.0**-k for k in range(6, 24) for sign in (1, -1)]).repeat(1821)[: 1 << 16]
+    for first, cos, second, sin in (
+        (every, one, zero, zero),
+        (every, mixed, zero, zero),
+        (tied.to(dtype), one, one, little.to(dtype)),
+    ):
+        exact = first.double() * cos.double() - second.double() * sin.double()
+        pairs = (first, second), (cos, cos), (sin, sin)
+        x, cos, sin = (torch.cat(pair).view(1, 1, -1) for pair in pairs)
+        found = rows.rotary(x, cos[0], sin[0], impl="cpp").flatten()[: 1 << 16]
+        expected = exact.float().to(dtype)
+        assert found.isnan().equal(expected.isnan()) and found.nan_to_num().equal(expected.nan_to_num())
+
+
 def test_cpp_refuses_what_it_cannot_do():
     x, weight, cos = draw(2, 8), draw(8), draw(2, 8)
     for run in (

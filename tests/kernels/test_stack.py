@@ -13,7 +13,6 @@ from engine.errors import NumericsError
 from engine.packing import Chunk, pack
 from engine.tree import TokenTree
 from kernels import cpp
-from kernels.linear import MAX_ROWS
 from kernels.stack import Stack
 from search import Greedy, Trie
 from tools.random_checkpoint import make
@@ -29,23 +28,14 @@ FAMILIES = [
     *("opt/post_norm", "opt/no_final_norm", "gpt2/by_layer", "phi/plain", "phi/gqa", "phi/partial", "phi/qk_layernorm"),
     *("phi3/plain", "phi3/window", "qwen3/plain", "qwen3/windows", "qwen3/bias"),
 ]
-KINDS = [("float32", "none"), ("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8"), ("float16", "int8")]
+KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 
 
-@pytest.fixture
-def load(products):
-    """Loads an engine whose matrices the stack can read."""
-
-    def load(folder, kind=("float32", "none"), **options):
-        dtype, quant = kind
-        products(torch.int8 if quant == "int8" else getattr(torch, dtype))
-        if dtype == "float16" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-            pytest.skip("float16 becomes float32 without AVX512-FP16")
-        return Engine.load(folder, dtype=dtype, quant=quant, kv_memory=16 << 20, **options)
-
-    return load
+def load(folder, kind=("float32", "none")):
+    dtype, quant = kind
+    return Engine.load(folder, dtype=dtype, quant=quant, kv_memory=16 << 20)
 
 
 @pytest.fixture(scope="module", params=SIZES)
@@ -75,17 +65,17 @@ def passes(engine):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
-def test_as_the_operators_one_by_one(load, folder, kind, monkeypatch):
-    check(load, folder, kind, monkeypatch)
+def test_as_the_operators_one_by_one(folder, kind, monkeypatch):
+    check(folder, kind, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_every_family_as_its_operators_one_by_one(load, variant, kind, monkeypatch):
-    check(load, GOLDEN / variant, kind, monkeypatch)
+def test_every_family_as_its_operators_one_by_one(variant, kind, monkeypatch):
+    check(GOLDEN / variant, kind, monkeypatch)
 
 
-def check(load, folder, kind, monkeypatch):
+def check(folder, kind, monkeypatch):
     taken, run = [], Stack.__call__
     monkeypatch.setattr(Stack, "__call__", lambda self, x, *rest: taken.append(len(x)) or run(self, x, *rest))
     engine = load(folder, kind)
@@ -96,14 +86,7 @@ def check(load, folder, kind, monkeypatch):
     assert all(map(torch.equal, together, passes(engine))) and len(taken) == 2
 
 
-def test_more_rows_are_the_operators(load, folder, monkeypatch):
-    engine = load(folder)
-    engine.runner.budget = MAX_ROWS + 1
-    monkeypatch.setattr(Stack, "__call__", lambda *_: pytest.fail("these are too many rows"))
-    engine.logits(list(range(MAX_ROWS + 1)))
-
-
-def test_a_window(load, tmp_path):
+def test_a_window(tmp_path):
     make(tmp_path / "model", layers=2, width=64, heads=2, vocab=300)
     config = json.loads((tmp_path / "model/config.json").read_text())
     config |= {"architectures": ["MistralForCausalLM"], "sliding_window": 7, "num_key_value_heads": 2}
@@ -117,7 +100,7 @@ def test_a_window(load, tmp_path):
     assert ours == theirs
 
 
-def test_a_table_of_angles_for_each_layer(load, folder):
+def test_a_table_of_angles_for_each_layer(folder):
     """As of models whose layers of long and of short reach differ, or of which some rotate nothing."""
     engine = load(folder)
     model, cache = engine.runner.model, engine.pool.cache
@@ -138,7 +121,7 @@ def test_a_table_of_angles_for_each_layer(load, folder):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_other_gates_have_no_stack(load, tmp_path, activation):
+def test_other_gates_have_no_stack(tmp_path, activation):
     make(tmp_path / "model", layers=1, width=64, heads=2, vocab=300)
     config = json.loads((tmp_path / "model/config.json").read_text()) | {"hidden_act": activation}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
@@ -148,7 +131,7 @@ def test_other_gates_have_no_stack(load, tmp_path, activation):
 @pytest.mark.parametrize(
     ("variant", "part"), [("opt/plain", "fc2"), ("gpt2/plain", "mlp.c_proj"), ("phi/plain", "fc2")]
 )
-def test_nan_is_traced_to_its_layer(load, tmp_path, variant, part):
+def test_nan_is_traced_to_its_layer(tmp_path, variant, part):
     folder = tmp_path / "model"
     shutil.copytree(GOLDEN / variant, folder)
     tensors = load_file(GOLDEN / variant / "model.safetensors")
@@ -161,7 +144,7 @@ def test_nan_is_traced_to_its_layer(load, tmp_path, variant, part):
     assert not engine.runner.model.stack.idle
 
 
-def test_what_does_not_fit_is_refused(load, folder):
+def test_what_does_not_fit_is_refused(folder):
     engine = load(folder)
     stack, cache, width = engine.runner.model.stack, engine.pool.cache, len(engine.runner.model.norm.weight)
     tree = TokenTree(engine.pool, [1, 2, 3])

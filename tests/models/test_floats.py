@@ -1,9 +1,11 @@
-"""Linear layers on weights that oneDNN packed."""
+"""Linear layers on floats: what panels keep, and weights that oneDNN packed where there are no kernels."""
 
 import pytest
 import torch
 
-from models.floats import FloatLinear, can_pack, padded_rows
+from kernels import cpp
+from models import floats
+from models.floats import FloatLinear, can_pack, padded_rows, stored_dtype
 
 HOST = torch.device("cpu")
 
@@ -18,9 +20,34 @@ def test_products_meet_few_numbers_of_rows() -> None:
 
 @pytest.mark.skipif(not can_pack(torch.float32, HOST), reason="no oneDNN on this processor")
 @pytest.mark.parametrize("shape", [(1,), (15,), (17,), (35,), (2, 50), (255,)])
-def test_added_rows_change_nothing(shape: tuple[int, ...]) -> None:
+def test_added_rows_change_nothing(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floats, "has_kernels", lambda *_: False)
     weight_OE, bias_O, x = torch.randn(48, 32), torch.randn(48), torch.randn(*shape, 32)
     layer = FloatLinear([weight_OE], [bias_O], dtype=torch.float32, device=HOST)
     got = layer(x)
+    assert layer.blocked
     assert got.shape == (*shape, 48) and got.is_contiguous()
     torch.testing.assert_close(got, x @ weight_OE.T + bias_O)
+
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
+@pytest.mark.parametrize("own", HALVES, ids=str)
+def test_weights_of_half_precision_stay_as_they_are_in_float32(own: torch.dtype) -> None:
+    weights = [torch.randn(48, 32).to(own), torch.randn(20, 32).to(own)]
+    layer = FloatLinear(weights, dtype=torch.float32, device=HOST)
+    full = FloatLinear([weight.float() for weight in weights], dtype=torch.float32, device=HOST)
+    assert layer.packed is not None and layer.packed.dtype == own
+    x = torch.randn(9, 32)
+    assert layer(x).dtype == torch.float32 and layer(x).equal(full(x))
+
+
+def test_the_dtype_that_weights_are_kept_in() -> None:
+    for own in HALVES:
+        assert stored_dtype({own}, torch.float32) == own
+        assert stored_dtype({own}, torch.bfloat16) == torch.bfloat16
+        assert stored_dtype({own, torch.float32}, torch.float32) == torch.float32
+    assert stored_dtype(set(HALVES), torch.float32) == torch.float32
+    assert stored_dtype({torch.float64}, torch.float32) == torch.float32

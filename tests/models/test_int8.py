@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from engine import Engine, UsageError
 from models import int8
-from models.int8 import Int8Linear, quantize
+from models.int8 import Int8Linear, quantized
 from search import Trie
 from tools.bench.measure import weight_bytes
 from tools.random_checkpoint import make
@@ -78,11 +78,16 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(value):
 
 def test_quantising_in_chunks_holds_no_float_matrix(monkeypatch):
     weights = [draw(50, 32).bfloat16(), draw(32, 30, seed=1).T]  # the second one as GPT-2 stores it
-    whole = quantize(weights)
+
+    def quantize():
+        scale_O = torch.empty(80)
+        return torch.cat([*quantized(weights, scale_O)]), scale_O
+
+    whole = quantize()
     monkeypatch.setattr(int8, "CHUNK", 100)
     sizes, plain = [], torch.Tensor.float
     monkeypatch.setattr(torch.Tensor, "float", lambda x: sizes.append(x.numel()) or plain(x))
-    assert all(torch.equal(a, b) for a, b in zip(whole, quantize(weights), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole, quantize(), strict=True))
     assert max(sizes) <= 100 and sum(sizes) == 80 * 32
     rows, scale = whole
     error = (rows * scale.unsqueeze(1) - torch.cat([w.float() for w in weights])).abs()
@@ -124,8 +129,9 @@ def test_weights_are_a_quarter_of_float32(tmp_path):
 def test_refusals(monkeypatch):
     with pytest.raises(UsageError, match="expected none or int8, got 'int4'"):
         Engine.load(GOLDEN / "llama/gqa", quant="int4")
+    monkeypatch.setattr(int8, "has_kernels", lambda *_: False)
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    with pytest.raises(UsageError, match="this processor has no int8 products"):
+    with pytest.raises(UsageError, match="without C\\+\\+ kernels int8 needs a processor with"):
         Engine.load(GOLDEN / "llama/gqa", quant="int8")
     assert "CPU only" in str(Int8Linear.why_not(torch.device("cuda")))
 
@@ -137,6 +143,6 @@ def test_products_that_overflow_are_refused():
         "import torch; torch.cpu._is_vnni_supported = lambda: True; "
         "from models.int8 import Int8Linear; print(Int8Linear.why_not(torch.device('cpu')))"
     )
-    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "COPPICE_KERNELS": "off", "PYTHONPATH": str(ROOT)}
     told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert "int8 products overflow here: is ONEDNN_MAX_CPU_ISA set" in told.stdout

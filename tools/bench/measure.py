@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from engine.version import __version__
+from kernels.linear import Packed
 
 MB = 1e6
 K = TypeVar("K")
@@ -81,6 +82,8 @@ def weight_bytes(model: torch.nn.Module) -> int:
     total = 0
     for module in model.modules():
         for value in [*vars(module).values(), *module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            if isinstance(value, Packed):
+                value = [value.panels, value.scale_O]
             for x in value if isinstance(value, list) else [value]:
                 if isinstance(x, torch.Tensor):
                     packed = x.layout == torch._mkldnn  # type: ignore[attr-defined]
