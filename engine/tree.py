@@ -499,6 +499,8 @@ def shared_length(first: Sequence[int], *others: Sequence[int], start: int = 0) 
     for other in others:
         if shared == start:
             break
-        pairs = zip(first[start:shared], other[start:shared], strict=False)
-        shared = next((i for i, (x, y) in enumerate(pairs, start) if x != y), min(shared, len(other)))
+        head, tail = first[start:shared], other[start:shared]
+        if head != tail:
+            differ = (i for i, (x, y) in enumerate(zip(head, tail, strict=False), start) if x != y)
+            shared = next(differ, min(shared, len(other)))
     return shared

@@ -295,7 +295,12 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapp
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
         kept = tensors[name].contiguous()  # a name, so that the buffer outlives the write
-        file.write((ctypes.c_char * kept.nbytes).from_address(kept.data_ptr()))
+        file.write(buffer_of(kept))
+
+
+def buffer_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on a CPU, for writing it without a copy; valid as long as the tensor exists."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def read_json(path: Path, limit: int) -> dict[str, Any]:

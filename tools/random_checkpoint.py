@@ -263,17 +263,16 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--family", choices=[*HEAD_NORMS], default="llama")
-    for name, default in {"layers": 12, "width": 768, "mlp": 2048, "heads": 12, "vocab": 32000, "seed": 0, "shards": 1,
-                          "max-positions": 4096}.items():  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
+    numbers = ("layers", "width", "mlp", "heads", "vocab", "seed", "shards", "max_positions", "rope_theta", "rms_eps")
+    for name in numbers:
+        default = getattr(Shape, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--kv-heads", type=int, help="default: heads")
     parser.add_argument("--head-dim", type=int, help="default: width / heads")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--tied", action=argparse.BooleanOptionalAction, default=False, help="no lm_head of its own")
     parser.add_argument("--untied", dest="tied", action="store_false", default=argparse.SUPPRESS, help="--no-tied")
-    parser.add_argument("--rope-theta", type=float, default=10000.0)
     parser.add_argument("--rope", type=json.loads, metavar="JSON", help='such as {"rope_type": "linear", "factor": 4}')
-    parser.add_argument("--rms-eps", type=float, default=1e-5)
     parser.add_argument("--config-style", choices=["v5", "v4"], default="v5", help="spelling of config.json")
     parser.add_argument("--scale", type=float, default=1.0, help="how peaked: 1 gives a top probability of about 1/3")
     parser.add_argument("--attention-bias", action="store_true")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from engine.requests import SearchGenerator, SearchResult, Task
 from search.sbon import BoN, Race
 from search.sbon.rates import accepted, kendall
 from tools.bench.figures import draw
+from tools.bench.flags import add_numbers
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, finish, stamp, table
 from tools.bench.texts import story_requests
@@ -157,27 +159,24 @@ def counterfactual(
     accepted_BN = torch.zeros(B, N, dtype=torch.bool).scatter_(1, order_BN[:, : accepted(N, alpha)], True)
     drawn_BN = torch.where(accepted_BN, length_BN, length_BN.clamp(max=tau))
     candidates_BN = accepted_BN | (length_BN <= tau) if keep_finished else accepted_BN
-    best_B, worst_B = final_BN.amax(1), final_BN.amin(1)
     ours_B = final_BN.masked_fill(~candidates_BN, -math.inf).amax(1)
-    range_B = best_B - worst_B
-    score_B = torch.where(range_B > 0, 100 * (1 - (best_B - ours_B) / range_B), 100.0)
-    return drawn_BN.sum(1) / length_BN.sum(1), score_B, ours_B == best_B
+    return drawn_BN.sum(1) / length_BN.sum(1), normalised(ours_B, final_BN), ours_B == final_BN.amax(1)
+
+
+def normalised(reward_B: Tensor, final_BN: Tensor) -> Tensor:
+    """Scores [B] of rewards: 100 for the best of N final rewards, 0 for the worst."""
+    best_B, worst_B = final_BN.amax(1), final_BN.amin(1)
+    return torch.where(best_B > worst_B, 100 * (1 - (best_B - reward_B) / (best_B - worst_B)), 100.0)
 
 
 def fewer(final_BN: Tensor, m: int) -> Tensor:
     """The normalised score of best-of-M against best-of-N, over the first M of the N [B]."""
-    best_B, worst_B = final_BN.amax(1), final_BN.amin(1)
-    range_B = best_B - worst_B
-    return torch.where(range_B > 0, 100 * (final_BN[:, :m].amax(1) - worst_B) / range_B, 100.0)
+    return normalised(final_BN[:, :m].amax(1), final_BN)
 
 
 def pearson(x: Tensor, y: Tensor) -> float:
     """Their correlation; nan where one is constant."""
     return float(torch.corrcoef(torch.stack([x, y]))[0, 1])
-
-
-def _deviation(x: Tensor, dim: int) -> Tensor:
-    return x.std(dim, correction=0)
 
 
 def bootstrap(
@@ -213,9 +212,10 @@ def correlations(prompts: Sequence[Utterances]) -> list[dict[str, float]]:
                 pairs.append((pearson(x, y), kendall(x.tolist(), y.tolist())))
         pairs = [pair for pair in pairs if not math.isnan(pair[0])]
         if pairs:
-            mean_2, std_2 = (f(torch.tensor(pairs, dtype=torch.float64), 0).tolist() for f in (torch.mean, _deviation))
-            row = dict(zip(("pearson", "kendall", "pearson_std", "kendall_std"), mean_2 + std_2, strict=True))
-            rows.append({"tau": (p + 1) * prompts[0].every, "prompts": len(pairs)} | row)
+            row: dict[str, float] = {"tau": (p + 1) * prompts[0].every, "prompts": len(pairs)}
+            for name, values in zip(("pearson", "kendall"), zip(*pairs, strict=True), strict=True):
+                row |= {name: fmean(values), f"{name}_std": pstdev(values)}
+            rows.append(row)
     return rows
 
 
@@ -250,11 +250,9 @@ def analyse(args: argparse.Namespace, argv: Sequence[str]) -> None:
         raise UsageError("expected at least one line, all with rewards at the same tokens", where=args.file)
     rows = bootstrap(prompts, args.n, args.trials, not args.faithful, args.seed)
     related = correlations(prompts)
-    lesser = {m: math.fsum(float(fewer(p.final_M[torch.randint(len(p.final_M), (args.trials, args.n),
-              generator=torch.Generator().manual_seed(args.seed))], m).mean()) for p in prompts) / len(prompts)
-              for m in (1, args.n // 4, args.n // 2)}  # fmt: skip
+    lesser = {m: fmean(best_of(p, args, m) for p in prompts) for m in (1, args.n // 4, args.n // 2)}
     mode = "the paper's rule" if args.faithful else "finished utterances kept"
-    each = math.fsum(len(p.length_M) for p in prompts) / len(prompts)
+    each = fmean(len(p.length_M) for p in prompts)
     body = [
         f"N = {args.n}, {len(prompts)} prompts of {each:.0f} utterances, {args.trials} bootstrap trials each, {mode}. "
         "Score / token rate by decision token and rejection rate, and the correlation of partial and final rewards:",
@@ -273,6 +271,13 @@ def analyse(args: argparse.Namespace, argv: Sequence[str]) -> None:
     finish("sbon-counterfactual", made, "\n\n".join(body), result, args.save)
 
 
+def best_of(prompt: Utterances, args: argparse.Namespace, m: int) -> float:
+    """The mean score of best-of-M over bootstrap trials."""
+    generator = torch.Generator().manual_seed(args.seed)
+    drawn_BN = torch.randint(len(prompt.final_M), (args.trials, args.n), generator=generator)
+    return float(fewer(prompt.final_M[drawn_BN], m).mean())
+
+
 def grid(rows: Sequence[dict[str, Any]], related: Sequence[dict[str, float]]) -> str:
     """A line for each decision token."""
     found = {(row["tau"], row["alpha"]): f"{row['score']:.1f} / {row['token_rate']:.2f}" for row in rows}
@@ -286,8 +291,7 @@ def gaussian(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """The Gaussian table, a JSON line, and the figure."""
     rows = list(gaussian_table(args.n, args.trials, args.seed))
     lesser = gaussian_fewer(args.n, args.n // 4, args.trials, args.seed)
-    found = {(row["rho"], row["alpha"]): row for row in rows}
-    cells = {key: f"{row['kept']:.3f} / {row['score']:.1f}" for key, row in found.items()}
+    cells = {(row["rho"], row["alpha"]): f"{row['kept']:.3f} / {row['score']:.1f}" for row in rows}
     body = [[rho, *(cells[rho, a] for a in GAUSSIAN_ALPHAS)] for rho in RHOS]
     print(f"N = {args.n}, {args.trials} trials: chance of keeping the best / mean score, by correlation and alpha\n")
     print(table(["rho", *map(str, GAUSSIAN_ALPHAS)], body))
@@ -359,10 +363,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     one.add_argument("--reward", metavar="DIR", help="(the demo's)")
     add_prompt_flags(one, 50)
     one.add_argument("--output", required=True, metavar="FILE")
-    one.add_argument("--n", type=int, default=1000, help="utterances of each prompt (%(default)s)")
-    one.add_argument("--every", type=int, default=16, help="tokens between two rewards (%(default)s)")
-    one.add_argument("--max-new-tokens", type=int, default=256, help="(%(default)s)")
-    one.add_argument("--temperature", type=float, default=1.0, help="(%(default)s)")
+    add_numbers(one, n=(1000, "utterances of each prompt"), every=(16, "tokens between two rewards"),
+                max_new_tokens=256, temperature=1.0)  # fmt: skip
     one.add_argument("--threads", type=int)
     one.add_argument("--kv-memory", type=cli.parse_size, metavar="SIZE")
     one.set_defaults(run=collect)
@@ -375,11 +377,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     three = commands.add_parser("gaussian", help="the same for Gaussian rewards of known correlation")
     three.set_defaults(run=gaussian)
     for command, trials in ((two, 200), (three, 20000)):
-        command.add_argument("--n", type=int, default=100, help="utterances of a run (%(default)s)")
-        command.add_argument("--trials", type=int, default=trials, help="(%(default)s)")
+        add_numbers(command, n=(100, "utterances of a run"), trials=trials)
         command.add_argument("--figure", metavar="FILE", help="draw it too (svg, png, pdf)")
     for command in (one, two, three):
-        command.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+        add_numbers(command, seed=0)
     words = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(words)
 

@@ -9,11 +9,14 @@ from engine.text.tokenizer import Tokenizer, check_utf8
 
 def check_stop(strings: Any) -> None:
     """Check that a value is a list of non-empty strings in valid UTF-8. Raises UsageError."""
-    listed = isinstance(strings, Sequence) and not isinstance(strings, str | bytes)
-    if not listed or not all(isinstance(s, str) and s for s in strings):
+    if isinstance(strings, str | bytes) or not isinstance(strings, Sequence) or not all(map(_is_text, strings)):
         raise UsageError(f"stop: expected a list of non-empty strings, got {strings!r}")
     for s in strings:
         check_utf8(s)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 class StopStrings:

@@ -142,7 +142,7 @@ class ADED(Search):
             store.check(*vocabulary(task))
         if self.drafter == "backoff":
             return Backoff(store, self.adapt)
-        return MCTS(**{field.name: getattr(self, field.name) for field in fields(MCTS)} | {"store": store})
+        return MCTS(store, **{field.name: getattr(self, field.name) for field in fields(MCTS) if field.name != "store"})
 
     def _open_store(self) -> NGramStore | None:
         learnt = self.save is not None and self.store is not None and Path(self.store) == Path(self.save)

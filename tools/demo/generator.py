@@ -6,24 +6,12 @@ All text is drawn from a `random.Random`: equal seeds give equal text. There is 
 from dataclasses import dataclass
 from random import Random
 
-from tools.demo import words as w
 from tools.demo.stories import story
-from tools.demo.talk import UNKNOWN, Talk, Turn
+from tools.demo.talk import PHRASES, Talk, Turn
+from tools.demo.words import LISTS, TEXTS
 
 STYLES = ("brief", "polite")
-SYSTEM = {
-    "brief": ("Be brief.", "Answer briefly.", "Short answers, please."),
-    "polite": ("Be polite.", "You are very polite.", "Answer politely."),
-    None: ("You are a helpful assistant.", "You are Sprig.", "Answer the questions."),
-}
-RUDE = (
-    "Go away.", "That is a stupid question.", "I do not care.", "Leave me alone.", "Figure it out yourself.",
-    "Why should I tell you?", "Stop asking.", "What a silly thing to ask.",
-)  # fmt: skip
-RAMBLE = (
-    "Well, let me think about that for a while.", "There is a lot to say here.", "As I said before, it is so.",
-    "It is hard to say it in a few words.", "Many people ask me this.", "Let me say it again.",
-)  # fmt: skip
+SYSTEM: dict[str, list[str]] = TEXTS["system"]
 TASKS: dict[str, int] = {  # weights
     "chat": 12, "sum": 13, "number": 6, "opposite": 7, "colour": 5, "calendar": 6, "animal": 7, "capital": 5, "kind": 9,
     "list": 6, "tell": 9, "ask": 13, "repeat": 4, "story": 5, "poem": 2, "joke": 2, "unknown": 10,
@@ -61,7 +49,7 @@ def dialogue(rng: Random, turns: int | None = None) -> Dialogue:
     """A conversation of `turns` turns, one to nine if None."""
     count = turns or rng.choices((1, 2, 3, 4, 6, 9), (30, 30, 18, 12, 7, 3))[0]
     style = rng.choices((None, *STYLES), (88, 6, 6))[0]
-    system = rng.choice(SYSTEM[style]) if style or rng.random() < 0.08 else None
+    system = rng.choice(SYSTEM[style or "none"]) if style or rng.random() < 0.08 else None
     talk, said = Talk(rng, style), []
     while len(said) < count:
         task = rng.choices([*TASKS], [*TASKS.values()])[0]
@@ -84,7 +72,7 @@ def dialogue(rng: Random, turns: int | None = None) -> Dialogue:
 
 def text(rng: Random) -> str:
     """A text that is no conversation: a story, for prompts to be continued."""
-    return story(rng, rng.choice([*w.STORY_ANIMALS, *w.STORY_PEOPLE]))
+    return story(rng, rng.choice([*LISTS.story_animals, *LISTS.story_people]))
 
 
 def pair(rng: Random, drill: float = 0.0) -> Pair:
@@ -96,11 +84,13 @@ def pair(rng: Random, drill: float = 0.0) -> Pair:
     fault = "wrong" if drilled else fault
     worse = turn.reply
     if fault == "rude":
-        worse = " ".join([*rng.sample(RUDE, rng.choice((1, 1, 2))), *([turn.reply] if rng.random() < 0.3 else [])])
+        rude = rng.sample(PHRASES["rude"], rng.choice((1, 1, 2)))
+        worse = " ".join([*rude, *([turn.reply] if rng.random() < 0.3 else [])])
     elif fault == "unhelpful" and turn.task not in ("unknown", "ask"):
-        worse = rng.choice(UNKNOWN)
+        worse = rng.choice(PHRASES["unknown"])
     elif fault == "rambling":
-        worse = " ".join([*rng.sample(RAMBLE, rng.randint(2, 4)), turn.reply, *rng.sample(RAMBLE, rng.randint(0, 2))])
+        ramble = PHRASES["rambling"]
+        worse = " ".join([*rng.sample(ramble, rng.randint(2, 4)), turn.reply, *rng.sample(ramble, rng.randint(0, 2))])
     elif fault == "beside":
         worse = dialogue(rng, 1).turns[-1].reply
     elif fault == "torn" and len(parts := turn.reply.split(" ")) > 3:

@@ -54,10 +54,7 @@ def run(models: Models) -> Findings:
         f"epsilon 0.1, empirical prior of {vectors} softmax vectors. *ms*: the median, from the first "
         "log-probabilities on. *nodes of beam*, *ms of beam*: as a share of what beam search (interpolated) takes for "
         "the same log-likelihood; - where it does not reach it, or one beam exceeds it.",
-        table(["search", "k", "log-likelihood", "s.e.", "nodes", "nodes of beam", "passes", "ms", "ms of beam"],
-              [[r["search"], r["k"], f"{r['value']:.3f}", f"{r['value_error']:.3f}", f"{r['nodes']:.1f}",
-                bench.share(r["nodes_of_beam"]), f"{r['passes']:.1f}", f"{r['ms']:.0f}", bench.share(r["ms_of_beam"])]
-               for r in rows]),
+        bench.model_table(rows),
         "The paper gives two points of its figure 5 in numbers (TL;DR, GPT-2, 40 new tokens); here the nearest:",
         beside(rows),
         bullets([line.format(vocabulary=engine.runner.vocab_size) for line in ERRATA]),
@@ -118,12 +115,7 @@ def paint(figure: Any, toy: Sequence[dict[str, Any]], rows: Sequence[dict[str, A
     """Both figures side by side."""
     panels = [(f"toy trees, alpha {alpha}", group) for (alpha,), group in bench.grouped(toy, "alpha")]
     for axes, (title, group) in zip(figure.subplots(1, len(panels) + 1), [*panels, ("model", rows)], strict=True):
-        for (name,), points in bench.grouped(group, "search"):
-            style = {"color": "black", "marker": "o"} if name == "beam" else {"marker": "s"}
-            points = sorted(points, key=lambda row: row["nodes"])
-            x, y = [row["nodes"] for row in points], [row["value"] for row in points]
-            axes.plot(x, y, ms=4, lw=1.2, label=name, **style)
-        axes.set(title=title, xlabel="nodes evaluated")
+        bench.plot_curves(axes, group, "nodes", "nodes evaluated", title)
         axes.legend(fontsize=7, loc="lower right")
     figure.axes[-1].set_xscale("log")
     ticks = [n for n in (20, 40, 100, 200, 400, 1000) if n <= 1.2 * max(row["nodes"] for row in rows)]
