@@ -1,10 +1,11 @@
-"""Calls of the C++ operators but the products, with what the definitions make of them.
+"""Calls of the C++ operators, with what the definitions make of them.
 
 Sizes fill vectors and do not, rows are not finite, slots that nobody may read are NaN, layouts have every form.
 
     python -m tests.kernels.replay.cases FILE       for the driver, to be run on another machine
 """
 
+import dataclasses
 import itertools
 import math
 import random
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels import cpp
+from kernels.linear import reference as products
+from kernels.linear.panels import STEPS, Packed, pack
 from kernels.rows import reference
 from kernels.rows.checks import ACTIVATIONS
 from kernels.tree_attention import native as tree_native
@@ -31,7 +34,8 @@ STRANGE = math.nan, math.inf, -math.inf
 def record() -> Recording:
     """Returns all cases."""
     recording = Recording()
-    for add in (norms, rotary, halves, gates, log_softmax, best, draws, kv_write, kv_copy, layouts, tree_attention):
+    rows = norms, rotary, halves, gates, log_softmax, best, draws
+    for add in (*rows, linear, kv_write, kv_copy, layouts, tree_attention):
         torch.manual_seed(0)
         add(recording)
     return recording
@@ -205,6 +209,25 @@ def draws(recording: Recording) -> None:
         tokens = reference.gumbel_argmax(logp, keys.tolist())
         words, out = keys.to(torch.int32), Expected(torch.full((20,), -1), tokens)
         recording.add(f"{width}, scale {scale}", "gumbel_argmax", 2, logp, words, out, 20, width)
+
+
+def linear(recording: Recording) -> None:
+    """Rows and matrices of all kinds; sizes that fill words, panels, pieces and blocks of rows, and that do not."""
+    sizes = (1, 1, 1), (1, 16, 7), (1, 130, 300), (3, 65, 33), (4, 64, 64), (15, 20, 130), (40, 17, 9)
+    for (name, kind, dtype), of in itertools.product(kinds(), STEPS):
+        for (rows, outs, width), biased in zip(sizes, itertools.cycle((True, False))):
+            weight = torch.randint(-127, 128, (outs, width)) if of == torch.int8 else draw(outs, width)
+            scale = torch.rand(outs) / 127 if of == torch.int8 else None
+            matrix = Packed(pack([weight], of, outs, width), outs, width, scale)
+            x, bias = draw(rows, width, dtype=dtype), draw(outs, dtype=dtype) if biased else None
+            exact = products.linear(x.double(), matrix, None if bias is None else bias.double())
+            plain = products.linear(x, matrix, bias)
+            tensors = {"panels": matrix.panels, "scale": scale, "bias": bias}
+            fields = {name: x for name, x in tensors.items() if x is not None}
+            out = written(blank(plain), exact, plain)
+            out = dataclasses.replace(out, absolute=2 * out.absolute + 2e-6 * width**0.5)
+            case = f"{name}, {rows} rows x {of} {outs} x {width}"
+            recording.add(case, "linear", kind, 2, Pointer(matrix.described(bias), fields), x, out, rows)
 
 
 def kv_write(recording: Recording) -> None:
