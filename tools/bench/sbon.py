@@ -115,7 +115,7 @@ class Whole(NamedTuple):
 
 
 def compared(seconds: float, result: SearchResult, whole: Whole) -> dict[str, float]:
-    """A run against best-of-N's."""
+    """The figures of a run relative to best-of-N's."""
     reward, span = result.outputs[0].score or 0.0, whole.best - whole.worst
     return {
         "seconds": seconds,
@@ -130,7 +130,7 @@ def compared(seconds: float, result: SearchResult, whole: Whole) -> dict[str, fl
 
 
 def averages(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Means over the prompts, but medians of times; and the worst score."""
+    """Means over the prompts, medians of times, and the worst score."""
     names = ("score", "kept", "tokens", "reward", "reward_passes", "bytes")
     times = {name: median(row[name] for row in rows) for name in ("speedup", "seconds")}
     return (
@@ -238,7 +238,7 @@ def timeline(engine: Engine, record: dict[str, Any], search: Search, args: argpa
 
 
 def paint(figure: Any, held: dict[str, list[tuple[int, int]]], room: int) -> None:
-    """Live tokens over time, of both models."""
+    """Draw the live tokens of both models over time."""
     titles = ("generator", "reward model")
     for place, (axes, title) in enumerate(zip(figure.subplots(1, 2, sharey=True), titles, strict=True)):
         for name, steps in held.items():

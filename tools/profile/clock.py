@@ -45,7 +45,7 @@ class Step:
 
 @dataclass
 class Watch:
-    """Steps of one run of an engine; a `PhaseObserver`.
+    """A `PhaseObserver` that measures the steps of one run of an engine.
 
     Args:
         engine: is observed while `watched` lasts.
