@@ -302,6 +302,8 @@ def make_request(record: dict[str, Any], engine: Engine, args: argparse.Namespac
     options = limits(args) | {key: params[key] for key in LIMITS if key in params}
     if isinstance(options["stop"], str):
         options["stop"] = [options["stop"]]
+    if options.get("eos_token_ids", ()) is None:  # None would be the checkpoint's
+        raise UsageError("eos_token_ids: expected a list of token ids, got null")
     for key, words in paths().items():
         if params.get(key) is not None and params[key] not in words:
             also = f"; here it may be {' or '.join(words)}" if words else ""

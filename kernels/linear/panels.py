@@ -38,6 +38,8 @@ class Packed:
         self.dtype = torch.int8 if panels.dtype == torch.uint8 else panels.dtype
         if self.dtype not in STEPS:
             raise ValueError(f"panels: expected one of {list(STEPS)}, got {panels.dtype}")
+        if self.dtype == torch.int8 and width > MAX_INT8_WIDTH:
+            raise ValueError(f"width: int8 takes at most {MAX_INT8_WIDTH}, got {width}")
         expect("panels", panels, panels.dtype, shape(self.dtype, outs, width), torch.device("cpu"))
         if (scale_O is not None) != (self.dtype == torch.int8):
             raise ValueError(f"scale_O: expected one for int8 alone, got {scale_O} for {self.dtype}")

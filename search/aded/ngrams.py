@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.errors import UsageError
 from engine.requests import Task
+from models.checkpoint import buffer_of
 from models.files import locked, open_regular, replacing
 
 BITS = 21
@@ -31,7 +32,6 @@ HEADER = struct.Struct("=8sHHIQ32sII")  # magic, order, version, vocabulary, ent
 ORDER = 0x0102
 SUCCESSORS = 12  # the paper's t: successors kept per bi-gram
 WAIT = 60.0  # seconds to wait for another run that writes a store
-COPIED = 1 << 20  # bytes that are written at a time
 MAX_LOOPED = 512  # entries that a loop adds up; for more, tensors are faster
 REMEDY = "count one for this model: python -m tools.ngrams --model DIR --input FILES --output FILE"
 
@@ -230,7 +230,7 @@ def write_store(path: str | Path, runs: Iterable[Run], vocab_size: int, fingerpr
                 checksum = _append(file, keys, checksum)
                 _append(tail, counts.clamp(max=2**31 - 1).int(), 0)
             tail.seek(0)
-            while piece := tail.read(COPIED):
+            while piece := tail.read(1 << 20):
                 file.write(piece)
                 checksum = zlib.crc32(piece, checksum)
             tokenizer = bytes.fromhex(fingerprint) or bytes(32)
@@ -243,14 +243,9 @@ def write_store(path: str | Path, runs: Iterable[Run], vocab_size: int, fingerpr
 
 
 def _append(file: IO[bytes], values: Tensor, checksum: int) -> int:
-    buffer = bytearray(min(COPIED, values.nbytes) or 8)  # which torch and files share
-    view = torch.frombuffer(buffer, dtype=values.dtype)
-    for part in values.split(len(view)):
-        view[: len(part)] = part
-        piece = memoryview(buffer)[: part.nbytes]
-        file.write(piece)
-        checksum = zlib.crc32(piece, checksum)
-    return checksum
+    values = values.contiguous()
+    file.write(buffer_of(values))
+    return zlib.crc32(buffer_of(values), checksum)
 
 
 def add_to_store(path: str | Path, run: Run, vocab_size: int, fingerprint: str) -> None:

@@ -175,6 +175,7 @@ BAD = [
     ({"prompt": "a", "params": {"stop": [""]}}, "stop: expected a list of non-empty strings"),
     ({"prompt": "a", "params": {"stop": 3}}, "stop: expected a list of non-empty strings"),
     ({"prompt": "a", "params": {"eos_token_ids": 2}}, "eos_token_ids: expected a list of token ids"),
+    ({"prompt": "a", "params": {"eos_token_ids": None}}, "eos_token_ids: expected a list of token ids, got null"),
     ({"prompt": "a", "params": {"eos_token_ids": [[2]]}}, "eos_token_ids: expected token ids"),
     ({"prompt": "a", "params": {"eos_token_ids": [-1]}}, "eos_token_ids: expected token ids"),
 ]
