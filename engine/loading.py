@@ -83,7 +83,7 @@ class _Weights:
         folder: str | Path, dtype: str, device: torch.device, chat_template: str | Path | None, quant: str, compile: str
     ) -> "_Weights":
         checkpoint = Checkpoint.open(folder)
-        precision = pick_dtype(dtype, checkpoint, device)
+        precision, quant = pick_dtype(dtype, checkpoint, device), pick_quant(quant, checkpoint, device)
         tokenizer = Tokenizer.load(folder) if any((Path(folder) / name).exists() for name in FILES) else None
         template = load_template(folder, chat_template, tokenizer)
         model = load_model(checkpoint, precision.dtype, device, quant)
@@ -227,6 +227,20 @@ def check_quant(name: str, device: torch.device) -> None:
         halves = has_products(torch.bfloat16, device)
         remedy = "--dtype bfloat16 halves the weights" if halves else "--dtype float32 is the fastest here"
         raise UsageError(f"quant: {reason}", remedy=f"leave out --quant {name}; {remedy}")
+
+
+def pick_quant(name: str, checkpoint: Checkpoint, device: torch.device) -> str:
+    """The format that matrices are kept in: the one that they were packed in, if they were. Raises UsageError."""
+    if checkpoint.packing is None:
+        return name
+    packed = checkpoint.packing.quant
+    if name not in ("none", packed):
+        raise UsageError(
+            f"quant: the matrices were packed without it, expected {packed}, got {name}",
+            where=str(checkpoint.folder),
+            remedy=f"pack the checkpoint with --quant {name}",
+        )
+    return packed if packed in FORMATS and FORMATS[packed].why_not(device) is None else "none"
 
 
 def load_template(folder: str | Path, choice: str | Path | None, tokenizer: Tokenizer | None) -> ChatTemplate | None:

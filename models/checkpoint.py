@@ -19,9 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kernels.linear import Packed
 from models.errors import CheckpointError
 from models.fields import Fields
 from models.files import open_regular, read_regular
+from models.packed import PANELS, SCALE, Packing
 
 CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -29,15 +31,17 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 OTHERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 DTYPES = FLOATS | OTHERS | {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 FETCH_AGAIN = "Download the file again."
+LINE = 64  # bytes of the caches of processors
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of a tensor."""
+    """What a header says of a tensor. `packed`: the file has its values in a packed matrix alone."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,14 @@ class Checkpoint:
     """A folder in Hugging Face layout. `config` and `generation_config` are the parsed files (the second may be empty).
 
     `tensors` comes from the headers alone: opening a checkpoint reads no weights and allocates nothing of their size.
+    `packing` describes the matrices that were packed ahead, if any; `tensors` has them under their own names as well.
     """
 
     folder: Path
     config: dict[str, Any]
     generation_config: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    packing: Packing | None = None
 
     @staticmethod
     def open(folder: str | Path) -> Checkpoint:
@@ -126,6 +132,8 @@ class Checkpoint:
                 stored[one] = stored[other]
         missing = list(dict.fromkeys(name for name in stored.values() if name not in self.tensors))
         extra = [n for n in self.tensors if n not in known and not any(p.fullmatch(n) for p in ignore)]
+        if self.packing:
+            extra = [name for name in extra if not name.startswith((PANELS, SCALE))]
         faults = [f"missing {_show(name)}{_nearest(name, extra)}" for name in missing[:10]]
         faults += [f"unknown {_show(name)} in {_show(self.tensors[name].file.name)}" for name in extra[:10]]
         wrong = 0
@@ -158,6 +166,12 @@ class Checkpoint:
         """
         by_file: dict[Path, list[str]] = {}
         for name in names:
+            if self.tensors[name].packed:
+                raise CheckpointError(
+                    f"{_show(name)} was packed with other matrices than this version multiplies it with",
+                    where=_show(self.tensors[name].file),
+                    remedy="Pack the checkpoint again: `python -m tools.pack`.",
+                )
             by_file.setdefault(self.tensors[name].file, []).append(name)
         out = {}
         for file, group in by_file.items():
@@ -174,6 +188,23 @@ class Checkpoint:
             if tensor.data_ptr() % tensor.element_size():  # legal in the format, unfit for vector loads
                 out[name] = tensor.clone()
         return out
+
+    def packed(self, names: Sequence[str]) -> Packed | None:
+        """The matrix that was packed ahead of these weights; None if there is none.
+
+        It is multiplied where it is mapped: processes share its memory, and the system may take it back at any time.
+        """
+        key = "+".join(names)
+        if self.packing is None or key not in self.packing.sizes:
+            return None
+        file, wanted = self.tensors[names[0]].file, [PANELS + key]
+        if self.packing.quant == "int8":
+            wanted.append(SCALE + key)
+        try:
+            found = self.read(wanted)
+            return Packed(found[PANELS + key], *self.packing.sizes[key], found.get(SCALE + key))
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"packed matrix {_show(key)}: {error}", where=_show(file)) from error
 
     def rows(self, name: str) -> RowReader:
         """Reads rows of a matrix straight from its file, see `RowReader`."""
@@ -232,7 +263,9 @@ def _open(folder: Path) -> Checkpoint:
         )
     generation = folder / "generation_config.json"
     generation_config = read_json(generation, CONFIG_BYTES) if generation.exists() else {}
-    checkpoint = Checkpoint(folder, config, generation_config, _tensors(folder))
+    tensors = _tensors(folder)
+    packing = _packing(folder / WEIGHTS, tensors) if any(name.startswith(PANELS) for name in tensors) else None
+    checkpoint = Checkpoint(folder, config, generation_config, tensors, packing)
     # So that a bad value is found here and not in mid-conversation.
     _ = checkpoint.architecture, checkpoint.torch_dtype, checkpoint.eos_token_ids, checkpoint.bos_token_id
     return checkpoint
@@ -248,7 +281,8 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapp
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end, order = 0, sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that all are aligned
+    # So that all are aligned, and those that fill whole lines of the processor's caches to those.
+    end, order = 0, sorted(tensors, key=lambda name: (tensors[name].nbytes % LINE > 0, -tensors[name].itemsize, name))
     for name in order:
         start, end = end, end + tensors[name].nbytes
         header[name] = {
@@ -257,7 +291,7 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapp
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % LINE)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
         kept = tensors[name].contiguous()  # a name, so that the buffer outlives the write
@@ -321,6 +355,20 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
             what = f"weight_map: tensor {_show(name)} is not in {_show(file)}"
             raise CheckpointError(what, where=_show(index), remedy=FETCH_AGAIN)
     return tensors
+
+
+def _packing(file: Path, tensors: dict[str, TensorInfo]) -> Packing | None:
+    """What the file says of its packed matrices, which join the tensors under their own names."""
+    try:
+        with safe_open(file, framework="pt") as mapped:
+            packing = Packing.parse(mapped.metadata() or {})
+    except ValueError as error:
+        raise CheckpointError(
+            _show(error), where=_show(file), remedy="Pack it again: `python -m tools.pack`."
+        ) from error
+    for name, (shape, dtype) in (packing.matrices if packing else {}).items():
+        tensors.setdefault(name, TensorInfo(file, shape, dtype, packed=True))  # a head may share its embedding's name
+    return packing
 
 
 def _inside(folder: Path, name: str, where: Path) -> Path:

@@ -59,7 +59,42 @@ def has_products(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.cpu._is_avx512_bf16_supported() and level.upper() not in CONVERTING
 
 
-class FloatLinear(nn.Module):
+class PackedLinear(nn.Module):
+    """y = x W^T + b of a packed matrix, see `models.linear.Linear`.
+
+    Args:
+        packed: the matrix; None where a subclass keeps it in another way.
+        biases: one [out] per weight, or None for all.
+        dtype, device: to compute in; int8 matrices take any dtype.
+
+    Attributes:
+        names: of the checkpoint's tensors that it is made of.
+    """
+
+    names: Sequence[str] = ()
+
+    def __init__(
+        self, packed: Packed | None, biases: Sequence[Tensor] | None, *, dtype: torch.dtype, device: torch.device
+    ):
+        super().__init__()
+        self.packed, self.dtype = packed, dtype
+        self.bias = torch.cat([b.to(device, dtype) for b in biases]) if biases is not None else None
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """For a stack, which has our own products only."""
+        return Matrix(self.packed, self.bias) if self.packed and self.dtype in cpp.KINDS else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., sum of outs]."""
+        assert self.packed is not None
+        if self.dtype in cpp.KINDS:
+            return linear(x, self.packed, self.bias)
+        y = linear(x.float(), self.packed).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+class FloatLinear(PackedLinear):
     """y = x W^T + b, see `models.linear.Linear`.
 
     Where there are C++ kernels, weights are packed into their panels, else, where oneDNN can, into its blocked layout,
@@ -78,11 +113,9 @@ class FloatLinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ):
-        super().__init__()
+        super().__init__(None, biases, dtype=dtype, device=device)
         weights = list(weights)
         self.out_features = sum(w.shape[0] for w in weights)
-        self.bias = torch.cat([b.to(device, dtype) for b in biases]) if biases is not None else None
-        self.packed: Packed | None = None
         self.blocked = False  # by oneDNN
         self.weights: list[Tensor] = []
         if has_kernels(dtype, device):
@@ -102,15 +135,10 @@ class FloatLinear(nn.Module):
         """Every device multiplies floats."""
         return None
 
-    @property
-    def matrix(self) -> Matrix | None:
-        """For a stack, which has our own products only."""
-        return Matrix(self.packed, self.bias) if self.packed else None
-
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
         if self.packed:
-            return linear(x, self.packed, self.bias)
+            return super().forward(x)
         if self.blocked:
             # Opaque to the compiler, which would take the packed weight for a plain one.
             run = torch.ops.coppice.blocked_linear if watched() else blocked_linear

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kernels.cpp import KINDS, watched
-from kernels.linear import Packed, linear, pack
+from kernels.cpp import watched
+from kernels.linear import Packed, pack
 from kernels.linear.reference import quantize as quantize_rows
-from kernels.stack import Matrix
-from models.floats import has_kernels
+from models.floats import PackedLinear, has_kernels
 
 CHUNK = 1 << 22  # weights that are floats at once while a matrix is quantised
 
@@ -28,7 +27,7 @@ def _exact() -> bool:
     return bool(_onednn(x, packed, ones, zero, torch.float32).eq(64 * 127 * (255 - 128)).all())
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(PackedLinear):
     """y = x W^T + b with W as int8 times a scale per row, see `models.linear.Linear`.
 
     x is rounded to 255 steps, each row by its own largest magnitude.
@@ -42,14 +41,11 @@ class Int8Linear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ):
-        super().__init__()
+        super().__init__(None, biases, dtype=dtype, device=device)
         weights = [*weights]
         outs, width = sum(len(w) for w in weights), weights[0].shape[1]
         scale_O = torch.empty(outs)
-        self.bias = torch.cat([b.to(dtype) for b in biases]) if biases is not None else None
-        self.packed: Packed | None = None
         rows = quantized(weights, scale_O)
-        self.dtype = dtype
         if has_kernels(torch.float32, device):
             panels = pack(rows, torch.int8, outs, width)
             self.packed = Packed(panels, outs, width, scale_O.div_(127))
@@ -73,18 +69,10 @@ class Int8Linear(nn.Module):
             return "oneDNN's int8 products overflow here: is ONEDNN_MAX_CPU_ISA set to less than the processor has?"
         return None
 
-    @property
-    def matrix(self) -> Matrix | None:
-        """For a stack, which has our own products only."""
-        return Matrix(self.packed, self.bias) if self.packed and self.dtype in KINDS else None
-
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
         if self.packed:
-            if x.dtype in KINDS:
-                return linear(x, self.packed, self.bias)
-            y = linear(x.float(), self.packed).to(x.dtype)
-            return y if self.bias is None else y + self.bias
+            return super().forward(x)
         run = torch.ops.coppice.int8_linear if watched() else int8_linear
         return run(x, self.weight, self.scale_O, self.zero_O, self.bias)
 

@@ -15,6 +15,7 @@ class Linear(Protocol):
     """y = x W^T + b for one weight or for several that share their input, below each other (query, key, value, say)."""
 
     bias: Tensor | None
+    names: Sequence[str]  # of the checkpoint's tensors
 
     @property
     def matrix(self) -> Matrix | None:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.linear.reference import unpacked
 from models.checkpoint import Checkpoint
+from models.floats import PackedLinear, has_kernels
 from models.linear import FORMATS, Linear
 
 
@@ -39,13 +41,21 @@ class Weights:
 
         Matrices are stored [out, in]; `transposed` ones [in, out].
         """
-        # Read one after the other by whoever takes them, so that their pages of the file can go when they are copied.
-        read = (self._read(f"{name}.weight") for name in names)
-        weights = (weight.T for weight in read) if transposed else read
         biases = [self._read(f"{name}.bias") for name in names] if bias else None
         outs = sum(self._shape(f"{name}.weight")[transposed] for name in names)
         quant = self.quant if outs > 1 else "none"  # a scalar head saves nothing and loses the most
-        return FORMATS[quant](weights, biases, dtype=self.dtype, device=self.device)
+        stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
+        if (packed := self.checkpoint.packed(stored)) and has_kernels(torch.float32, self.device):
+            return PackedLinear(packed, biases, dtype=self.dtype, device=self.device)
+        if packed:
+            weights = iter([unpacked(packed)])
+        else:
+            # Read one after the other by whoever takes them, so that their pages of the file can go when copied.
+            read = (self._read(f"{name}.weight") for name in names)
+            weights = (weight.T for weight in read) if transposed else read
+        layer = FORMATS[quant](weights, biases, dtype=self.dtype, device=self.device)
+        layer.names = stored
+        return layer
 
     def embedding(self, name: str) -> "Embedding":
         """Token embeddings."""

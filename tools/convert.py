@@ -8,6 +8,7 @@ next. DST appears when it is complete, with SRC's config and tokenizer files; th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import tempfile
 import time
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +49,47 @@ def convert(source: str | Path, folder: str | Path, *, progress: bool = False) -
     """
     source, folder = Path(source), Path(folder)
     check_torch(torch.__version__)
+    with new_folder(folder) as partial:
+        if not (source / "config.json").is_file():
+            raise CheckpointError(
+                "the folder holds no config.json", where=str(source), remedy="name the model's folder"
+            )
+        tied = read_json(source / "config.json", CONFIG_BYTES).get("tie_word_embeddings") is True
+        shards = _shards(source)
+        names, total = _write_shards(source, partial, shards, tied, progress)
+        copy_others(source, partial)
+        Checkpoint.open(partial)  # it can be read
+    return {"path": str(folder), "files": len(shards), "tensors": names, "bytes": total}
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the name `folder` when the block ends, and is removed if it fails.
+
+    Raises:
+        UsageError: `folder` is there already, or cannot be made.
+    """
     if folder.exists() or folder.is_symlink():
         raise UsageError("the output folder is there already", where=str(folder), remedy="name a new one, or remove it")
-    if not (source / "config.json").is_file():
-        raise CheckpointError("the folder holds no config.json", where=str(source), remedy="name the model's folder")
-    tied = read_json(source / "config.json", CONFIG_BYTES).get("tie_word_embeddings") is True
-    shards = _shards(source)
     try:
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.absolute().parent))
     except OSError as error:
         raise UsageError(f"the output folder cannot be made: {error.strerror}", where=str(folder)) from None
     try:
-        names, total = _write_shards(source, partial, shards, tied, progress)
-        for path in sorted(source.iterdir()):
-            wanted = path.suffix in COPIED or path.name.startswith(("LICENSE", "NOTICE"))
-            if path.is_file() and wanted and not re.search(r"\.(bin|safetensors)\.", path.name):
-                shutil.copyfile(path, partial / path.name)
-        Checkpoint.open(partial)  # it can be read
+        yield partial
         partial.chmod(0o777 & ~_umask())
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return {"path": str(folder), "files": len(shards), "tensors": names, "bytes": total}
+
+
+def copy_others(source: Path, folder: Path) -> None:
+    """Copy a checkpoint's configuration, tokenizer and licence, not its weights and their index."""
+    for path in sorted(source.iterdir()):
+        wanted = path.suffix in COPIED or path.name.startswith(("LICENSE", "NOTICE"))
+        if path.is_file() and wanted and not re.search(r"\.(bin|safetensors)\.", path.name):
+            shutil.copyfile(path, folder / path.name)
 
 
 def _write_shards(

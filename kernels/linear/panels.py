@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.checks import expect
-from kernels.cpp import KINDS, OPERATORS
+from kernels.cpp import KINDS, OPERATORS, function
 
 PANEL = 16  # outputs
 PIECE = 64  # outputs that are multiplied together; a matrix is padded to whole pieces
@@ -38,6 +38,8 @@ class Packed:
         self.dtype = torch.int8 if panels.dtype == torch.uint8 else panels.dtype
         if self.dtype not in STEPS:
             raise ValueError(f"panels: expected one of {list(STEPS)}, got {panels.dtype}")
+        if self.dtype == torch.int8 and width > MAX_INT8_WIDTH:
+            raise ValueError(f"width: int8 takes at most {MAX_INT8_WIDTH}, got {width}")
         expect("panels", panels, panels.dtype, shape(self.dtype, outs, width), torch.device("cpu"))
         if (scale_O is not None) != (self.dtype == torch.int8):
             raise ValueError(f"scale_O: expected one for int8 alone, got {scale_O} for {self.dtype}")
@@ -58,7 +60,7 @@ def shape(dtype: torch.dtype, outs: int, width: int) -> tuple[int, int, int, int
 
 
 def pack(rows: Iterable[Tensor], dtype: torch.dtype, outs: int, width: int) -> Tensor:
-    """Panels of a matrix that comes in blocks of rows.
+    """Panels of a matrix that comes in blocks of rows; by C++.
 
     Args:
         rows: [any, width] each, `outs` together, cast to `dtype`.
@@ -86,8 +88,10 @@ def pack(rows: Iterable[Tensor], dtype: torch.dtype, outs: int, width: int) -> T
         nonlocal panel, filled
         count = -(-filled // PANEL)
         block_OI[filled : count * PANEL] = zero
-        lines = block_OI[: count * PANEL].view(count, PANEL, -1, step)
-        panels_PSOE[panel : panel + count].copy_(lines.transpose(1, 2))
+        function("pack")(
+            *(torch.get_num_threads(), step * stored.itemsize, block_OI.data_ptr(), panels_PSOE[panel:].data_ptr()),
+            *(count, panels_PSOE.shape[1]),
+        )
         panel, filled = panel + count, 0
 
     for part in rows:

@@ -13,6 +13,12 @@ def unpack(matrix: Packed) -> Tensor:
     return (rows.int() - 128).to(torch.int8) if matrix.dtype == torch.int8 else rows
 
 
+def unpacked(matrix: Packed) -> Tensor:
+    """What the elements stand for: floats in their dtype, or int8 times their scales in float32."""
+    weight_OI = unpack(matrix)
+    return weight_OI if matrix.scale_O is None else weight_OI * (matrix.scale_O * 127).unsqueeze(1)
+
+
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows in steps of 1 / 127 of their largest magnitude, rounded.
 

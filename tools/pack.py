@@ -1,0 +1,101 @@
+"""Packs a checkpoint's matrices ahead: `python -m tools.pack MODEL --output DIR`.
+
+DIR is a model folder like MODEL, with the same files but for the weights. It loads in the time that its small tensors
+take, on any processor: the matrices stay where the file is mapped, so that processes share their memory, and the system
+may take it back under pressure. While a model of such a folder runs, replace its files instead of overwriting them.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.app.cli import run
+from engine.errors import CheckpointError, UsageError
+from engine.loading import check_quant
+from models import load_model
+from models.checkpoint import WEIGHTS, Checkpoint, write_tensors
+from models.floats import PackedLinear, has_kernels
+from models.linear import FORMATS
+from models.packed import PANELS, SCALE, Packing
+from tools.convert import copy_others, new_folder
+
+
+def pack(source: str | Path, folder: str | Path, *, quant: str = "none") -> dict[str, Any]:
+    """Write the checkpoint in `source` into the new folder `folder`, its matrices packed.
+
+    Args:
+        quant: format of the matrices, a key of `models.linear.FORMATS`; "none" keeps their dtype.
+
+    Returns:
+        {"path", "matrices", "bytes"} (bytes of the weights file).
+
+    Raises:
+        CheckpointError: `source` is no checkpoint, or one that is packed already.
+        UsageError: `folder` is there already, or this machine has no C++ kernels.
+    """
+    cpu = torch.device("cpu")
+    check_quant(quant, cpu)
+    if not has_kernels(torch.float32, cpu):
+        raise UsageError("packing needs the C++ kernels", remedy="install a C++ compiler: `python -m kernels.build`")
+    checkpoint = Checkpoint.open(source)
+    if checkpoint.packing:
+        raise CheckpointError("the matrices are packed already", where=str(source))
+    with new_folder(Path(folder)) as partial:
+        model = load_model(checkpoint, torch.float32, cpu, quant)
+        layers = [layer for layer in model.modules() if isinstance(layer, PackedLinear) and layer.packed]
+        tensors: dict[str, Tensor] = {}
+        sizes: dict[str, tuple[int, int]] = {}
+        names: set[str] = set()
+        for layer in layers:
+            key, packed = "+".join(layer.names), layer.packed
+            assert packed is not None
+            tensors[PANELS + key], sizes[key] = packed.panels, (packed.outs, packed.width)
+            if packed.scale_O is not None:
+                tensors[SCALE + key] = packed.scale_O
+            names.update(layer.names)
+        matrices = {name: (checkpoint.tensors[name].shape, checkpoint.tensors[name].dtype) for name in names}
+        rest = [name for name in checkpoint.tensors if name not in names or name in _embeddings(model)]
+        tensors |= checkpoint.read(rest)
+        with (partial / WEIGHTS).open("wb") as file:
+            write_tensors(file, tensors, Packing(quant, matrices, sizes).metadata())
+        copy_others(Path(source), partial)
+        Checkpoint.open(partial)  # it can be read
+        size = (partial / WEIGHTS).stat().st_size
+    return {"path": str(folder), "matrices": len(sizes), "bytes": size}
+
+
+def _embeddings(model: Any) -> set[str]:
+    """Names of matrices whose rows are looked up, which a head may share."""
+    return {model.embedding.rows.name}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.pack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", metavar="MODEL", help="model folder")
+    parser.add_argument("--output", metavar="DIR", required=True, help="folder to make; must not exist")
+    parser.add_argument(
+        "--quant", choices=FORMATS, default="none", help="format of the matrices (default: their dtype)"
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="traceback of errors")
+    args = parser.parse_args(argv)
+
+    def work() -> int:
+        began = time.perf_counter()
+        report = pack(args.source, args.output, quant=args.quant)
+        print(json.dumps({**report, "seconds": round(time.perf_counter() - began, 3)}))
+        return 0
+
+    return run(work, args.verbose)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
