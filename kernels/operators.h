@@ -67,6 +67,9 @@ struct Matrix {
     int64_t outs, width;
 };
 
+// Rows of `steps` words, 2 or 4 bytes each, to panels of 16 rows; layout: linear/panels.py.
+void coppice_pack(int64_t threads, int64_t bytes, const void* rows, void* panels, int64_t count, int64_t steps);
+
 // x [rows, width], out [rows, outs], both of `kind`.
 void coppice_linear(int64_t kind, int64_t threads, const Matrix* matrix, const void* x, void* out, int64_t rows);
 

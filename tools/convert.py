@@ -158,7 +158,7 @@ def _shards(source: Path) -> dict[str, set[str] | None]:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    """What a pickle holds, read without running any of its code, and mapped where its format allows."""
+    """Read the tensors of a pickle without running any of its code; mapped where its format allows."""
     try:
         with open_regular(path) as file:
             start = file.read(64)
@@ -205,7 +205,7 @@ def _problem(name: Any, tensor: Any) -> str:
 
 
 def _separate(tensors: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
-    """Contiguous tensors of which no two share memory; a tied head that is the embedding again is left out."""
+    """Make the tensors contiguous and separate in memory; a tied head that equals the embedding is left out."""
     out: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name in sorted(tensors, key=lambda name: (name.endswith("lm_head.weight"), name)):

@@ -140,7 +140,7 @@ def robust(model: Any, exact: Any, prompt: list[int], hf: dict[str, Any], output
     return all(tokens(generate(model, prompt, hf, noise=trial)) == tokens(outputs) for trial in range(TRIALS))
 
 
-def telling(outputs: list[dict[str, Any]], hf: dict[str, Any]) -> bool:
+def informative(outputs: list[dict[str, Any]], hf: dict[str, Any]) -> bool:
     """Whether the run is informative: an end of sequence strictly inside the budget where one may occur."""
     if hf["max_new_tokens"] == 1 or hf["eos_token_id"] is None:
         return True
@@ -154,7 +154,7 @@ def run(
     for _ in range(ATTEMPTS):
         prompt = prompts()
         outputs = generate(model, prompt, hf)
-        if telling(outputs, hf) and robust(model, exact, prompt, hf, outputs):
+        if informative(outputs, hf) and robust(model, exact, prompt, hf, outputs):
             return {**ours, "hf": hf, "prompt_ids": prompt, "outputs": outputs}
     raise SystemExit(f"no robust prompt in {ATTEMPTS} for {ours}: change the variant's seed")
 

@@ -43,7 +43,7 @@ def build(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer.load(args.model)
     began, tokens = time.monotonic(), 0
 
-    def tell(text: str, end: str = "\r") -> None:
+    def progress(text: str, end: str = "\r") -> None:
         if not args.quiet:
             print(f"{text}, {tokens:,} tokens, {time.monotonic() - began:.0f} s\x1b[K", file=sys.stderr, end=end)
 
@@ -78,11 +78,11 @@ def build(args: argparse.Namespace) -> int:
                 held.append(count(ids))
                 if sum(len(keys) for keys, _ in held) > HELD:
                     settle()
-                tell(f"counting {Path(name).name}")
+                progress(f"counting {Path(name).name}")
         settle()
-        tell("merging")
+        progress("merging")
         entries = write_store(args.output, merge(done + held, args.successors), tokenizer.size, tokenizer.fingerprint)
-    tell(f"{Path(args.output).name}: {entries:,} entries, {Path(args.output).stat().st_size / 1e6:.1f} MB", "\n")
+    progress(f"{Path(args.output).name}: {entries:,} entries, {Path(args.output).stat().st_size / 1e6:.1f} MB", "\n")
     return 0
 
 

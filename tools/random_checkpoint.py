@@ -32,7 +32,7 @@ HEAD_NORMS = {"llama": (), "qwen3": ("self_attn.q_norm", "self_attn.k_norm")}  #
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that a `config.json` (either spelling) asks for, in file order."""
+    """Name -> shape of every tensor that a `config.json` (either spelling) requires, in file order."""
     width, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head_dim = config.get("head_dim") or width // config["num_attention_heads"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
@@ -148,7 +148,7 @@ def tokenizer_json(vocab: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What `make` writes. Raises ValueError for impossible shapes.
+    """The shape and options of a checkpoint. Raises ValueError for impossible shapes.
 
     Args:
         rope: scaling parameters, written as they are: into `rope_parameters` (config_style "v5", as transformers 5

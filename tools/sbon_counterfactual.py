@@ -43,7 +43,7 @@ GROUP = 100  # utterances of one search
 
 @dataclass(frozen=True)
 class Collect(BoN):
-    """Best-of-N that also asks for the reward of every beginning of a multiple of `every` tokens; in its stats."""
+    """Best-of-N that also judges every beginning of a multiple of `every` tokens; its stats hold the rewards."""
 
     every: int = 16
 
@@ -91,7 +91,7 @@ def draw_utterances(engine: Engine, record: dict[str, Any], args: argparse.Names
 
 
 def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The first of the file; else requests for stories, fresh from the demo's generator, others for each seed."""
+    """The first prompts of the file, or requests for stories of the demo's generator; other ones for each seed."""
     if args.input:
         with open(args.input, encoding="utf-8") as source:
             return [json.loads(line) for line in source if line.strip()][: args.prompts]
@@ -143,7 +143,7 @@ class Utterances:
 def counterfactual(
     partial_BN: Tensor, final_BN: Tensor, length_BN: Tensor, tau: float, alpha: float, keep_finished: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """B runs of speculative best-of-N over N utterances each, all at once.
+    """Evaluate B runs of speculative best-of-N over N utterances each.
 
     Args:
         partial_BN, final_BN: rewards at the decision token (the final one where an utterance ended before) and at the
@@ -202,7 +202,7 @@ def bootstrap(
 
 
 def correlations(prompts: Sequence[Utterances]) -> list[dict[str, float]]:
-    """Of partial and final rewards, mean and deviation over the prompts, by tau."""
+    """Correlations of partial and final rewards by tau: mean and deviation over the prompts."""
     rows = []
     for p in range(max(prompt.partial_MP.shape[1] for prompt in prompts)):
         pairs = []

@@ -65,7 +65,7 @@ class ToyTree:
         return float(sums[0]), cost
 
     def search(self, search: Search, slots: int = 4096, **task: Any) -> SearchResult:
-        """Run one of the engine's searches, this tree in place of a model."""
+        """Run a search of the engine with this tree instead of a model."""
         tree = TokenTree(PagePool(SHAPE, slots, 1), [0])
         options = {"max_new_tokens": self.depth, "eos_token_ids": frozenset(), "vocab_size": self.branching}
 

@@ -27,6 +27,7 @@ from engine.app.cli import (
     add_verbosity_flags,
     limits,
     load_engine,
+    parse_object,
     run,
     search_params,
 )
@@ -240,23 +241,11 @@ def parse_record(line: bytes) -> dict[str, Any]:
     """A line of the input as an object. Raises UsageError."""
     if len(line) > MAX_LINE:
         raise UsageError(f"the line has more than {MAX_LINE >> 20} MB")
+    hooks = {"parse_constant": _no_constant, "parse_float": _finite, "parse_int": _sane, "object_pairs_hook": _unique}
     try:
-        record = json.loads(
-            line.decode(),
-            parse_constant=_no_constant,
-            parse_float=_finite,
-            parse_int=_sane,
-            object_pairs_hook=_unique,
-        )
-    except UnicodeDecodeError as error:
-        raise UsageError(f"not valid UTF-8: byte 0x{line[error.start]:02X} at {error.start}") from None
-    except RecursionError:
-        raise UsageError("malformed JSON: nested too deep") from None
-    except json.JSONDecodeError as error:
-        raise UsageError(f"malformed JSON: {error.msg} at character {error.pos}") from None
-    if not isinstance(record, dict):
-        raise UsageError(f"expected a JSON object, got {_show(record)}")
-    return record
+        return parse_object(line, **hooks)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _no_constant(name: str) -> float:

@@ -4,6 +4,7 @@ import argparse
 import difflib
 import errno
 import inspect
+import json
 import os
 import re
 import sys
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 from engine.contract import is_ours
 from engine.demo import with_defaults
 from engine.engine import Engine
-from engine.errors import CoppiceError, UsageError
+from engine.errors import CoppiceError, UsageError, shortened
 from engine.loading import DTYPES
 from engine.memory import is_out_of_memory, out_of_memory, read_size
 from engine.startup import started
@@ -241,6 +242,23 @@ def load_engine(args: argparse.Namespace) -> Engine:
 
 
 # --- values ---
+
+
+def parse_object(data: bytes, **hooks: Any) -> dict[str, Any]:
+    """A JSON object from bytes; `hooks` are options of `json.loads`. Raises ValueError with the fault."""
+    try:
+        value = json.loads(data.decode(), **hooks)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not valid UTF-8: byte 0x{data[error.start]:02X} at {error.start}") from None
+    except RecursionError:
+        raise ValueError("malformed JSON: nested too deep") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"malformed JSON: {error}") from None
+    except ValueError:  # Python limits the digits of an integer
+        raise ValueError("a number is out of range") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {shortened(json.dumps(value))}")
+    return value
 
 
 def parse_size(text: str) -> int:

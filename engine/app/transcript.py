@@ -8,6 +8,7 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
+from engine.app.cli import parse_object
 from engine.conversation import REASONS, Conversation, Turn
 from engine.errors import UsageError, shortened
 from engine.text.tokenizer import check_utf8
@@ -100,10 +101,6 @@ def check_target(path: str | Path) -> None:
         raise UsageError("cannot save the conversation: the folder cannot be written to", where=str(target.parent))
 
 
-class _Malformed(Exception):
-    """The fault of a file."""
-
-
 def load(path: str | Path) -> Transcript:
     """Read and check a conversation. Raises UsageError."""
     try:
@@ -116,7 +113,7 @@ def load(path: str | Path) -> Transcript:
             what = f"the conversation was saved in format {record['version']}, this program knows up to {VERSION}"
             raise UsageError(what, where=str(path), remedy="use the coppice that saved it, or a later one")
         return _transcript(record)
-    except _Malformed as wrong:
+    except ValueError as wrong:
         what = f"this is no saved conversation: {wrong}"
         raise UsageError(what, where=str(path), remedy="/save writes one") from None
 
@@ -124,40 +121,31 @@ def load(path: str | Path) -> Transcript:
 def _record(data: bytes) -> dict[str, Any]:
     """The JSON object of a file, its format and version checked."""
     if len(data) > MAX_FILE:
-        raise _Malformed(f"it has more than {MAX_FILE >> 20} MB")
-    try:
-        record = json.loads(data)
-    except RecursionError:
-        raise _Malformed("nested too deep") from None
-    except UnicodeDecodeError as error:
-        raise _Malformed(f"not valid UTF-8 at byte {error.start}") from None
-    except json.JSONDecodeError as error:
-        raise _Malformed(f"malformed JSON, line {error.lineno}: {error.msg}") from None
-    except ValueError:
-        raise _Malformed("a number is out of range") from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise _Malformed(f'expected an object with "format": "{FORMAT}"')
+        raise ValueError(f"it has more than {MAX_FILE >> 20} MB")
+    record = parse_object(data)
+    if record.get("format") != FORMAT:
+        raise ValueError(f'expected an object with "format": "{FORMAT}"')
     if type(record.get("version")) is not int or record["version"] < 1:
-        raise _Malformed(f"version: expected an integer >= 1, got {_show(record.get('version'))}")
+        raise ValueError(f"version: expected an integer >= 1, got {_show(record.get('version'))}")
     return record
 
 
 def _transcript(record: Mapping[str, Any]) -> Transcript:
     entries, first = record.get("turns"), record.get("forgotten", 0)
     if not isinstance(entries, list):
-        raise _Malformed(f"turns: expected a list, got {_show(entries)}")
+        raise ValueError(f"turns: expected a list, got {_show(entries)}")
     if type(first) is not int or not 0 <= first <= max(0, len(entries) - 1):
-        raise _Malformed(f"forgotten: expected an integer below the number of turns, got {_show(first)}")
+        raise ValueError(f"forgotten: expected an integer below the number of turns, got {_show(first)}")
     if not isinstance(record.get("settings", {}), dict):
-        raise _Malformed(f"settings: expected an object, got {_show(record['settings'])}")
+        raise ValueError(f"settings: expected an object, got {_show(record['settings'])}")
     turns = []
     for i, entry in enumerate(entries):
         where = f"turn {i + 1}: "
         if not isinstance(entry, dict):
-            raise _Malformed(f"{where}expected an object, got {_show(entry)}")
+            raise ValueError(f"{where}expected an object, got {_show(entry)}")
         reason = _text(entry, "finish_reason", where)
         if reason not in REASONS:
-            raise _Malformed(f"{where}finish_reason: expected one of {', '.join(REASONS)}, got {_show(reason)}")
+            raise ValueError(f"{where}finish_reason: expected one of {', '.join(REASONS)}, got {_show(reason)}")
         turns.append(Turn(_text(entry, "user", where), _text(entry, "reply", where), reason, first=min(first, i)))
     system = None if record.get("system") is None else _text(record, "system")
     return Transcript(turns, system, _text(record, "model"), record.get("settings", {}))
@@ -165,11 +153,11 @@ def _transcript(record: Mapping[str, Any]) -> Transcript:
 
 def _text(of: Mapping[str, Any], key: str, where: str = "") -> str:
     if not isinstance(of.get(key), str):
-        raise _Malformed(f"{where}{key}: expected a string, got {_show(of.get(key))}")
+        raise ValueError(f"{where}{key}: expected a string, got {_show(of.get(key))}")
     try:
         return check_utf8(of[key])
     except UsageError as error:
-        raise _Malformed(f"{where}{key}: {error.what}") from None
+        raise ValueError(f"{where}{key}: {error.what}") from None
 
 
 def _writable(path: str | Path) -> Path:

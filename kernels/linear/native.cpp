@@ -183,7 +183,22 @@ void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void
     }
 }
 
+template <typename Word>
+void pack(int64_t threads, const Word* rows, Word* panels, int64_t count, int64_t steps) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t panel = 0; panel < count; panel++)
+        for (int64_t i = 0; i < steps; i++)
+            for (int out = 0; out < PANEL; out++)
+                panels[(panel * steps + i) * PANEL + out] = rows[(panel * PANEL + out) * steps + i];
+}
+
 }  // namespace
+
+extern "C" void coppice_pack(int64_t threads, int64_t bytes, const void* rows, void* panels, int64_t count,
+                             int64_t steps) {
+    if (bytes == 4) pack(threads, (const uint32_t*)rows, (uint32_t*)panels, count, steps);
+    if (bytes == 2) pack(threads, (const uint16_t*)rows, (uint16_t*)panels, count, steps);
+}
 
 extern "C" void coppice_linear(int64_t kind, int64_t threads, const Matrix* matrix, const void* x, void* out,
                                int64_t rows) {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.checks import expect
-from kernels.cpp import KINDS, OPERATORS
+from kernels.cpp import KINDS, OPERATORS, function
 
 PANEL = 16  # outputs
 PIECE = 64  # outputs that are multiplied together; a matrix is padded to whole pieces
@@ -60,7 +60,7 @@ def shape(dtype: torch.dtype, outs: int, width: int) -> tuple[int, int, int, int
 
 
 def pack(rows: Iterable[Tensor], dtype: torch.dtype, outs: int, width: int) -> Tensor:
-    """Panels of a matrix that comes in blocks of rows.
+    """Panels of a matrix that comes in blocks of rows; by C++.
 
     Args:
         rows: [any, width] each, `outs` together, cast to `dtype`.
@@ -88,8 +88,10 @@ def pack(rows: Iterable[Tensor], dtype: torch.dtype, outs: int, width: int) -> T
         nonlocal panel, filled
         count = -(-filled // PANEL)
         block_OI[filled : count * PANEL] = zero
-        lines = block_OI[: count * PANEL].view(count, PANEL, -1, step)
-        panels_PSOE[panel : panel + count].copy_(lines.transpose(1, 2))
+        function("pack")(
+            *(torch.get_num_threads(), step * stored.itemsize, block_OI.data_ptr(), panels_PSOE[panel:].data_ptr()),
+            *(count, panels_PSOE.shape[1]),
+        )
         panel, filled = panel + count, 0
 
     for part in rows:

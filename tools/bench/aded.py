@@ -162,7 +162,7 @@ def by_size(
     writer: Engine,
     scratch: Path,
 ) -> list[dict[str, Any]]:
-    """Random Llamas of the sizes of --sizes recite the texts."""
+    """Compare methods on random Llamas of the sizes of --sizes that recite the texts."""
     rows = []
     for size in args.sizes:
         layers, width = map(int, size.split("x"))

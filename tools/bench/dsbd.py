@@ -120,7 +120,7 @@ def front_report(
     rows: Sequence[dict[str, Any]],
     ratios: Sequence[dict[str, Any]],
 ) -> str:
-    """The setting, the table of all rows, and that of speeds at equal quality."""
+    """Report the setting, all rows, and the speeds at equal quality."""
     rows = [row | {"star": "*" if row["front"] else ""} for row in rows]
     return "\n\n".join([
         f"{label} ({sizes[0] / 1e6:.1f}M and {sizes[1] / 1e6:.1f}M parameters); {args.prompts} prompts of "
@@ -202,7 +202,7 @@ def mark_front(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every row of beam sampling, the fastest of DSBD that is at least as good; then of DSBD with n-grams."""
+    """Compare each row of beam sampling with the fastest row of DSBD, then of DSBD with n-grams, that is as good."""
     found = []
     for kind in ("dsbd", "n-grams"):
         mine = [row for row in rows if row["search"] == kind]

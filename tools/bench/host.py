@@ -23,7 +23,7 @@ RUNS = 3
 
 
 class Idle:
-    """A model of one narrow layer that is never computed; its logits come from a table."""
+    """A model that computes nothing; its logits come from a table."""
 
     shape = ModelShape(layers=1, kv_heads=1, head_dim=2, vocab_size=VOCAB, max_positions=None)
     layers = ()

@@ -41,7 +41,7 @@ def copy_bandwidth() -> float:
 
 @torch.inference_mode()
 def gemm_rate(kind: str) -> float:
-    """Operations per second of a large linear layer, as the models have it: "float32", "bfloat16", "int8"."""
+    """Operations per second of a large linear layer of the models: "float32", "bfloat16", "int8"."""
     rows, width, out = GEMM
     dtype = torch.bfloat16 if kind == "int8" else getattr(torch, kind)
     weight = torch.randn(out, width)

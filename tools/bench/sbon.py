@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from statistics import fmean, median, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine import Engine
 from engine.demo import with_defaults
@@ -21,6 +21,7 @@ from tools.bench.measure import in_turn, ratio, standard_error
 from tools.bench.report import finish, rows_table, stamp
 from tools.sbon_counterfactual import add_prompt_flags, as_request, prompts
 
+Run = tuple[float, SearchResult]  # seconds and result
 STEPS = "12:0.5,24:0.5,48:0.5"  # an additional line of the figure
 TABLE = """Per prompt, all on the same keyed draws. *speedup*: seconds of the first row over its own, the median over
 the prompts; *score*: 100 for the first row's reward, 0 for the worst of its utterances, the mean and its standard error
@@ -89,58 +90,41 @@ def table_rows(
     ask(engine, records[0], BoN(n=args.n, **options), args)  # warm
     works = {name: lambda i, search=search: ask(engine, records[i], search, args) for name, search in searches.items()}
     runs = in_turn(works, len(records), what="prompt")
-    wholes = [Whole.of(*run) for run in runs[f"Bo{args.n}"]]
-    measured = {name: [compared(*run, whole) for run, whole in zip(own, wholes, strict=True)]
-                for name, own in runs.items()}  # fmt: skip
-    m = max(1, round(args.n / median(row["speedup"] for row in measured["SBoN"])))
-    lesser = BoN(n=m, **options)
-    measured[f"BoM, M = {m}"] = [
-        compared(*ask(engine, record, lesser, args), whole) for record, whole in zip(records, wholes, strict=True)
-    ]
-    return [{"search": name, **averages(values)} for name, values in measured.items()]
+    first = runs[f"Bo{args.n}"]
+    m = max(1, round(args.n / summary("SBoN", runs["SBoN"], first)["speedup"]))
+    runs[f"BoM, M = {m}"] = [ask(engine, record, BoN(n=m, **options), args) for record in records]
+    return [summary(name, own, first) for name, own in runs.items()]
 
 
-class Whole(NamedTuple):
-    """Best-of-N on a prompt: the baseline of the other searches."""
-
-    seconds: float
-    best: float
-    worst: float
-    drawn: int
-
-    @staticmethod
-    def of(seconds: float, result: SearchResult) -> "Whole":
-        rewards = [reward for _, reward in result.stats["rewards"]]
-        return Whole(seconds, max(rewards), min(rewards), result.stats["tokens_drawn"])
-
-
-def compared(seconds: float, result: SearchResult, whole: Whole) -> dict[str, float]:
-    """A run against best-of-N's."""
-    reward, span = result.outputs[0].score or 0.0, whole.best - whole.worst
+def summary(name: str, own: Sequence[Run], first: Sequence[Run], spread: float = 1.0) -> dict[str, Any]:
+    """Means of a search's runs and medians of its times, alone and relative to best-of-N's runs `first` on the same
+    prompts and draws; gains are in units of `spread`."""
+    seconds, base_seconds = ([took for took, _ in runs] for runs in (own, first))
+    results, base = ([result for _, result in runs] for runs in (own, first))
+    rewards, base_rewards = ([result.outputs[0].score or 0.0 for result in x] for x in (results, base))
+    drawn, base_drawn = ([result.stats["tokens_drawn"] for result in x] for x in (results, base))
+    finals = [[reward for _, reward in result.stats["rewards"]] for result in base]
+    bests, spans = [max(x) for x in finals], [max(x) - min(x) for x in finals]
+    scores = [100 * (1 - (best - reward) / span) if span else 100.0
+              for reward, best, span in zip(rewards, bests, spans, strict=True)]  # fmt: skip
+    gains = [(a - b) / spread for a, b in zip(rewards, base_rewards, strict=True)]
     return {
-        "seconds": seconds,
-        "speedup": whole.seconds / seconds,
-        "reward": reward,
-        "score": 100 * (1 - (whole.best - reward) / span) if span else 100.0,
-        "kept": math.isclose(reward, whole.best, abs_tol=1e-4),
-        "tokens": result.stats["tokens_drawn"] / whole.drawn,
-        "reward_passes": result.stats["reward_forward_passes"],
-        "bytes": result.stats["kv_bytes_peak"],
+        "search": name,
+        "seconds": median(seconds),
+        "speedup": ratio(base_seconds, seconds),
+        "time": ratio(seconds, base_seconds),
+        "reward": fmean(rewards),
+        "score": fmean(scores),
+        "score_se": standard_error(scores),
+        "worst": min(scores),
+        "kept": fmean(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(rewards, bests, strict=True)),
+        "gain": fmean(gains),
+        "gain_se": standard_error(gains),
+        "drawn": fmean(drawn),
+        "tokens": fmean(a / b for a, b in zip(drawn, base_drawn, strict=True)),
+        "reward_passes": fmean(result.stats["reward_forward_passes"] for result in results),
+        "bytes": max(result.stats["kv_bytes_peak"] for result in results),
     }
-
-
-def averages(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Means over the prompts, but medians of times; and the worst score."""
-    names = ("score", "kept", "tokens", "reward", "reward_passes", "bytes")
-    times = {name: median(row[name] for row in rows) for name in ("speedup", "seconds")}
-    return (
-        {name: fmean(row[name] for row in rows) for name in names}
-        | times
-        | {
-            "worst": min(row["score"] for row in rows),
-            "score_se": standard_error([row["score"] for row in rows]),
-        }
-    )
 
 
 # --- the paper's figure 4 ---
@@ -156,7 +140,7 @@ def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     plans = memory_plans(args, tight, free)
     cases = list(product(range(args.seed, args.seed + args.seeds), records))
 
-    def run(engine: Engine, search: Search, i: int) -> tuple[float, SearchResult]:
+    def run(engine: Engine, search: Search, i: int) -> Run:
         seed, record = cases[i]
         return ask(engine, record, replace(search, seed=seed), args)  # type: ignore[type-var]
 
@@ -165,7 +149,7 @@ def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     *_, most = runs.values()
     spread = fmean(stdev(reward for _, reward in result.stats["rewards"]) for _, result in most)
     first = runs[f"Bo{args.kept}"]
-    rows = [against(name, own, first, spread) for name, own in runs.items()]
+    rows = [summary(name, own, first, spread) for name, own in runs.items()]
     timed = {name: plan for name, plan in plans.items() if plan[0] is tight} | {
         f"SBoN 100 at {STEPS}": (free, SBoN(n=100, schedule=STEPS, temperature=args.temperature)),
         "Bo100": (free, BoN(n=100, temperature=args.temperature)),
@@ -200,29 +184,10 @@ def memory_report(args: argparse.Namespace, setting: str, rows: Sequence[dict[st
         f"{setting}, {args.seeds} seeds, up to {args.max_new_tokens} tokens, temperature {args.temperature}.",
         rows_table(rows, {
             "": "{search}", "reward": "{reward:.3f}", "gain": "{gain:.2f} ± {gain_se:.2f}",
-            "seconds": "{seconds:.2f}", "time": "{time:.2f}", "tokens": "{tokens:.0f}", "peak MB": "{bytes:MB}"}),
+            "seconds": "{seconds:.2f}", "time": "{time:.2f}", "tokens": "{drawn:.0f}", "peak MB": "{bytes:MB}"}),
         MEMORY.format(kept=args.kept, length=args.max_new_tokens),
         "![live tokens over the steps of one prompt](sbon_memory.svg)",
     ])  # fmt: skip
-
-
-def against(
-    name: str, own: Sequence[tuple[float, SearchResult]], first: Sequence[tuple[float, SearchResult]], spread: float
-) -> dict[str, Any]:
-    """Means of a search's runs and medians of its times, against those of another on the same prompts and seeds."""
-    rewards, theirs = ([result.outputs[0].score or 0.0 for _, result in runs] for runs in (own, first))
-    gains = [(a - b) / spread for a, b in zip(rewards, theirs, strict=True)]
-    seconds, base = ([took for took, _ in runs] for runs in (own, first))
-    return {
-        "search": name,
-        "reward": fmean(rewards),
-        "gain": fmean(gains),
-        "gain_se": standard_error(gains),
-        "seconds": median(seconds),
-        "time": ratio(seconds, base),
-        "tokens": fmean(result.stats["tokens_drawn"] for _, result in own),
-        "bytes": max(result.stats["kv_bytes_peak"] for _, result in own),
-    }
 
 
 def timeline(engine: Engine, record: dict[str, Any], search: Search, args: argparse.Namespace) -> list[tuple[int, int]]:
@@ -238,7 +203,7 @@ def timeline(engine: Engine, record: dict[str, Any], search: Search, args: argpa
 
 
 def paint(figure: Any, held: dict[str, list[tuple[int, int]]], room: int) -> None:
-    """Live tokens over time, of both models."""
+    """Draw the live tokens of both models over time."""
     titles = ("generator", "reward model")
     for place, (axes, title) in enumerate(zip(figure.subplots(1, 2, sharey=True), titles, strict=True)):
         for name, steps in held.items():
@@ -259,7 +224,7 @@ def load(args: argparse.Namespace, **options: Any) -> Engine:
     return Engine.load(model, reward=reward, dtype=args.dtype, threads=args.threads, **options)
 
 
-def ask(engine: Engine, record: dict[str, Any], search: Search, args: argparse.Namespace) -> tuple[float, SearchResult]:
+def ask(engine: Engine, record: dict[str, Any], search: Search, args: argparse.Namespace) -> Run:
     """Seconds and result."""
     request = as_request(record, engine, search, max_new_tokens=args.max_new_tokens)
     began = time.perf_counter()

@@ -28,12 +28,12 @@ class Altered(Search):
                 answer = self.alter(task, request, answer.rows_NV)
 
     def task(self, task: Task) -> Task:
-        """The task that the other search gets."""
+        """The task that the wrapped search gets."""
         return task
 
     @abstractmethod
     def alter(self, task: Task, request: Evaluate, rows_NV: Tensor) -> Answer:
-        """The answer in place of the model's."""
+        """Return the answer that replaces the model's."""
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         return self.search.slots(prompt_tokens, new_tokens)
@@ -42,7 +42,7 @@ class Altered(Search):
         self.search.check(vocab_size, self.task_eos(eos_token_ids))
 
     def task_eos(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """The end-of-sequence tokens that the other search gets."""
+        """The end-of-sequence tokens that the wrapped search gets."""
         return eos_token_ids
 
 

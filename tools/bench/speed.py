@@ -21,6 +21,7 @@ from models.checkpoint import Checkpoint
 from models.int8 import Int8Linear
 from tools.bench import gpu, host, limits, peers
 from tools.bench.checkpoints import add_flags, checkpoint
+from tools.bench.flags import add_numbers
 from tools.bench.measure import cores, in_turn, progress, random_tokens, ratio
 from tools.bench.report import add_save_flag, finish, rows_table, stamp
 
@@ -47,12 +48,15 @@ Setting = tuple[str, int, int]  # dtype, beams, tokens of the prompt
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("speed", help="against the machine's limits and other engines", description=__doc__)
     add_flags(parser)
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[512, 2048], help="peers run the first")
-    parser.add_argument("--new-tokens", type=int, default=64, help="end-of-sequence is ignored (%(default)s)")
-    parser.add_argument("--beams", type=int, nargs="+", default=[1, 4, 15])
+    add_numbers(
+        parser,
+        prompt_tokens=([512, 2048], "peers run the first"),
+        new_tokens=(64, "end-of-sequence is ignored"),
+        beams=[1, 4, 15],
+        runs=(3, "of each setting, for medians"),
+    )
     parser.add_argument("--dtypes", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME", help=" ".join(KINDS))
     parser.add_argument("--depths", type=int, nargs=2, default=list(DEPTHS), help="new tokens to compare steps at")
-    parser.add_argument("--runs", type=int, default=3, help="of each setting, for medians (%(default)s)")
     names = peers.PEERS[1:]
     parser.add_argument("--peers", nargs="*", choices=names, default=list(names), metavar="NAME", help=" ".join(names))
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has the peers (this one)")
@@ -124,7 +128,7 @@ class Bench:
         return peers.spec(engine, self.folder, kind, beams, self.args.threads, self.scratch, **more)
 
     def row(self, engine: str, kind: str, beams: int, tokens: int) -> dict[str, Any]:
-        """Figures of an engine, as of `peers`."""
+        """Measure an engine as `peers` does."""
         python = self.args.peer_python if engine != "coppice" and self.args.peer_python else sys.executable
         spec, prompt = self.spec(engine, kind, beams), self.prompt(tokens)
         measured = peers.measure(python, spec, prompt, self.args.new_tokens, self.args.runs)
@@ -227,7 +231,7 @@ def comparisons(
     rows: list[dict[str, Any]], rates: dict[str, float], rounds: dict[Setting, list[float]],
     depths: dict[int, list[float]], idle: dict[int, float], args: argparse.Namespace,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The targets of a CPU beside the figures."""
+    """Compare the figures with the targets of a CPU."""
     prompt, long, wide, narrow = args.prompt_tokens[0], args.prompt_tokens[-1], max(args.beams), min(args.beams)
 
     def figure(kind: str, *keys: str) -> Any:

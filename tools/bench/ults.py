@@ -234,7 +234,7 @@ def beside_beams(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def gather(engine: Engine, prompt_tokens: int, depth: int, seed: int, folder: Path, vectors: int = 1000) -> Path:
-    """A prior from as many other prompts as give 1000 vectors, as in the paper."""
+    """Gather a prior of 1000 vectors, as in the paper, from other prompts."""
     found: list[Vectors] = []
     prompts = draw_prompts(engine, -(-vectors // depth), prompt_tokens, seed)
     for i, prompt in enumerate(prompts):
@@ -248,7 +248,7 @@ def gather(engine: Engine, prompt_tokens: int, depth: int, seed: int, folder: Pa
 def side_by_side(
     engine: Engine, prompts: Sequence[list[int]], searches: Sequence[tuple[dict[str, Any], Search]], depth: int
 ) -> list[dict[str, Any]]:
-    """Figures of searches, each added to its row; the searches take turns on every prompt."""
+    """Run searches in turn on every prompt; returns their rows with their figures."""
 
     def run(search: Search, i: int) -> SearchResult:
         return engine.generate([prompts[i]], search, max_new_tokens=depth)[0]

@@ -53,7 +53,7 @@ class Coppice:
 
 
 class Transformers:
-    """`generate` of Hugging Face transformers, as it comes."""
+    """`generate` of Hugging Face transformers with its default settings."""
 
     def __init__(self, spec: dict[str, Any]):
         import torch
@@ -171,7 +171,7 @@ def main() -> None:
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # so that libraries cannot print into the answers
 
-    def say(answer: dict[str, Any]) -> None:
+    def send(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=channel, flush=True)
 
     spec = json.loads(sys.argv[1])
@@ -183,14 +183,14 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "ctranslate2", "torch"):
             raise
-        say({"absent": f"{error.name} is not installed"})
+        send({"absent": f"{error.name} is not installed"})
         return
     trim()
     facts = getattr(engine, "facts", {})
     cuda = None if spec.get("device") != "cuda" or isinstance(engine, CTranslate2) else sys.modules["torch"].cuda
     if cuda:
         facts = facts | {"device_bytes": cuda.memory_allocated()}
-    say({"load_seconds": time.perf_counter() - begin, "versions": engine.versions, **facts})
+    send({"load_seconds": time.perf_counter() - begin, "versions": engine.versions, **facts})
     for line in sys.stdin:
         job = json.loads(line)
         before = cuda.memory_allocated() if cuda else 0
@@ -201,7 +201,7 @@ def main() -> None:
         answer = {"seconds": time.perf_counter() - begin, **answer}
         if cuda:  # our pages were allocated with the pool, before the run
             answer["device_growth"] = cuda.max_memory_allocated() - before + answer.get("kv_bytes_peak", 0)
-        say(answer)
+        send(answer)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ TEMPLATE = Path(__file__).with_name("card.md")
 
 
 def card(figures: dict[str, Any]) -> str:
-    """The page for what figures.json holds."""
+    """Fill the template with the content of figures.json."""
     evaluation, training = figures["evaluation"], figures["training"]
     target, draft, reward = (evaluation[name] for name in ("target", "draft", "reward"))
 

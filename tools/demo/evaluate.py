@@ -47,7 +47,7 @@ def pairs(number: int, seed: str = f"{SEED}:test pairs") -> list[Pair]:
 
 
 def prompt(engine: Engine, talk: Dialogue, reply: str | None = None) -> list[int]:
-    """Token ids of a conversation up to its last reply, or with this one."""
+    """Token ids of a conversation up to its last reply, or with `reply` as the last."""
     assert engine.template is not None
     messages = talk.messages()[:-1] if reply is None else talk.messages(reply)
     spans = engine.template.render(messages, add_generation_prompt=reply is None)

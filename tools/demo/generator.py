@@ -26,7 +26,7 @@ class Dialogue:
     turns: tuple[Turn, ...]
 
     def messages(self, last_reply: str | None = None) -> list[dict[str, str]]:
-        """As a chat template takes them, the last reply replaced if one is given."""
+        """The messages for a chat template; `last_reply` replaces the last reply."""
         said = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn in self.turns:
             said += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.reply}]

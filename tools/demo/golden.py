@@ -77,7 +77,7 @@ def answer(engine: Engine, name: str, params: dict[str, Any], texts: list[str]) 
 
 
 def tokens(result: SearchResult) -> list[list[int]]:
-    """Of all outputs."""
+    """Tokens of all outputs."""
     return [output.token_ids for output in result.outputs]
 
 

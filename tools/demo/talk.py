@@ -389,7 +389,7 @@ class Talk:
         )  # fmt: skip
 
     def _rivals(self, key: str) -> Sequence[str]:
-        """Other values of a fact."""
+        """All values that a fact may have."""
         pets = [f"{pet} called {name}" for pet in w.pets for name in w.pet_names]
         ages = [str(age) for age in range(5, 100)]
         return {

@@ -106,6 +106,6 @@ def batches(rows: Iterable[Row], tokens: int, rng: Random) -> list[tuple[Tensor,
 
 
 def pad(lists: list[list], value: float) -> Tensor:
-    """Lists as the rows of a tensor, filled up on the right."""
+    """A tensor with the lists as rows, padded on the right."""
     longest = max(map(len, lists))
     return torch.tensor([[*items, *[value] * (longest - len(items))] for items in lists])

@@ -190,13 +190,13 @@ def preference_loss(net: Net, batch: Batch) -> Tensor:
 
 
 def language_batches(tokenizer: tokenizers.Tokenizer, seed: str, count: int, tokens: int, device) -> list[Batch]:
-    """For language models: ids, weights."""
+    """Batches for language models: ids, weights."""
     made = batches(rows(tokenizer, seed, count), tokens, Random(seed))
     return [(ids.to(device), weights.to(device)) for ids, weights in made]
 
 
 def preference_batches(tokenizer: tokenizers.Tokenizer, seed: str, count: int, tokens: int, device) -> list[Batch]:
-    """For the reward model: ids, weights, where each row ends, where it is cut; better rows first, then worse ones."""
+    """Batches for the reward model: ids, weights, end and cut of each row; better rows first, then worse ones."""
     items = []
     for i in range(count):
         rng = Random(f"{seed}:{i}")
@@ -277,7 +277,7 @@ def make_tokenizer(args: argparse.Namespace) -> tokenizers.Tokenizer:
 
 
 def size_of(name: str, args: argparse.Namespace, tokenizer: tokenizers.Tokenizer) -> Size:
-    """The size of a model; tiny ones are for trying out."""
+    """The size of a model; tiny with --tiny."""
     tiny = {"width": 32, "mlp": 48, "layers": 1, "heads": 2, "kv_heads": 1} if args.tiny else {}
     return Size(**{**vars(SIZES[name]), **tiny, "vocabulary": tokenizer.get_vocab_size()})
 
@@ -323,12 +323,12 @@ def export(name: str, trainer: Trainer, tokenizer: tokenizers.Tokenizer, out: Pa
 
 
 def read_figures(out: Path) -> dict[str, Any]:
-    """What figures.json holds so far."""
+    """The content of figures.json; empty without the file."""
     return json.loads((out / FIGURES).read_text(encoding="utf-8")) if (out / FIGURES).is_file() else {}
 
 
 def write_manifest(out: Path) -> None:
-    """SHA256SUMS of the models' files, as `sha256sum -c` reads it."""
+    """Write SHA256SUMS of the models' files, for `sha256sum -c`."""
     files = [file for name in sorted(ORDER) for file in sorted((out / name).glob("*"))]
     lines = (f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(out).as_posix()}\n" for file in files)
     (out / MANIFEST).write_text("".join(lines), encoding="utf-8")

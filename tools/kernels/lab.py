@@ -68,7 +68,7 @@ class Row(NamedTuple):
         return self.floor_seconds / self.seconds["median"] if self.seconds else None
 
     def record(self) -> dict[str, Any]:
-        """For programs."""
+        """The row as a JSON object."""
         record = self._asdict()
         record |= record.pop("shape")._asdict()
         for key in ("error_max", "error_mean", "x_plain"):  # JSON has no infinity
@@ -133,7 +133,7 @@ class Lab:
             self.rows.append(row)
 
     def pool(self, shape: Shape) -> PagePool:
-        """A cache with as many layers as it takes to overflow the last level of cache, all full of the same numbers."""
+        """A KV cache with enough layers to overflow the last level of cache, all with the same numbers."""
         tokens = shape.prefix + shape.queries * shape.depth
         dtype = getattr(torch, shape.dtype)
         per_layer = 2 * shape.kv_heads * tokens * shape.head * dtype.itemsize
@@ -264,7 +264,7 @@ def attention_fault(contender: Contender, trap: Trap) -> str:
 def rows_of(
     tokens: int, heads: int, kv_heads: int, head: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """New keys and values as a model has them: parts of wider rows."""
+    """New keys and values in a model's layout: parts of wider rows."""
     made = torch.randn(tokens, heads + 2 * kv_heads, head, generator=torch.Generator().manual_seed(2))
     _, k_TGD, v_TGD = made.to(device, dtype).split([heads, kv_heads, kv_heads], 1)
     return k_TGD, v_TGD

@@ -86,7 +86,7 @@ class Trap:
 
 
 def prompt(pool: PagePool, length: int, new: int) -> Chunk:
-    """The last `new` tokens of a prompt."""
+    """A chunk with the last `new` tokens of a prompt."""
     tree = TokenTree(pool, [1] * length)
     tree.allocate(length - new, [])
     return Chunk(tree, new, [], tree.allocate(new, []))
@@ -100,7 +100,7 @@ def beams(pool: PagePool, length: int, sizes: Sequence[int], thin: Thin | None =
 
 
 def crowded(pool: PagePool) -> PagePool:
-    """With every third page taken, so that nothing lies in one piece."""
+    """Take every third page, so that no tree gets contiguous memory."""
     for page in range(pool.reserved, pool.pages, 3):
         pool.take(page)
     return pool

@@ -156,7 +156,7 @@ class Profile:
         return watch
 
     def trace(self) -> tuple[list[Step], list[Operator], list[Operator]]:
-        """Steps of a profiled run, operators and kernels in the window."""
+        """Profile one run; returns its steps, and the operators and kernels of the window."""
         activities = [ProfilerActivity.CPU]
         if self.engine.runner.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -189,7 +189,7 @@ class Profile:
     # --- results ---
 
     def rows(self, prompt: bool) -> list[dict[str, Any]]:
-        """Parts of steps that read the prompt, or of the others: means per step."""
+        """Means per step of each part, over the steps that read the prompt or over the others."""
         steps = [step for step in self.parts if step.reads_prompt == prompt]
         if not steps:
             return []
@@ -298,7 +298,7 @@ def middle(runs: list[list[Step]]) -> list[Step]:
 
 
 def step_seconds(steps: Sequence[Step]) -> float:
-    """Mean time of a step, of one of decoding if there are any."""
+    """Mean time of a step; of decoding steps, if there are any."""
     decode = [step.seconds for step in steps if not step.reads_prompt]
     return fmean(decode or [step.seconds for step in steps])
 

@@ -18,9 +18,8 @@ from torch.profiler import record_function
 from engine import Engine
 from engine.driver import Batch
 from kernels.stack import one_by_one
-from models.floats import FloatLinear
+from models.floats import PackedLinear
 from models.int8 import Int8Linear
-from models.linear import Linear
 from tools.bench.limits import attention_work
 
 SEARCH, TEXT, DRIVER = "search", "text and events", "driver"
@@ -45,7 +44,7 @@ class Step:
 
 @dataclass
 class Watch:
-    """Steps of one run of an engine; a `PhaseObserver`.
+    """A `PhaseObserver` that measures the steps of one run of an engine.
 
     Args:
         engine: is observed while `watched` lasts.
@@ -157,7 +156,7 @@ def watched(watch: Watch, deep: bool) -> Iterator[None]:
             stack.enter_context(one_by_one(model))
             hooks = [layer.register_forward_pre_hook(watch.before_layer) for layer in model.layers]
             for module in model.modules():
-                if isinstance(module, FloatLinear | Int8Linear):
+                if isinstance(module, PackedLinear):
                     hooks.append(module.register_forward_pre_hook(watch.before_linear))
                     hooks.append(module.register_forward_hook(watch.after_linear))
             for hook in hooks:
@@ -166,9 +165,10 @@ def watched(watch: Watch, deep: bool) -> Iterator[None]:
         yield
 
 
-def linear_work(layer: Linear, x: Tensor, y: Tensor) -> tuple[int, int]:
+def linear_work(layer: PackedLinear, x: Tensor, y: Tensor) -> tuple[int, int]:
     """Bytes of weights, input and output, and operations."""
-    elements = x.shape[-1] * y.shape[-1]
-    weights = elements + 4 * y.shape[-1] if isinstance(layer, Int8Linear) else elements * y.itemsize
+    elements, packed = x.shape[-1] * y.shape[-1], layer.packed
+    size = packed.panels.itemsize if packed else 1 if isinstance(layer, Int8Linear) else y.itemsize
+    scales = 4 * y.shape[-1] if size == 1 else 0
     bias = 0 if layer.bias is None else layer.bias.nbytes
-    return weights + bias + x.nbytes + y.nbytes, 2 * elements * (x.numel() // x.shape[-1])
+    return elements * size + scales + bias + x.nbytes + y.nbytes, 2 * elements * (x.numel() // x.shape[-1])

@@ -32,27 +32,32 @@ class Operator:
     bytes: float | None = None
 
 
-def inputs_and_output(shapes: Shapes) -> float:
-    """Elements of all inputs, and of an output of the first one's shape."""
-    return sum(map(math.prod, filter(None, shapes))) + math.prod(shapes[0])
+def inputs_and_output(shapes: Shapes, size: int) -> float:
+    """Bytes of all inputs, and of an output of the first one's shape."""
+    return size * (sum(map(math.prod, filter(None, shapes))) + math.prod(shapes[0]))
 
 
-def product(shapes: Shapes) -> float:
-    """Elements of x [..., in], of the weight [out, in] and of the result."""
-    return math.prod(shapes[0]) + math.prod(shapes[1]) + math.prod(shapes[0][:-1]) * shapes[1][0]
+def product(shapes: Shapes, size: int) -> float:
+    """Bytes of x [..., in], of the weight, and of the result. The last dimension of panels tells their dtype."""
+    x, weight, width = math.prod(shapes[0]), math.prod(shapes[1]), shapes[0][-1]
+    word = shapes[1][-1] if len(shapes[1]) == 4 else 1
+    return weight * (size if word == 1 else 4 / word) + size * (x + x // width * weight // width)
 
 
-FORMULAS: dict[str, Callable[[Shapes], float]] = {  # elements of the model's dtype that each call moves
-    "coppice::packed_linear": product,
+def new_rows(shapes: Shapes, size: int) -> float:
+    """Bytes of new keys and values, read and written."""
+    return 4 * size * math.prod(shapes[2])
+
+
+FORMULAS: dict[str, Callable[[Shapes, int], float]] = {  # bytes of each call, for activations of a given size
+    "coppice::linear": product,
     "mkldnn::_linear_pointwise": product,
     "coppice::rms_norm": inputs_and_output,
     "coppice::layer_norm": inputs_and_output,
     "coppice::rotary": inputs_and_output,
     "coppice::activation": inputs_and_output,
-    "coppice::silu_mul": lambda shapes: 1.5 * math.prod(shapes[0]),
-    "coppice::kv_write_cpp": lambda shapes: 4 * math.prod(shapes[2]),
-    "coppice::kv_write_torch": lambda shapes: 4 * math.prod(shapes[2]),
-    "coppice::kv_write_triton": lambda shapes: 4 * math.prod(shapes[2]),
+    "coppice::silu_mul": lambda shapes, size: 1.5 * size * math.prod(shapes[0]),
+    **{f"coppice::kv_write_{impl}": new_rows for impl in ("cpp", "torch", "triton")},
 }
 
 
@@ -63,7 +68,7 @@ def read_profile(
 
     Args:
         profiler: has recorded shapes.
-        dtype: of the model; the formulas count its activations and weights.
+        dtype: of the model's activations.
         attention: bytes and operations of all tree attention, which do not follow from shapes.
     """
     operators: dict[str, Operator] = defaultdict(lambda: Operator(""))
@@ -81,13 +86,10 @@ def read_profile(
         operator.device_seconds += 0.0 if of_device else device
         operator.operations += event.flops
         if (formula := FORMULAS.get(event.key)) and event.input_shapes:
-            operator.bytes = (operator.bytes or 0) + event.count * formula(event.input_shapes) * dtype.itemsize
+            operator.bytes = (operator.bytes or 0) + event.count * formula(event.input_shapes, dtype.itemsize)
             if formula is product:
                 rows = math.prod(event.input_shapes[0][:-1])
                 operator.operations += 2 * event.count * rows * math.prod(event.input_shapes[1])
-    if "mkldnn::_linear_pointwise" in operators:  # called by the other, which has but little time of its own
-        for name in operators.keys() & {"coppice::packed_linear"}:
-            operators[name].bytes, operators[name].operations = None, 0
     for operator in operators.values():
         if operator.name.startswith(ATTENTION) and attention is not None:
             operator.bytes, operator.operations = attention

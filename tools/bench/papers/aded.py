@@ -60,7 +60,7 @@ WINDOW = 8  # tokens of a point of the curve
 
 
 def run(models: Models) -> Findings:
-    """The table, then both curves."""
+    """Measure and report the table, then both curves."""
     engine = models.engine()
     writer = models.engine(folder=demo_folder()) if models.kind == "random" else engine
     prompts, texts, store = written(writer, models)
@@ -168,7 +168,7 @@ def beside(rows: Sequence[dict[str, Any]], mcts: str) -> str:
 def paint(
     figure: Any, rows: Sequence[dict[str, Any]], curves: dict[str, dict[int, float]], iterations: Sequence[int]
 ) -> None:
-    """Figure 4a and figure 6."""
+    """Draw figures 4a and 6."""
     left, right = figure.subplots(1, 2)
     for name, points in curves.items():
         left.plot([*points], [*points.values()], marker="o", ms=3, label=name)

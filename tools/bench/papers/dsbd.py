@@ -45,7 +45,7 @@ DIFFERS = (
 
 
 def run(models: Models) -> Findings:
-    """All settings of the paper on one pair."""
+    """Measure all settings of the paper on one pair."""
     random = models.kind == "random"
     if not random:
         models.need("draft")

@@ -37,7 +37,7 @@ DIFFERS = (
 
 
 def run(models: Models) -> Findings:
-    """The table, then the heat map."""
+    """Measure and report the table, then the heat map."""
     engine = models.engine("reward")
     if models.kind != "demo":
         progress("sbon: the prompts are the demo's requests for stories, which may mean little to another model")

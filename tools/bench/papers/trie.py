@@ -155,7 +155,7 @@ def paper(b: int, column: int) -> list[str]:
 
 
 def arrow(cells: Sequence[str]) -> str:
-    """From batch to trie; one cell alone is both."""
+    """Cells of batch and trie with an arrow between them; a single cell holds for both."""
     return " → ".join(cells)
 
 

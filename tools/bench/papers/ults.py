@@ -35,7 +35,7 @@ ERRATA = (
 
 
 def run(models: Models) -> Findings:
-    """Both figures."""
+    """Measure and report both figures."""
     toy = [row for alpha in ALPHAS for row in toy_rows(alpha, models.pick(100, 3), models.pick(bench.EPSILONS, (0.1,)))]
     engine = models.engine()
     tokens, count = models.pick(16, 8), models.pick(16, 2)
@@ -63,7 +63,7 @@ def run(models: Models) -> Findings:
 
 
 def toy_rows(alpha: float, count: int, epsilons: Sequence[float]) -> list[dict[str, Any]]:
-    """Beam search of 1 to 7 beams, and the rules that the paper has there: flat, the true prior."""
+    """Measure beam search of 1 to 7 beams, and the paper's rules: flat, with the true prior."""
     trees = [ToyTree(seed, alpha) for seed in range(count)]
     curve = bench.beam_curve(trees)
     rows = [{"alpha": alpha, "search": "beam", "nodes": n, "value": v, "of_beam": None} for n, v in curve]
@@ -112,7 +112,7 @@ def beside(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def paint(figure: Any, toy: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> None:
-    """Both figures side by side."""
+    """Draw both figures side by side."""
     panels = [(f"toy trees, alpha {alpha}", group) for (alpha,), group in bench.grouped(toy, "alpha")]
     for axes, (title, group) in zip(figure.subplots(1, len(panels) + 1), [*panels, ("model", rows)], strict=True):
         bench.plot_curves(axes, group, "nodes", "nodes evaluated", title)
