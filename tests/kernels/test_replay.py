@@ -20,7 +20,7 @@ from kernels.processor import TARGETS, Target
 from tests.kernels.replay import cases
 from tests.kernels.replay.recording import Expected, Recording
 
-WARNINGS = "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"  # of what an instruction set lacks
+WARNINGS = "-Wall", "-Wextra", "-Werror"
 ROOT = Path(__file__).parents[2]
 CROSS = "aarch64-linux-gnu-g++"
 BASELINE = Target("baseline", ("-march=x86-64", "-O1"), "x86_64", frozenset(), "plain.h")
