@@ -33,6 +33,7 @@ from engine.phases import PhaseObserver, observed_read, phase
 from engine.pool import PagePool
 from engine.requests import Answer, Evaluate, Read, Report, Search, SearchGenerator, SearchResult
 from engine.slots import Trunk
+from engine.threads import MACHINE
 from engine.timing import PassTime
 from engine.trace import Trace
 from engine.tree import TokenTree
@@ -320,7 +321,7 @@ class Driver:
     def step(self) -> None:
         """Start searches, evaluate once per model, resume every search whose answer is complete."""
         watch = partial(phase, self.observer)
-        with uninterrupted(), watch("step"):
+        with uninterrupted(), MACHINE.limited(), watch("step"):
             try:
                 with watch("admit"):
                     self._admit()

@@ -14,7 +14,16 @@ from models.packed import KEY
 from tools import pack
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = ["llama/gqa", "llama/tied", "llama/sharded", "opt/post_norm", "gpt2/plain", "phi/plain", "phi3/plain", "qwen3/bias"]
+FAMILIES = [
+    "llama/gqa",
+    "llama/tied",
+    "llama/sharded",
+    "opt/post_norm",
+    "gpt2/plain",
+    "phi/plain",
+    "phi3/plain",
+    "qwen3/bias",
+]
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 
@@ -97,7 +106,7 @@ CHANGES = {
     "a dtype that is none": (lambda _, found: found["matrices"].update(x=[[1], "int3"]), "malformed"),
     "panels that are cut": (cut, "packed matrix"),
     "sizes that do not fit": (
-        lambda _, found: found["sizes"].update(dict.fromkeys(found["sizes"], [9, 9])),
+        lambda _, found: found["sizes"].update({key: [9, 9] for key in found["sizes"]}),
         "packed matrix",
     ),
     "other groups": (regroup, "was packed with other matrices"),
