@@ -111,7 +111,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quant", choices=[*FORMATS], default="none", help="weights as int8, on a CPU (none)")
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
     group.add_argument("--compile", choices=["off", "on"], default="off", help="torch.compile (off)")
-    group.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's choice)")
+    group.add_argument("--threads", type=int, metavar="N", help="CPU threads, at most (torch's choice)")
     group.add_argument(
         "--chat-template", metavar="FILE|none", help="a Jinja file; none: plain completion (the checkpoint's own)"
     )

@@ -1,10 +1,10 @@
-// Products of rows with a packed matrix (layout: __init__.py): one row at the bandwidth of memory, many at the rate of
+// Products of rows with a packed matrix (layout: panels.py): one row at the bandwidth of memory, many at the rate of
 // the processor's multiplications, any number by the same code.
 //
 // A thread takes PIECE outputs at a time. Of these a set of vectors runs down its panels; the sums of a block of rows
-// with the set stay in registers for a chunk of the width, and are then added to totals, so that long rows lose no precision
-// and every row gets the same sum whatever rows are beside it. A chunk comes from memory once: the first block fetches
-// it, and all blocks together fetch what lies AHEAD.
+// with the set stay in registers for a chunk of the width, and are then added to totals. So long rows lose no precision,
+// and a row gets the same sums whatever rows are beside it. A chunk comes from memory once: the first block reads it
+// first, and all blocks together fetch what lies AHEAD.
 
 #include <algorithm>
 #include <cstddef>

@@ -9,7 +9,7 @@ from tools import sbon_counterfactual as what_if
 from tools.bench import sbon as bench
 from tools.bench.measure import progress
 from tools.bench.papers.common import Findings, Models, bullets
-from tools.bench.report import table
+from tools.bench.report import rows_table
 
 TITLE = "Accelerating Best-of-N via Speculative Rejection"
 SETTING = """AlpacaFarm-SFT10K, Llama3-8B and Llama3-8B-Instruct, each with the reward models Mistral-7B-RM, Eurus-7B-RM
@@ -76,12 +76,8 @@ def run(models: Models) -> Findings:
 
 def compared(rows: list[dict[str, Any]]) -> str:
     """Ours, the paper's averages in the last columns."""
-    names = ["Bo100", "SBoN", "Bo25", "SBoN", "BoM"]
-    lines = []
-    for row, name in zip(rows, names, strict=True):
-        speedup, score = TABLE_1[name]
-        ours = f"{row['score']:.1f} ± {row['score_se']:.1f}"
-        lines.append([row["search"], f"{row['speedup']:.2f}", ours, f"{row['worst']:.1f}", f"{row['kept']:.0%}",
-                      f"{row['tokens']:.2f}", f"{row['seconds']:.2f}", f"{speedup:.2f}", f"{score:.1f}"])  # fmt: skip
-    head = ["", "speedup", "score", "worst score", "best kept", "tokens", "seconds", "paper: speedup", "paper: score"]
-    return table(head, lines)
+    papers = [TABLE_1[name] for name in ("Bo100", "SBoN", "Bo25", "SBoN", "BoM")]
+    return rows_table([row | {"paper": paper} for row, paper in zip(rows, papers, strict=True)], {
+        "": "{search}", "speedup": "{speedup:.2f}", "score": "{score:.1f} ± {score_se:.1f}",
+        "worst score": "{worst:.1f}", "best kept": "{kept:.0%}", "tokens": "{tokens:.2f}", "seconds": "{seconds:.2f}",
+        "paper: speedup": "{paper[0]:.2f}", "paper: score": "{paper[1]:.1f}"})  # fmt: skip
