@@ -442,6 +442,17 @@ def test_the_best_target_that_runs_here_wins(monkeypatch, tmp_path):
     assert f"python -m kernels.build --output '{folder}'" in reason
 
 
+def test_arm_processors_run_what_their_features_allow(monkeypatch):
+    monkeypatch.setattr(processor, "machine", lambda name=None: "aarch64")
+    old = "fp asimd evtstrm crc32 cpuid"  # a Raspberry Pi 4, a Raspberry Pi 5, a Neoverse V1
+    newer = old + " aes pmull sha1 sha2 atomics fphp asimdhp asimdrdm lrcpc dcpop asimddp"
+    newest = newer + " jscvt fcma sha3 sve asimdfhm dit uscat ilrcpc flagm paca pacg svei8mm svebf16 i8mm bf16 dgh rng"
+    for features, count in ((old, 1), (newer, 2), (newest, 3)):
+        monkeypatch.setattr(processor, "features", lambda listed=features: frozenset(listed.split()))
+        runs = [name for name, target in TARGETS.items() if target.why_not() is None]
+        assert runs == ["native", *["aarch64-i8mm", "aarch64-dotprod", "aarch64"][-count:]]
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("changes", "expected"),
