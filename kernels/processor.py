@@ -70,7 +70,15 @@ TARGETS = {  # the best first
             *("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), "x86_64", frozenset(_BF16)),
             "AVX-512 with VNNI and BF16 (Sapphire Rapids, Zen 4 and later)",
         ),
+        Target(
+            *("x86-64-v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), "x86_64", frozenset(_V4 | {"avx512_vnni"})),
+            "AVX-512 with VNNI (Cascade Lake, Ice Lake and later)",
+        ),
         Target("x86-64-v4", ("-march=x86-64-v4",), "x86_64", frozenset(_V4), "AVX-512"),
+        Target(
+            *("x86-64-v3-vnni", ("-march=x86-64-v3", "-mavxvnni"), "x86_64", frozenset(_V3 | {"avx_vnni"})),
+            "AVX2 and AVX-VNNI (Alder Lake, Lunar Lake and later)",
+        ),
         Target("x86-64-v3", ("-march=x86-64-v3",), "x86_64", frozenset(_V3), "AVX2 and FMA"),
         Target(
             *("aarch64-i8mm", ("-march=armv8.2-a+dotprod+fp16+i8mm+bf16",), "aarch64", frozenset(_I8MM)),

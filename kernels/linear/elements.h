@@ -94,7 +94,7 @@ struct Int8 : FourInt8 {
         Floats most{};
         each(width, [&](int64_t i, auto n) {
             const Floats part = ::load(x + i, n), size = part < 0 ? -part : part;
-            most = (size > most) | (size != size) ? size : most;  // NaN wins
+            most = ((size > most) | (size != size)) ? size : most;  // NaN wins
         });
         float largest = 0;
         for (int lane = 0; lane < LANES; lane++)
