@@ -321,7 +321,8 @@ class Driver:
     def step(self) -> None:
         """Start searches, evaluate once per model, resume every search whose answer is complete."""
         watch = partial(phase, self.observer)
-        with uninterrupted(), MACHINE.limited(), watch("step"):
+        compiled = any(runner.token_buckets for runner in self.runners.values())  # for one number of threads
+        with uninterrupted(), contextlib.nullcontext() if compiled else MACHINE.limited(), watch("step"):
             try:
                 with watch("admit"):
                     self._admit()

@@ -68,6 +68,14 @@ def test_torch_has_its_threads_again(machine):
         torch.set_num_threads(before)
 
 
+def test_compiled_models_keep_their_threads(monkeypatch):
+    """Each number of threads would compile them once more."""
+    monkeypatch.setattr(Threads, "limited", lambda self: pytest.fail("a limit"))
+    engine = Engine.load(demo_folder(), kv_memory=1 << 22)
+    engine.runner.token_buckets = engine.runner.word_buckets = [1, 8, 64]
+    assert engine.generate(["Once"], Greedy(), max_new_tokens=2)[0].outputs[0].token_ids
+
+
 def test_systems_without_counts_keep_their_threads():
     found = Threads(4, lambda: None)
     assert found.count() == 4
