@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.budget import Choice, Workload, allow
 from engine.contract import attributed, check_search, search_error
 from engine.driver import Driver, Job
 from engine.errors import CoppiceError, UsageError, check_flag, check_integer
@@ -124,6 +125,8 @@ class Engine:
         device: str = "auto",
         threads: int | None = None,
         kv_memory: int | str | None = None,
+        memory: int | str | None = None,
+        workload: Workload | None = None,
         compile: str = "off",
         quant: str = "none",
         chat_template: str | Path | None = None,
@@ -141,6 +144,9 @@ class Engine:
             threads: CPU threads; None leaves torch's choice.
             kv_memory: bytes of the KV pools together, or a size such as "512M"; None takes up to half of the free
                 memory.
+            memory: bytes that the whole process may hold, or a size, or "auto" for the least of the limits that it
+                runs under: what weights and the rest leave goes to the KV pools. On a CPU.
+            workload: what `memory` has to hold at least; None: one token.
             compile: "on" runs the layers through torch.compile: loading takes seconds more, steps a little less.
             quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products.
             chat_template: a template file, "none" for plain completion, None for the checkpoint's own.
@@ -151,7 +157,7 @@ class Engine:
         Raises:
             CheckpointError: the folder has no supported checkpoint.
             KVMemoryError: kv_memory is less than one page.
-            UsageError: an argument out of range.
+            UsageError: an argument out of range, or a `memory` that cannot hold the model: with the sum.
         """
         began = time.perf_counter()
         budget = check_arguments(folder, threads, kv_memory, compile, chat_template, parallel, draft, reward)
@@ -160,6 +166,9 @@ class Engine:
         roles = {"target": folder, "draft": draft, "reward": reward}
         folders = {role: path for role, path in roles.items() if isinstance(path, str | Path)}
         options = {"dtype": dtype, "device": device, "compile": compile, "quant": quant, "chat_template": chat_template}
+        if memory is not None:
+            choice = Choice(folders, dtype, device, quant)
+            budget = allow(choice, memory, budget, workload or Workload(parallel=parallel))
         models = load_models(folders, kv_memory=budget, **options)
         target, *others = [Engine(model, parallel) for model in models.values()]
         target.companions = dict(zip([*models][1:], others, strict=True))
