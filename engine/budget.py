@@ -22,7 +22,7 @@ from models.sizes import ModelSize, measure
 
 TOKENS = 256  # of a pass, see `Runner`
 GROWTH = 12 << 20  # what a process takes beyond its imports: kernels, threads, what malloc keeps
-TOKENIZER = 30  # bytes in memory for a byte of the tokenizer's files
+TOKENIZER = 20  # bytes in memory for a byte of the tokenizer's files
 ARENA = 72 << 20  # address space of a thread: its stack, and what malloc reserves for it
 RESERVED = max(NULL_SLOT, TRASH_SLOT) + 1  # slots that no tree gets
 BEAMS = (1, 4, 15)  # of the table

@@ -16,7 +16,7 @@ from engine.compiling import LEAST, compile_model, warm_up
 from engine.driver import Runner
 from engine.errors import CheckpointError, UsageError, check_integer
 from engine.graphs import make_runner
-from engine.memory import make_pools, read_size, total_memory
+from engine.memory import make_pools, read_size, total_memory, trim_memory
 from engine.pool import PagePool
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import FILES, Tokenizer
@@ -86,6 +86,7 @@ class _Weights:
         precision, quant = pick_dtype(dtype, checkpoint, device), pick_quant(quant, checkpoint, device)
         tokenizer = Tokenizer.load(folder) if any((Path(folder) / name).exists() for name in FILES) else None
         template = load_template(folder, chat_template, tokenizer)
+        trim_memory()  # of the parsed files: a third of what a tokenizer took
         model = load_model(checkpoint, precision.dtype, device, quant)
         compiled = compile == "on" and compile_model(model)
         return _Weights(Path(folder), checkpoint, model, precision, quant, compiled, tokenizer, template)

@@ -148,6 +148,17 @@ def test_plan_and_workload():
     assert resident() > 50 * MB
 
 
+def test_a_command_line_imports_less_of_torch():
+    """What only torch's compiler needs is left out, and there for whoever asks."""
+    code = "import engine.startup as s, sys, torch; print(s.lean, s.METAS in sys.modules)\n"
+    code += "import torch._meta_registrations as m; print(hasattr(m, '__file__'))"
+    run = f"import sys; sys.argv = ['-m']; sys.orig_argv = ['python', '-m', 'engine.chat']; exec({code!r})"
+    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.stdout.split(), done.stderr) == (["True", "False", "True"], "")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.stdout.split(), done.stderr) == (["False", "True", "True"], "")
+
+
 # --- limits ---
 
 
@@ -209,7 +220,8 @@ def test_the_table_reads_no_weights(checkpoint, tmp_path, capsys, monkeypatch):
     assert main(["--plan", str(checkpoint)]) == 0
 
 
-def test_refusals_on_the_command_line(tmp_path, capsys):
+def test_refusals_on_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
     assert main(["-p", "Hello", "--memory", "20M"]) == 2
     told = capsys.readouterr().err
     assert "error: memory: 20.0 MB is less than" in told and "target weights" in told and "reward tokenizer" in told
