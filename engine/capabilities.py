@@ -61,9 +61,9 @@ class Capabilities:
         if device.type != "cpu":
             absent = ", ".join(name for name, here in formats.items() if not here)
             return Capabilities(f"{precision}{weights}", f"GPU: Triton kernels, CUDA graphs; not here: {absent}")
-        no_kernels = f" ({cpp.why_not()})" if impl != "cpp" and cpp.why_not() else ""
+        which = cpp.built_ahead() if impl == "cpp" else cpp.why_not()
         paths = {
-            f"C++ kernels{no_kernels}": impl == "cpp",
+            f"C++ kernels ({which})" if which else "C++ kernels": impl == "cpp",
             "packed weights": has_kernels(precision.dtype, device) or can_pack(precision.dtype, device),
             "all layers in one call": getattr(model, "stack", None) is not None,
             **formats,
