@@ -25,7 +25,18 @@ from kernels import files, operators, processor
 from kernels.files import BuildError
 from kernels.processor import NATIVE, TARGETS, Target
 
-__all__ = ["FLAGS", "KINDS", "BuildError", "built_ahead", "compiler", "function", "library", "off", "watched", "why_not"]
+__all__ = [
+    "FLAGS",
+    "KINDS",
+    "BuildError",
+    "built_ahead",
+    "compiler",
+    "function",
+    "library",
+    "off",
+    "watched",
+    "why_not",
+]
 
 SOURCES = sorted(Path(__file__).parent.glob("*/*.cpp"))
 HEADERS = sorted(Path(__file__).parent.rglob("*.h"))
