@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import kernels.cpp as cpp  # from kernels: pyright takes that for tools.kernels
+import kernels.processor as processor
 from engine.app.cli import run
 from engine.errors import UsageError
-from kernels import cpp, processor
 from kernels.processor import NATIVE, TARGETS
 
 ROOT = Path(__file__).parent.parent
