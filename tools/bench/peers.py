@@ -90,7 +90,7 @@ def add_parser(commands: Any) -> None:
         "--llama", type=Path, metavar="PATH", help="llama-batched-bench, with llama-quantize beside it"
     )
     interpreter.add_argument("--converted", type=Path, metavar="DIR",
-                             help="keep the model in their formats there for the next run; a folder per model")  # fmt: skip
+                             help="keep the model in their formats there; a folder per model")  # fmt: skip
     add_save_flag(parser)
     parser.set_defaults(run=run)
 
