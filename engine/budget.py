@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import engine.loading
 from engine.contract import slots_of
 from engine.errors import UsageError
 from engine.loading import check_quant, pick_device, pick_dtype, pick_quant
@@ -96,7 +97,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Loading:
     """How models are to be loaded: arguments of `Engine.load`, by role for folders."""
 
     folders: Mapping[str, str | Path]
@@ -122,7 +123,8 @@ class Choice:
         token = 0
         for role, folder in self.folders.items():
             checkpoint = Checkpoint.open(folder)
-            precision, quant = pick_dtype(self.dtype, checkpoint, device), pick_quant(self.quant, checkpoint, device)
+            precision = pick_dtype(self.dtype, checkpoint, device)
+            quant = pick_quant(self.quant, checkpoint, precision.dtype, device).name
             size, name = measure(checkpoint, precision.dtype, device, quant), role if len(self.folders) > 1 else ""
             format = f" ({quant})" if quant != "none" else ""
             lines[f"{name} weights{format}".strip()] = size.weights
@@ -132,7 +134,7 @@ class Choice:
         return Plan(lines, token)
 
 
-def allow(choice: Choice, given: Any, kv_memory: int | None, workload: Workload) -> int:
+def allow(loading: Loading, given: Any, kv_memory: int | None, workload: Workload) -> int:
     """The bytes for the cache that keep a process within its memory.
 
     Args:
@@ -145,16 +147,16 @@ def allow(choice: Choice, given: Any, kv_memory: int | None, workload: Workload)
         UsageError: another budget than these, or what has to fit does not; with the sum, and what would.
     """
     try:
-        memory = read_memory(given, choice, torch.get_num_threads())
+        memory = read_memory(given, loading, torch.get_num_threads())
     except ValueError:
         raise UsageError(f"memory: expected auto, bytes, or a size such as '900M', got {given!r}") from None
-    plan, (least, _) = choice.plan(workload), workload.slots
+    plan, (least, _) = loading.plan(workload), workload.slots
     left = plan.left(memory)
     if left < plan.cache(least) - plan.cache(0):
         raise UsageError(
             f"memory: {size_text(memory)} is less than the {size_text(plan.total(least))} that this needs",
             where=plan.spelled(least, str(workload)),
-            remedy=_remedies(choice, memory, workload, plan.total(least)),
+            remedy=_remedies(loading, memory, workload, plan.total(least)),
         )
     if kv_memory is not None and kv_memory > left:
         raise UsageError(
@@ -165,22 +167,22 @@ def allow(choice: Choice, given: Any, kv_memory: int | None, workload: Workload)
     return kv_memory if kv_memory is not None else min(left, MAX_TOKENS * plan.token)
 
 
-def _remedies(choice: Choice, memory: int, workload: Workload, needed: int) -> str:
+def _remedies(loading: Loading, memory: int, workload: Workload, needed: int) -> str:
     """What would fit, one line."""
     fits, cheaper = [], []
-    device = pick_device(choice.device)
+    device = pick_device(loading.device)
     for other in FORMATS:
-        if other != choice.quant and FORMATS[other].why_not(device) is None:
-            cheaper.append((f"--quant {other}", replace(choice, quant=other), workload))
-    if choice.kv_dtype == "auto" and "int8" in _kv_dtypes():
-        cheaper += [("--kv-dtype int8", replace(choice, kv_dtype="int8"), workload)]
+        if other != loading.quant and FORMATS[other].why_not(device) is None:
+            cheaper.append((f"--quant {other}", replace(loading, quant=other), workload))
+    if loading.kv_dtype == "auto" and "int8" in _kv_dtypes():
+        cheaper += [("--kv-dtype int8", replace(loading, kv_dtype="int8"), workload)]
         cheaper += [(f"{flag} --kv-dtype int8", replace(other, kv_dtype="int8"), w) for flag, other, w in cheaper[:-1]]
     fewer = [n for n in (8, 4, 2, 1) if n < workload.beams]
     for beams in fewer:
-        cheaper.append((f"--beams {beams}", choice, replace(workload, search=_with_beams(workload.search, beams))))
+        cheaper.append((f"--beams {beams}", loading, replace(workload, search=_with_beams(workload.search, beams))))
     for new in (128, 64, 32, 16):
         if new < workload.new:
-            cheaper.append((f"--max-new-tokens {new}", choice, replace(workload, new=new)))
+            cheaper.append((f"--max-new-tokens {new}", loading, replace(workload, new=new)))
     for flags, other, work in cheaper:
         try:
             total = other.plan(work).total(work.slots[0])
@@ -199,9 +201,7 @@ def _with_beams(search: Search | None, beams: int) -> Any:
 
 def _kv_dtypes() -> Sequence[str]:
     """Names of the cache's dtypes, by the flag."""
-    from engine import loading
-
-    return getattr(loading, "KV_DTYPES", ("auto",))
+    return getattr(engine.loading, "KV_DTYPES", ("auto",))
 
 
 def _cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -239,7 +239,7 @@ def resident() -> int:
         return peak if peak > 1 << 32 else peak * 1024  # macOS counts bytes, others KB
 
 
-def read_memory(text: Any, choice: Choice, threads: int) -> int:
+def read_memory(text: Any, loading: Loading, threads: int) -> int:
     """Bytes of a budget: a size, or "auto" for the least of the limits of this process. Raises ValueError."""
     if isinstance(text, str) and text != "auto":
         return read_size(text)
@@ -247,7 +247,7 @@ def read_memory(text: Any, choice: Choice, threads: int) -> int:
         if type(text) is not int or not 0 < text < 1 << 63:
             raise ValueError
         return text
-    limits = [total_memory(), *cgroup_limits(), *_address_space(choice, threads)]
+    limits = [total_memory(), *cgroup_limits(), *_address_space(loading, threads)]
     return min(limits) * 31 // 32  # the system keeps page tables and the like for a process
 
 
@@ -278,7 +278,7 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
                 yield int(text)
 
 
-def _address_space(choice: Choice, threads: int) -> Iterator[int]:
+def _address_space(loading: Loading, threads: int) -> Iterator[int]:
     """What RLIMIT_AS leaves: address space that is not memory, and the largest file that is mapped, come off."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
@@ -287,7 +287,7 @@ def _address_space(choice: Choice, threads: int) -> Iterator[int]:
         spaces = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
         spaces = resident()
-    files = {info.file for folder in choice.folders.values() for info in Checkpoint.open(folder).tensors.values()}
+    files = {info.file for folder in loading.folders.values() for info in Checkpoint.open(folder).tensors.values()}
     mapped = max((file.stat().st_size for file in files), default=0)
     yield max(1, limit - (spaces - resident()) - mapped - ARENA * max(0, threads - 1))
 
@@ -295,7 +295,7 @@ def _address_space(choice: Choice, threads: int) -> Iterator[int]:
 # --- the table ---
 
 
-def table(choice: Choice, search_of: Any, context: int | None, new: int) -> str:
+def table(loading: Loading, search_of: Any, context: int | None, new: int) -> str:
     """The plan of a model: for each format of weights and cache and for some numbers of beams.
 
     Args:
@@ -307,9 +307,10 @@ def table(choice: Choice, search_of: Any, context: int | None, new: int) -> str:
         CheckpointError, UsageError: as of `Engine.load`.
     """
     device = pick_device("cpu")
-    checkpoint = Checkpoint.open(choice.folders["target"])
-    precision = pick_dtype(choice.dtype, checkpoint, device)
-    quants = [pick_quant("none", checkpoint, device)] if checkpoint.packing else [*FORMATS]
+    checkpoint = Checkpoint.open(loading.folders["target"])
+    precision = pick_dtype(loading.dtype, checkpoint, device)
+    own = checkpoint.packing or checkpoint.quantization
+    quants = [pick_quant("none", checkpoint, precision.dtype, device).name] if own else [*FORMATS]
     size = measure(checkpoint, precision.dtype, device, quants[0])
     reach = size.shape.max_positions
     context = min(context or reach or 4096, reach or context or 4096)
@@ -322,7 +323,7 @@ def table(choice: Choice, search_of: Any, context: int | None, new: int) -> str:
         for kv_dtype in _kv_dtypes():
             for beams in BEAMS:
                 work = Workload(search_of(beams), context - new, new)
-                plan = replace(choice, quant=quant, kv_dtype=kv_dtype, device="cpu").plan(work, runtime)
+                plan = replace(loading, quant=quant, kv_dtype=kv_dtype, device="cpu").plan(work, runtime)
                 tokens = max(work.slots)
                 weights = sum(n for name, n in plan.lines.items() if "weights" in name)
                 scratch = sum(n for name, n in plan.lines.items() if "scratch" in name)
@@ -330,7 +331,7 @@ def table(choice: Choice, search_of: Any, context: int | None, new: int) -> str:
                 numbers = (weights, plan.cache(tokens), scratch, others, plan.total(tokens))
                 w, k, s, r, t = map(size_text, numbers)
                 dtype = str(_cache_dtype(kv_dtype, precision.dtype)).removeprefix("torch.")
-                rows.append((quant, w, dtype, k, str(beams), str(tokens), s, r, t))
+                rows.append(("own" if own else quant, w, dtype, k, str(beams), str(tokens), s, r, t))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = (1, 3, 4, 5, 6, 7, 8)
     lines = [

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import Choice, Workload, allow
+from engine.budget import Loading, Workload, allow
 from engine.contract import attributed, check_search, search_error
 from engine.driver import Driver, Job
 from engine.errors import CoppiceError, UsageError, check_flag, check_integer
@@ -139,16 +139,17 @@ class Engine:
         Args:
             folder: holds config.json, safetensors weights and tokenizer files.
             dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's own, but float32 on a processor without
-                products of that dtype, where it is several times as fast; `capabilities` reports the choice.
+                products of that dtype, or where float32 is measured to be faster; `capabilities` reports the loading.
             device: "cpu", "cuda" or "auto".
-            threads: CPU threads; None leaves torch's choice.
+            threads: CPU threads; None leaves torch's loading.
             kv_memory: bytes of the KV pools together, or a size such as "512M"; None takes up to half of the free
                 memory.
             memory: bytes that the whole process may hold, or a size, or "auto" for the least of the limits that it
                 runs under: what weights and the rest leave goes to the KV pools. On a CPU.
             workload: what `memory` has to hold at least; None: one token.
             compile: "on" runs the layers through torch.compile: loading takes seconds more, steps a little less.
-            quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products.
+            quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products; "auto"
+                does so where int8 is measured to be faster.
             chat_template: a template file, "none" for plain completion, None for the checkpoint's own.
             parallel: most searches at once.
             draft: folder of a smaller model of the same tokenizer, for searches that draft.
@@ -167,8 +168,8 @@ class Engine:
         folders = {role: path for role, path in roles.items() if isinstance(path, str | Path)}
         options = {"dtype": dtype, "device": device, "compile": compile, "quant": quant, "chat_template": chat_template}
         if memory is not None:
-            choice = Choice(folders, dtype, device, quant)
-            budget = allow(choice, memory, budget, workload or Workload(parallel=parallel))
+            loading = Loading(folders, dtype, device, quant)
+            budget = allow(loading, memory, budget, workload or Workload(parallel=parallel))
         models = load_models(folders, kv_memory=budget, **options)
         target, *others = [Engine(model, parallel) for model in models.values()]
         target.companions = dict(zip([*models][1:], others, strict=True))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models import load_model
-from models.checkpoint import Checkpoint
+from models.checkpoint import FLOATS, Checkpoint
 from models.config import Config, ModelShape
 from models.floats import has_kernels
 from models.linear import FORMATS
@@ -67,7 +67,7 @@ class Sizes(Weights):
         width = self.shapes[f"{names[0]}.weight"][not transposed]
         stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
         self.vectors += sum(outs) * self.dtype.itemsize * bias
-        self.matrices += self._bytes(stored, sum(outs), width)
+        self.matrices += self._bytes(stored, outs, width)
         return _Nothing(stored)
 
     def embedding(self, name: str) -> Any:
@@ -76,13 +76,19 @@ class Sizes(Weights):
             self.vectors += math.prod(self.shapes[name]) * self.dtype.itemsize
         return nn.Identity()
 
-    def _bytes(self, stored: Sequence[str], outs: int, width: int) -> int:
+    def _bytes(self, stored: Sequence[str], outs: Sequence[int], width: int) -> int:
         tensors, key = self.checkpoint.tensors, "+".join(stored)
         if self.checkpoint.packing and key in self.checkpoint.packing.sizes and has_kernels(torch.float32, self.device):
             parts = [tensors[name] for name in (PANELS + key, SCALE + key) if name in tensors]
             return sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
-        own = {tensors[name].dtype if name in tensors else torch.float32 for name in stored}  # a quantised one's floats
-        return FORMATS[self.quant if outs > 1 else "none"].bytes(outs, width, own, self.dtype, self.device)
+        floats = {
+            name: tensors[name].dtype for name in stored if name in tensors and tensors[name].dtype in FLOATS.values()
+        }
+        if floats and len(floats) < len(stored):  # `Joined`: the others are stored quantised
+            return sum(self._bytes([name], [rows], width) for name, rows in zip(stored, outs, strict=True))
+        own = {*floats.values()} or {torch.float32}
+        quant = self.quant if sum(outs) > 1 else "none"
+        return FORMATS[quant].bytes(sum(outs), width, own, self.dtype, self.device)
 
 
 class _Nothing(nn.Module):

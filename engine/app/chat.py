@@ -16,7 +16,7 @@ from engine.app.dialog import Dialog
 from engine.app.settings import Settings
 from engine.app.terminal import Interrupt, Label, Quit, Screen
 from engine.app.trace_page import check_target
-from engine.budget import Choice, table
+from engine.budget import Loading, table
 from engine.capabilities import dtype_name
 from engine.conversation import OVERFLOW, Conversation
 from engine.demo import BANNER, demo_folder, is_demo
@@ -176,7 +176,7 @@ def plan(args: argparse.Namespace) -> str:
     """The table of `--plan`. Raises CoppiceError."""
     given = {"dtype": args.dtype, "device": args.device}
     context = args.context
-    return table(Choice({"target": args.plan}, **given), lambda beams: Trie(beams=beams), context, args.max_new_tokens)
+    return table(Loading({"target": args.plan}, **given), lambda beams: Trie(beams=beams), context, args.max_new_tokens)
 
 
 def make_screen(args: argparse.Namespace) -> Screen:

@@ -11,7 +11,7 @@ import torch
 
 from engine import Engine, UsageError
 from engine.app.chat import main
-from engine.budget import Choice, Plan, Workload, allow, cgroup_limits, read_memory, resident
+from engine.budget import Loading, Plan, Workload, allow, cgroup_limits, read_memory, resident
 from engine.demo import demo_folder
 from models import FAMILIES, load_model
 from models.checkpoint import Checkpoint
@@ -60,11 +60,11 @@ def checkpoint(tmp_path_factory) -> Path:
 PEAK = """
 import resource, sys
 from engine import Engine
-from engine.budget import Choice, Workload
+from engine.budget import Loading, Workload
 from search import Trie
 folder, memory, quant = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 work = Workload(Trie(beams=8), 400, 24)
-plan = Choice({"target": folder}, quant=quant).plan(work)
+plan = Loading({"target": folder}, quant=quant).plan(work)
 engine = Engine.load(folder, memory=memory or None, quant=quant, threads=2, kv_memory=None if memory else "64M")
 engine.generate([[5 + i % 900 for i in range(400)]], work.search, max_new_tokens=24, ignore_eos=True)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -96,11 +96,11 @@ def test_a_budget_is_kept(checkpoint):
 
 
 def test_refusal_spells_the_sum_out(checkpoint):
-    choice, work = Choice({"target": checkpoint}), Workload(Trie(beams=15), 1, 256)
-    plan = choice.plan(work)
+    loading, work = Loading({"target": checkpoint}), Workload(Trie(beams=15), 1, 256)
+    plan = loading.plan(work)
     short = plan.total(work.slots[0]) - MB // 2
     with pytest.raises(UsageError) as refused:
-        allow(choice, short, None, work)
+        allow(loading, short, None, work)
     assert refused.value.exit_code == 2
     text = str(refused.value)
     for line in (
@@ -118,23 +118,23 @@ def test_refusal_spells_the_sum_out(checkpoint):
 
 
 def test_what_is_left_is_the_caches(checkpoint):
-    choice = Choice({"target": checkpoint})
-    fixed = choice.plan(Workload()).fixed
-    left = allow(choice, fixed + 40 * MB, None, Workload())
+    loading = Loading({"target": checkpoint})
+    fixed = loading.plan(Workload()).fixed
+    left = allow(loading, fixed + 40 * MB, None, Workload())
     assert 30 * MB < left < 41 * MB
-    assert allow(choice, fixed + 40 * MB, 5 * MB, Workload()) == 5 * MB
+    assert allow(loading, fixed + 40 * MB, 5 * MB, Workload()) == 5 * MB
     with pytest.raises(UsageError, match=r"--kv-memory 300\.0 MB is more than"):
-        allow(choice, fixed + 40 * MB, 300 * MB, Workload())
+        allow(loading, fixed + 40 * MB, 300 * MB, Workload())
 
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "much", "12Q", 1 << 63, None])
 def test_other_budgets_are_refused(checkpoint, given):
     with pytest.raises(UsageError, match="memory: expected auto"):
-        allow(Choice({"target": checkpoint}), given, None, Workload())
+        allow(Loading({"target": checkpoint}), given, None, Workload())
 
 
 def test_load_takes_it(checkpoint):
-    need = Choice({"target": checkpoint}).plan(Workload(parallel=16)).fixed
+    need = Loading({"target": checkpoint}).plan(Workload(parallel=16)).fixed
     engine = Engine.load(checkpoint, memory=need + 30 * MB, threads=2)
     assert 0 < engine.pool.pages * engine.pool.page_bytes <= 40 * MB
     with pytest.raises(UsageError, match="is less than"):
@@ -190,16 +190,16 @@ def test_without_control_groups(tmp_path):
 
 
 def test_auto_is_the_least_limit(checkpoint, monkeypatch):
-    choice = Choice({"target": checkpoint})
+    loading = Loading({"target": checkpoint})
     monkeypatch.setattr("engine.budget.total_memory", lambda: 3200 * MB)
     monkeypatch.setattr("engine.budget.cgroup_limits", lambda: iter([640 * MB]))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert read_memory("auto", choice, 2) == 620 * MB
+    assert read_memory("auto", loading, 2) == 620 * MB
     monkeypatch.setattr("engine.budget.cgroup_limits", lambda: iter(()))
-    assert read_memory("auto", choice, 2) == 3100 * MB
+    assert read_memory("auto", loading, 2) == 3100 * MB
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2000 * MB, resource.RLIM_INFINITY))
-    limited = read_memory("auto", choice, 1)
-    assert limited < 2000 * MB and limited - read_memory("auto", choice, 2) > 60 * MB  # address space of a thread
+    limited = read_memory("auto", loading, 1)
+    assert limited < 2000 * MB and limited - read_memory("auto", loading, 2) > 60 * MB  # address space of a thread
 
 
 # --- the command line ---
