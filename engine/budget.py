@@ -2,6 +2,7 @@
 
 import re
 import resource
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import engine.loading
 from engine.contract import slots_of
 from engine.errors import UsageError
 from engine.loading import check_quant, pick_device, pick_dtype, pick_quant
-from engine.memory import MAX_TOKENS, read_size, size_text, total_memory
+from engine.memory import MAX_TOKENS, read_size, release_libraries, size_text, total_memory
 from engine.requests import Search
 from engine.text.tokenizer import FILES
 from kernels.layout import NULL_SLOT, TRASH_SLOT
@@ -22,7 +23,7 @@ from models.linear import FORMATS
 from models.sizes import ModelSize, measure
 
 TOKENS = 256  # of a pass, see `Runner`
-GROWTH = 12 << 20  # what a process takes beyond its imports: kernels, threads, what malloc keeps
+GROWTH = 36 << 20  # what a process takes beyond its imports: code that is used again, threads, what malloc keeps
 TOKENIZER = 20  # bytes in memory for a byte of the tokenizer's files
 ARENA = 72 << 20  # address space of a thread: its stack, and what malloc reserves for it
 RESERVED = max(NULL_SLOT, TRASH_SLOT) + 1  # slots that no tree gets
@@ -227,6 +228,7 @@ def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
 
 def runtime_bytes() -> int:
     """What this process holds now, and what it takes beyond that, without a model."""
+    release_libraries()
     return resident() + GROWTH
 
 
@@ -235,8 +237,13 @@ def resident() -> int:
     try:
         return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if peak > 1 << 32 else peak * 1024  # macOS counts bytes, others KB
+        return peak()
+
+
+def peak() -> int:
+    """The most bytes of this process that were in memory so far."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def read_memory(text: Any, loading: Loading, threads: int) -> int:
@@ -315,7 +322,7 @@ def table(loading: Loading, search_of: Any, context: int | None, new: int) -> st
     reach = size.shape.max_positions
     context = min(context or reach or 4096, reach or context or 4096)
     new = min(new, context - 1) or 1
-    runtime = runtime_bytes()
+    start, runtime = peak(), runtime_bytes()  # a small model takes less than the imports did
     rows = [("weights", "", "cache", "", "beams", "tokens", "scratch", "runtime", "total")]
     for quant in quants:
         if FORMATS[quant].why_not(device) is not None:
@@ -328,7 +335,7 @@ def table(loading: Loading, search_of: Any, context: int | None, new: int) -> st
                 weights = sum(n for name, n in plan.lines.items() if "weights" in name)
                 scratch = sum(n for name, n in plan.lines.items() if "scratch" in name)
                 others = plan.fixed - weights - scratch
-                numbers = (weights, plan.cache(tokens), scratch, others, plan.total(tokens))
+                numbers = (weights, plan.cache(tokens), scratch, others, max(start, plan.total(tokens)))
                 w, k, s, r, t = map(size_text, numbers)
                 dtype = str(_cache_dtype(kv_dtype, precision.dtype)).removeprefix("torch.")
                 rows.append(("own" if own else quant, w, dtype, k, str(beams), str(tokens), s, r, t))

@@ -16,7 +16,7 @@ from engine.contract import attributed, check_search, search_error
 from engine.driver import Driver, Job
 from engine.errors import CoppiceError, UsageError, check_flag, check_integer
 from engine.loading import LoadedModel, check_arguments, check_companion, load_models
-from engine.memory import check_memory, is_out_of_memory, out_of_memory, trim_memory
+from engine.memory import check_memory, is_out_of_memory, out_of_memory, release_libraries, trim_memory
 from engine.phases import PhaseObserver
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
@@ -167,6 +167,7 @@ class Engine:
         roles = {"target": folder, "draft": draft, "reward": reward}
         folders = {role: path for role, path in roles.items() if isinstance(path, str | Path)}
         options = {"dtype": dtype, "device": device, "compile": compile, "quant": quant, "chat_template": chat_template}
+        release_libraries()
         if memory is not None:
             loading = Loading(folders, dtype, device, quant)
             budget = allow(loading, memory, budget, workload or Workload(parallel=parallel))
