@@ -195,7 +195,7 @@ def make_variant(folder: Path, name: str, variant: Variant, seed: int) -> dict[s
     asked = [(prompt(length), rows) for length, rows in variant.logits]
     answers = [ask(model, exact, ids) for ids, _ in asked]
     worst = max((error for _, error in answers), default=0.0)
-    assert worst < variant.error, f"{name}: float32 and float64 differ by {worst:.1e} (of the spread of logits)"
+    assert worst < 2e-5, f"{name}: float32 and float64 differ by {worst:.1e} (of the spread of logits)"
     if hasattr(model, "score"):
         entries = [{"prompt_ids": ids, "score": s.item()} for (ids, _), (s, _) in zip(asked, answers, strict=True)]
         return golden | {"scores_error_to_float64": worst, "scores": entries}

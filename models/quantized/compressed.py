@@ -19,7 +19,10 @@ FORMATS = {"pack-quantized": ("int",), "int-quantized": ("int",), "float-quantiz
 FORMATS["naive-quantized"] = ("int", "float")
 CLASSES = ("Linear", "Module")  # names that torch's class of linear layers goes by
 ORDERED = ("group", "dynamic", True)  # values of `actorder` with a `weight_g_idx`, up to version 0.19
-LEVELS = 127.5  # activations are divided by their largest magnitude over this
+# Activations beside int8 weights stay floats as well. The package divides them by their largest magnitude over 127.5
+# and rounds. If the largest is negative it lies on a tie, -127.5, so that the last bit of a sum decides between -127
+# and -128: two right implementations differ as much as either does from floats (1e-2 of the logits' spread).
+LEVELS: float | None = None
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class Grid(NamedTuple):
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """int32 [..., n] to uint8 [..., n * 32 / bits]: fields of 4 or 8 bits, lowest first."""
-    octets = words.contiguous().view(torch.uint8)
+    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # not all that is "contiguous" views
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
 
 
