@@ -176,5 +176,5 @@ def pattern(expression: str, fields: Fields) -> re.Pattern[str]:
 
 def unsupported(fields: Fields, what: str) -> CheckpointError:
     """The error for what is not read."""
-    remedy = "docs/checkpoints.md lists what is read. Otherwise use the model's float32, bfloat16 or float16 checkpoint"
+    remedy = "docs/quantised.md lists what is read. Otherwise use the model's float32, bfloat16 or float16 checkpoint"
     return CheckpointError(f"quantization_config: {what}", where=fields.file, remedy=f"{remedy}, with --quant.")

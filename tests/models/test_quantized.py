@@ -188,7 +188,7 @@ UNREAD = {
 def test_what_is_not_read_is_refused_by_name(named):
     with pytest.raises(CheckpointError, match=re.escape(named)) as caught:
         config_of(**UNREAD[named])
-    assert caught.value.where == "config.json" and "docs/checkpoints.md" in caught.value.remedy
+    assert caught.value.where == "config.json" and "docs/quantised.md" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
