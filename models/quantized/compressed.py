@@ -15,8 +15,12 @@ from models.quantized import parts as p
 from models.quantized.float8 import Float8
 from models.quantized.parts import Grid, Part, Scheme, Source, unsupported
 
-FORMATS = {"pack-quantized": ("int",), "int-quantized": ("int",), "float-quantized": ("float",)}
-FORMATS["naive-quantized"] = ("int", "float")
+FORMATS = {  # and the types of their weights
+    "pack-quantized": ["int"],
+    "int-quantized": ["int"],
+    "float-quantized": ["float"],
+    "naive-quantized": ["int", "float"],
+}
 CLASSES = ("Linear", "Module")  # names that torch's class of linear layers goes by
 ORDERED = ("group", "dynamic", True)  # values of `actorder` with a `weight_g_idx`, up to version 0.19
 # Activations beside int8 weights stay floats as well. The package divides them by their largest magnitude over 127.5

@@ -73,11 +73,10 @@ def parse(fields: Fields) -> Rules:
         raise unsupported(
             fields, f"gptq in the format {layout!r}, packed into {words} (read: {', '.join(FORMATS)}; int32)"
         )
-    given, rules = fields.sub("dynamic"), []
-    for key in given.config if given else {}:
-        assert given
+    given, rules = fields.sub("dynamic") or Fields({}, fields.file), []
+    for key in given.config:
         changes, expression = given.sub(key), pattern(key.removeprefix("-:").removeprefix("+:"), fields)
-        own = fields.config | (changes.config if changes else {})
+        own = {**fields.config, **(changes.config if changes else {})}
         rules.append((expression, None if key.startswith("-:") else _scheme(own, fields, layout)))
     return Rules(_scheme(fields.config, fields, layout), tuple(rules))
 

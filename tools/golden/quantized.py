@@ -58,7 +58,7 @@ class Recipe:
 
     base: Callable[[Path, int], Any]
     config: Config
-    methods: Sequence[tuple[str, Method]]
+    methods: Sequence[tuple[str, Method | None]]
     head: bool = False
     transposed: bool = False
     extra: dict[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
