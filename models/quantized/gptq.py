@@ -5,6 +5,7 @@ outputs, lowest first.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,7 @@ def parse(fields: Fields) -> Rules:
     return Rules(_scheme(fields.config, fields, layout), tuple(rules))
 
 
-def _scheme(config: dict[str, Any], fields: Fields, layout: str) -> GPTQ:
+def _scheme(config: Mapping[str, Any], fields: Fields, layout: str) -> GPTQ:
     own = Fields(config, fields.file, fields.prefix)
     if (bits := own.int("bits")) not in ONES:
         raise unsupported(fields, f"gptq with {bits} bits (read: 4, 8)")
