@@ -80,7 +80,7 @@ class Integers:
         stored = source.tensor("weight_packed" if self.packed else "weight")
         zeros = source.tensor("weight_zero_point") if self.zeros else None
         if zeros is not None:
-            zeros = p.unpack(zeros.T, bits)[:, :outs].T if self._packs_zeros else zeros + 2 ** (bits - 1)
+            zeros = p.unpack(zeros.T, bits)[:, :outs].T if self._packs_zeros else zeros.float() + 2 ** (bits - 1)
         groups_I = source.read("weight_g_idx")
         if groups_I is not None and groups_I.eq(-1).all():
             groups_I = None  # as versions stored it where nothing was ordered

@@ -111,6 +111,33 @@ def test_values_are_those_of_the_definition(data):
     assert torch.equal(weight.floats(first, last), expected[first:last])
 
 
+@pytest.mark.parametrize(("strategy", "shape"), [("channel", (6, 1)), ("tensor", (1,)), ("group", (6, 3))])
+@pytest.mark.parametrize("layout", ["int-quantized", "naive-quantized", "pack-quantized"])
+def test_integers_with_zero_points(layout, strategy, shape):
+    """Every layout of compressed-tensors beside those of the golden models: q, zeros and scales of any sign."""
+    if (layout, strategy) == ("pack-quantized", "tensor"):
+        shape = ()
+    args = {"num_bits": 8, "symmetric": False, "strategy": strategy, "group_size": 8 if strategy == "group" else None}
+    groups = {"g": {"targets": ["Linear"], "weights": args}}
+    config = config_of(quant_method="compressed-tensors", format=layout, config_groups=groups)
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randint(-128, 128, (6, 20), generator=generator, dtype=torch.int8)
+    zero = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+    parts = {"weight_scale": torch.randn(shape, generator=generator), "weight_zero_point": zero, "weight": q}
+    if layout == "pack-quantized":
+        parts["weight_packed"] = (q ^ -128).view(torch.int32)  # in this machine's order of bytes: the lowest first
+        if strategy != "tensor":
+            columns = torch.nn.functional.pad(zero ^ -128, (0, 0, 0, 2))
+            parts["weight_zero_point"] = columns.T.clone(memory_format=torch.contiguous_format).view(torch.int32).T
+    scheme = config.scheme("any", LINEAR)
+    for suffix, part in scheme.parts(6, 20).items():
+        assert part.optional or (tuple(parts[suffix].shape) in part.shapes and parts[suffix].dtype in part.dtypes)
+    found = scheme.weight(6, 20, Source(parts.get, AssertionError)).floats()
+    spread = [x.expand(6, -1).repeat_interleave(8 if strategy == "group" else 20, 1)[:, :20] if x.dim() else x
+              for x in (zero.float(), parts["weight_scale"])]  # fmt: skip
+    assert torch.equal(found, (q.float() - spread[0]) * spread[1])
+
+
 FAULTS = {  # variant, tensors, message
     "no scales": ("pack4_group", {"weight_scale": None}, r"missing .*q_proj\.weight_scale"),
     "no words": ("gptq_v1", {"qweight": None}, r"missing .*q_proj\.qweight"),
