@@ -10,7 +10,8 @@ The checkpoints are those of `tools/golden/<family>.py`. Writes `tests/golden/<f
 tensors `logits.<i>` [rows, V] are the last rows of a full forward pass over `logits[i]` of golden.json. Each entry of
 `runs` has the prompt, the generation arguments in our words and Hugging Face's (`hf`), and `outputs`, best first: new
 tokens (end-of-sequence included, padding not), `score` (beams: Hugging Face's `sequences_scores`) and `logprob` (sum
-over the new tokens). A quantised checkpoint is compared with the float32 model that its package makes of it. Of a scalar-head model there is `scores` instead: texts and their scores.
+over the new tokens). Of a scalar-head model there is `scores` instead: texts and their scores. A quantised checkpoint
+is computed as the float32 model that its format's package makes of it.
 
 Why the files can be trusted: missing or unexpected tensors are errors (transformers would fill in noise); every
 call gets a fresh model (dynamic RoPE keeps state) and one prompt; `GenerationConfig`s are complete, the model's own is

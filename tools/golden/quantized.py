@@ -1,5 +1,5 @@
-"""Quantised checkpoints: compressed-tensors by the package itself, fp8 as transformers reads it, GPTQ and AWQ packed by
-the loops of GPTQModel 7.7 and AutoAWQ 0.2.9, which need a GPU to run.
+"""Quantised checkpoints: compressed-tensors by the package itself, GPTQ and AWQ by the packing loops of GPTQModel 7.7
+and AutoAWQ 0.2.9, which need a GPU to run, fp8 by its definition.
 
 Each is a checkpoint of another family whose matrices were quantised. What transformers computes with is the float32
 model that `floats` makes of the file again: by the package, or by arithmetic on single fields of the words.
