@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 from models.fields import Fields
 from models.quantized.gptq import GPTQ
-from models.quantized.parts import LINEAR, TRANSPOSED, Part, Quantization, Scheme, Source, unsupported
+from models.quantized.own import METHOD, Own
+from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED, Part, Quantization, Scheme, Source, unsupported
 
-__all__ = ["LINEAR", "METHODS", "TRANSPOSED", "Part", "Quantization", "Scheme", "Source", "quantization"]
+__all__ = ["EMBEDDING", "LINEAR", "METHODS", "TRANSPOSED", "Part", "Quantization", "Scheme", "Source", "quantization"]
 
-METHODS: dict[str, Callable[[Fields], Quantization]] = {"gptq": GPTQ.parse}
+METHODS: dict[str, Callable[[Fields], Quantization]] = {"gptq": GPTQ.parse, METHOD: Own.parse}
 
 
 def quantization(fields: Fields) -> Quantization | None:
