@@ -2,9 +2,9 @@
 
 w[o, i] = (code[o, i] - zero[o, i / group]) * scale[o, i / group]. For the weight of a module M, `M.codes` has a code in
 a byte, or two of four bits (an even input in the low half); `M.scale` and `M.zero` have a number for each group.
-Without `M.zero`, codes of four bits stand around 8 and codes of eight bits around 128. `quantization_config` has `quant_method`
-"coppice", `version` 1, and for each module `weights.M`: {"kind": "int4" or "int8", "group": G, "zeros": true or false}.
-A head that shares the values of the token embedding is listed beside it.
+Without `M.zero`, codes of four bits stand around 8 and codes of eight bits around 128. `quantization_config` has
+`quant_method` "coppice", `version` 1, and in `weights` for each module {"kind": "int4" or "int8", "group": G, "zeros":
+true or false}. A head that shares the values of the token embedding is listed beside it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

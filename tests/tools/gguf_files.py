@@ -3,13 +3,14 @@
 import json
 import math
 
-import gguf
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from tools.gguf.families import FACTORS
 
+gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install 'coppice[gguf]'")
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "phi": "phi2", "phi3": "phi3", "gpt2": "gpt2", "qwen3": "qwen3"}
 F32, CONTROL, NORMAL = gguf.GGMLQuantizationType.F32, 3, 1
 
@@ -52,7 +53,8 @@ class File:
     def __init__(self, folder, format=F32, formats=None):
         self.folder, self.format, self.formats = folder, format, formats or {}
         self.config = json.loads((folder / "config.json").read_text())
-        self.rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        self.rope = {key: self.config[key] for key in ("rope_theta", "partial_rotary_factor") if key in self.config}
+        self.rope |= self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
         self.arch = ARCHITECTURES[self.config["model_type"]]
         self.tensors, self.types = {}, {}
         self._tensors()
@@ -153,8 +155,15 @@ class File:
                 spelled = config[f"{name}_token"]
                 keys[f"{key}_token_id"] = vocab[spelled["content"] if isinstance(spelled, dict) else spelled]
         keys["add_bos_token"] = "TemplateProcessing" in json.dumps(data["post_processor"])
-        template = {"tokenizer.chat_template": config["chat_template"]} if "chat_template" in config else {}
-        return {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | template
+        found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+        templates = config.get("chat_template", [])
+        if isinstance(templates, str):
+            templates = [{"name": "default", "template": templates}]
+        for entry in templates:
+            default = entry["name"] == "default"
+            found[f"tokenizer.chat_template{'' if default else '.' + entry['name']}"] = entry["template"]
+        names = [entry["name"] for entry in templates if entry["name"] != "default"]
+        return found | ({"tokenizer.chat_templates": names} if names else {})
 
     def write(self, path):
         """Returns the path."""

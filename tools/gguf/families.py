@@ -3,6 +3,7 @@
 What a configuration cannot say is refused by name: a folder that loads computes what the file's model computes.
 """
 
+import functools
 import itertools
 import math
 import re
@@ -73,9 +74,8 @@ def find_rows(file: GGUF, config: dict[str, Any], name: str, shape: tuple[int, .
     Raises:
         CheckpointError: it is missing, or has another shape.
     """
-    gguf, arch = package(), file.fields().str("general.architecture")
-    kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(kinds[arch], file.fields(f"{arch}.").int("block_count", high=2**14))
+    arch = file.fields().str("general.architecture")
+    names = _names(arch, file.fields(f"{arch}.").int("block_count", high=2**14))
     stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
     first, total, heads = 0, shape[0], 0
     q, kv = (config.get(f"num_{kind}_heads", 0) for kind in ("attention", "key_value"))
@@ -84,12 +84,19 @@ def find_rows(file: GGUF, config: dict[str, Any], name: str, shape: tuple[int, .
         size = shape[0] // (q if ".attn_q." in stored else kv)
         first = {"q": 0, "k": q, "v": q + kv}[stored.split(".attn_")[1][0]] * size
         stored, total = fused, (q + 2 * kv) * size
-    elif arch == "llama" and re.search(r"\.attn_[qk]\.", stored):
-        heads = q if ".attn_q." in stored else kv
+    if arch == "llama" and (part := re.search(r"\.([qk])_proj\.", name)):
+        heads = q if part[1] == "q" else kv
     entry = file.entry(stored)
     if entry.shape != (total, *shape[1:]):
         raise file.error(f"tensor {stored!r}: expected the shape {[total, *shape[1:]]}, got {list(entry.shape)}")
     return Rows(entry, first, first + shape[0], heads)
+
+
+@functools.cache
+def _names(arch: str, layers: int) -> Any:
+    """The package's map from names in checkpoints to names in files."""
+    kinds = {text: kind for kind, text in package().MODEL_ARCH_NAMES.items()}
+    return package().get_tensor_name_map(kinds[arch], layers)
 
 
 # --- architectures ---

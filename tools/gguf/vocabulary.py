@@ -65,6 +65,9 @@ class Vocabulary:
                 self.vocab.setdefault(token, i)
         defaults = {"bos": 1, "eos": 2, "unk": 0} if kind == "llama" else {}
         self.ids = {name: self._id(f"{key}_token_id", defaults.get(name)) for name, key in NAMED.items()}
+        for name in ("unk", "pad"):  # an id left over from another tokenizer would take an ordinary token out of texts
+            if "token_type" in self.keys.config and self.ids[name] is not None and self.types[self.ids[name]] == NORMAL:
+                self.ids[name] = None
 
     def ends(self) -> list[int]:
         """The tokens that end a text."""
