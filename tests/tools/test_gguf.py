@@ -242,7 +242,7 @@ def test_what_ends_a_text(tmp_path):
     ("llama.attention.head_count_kv", [1, 2], "one number for all layers"),
     ("llama.rope.dimension_count", 4, "rope.dimension_count: expected the size of a head, 8, got 4"),
     ("llama.rope.scaling.type", "longrope", "rope.scaling.type"),
-    ("llama.embedding_length", 64, "expected the shape"),
+    ("llama.attention.head_count_kv", 2, r"'blk.0.attn_k.weight': expected the shape \[16, 32\], got \[32, 32\]"),
     ("llama.block_count", 3, "'blk.2.attn_norm.weight' is missing"),
     ("llama.block_count", 1, "9 tensors have no place in this architecture, 'blk.1.attn_k.weight' for one"),
     ("split.count", 2, "one of several"),

@@ -57,6 +57,8 @@ def read_config(file: GGUF) -> dict[str, Any]:
         raise keys.error("attention.causal", "true")
     if file.fields().int("split.count", 0, low=0, high=1 << 16) > 1:
         raise file.error("the file is one of several", "join them: llama-gguf-split --merge FIRST.gguf OUTPUT.gguf")
+    if EMBEDDING not in file.tensors and HEAD in file.tensors:  # made of a checkpoint that kept the head of the two
+        file.tensors[EMBEDDING] = file.tensors.pop(HEAD)
     return ARCHITECTURES[name](file, keys) | {
         "vocab_size": file.entry(EMBEDDING).shape[0],
         "tie_word_embeddings": HEAD not in file.tensors,

@@ -57,7 +57,7 @@ class GGUF:
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, Entry]
+    tensors: dict[str, Entry]
     _used: set[str] = field(default_factory=set)
 
     @staticmethod
