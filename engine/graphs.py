@@ -51,7 +51,7 @@ def make_runner(model, pool: PagePool, vocab_size: int) -> Runner:
             warnings.warn(f"the kernels in PyTorch run, slower than those in C++: {reason}", stacklevel=2)
         return Runner(model, pool, vocab_size, impl="torch" if reason else "cpp")
     if importlib.util.find_spec("triton") is None:
-        raise UsageError("a GPU needs the package triton", remedy="install it, or use --device cpu")
+        raise UsageError("a GPU needs the package triton", remedy="pip install 'coppice[gpu]', or use --device cpu")
     from kernels.tree_attention.triton import DTYPES, MAX_HEAD_DIM
 
     if cache.dtype not in DTYPES or cache.shape[-1] > MAX_HEAD_DIM:
