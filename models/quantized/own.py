@@ -89,19 +89,6 @@ class Own:
 
     weights: Mapping[str, Grouping]
 
-    @staticmethod
-    def parse(fields: Fields) -> "Own":
-        """Raises CheckpointError for what is not read."""
-        if (version := fields.int("version")) != VERSION:
-            raise unsupported(fields, f"version {version} of the layout (read: {VERSION})")
-        listed = fields.sub("weights") or Fields({}, fields.file, f"{fields.prefix}weights.")
-        weights = {}
-        for module in listed.config:
-            own = listed.sub(module) or Fields({}, fields.file, f"{listed.prefix}{module}.")
-            kind: Kind = "int4" if own.choice("kind", ("int4", "int8")) == "int4" else "int8"
-            weights[module] = Grouping(kind, own.int("group"), zeros=own.bool("zeros", default=False))
-        return Own(weights)
-
     def scheme(self, module: str, kind: str) -> Grouping | None:
         """See `Quantization`."""
         return self.weights.get(module)
@@ -111,3 +98,16 @@ class Own:
         """`quantization_config` for these modules."""
         listed = {name: {"kind": g.kind, "group": g.group, "zeros": g.zeros} for name, g in weights.items()}
         return {"quant_method": METHOD, "version": VERSION, "weights": listed}
+
+
+def parse(fields: Fields) -> Own:
+    """Raises CheckpointError for what is not read."""
+    if (version := fields.int("version")) != VERSION:
+        raise unsupported(fields, f"version {version} of the layout (read: {VERSION})")
+    listed = fields.sub("weights") or Fields({}, fields.file, f"{fields.prefix}weights.")
+    weights = {}
+    for module in listed.config:
+        own = listed.sub(module) or Fields({}, fields.file, f"{listed.prefix}{module}.")
+        kind: Kind = "int4" if own.choice("kind", ("int4", "int8")) == "int4" else "int8"
+        weights[module] = Grouping(kind, own.int("group"), zeros=own.bool("zeros", default=False))
+    return Own(weights)
