@@ -4,7 +4,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,11 @@ class Loading:
     device: str = "auto"
     quant: str = "none"
     kv_dtype: str = "auto"
+
+    @staticmethod
+    def of(folders: Mapping[str, str | Path], options: Mapping[str, Any]) -> "Loading":
+        """Of the options of `load_models` those that a plan depends on."""
+        return Loading(folders, **{f.name: options[f.name] for f in fields(Loading)[1:] if f.name in options})
 
     def plan(self, workload: Workload, runtime: int | None = None) -> Plan:
         """What a process will hold, the cache left open; reads configurations and headers.
