@@ -327,6 +327,13 @@ def test_the_command(tmp_path, capsys):
         convert.main([str(path)])
 
 
+def test_an_engine_says_how_to_convert(tmp_path):
+    path = File(GOLDEN / "llama/plain").write(tmp_path / "file.gguf")
+    for folder in (path, tmp_path):
+        with pytest.raises(CheckpointError, match=r"Convert it: `python -m tools.convert file.gguf --output DIR`"):
+            Engine.load(folder)
+
+
 def test_without_the_package(tmp_path, monkeypatch):
     path = File(GOLDEN / "llama/plain").write(tmp_path / "file.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
