@@ -7,14 +7,15 @@ them with the headers) and makes a `GroupedWeight` of them, whose rows are read 
 from collections.abc import Callable
 
 from models.fields import Fields
-from models.quantized import awq, compressed, float8, gptq
-from models.quantized.parts import LINEAR, TRANSPOSED, Part, Quantization, Scheme, Source, unsupported
+from models.quantized import awq, compressed, float8, gptq, own
+from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED, Part, Quantization, Scheme, Source, unsupported
 
-__all__ = ["LINEAR", "METHODS", "TRANSPOSED", "Part", "Quantization", "Scheme", "Source", "quantization"]
+__all__ = ["EMBEDDING", "LINEAR", "METHODS", "TRANSPOSED", "Part", "Quantization", "Scheme", "Source", "quantization"]
 
 METHODS: dict[str, Callable[[Fields], Quantization]] = {
     "awq": awq.parse,
     "compressed-tensors": compressed.parse,
+    "coppice": own.parse,
     "fp8": float8.parse,
     "gptq": gptq.parse,
 }
@@ -22,11 +23,11 @@ METHODS: dict[str, Callable[[Fields], Quantization]] = {
 
 def quantization(fields: Fields) -> Quantization | None:
     """What a config says of quantised weights; None: they are floats. Raises CheckpointError for what is not read."""
-    own = fields.sub("quantization_config")
-    if own is None:
+    given = fields.sub("quantization_config")
+    if given is None:
         return None
-    method = own.str("quant_method", "")
+    method = given.str("quant_method", "")
     if method not in METHODS:
         what = f"weights quantized by {method[:80]!r} are not supported (read: {', '.join(METHODS)})"
-        raise unsupported(own, what)
-    return METHODS[method](own)
+        raise unsupported(given, what)
+    return METHODS[method](given)

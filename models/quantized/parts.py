@@ -16,6 +16,7 @@ from models.fields import REQUIRED, Fields
 from models.grouped import GroupedWeight
 
 LINEAR, TRANSPOSED = "Linear", "Conv1D"  # transformers' classes; weights of the second are stored [in, out]
+EMBEDDING = "Embedding"  # a table of token embeddings, which our own layout alone has quantised
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 Shape = tuple[int, ...]
@@ -74,7 +75,7 @@ class Quantization(Protocol):
 
         Args:
             module: its name in transformers.
-            kind: its class there, `LINEAR` or `TRANSPOSED`.
+            kind: its class there, `LINEAR` or `TRANSPOSED`; `Own` is asked for `EMBEDDING` too.
         """
         ...
 
