@@ -169,7 +169,7 @@ class Engine:
         options = {"dtype": dtype, "device": device, "compile": compile, "quant": quant, "chat_template": chat_template}
         release_libraries()
         if memory is not None:
-            loading = Loading(folders, dtype, device, quant)
+            loading = Loading.of(folders, options)
             budget = allow(loading, memory, budget, workload or Workload(parallel=parallel))
         models = load_models(folders, kv_memory=budget, **options)
         target, *others = [Engine(model, parallel) for model in models.values()]
