@@ -112,7 +112,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     formats = [*FORMATS, "auto"]
     group.add_argument(
-        "--quant", choices=formats, default="none", help="weights as int8, on a CPU; auto: if faster (none)"
+        "--quant", choices=formats, default="none", help="weights as int8, or int4 in groups of 32 or as named (none)"
     )
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
     group.add_argument("--compile", choices=["off", "on"], default="off", help="torch.compile (off)")
