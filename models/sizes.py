@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.linear.panels import PIECE
 from models import load_model
 from models.checkpoint import FLOATS, Checkpoint
 from models.config import HEAD, Config, ModelShape
@@ -86,9 +87,18 @@ class Sizes(Weights):
         }
         if floats and len(floats) < len(stored):  # `Joined`: the others are stored quantised
             return sum(self._bytes([name], [rows], width) for name, rows in zip(stored, outs, strict=True))
-        own = {*floats.values()} or {torch.float32}
+        if not floats:
+            return sum(map(self._quantised, stored, outs))
+        own = {*floats.values()}
         quant = format_of(self.quant, sum(outs), head=head)
         return FORMATS[quant].bytes(sum(outs), width, own, self.dtype, self.device)
+
+    def _quantised(self, name: str, outs: int) -> int:
+        """Of a weight that is stored quantised: panels have as many bits and scales, of outputs padded to a piece."""
+        module, tensors = name.removesuffix(".weight"), self.checkpoint.tensors
+        parts = [info for part, info in tensors.items() if part.rpartition(".")[0] == module]
+        stored = sum(math.prod(info.shape) * info.dtype.itemsize for info in parts)
+        return stored * (-(-outs // PIECE) * PIECE) // outs
 
 
 class _Nothing(nn.Module):
