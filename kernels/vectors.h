@@ -41,6 +41,9 @@ struct BFloat16 {
     uint16_t bits;
 };
 
+constexpr int64_t INT8 = 3;  // as a `kind`
+constexpr int64_t SCALE_BYTES = 2;  // of a row in an int8 cache, see kv_int8.py
+
 // Calls f(at, count) for the vectors that make up `width` elements; `count` is a constant but for what is left over.
 template <typename F>
 inline void each(int64_t width, F f) {
@@ -75,6 +78,10 @@ inline Floats load(const float* from, int count = LANES) { return read<Floats>(f
 inline Floats load(const Float16* from, int count = LANES) { return widened(read<Shorts>(from, count)); }
 inline Floats load(const BFloat16* from, int count = LANES) {
     return (Floats)(__builtin_convertvector(read<Shorts>(from, count), Ints) << 16);
+}
+
+inline Floats load(const int8_t* from, int count = LANES) {
+    return __builtin_convertvector(__builtin_convertvector(read<Bytes>(from, count), Ints), Floats);
 }
 
 // The nearest bfloat16, ties to even, as a float.

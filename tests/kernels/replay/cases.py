@@ -321,7 +321,7 @@ def attention(
     off = (plain.double() - exact).abs()
     absolute = 2 * off[off.isfinite()].max().item() if off.isfinite().any() else 0.0
     seen = tree_native._seen(f.layout.seen)
-    asked = tree_native.problem(q, len(k), k.shape[1], seen, 0.3, window, threads)
+    asked = tree_native.problem(q, k, seen, 0.3, window, threads)
     names = "positions", "starts", "seen", "runs", "branch_slots", "branch_positions", "ancestry"
     pointer = Pointer(asked, dict(zip(names, f.layout.seen, strict=True)))
     out = Expected(blank(q), exact, absolute + 4e-6, 2 * torch.finfo(dtype).eps)
