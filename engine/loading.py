@@ -231,6 +231,12 @@ def check_quant(name: str, device: torch.device) -> None:
 
 def pick_quant(name: str, checkpoint: Checkpoint, device: torch.device) -> str:
     """The format that matrices are kept in: the one that they were packed in, if they were. Raises UsageError."""
+    if checkpoint.quantization is not None and name != "none":
+        raise UsageError(
+            f"quant: the checkpoint's weights are quantised already, got {name}",
+            where=str(checkpoint.folder),
+            remedy="leave out --quant: they are used as they are",
+        )
     if checkpoint.packing is None:
         return name
     packed = checkpoint.packing.quant

@@ -23,7 +23,9 @@ from kernels.linear import Packed
 from models.errors import CheckpointError
 from models.fields import Fields
 from models.files import open_regular, read_regular
+from models.grouped import GroupedWeight
 from models.packed import PANELS, SCALE, Packing
+from models.quantized import TRANSPOSED, Part, Quantization, Scheme, Source, quantization
 
 CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -43,6 +45,10 @@ class TensorInfo:
     dtype: torch.dtype
     packed: bool = False
 
+    def fits(self, part: Part) -> bool:
+        """Whether it is what a model needs."""
+        return self.shape in part.shapes and self.dtype in part.dtypes
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -50,6 +56,7 @@ class Checkpoint:
 
     `tensors` comes from the headers alone: opening a checkpoint reads no weights and allocates nothing of their size.
     `packing` describes the matrices that were packed ahead, if any; `tensors` has them under their own names as well.
+    `quantization` is what the config says of weights that are stored quantised; None: all are floats.
     """
 
     folder: Path
@@ -57,6 +64,7 @@ class Checkpoint:
     generation_config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     packing: Packing | None = None
+    quantization: Quantization | None = None
 
     @staticmethod
     def open(folder: str | Path) -> Checkpoint:
@@ -113,51 +121,117 @@ class Checkpoint:
         ignore: Sequence[re.Pattern[str]] = (),
         tied: Mapping[str, str] | None = None,
         base: str = "",
+        kinds: Mapping[str, str] | None = None,
     ) -> dict[str, str]:
         """Compares the headers with the tensors a model needs, by name and shape, and touches no data.
 
         A name that fully matches a pattern of `ignore` may be there or not. `tied` maps names to the names they share
         their values with: one of each pair may be absent. `base` begins names in a save of the whole model and is left
         out in one of the base model, without its head: where no stored name begins with it, none is expected to.
+        `kinds` are the classes of linear layers by the names of their weights, which may be stored quantised.
         Returns {absent name: the name to read instead} for those.
-        Raises CheckpointError listing up to 10 tensors that are missing, extra, misshapen or of no float dtype.
+        Raises CheckpointError listing up to 10 tensors that are missing, extra, misshapen or of another dtype.
         """
         bare = bool(base) and not any(name.startswith(base) for name in self.tensors)
         stored = {name: name.removeprefix(base) if bare else name for name in expected}
+
+        def parts(name: str) -> dict[str, Part]:
+            return self._parts(name, stored[name], expected[name], (kinds or {}).get(name, ""))
+
+        def held(name: str) -> bool:
+            return any(part in self.tensors for part in parts(name))
+
         known = set(stored.values())
         for one, other in (tied or {}).items():
-            if stored[one] in self.tensors and stored[other] not in self.tensors:
+            if held(one) and not held(other):
                 one, other = other, one  # some checkpoints keep the head and drop the embedding
-            if stored[one] not in self.tensors:
+            if not held(one):
                 stored[one] = stored[other]
-        missing = list(dict.fromkeys(name for name in stored.values() if name not in self.tensors))
+        wanted: dict[str, Part] = {}
+        for name in expected:
+            wanted |= parts(name)
+        missing = [name for name, part in wanted.items() if name not in self.tensors and not part.optional]
+        known |= wanted.keys()
         extra = [n for n in self.tensors if n not in known and not any(p.fullmatch(n) for p in ignore)]
         if self.packing:
             extra = [name for name in extra if not name.startswith((PANELS, SCALE))]
         faults = [f"missing {_show(name)}{_nearest(name, extra)}" for name in missing[:10]]
         faults += [f"unknown {_show(name)} in {_show(self.tensors[name].file.name)}" for name in extra[:10]]
-        wrong = 0
-        for name, shape in {stored[name]: shape for name, shape in expected.items()}.items():
-            info = self.tensors.get(name)
-            if info is None or (info.shape == tuple(shape) and info.dtype in FLOATS.values()):
-                continue
-            wrong += 1
-            want = f"expected {list(shape)} of floats, got {list(info.shape)} of {str(info.dtype)[6:]}"
-            if wrong <= 10:
-                faults.append(f"{_show(name)} in {_show(info.file.name)}: {want}")
+        wrong = [name for name, part in wanted.items() if name in self.tensors and not self.tensors[name].fits(part)]
+        faults += [self._wrong(name, wanted[name]) for name in wrong[:10]]
         if faults:
-            total = len(missing) + len(extra) + wrong
-            shown = "\n".join(f"  {fault}" for fault in faults[:10])
-            more = f"\n  and {total - 10} more" if total > 10 else ""
-            meta = "tok_embeddings.weight" in self.tensors
-            raise CheckpointError(
-                f"the weights do not fit the config ({total} tensors at fault):\n{shown}{more}",
-                where=_show(self.folder),
-                remedy="This is Meta's own layout: use the Hugging Face version of the model."
-                if meta
-                else "Check that config.json and the weights belong together, and that the download is complete.",
-            )
+            raise self._misfit(faults[:10], len(missing) + len(extra) + len(wrong))
         return {name: other for name, other in stored.items() if other != name}
+
+    def grouped(
+        self, name: str, stored: str, shape: tuple[int, ...], kind: str, *, biased: bool
+    ) -> GroupedWeight | None:
+        """The weight of a linear layer that is stored quantised; None if it is stored as floats.
+
+        Args:
+            name, shape: as given to `check`; kind: its class in transformers.
+            stored: the name that it has here.
+            biased: the layer has a bias; one that has none may be stored with zeros.
+
+        Raises:
+            CheckpointError: values that cannot be right.
+        """
+        scheme = self._scheme(name, stored, kind)
+        if scheme is None:
+            return None
+        module = stored.removesuffix(".weight")
+        files = {info.file for part, info in self.tensors.items() if part.rpartition(".")[0] == module}
+        where = ", ".join(sorted(_show(file) for file in files))
+
+        def read(suffix: str) -> Tensor | None:
+            part = f"{module}.{suffix}"
+            return self.read([part])[part] if part in self.tensors else None
+
+        def error(what: str) -> CheckpointError:
+            return CheckpointError(f"{_show(module)}: {what}", where=where, remedy=FETCH_AGAIN)
+
+        bias = None if biased else read("bias")
+        if bias is not None and bias.any():
+            raise error("it has a bias, and the model has none")
+        outs, width = shape[::-1] if kind == TRANSPOSED else shape
+        return scheme.weight(outs, width, Source(read, error))
+
+    def _scheme(self, name: str, stored: str, kind: str) -> Scheme | None:
+        """How a weight is stored; None: as floats, as the config says or as the file has it."""
+        info = self.tensors.get(stored)
+        if not kind or self.quantization is None or (info and info.dtype in FLOATS.values()):
+            return None
+        return self.quantization.scheme(name.removesuffix(".weight"), kind)
+
+    def _parts(self, name: str, stored: str, shape: tuple[int, ...], kind: str) -> dict[str, Part]:
+        """The tensors that stand for an expected one."""
+        scheme = self._scheme(name, stored, kind)
+        if scheme is None:
+            return {stored: Part((tuple(shape),), FLOATS.values())}
+        outs, width = shape[::-1] if kind == TRANSPOSED else shape
+        module = stored.removesuffix(".weight")
+        return {f"{module}.{suffix}": part for suffix, part in scheme.parts(outs, width).items()}
+
+    def _wrong(self, name: str, part: Part) -> str:
+        """What is wrong with a tensor's header."""
+        info, floats = self.tensors[name], set(part.dtypes) <= {*FLOATS.values()}
+        dtypes = "floats" if floats else " or ".join(str(dtype)[6:] for dtype in part.dtypes)
+        want = " or ".join(str(list(shape)) for shape in part.shapes)
+        got = f"{list(info.shape)} of {str(info.dtype)[6:]}"
+        return f"{_show(name)} in {_show(info.file.name)}: expected {want} of {dtypes}, got {got}"
+
+    def _misfit(self, faults: Sequence[str], total: int) -> CheckpointError:
+        """The error for headers that are not those of the model."""
+        shown = "\n".join(f"  {fault}" for fault in faults)
+        more = f"\n  and {total - len(faults)} more" if total > len(faults) else ""
+        meta = "tok_embeddings.weight" in self.tensors
+        return CheckpointError(
+            f"the weights do not fit the config ({total} tensors at fault):\n{shown}{more}",
+            where=_show(self.folder),
+            remedy="This is Meta's own layout: use the Hugging Face version of the model."
+            if meta
+            else "Check that config.json and the weights belong together, and that the download is complete.",
+        )
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Maps tensors: views of the file, in its dtype, whose memory goes back when the last view does.
@@ -255,17 +329,12 @@ def _open(folder: Path) -> Checkpoint:
             remedy="Name the folder that holds it, or download the model again with all its files.",
         )
     config = read_json(folder / "config.json", CONFIG_BYTES)
-    if config.get("quantization_config"):
-        raise CheckpointError(
-            "quantization_config: quantized checkpoints are not supported",
-            where=_show(folder / "config.json"),
-            remedy="Use the model's float32, bfloat16 or float16 checkpoint.",
-        )
     generation = folder / "generation_config.json"
     generation_config = read_json(generation, CONFIG_BYTES) if generation.exists() else {}
     tensors = _tensors(folder)
     packing = _packing(folder / WEIGHTS, tensors) if any(name.startswith(PANELS) for name in tensors) else None
-    checkpoint = Checkpoint(folder, config, generation_config, tensors, packing)
+    quantized = quantization(Fields(config, _show(folder / "config.json")))
+    checkpoint = Checkpoint(folder, config, generation_config, tensors, packing, quantized)
     # So that a bad value is found here and not in mid-conversation.
     _ = checkpoint.architecture, checkpoint.torch_dtype, checkpoint.eos_token_ids, checkpoint.bos_token_id
     return checkpoint

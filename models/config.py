@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 
 from models.fields import Fields
+from models.quantized import LINEAR, TRANSPOSED
 from models.rope import RopeConfig
 
 ACTIVATIONS = {  # to the names of `kernels.rows.activation`
@@ -166,6 +167,13 @@ class Names:
             return shapes | {f"{SCORE}.weight": (1, embedding_width)}
         bias = {f"{HEAD}.bias": (c.vocab_size,)} if c.head_bias else {}
         return shapes | {f"{HEAD}.weight": (c.vocab_size, embedding_width)} | bias
+
+    def kinds(self, c: Config) -> dict[str, str]:
+        """The classes in transformers of the linear layers, by the names of their weights."""
+        tables = (f"{self.embedding}.weight", f"{self.positions}.weight")
+        matrices = (name for name, shape in self.tensors(c).items() if len(shape) == 2 and name not in tables)
+        layer = self.layer.partition("{")[0]
+        return {name: TRANSPOSED if self.transposed and name.startswith(layer) else LINEAR for name in matrices}
 
     def norms(self, c: Config) -> dict[str, int]:
         """The norms of a layer, and the sizes of their vectors."""

@@ -55,8 +55,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, names = (c := self.read(checkpoint.fields)), self.names
         tied = {f"{HEAD}.weight": f"{names.embedding}.weight"} if c.tied and not c.scores else {}
-        stored = checkpoint.check(names.tensors(c), ignore=self.ignored, tied=tied, base=self.base)
-        weights = Weights(checkpoint, stored, dtype, device, quant)
+        shapes = names.tensors(c)
+        stored = checkpoint.check(shapes, ignore=self.ignored, tied=tied, base=self.base, kinds=names.kinds(c))
+        weights = Weights(checkpoint, stored, shapes, dtype, device, quant)
         self.shape = ModelShape.of(c)
         self.embedding = weights.embedding(f"{names.embedding}.weight")
         self.positions_PE = weights.vector(f"{names.positions}.weight") if names.positions else None

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.stack import Matrix
 from models.floats import FloatLinear
@@ -24,6 +24,21 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
         ...
+
+
+class Joined(nn.Module):
+    """Layers of one input side by side, see `Linear`: for matrices that are kept in different ways."""
+
+    bias, matrix = None, None
+
+    def __init__(self, layers: Sequence[Linear]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)  # type: ignore[arg-type]
+        self.names = [name for layer in layers for name in layer.names]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., sum of outs]."""
+        return torch.cat([layer(x) for layer in self.layers], -1)
 
 
 class Format(Protocol):

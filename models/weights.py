@@ -1,6 +1,6 @@
 """Weights: a checkpoint's tensors made ready for use, one matrix at a time: loading peaks at one above the result."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,9 @@ from torch.nn import functional as F
 from kernels.linear.reference import unpacked
 from models.checkpoint import Checkpoint
 from models.floats import PackedLinear, has_kernels
-from models.linear import FORMATS, Linear
+from models.grouped import GroupedWeight
+from models.linear import FORMATS, Joined, Linear
+from models.quantized import LINEAR, TRANSPOSED
 
 
 class Weights:
@@ -18,6 +20,7 @@ class Weights:
     Args:
         checkpoint: checked already.
         stored: the name a tensor is stored under, where it is not its own (`Checkpoint.check` returns this).
+        shapes: of the tensors, as the checkpoint was checked for.
         dtype, device: to compute in.
         quant: format of the matrices, a key of `models.linear.FORMATS`; "none" keeps them in `dtype`.
     """
@@ -26,11 +29,13 @@ class Weights:
         self,
         checkpoint: Checkpoint,
         stored: Mapping[str, str],
+        shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
         quant: str = "none",
     ):
-        self.checkpoint, self.stored, self.dtype, self.device, self.quant = checkpoint, stored, dtype, device, quant
+        self.checkpoint, self.stored, self.shapes = checkpoint, stored, shapes
+        self.dtype, self.device, self.quant = dtype, device, quant
 
     def vector(self, name: str) -> Tensor:
         """A norm's weight or a table of positions, say: a copy, as a view would hold on to the whole mapping."""
@@ -42,13 +47,18 @@ class Weights:
         Matrices are stored [out, in]; `transposed` ones [in, out].
         """
         biases = [self._read(f"{name}.bias") for name in names] if bias else None
-        outs = sum(self._shape(f"{name}.weight")[transposed] for name in names)
+        outs = sum(self.shapes[f"{name}.weight"][transposed] for name in names)
         quant = self.quant if outs > 1 else "none"  # a scalar head saves nothing and loses the most
         stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
         if (packed := self.checkpoint.packed(stored)) and has_kernels(torch.float32, self.device):
             return PackedLinear(packed, biases, dtype=self.dtype, device=self.device)
+        grouped = self._grouped(names, bias, transposed) if not packed else []
+        if grouped and not all(grouped):
+            return Joined([self.linear(name, bias=bias, transposed=transposed) for name in names])
         if packed:
             weights = iter([unpacked(packed)])
+        elif grouped:
+            weights = (weight.floats() for weight in grouped if weight)
         else:
             # Read one after the other by whoever takes them, so that their pages of the file can go when copied.
             read = (self._read(f"{name}.weight") for name in names)
@@ -61,8 +71,13 @@ class Weights:
         """Token embeddings."""
         return Embedding(self.checkpoint, self.stored.get(name, name), self.dtype, self.device)
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return self.checkpoint.tensors[self.stored.get(name, name)].shape
+    def _grouped(self, names: Sequence[str], bias: bool, transposed: bool) -> list[GroupedWeight | None]:
+        """The weights that are stored quantised, None for others; empty if all are others."""
+        found, kind = [], TRANSPOSED if transposed else LINEAR
+        for name in (f"{name}.weight" for name in names):
+            stored, shape = self.stored.get(name, name), self.shapes[name]
+            found.append(self.checkpoint.grouped(name, stored, shape, kind, biased=bias))
+        return found if any(found) else []
 
     def _read(self, name: str) -> Tensor:
         name = self.stored.get(name, name)

@@ -1,0 +1,134 @@
+"""What formats of quantised weights share: which tensors stand for a weight, fields of bits, groups in any order.
+
+Shape legend: O outputs, I inputs, G groups of a row.
+"""
+
+import re
+from collections.abc import Callable, Collection
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from models.errors import CheckpointError
+from models.fields import Fields
+from models.grouped import GroupedWeight
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+LINEAR, TRANSPOSED = "Linear", "Conv1D"  # transformers' classes; weights of the second are stored [in, out]
+INTEGERS = (torch.int32, torch.int64)
+Shape = tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """A tensor of a weight, as a header must describe it: one of `shapes`, one of `dtypes`."""
+
+    shapes: tuple[Shape, ...]
+    dtypes: Collection[torch.dtype]
+    optional: bool = False
+
+
+class Source(NamedTuple):
+    """The tensors of one weight, checked by their headers.
+
+    Args:
+        read: a tensor, mapped, by the end of its name; None where an optional one is absent.
+        error: the error that says what is wrong with this weight.
+    """
+
+    read: Callable[[str], Tensor | None]
+    error: Callable[[str], CheckpointError]
+
+    def tensor(self, suffix: str) -> Tensor:
+        """One that is certainly there."""
+        found = self.read(suffix)
+        assert found is not None
+        return found
+
+    def scale(self, suffix: str) -> Tensor:
+        """One of scales, as float32. Raises CheckpointError for scales that are no finite numbers."""
+        scale = self.tensor(suffix).float()
+        if not scale.isfinite().all():
+            raise self.error(f"{suffix} has values that are not finite")
+        return scale
+
+
+class Scheme(Protocol):
+    """How a weight [outs, width] is stored."""
+
+    def parts(self, outs: int, width: int) -> dict[str, Part]:
+        """The tensors that stand for it, by the ends of their names."""
+        ...
+
+    def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
+        """The weight. Raises CheckpointError for tensors whose values cannot be right."""
+        ...
+
+
+class Quantization(Protocol):
+    """What a `quantization_config` says."""
+
+    def scheme(self, module: str, kind: str) -> Scheme | None:
+        """How the weight of a linear layer is stored; None: as floats.
+
+        Args:
+            module: its name in transformers.
+            kind: its class there, `LINEAR` or `TRANSPOSED`.
+        """
+        ...
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """int32 [..., n] to uint8 [..., n * 32 / bits]: fields of 4 or 8 bits, lowest first."""
+    octets = words.contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+
+
+def order_of(groups_I: Tensor | None, group: int, source: Source) -> Tensor | None:
+    """The order of columns in which those of a group lie side by side, the groups in theirs; None: they do so already.
+
+    Args:
+        groups_I: the group of each column; None: every `group` columns are one.
+
+    Raises:
+        CheckpointError: a group that is not there, or one of another size (the last may be smaller).
+    """
+    if groups_I is None:
+        return None
+    width, groups_I = len(groups_I), groups_I.long()
+    even_I = torch.arange(width) // group
+    if groups_I.equal(even_I):
+        return None
+    count = -(-width // group)
+    if groups_I.min() < 0 or groups_I.max() >= count:
+        raise source.error(f"g_idx: groups from {groups_I.min()} to {groups_I.max()}, expected 0 to {count - 1}")
+    order_I = groups_I.argsort(stable=True)
+    if not groups_I[order_I].equal(even_I):
+        raise source.error(f"g_idx: groups of unequal sizes, expected {group} columns each")
+    return order_I
+
+
+def names(fields: Fields, name: str) -> list[str]:
+    """A field that lists names; an absent or null one is empty. Raises CheckpointError."""
+    value = fields.config.get(name)
+    if value is not None and not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+        raise fields.error(name, "a list of names")
+    return value or []
+
+
+def pattern(expression: str, fields: Fields, name: str) -> re.Pattern[str]:
+    """Compile a regular expression of a config. Raises CheckpointError for one that is not valid."""
+    try:
+        return re.compile(expression)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise unsupported(fields, f"{name}: {expression[:80]!r} is no regular expression ({error})") from error
+
+
+def unsupported(fields: Fields, what: str) -> CheckpointError:
+    """The error for a format that is not read."""
+    return CheckpointError(
+        f"quantization_config: {what}",
+        where=fields.file,
+        remedy="docs/checkpoints.md lists what is read. Otherwise use the model's float32, bfloat16 or float16 "
+        "checkpoint, with --quant if it has to be small.",
+    )
