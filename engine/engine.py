@@ -126,6 +126,7 @@ class Engine:
         kv_memory: int | str | None = None,
         compile: str = "off",
         quant: str = "none",
+        kv_dtype: str = "auto",
         chat_template: str | Path | None = None,
         parallel: int = 16,
         draft: str | Path | None = None,
@@ -142,6 +143,8 @@ class Engine:
             kv_memory: bytes of the KV pools together, or a size such as "512M"; None takes up to half of the free
                 memory.
             compile: "on" runs the layers through torch.compile: loading takes seconds more, steps a little less.
+            kv_dtype: of keys and values: "auto" is the model's; "int8", with a scale for each token and head, takes about
+                half the memory of bfloat16.
             quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products.
             chat_template: a template file, "none" for plain completion, None for the checkpoint's own.
             parallel: most searches at once.
@@ -159,8 +162,8 @@ class Engine:
             torch.set_num_threads(threads)
         roles = {"target": folder, "draft": draft, "reward": reward}
         folders = {role: path for role, path in roles.items() if isinstance(path, str | Path)}
-        options = {"dtype": dtype, "device": device, "compile": compile, "quant": quant, "chat_template": chat_template}
-        models = load_models(folders, kv_memory=budget, **options)
+        options = {"dtype": dtype, "device": device, "compile": compile, "quant": quant, "kv_dtype": kv_dtype}
+        models = load_models(folders, kv_memory=budget, chat_template=chat_template, **options)
         target, *others = [Engine(model, parallel) for model in models.values()]
         target.companions = dict(zip([*models][1:], others, strict=True))
         if callable(reward):

@@ -16,7 +16,7 @@ from engine.contract import is_ours
 from engine.demo import with_defaults
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError, shortened
-from engine.loading import DTYPES
+from engine.loading import DTYPES, KV_DTYPES
 from engine.memory import is_out_of_memory, out_of_memory, read_size
 from engine.startup import started
 from engine.text.tokenizer import check_utf8
@@ -99,7 +99,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, --draft, --reward, --dtype, --quant, --device, --compile, --threads, --chat-template, --kv-memory."""
+    """--model, --draft, --reward, --dtype, --quant, --kv-dtype, --device, --compile, --threads, --chat-template,
+    --kv-memory."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="DIR", help="folder: config.json, safetensors, tokenizer (the bundled demo)")
     group.add_argument("--draft", metavar="DIR", help="a smaller one of the same tokenizer, to draft (the demo's)")
@@ -109,6 +110,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=dtypes, default="auto", help="of weights and cache (auto: the checkpoint's, or float32)"
     )
     group.add_argument("--quant", choices=[*FORMATS], default="none", help="weights as int8, on a CPU (none)")
+    group.add_argument(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default="auto",
+        help="of the KV cache; int8: half of bfloat16's (auto: the weights')",
+    )
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
     group.add_argument("--compile", choices=["off", "on"], default="off", help="torch.compile (off)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads, at most (torch's choice)")
@@ -235,6 +242,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
         kv_memory=args.kv_memory,
         compile=args.compile,
         quant=args.quant,
+        kv_dtype=args.kv_dtype,
         chat_template=args.chat_template,
         draft=draft,
         reward=reward,
