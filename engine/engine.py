@@ -143,8 +143,8 @@ class Engine:
             kv_memory: bytes of the KV pools together, or a size such as "512M"; None takes up to half of the free
                 memory.
             compile: "on" runs the layers through torch.compile: loading takes seconds more, steps a little less.
-            kv_dtype: of keys and values: "auto" is the model's; "int8", with a scale for each token and head, takes about
-                half the memory of bfloat16.
+            kv_dtype: of keys and values: "auto" is the model's; "int8", with a scale for each token and head, takes
+                about half the memory of bfloat16.
             quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products.
             chat_template: a template file, "none" for plain completion, None for the checkpoint's own.
             parallel: most searches at once.
