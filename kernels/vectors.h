@@ -12,6 +12,7 @@
 
 // One file per instruction set has all that depends on it, which is LANES, the number of floats in a vector, and
 //   Floats widened(Shorts), Shorts narrowed(Floats)   from and to float16, to the nearest, ties to even
+//   Ints extended(Bytes)                              int8 to 32 bits
 //   uint32_t bits_of(Ints)                            a bit for each lane of a comparison that holds
 //   float sum_of(Floats)                              of all lanes
 //   Floats nearest(Floats x)                          the nearest whole numbers, ties to even, for |x| < 2^22
@@ -81,7 +82,7 @@ inline Floats load(const BFloat16* from, int count = LANES) {
 }
 
 inline Floats load(const int8_t* from, int count = LANES) {
-    return __builtin_convertvector(__builtin_convertvector(read<Bytes>(from, count), Ints), Floats);
+    return __builtin_convertvector(extended(read<Bytes>(from, count)), Floats);
 }
 
 // The nearest bfloat16, ties to even, as a float.
