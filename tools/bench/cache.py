@@ -19,10 +19,10 @@ from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress
 from tools.bench.report import finish, rows_table, stamp
 
-LEGEND = """The texts are samples of the model itself (temperature 1); every position is compared. *KL*: divergence from the
-log-probabilities of the float32 cache, in nats; *same best token*: both have the same most probable one. Weights and
-arithmetic are float32 throughout; keys and values of the bfloat16 cache are rounded as they are written. *bytes*: of one
-token's keys and values in all layers."""
+LEGEND = """The texts are samples of the model itself (temperature 1); every position is compared. *KL*: divergence from
+the log-probabilities of the float32 cache, in nats; *same best token*: both have the same most probable one. Weights
+and arithmetic are float32 throughout; keys and values of the bfloat16 cache are rounded as they are written. *bytes*:
+of one token's keys and values in all layers."""
 
 
 def add_parser(commands: Any) -> None:
