@@ -1,4 +1,5 @@
-# Two commands do everything on a fresh machine: `make chat` and `make test`. Both build .venv on first use.
+# Two commands do everything on a fresh machine: `make chat` and `make test`. Both build .venv on first use: the first with
+# what a chat needs, the second with what tests need besides (Triton, 0.7 GB; matplotlib).
 # A machine without a GPU can spare itself the CUDA libraries (gigabytes) by having pip look here too:
 #   export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 
@@ -29,7 +30,7 @@ help:
 	@echo "make clean                        remove the environment, caches and build outputs"
 	@echo "The first one makes .venv; PYTHON=python3.12 chooses the interpreter (3.11 or newer)."
 
-chat: .venv/.installed-test
+chat: .venv/.installed
 	@exec $(PY) -m engine.chat $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 test: .venv/.installed-test
@@ -67,19 +68,23 @@ gpu:
 	$$py -m tools.bench peers --random; \
 	$$py -m tools.bench gpu
 
-.venv/.installed-test: pyproject.toml constraints.txt
+.venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Python 3.11 or newer is needed and '$(PYTHON)' is not one. Choose it: make ... PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -m venv .venv
+	@$(call install,,--no-compile)
+
+.venv/.installed-test: .venv/.installed
 	@$(call install,test$(comma)viz)
 
 .venv/.installed-dev: .venv/.installed-test
 	@$(call install,test$(comma)viz$(comma)dev)
 
 comma := ,
+# Arguments: extras; options of pip. Without --no-compile it would write bytecode of modules that no chat imports (140 MB).
 define install
-echo "installing coppice[$(1)] into .venv (minutes the first time; log: .venv/install.log)" >&2; \
-$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(1)]' >.venv/install.log 2>&1 \
+echo "installing coppice$(1:%=[%]) into .venv (minutes the first time; log: .venv/install.log)" >&2; \
+$(PY) -m pip install --disable-pip-version-check $(2) -c constraints.txt -e '.$(1:%=[%])' >.venv/install.log 2>&1 \
 	|| { cat .venv/install.log >&2; exit 1; }; \
 touch $@
 endef

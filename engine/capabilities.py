@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from engine.fastest import Choice, fastest_dtype
 from kernels import cpp
 from models.floats import can_pack, has_kernels, has_products
 from models.linear import FORMATS
@@ -46,28 +47,38 @@ class Capabilities:
 
     @staticmethod
     def of(
-        model: Any, precision: Precision, quant: str, device: torch.device, impl: str, kv_dtype: str = "auto"
+        model: Any,
+        precision: Precision,
+        quant: str | Choice,
+        device: torch.device,
+        impl: str,
+        kv_dtype: str = "auto",
     ) -> "Capabilities":
         """Describe a model on a device.
 
         Args:
             model: has a `stack` if all of its layers can run as one call.
             precision: of the model.
-            quant: format of its matrices, a key of `FORMATS`.
+            quant: format of its matrices, a key of `FORMATS`, or how it was chosen.
             device: of the model.
             impl: implementation of the operators, see `kernels.tree_attention`.
             kv_dtype: of its cache; "auto": its own.
         """
         name = dtype_name(precision.dtype)
         warning = f"{name} is slow: {precision.reason}" if precision.slow else ""
-        weights = ("" if quant == "none" else f", {quant} weights") + (", int8 cache" if kv_dtype == "int8" else "")
+        chosen = quant if isinstance(quant, Choice) else Choice(quant)
+        weights = "" if chosen.name == "none" else f", {chosen.name} weights"
+        if str(chosen):
+            weights = f"{weights or ', weights as they are'} ({chosen})"
+        if kv_dtype == "int8":
+            weights += ", int8 cache"
         formats = {f"{name} weights": FORMATS[name].why_not(device) is None for name in FORMATS if name != "none"}
         if device.type != "cpu":
             absent = ", ".join(name for name, here in formats.items() if not here)
             return Capabilities(f"{precision}{weights}", f"GPU: Triton kernels, CUDA graphs; not here: {absent}")
-        no_kernels = f" ({cpp.why_not()})" if impl != "cpp" and cpp.why_not() else ""
+        which = cpp.built_ahead() if impl == "cpp" else cpp.why_not()
         paths = {
-            f"C++ kernels{no_kernels}": impl == "cpp",
+            f"C++ kernels ({which})" if which else "C++ kernels": impl == "cpp",
             "packed weights": has_kernels(precision.dtype, device) or can_pack(precision.dtype, device),
             "all layers in one call": getattr(model, "stack", None) is not None,
             **formats,
@@ -80,6 +91,9 @@ class Capabilities:
 def pick_precision(own: torch.dtype, device: torch.device, float32_bytes: int, memory: int) -> Precision:
     """The dtype that "auto" stands for: the checkpoint's own unless float32 is faster and fits.
 
+    Where C++ kernels have dot products of the own dtype, they also multiply its weights by float32 rows: the faster of
+    both is measured.
+
     Args:
         own: the checkpoint's dtype.
         device: where the model will run.
@@ -90,7 +104,8 @@ def pick_precision(own: torch.dtype, device: torch.device, float32_bytes: int, m
     if own == torch.float64:
         return Precision(full, "the checkpoint is float64")
     if has_products(own, device):
-        return Precision(own)
+        chosen = fastest_dtype(own, device)
+        return Precision(getattr(torch, chosen.name), str(chosen))
     reason = f"this {'GPU' if device.type == 'cuda' else 'processor'} has no {name} products"
     if has_kernels(own, device):
         return Precision(full, f"{reason}; the {name} weights stay as they are")

@@ -137,7 +137,7 @@ class Engine:
         Args:
             folder: holds config.json, safetensors weights and tokenizer files.
             dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's own, but float32 on a processor without
-                products of that dtype, where it is several times as fast; `capabilities` reports the choice.
+                products of that dtype, or where float32 is measured to be faster; `capabilities` reports the choice.
             device: "cpu", "cuda" or "auto".
             threads: CPU threads; None leaves torch's choice.
             kv_memory: bytes of the KV pools together, or a size such as "512M"; None takes up to half of the free
@@ -145,7 +145,8 @@ class Engine:
             compile: "on" runs the layers through torch.compile: loading takes seconds more, steps a little less.
             kv_dtype: of keys and values: "auto" is the model's; "int8", with a scale for each token and head, takes
                 about half the memory of bfloat16.
-            quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products.
+            quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products; "auto"
+                does so where int8 is measured to be faster.
             chat_template: a template file, "none" for plain completion, None for the checkpoint's own.
             parallel: most searches at once.
             draft: folder of a smaller model of the same tokenizer, for searches that draft.

@@ -56,7 +56,7 @@ def make_runner(model, pool: PagePool, vocab_size: int, dtype: torch.dtype | Non
             warnings.warn(f"the kernels in PyTorch run, slower than those in C++: {reason}", stacklevel=2)
         return Runner(model, pool, vocab_size, impl="torch" if reason else "cpp", dtype=dtype)
     if importlib.util.find_spec("triton") is None:
-        raise UsageError("a GPU needs the package triton", remedy="install it, or use --device cpu")
+        raise UsageError("a GPU needs the package triton", remedy="pip install 'coppice[gpu]', or use --device cpu")
     from kernels.tree_attention.triton import DTYPES, MAX_HEAD_DIM
 
     if dtype not in DTYPES or head_dim > MAX_HEAD_DIM:

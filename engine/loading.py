@@ -15,6 +15,7 @@ from engine.capabilities import Capabilities, Precision, explicit_precision, pic
 from engine.compiling import LEAST, compile_model, warm_up
 from engine.driver import Runner
 from engine.errors import CheckpointError, UsageError, check_integer
+from engine.fastest import Choice, fastest_format
 from engine.graphs import make_runner
 from engine.memory import make_pools, read_size, total_memory
 from engine.pool import PagePool
@@ -74,7 +75,7 @@ class _Weights:
     checkpoint: Checkpoint
     model: Any
     precision: Precision
-    quant: str
+    quant: Choice
     compiled: bool
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
@@ -96,12 +97,13 @@ class _Weights:
         kv_dtype: str,
     ) -> "_Weights":
         checkpoint = Checkpoint.open(folder)
-        precision, quant = pick_dtype(dtype, checkpoint, device), pick_quant(quant, checkpoint, device)
+        precision = pick_dtype(dtype, checkpoint, device)
+        kept = pick_quant(quant, checkpoint, precision.dtype, device)
         tokenizer = Tokenizer.load(folder) if any((Path(folder) / name).exists() for name in FILES) else None
         template = load_template(folder, chat_template, tokenizer)
-        model = load_model(checkpoint, precision.dtype, device, quant)
+        model = load_model(checkpoint, precision.dtype, device, kept.name)
         compiled = compile == "on" and compile_model(model)
-        return _Weights(Path(folder), checkpoint, model, precision, quant, compiled, tokenizer, template, kv_dtype)
+        return _Weights(Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template, kv_dtype)
 
     def eos_token_ids(self) -> frozenset[int]:
         """Those of the checkpoint; else the family's, if its files have no word on it; else the tokenizer's."""
@@ -130,7 +132,7 @@ class _Weights:
             eos,
             self.folder.resolve().name,
             Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl, self.kv_dtype),
-            model_key(self.checkpoint, self.precision.dtype, self.quant, self.kv_dtype),
+            model_key(self.checkpoint, self.precision.dtype, self.quant.name, self.kv_dtype),
             start,
         )
 
@@ -238,32 +240,41 @@ def pick_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> Preci
 
 def check_quant(name: str, device: torch.device) -> None:
     """Refuse a quantisation that is unknown, or that this machine cannot run. Raises UsageError."""
+    if name == "auto":
+        return
     if not isinstance(name, str) or name not in FORMATS:
-        raise UsageError(f"quant: expected {' or '.join(FORMATS)}, got {name!r}")
+        raise UsageError(f"quant: expected {', '.join(FORMATS)} or auto, got {name!r}")
     if reason := FORMATS[name].why_not(device):
         halves = has_products(torch.bfloat16, device)
         remedy = "--dtype bfloat16 halves the weights" if halves else "--dtype float32 is the fastest here"
         raise UsageError(f"quant: {reason}", remedy=f"leave out --quant {name}; {remedy}")
 
 
-def pick_quant(name: str, checkpoint: Checkpoint, device: torch.device) -> str:
-    """The format that matrices are kept in: the one that they were packed in, if they were. Raises UsageError."""
-    if checkpoint.quantization is not None and name != "none":
+def pick_quant(name: str, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Choice:
+    """The format that matrices are kept in: the one that they were packed in, if they were. Raises UsageError.
+
+    Args:
+        name: a key of `FORMATS`, or "auto": the fastest that is measured for a model that computes in `dtype`.
+    """
+    if checkpoint.quantization is not None and name not in ("none", "auto"):
         raise UsageError(
             f"quant: the checkpoint's weights are quantised already, got {name}",
             where=str(checkpoint.folder),
             remedy="leave out --quant: they are used as they are",
         )
     if checkpoint.packing is None:
-        return name
+        if name != "auto":
+            return Choice(name)
+        own = checkpoint.torch_dtype
+        return Choice("none") if checkpoint.quantization else fastest_format(own, dtype, device)
     packed = checkpoint.packing.quant
-    if name not in ("none", packed):
+    if name not in ("none", "auto", packed):
         raise UsageError(
             f"quant: the matrices were packed without it, expected {packed}, got {name}",
             where=str(checkpoint.folder),
             remedy=f"pack the checkpoint with --quant {name}",
         )
-    return packed if packed in FORMATS and FORMATS[packed].why_not(device) is None else "none"
+    return Choice(packed if packed in FORMATS and FORMATS[packed].why_not(device) is None else "none")
 
 
 def load_template(folder: str | Path, choice: str | Path | None, tokenizer: Tokenizer | None) -> ChatTemplate | None:

@@ -25,7 +25,18 @@ from kernels import files, operators, processor
 from kernels.files import BuildError
 from kernels.processor import NATIVE, TARGETS, Target
 
-__all__ = ["FLAGS", "KINDS", "BuildError", "compiler", "function", "library", "off", "watched", "why_not"]
+__all__ = [
+    "FLAGS",
+    "KINDS",
+    "BuildError",
+    "built_ahead",
+    "compiler",
+    "function",
+    "library",
+    "off",
+    "watched",
+    "why_not",
+]
 
 SOURCES = sorted(Path(__file__).parent.glob("*/*.cpp"))
 HEADERS = sorted(Path(__file__).parent.rglob("*.h"))
@@ -87,11 +98,11 @@ def library() -> ctypes.CDLL:
     loaded = _load()
     if isinstance(loaded, BuildError):
         raise loaded
-    return loaded
+    return loaded[0]
 
 
 @lru_cache(maxsize=1)
-def _load() -> ctypes.CDLL | BuildError:
+def _load() -> tuple[ctypes.CDLL, LibraryFile] | BuildError:
     try:
         chosen = find()
         try:
@@ -102,7 +113,7 @@ def _load() -> ctypes.CDLL | BuildError:
             _report(f"{error}; kernels are built instead")
             chosen = _kept()
             loaded = _open(chosen)
-        return loaded if loaded is not None else _build_once(chosen)
+        return loaded if loaded is not None else _build_once(chosen), chosen
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         return BuildError(str(error))
     except BuildError as error:
@@ -296,6 +307,14 @@ def why_not() -> str | None:
     """Returns why there are no C++ kernels on this machine, or None if there are."""
     loaded = _load()
     return str(loaded) if isinstance(loaded, BuildError) else None
+
+
+def built_ahead() -> str:
+    """Returns the target of the loaded kernels, such as "x86-64-v3", if they were built ahead of their use, else ""."""
+    loaded = _load()
+    if isinstance(loaded, BuildError) or loaded[1].name != loaded[1].target.name:
+        return ""
+    return f"{loaded[1].target.name}, prebuilt" if loaded[1].trusted else loaded[1].target.name
 
 
 def watched() -> bool:

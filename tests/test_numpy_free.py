@@ -1,4 +1,5 @@
-"""NumPy is no dependency: without it nothing warns and nothing fails, under `python -W error` too."""
+"""NumPy, Triton and matplotlib are no dependencies: without them nothing warns and nothing fails on a CPU, under
+`python -W error` too."""
 
 import json
 import subprocess
@@ -8,8 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-HIDE = "import sys; sys.modules['numpy'] = None\n"  # importing it raises ModuleNotFoundError
-BATCH = "import runpy; sys.argv = ['-m', *sys.argv[1:]]; runpy.run_module('engine.batch', run_name='__main__')"
+# Importing one of them raises ModuleNotFoundError.
+HIDE = "import sys; sys.modules |= dict.fromkeys(('numpy', 'triton', 'matplotlib'))\n"
+RUN = "import runpy; sys.argv = ['-m', *sys.argv[1:]]; runpy.run_module('engine.{}', run_name='__main__')"
 
 
 def run(code: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
@@ -26,9 +28,14 @@ def test_whatever_is_imported_first(module):
 def test_engine_batch():
     searches = ["greedy", "trie", "sample", "sbon", "dsbd", "aded", "ults"]
     lines = [{"prompt": "Hello", "params": {"search": search, "max_new_tokens": 3}} for search in searches]
-    done = run(BATCH, "-q", "--threads", "1", input="\n".join(map(json.dumps, lines)))
+    done = run(RUN.format("batch"), "-q", "--threads", "1", input="\n".join(map(json.dumps, lines)))
     assert (done.returncode, done.stderr) == (0, "")
     assert [len(json.loads(line)["outputs"]) > 0 for line in done.stdout.splitlines()] == [True] * len(searches)
+
+
+def test_engine_chat():
+    done = run(RUN.format("chat"), "-p", "What is the opposite of hot?", "--threads", "1", stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Cold is the opposite of hot.\n", "")
 
 
 def test_files_are_written(tmp_path):

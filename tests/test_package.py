@@ -66,9 +66,20 @@ def test_constraints_pin_what_make_installs() -> None:
     pins = dict(re.fullmatch(r"([\w.-]+)==([\w.]+)", line).groups() for line in lines if line and line[0] != "#")  # type: ignore[union-attr]
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["test"], *extras["viz"], *extras["dev"], *extras["oracle"]]
-    assert not [r for r in wanted if canonical(r) not in pins]
+    names = ("gpu", "test", "viz", "dev", "oracle")
+    wanted = {canonical(r) for r in (*project["dependencies"], *(r for name in names for r in extras[name]))}
+    assert wanted - {"coppice"} <= pins.keys()
     assert all(f"=={pins['transformers']}" in r for rs in extras.values() for r in rs if canonical(r) == "transformers")
+
+
+def test_a_chat_needs_no_triton() -> None:
+    """Triton takes as much of the disk as torch: GPUs and tests have it by extras."""
+    project = PYPROJECT["project"]
+    assert not {"triton", "matplotlib", "numpy"} & {*map(canonical, project["dependencies"])}
+    assert [*map(canonical, project["optional-dependencies"]["gpu"])] == ["triton"]
+    assert "coppice[gpu]" in project["optional-dependencies"]["test"]
+    recipe = re.search(r"^\.venv/\.installed:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    assert recipe and "call install,," in recipe[1]
 
 
 def test_commands_in_the_documentation_exist() -> None:

@@ -7,12 +7,20 @@ compares them with the headers) and makes a `GroupedWeight` of them, whose rows 
 from collections.abc import Callable
 
 from models.fields import Fields
+from models.quantized.awq import AWQ
+from models.quantized.compressed import Compressed
+from models.quantized.float8 import Float8
 from models.quantized.gptq import GPTQ
 from models.quantized.parts import LINEAR, TRANSPOSED, Part, Quantization, Scheme, Source, unsupported
 
 __all__ = ["LINEAR", "METHODS", "TRANSPOSED", "Part", "Quantization", "Scheme", "Source", "quantization"]
 
-METHODS: dict[str, Callable[[Fields], Quantization]] = {"gptq": GPTQ.parse}
+METHODS: dict[str, Callable[[Fields], Quantization]] = {
+    "awq": AWQ.parse,
+    "compressed-tensors": Compressed.parse,
+    "fp8": Float8.parse,
+    "gptq": GPTQ.parse,
+}
 
 
 def quantization(fields: Fields) -> Quantization | None:

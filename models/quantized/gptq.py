@@ -12,7 +12,7 @@ import torch
 
 from models.fields import Fields
 from models.grouped import GroupedRows, GroupedWeight
-from models.quantized.parts import FLOATS, INTEGERS, Part, Source, order_of, pattern, unpack, unsupported
+from models.quantized.parts import FLOATS, INTEGERS, Grid, Part, Source, order_of, pattern, unpack, unsupported
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # version 1 stores zeros minus one, a subtraction from whole words
 FORMATS = ("gptq", "gptq_v2")
@@ -51,26 +51,24 @@ class GPTQ:
 
 @dataclass(frozen=True)
 class GPTQScheme:
-    """Bits of a field, columns of a group (None: all), and whether zeros are stored minus one."""
+    """Bits of a field, columns that share a scale, and whether zeros are stored minus one."""
 
     bits: int
-    group: int | None
+    grid: Grid
     first: bool
 
     @staticmethod
     def parse(fields: Fields, config: dict[str, Any], first: bool) -> "GPTQScheme":
         """Raises CheckpointError for numbers of bits that are not read."""
         own = Fields(config, fields.file, fields.prefix)
-        bits, group = own.int("bits"), own.int("group_size", -1, low=-1)
+        bits = own.int("bits")
         if bits not in ONES:
             raise unsupported(fields, f"gptq with {bits} bits (read: 4, 8)")
-        if group == 0:
-            raise own.error("group_size", "a whole number of columns, or -1 for all")
-        return GPTQScheme(bits, None if group == -1 else group, first)
+        return GPTQScheme(bits, Grid.of(own, "group_size", -1), first)
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`. `bias`: of zeros, which AutoGPTQ gives to layers that have none."""
-        groups = -(-width // (self.group or width))
+        groups = self.grid.columns(width)
         words, zeros = -(-width * self.bits // 32), -(-outs * self.bits // 32)
         return {
             "qweight": Part(((words, outs),), (torch.int32,)),
@@ -83,7 +81,7 @@ class GPTQScheme:
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
         """See `Scheme`."""
         qweight, scale_GO = source.tensor("qweight"), source.scale("scales")
-        qzeros, group = source.tensor("qzeros"), min(self.group or width, width)
+        qzeros, group = source.tensor("qzeros"), self.grid.group(width)
         zero_GO = unpack(qzeros + ONES[self.bits] if self.first else qzeros, self.bits)[:, :outs]
         order_I = order_of(source.read("g_idx"), group, source)
 

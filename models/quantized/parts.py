@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from models.errors import CheckpointError
-from models.fields import Fields
+from models.fields import REQUIRED, Fields
 from models.grouped import GroupedWeight
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -26,6 +26,39 @@ class Part(NamedTuple):
     shapes: tuple[Shape, ...]
     dtypes: Collection[torch.dtype]
     optional: bool = False
+
+
+class Grid(NamedTuple):
+    """Which elements of a weight share a scale: those of a block of `outs` x `ins`; None: all of them."""
+
+    outs: int | None
+    ins: int | None
+
+    @staticmethod
+    def of(fields: Fields, name: str, default: int = REQUIRED) -> "Grid":
+        """Columns of a row, by a field whose -1 means all. Raises CheckpointError."""
+        size = fields.int(name, default, low=-1)
+        if size == 0:
+            raise fields.error(name, "a whole number of columns, or -1 for all")
+        return Grid(1, None if size == -1 else size)
+
+    def group(self, width: int) -> int:
+        """Columns that share a scale."""
+        return min(self.ins or width, width)
+
+    def columns(self, width: int) -> int:
+        """Scales of a row."""
+        return -(-width // self.group(width))
+
+    def shapes(self, outs: int, width: int) -> tuple[Shape, ...]:
+        """Those that the scales may have."""
+        rows, columns = -(-outs // (self.outs or outs)), self.columns(width)
+        found = [(rows, columns), *([(rows,)] if columns == 1 else []), *([()] if rows == columns == 1 else [])]
+        return tuple(found)
+
+    def rows(self, x: Tensor, first: int, last: int, outs: int, width: int) -> Tensor:
+        """Scales, or zeros of the same shape, of rows [first, last): [last - first, G]."""
+        return x.reshape(-1, self.columns(width))[torch.arange(first, last) // (self.outs or outs)]
 
 
 class Source(NamedTuple):
@@ -95,17 +128,24 @@ def order_of(groups_I: Tensor | None, group: int, source: Source) -> Tensor | No
     """
     if groups_I is None:
         return None
-    width, groups_I = len(groups_I), groups_I.long()
-    even_I = torch.arange(width) // group
-    if groups_I.equal(even_I):
-        return None
-    count = -(-width // group)
-    if groups_I.min() < 0 or groups_I.max() >= count:
-        raise source.error(f"g_idx: groups from {groups_I.min()} to {groups_I.max()}, expected 0 to {count - 1}")
+    even_I = torch.arange(len(groups_I)) // group
+    low, high, last = int(groups_I.min()), int(groups_I.max()), int(even_I[-1])
+    if low < 0 or high > last:
+        raise source.error(f"g_idx: groups from {low} to {high}, expected 0 to {last}")
     order_I = groups_I.argsort(stable=True)
-    if not groups_I[order_I].equal(even_I):
+    if not groups_I[order_I].equal(even_I.to(groups_I.dtype)):
         raise source.error(f"g_idx: groups of unequal sizes, expected {group} columns each")
-    return order_I
+    return None if order_I.equal(torch.arange(len(order_I))) else order_I
+
+
+def block_of(fields: Fields, name: str, default: Shape = ()) -> Grid:
+    """A field with the outs and ins of a block, [128, 128] or "128x128". Raises CheckpointError."""
+    value = fields.config.get(name, list(default))
+    if isinstance(value, str) and re.fullmatch(r"\d{1,6}x\d{1,6}", value):
+        value = [int(size) for size in value.split("x")]
+    if not isinstance(value, list) or len(value) != 2 or any(type(size) is not int or size < 1 for size in value):
+        raise fields.error(name, "a list of two whole numbers, the outputs and inputs of a block")
+    return Grid(*value)
 
 
 def names(fields: Fields, name: str) -> list[str]:

@@ -3,12 +3,17 @@
 import importlib.util
 import json
 import os
+import re
+import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
-from tools.bench import peers, report
+from models.checkpoint import Checkpoint
+from tools.bench import peers, report, variants
 from tools.bench.__main__ import main
 from tools.bench.measure import PeakMemory, memory
 from tools.random_checkpoint import make
@@ -113,6 +118,72 @@ def test_a_peer_that_fails_is_listed_with_its_last_words(model, capsys, tmp_path
         assert all(words in row["failed"] for row in json.loads(out.splitlines()[-1])["results"])
 
 
+FAKE_LLAMA = """#!/bin/sh
+case "$1" in
+  -m) echo "$@" > "{words}"; echo '{{"pp": 24, "tg": 8, "pl": 3, "t_pp": 0.5, "t_tg": 0.8, "t": 1.3}}';;
+  *) cp "$1" "$2";;
+esac
+"""
+
+
+def test_llama_cpp_gets_the_checkpoint_as_gguf_and_its_times_are_read(model, capsys, tmp_path):
+    program, words, kept = tmp_path / "llama-batched-bench", tmp_path / "words", tmp_path / "kept"
+    for file in (program, tmp_path / "llama-quantize"):
+        file.write_text(FAKE_LLAMA.format(words=words))
+        file.chmod(0o755)
+    options = ["--llama", str(program), "--kinds", "float32", "int8", "--converted", str(kept)]
+    assert main([*peers_command(model, "coppice:float32", "llama.cpp"), *options]) == 0
+    rows = last_line(capsys)["results"]
+    assert [(row["peer"], row["dtype"], row["beams"]) for row in rows][2:4] == [
+        ("llama.cpp", "int8", 1), ("coppice", "float32", 3),
+    ]  # fmt: skip
+    for row in (row for row in rows if row["peer"] == "llama.cpp"):
+        assert row["steps_per_second"]["median"] == pytest.approx(10) and row["prefill_seconds"]["median"] == 0.5
+        assert row["seconds"]["median"] == pytest.approx(1.2) and row["growth_bytes"] is None
+    assert "Q8_0.gguf -c 256 " in words.read_text()
+    assert "-npp 24 -ntg 8 -npl 3 -pps -kvu -fa on -t 1 -tb 1 " in words.read_text()
+    assert sorted(file.name for file in kept.iterdir()) == ["F32.gguf", "Q8_0.gguf"]
+    assert main([*peers_command(model, "llama.cpp")]) == 0
+    assert "llama.cpp: --llama was not given" in capsys.readouterr().out
+
+
+def test_a_gguf_file_has_the_tensors_of_the_checkpoint(model, tmp_path):
+    checkpoint = Checkpoint.open(model)
+    variants.write_gguf(checkpoint, tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    assert struct.unpack("<4sIQQ", data[:24]) == (b"GGUF", 3, len(checkpoint.tensors), 12)
+    places = {}
+    for name, info in checkpoint.tensors.items():
+        label = variants.text(variants.gguf_name(name))
+        at, rank = data.index(label) + len(label), len(info.shape)
+        dims, *shape, kind, offset = struct.unpack(f"<I{rank}QIQ", data[at : at + 16 + 8 * rank])
+        assert (dims, shape, kind, offset % 32) == (rank, [*reversed(info.shape)], 0, 0)
+        places[name] = at + 16 + 8 * rank, offset
+    start = variants.padded(max(end for end, _ in places.values()))  # where the values begin
+    for name, x in checkpoint.read(checkpoint.tensors).items():
+        offset = start + places[name][1]
+        stored = torch.frombuffer(bytearray(data[offset : offset + x.nbytes]), dtype=torch.float32).view(x.shape)
+        if "q_proj" in name or "k_proj" in name:  # halves of a head lie in pairs: 16 rows a head
+            stored = torch.stack([stored.view(4, 8, 2, 64)[:, :, i] for i in (0, 1)], 1).view(x.shape)
+        assert torch.equal(stored, x), name
+
+
+def test_a_checkpoint_in_another_dtype(model, tmp_path):
+    made = variants.in_dtype(Path(model), "bfloat16", tmp_path)
+    one, other = Checkpoint.open(model), Checkpoint.open(made)
+    assert other.torch_dtype == torch.bfloat16 and (made / "tokenizer.json").exists()
+    other_values = other.read(other.tensors)
+    assert all(torch.equal(x.bfloat16(), other_values[name]) for name, x in one.read(one.tensors).items())
+    assert variants.in_dtype(made, "bfloat16", tmp_path / "none") == made
+
+
+def test_names_of_peers_are_checked(model, capsys):
+    for name in ("nobody", "coppice:int3"):
+        with pytest.raises(SystemExit):
+            main([*peers_command(model, name)])
+        assert "expected one of coppice" in capsys.readouterr().err
+
+
 def test_ratios_are_theirs_over_ours():
     def row(peer, seconds, speed, growth, tokens):
         return {
@@ -162,7 +233,9 @@ def test_a_section_is_replaced_and_the_rest_stays(tmp_path):
 
 def test_the_page_has_a_section_for_every_command():
     text = (report.RESULTS / "benchmarks.md").read_text(encoding="utf-8")
-    assert all(text.count(f"<!-- {slash}bench:{name} -->") == 1 for name in ("kv", "peers") for slash in ("", "/"))
+    for name in ("kv", "chat", "peers-[a-z0-9-]+", "speed-[a-z0-9-]+"):
+        begins, ends = (re.findall(f"<!-- {slash}bench:({name}) -->", text) for slash in ("", "/"))
+        assert begins == ends and begins and len(set(begins)) == len(begins)
 
 
 def test_the_recorded_command_names_no_folder_of_this_machine(tmp_path):

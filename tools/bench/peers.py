@@ -1,50 +1,106 @@
 """Side by side with other engines: the same beam search on the same checkpoint and prompt, a process for each.
 
-Every engine gets a fresh process per number of beams, a short warm-up, then the timed runs. Peak memory growth is the
-highest resident memory during a run less that of the loaded model, whose weights have all been read once; on a GPU it
-is what torch allocated, and for this engine, whose pool is allocated when it is loaded, the pages in use as well;
-CTranslate2's is not known there.
+Every engine gets a fresh process per number of beams, a short warm-up, then the timed runs, in rounds in which the
+engines take turns. Peak memory growth is the highest resident memory during a run less that of the loaded model, whose
+weights have all been read once; on a GPU it is what torch allocated, and for this engine, whose pool is allocated when
+it is loaded, the pages in use as well; CTranslate2's is not known there, nor is llama.cpp's anywhere.
+
+The other engines are optional: a row without figures gives the reason. transformers, CTranslate2 and OpenVINO GenAI
+(openvino-genai and optimum-intel) are installed for an interpreter of their own, see --peer-python and
+--openvino-python. llama.cpp is built from its sources; those in `pip download llama-cpp-python --no-deps
+--no-binary :all:` lie in vendor/llama.cpp: cmake -S vendor/llama.cpp -B build -DCMAKE_BUILD_TYPE=Release
+-DLLAMA_OPENSSL=OFF && cmake --build build --target llama-batched-bench llama-quantize; then --llama
+build/bin/llama-batched-bench. It does no beam search: its sequences share the prompt and go on with random tokens.
 """
 
 import argparse
 import json
+import math
 import os
-import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from engine.errors import UsageError
 from models.checkpoint import Checkpoint
+from tools.bench import variants
 from tools.bench.checkpoints import add_flags, checkpoint
-from tools.bench.measure import PeakMemory, cores, memory, progress, spread
-from tools.bench.report import add_save_flag, finish, megabytes, rows_table, stamp
+from tools.bench.flags import add_numbers
+from tools.bench.measure import PeakMemory, cores, in_turn, memory, progress, random_tokens, spread
+from tools.bench.report import add_save_flag, comparison, comparison_table, finish, megabytes, rows_table, slug, stamp
 
-PEERS = ("coppice", "transformers", "ctranslate2")
+PEERS = ("coppice", "transformers", "ctranslate2", "openvino", "llama.cpp")
+KINDS = {  # of weights, with the engines that have them
+    "float32": PEERS,
+    "bfloat16": ("coppice", "transformers", "ctranslate2", "llama.cpp"),
+    "float16": ("coppice", "transformers", "ctranslate2", "llama.cpp"),
+    "int8": ("coppice", "ctranslate2", "openvino", "llama.cpp"),
+    "int4": ("coppice", "openvino", "llama.cpp"),
+}
+ON_CPU = ("openvino", "llama.cpp")
 ROOT = Path(__file__).parents[2]
-COPIED = ("kv_bytes_peak", "kv_bytes_per_token", "live_nodes_peak", "score")
+K = TypeVar("K", bound=Hashable)
+COPIED = ("kv_bytes_peak", "kv_bytes_per_token", "live_nodes_peak", "score", "weight_bytes")
 SPEEDS = ("steps_per_second", "tokens_per_second")
 WARM_UP = (8, 4)  # tokens of prompt, new tokens
+TARGETS = (  # engine and kind over our kind, a ratio of `compare`, by beams
+    ("transformers", "float32", "float32", "seconds", {15: 9.0}),
+    ("ctranslate2", "float32", "float32", "seconds", {1: 1.0, 15: 4.5}),
+    ("transformers", "float32", "bfloat16", "seconds", {15: 8.0}),
+    ("ctranslate2", "int8", "int8", "seconds", {15: 7.0}),
+    *(
+        ("llama.cpp", kind, kind, "steps_per_second", {1: 1.0, 4: 1.6, 15: 2.2})
+        for kind in ("float32", "bfloat16", "int8")
+    ),
+    *(("openvino", kind, kind, "seconds", {1: 1.1, 4: 1.6, 15: 2.2}) for kind in ("float32", "int8")),
+    *(("openvino", kind, kind, "prefill_seconds", {1: 1.0}) for kind in ("float32", "int8")),
+)
+
+
+WORDS = {"seconds": "total", "prefill_seconds": "prompt", "steps_per_second": "steps/s"}
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("peers", help="time and memory beside other engines", description=__doc__)
     add_flags(parser)
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="random ids (%(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="end-of-sequence is ignored (%(default)s)")
-    parser.add_argument("--beams", type=int, nargs="+", default=[1, 4, 15])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="(%(default)s)")
+    add_numbers(
+        parser,
+        prompt_tokens=(512, "random ids"),
+        new_tokens=(64, "end-of-sequence is ignored"),
+        beams=[1, 4, 15],
+        runs=(3, "medians are of so many"),
+        once_above=(60.0, "an engine whose first run takes more seconds has only that"),
+        threads=cores(),
+    )
+    parser.add_argument("--kinds", "--dtype", nargs="+", choices=KINDS, default=["float32"], metavar="KIND",
+                        help=f"of weights: {' '.join(KINDS)} (float32)")  # fmt: skip
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="(a GPU if there is one)")
-    parser.add_argument("--runs", type=int, default=3, help="medians are of so many (%(default)s)")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME", help=" ".join(PEERS))
-    parser.add_argument("--peer-python", default=sys.executable, metavar="PATH", help="interpreter that has the peers")
-    parser.add_argument("--threads", type=int, default=cores(), help="(%(default)s)")
+    parser.add_argument("--peers", nargs="+", type=peer_name, default=list(PEERS), metavar="NAME[:KIND]",
+                        help=f"only these, with one kind or all: {' '.join(PEERS)}")  # fmt: skip
+    interpreter = parser.add_argument_group("other engines")
+    interpreter.add_argument("--peer-python", default=sys.executable, metavar="PATH", help="interpreter that has them")
+    interpreter.add_argument("--openvino-python", metavar="PATH", help="interpreter that has OpenVINO (--peer-python)")
+    interpreter.add_argument(
+        "--llama", type=Path, metavar="PATH", help="llama-batched-bench, with llama-quantize beside it"
+    )
+    interpreter.add_argument("--converted", type=Path, metavar="DIR",
+                             help="keep the model in their formats there; a folder per model")  # fmt: skip
     add_save_flag(parser)
     parser.set_defaults(run=run)
+
+
+def peer_name(text: str) -> str:
+    """An entry of --peers."""
+    name, _, kind = text.partition(":")
+    if name not in PEERS or kind not in ("", *KINDS):
+        raise argparse.ArgumentTypeError(f"expected one of {' '.join(PEERS)}, with :KIND or without, got {text!r}")
+    return text
 
 
 def spec(
@@ -114,100 +170,218 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Measure and report."""
     made = stamp(argv)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    rows = []
-    with checkpoint(args) as (folder, name), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        vocab = Checkpoint.open(folder).config["vocab_size"]
-        draw = random.Random(args.seed)
-        prompt = [draw.randrange(min(3, vocab - 1), vocab) for _ in range(args.prompt_tokens)]
+    rows: list[dict[str, Any]] = []
+    with checkpoint(args) as (folder, name), tempfile.TemporaryDirectory(prefix="bench-") as temporary:
+        scratch = (args.converted or Path(temporary)).resolve()
+        scratch.mkdir(parents=True, exist_ok=True)
+        prompt = random_tokens(Checkpoint.open(folder).config["vocab_size"], args.prompt_tokens, args.seed)
+        chosen = [
+            (kind, peer) for kind in args.kinds for peer in KINDS[kind] if {peer, f"{peer}:{kind}"} & {*args.peers}
+        ]
         for beams in args.beams:
-            for peer in args.peers:
-                asked = spec(peer, folder, args.dtype, beams, args.threads, scratch, device=device)
-                python = sys.executable if peer == "coppice" else args.peer_python
-                found = measure(python, asked, prompt, args.new_tokens, args.runs)
-                rows.append({"peer": peer, "beams": beams, **found})
-                progress(f"beams {beams}, {peer}: {outcome(rows[-1])}")
+            asked = {pair: ask(*pair, args, folder, scratch, beams, device) for pair in chosen}
+            together = [chosen] if device == "cpu" else [[pair] for pair in chosen]  # a pool takes most of a GPU
+            for pairs in together:
+                found = measure_in_turn({pair: asked[pair] for pair in pairs}, prompt, args.new_tokens, args.runs,
+                                        args.once_above)  # fmt: skip
+                rows += [{"peer": pair[1], "dtype": pair[0], "beams": beams, **found[pair]} for pair in pairs]
+            progress(
+                "\n".join(
+                    f"beams {beams}, {row['peer']} {row['dtype']}: {outcome(row)}" for row in rows[-len(chosen) :]
+                )
+            )
     compare(rows)
-    shown = {k: v for row in rows for k, v in row.get("versions", {}).items()}
-    made["versions"] |= shown
+    made["versions"] |= {k: v for row in rows for k, v in row.get("versions", {}).items()}
     setting = (
-        f"{name}; prompt of {args.prompt_tokens} random tokens, {args.new_tokens} new tokens, {args.dtype}, {device}, "
-        f"{args.threads} threads; medians of {args.runs} runs, in brackets the least and the most."
+        f"{name}; prompt of {args.prompt_tokens} random tokens, {args.new_tokens} new tokens, {device}, "
+        f"{args.threads} threads; medians of {args.runs} runs in turn, in brackets the least and the most."
     )
-    body = f"{setting}\n\n{result_table(rows)}\n\n{LEGEND}"
-    result = {"model": name, "dtype": args.dtype, "device": device, "threads": args.threads, "runs": args.runs,
+    body = "\n\n".join([setting, result_table(rows), LEGEND, *target_table(rows)])
+    result = {"model": name, "kinds": args.kinds, "device": device, "threads": args.threads, "runs": args.runs,
               "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens, "results": rows}  # fmt: skip
-    finish("peers", made, body, result, args.save)
+    machine = made["machine"]
+    section = slug("peers", machine["cpu"], machine["vector"], f"{args.threads} threads", *args.kinds)
+    finish(section, made, body, result, args.save)
     return result
 
 
+def ask(
+    kind: str, peer: str, args: argparse.Namespace, folder: Path, scratch: Path, beams: int, device: str
+) -> tuple[str, dict[str, Any]] | str:
+    """The interpreter and the specification of an engine's process, or why it has none."""
+    if peer in ON_CPU and device != "cpu":
+        return "measured on a CPU only"
+    python, more = sys.executable, {}
+    if kind in ("bfloat16", "float16"):
+        folder = variants.in_dtype(folder, kind, scratch)
+    if peer == "coppice" and kind != "float32":
+        more = {"compute": "auto", "quant": kind if kind.startswith("int") else "none"}
+    elif peer == "llama.cpp":
+        if args.llama is None:
+            return "--llama was not given (--help tells how it is built)"
+        try:
+            folder = variants.gguf(folder, kind, args.llama.resolve(), scratch)
+        except UsageError as error:
+            return str(error)
+        more = {"program": str(args.llama.resolve())}
+    elif peer != "coppice":
+        python = (args.openvino_python if peer == "openvino" else None) or args.peer_python
+    return python, spec(peer, folder, kind, beams, args.threads, scratch, device=device, **more)
+
+
+class Contender:
+    """One engine's runs with one number of beams; `why` says why there are none. A context manager, as `Worker`."""
+
+    def __init__(self, python: str, spec: dict[str, Any]):
+        self.python, self.spec = python, spec
+        self.answers: list[dict[str, Any]] = []
+        self.peaks: list[int] = []
+        self.sampled = False
+        self.why: dict[str, str] | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Contender":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self, prompt: list[int], new_tokens: int) -> None:
+        """Load the model and warm up."""
+        try:
+            self.worker = self._stack.enter_context(Worker(self.python, self.spec))
+            self.hello = self.worker.answer()
+            if "absent" in self.hello:
+                self.why = self.hello
+                return
+            self.loaded = memory(self.worker.pid, "VmRSS") if self.hello.pop("measured", True) else None
+            self.worker.ask({"prompt": prompt[: WARM_UP[0]], "new_tokens": min(WARM_UP[1], new_tokens)})
+        except PeerFailed as error:
+            self.why = {"failed": str(error)}
+
+    def run(self, prompt: list[int], new_tokens: int, once_above: float) -> None:
+        """A timed run, unless the first one was a long one."""
+        if self.why or (self.answers and self.answers[0]["seconds"] > once_above):
+            return
+        try:
+            with PeakMemory(self.worker.pid) as peak:
+                self.answers.append(self.worker.ask({"prompt": prompt, "new_tokens": new_tokens}))
+        except PeerFailed as error:
+            self.why = {"failed": str(error)}
+            return
+        self.sampled |= peak.sampled
+        if peak.bytes is not None:
+            self.peaks.append(peak.bytes)
+
+    def figures(self, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
+        """What the runs gave; {"absent": why} or {"failed": why} if nothing."""
+        if self.why:
+            return self.why
+        answers, loaded = self.answers, self.loaded
+        growth = [peak - loaded for peak in self.peaks] if loaded is not None else []
+        if self.spec.get("device") == "cuda":
+            loaded = self.hello.get("device_bytes")
+            growth = [a["device_growth"] for a in answers if a.get("device_growth")]
+        steps = [((a["steps"] or new_tokens) - 1) / a["decode_seconds"] for a in answers]
+        decode = [(new_tokens - 1) / a["decode_seconds"] for a in answers]
+        return {
+            **self.hello,
+            "seconds": spread([a["seconds"] for a in answers]),
+            "prefill_seconds": spread([a["prefill_seconds"] for a in answers]),
+            "steps_per_second": spread(steps) if new_tokens > 1 else None,
+            "tokens_per_second": spread(decode) if new_tokens > 1 else None,
+            "steps": answers[0]["steps"],
+            "loaded_bytes": loaded,
+            "growth_bytes": spread(growth) if growth else None,
+            "growth_bytes_per_token": spread(growth)["median"] / (prompt_tokens + new_tokens) if growth else None,
+            "growth_sampled": self.sampled,
+            "tokens": answers[0]["tokens"],
+            "repeatable": all(a["tokens"] == answers[0]["tokens"] for a in answers),
+            **{k: answers[0][k] for k in COPIED if k in answers[0]},
+        }
+
+
+def measure_in_turn(
+    asked: Mapping[K, tuple[str, dict[str, Any]] | str],
+    prompt: list[int],
+    new_tokens: int,
+    runs: int,
+    once_above: float,
+) -> dict[K, dict[str, Any]]:
+    """Figures of engines that take turns; {"absent": why} or {"failed": why} where there are none.
+
+    Args:
+        asked: interpreter and specification of each engine, or why there is none.
+        prompt: ids.
+        new_tokens: to generate.
+        runs: of each engine.
+        once_above: seconds; an engine whose first run takes longer has no other.
+    """
+    found = {key: {"absent": why} for key, why in asked.items() if isinstance(why, str)}
+    with ExitStack() as stack:
+        engines = {key: stack.enter_context(Contender(*of)) for key, of in asked.items() if not isinstance(of, str)}
+        for engine in engines.values():
+            engine.start(prompt, new_tokens)
+        if engines:
+            in_turn({k: lambda _, e=e: e.run(prompt, new_tokens, once_above) for k, e in engines.items()}, runs)
+        return {key: found.get(key) or engines[key].figures(len(prompt), new_tokens) for key in asked}
+
+
 def measure(python: str, spec: dict[str, Any], prompt: list[int], new_tokens: int, runs: int) -> dict[str, Any]:
-    """Figures of one engine at one number of beams; {"absent": why} or {"failed": why} if there are none."""
-    answers, peaks, sampled = [], [], False
-    try:
-        with Worker(python, spec) as worker:
-            hello = worker.answer()
-            if "absent" in hello:
-                return hello
-            loaded = memory(worker.pid, "VmRSS")
-            worker.ask({"prompt": prompt[: WARM_UP[0]], "new_tokens": min(WARM_UP[1], new_tokens)})
-            for _ in range(runs):
-                with PeakMemory(worker.pid) as peak:
-                    answers.append(worker.ask({"prompt": prompt, "new_tokens": new_tokens}))
-                if peak.bytes is not None:
-                    peaks.append(peak.bytes)
-                sampled |= peak.sampled
-    except PeerFailed as error:
-        return {"failed": str(error)}
-    if spec.get("device") == "cuda":
-        loaded, growth = hello.get("device_bytes"), [a["device_growth"] for a in answers if a.get("device_growth")]
-    else:
-        growth = [peak - loaded for peak in peaks] if loaded is not None else []
-    tokens = len(prompt) + new_tokens
-    steps = [((a["steps"] or new_tokens) - 1) / a["decode_seconds"] for a in answers]
-    decode = [(new_tokens - 1) / a["decode_seconds"] for a in answers]
-    same = all(a["tokens"] == answers[0]["tokens"] for a in answers)
-    return {
-        **hello,
-        "seconds": spread([a["seconds"] for a in answers]),
-        "prefill_seconds": spread([a["prefill_seconds"] for a in answers]),
-        "steps_per_second": spread(steps) if new_tokens > 1 else None,
-        "tokens_per_second": spread(decode) if new_tokens > 1 else None,
-        "steps": answers[0]["steps"],
-        "loaded_bytes": loaded,
-        "growth_bytes": spread(growth) if growth else None,
-        "growth_bytes_per_token": spread(growth)["median"] / tokens if growth else None,
-        "growth_sampled": sampled,
-        "tokens": answers[0]["tokens"],
-        "repeatable": same,
-        **{k: answers[0][k] for k in COPIED if k in answers[0]},
-    }
+    """Figures of one engine, as of `measure_in_turn`."""
+    return measure_in_turn({"one": (python, spec)}, prompt, new_tokens, runs, math.inf)["one"]
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Add to every other engine's row how it stands against ours with as many beams; above 1 is in our favour."""
-    ours = {row["beams"]: row for row in rows if row["peer"] == "coppice" and "seconds" in row}
+    """Add to every other engine's row how it stands against ours of that kind with as many beams."""
     for row in rows:
-        mine = ours.get(row["beams"])
-        if mine is None or row is mine or "seconds" not in row:
-            continue
-        same = next((i for i, (a, b) in enumerate(zip(row["tokens"], mine["tokens"], strict=False)) if a != b), None)
-        row["versus"] = {
-            "seconds": row["seconds"]["median"] / mine["seconds"]["median"],
-            "prefill_seconds": row["prefill_seconds"]["median"] / mine["prefill_seconds"]["median"],
-            **{k: mine[k]["median"] / row[k]["median"] if row[k] else None for k in SPEEDS},
-            "growth_bytes": row["growth_bytes"]["median"] / max(1, mine["growth_bytes"]["median"])
-            if row["growth_bytes"] and mine["growth_bytes"]
-            else None,
-            "same_tokens": row["tokens"] == mine["tokens"],
-            "first_difference": same,
-        }
+        mine = pick(rows, "coppice", row.get("dtype"), row["beams"])
+        if mine is not None and row is not mine and "seconds" in row:
+            row["versus"] = versus(row, mine)
+
+
+def pick(rows: list[dict[str, Any]], peer: str, kind: str | None, beams: int) -> dict[str, Any] | None:
+    """The row of a setting, if it has figures."""
+    wanted = (peer, kind, beams)
+    return next(
+        (row for row in rows if (row["peer"], row.get("dtype"), row["beams"]) == wanted and "seconds" in row), None
+    )
+
+
+def versus(row: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
+    """How another engine stands against ours; above 1 is in our favour."""
+    tokens, growths = row["tokens"], (row["growth_bytes"], mine["growth_bytes"])
+    pairs = enumerate(zip(tokens or (), mine["tokens"], strict=False))
+    return {
+        "seconds": row["seconds"]["median"] / mine["seconds"]["median"],
+        "prefill_seconds": row["prefill_seconds"]["median"] / mine["prefill_seconds"]["median"],
+        **{k: mine[k]["median"] / row[k]["median"] if row[k] else None for k in SPEEDS},
+        "growth_bytes": growths[0]["median"] / max(1, growths[1]["median"]) if all(growths) else None,
+        "same_tokens": None if tokens is None else tokens == mine["tokens"],
+        "first_difference": next((i for i, (a, b) in pairs if a != b), None),
+    }
+
+
+def target_table(rows: list[dict[str, Any]]) -> list[str]:
+    """The targets whose rows have figures, as a table."""
+    compared = []
+    for peer, kind, ours, figure, wanted in TARGETS:
+        for beams, target in wanted.items():
+            theirs, mine = pick(rows, peer, kind, beams), pick(rows, "coppice", ours, beams)
+            if theirs and mine:
+                what = f"{WORDS[figure]}, {beams} beam{'s' * (beams > 1)}: {peer} {kind}, ours {ours}"
+                compared.append(comparison(what, versus(theirs, mine)[figure], target))
+    return [comparison_table(compared)] if compared else []
 
 
 LEGEND = """*decode tok/s*: tokens of the output after the first, over the time after the prompt. *loaded*: memory
 before the first run. *growth*: peak memory in a run less *loaded*; *kB/token*: that over the tokens of prompt and
 output, the trie paper's Mem/Tok. *x total*, *x prefill*, *x decode*, *x growth*: the other engine's seconds over ours,
-our tok/s over its, its growth over ours; above 1 is in our favour. *same tokens*: whether the output equals ours, or
-the place of the first token that differs."""
+our tok/s over its, its growth over ours, for the same *weights*; above 1 is in our favour. *same tokens*: whether the
+output equals ours, or the place of the first token that differs. Ours computes with the default settings on a
+checkpoint of that dtype, int8 and int4 with --quant on the float32 one. llama.cpp searches nothing: its sequences share
+the prompt and go on with random tokens; its int8 is q8_0, its int4 q4_0, its cache float16. OpenVINO's cache is float32
+beside float32 weights, else of its own choice."""
 
 
 def outcome(row: dict[str, Any]) -> str:
@@ -225,18 +399,20 @@ def result_table(rows: list[dict[str, Any]]) -> str:
     shown = []
     for row in rows:
         versus = row.get("versus") or {}
+        same = {True: "yes", False: f"no: {versus.get('first_difference')}", None: ""}[versus.get("same_tokens")]
         shown.append(row | {
             "total": around(row["seconds"]) if "seconds" in row else "none",
             "prefill": around(row.get("prefill_seconds")),
             "decode": around(row.get("tokens_per_second"), 1),
-            "same": "" if not versus else "yes" if versus["same_tokens"] else f"no: {versus['first_difference']}",
+            "same": same,
         })  # fmt: skip
+    weights = {"weights": "{dtype}"} if any("dtype" in row for row in rows) else {}
     return "\n\n".join([
         rows_table(shown, {
-            "engine": "{peer}", "beams": "{beams}", "total s": "{total}", "prefill s": "{prefill}",
+            "engine": "{peer}", **weights, "beams": "{beams}", "total s": "{total}", "prefill s": "{prefill}",
             "decode tok/s": "{decode}", "loaded MB": "{loaded_bytes:MB}", "growth MB": "{growth_bytes[median]:MB}",
-            "kB/token": "{growth_bytes_per_token:kB.1f}", "x total": "{versus[seconds]:.1f}",
-            "x prefill": "{versus[prefill_seconds]:.1f}", "x decode": "{versus[tokens_per_second]:.1f}",
+            "kB/token": "{growth_bytes_per_token:kB.1f}", "x total": "{versus[seconds]:.2f}",
+            "x prefill": "{versus[prefill_seconds]:.2f}", "x decode": "{versus[tokens_per_second]:.2f}",
             "x growth": "{versus[growth_bytes]:.1f}", "same tokens": "{same}"}),
         *why_none(rows),
     ])  # fmt: skip
@@ -244,8 +420,9 @@ def result_table(rows: list[dict[str, Any]]) -> str:
 
 def why_none(rows: list[dict[str, Any]]) -> list[str]:
     """A line on each engine that has no figures, for below the table."""
-    names = ((" ".join(filter(None, (row["peer"], row.get("dtype")))), row) for row in rows if "seconds" not in row)
-    return list(dict.fromkeys(f"{name}: {outcome(row)}" for name, row in names))
+    none = [row for row in rows if "seconds" not in row]
+    names = (" ".join([row["peer"], *([row["dtype"]] if "failed" in row and "dtype" in row else [])]) for row in none)
+    return list(dict.fromkeys(f"{name}: {outcome(row)}" for name, row in zip(names, none, strict=True)))
 
 
 def around(values: dict[str, float] | None, digits: int = 2) -> str:

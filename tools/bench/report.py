@@ -34,6 +34,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
 
 
+def slug(*words: str) -> str:
+    """Words as the name of a section."""
+    return re.sub(r"\W+", "-", " ".join(words).lower()).strip("-")
+
+
 UNITS = {"us": 1e6, "ms": 1e3, "kB": 1e-3, "G": 1e-9, "M": 1e-6}
 
 
@@ -61,6 +66,20 @@ def rows_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) ->
     """A table of records: a column per heading, its cells by a format of the record's fields (see `Cells`)."""
     cells = Cells()
     return table(list(columns), [[cells.vformat(form, (), row) for form in columns.values()] for row in rows])
+
+
+def comparison(name: str, value: float | None, target: float, at_most: bool = False, unit: str = "") -> dict[str, Any]:
+    """A row of a table of targets; `value` is None where it was not measured."""
+    shown = [None if x is None else f"{x * (1e3 if unit == 'ms' else 1):.2f} {unit}".strip() for x in (value, target)]
+    met = None if value is None else value <= target if at_most else value >= target
+    return {"name": name, "value": value, "target": target, "met": met, "measured": shown[0] or "not measured",
+            "sign": "at most" if at_most else "at least", "wanted": shown[1]}  # fmt: skip
+
+
+def comparison_table(compared: Sequence[Mapping[str, Any]]) -> str:
+    """The table of the targets."""
+    return rows_table(compared, {"wanted": "{name}", "measured": "{measured}", "target": "{sign} {wanted}",
+                                 "met": "{met:yes}"})  # fmt: skip
 
 
 def megabytes(count: float | None) -> str:

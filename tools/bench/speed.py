@@ -4,7 +4,6 @@ On a machine with a GPU this is `gpu`. Every engine gets a process of its own, a
 """
 
 import argparse
-import re
 import statistics
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from tools.bench import gpu, host, limits, peers
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.flags import add_numbers
 from tools.bench.measure import cores, in_turn, progress, random_tokens, ratio
-from tools.bench.report import add_save_flag, finish, rows_table, stamp
+from tools.bench.report import add_save_flag, comparison, comparison_table, finish, rows_table, slug, stamp
 
 KINDS = ("float32", "bfloat16", "int8")
 DEPTHS = (100, 1000)
@@ -57,7 +56,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--dtypes", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME", help=" ".join(KINDS))
     parser.add_argument("--depths", type=int, nargs=2, default=list(DEPTHS), help="new tokens to compare steps at")
-    names = peers.PEERS[1:]
+    names = peers.PEERS[1:3]
     parser.add_argument("--peers", nargs="*", choices=names, default=list(names), metavar="NAME", help=" ".join(names))
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has the peers (this one)")
     parser.add_argument("--compile", choices=["off", "on"], default="on", help="also measure that (%(default)s)")
@@ -100,17 +99,16 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         f"{bandwidth / 1e9:.1f} GB/s; large products run at "
         f"{', '.join(f'{rate / 1e9:.0f} GFLOP/s ({kind})' for kind, rate in rates.items())}."
     )
-    targets = rows_table(compared, {"wanted": "{name}", "measured": "{measured}", "target": "{sign} {wanted}",
-                                    "met": "{met:yes}"})  # fmt: skip
-    body = "\n\n".join([setting, result_table(rows), LEGEND, targets, *compiled_text(compiled), *error_text(errors)])
+    body = "\n\n".join(
+        [setting, result_table(rows), LEGEND, comparison_table(compared), *compiled_text(compiled), *error_text(errors)]
+    )
     result = {
         "model": name, "threads": args.threads, "new_tokens": args.new_tokens, "bandwidth": bandwidth, "rates": rates,
         "results": rows, "in_turn": {" ".join(map(str, key)): seconds for key, seconds in rounds.items()},
         "depths": depths, "host_seconds": idle, "int8_errors": errors, "compiled": compiled,
         "verdicts": compared,
     }  # fmt: skip
-    kind_of_machine = re.sub(r"\W+", "-", f"{made['machine']['cpu']} {args.threads} threads".lower()).strip("-")
-    finish(f"speed-{kind_of_machine}", made, body, result, args.save)
+    finish(slug("speed", made["machine"]["cpu"], f"{args.threads} threads"), made, body, result, args.save)
     return result
 
 
@@ -217,14 +215,6 @@ def int8_errors(folder: Path, prompt: list[int]) -> dict[str, float]:
 
 
 # --- targets ---
-
-
-def comparison(name: str, value: float | None, target: float, at_most: bool = False, unit: str = "") -> dict[str, Any]:
-    """A row of the table of targets; `value` is None where it was not measured."""
-    shown = [None if x is None else f"{x * (1e3 if unit == 'ms' else 1):.2f} {unit}".strip() for x in (value, target)]
-    met = None if value is None else value <= target if at_most else value >= target
-    return {"name": name, "value": value, "target": target, "met": met, "measured": shown[0] or "not measured",
-            "sign": "at most" if at_most else "at least", "wanted": shown[1]}  # fmt: skip
 
 
 def comparisons(

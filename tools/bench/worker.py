@@ -27,17 +27,25 @@ class Coppice:
         import torch
 
         from engine import Engine, Request
+        from engine.threads import INTERVAL, MACHINE
         from engine.version import __version__
         from search import Trie
         from tools.bench.measure import weight_bytes
 
         dtype, quant = ("bfloat16", "int8") if spec["dtype"] == "int8" else (spec["dtype"], "none")
+        dtype, quant = spec.get("compute", dtype), spec.get("quant", quant)
         self.engine = Engine.load(spec["folder"], dtype=dtype, quant=quant, device=spec.get("device", "cpu"),
                                   threads=spec["threads"], compile=spec.get("compile", "off"))  # fmt: skip
         self.request, self.search = Request, Trie(beams=spec["beams"])
         self.versions = {"coppice": __version__, "torch": str(torch.__version__)}
         touch(torch, self.engine.runner.model)
         self.facts = {"weight_bytes": weight_bytes(self.engine.runner.model)}
+        self.measure_load, self.pause = MACHINE.count, 2 * INTERVAL
+
+    def settle(self) -> None:
+        """Before a run: a step uses fewer threads if others were busy since the last, as other engines were."""
+        self.measure_load()
+        time.sleep(self.pause)
 
     def generate(self, prompt: list[int], new_tokens: int) -> dict[str, Any]:
         request = self.request(prompt, self.search, max_new_tokens=new_tokens, ignore_eos=True)
@@ -150,7 +158,73 @@ class CTranslate2:
                 "steps": None}  # fmt: skip
 
 
-ENGINES = {"coppice": Coppice, "transformers": Transformers, "ctranslate2": CTranslate2}
+class OpenVINO:
+    """OpenVINO GenAI's pipeline with paged attention, on the checkpoint exported by optimum-intel."""
+
+    def __init__(self, spec: dict[str, Any]):
+        import numpy
+        import openvino
+        import openvino_genai
+
+        kind = spec["dtype"]
+        folder = Path(spec["scratch"]) / f"openvino-{kind}"
+        if not (folder / "done").exists():
+            export = "import sys; sys.modules['kernels'] = None; from optimum.commands.optimum_cli import main; main()"
+            flags = ["--model", spec["folder"], "--task", "text-generation-with-past"]
+            flags += ["--weight-format", "fp32" if kind == "float32" else kind, str(folder)]
+            command = [sys.executable, "-P", "-c", export, "export", "openvino", *flags]
+            subprocess.run(command, check=True, stdout=sys.stderr)
+            (folder / "done").touch()
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False  # the next run has the same prompt
+        scheduler.max_num_batched_tokens = 1 << 20  # a prompt in one pass: the pipeline's choice for a single request
+        precise = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": spec["threads"]}
+        if kind == "float32":
+            precise["KV_CACHE_PRECISION"] = "f32"
+        self.pipeline = openvino_genai.LLMPipeline(str(folder), "CPU", scheduler_config=scheduler, **precise)
+        self.genai, self.openvino, self.numpy, self.beams = openvino_genai, openvino, numpy, spec["beams"]
+        self.versions = {"openvino_genai": openvino_genai.__version__}
+
+    def generate(self, prompt: list[int], new_tokens: int) -> dict[str, Any]:
+        def run(length: int) -> tuple[list[int], float]:
+            config = self.genai.GenerationConfig(max_new_tokens=length, min_new_tokens=length, ignore_eos=True)
+            if self.beams > 1:
+                config.num_beams, config.length_penalty = self.beams, 1.0
+                config.stop_criteria = self.genai.StopCriteria.NEVER
+            begin = time.perf_counter()
+            result = self.pipeline.generate(self.openvino.Tensor(self.numpy.array([prompt], "int64")), config)
+            return list(result.tokens[0]), time.perf_counter() - begin
+
+        _, prefill = run(1)
+        tokens, total = run(new_tokens)
+        return {"tokens": tokens, "seconds": total, "prefill_seconds": prefill, "decode_seconds": total - prefill,
+                "steps": None}  # fmt: skip
+
+
+class LlamaCpp:
+    """llama-batched-bench: sequences that share a prompt and go on with random tokens, without a search."""
+
+    def __init__(self, spec: dict[str, Any]):
+        self.spec, self.facts = spec, {"measured": False}  # its memory is that of another process
+        self.versions = {"llama.cpp": "?"}
+
+    def generate(self, prompt: list[int], new_tokens: int) -> dict[str, Any]:
+        beams, threads = self.spec["beams"], str(self.spec["threads"])
+        context = len(prompt) + beams * new_tokens
+        command = [
+            self.spec["program"], "-m", self.spec["folder"], "-c", str(-(-context // 256) * 256), "-b", "2048",
+            "-ub", "512", "-npp", str(len(prompt)), "-ntg", str(new_tokens), "-npl", str(beams), "-pps", "-kvu",
+            "-fa", "on", "-t", threads, "-tb", threads, "--output-format", "jsonl",
+        ]  # fmt: skip
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        [found] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        decode = found["t_tg"] * (new_tokens - 1) / new_tokens  # the prompt gives the first token
+        return {"tokens": None, "seconds": found["t_pp"] + decode, "prefill_seconds": found["t_pp"],
+                "decode_seconds": decode, "steps": None}  # fmt: skip
+
+
+ENGINES = {"coppice": Coppice, "transformers": Transformers, "ctranslate2": CTranslate2, "openvino": OpenVINO,
+           "llama.cpp": LlamaCpp}  # fmt: skip
 
 
 def touch(torch: Any, model: Any) -> None:
@@ -181,7 +255,7 @@ def main() -> None:
     try:
         engine = ENGINES[spec["engine"]](spec)
     except ModuleNotFoundError as error:
-        if error.name not in ("transformers", "ctranslate2", "torch"):
+        if error.name not in ("transformers", "ctranslate2", "torch", "openvino", "openvino_genai"):
             raise
         send({"absent": f"{error.name} is not installed"})
         return
@@ -196,6 +270,7 @@ def main() -> None:
         before = cuda.memory_allocated() if cuda else 0
         if cuda:
             cuda.reset_peak_memory_stats()
+        getattr(engine, "settle", lambda: None)()
         begin = time.perf_counter()
         answer = engine.generate(job["prompt"], job["new_tokens"])
         answer = {"seconds": time.perf_counter() - begin, **answer}

@@ -30,6 +30,10 @@ class Variant:
         full: the full grid of searches, not the short one.
         own_eos: ranks of the likely tokens that are the checkpoint's EOS ids.
         eos_files: the JSON files with these ids; without generation_config.json among them that file is removed.
+        grid: the searches, if neither the full nor the short grid; see `make_golden.Run`.
+        floats: called with the folder and an empty one, puts the float32 checkpoint there that transformers reads
+            instead.
+        error: the largest difference of logits to float64's, of their spread.
         twin: a variant of the same weights spelled differently: same seed and (asserted) same results. A name that
             ends in `_v4` is its namesake's twin.
     """
@@ -40,6 +44,9 @@ class Variant:
     full: bool = False
     own_eos: Sequence[int] = (0,)
     eos_files: Sequence[str] = ("config.json", "generation_config.json")
+    grid: Sequence[Any] = ()
+    floats: Callable[[Path, Path], None] | None = None
+    error: float = 2e-5
     twin: str = ""
 
 

@@ -1,0 +1,72 @@
+"""AWQ (Lin et al. 2023), version `gemm`, as AutoAWQ 0.2 writes it.
+
+w[o, i] = (q - zero[g, o]) * scales[g, o]. `qweight` and `qzeros` pack eight outputs into a word, whose fields from the
+lowest on hold the outputs 0, 2, 4, 6, 1, 3, 5, 7.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.fields import Fields
+from models.grouped import GroupedRows, GroupedWeight
+from models.quantized.parts import FLOATS, LINEAR, Grid, Part, Source, names, unpack, unsupported
+
+ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the field of each output
+
+
+@dataclass(frozen=True)
+class AWQScheme:
+    """Columns of a group share scales and zeros."""
+
+    grid: Grid
+
+    def parts(self, outs: int, width: int) -> dict[str, Part]:
+        """See `Scheme`."""
+        groups, words = self.grid.columns(width), -(-outs // 8)
+        return {
+            "qweight": Part(((width, words),), (torch.int32,)),
+            "qzeros": Part(((groups, words),), (torch.int32,)),
+            "scales": Part(((groups, outs),), FLOATS),
+        }
+
+    def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
+        """See `Scheme`."""
+        qweight, qzeros, scale_GO = source.tensor("qweight"), source.tensor("qzeros"), source.scale("scales")
+
+        def rows(first: int, last: int) -> GroupedRows:
+            start, end = first // 8, -(-last // 8)
+            wanted = slice(first - start * 8, last - start * 8)
+            codes, zeros = (_fields(words[:, start:end])[:, wanted].T for words in (qweight, qzeros))
+            return GroupedRows(codes, scale_GO[:, first:last].T, zeros.float())
+
+        return GroupedWeight("int4", (outs, width), self.grid.group(width), rows)
+
+
+@dataclass(frozen=True)
+class AWQ:
+    """A config."""
+
+    common: AWQScheme
+
+    @staticmethod
+    def parse(fields: Fields) -> "AWQ":
+        """Raises CheckpointError for what is not read."""
+        spelled = next(
+            (name for name in ("version", "format", "checkpoint_format") if name in fields.config), "version"
+        )
+        version, bits = fields.str(spelled, "gemm").lower(), fields.int("bits", 4)
+        if version != "gemm" or bits != 4:
+            raise unsupported(fields, f"awq of version {version!r} with {bits} bits (read: gemm, 4 bits)")
+        names(fields, "modules_to_not_convert")  # the file has them as floats
+        return AWQ(AWQScheme(Grid.of(fields, "group_size", 128)))
+
+    def scheme(self, module: str, kind: str) -> AWQScheme | None:
+        """See `Quantization`."""
+        return self.common if kind == LINEAR else None
+
+
+def _fields(words: Tensor) -> Tensor:
+    """int32 [n, O / 8] to uint8 [n, O], in the order of the outputs."""
+    return unpack(words, 4).unflatten(-1, (-1, 8))[..., ORDER].flatten(-2)

@@ -1,0 +1,409 @@
+"""Quantised checkpoints: compressed-tensors by the package itself, fp8 as transformers reads it, GPTQ and AWQ packed by
+the loops of GPTQModel 7.7 and AutoAWQ 0.2.9, which need a GPU to run.
+
+Each is a checkpoint of another family whose matrices were quantised. What transformers computes with is the float32
+model that `floats` makes of the file again: by the package, or by arithmetic on single fields of the words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tools import random_checkpoint
+from tools.golden import gpt2, opt, phi3, qwen3
+from tools.golden.base import Variant, edit
+
+LLAMA = {"layers": 2, "width": 64, "mlp": 96, "heads": 4, "kv_heads": 2, "vocab": 104, "dtype": "bfloat16",
+         "max_positions": 128}  # fmt: skip
+TABLES = re.compile(r".*(embed_tokens|embed_positions|wte|wpe|lm_head)\.weight")
+GRID = [(1, 1.0, False, 1, "none", 16), (4, 1.0, False, 4, "own", 12)]
+Parts = dict[str, torch.Tensor]
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """How one linear layer is stored.
+
+    Args:
+        store: a float32 weight [out, in] to the tensors that stand for it.
+        restore: those tensors to float32 [out, in].
+    """
+
+    store: Callable[[torch.Tensor], Parts]
+    restore: Callable[[Parts], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A checkpoint.
+
+    Args:
+        base: writes the float checkpoint.
+        config: its `quantization_config`.
+        methods: by expressions for the names of modules, the first that matches; others stay floats.
+        head: the head is a matrix like others.
+        transposed: the base stores matrices [in, out].
+        extra: tensors of every layer that change nothing, of its weight, by the ends of their names.
+    """
+
+    base: Callable[[Path, int], Any]
+    config: Config
+    methods: Sequence[tuple[str, Method]]
+    head: bool = False
+    transposed: bool = False
+    extra: dict[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+
+    def method(self, name: str, tensor: torch.Tensor) -> Method | None:
+        if tensor.dim() != 2 or (TABLES.fullmatch(name) and not (self.head and name == "lm_head.weight")):
+            return None
+        return next((method for rule, method in self.methods if re.match(rule, name)), None)
+
+
+# Quantising.
+
+
+def ranges(weight: torch.Tensor, group: int, symmetric: bool, bits: int) -> tuple[torch.Tensor, ...]:
+    """q in 0 .. 2^bits - 1, zeros and float16 scales [out, groups] of groups of columns."""
+    top, parts = 2**bits - 1, weight.split(group, 1)
+    low = torch.stack([part.amin(1).clamp(max=0) for part in parts], 1)
+    high = torch.stack([part.amax(1).clamp(min=0) for part in parts], 1)
+    if symmetric:
+        scale = (2 * torch.maximum(high, -low) / top).half()
+        zero = torch.full_like(low, 2 ** (bits - 1))
+    else:
+        scale = ((high - low) / top).half()
+        zero = (-low / scale.float()).round().clamp(0, top)
+    columns = torch.arange(weight.shape[1]) // group
+    q = (weight / scale.float()[:, columns] + zero[:, columns]).round().clamp(0, top)
+    return q.long(), zero.long(), scale
+
+
+def signed(words: torch.Tensor) -> torch.Tensor:
+    """Words of 32 bits in int64, to int32."""
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+# GPTQ: `pack_original` of GPTQModel's qlinear, `convert_gptq_v2_to_v1_format` of its utils.
+
+
+def gptq(bits: int, group: int, symmetric: bool, first: bool, ordered: bool = False) -> Method:
+    per = 32 // bits
+
+    def pack_rows(x: torch.Tensor) -> torch.Tensor:
+        packed = torch.zeros(-(-x.shape[0] // per), x.shape[1], dtype=torch.int64)
+        for row in range(packed.shape[0]):
+            for j in range(min(per, x.shape[0] - row * per)):
+                packed[row] |= x[row * per + j] << (bits * j)
+        return signed(packed)
+
+    def store(weight: torch.Tensor) -> Parts:
+        width = weight.shape[1]
+        size = width if group == -1 else group
+        order = torch.randperm(width, generator=torch.Generator().manual_seed(width)) if ordered else None
+        columns = torch.arange(width) if order is None else order
+        q, zero, scale = ranges(weight[:, columns], size, symmetric, bits)
+        g_idx = torch.empty(width, dtype=torch.int64)
+        g_idx[columns] = torch.arange(width) // size
+        placed = torch.empty_like(q)
+        placed[:, columns] = q
+        qzeros = pack_rows(zero).T.contiguous()  # packed along the outputs
+        if first:
+            qzeros -= {4: 0x11111111, 8: 0x01010101}[bits]
+        return {"qweight": pack_rows(placed.T), "qzeros": qzeros, "scales": scale.T.contiguous(),
+                "g_idx": g_idx.to(torch.int32)}  # fmt: skip
+
+    def restore(parts: Parts) -> torch.Tensor:
+        words, g_idx = parts["qweight"].long() & 0xFFFFFFFF, parts["g_idx"].long()
+        i, o = torch.arange(len(g_idx)), torch.arange(words.shape[1])
+        q = (words[i // per] >> (bits * (i % per))[:, None]) & (2**bits - 1)
+        step = {4: 0x11111111, 8: 0x01010101}[bits] if first else 0
+        zero_words = (parts["qzeros"].long() + step) & 0xFFFFFFFF
+        zero = (zero_words[:, o // per] >> (bits * (o % per))) & (2**bits - 1)
+        return ((q - zero[g_idx]).float() * parts["scales"].float()[g_idx]).T
+
+    return Method(store, restore)
+
+
+# AWQ: `WQLinear_GEMM.from_linear` and `dequantize_gemm` of AutoAWQ.
+
+
+def awq(group: int) -> Method:
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        packed = torch.zeros(x.shape[0], x.shape[1] // 8, dtype=torch.int64)
+        for column in range(packed.shape[1]):
+            for j in range(8):
+                packed[:, column] |= x[:, column * 8 + order[j]] << (4 * j)
+        return signed(packed)
+
+    def store(weight: torch.Tensor) -> Parts:
+        q, zero, scale = ranges(weight, group, False, 4)
+        return {"qweight": pack(q.T), "qzeros": pack(zero.T), "scales": scale.T.contiguous()}
+
+    def restore(parts: Parts) -> torch.Tensor:
+        o = torch.arange(parts["scales"].shape[1])
+        shift = torch.tensor([order.index(j) * 4 for j in range(8)])[o % 8]
+        q, zero = (((parts[name].long() & 0xFFFFFFFF)[:, o // 8] >> shift) & 15 for name in ("qweight", "qzeros"))
+        size = q.shape[0] // zero.shape[0]
+        zero, scale = (x.repeat_interleave(size, 0) for x in (zero, parts["scales"].float()))
+        return ((q - zero).float() * scale).T
+
+    return Method(store, restore)
+
+
+# compressed-tensors.
+
+
+def compressed(layout: str, weights: Config, g_idx: bool = False) -> Method:
+    """By the package; `g_idx`: as versions up to 0.19 stored groups of columns in any order."""
+
+    def scheme() -> Any:
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+        args = {key: value for key, value in weights.items() if key != "actorder"}
+        return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args))
+
+    def compressor() -> Any:
+        from compressed_tensors.compressors import BaseCompressor
+
+        return BaseCompressor.get_value_from_registry(layout)
+
+    def store(weight: torch.Tensor) -> Parts:
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        own, order = scheme(), torch.arange(weight.shape[1])
+        if g_idx:
+            order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
+        grid = {"group": (1, weights.get("group_size")), "block": weights.get("block_structure"),
+                "channel": (1, weight.shape[1]), "tensor": weight.shape}[weights["strategy"]]  # fmt: skip
+        blocks = [[block for block in row.split(grid[1], 1)] for row in weight[:, order].split(grid[0])]
+        low, high = (
+            torch.stack([torch.stack([f(block) for block in row]) for row in blocks]) for f in (torch.amin, torch.amax)
+        )
+        if weights["strategy"] == "tensor":
+            low, high = low.reshape(1), high.reshape(1)
+        scale, zero = calculate_qparams(low, high, own.weights)
+        scale = scale.to(torch.bfloat16).float()
+        state = {"weight": weight[:, order], "weight_scale": scale, "weight_zero_point": zero}
+        parts = compressor().compress(state, own)
+        parts["weight_scale"] = scale.to(torch.bfloat16)
+        if g_idx:
+            from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+
+            q, placed = unpack_from_int32(parts["weight_packed"], weights["num_bits"], weight.shape), None
+            placed = torch.empty_like(q)
+            placed[:, order] = q
+            parts["weight_packed"] = pack_to_int32(placed, weights["num_bits"])
+            groups = torch.empty(len(order), dtype=torch.int32)
+            groups[order] = torch.arange(len(order), dtype=torch.int32) // weights["group_size"]
+            parts["weight_g_idx"] = groups
+        return {name: tensor.contiguous() for name, tensor in parts.items()}
+
+    def restore(parts: Parts) -> torch.Tensor:
+        parts = parts | {"weight_scale": parts["weight_scale"].float()}
+        if not g_idx:
+            return compressor().decompress(parts, scheme())["weight"].float()
+        groups, bits = parts["weight_g_idx"].long(), weights["num_bits"]
+        i = torch.arange(len(groups))
+        words = (parts["weight_packed"].long() & 0xFFFFFFFF)[:, i * bits // 32]
+        q = ((words >> (i * bits % 32)) & (2**bits - 1)) - 2 ** (bits - 1)
+        return q.float() * parts["weight_scale"][:, groups]
+
+    return Method(store, restore)
+
+
+# fp8.
+
+
+def float8(block: tuple[int, int] | None) -> Method:
+    def spread(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if block is None:
+            return scale
+        rows, columns = (torch.arange(size) // length for size, length in zip(weight.shape, block, strict=True))
+        return scale[rows][:, columns]
+
+    def store(weight: torch.Tensor) -> Parts:
+        high, low = block or weight.shape
+        tops = torch.stack([torch.stack([b.abs().amax() for b in r.split(low, 1)]) for r in weight.split(high)])
+        scale = (tops / 448).reshape(() if block is None else tops.shape)
+        return {"weight": (weight / spread(scale, weight)).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
+
+    def restore(parts: Parts) -> torch.Tensor:
+        return parts["weight"].float() * spread(parts["weight_scale_inv"].float(), parts["weight"])
+
+    return Method(store, restore)
+
+
+# Files.
+
+
+def files(folder: Path) -> dict[str, Parts]:
+    return {path.name: load_file(path) for path in sorted(folder.glob("model*.safetensors"))}
+
+
+def write(recipe: Recipe, folder: Path, seed: int) -> None:
+    """Write the float checkpoint and quantise its files."""
+    recipe.base(folder, seed)
+    edit(folder / "config.json", {"quantization_config": recipe.config})
+    weight_map: dict[str, str] = {}
+    for file, tensors in files(folder).items():
+        stored: Parts = {}
+        for name, tensor in tensors.items():
+            if (method := recipe.method(name, tensor)) is None:
+                stored[name] = tensor.clone()
+                continue
+            weight = tensor.float()
+            parts = method.store(weight.T.contiguous() if recipe.transposed else weight)
+            stored |= {f"{name.removesuffix('.weight')}.{suffix}": part for suffix, part in parts.items()}
+            stored |= {
+                f"{name.removesuffix('.weight')}.{suffix}": make(weight) for suffix, make in recipe.extra.items()
+            }
+        (folder / file).unlink()  # not written over: it may still be mapped
+        save_file(stored, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(stored, file)
+    if (folder / "model.safetensors.index.json").exists():
+        edit(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+
+
+def floats(recipe: Recipe, folder: Path, out: Path) -> None:
+    """The float32 checkpoint of the quantised one in `folder`, in one file."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    out.mkdir(parents=True)
+    (out / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    held: Parts = {}
+    for tensors in files(folder).values():
+        held |= tensors
+    modules: dict[str, Parts] = {}
+    for name, tensor in held.items():
+        module, _, suffix = name.rpartition(".")
+        modules.setdefault(module, {})[suffix] = tensor
+    restored: Parts = {}
+    for module, parts in modules.items():
+        shape = torch.empty(1, 1, device="meta")
+        method = recipe.method(f"{module}.weight", shape)
+        if method is not None and ("weight" not in parts or len(parts) > 1 + ("bias" in parts)):
+            given = {key: part for key, part in parts.items() if key not in ("bias", *recipe.extra)}
+            weight = method.restore(given)
+            restored[f"{module}.weight"] = weight.T if recipe.transposed else weight
+            parts = {"bias": parts["bias"]} if "bias" in parts and "bias" not in recipe.extra else {}
+        restored |= {f"{module}.{suffix}": part.float() for suffix, part in parts.items()}
+    save_file({name: tensor.contiguous() for name, tensor in restored.items()}, out / "model.safetensors")
+
+
+def llama(folder: Path, seed: int, **changes: Any) -> None:
+    random_checkpoint.make(folder, **LLAMA, **changes, seed=seed)
+
+
+def group(layout: str, weights: Config, **others: Any) -> Config:
+    return {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None, **others}
+
+
+def package(layout: str, groups: Sequence[Config], ignore: Sequence[str] = ("lm_head",)) -> Config:
+    named = {f"group_{i}": entry for i, entry in enumerate(groups)}
+    return {"quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
+            "config_groups": named, "ignore": list(ignore), "kv_cache_scheme": None}  # fmt: skip
+
+
+def weights(bits: int, strategy: str, symmetric: bool = True, kind: str = "int", **others: Any) -> Config:
+    return {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "dynamic": False, **others}
+
+
+def one(layout: str, own: Config, **others: Any) -> Recipe:
+    """compressed-tensors with one scheme for all."""
+    return Recipe(llama, package(layout, [group(layout, own, **others)]), [("", compressed(layout, own))])
+
+
+def gptq_config(bits: int, size: int, **others: Any) -> Config:
+    return {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": False, "sym": True,
+            "lm_head": False, **others}  # fmt: skip
+
+
+W4, W4Z = weights(4, "group", group_size=16), weights(4, "group", symmetric=False, group_size=32)
+W4G = weights(4, "group", group_size=16, actorder="group")
+W8, W8Z = weights(8, "channel"), weights(8, "channel", symmetric=False)
+F8C, F8T = weights(8, "channel", kind="float"), weights(8, "tensor", kind="float")
+F8B = weights(8, "block", kind="float", block_structure=[32, 32])
+TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+TOKEN8 = TOKEN | {"type": "float"}
+STATIC8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
+       "modules_to_not_convert": None}  # fmt: skip
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+PHI3 = partial(phi3.write, "gqa")
+RECIPES = {
+    "pack4_group": one("pack-quantized", W4),
+    "pack4_zeros": one("pack-quantized", W4Z),
+    "pack4_g_idx": Recipe(
+        llama, package("pack-quantized", [group("", W4G)]), [("", compressed("pack-quantized", W4G, g_idx=True))]
+    ),
+    "pack8_channel": one("pack-quantized", W8),
+    "pack8_zeros": one("pack-quantized", W8Z),
+    # two formats, expressions, and a head that is quantised as well
+    "mixed": Recipe(
+        partial(llama, shards=3),
+        package("mixed-precision", [
+            group("", F8C, targets=["re:.*self_attn[.].*"], format="float-quantized", input_activations=TOKEN8),
+            group("", W4, format="pack-quantized"),
+        ], ["re:.*layers[.]1[.]mlp[.](gate|up)_proj$", "model.layers.0.self_attn.k_proj"]),
+        [(r".*layers\.1\.mlp\.(gate|up)", None), (r".*0\.self_attn\.k_proj", None),
+         (r".*self_attn", compressed("float-quantized", F8C)), ("", compressed("pack-quantized", W4))],
+        head=True,
+    ),
+    "int8_token": one("int-quantized", W8, input_activations=TOKEN),
+    "float8_channel": one("float-quantized", F8C, input_activations=TOKEN8),
+    "float8_tensor": Recipe(
+        llama, package("float-quantized", [group("", F8T, input_activations=STATIC8)]),
+        [("", compressed("float-quantized", F8T))], extra={"input_scale": lambda _: torch.tensor([0.02])},
+    ),
+    "float8_block": one("float-quantized", F8B, input_activations=TOKEN8),
+    "gptq_v1": Recipe(
+        llama, gptq_config(4, 16), [("", gptq(4, 16, True, True))],
+        extra={"bias": lambda weight: torch.zeros(len(weight))},
+    ),
+    "gptq_v2": Recipe(
+        PHI3, gptq_config(4, 8, sym=False, checkpoint_format="gptq_v2"),
+        [("", gptq(4, 8, False, False))],
+    ),
+    "gptq_desc_act": Recipe(
+        partial(opt.write, {}), gptq_config(4, 16, sym=False, desc_act=True, checkpoint_format="gptq"),
+        [("", gptq(4, 16, False, True, ordered=True))],
+    ),
+    "gptq_conv1d": Recipe(
+        partial(gpt2.write, {}), gptq_config(8, -1, checkpoint_format="gptq"), [("", gptq(8, -1, True, True))],
+        transposed=True,
+    ),
+    "gptq_dynamic": Recipe(
+        partial(qwen3.write, "tied"),
+        gptq_config(4, 8, dynamic={
+            r"-:.*\.q_proj": {}, r"+:.*\.layers\.1\.mlp.*": {"bits": 8, "group_size": -1},
+            r".*v_proj": {"group_size": 24}}),
+        [(r".*q_proj", None), (r".*layers\.1\.mlp", gptq(8, -1, True, True)), (r".*v_proj", gptq(4, 24, True, True)),
+         ("", gptq(4, 8, True, True))],
+    ),
+    "awq": Recipe(llama, AWQ, [("", awq(32))]),
+    "awq_excluded": Recipe(
+        partial(opt.write, {}), AWQ | {"group_size": 16, "modules_to_not_convert": ["layers.0.self_attn"]},
+        [(r".*layers\.0\.self_attn", None), ("", awq(16))],
+    ),
+    "fp8_block": Recipe(llama, FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.down_proj"]}, [
+        (r".*0\.mlp\.down", None), ("", float8((32, 32)))]),
+    "fp8_tensor": Recipe(PHI3, FP8 | {"weight_block_size": None}, [("", float8(None))]),
+}  # fmt: skip
+VARIANTS = {
+    name: Variant(partial(write, recipe), logits=((3, 3), (40, 4)), grid=GRID, floats=partial(floats, recipe))
+    for name, recipe in RECIPES.items()
+}
+# Activations are rounded, which is the package's own: float64 rounds some of them to the other side.
+VARIANTS["int8_token"] = replace(VARIANTS["int8_token"], floats=None, error=5e-3)
