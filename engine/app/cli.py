@@ -113,7 +113,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quant", choices=formats, default="none", help="weights as int8, on a CPU; auto: if faster (none)"
     )
-    group.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="keys and values as int8 (auto: as --dtype)")
+    group.add_argument(
+        "--kv-dtype", choices=KV_DTYPES, default="auto", help="keys and values as int8 (auto: as --dtype)"
+    )
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
     group.add_argument("--compile", choices=["off", "on"], default="off", help="torch.compile (off)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads, at most (torch's choice)")
