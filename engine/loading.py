@@ -230,6 +230,8 @@ def pick_device(name: str) -> torch.device:
 
 def pick_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> Precision:
     """The dtype of a name, see `Engine.load`, and its reason. Raises UsageError."""
+    if name == "auto" and checkpoint.quantization is not None and device.type == "cpu":
+        return Precision(torch.float32, "the checkpoint is quantised")
     if name == "auto":
         size = torch.float32.itemsize * sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
         return pick_precision(checkpoint.torch_dtype, device, size, total_memory())

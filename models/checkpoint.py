@@ -10,7 +10,7 @@ import os
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +25,8 @@ from models.fields import Fields
 from models.files import open_regular, read_regular
 from models.grouped import GroupedWeight
 from models.packed import PANELS, SCALE, Packing
-from models.quantized import TRANSPOSED, Part, Quantization, Scheme, Source, quantization
+from models.quantized import EMBEDDING, TRANSPOSED, Part, Quantization, Scheme, Source, quantization
+from models.quantized.own import GroupedReader, Grouping, Own
 
 CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -128,7 +129,7 @@ class Checkpoint:
         A name that fully matches a pattern of `ignore` may be there or not. `tied` maps names to the names they share
         their values with: one of each pair may be absent. `base` begins names in a save of the whole model and is left
         out in one of the base model, without its head: where no stored name begins with it, none is expected to.
-        `kinds` are the classes of linear layers by the names of their weights, which may be stored quantised.
+        `kinds` are the classes of the modules whose weights may be stored quantised, by the names of these.
         Returns {absent name: the name to read instead} for those.
         Raises CheckpointError listing up to 10 tensors that are missing, extra, misshapen or of another dtype.
         """
@@ -200,6 +201,8 @@ class Checkpoint:
         """How a weight is stored; None: as floats, as the config says or as the file has it."""
         info = self.tensors.get(stored)
         if not kind or self.quantization is None or (info and info.dtype in FLOATS.values()):
+            return None
+        if kind == EMBEDDING and not isinstance(self.quantization, Own):
             return None
         return self.quantization.scheme(name.removesuffix(".weight"), kind)
 
@@ -280,9 +283,14 @@ class Checkpoint:
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"packed matrix {_show(key)}: {error}", where=_show(file)) from error
 
-    def rows(self, name: str) -> RowReader:
-        """Reads rows of a matrix straight from its file, see `RowReader`."""
-        return RowReader(self.tensors[name], name)
+    def rows(self, name: str, stored: str, shape: tuple[int, ...]) -> RowReader | GroupedReader:
+        """Reads rows of the token embedding straight from its file, see `RowReader`; arguments as of `grouped`."""
+        scheme = self._scheme(name, stored, EMBEDDING)
+        if not isinstance(scheme, Grouping):
+            return RowReader(self.tensors[stored], stored)
+        parts = {suffix: f"{stored.removesuffix('.weight')}.{suffix}" for suffix in scheme.parts(*shape)}
+        readers = {suffix: RowReader(self.tensors[part], part) for suffix, part in parts.items()}
+        return GroupedReader(scheme, shape[1], readers, stored)
 
 
 class RowReader:
@@ -340,13 +348,19 @@ def _open(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(
+    file: IO[bytes],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    read: Callable[[str], Tensor] | None = None,
+) -> None:
     """Write a safetensors file. The library's own `save` needs NumPy.
 
     Args:
         file: takes the bytes.
-        tensors: by name; of any dtype in `DTYPES`, on a CPU.
+        tensors: by name; of any dtype in `DTYPES`, on a CPU. With `read` they may be on the device "meta".
         metadata: the header's `__metadata__`.
+        read: makes a tensor when it is written, so that one exists at a time.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -363,7 +377,7 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapp
     text += b" " * (-(8 + len(text)) % LINE)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
-        kept = tensors[name].contiguous()  # a name, so that the buffer outlives the write
+        kept = (read(name) if read else tensors[name]).contiguous()  # a name, so that the buffer outlives the write
         file.write(buffer_of(kept))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from kernels.kv_int8 import row_width
 from models.fields import Fields
-from models.quantized import LINEAR, TRANSPOSED
+from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 from models.rope import RopeConfig
 
 ACTIVATIONS = {  # to the names of `kernels.rows.activation`
@@ -170,11 +170,14 @@ class Names:
         return shapes | {f"{HEAD}.weight": (c.vocab_size, embedding_width)} | bias
 
     def kinds(self, c: Config) -> dict[str, str]:
-        """The classes in transformers of the linear layers, by the names of their weights."""
+        """The classes in transformers of linear layers and the token embedding, by the names of their weights."""
         tables = (f"{self.embedding}.weight", f"{self.positions}.weight")
         matrices = (name for name, shape in self.tensors(c).items() if len(shape) == 2 and name not in tables)
         layer = self.layer.partition("{")[0]
-        return {name: TRANSPOSED if self.transposed and name.startswith(layer) else LINEAR for name in matrices}
+        embedding = {f"{self.embedding}.weight": EMBEDDING}
+        return embedding | {
+            name: TRANSPOSED if self.transposed and name.startswith(layer) else LINEAR for name in matrices
+        }
 
     def norms(self, c: Config) -> dict[str, int]:
         """The norms of a layer, and the sizes of their vectors."""

@@ -29,7 +29,9 @@ class Linear(Protocol):
 class Joined(nn.Module):
     """Layers of one input side by side, see `Linear`: for matrices that are kept in different ways."""
 
-    bias, matrix = None, None
+    bias: Tensor | None = None
+    names: Sequence[str]
+    matrix: Matrix | None = None
 
     def __init__(self, layers: Sequence[Linear]):
         super().__init__()

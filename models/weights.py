@@ -1,6 +1,6 @@
 """Weights: a checkpoint's tensors made ready for use, one matrix at a time: loading peaks at one above the result."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from models.checkpoint import Checkpoint
 from models.floats import PackedLinear, has_kernels
 from models.grouped import GroupedWeight
 from models.linear import FORMATS, Joined, Linear
-from models.quantized import LINEAR, TRANSPOSED
+from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 
 
 class Weights:
@@ -69,7 +69,11 @@ class Weights:
 
     def embedding(self, name: str) -> "Embedding":
         """Token embeddings."""
-        return Embedding(self.checkpoint, self.stored.get(name, name), self.dtype, self.device)
+        stored, shape = self.stored.get(name, name), self.shapes[name]
+        if self.device.type == "cpu":
+            return Embedding(self.checkpoint.rows(name, stored, shape), self.dtype)
+        grouped = self.checkpoint.grouped(name, stored, shape, EMBEDDING, biased=True)
+        return Embedding((grouped.floats() if grouped else self._read(name)).to(self.device, self.dtype), self.dtype)
 
     def _grouped(self, names: Sequence[str], bias: bool, transposed: bool) -> list[GroupedWeight | None]:
         """The weights that are stored quantised, None for others; empty if all are others."""
@@ -88,16 +92,14 @@ class Embedding(nn.Module):
     """Token embeddings: on a CPU read row by row from the checkpoint's file, on a device resident.
 
     Args:
-        checkpoint, name: where the matrix [V, E] lies.
-        dtype: of the rows returned; on a CPU the file keeps its own.
-        device: of the rows returned.
+        table: the matrix [V, E], or reads rows of it.
+        dtype: of the rows returned.
     """
 
-    def __init__(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype, device: torch.device):
+    def __init__(self, table: Tensor | Callable[[Sequence[int]], Tensor], dtype: torch.dtype):
         super().__init__()
         self.dtype = dtype
-        self.rows = checkpoint.rows(name) if device.type == "cpu" else None
-        self.weight = None if self.rows else checkpoint.read([name])[name].to(device, dtype)
+        self.weight, self.rows = (table, None) if isinstance(table, Tensor) else (None, table)
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         """int64 [T] -> [T, E]."""

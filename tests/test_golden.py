@@ -1,8 +1,8 @@
 """Every family against transformers: the golden files of `tools/make_golden.py`, every variant and config spelling.
 
-Logits within 1e-5 of their spread, greedy and beam search token for token, scores within 1e-3; classifiers' scores
-within 1e-4. The files hold only runs whose tokens survive noise of 1e-4 on every log-probability, so a difference is
-never rounding.
+Logits within 1e-5 of their spread (1e-3 where weights are stored quantised), greedy and beam search token for token,
+scores within 1e-3; classifiers' scores within 1e-4. The files hold only runs whose tokens survive noise of 1e-4 on
+every log-probability, so a difference is never rounding.
 """
 
 import functools
@@ -94,7 +94,7 @@ def check_logits(engine, variant):
         assert logits_TV.shape == (len(entry["prompt_ids"]), expected_TV.shape[1])
         error_T = (logits_TV[-entry["rows"] :] - expected_TV).abs().amax(-1)
         spread_T = expected_TV.amax(-1) - expected_TV.amin(-1)
-        assert (error_T / spread_T).max() < 1e-5
+        assert (error_T / spread_T).max() < (1e-3 if variant.startswith("quantized/") else 1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

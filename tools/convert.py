@@ -1,4 +1,6 @@
-"""Pickle checkpoints (pytorch_model.bin) to safetensors, offline: `python -m tools.convert SRC DST`.
+"""Checkpoints of other formats to safetensors, offline: `python -m tools.convert SRC --output DIR`.
+
+SRC is a GGUF file (see `tools.gguf`), or a folder with pickles (pytorch_model.bin).
 
 Pickles can run code when they are read. Here they are read by torch's restricted unpickler, which builds tensors and
 nothing else; releases before 2.10 had holes in it and are refused. Each file is mapped, written and let go before the
@@ -29,6 +31,7 @@ from engine.app.cli import run
 from engine.errors import CheckpointError, UsageError
 from models.checkpoint import CONFIG_BYTES, DTYPES, INDEX_BYTES, Checkpoint, read_json, write_tensors
 from models.files import open_regular
+from tools import gguf
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 COPIED = (".json", ".txt", ".model", ".jinja", ".md")
@@ -40,14 +43,18 @@ FETCH_AGAIN = "Download the file again."
 def convert(source: str | Path, folder: str | Path, *, progress: bool = False) -> dict[str, Any]:
     """Write the checkpoint in `source` into the new folder `folder`, its weights as safetensors in their own dtype.
 
-    Tensors that share memory become tensors of their own, but for a head that the config ties: it is left out.
-    Returns {"path", "files", "tensors", "bytes"} (bytes of all tensors).
+    A file is a GGUF file: see `tools.gguf.convert`. Of pickles, tensors that share memory become tensors of their own,
+    but for a head that the config ties: it is left out.
+    Returns {"path", "files", "tensors", "bytes"} (bytes of all tensors), of a GGUF file some more.
 
     Raises:
-        CheckpointError: no pickle checkpoint, a damaged one, or one that asks for more than tensors.
-        UsageError: `folder` is there already, or torch is too old.
+        CheckpointError: no GGUF file or pickle checkpoint, a damaged one, or pickles that ask for more than tensors.
+        UsageError: `folder` is there already, torch is too old, or the package `gguf` is needed.
     """
     source, folder = Path(source), Path(folder)
+    if source.is_file():
+        with new_folder(folder) as partial:
+            return {"path": str(folder), "files": 1, **gguf.convert(source, partial, progress=progress)}
     check_torch(torch.__version__)
     with new_folder(folder) as partial:
         if not (source / "config.json").is_file():
@@ -228,17 +235,23 @@ def _umask() -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    what = "Turn a checkpoint with pickled weights into one with safetensors; no code in the pickles is run."
-    parser = argparse.ArgumentParser(prog="python -m tools.convert", description=what)
-    parser.add_argument("source", metavar="SRC", help="model folder with pytorch_model.bin, or its shards and index")
-    parser.add_argument("folder", metavar="DST", help="folder to make; must not exist")
+    what = "Turn a GGUF file, or a checkpoint with pickled weights, into a folder with safetensors; "
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.convert", description=f"{what}no code in the pickles is run. GGUF needs coppice[gguf]."
+    )
+    source = "GGUF file, or model folder with pytorch_model.bin, or its shards and index"
+    parser.add_argument("source", metavar="SRC", help=source)
+    parser.add_argument("folder", metavar="DIR", nargs="?", help="the same as --output DIR")
+    parser.add_argument("--output", metavar="DIR", help="folder to make; must not exist")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
     parser.add_argument("-v", "--verbose", action="store_true", help="traceback of errors")
     args = parser.parse_args(argv)
+    if (args.folder is None) == (args.output is None):
+        parser.error("name the folder to make: --output DIR")
 
     def work() -> int:
         began = time.perf_counter()
-        report = convert(args.source, args.folder, progress=not args.quiet)
+        report = convert(args.source, args.output or args.folder, progress=not args.quiet)
         print(json.dumps({**report, "seconds": round(time.perf_counter() - began, 3)}))
         return 0
 

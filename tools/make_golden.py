@@ -10,7 +10,8 @@ The checkpoints are those of `tools/golden/<family>.py`. Writes `tests/golden/<f
 tensors `logits.<i>` [rows, V] are the last rows of a full forward pass over `logits[i]` of golden.json. Each entry of
 `runs` has the prompt, the generation arguments in our words and Hugging Face's (`hf`), and `outputs`, best first: new
 tokens (end-of-sequence included, padding not), `score` (beams: Hugging Face's `sequences_scores`) and `logprob` (sum
-over the new tokens). Of a scalar-head model there is `scores` instead: texts and their scores.
+over the new tokens). Of a scalar-head model there is `scores` instead: texts and their scores. A quantised checkpoint
+is computed as the float32 model that its format's package makes of it.
 
 Why the files can be trusted: missing or unexpected tensors are errors (transformers would fill in noise); every
 call gets a fresh model (dynamic RoPE keeps state) and one prompt; `GenerationConfig`s are complete, the model's own is
@@ -195,7 +196,7 @@ def make_variant(folder: Path, name: str, variant: Variant, seed: int) -> dict[s
     asked = [(prompt(length), rows) for length, rows in variant.logits]
     answers = [ask(model, exact, ids) for ids, _ in asked]
     worst = max((error for _, error in answers), default=0.0)
-    assert worst < variant.error, f"{name}: float32 and float64 differ by {worst:.1e} (of the spread of logits)"
+    assert worst < 2e-5, f"{name}: float32 and float64 differ by {worst:.1e} (of the spread of logits)"
     if hasattr(model, "score"):
         entries = [{"prompt_ids": ids, "score": s.item()} for (ids, _), (s, _) in zip(asked, answers, strict=True)]
         return golden | {"scores_error_to_float64": worst, "scores": entries}

@@ -46,6 +46,8 @@ def pack(source: str | Path, folder: str | Path, *, quant: str = "none") -> dict
     checkpoint = Checkpoint.open(source)
     if checkpoint.packing:
         raise CheckpointError("the matrices are packed already", where=str(source))
+    if checkpoint.quantization is not None:
+        raise CheckpointError("the weights are quantised already: pack a float checkpoint", where=str(source))
     with new_folder(Path(folder)) as partial:
         model = load_model(checkpoint, torch.float32, cpu, quant)
         layers = [layer for layer in model.modules() if isinstance(layer, PackedLinear) and layer.packed]

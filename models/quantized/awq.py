@@ -11,13 +11,13 @@ from torch import Tensor
 
 from models.fields import Fields
 from models.grouped import GroupedRows, GroupedWeight
-from models.quantized.parts import FLOATS, LINEAR, Grid, Part, Source, names, unpack, unsupported
+from models.quantized.parts import FLOATS, Grid, Part, Source, Uniform, names, unpack, unsupported
 
 ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the field of each output
 
 
 @dataclass(frozen=True)
-class AWQScheme:
+class AWQ:
     """Columns of a group share scales and zeros."""
 
     grid: Grid
@@ -44,27 +44,13 @@ class AWQScheme:
         return GroupedWeight("int4", (outs, width), self.grid.group(width), rows)
 
 
-@dataclass(frozen=True)
-class AWQ:
-    """A config."""
-
-    common: AWQScheme
-
-    @staticmethod
-    def parse(fields: Fields) -> "AWQ":
-        """Raises CheckpointError for what is not read."""
-        spelled = next(
-            (name for name in ("version", "format", "checkpoint_format") if name in fields.config), "version"
-        )
-        version, bits = fields.str(spelled, "gemm").lower(), fields.int("bits", 4)
-        if version != "gemm" or bits != 4:
-            raise unsupported(fields, f"awq of version {version!r} with {bits} bits (read: gemm, 4 bits)")
-        names(fields, "modules_to_not_convert")  # the file has them as floats
-        return AWQ(AWQScheme(Grid.of(fields, "group_size", 128)))
-
-    def scheme(self, module: str, kind: str) -> AWQScheme | None:
-        """See `Quantization`."""
-        return self.common if kind == LINEAR else None
+def parse(fields: Fields) -> Uniform:
+    """Read a config. Raises CheckpointError for what is not read."""
+    version, bits = fields.str("version", None) or fields.str("format", "gemm"), fields.int("bits", 4)
+    if version.lower() != "gemm" or bits != 4:
+        raise unsupported(fields, f"awq of version {version!r} with {bits} bits (read: gemm, 4 bits)")
+    names(fields, "modules_to_not_convert")
+    return Uniform(AWQ(Grid.of(fields, "group_size", 128)))
 
 
 def _fields(words: Tensor) -> Tensor:

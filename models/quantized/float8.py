@@ -10,29 +10,23 @@ import torch
 
 from models.fields import Fields
 from models.grouped import GroupedRows, GroupedWeight
-from models.quantized.parts import FLOATS, LINEAR, Grid, Part, Source, block_of, names, unsupported
+from models.quantized.parts import FLOATS, Grid, Part, Source, Uniform, names, unsupported
 
 
 @dataclass(frozen=True)
-class Float8Scheme:
-    """`weight` and its scales.
-
-    Args:
-        grid: which elements share a scale.
-        scale: the end of the name of the scales.
-    """
+class Float8:
+    """`weight` and the scales of blocks, whose name ends in `scale`."""
 
     grid: Grid
     scale: str
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`. Scales of activations belong to rounding that is not done."""
-        factor = Part(((1,), ()), FLOATS, optional=True)
+        unused = Part(((1,), ()), FLOATS, optional=True)
         return {
             "weight": Part(((outs, width),), (torch.float8_e4m3fn,)),
             self.scale: Part(self.grid.shapes(outs, width), FLOATS),
-            "input_scale": factor,
-            "activation_scale": factor,
+            **dict.fromkeys(("input_scale", "activation_scale"), unused),
         }
 
     def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
@@ -48,25 +42,14 @@ class Float8Scheme:
         return GroupedWeight("float8", (outs, width), self.grid.group(width), rows)
 
 
-@dataclass(frozen=True)
-class Float8:
-    """A config."""
-
-    common: Float8Scheme
-
-    @staticmethod
-    def parse(fields: Fields) -> "Float8":
-        """Raises CheckpointError for what is not read."""
-        fields.choice("activation_scheme", {"dynamic", "static"}, "dynamic")
-        kind = fields.str("fmt", "e4m3")
-        if kind != "e4m3" or fields.config.get("kv_cache_scheme"):
-            what = f"the kind {kind!r}" if kind != "e4m3" else "a quantised cache (kv_cache_scheme)"
-            raise unsupported(fields, f"fp8 with {what}")
-        names(fields, "modules_to_not_convert")  # the file has them as floats
-        whole = "weight_block_size" in fields.config and fields.config["weight_block_size"] is None
-        grid = Grid(None, None) if whole else block_of(fields, "weight_block_size", (128, 128))
-        return Float8(Float8Scheme(grid, "weight_scale_inv"))
-
-    def scheme(self, module: str, kind: str) -> Float8Scheme | None:
-        """See `Quantization`."""
-        return self.common if kind == LINEAR else None
+def parse(fields: Fields) -> Uniform:
+    """Read a config of method fp8. Raises CheckpointError for what is not read."""
+    fields.choice("activation_scheme", {"dynamic", "static"}, "dynamic")
+    if (kind := fields.str("fmt", "e4m3")) != "e4m3":
+        raise unsupported(fields, f"fp8 of kind {kind!r} (read: e4m3)")
+    if fields.sub("kv_cache_scheme"):
+        raise unsupported(fields, "fp8 with kv_cache_scheme")
+    names(fields, "modules_to_not_convert")
+    whole = fields.config.get("weight_block_size", ()) is None
+    return Uniform(Float8(Grid(None, None) if whole else Grid.block(fields, "weight_block_size", (128, 128)),
+                          "weight_scale_inv"))  # fmt: skip

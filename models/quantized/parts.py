@@ -1,10 +1,11 @@
-"""What formats of quantised weights share: which tensors stand for a weight, fields of bits, groups in any order.
+"""What the methods share: the tensors that stand for a weight, elements that share a scale, fields of bits.
 
 Shape legend: O outputs, I inputs, G groups of a row.
 """
 
 import re
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,8 +15,9 @@ from models.errors import CheckpointError
 from models.fields import REQUIRED, Fields
 from models.grouped import GroupedWeight
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LINEAR, TRANSPOSED = "Linear", "Conv1D"  # transformers' classes; weights of the second are stored [in, out]
+EMBEDDING = "Embedding"  # a table of token embeddings, which our own layout alone has quantised
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 Shape = tuple[int, ...]
 
@@ -26,39 +28,6 @@ class Part(NamedTuple):
     shapes: tuple[Shape, ...]
     dtypes: Collection[torch.dtype]
     optional: bool = False
-
-
-class Grid(NamedTuple):
-    """Which elements of a weight share a scale: those of a block of `outs` x `ins`; None: all of them."""
-
-    outs: int | None
-    ins: int | None
-
-    @staticmethod
-    def of(fields: Fields, name: str, default: int = REQUIRED) -> "Grid":
-        """Columns of a row, by a field whose -1 means all. Raises CheckpointError."""
-        size = fields.int(name, default, low=-1)
-        if size == 0:
-            raise fields.error(name, "a whole number of columns, or -1 for all")
-        return Grid(1, None if size == -1 else size)
-
-    def group(self, width: int) -> int:
-        """Columns that share a scale."""
-        return min(self.ins or width, width)
-
-    def columns(self, width: int) -> int:
-        """Scales of a row."""
-        return -(-width // self.group(width))
-
-    def shapes(self, outs: int, width: int) -> tuple[Shape, ...]:
-        """Those that the scales may have."""
-        rows, columns = -(-outs // (self.outs or outs)), self.columns(width)
-        found = [(rows, columns), *([(rows,)] if columns == 1 else []), *([()] if rows == columns == 1 else [])]
-        return tuple(found)
-
-    def rows(self, x: Tensor, first: int, last: int, outs: int, width: int) -> Tensor:
-        """Scales, or zeros of the same shape, of rows [first, last): [last - first, G]."""
-        return x.reshape(-1, self.columns(width))[torch.arange(first, last) // (self.outs or outs)]
 
 
 class Source(NamedTuple):
@@ -79,7 +48,7 @@ class Source(NamedTuple):
         return found
 
     def scale(self, suffix: str) -> Tensor:
-        """One of scales, as float32. Raises CheckpointError for scales that are no finite numbers."""
+        """Scales as float32. Raises CheckpointError for those that are no finite numbers."""
         scale = self.tensor(suffix).float()
         if not scale.isfinite().all():
             raise self.error(f"{suffix} has values that are not finite")
@@ -102,29 +71,78 @@ class Quantization(Protocol):
     """What a `quantization_config` says."""
 
     def scheme(self, module: str, kind: str) -> Scheme | None:
-        """How the weight of a linear layer is stored; None: as floats.
+        """How the weight of a linear layer is stored, unless the file has it as floats; None: as floats.
 
         Args:
             module: its name in transformers.
-            kind: its class there, `LINEAR` or `TRANSPOSED`.
+            kind: its class there, `LINEAR` or `TRANSPOSED`; `Own` is asked for `EMBEDDING` too.
         """
         ...
 
 
+@dataclass(frozen=True)
+class Uniform:
+    """A config with one scheme. Which layers stay floats (`modules_to_not_convert`) the file tells by itself."""
+
+    common: Scheme
+
+    def scheme(self, module: str, kind: str) -> Scheme | None:
+        """See `Quantization`."""
+        return self.common if kind == LINEAR else None
+
+
+class Grid(NamedTuple):
+    """Which elements of a weight share a scale: those of a block of `outs` x `ins`; None: all of them."""
+
+    outs: int | None
+    ins: int | None
+
+    @staticmethod
+    def of(fields: Fields, name: str, default: int = REQUIRED) -> "Grid":
+        """Columns of a row, by a field whose -1 means all. Raises CheckpointError."""
+        size = fields.int(name, default, low=-1)
+        if size == 0:
+            raise fields.error(name, "a whole number of columns, or -1 for all")
+        return Grid(1, None if size == -1 else size)
+
+    @staticmethod
+    def block(fields: Fields, name: str, default: Shape = ()) -> "Grid":
+        """A field with the outs and ins of a block, [128, 128] or "128x128". Raises CheckpointError."""
+        value = fields.config.get(name, list(default))
+        if isinstance(value, str) and re.fullmatch(r"\d{1,6}x\d{1,6}", value):
+            value = [int(size) for size in value.split("x")]
+        if not isinstance(value, list) or len(value) != 2 or any(type(size) is not int or size < 1 for size in value):
+            raise fields.error(name, "a list of two whole numbers, the outputs and inputs of a block")
+        return Grid(*value)
+
+    def group(self, width: int) -> int:
+        """Columns that share a scale."""
+        return min(self.ins or width, width)
+
+    def columns(self, width: int) -> int:
+        """Scales of a row."""
+        return -(-width // self.group(width))
+
+    def shapes(self, outs: int, width: int) -> tuple[Shape, ...]:
+        """Those that the scales may have."""
+        rows, columns = -(-outs // (self.outs or outs)), self.columns(width)
+        return ((rows, columns), *([(rows,)] if columns == 1 else []), *([()] if rows == columns == 1 else []))
+
+    def rows(self, x: Tensor, first: int, last: int, outs: int, width: int) -> Tensor:
+        """Scales, or zeros of the same shape, of rows [first, last): [last - first, G]."""
+        return x.reshape(-1, self.columns(width))[torch.arange(first, last) // (self.outs or outs)]
+
+
 def unpack(words: Tensor, bits: int) -> Tensor:
     """int32 [..., n] to uint8 [..., n * 32 / bits]: fields of 4 or 8 bits, lowest first."""
-    octets = words.contiguous().view(torch.uint8)
+    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # not all that is "contiguous" views
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
 
 
 def order_of(groups_I: Tensor | None, group: int, source: Source) -> Tensor | None:
     """The order of columns in which those of a group lie side by side, the groups in theirs; None: they do so already.
 
-    Args:
-        groups_I: the group of each column; None: every `group` columns are one.
-
-    Raises:
-        CheckpointError: a group that is not there, or one of another size (the last may be smaller).
+    Raises CheckpointError for a group that is not there, or of another size than `group` (the last may be smaller).
     """
     if groups_I is None:
         return None
@@ -138,37 +156,26 @@ def order_of(groups_I: Tensor | None, group: int, source: Source) -> Tensor | No
     return None if order_I.equal(torch.arange(len(order_I))) else order_I
 
 
-def block_of(fields: Fields, name: str, default: Shape = ()) -> Grid:
-    """A field with the outs and ins of a block, [128, 128] or "128x128". Raises CheckpointError."""
-    value = fields.config.get(name, list(default))
-    if isinstance(value, str) and re.fullmatch(r"\d{1,6}x\d{1,6}", value):
-        value = [int(size) for size in value.split("x")]
-    if not isinstance(value, list) or len(value) != 2 or any(type(size) is not int or size < 1 for size in value):
-        raise fields.error(name, "a list of two whole numbers, the outputs and inputs of a block")
-    return Grid(*value)
-
-
 def names(fields: Fields, name: str) -> list[str]:
     """A field that lists names; an absent or null one is empty. Raises CheckpointError."""
-    value = fields.config.get(name)
-    if value is not None and not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+    value = fields.config.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         raise fields.error(name, "a list of names")
-    return value or []
+    return value
 
 
-def pattern(expression: str, fields: Fields, name: str) -> re.Pattern[str]:
-    """Compile a regular expression of a config. Raises CheckpointError for one that is not valid."""
+def pattern(expression: str, fields: Fields) -> re.Pattern[str]:
+    """Compile a config's regular expression. Raises CheckpointError if it is not valid or could match without end."""
     try:
-        return re.compile(expression)
+        if not re.search(r"\)[*+{]", expression) and len(re.findall(r"[*+{]", expression)) <= 5:
+            return re.compile(expression)
+        why = "it repeats too much"
     except (re.error, RecursionError, OverflowError) as error:
-        raise unsupported(fields, f"{name}: {expression[:80]!r} is no regular expression ({error})") from error
+        why = str(error)
+    raise unsupported(fields, f"the regular expression {expression[:80]!r} is not supported: {why}")
 
 
 def unsupported(fields: Fields, what: str) -> CheckpointError:
-    """The error for a format that is not read."""
-    return CheckpointError(
-        f"quantization_config: {what}",
-        where=fields.file,
-        remedy="docs/checkpoints.md lists what is read. Otherwise use the model's float32, bfloat16 or float16 "
-        "checkpoint, with --quant if it has to be small.",
-    )
+    """The error for what is not read."""
+    remedy = "docs/quantised.md lists what is read. Otherwise use the model's float32, bfloat16 or float16 checkpoint"
+    return CheckpointError(f"quantization_config: {what}", where=fields.file, remedy=f"{remedy}, with --quant.")

@@ -135,6 +135,7 @@ def test_a_peer_that_fails_is_listed_with_its_last_words(model, capsys, tmp_path
 
 FAKE_LLAMA = """#!/bin/sh
 case "$1" in
+  --version) echo "version: 7 (fake)";;
   -m) echo "$@" > "{words}"; echo '{{"pp": 24, "tg": 8, "pl": 3, "t_pp": 0.5, "t_tg": 0.8, "t": 1.3}}';;
   *) cp "$1" "$2";;
 esac
@@ -157,6 +158,7 @@ def test_llama_cpp_gets_the_checkpoint_as_gguf_and_its_times_are_read(model, cap
         assert row["seconds"]["median"] == pytest.approx(1.2) and row["growth_bytes"] is None
     assert "Q8_0.gguf -c 256 " in words.read_text()
     assert "-npp 24 -ntg 8 -npl 3 -pps -kvu -fa on -t 1 -tb 1 " in words.read_text()
+    assert rows[1]["versions"] == {"llama.cpp": "7 (fake)"}
     assert sorted(file.name for file in kept.iterdir()) == ["F32.gguf", "Q8_0.gguf"]
     assert main([*peers_command(model, "llama.cpp")]) == 0
     assert "llama.cpp: --llama was not given" in capsys.readouterr().out

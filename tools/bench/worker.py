@@ -204,23 +204,30 @@ class OpenVINO:
 class LlamaCpp:
     """llama-batched-bench: sequences that share a prompt and go on with random tokens, without a search."""
 
+    TRIES = 5
+
     def __init__(self, spec: dict[str, Any]):
         self.spec, self.facts = spec, {"measured": False}  # its memory is that of another process
-        self.versions = {"llama.cpp": "?"}
+        shown = subprocess.run([spec["program"], "--version"], check=True, capture_output=True, text=True)
+        lines = (shown.stdout + shown.stderr).splitlines()
+        version = next((line for line in lines if line.startswith("version: ")), "version: ?")
+        self.versions = {"llama.cpp": version.removeprefix("version: ")}
 
     def generate(self, prompt: list[int], new_tokens: int) -> dict[str, Any]:
         beams, threads = self.spec["beams"], str(self.spec["threads"])
         context = len(prompt) + beams * new_tokens
         command = [
-            self.spec["program"], "-m", self.spec["folder"], "-c", str(-(-context // 256) * 256), "-b", "2048",
-            "-ub", "512", "-npp", str(len(prompt)), "-ntg", str(new_tokens), "-npl", str(beams), "-pps", "-kvu",
-            "-fa", "on", "-t", threads, "-tb", threads, "--output-format", "jsonl",
+            self.spec["program"], "-m", self.spec["folder"], "-c", str(-(-context // 256) * 256), "-npp",
+            str(len(prompt)), "-ntg", str(new_tokens), "-npl", str(beams), "-pps", "-kvu", "-fa", "on", "-t", threads,
+            "-tb", threads, "--output-format", "jsonl",
         ]  # fmt: skip
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        [found] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        decode = found["t_tg"] * (new_tokens - 1) / new_tokens  # the prompt gives the first token
-        return {"tokens": None, "seconds": found["t_pp"] + decode, "prefill_seconds": found["t_pp"],
-                "decode_seconds": decode, "steps": None}  # fmt: skip
+        for _ in range(self.TRIES):  # it may end before its thread for output has written the line
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=sys.stderr, text=True)
+            for found in (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")):
+                decode = found["t_tg"] * (new_tokens - 1) / new_tokens  # the prompt gives the first token
+                return {"tokens": None, "seconds": found["t_pp"] + decode, "prefill_seconds": found["t_pp"],
+                        "decode_seconds": decode, "steps": None}  # fmt: skip
+        raise RuntimeError(f"{Path(command[0]).name} printed no figures")
 
 
 ENGINES = {"coppice": Coppice, "transformers": Transformers, "ctranslate2": CTranslate2, "openvino": OpenVINO,

@@ -33,7 +33,6 @@ class Variant:
         grid: the searches, if neither the full nor the short grid; see `make_golden.Run`.
         floats: called with the folder and an empty one, puts the float32 checkpoint there that transformers reads
             instead.
-        error: the largest difference of logits to float64's, of their spread.
         twin: a variant of the same weights spelled differently: same seed and (asserted) same results. A name that
             ends in `_v4` is its namesake's twin.
     """
@@ -46,7 +45,6 @@ class Variant:
     eos_files: Sequence[str] = ("config.json", "generation_config.json")
     grid: Sequence[Any] = ()
     floats: Callable[[Path, Path], None] | None = None
-    error: float = 2e-5
     twin: str = ""
 
 

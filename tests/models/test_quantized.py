@@ -1,0 +1,323 @@
+"""Checkpoints that are quantised already: values bit for bit, configs, and every fault an error that names it.
+
+The golden models of `tests/test_golden.py` compare logits and searches with transformers.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from engine import Engine
+from engine.errors import UsageError
+from engine.loading import pick_dtype
+from models import FAMILIES
+from models.checkpoint import Checkpoint
+from models.errors import CheckpointError
+from models.fields import Fields
+from models.quantized import LINEAR, TRANSPOSED, Source, quantization
+from models.quantized.parts import Grid
+from tools.golden import quantized as recipes
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "quantized"
+CPU = torch.device("cpu")
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def copied(tmp_path, variant, config=None, **changes):
+    """The folder of a golden variant with other tensors (None: without them) and fields of `quantization_config`."""
+    folder = tmp_path / variant
+    shutil.copytree(GOLDEN / variant, folder)
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors |= changes
+    (folder / "model.safetensors").unlink()
+    save_file({name: t.contiguous() for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+    whole = json.loads((folder / "config.json").read_text())
+    whole["quantization_config"] |= config or {}
+    (folder / "config.json").write_text(json.dumps(whole))
+    return folder
+
+
+def weights(folder):
+    """The quantised weights of a folder by name, as a model asks for them."""
+    checkpoint = Checkpoint.open(folder)
+    family = FAMILIES[checkpoint.architecture]
+    c, names = family.read(checkpoint.fields), family.names
+    shapes, kinds = names.tensors(c), names.kinds(c)
+    tied = {"lm_head.weight": f"{names.embedding}.weight"} if c.tied else {}
+    stored = checkpoint.check(shapes, ignore=family.ignored, tied=tied, base=family.base, kinds=kinds)
+    found = {}
+    for name, kind in kinds.items():
+        biased = name.replace(".weight", ".bias") in shapes
+        weight = checkpoint.grouped(name, stored.get(name, name), shapes[name], kind, biased=biased)
+        if weight is not None:
+            found[name] = weight.floats()
+    return found
+
+
+def refused(folder, message):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        weights(folder)
+    assert caught.value.exit_code == 3 and str(folder) in caught.value.where and caught.value.remedy
+    return caught.value
+
+
+def stored(variant, suffix, module=Q_PROJ):
+    return load_file(GOLDEN / variant / "model.safetensors")[f"{module}.{suffix}"]
+
+
+def changed(tensor, *place, value):
+    tensor = tensor.clone()
+    tensor[place] = value
+    return tensor
+
+
+def config_of(**fields):
+    return quantization(Fields({"quantization_config": fields}, "config.json"))
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_values_are_those_of_the_definition(data):
+    """Any shape: groups, blocks and words that outputs or columns do not fill; any piece of the rows."""
+    methods = {
+        "gptq": (recipes.gptq(4, 16, False, False), {"quant_method": "gptq", "bits": 4, "group_size": 16}),
+        "gptq8": (recipes.gptq(8, 12, True, True, ordered=True), {"quant_method": "gptq", "bits": 8, "group_size": 12}),
+        "awq": (recipes.awq(16), {"quant_method": "awq", "bits": 4, "group_size": 16}),
+        "fp8": (recipes.float8((24, 16)), {"quant_method": "fp8", "weight_block_size": [24, 16]}),
+    }
+    name = data.draw(st.sampled_from(sorted(methods)))
+    method, config = methods[name]
+    config = config | ({"checkpoint_format": "gptq_v2"} if name == "gptq" else {})
+    outs, width = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 90))
+    if name == "awq":
+        outs, width = -(-outs // 8) * 8, -(-width // 16) * 16  # as the package demands
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    parts = method.store(torch.randn(outs, width, generator=generator))
+    scheme = config_of(**config).scheme("any", LINEAR)
+    for suffix, part in scheme.parts(outs, width).items():
+        assert part.optional or (tuple(parts[suffix].shape) in part.shapes and parts[suffix].dtype in part.dtypes)
+    weight = scheme.weight(outs, width, Source(parts.get, AssertionError))
+    expected = method.restore(parts)
+    assert torch.equal(weight.floats(), expected)
+    first = data.draw(st.integers(0, outs - 1))
+    last = data.draw(st.integers(first + 1, outs))
+    assert torch.equal(weight.floats(first, last), expected[first:last])
+
+
+@pytest.mark.parametrize(("strategy", "shape"), [("channel", (6, 1)), ("tensor", (1,)), ("group", (6, 3))])
+@pytest.mark.parametrize("layout", ["int-quantized", "naive-quantized", "pack-quantized"])
+def test_integers_with_zero_points(layout, strategy, shape):
+    """Every layout of compressed-tensors beside those of the golden models: q, zeros and scales of any sign."""
+    if (layout, strategy) == ("pack-quantized", "tensor"):
+        shape = ()
+    args = {"num_bits": 8, "symmetric": False, "strategy": strategy, "group_size": 8 if strategy == "group" else None}
+    groups = {"g": {"targets": ["Linear"], "weights": args}}
+    config = config_of(quant_method="compressed-tensors", format=layout, config_groups=groups)
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randint(-128, 128, (6, 20), generator=generator, dtype=torch.int8)
+    zero = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+    parts = {"weight_scale": torch.randn(shape, generator=generator), "weight_zero_point": zero, "weight": q}
+    if layout == "pack-quantized":
+        parts["weight_packed"] = (q ^ -128).view(torch.int32)  # in this machine's order of bytes: the lowest first
+        if strategy != "tensor":
+            columns = torch.nn.functional.pad(zero ^ -128, (0, 0, 0, 2))
+            parts["weight_zero_point"] = columns.T.clone(memory_format=torch.contiguous_format).view(torch.int32).T
+    scheme = config.scheme("any", LINEAR)
+    for suffix, part in scheme.parts(6, 20).items():
+        assert part.optional or (tuple(parts[suffix].shape) in part.shapes and parts[suffix].dtype in part.dtypes)
+    found = scheme.weight(6, 20, Source(parts.get, AssertionError)).floats()
+    spread = [x.expand(6, -1).repeat_interleave(8 if strategy == "group" else 20, 1)[:, :20] if x.dim() else x
+              for x in (zero.float(), parts["weight_scale"])]  # fmt: skip
+    assert torch.equal(found, (q.float() - spread[0]) * spread[1])
+
+
+FAULTS = {  # variant, tensors, message
+    "no scales": ("pack4_group", {"weight_scale": None}, r"missing .*q_proj\.weight_scale"),
+    "no words": ("gptq_v1", {"qweight": None}, r"missing .*q_proj\.qweight"),
+    "no zeros": ("pack4_zeros", {"weight_zero_point": None}, r"missing .*q_proj\.weight_zero_point"),
+    "no order": ("pack4_g_idx", {"weight_g_idx": None}, r"missing .*q_proj\.weight_g_idx"),
+    "groups": ("pack4_group", {"weight_scale": lambda t: t[:, :-1]}, r"weight_scale .*expected \[64, 4\] of floats"),
+    "groups, awq": ("awq", {"scales": lambda t: t[:1]}, r"scales .*expected \[2, 64\] of floats, got \[1, 64\]"),
+    "blocks": ("fp8_block", {"weight_scale_inv": lambda t: t[:, :1]}, r"expected \[2, 2\] of floats, got \[2, 1\]"),
+    "words": ("gptq_v1", {"qweight": lambda t: t[:-1]}, r"qweight .*expected \[8, 64\] of int32, got \[7, 64\]"),
+    "transposed": ("awq", {"qweight": lambda t: t.T}, r"qweight .*expected \[64, 8\] of int32, got \[8, 64\]"),
+    "dtype": ("gptq_v1", {"qweight": lambda t: t.long()}, "qweight .*of int32, got .* of int64"),
+    "scales, dtype": ("awq", {"scales": lambda t: t.int()}, "scales .*of floats, got .* of int32"),
+    "zeros, dtype": ("gptq_v1", {"qzeros": lambda t: t.float()}, "qzeros .*of int32, got .* of float32"),
+    "int8 as uint8": ("int8_token", {"weight": lambda t: t.view(torch.uint8)}, "weight .*of int8, got .* of uint8"),
+    "e5m2": ("fp8_block", {"weight": lambda t: t.to(torch.float8_e5m2)}, "float8_e4m3fn, got .* of float8_e5m2"),
+    "shape": ("pack4_group", {"weight_shape": lambda t: t * 2**40}, "q_proj: weight_shape is .*, expected .64, 64."),
+    "g_idx beyond": ("gptq_v1", {"g_idx": lambda t: changed(t, 3, value=9)}, "q_proj: g_idx: groups from 0 to 9"),
+    "g_idx below": ("gptq_v1", {"g_idx": lambda t: changed(t, 3, value=-1)}, "groups from -1 to 3, expected 0 to 3"),
+    "g_idx uneven": ("pack4_g_idx", {"weight_g_idx": lambda t: t * 0}, "groups of unequal sizes, expected 16"),
+    "NaN": ("fp8_block", {"weight": lambda t: changed(t.view(torch.uint8), 5, 6, value=255).view(t.dtype)}, "not numb"),
+    "scale": ("awq", {"scales": lambda t: changed(t, 1, 2, value=float("inf"))}, "scales has values that are not fin"),
+    "bias": ("gptq_v1", {"bias": lambda t: t + 1}, "it has a bias, and the model has none"),
+    "unknown": ("awq", {"weight_scale": lambda _: torch.ones(1)}, r"unknown .*q_proj\.weight_scale"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(tmp_path, fault):
+    variant, changes, message = FAULTS[fault]
+    tensors = load_file(GOLDEN / variant / "model.safetensors")
+    made = {}
+    for suffix, change in changes.items():
+        name = f"{Q_PROJ}.{suffix}"
+        made[name] = change(tensors.get(name)) if change else None
+    refused(copied(tmp_path, variant, **made), message)
+
+
+def test_faults_of_headers_are_found_before_data_is_read(tmp_path, monkeypatch):
+    folder = copied(tmp_path, "awq", **{f"{Q_PROJ}.qzeros": torch.zeros(3, 8, dtype=torch.int32)})
+    monkeypatch.setattr(Checkpoint, "read", None)
+    refused(folder, "qzeros")
+
+
+def pack(**weights):
+    return {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16} | weights}}}
+
+
+UNREAD = {
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "torchao": {"quant_method": "torchao"},
+    "mxfp4": {"quant_method": "mxfp4"},
+    "nvfp4": {"quant_method": "nvfp4"},
+    "hqq": {"quant_method": "hqq"},
+    "''": {"bits": 4},
+    "nvfp4-pack-quantized": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"} | pack(),
+    "marlin-24": {"quant_method": "compressed-tensors", "format": "marlin-24"} | pack(),
+    "sparse-24-bitmask": {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+    "kv_cache_scheme": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}},
+    "transform_config": {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}},
+    "3 bits": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(num_bits=3),
+    "float": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(type="float"),
+    "tensor_group": {"quant_method": "compressed-tensors", "format": "pack-quantized"} | pack(strategy="tensor_group"),
+    "gptq with 3 bits": {"quant_method": "gptq", "bits": 3, "group_size": 128},
+    "with 2 bits": {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {".*": {"bits": 2}}},
+    "marlin": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+    "gptq_p": {"quant_method": "gptq", "bits": 4, "format": "gptq_p"},
+    "int64": {"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"},
+    "GEMV": {"quant_method": "awq", "bits": 4, "version": "GEMV"},
+    "8 bits": {"quant_method": "awq", "bits": 8, "version": "gemm"},
+    "e5m2": {"quant_method": "fp8", "fmt": "e5m2"},
+}
+
+
+@pytest.mark.parametrize("named", UNREAD)
+def test_what_is_not_read_is_refused_by_name(named):
+    with pytest.raises(CheckpointError, match=re.escape(named)) as caught:
+        config_of(**UNREAD[named])
+    assert caught.value.where == "config.json" and "docs/quantised.md" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False},
+        {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False},
+        {"num_bits": 4, "type": "int", "strategy": "token", "dynamic": True},
+        {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+    ],
+)
+def test_activations_that_are_not_read(inputs):
+    config = pack(num_bits=8, strategy="channel", group_size=None)
+    config["config_groups"]["g"]["input_activations"] = inputs
+    with pytest.raises(CheckpointError, match="input_activations other than"):
+        config_of(quant_method="compressed-tensors", format="int-quantized", **config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("awq", "quantization_config: expected an object"),
+        ({"quant_method": 4}, "quant_method: expected a string"),
+        ({"quant_method": "awq", "group_size": 0}, "group_size: expected a whole number of columns"),
+        ({"quant_method": "awq", "group_size": "128"}, "group_size: expected a whole number"),
+        ({"quant_method": "awq", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert: expected a list"),
+        ({"quant_method": "gptq"}, "bits: expected a value"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": 3}}, "dynamic.a: expected an object"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, "regular expression '\\('"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"(a+)+b": {}}}, "it repeats too much"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size: expected a list of two"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size: expected a list of two"),
+        ({"quant_method": "fp8", "activation_scheme": "none"}, "activation_scheme: expected one of"),
+        ({"quant_method": "compressed-tensors"}, "config_groups: expected an object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"W4A16": ["Linear"]}}, "W4A16: expected an object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": []}}}, "an object with targets"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["re:*"]} | pack(), "repeat"),
+    ],
+)
+def test_bad_configs(config, message):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        quantization(Fields({"quantization_config": config}, "config.json"))
+    assert caught.value.exit_code == 3 and caught.value.where == "config.json"
+
+
+def test_targets_are_tried_as_the_package_does():
+    """A name before an expression before a class; what is ignored has no scheme, and only `Linear` layers have one."""
+    sizes = {"Linear": 128, "re:.*mlp.*": 64, "model.layers.0.mlp.up_proj": 32, "re:model[.]layers[.]1[.].*": 16}
+    groups = {
+        f"g{i}": {"targets": [target], "weights": {"num_bits": 4, "strategy": "group", "group_size": size}}
+        for i, (target, size) in enumerate(sizes.items())
+    }
+    ignore = ["lm_head", "re:.*k_proj"]
+    config = config_of(quant_method="compressed-tensors", format="pack-quantized", config_groups=groups, ignore=ignore)
+
+    def size(module, kind=LINEAR):
+        scheme = config.scheme(module, kind)
+        return scheme and scheme.grid.ins
+
+    assert size("model.layers.0.self_attn.q_proj") == 128 and size("model.layers.0.mlp.down_proj") == 64
+    assert size("model.layers.0.mlp.up_proj") == 32 and size("model.layers.1.self_attn.q_proj") == 16
+    assert size("model.layers.1.mlp.up_proj") == 64  # expressions in the order of their text
+    assert size("lm_head") is None and size("model.layers.1.self_attn.k_proj") is None
+    assert size("transformer.h.0.attn.c_attn", TRANSPOSED) is None
+
+
+def test_rules_of_gptq_are_tried_in_their_order():
+    rules = {"-:.*lm_head": {}, r".*\.0\..*": {"group_size": 64}, r"+:.*q_proj": {"bits": 8}}
+    config = config_of(quant_method="gptq", bits=4, group_size=32, dynamic=rules)
+    first, second, other = (config.scheme(f"layers.{name}", LINEAR) for name in ("0.q_proj", "1.q_proj", "1.k_proj"))
+    assert (first.bits, first.grid.ins) == (4, 64) and (second.bits, second.grid.ins) == (8, 32)
+    assert (other.bits, other.grid.ins) == (4, 32) and config.scheme("lm_head", LINEAR) is None
+
+
+def test_scales_of_one_value_may_have_any_of_their_shapes():
+    assert Grid(1, None).shapes(5, 8) == ((5, 1), (5,)) and Grid(None, None).shapes(5, 8) == ((1, 1), (1,), ())
+    assert Grid(1, 128).shapes(5, 64) == ((5, 1), (5,)) and Grid(2, 3).shapes(5, 8) == ((3, 3),)
+
+
+def test_zeros_of_the_first_version_are_whole_words_minus_one():
+    """A zero of 0 borrows from its neighbour; the addition gives it back."""
+    method = recipes.gptq(4, 8, False, True)
+    weight = torch.arange(64).float().view(8, 8) / 7  # no negative number: zeros of 0
+    parts = method.store(weight)
+    scheme = config_of(quant_method="gptq", bits=4, group_size=8, sym=False).scheme("any", LINEAR)
+    found = scheme.weight(8, 8, Source(parts.get, AssertionError)).rows(0, 8)
+    assert found.zero_OG.eq(0).all() and parts["qzeros"].ne(-1).any()
+    assert torch.equal(scheme.weight(8, 8, Source(parts.get, AssertionError)).floats(), method.restore(parts))
+
+
+def test_the_order_of_old_files_that_order_nothing(tmp_path):
+    name = f"{Q_PROJ}.weight_g_idx"
+    config = {"config_groups": recipes.package("", [recipes.group("", recipes.W4)])["config_groups"]}
+    folder = copied(tmp_path, "pack4_group", config, **{name: torch.full((64,), -1, dtype=torch.int32)})
+    expected = weights(GOLDEN / "pack4_group")
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights(folder).items())
+
+
+def test_quantising_again_is_refused():
+    with pytest.raises(UsageError, match="quantised already"):
+        Engine.load(GOLDEN / "awq", quant="int8")
+
+
+def test_the_dtype_is_float32():
+    assert pick_dtype("auto", Checkpoint.open(GOLDEN / "awq"), CPU).dtype == torch.float32

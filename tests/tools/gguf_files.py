@@ -1,0 +1,184 @@
+"""GGUF files of golden checkpoints, written as llama.cpp's convert_hf_to_gguf.py writes them, by the `gguf` package."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tools.gguf.families import FACTORS
+
+gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install 'coppice[gguf]'")
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "phi": "phi2", "phi3": "phi3", "gpt2": "gpt2", "qwen3": "qwen3"}
+F32, CONTROL, NORMAL = gguf.GGMLQuantizationType.F32, 3, 1
+
+
+def permute(x, heads):
+    """Rows of queries or keys to the order of interleaved rotation."""
+    return x.reshape(heads, 2, len(x) // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+
+
+def blocks(shape, format, seed, std=0.05):
+    """Random blocks of a format that the package cannot quantise to: bytes, and scales that give a deviation."""
+    draw, (size, octets) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[format]
+    data = draw.integers(0, 256, (math.prod(shape) // size, octets), dtype=np.uint8)
+    half = {
+        gguf.GGMLQuantizationType.Q4_K: {0: std / 120, 2: std / 16},
+        gguf.GGMLQuantizationType.Q6_K: {208: std / 1400},
+    }
+    for at, scale in half[format].items():
+        scales = (scale * draw.uniform(0.5, 1.5, len(data))).astype(np.float16)
+        data[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return data.reshape(*shape[:-1], -1)
+
+
+def stored(name, values, format):
+    """A tensor as a file holds it in a format."""
+    if format in (gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q6_K):
+        return blocks(values.shape, format, sum(name.encode()), values.std().item())
+    return gguf.quants.quantize(values, format)
+
+
+class File:
+    """A file to write: its metadata and tensors may be changed before `write`.
+
+    Args:
+        folder: a checkpoint.
+        format: of matrices; vectors are float32.
+        formats: of some tensors, by their names in the file.
+    """
+
+    def __init__(self, folder, format=F32, formats=None):
+        self.folder, self.format, self.formats = folder, format, formats or {}
+        self.config = json.loads((folder / "config.json").read_text())
+        self.rope = {key: self.config[key] for key in ("rope_theta", "partial_rotary_factor") if key in self.config}
+        self.rope |= self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        self.arch = ARCHITECTURES[self.config["model_type"]]
+        self.tensors, self.types = {}, {}
+        self._tensors()
+        self.keys = {f"{self.arch}.{key}": value for key, value in self._keys() if value is not None}
+        self.keys |= self.vocabulary()
+
+    def _tensors(self):
+        c = self.config
+        heads = c.get("num_attention_heads", c.get("n_head"))
+        kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
+        names = gguf.get_tensor_name_map(kinds[self.arch], c.get("num_hidden_layers", c.get("n_layer")))
+        for name, tensor in load_file(self.folder / "model.safetensors").items():
+            values = tensor.float().numpy()
+            if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+                values = np.ascontiguousarray(values.T)
+            if self.arch == "llama" and "q_proj" in name:
+                values = permute(values, heads)
+            if self.arch == "llama" and "k_proj" in name:
+                values = permute(values, c.get("num_key_value_heads") or heads)
+            key = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            usual = self.format if values.ndim > 1 and key != "position_embd.weight" else F32
+            self.add(key, values, self.formats.get(key, usual))
+        if self.rope.get("rope_type") == "llama3":
+            self.add(FACTORS[0], self._llama3())
+        for name, key in zip(FACTORS[1:], ("long_factor", "short_factor"), strict=True):
+            if key in self.rope:
+                self.add(name, np.array(self.rope[key], np.float32))
+
+    def add(self, name, values, format=F32):
+        """A tensor of floats, in a format."""
+        self.tensors[name], self.types[name] = stored(name, np.ascontiguousarray(values), format), format
+
+    def _llama3(self):
+        r, factors = self.rope, []
+        for freq in 1.0 / (r["rope_theta"] ** (torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim)):
+            length, low, high = r["original_max_position_embeddings"], r["low_freq_factor"], r["high_freq_factor"]
+            wave = 2 * math.pi / freq
+            smooth = (length / wave - low) / (high - low)
+            between = 1 / ((1 - smooth) / r["factor"] + smooth)
+            factors.append(1 if wave < length / high else r["factor"] if wave > length / low else between)
+        return np.array(factors, np.float32)
+
+    @property
+    def head_dim(self):
+        return self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
+
+    def _keys(self):
+        c, r = self.config, self.rope
+        if self.arch == "gpt2":
+            yield from (("block_count", c["n_layer"]), ("context_length", c["n_positions"]))
+            yield from (("embedding_length", c["n_embd"]), ("feed_forward_length", 4 * c["n_embd"]))
+            yield from (("attention.head_count", c["n_head"]),)
+            yield "attention.layer_norm_epsilon", c["layer_norm_epsilon"]
+            return
+        rotated = int(r.get("partial_rotary_factor", 0.5 if self.arch == "phi2" else 1.0) * self.head_dim)
+        yield from (("block_count", c["num_hidden_layers"]), ("context_length", c["max_position_embeddings"]))
+        yield from (("embedding_length", c["hidden_size"]), ("feed_forward_length", c["intermediate_size"]))
+        yield "attention.head_count", c["num_attention_heads"]
+        yield "attention.head_count_kv", c.get("num_key_value_heads") or c["num_attention_heads"]
+        yield "attention.key_length", c.get("head_dim")
+        yield "attention.value_length", c.get("head_dim")
+        yield "attention.layer_norm_rms_epsilon", c.get("rms_norm_eps")
+        yield "attention.layer_norm_epsilon", c.get("layer_norm_eps")
+        yield (
+            "attention.sliding_window",
+            (c.get("sliding_window") or 0) if self.arch == "phi3" else c.get("sliding_window"),
+        )
+        yield from (("rope.dimension_count", rotated), ("rope.freq_base", r.get("rope_theta", 10000.0)))
+        if r.get("rope_type") in ("linear", "yarn"):
+            yield from (("rope.scaling.type", r["rope_type"]), ("rope.scaling.factor", r["factor"]))
+        if "long_factor" in r:
+            length = c["original_max_position_embeddings"]
+            scale = c["max_position_embeddings"] / length
+            yield "rope.scaling.original_context_length", length
+            yield "rope.scaling.attn_factor", math.sqrt(1 + math.log(scale) / math.log(length))
+        elif r.get("rope_type") == "yarn":
+            yield "rope.scaling.original_context_length", r["original_max_position_embeddings"]
+
+    def vocabulary(self):
+        """Keys of the checkpoint's tokenizer: byte-level BPE, or BPE with scores as `gguf.LlamaHfVocab` writes it."""
+        data = json.loads((self.folder / "tokenizer.json").read_text(encoding="utf-8"))
+        config = json.loads((self.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        added = {token["content"]: token for token in data["added_tokens"]}
+        vocab = data["model"]["vocab"] | {content: token["id"] for content, token in added.items()}
+        tokens = sorted(vocab, key=vocab.get)
+        special = {token: CONTROL if added[token]["special"] else 4 for token in added}
+        bytes_ = [token.startswith("<0x") for token in tokens]
+        types = [special.get(token, 6 if byte else NORMAL) for token, byte in zip(tokens, bytes_, strict=True)]
+        spaced = data["model"].get("byte_fallback")
+        keys = {"tokens": tokens, "token_type": types, "model": "llama" if spaced else "gpt2"}
+        if spaced:
+            keys["scores"] = [-1000.0] * len(tokens)
+        else:
+            merges = data["model"]["merges"]
+            keys |= {"pre": "gpt-2", "merges": [m if isinstance(m, str) else " ".join(m) for m in merges]}
+        for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown"}.items():
+            if f"{name}_token" in config:
+                spelled = config[f"{name}_token"]
+                keys[f"{key}_token_id"] = vocab[spelled["content"] if isinstance(spelled, dict) else spelled]
+        keys["add_bos_token"] = "TemplateProcessing" in json.dumps(data["post_processor"])
+        found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+        templates = config.get("chat_template", [])
+        if isinstance(templates, str):
+            templates = [{"name": "default", "template": templates}]
+        for entry in templates:
+            default = entry["name"] == "default"
+            found[f"tokenizer.chat_template{'' if default else '.' + entry['name']}"] = entry["template"]
+        names = [entry["name"] for entry in templates if entry["name"] != "default"]
+        return found | ({"tokenizer.chat_templates": names} if names else {})
+
+    def write(self, path):
+        """Returns the path."""
+        writer = gguf.GGUFWriter(path, self.arch)
+        for key, value in self.keys.items():
+            add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
+            add.get(type(value), writer.add_float32)(key, value)
+        for name, tensor in self.tensors.items():
+            raw = None if self.types[name] in (F32, gguf.GGMLQuantizationType.F16) else self.types[name]
+            writer.add_tensor(name, tensor, raw_dtype=raw)
+        for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+            step()
+        writer.close()
+        return path
+
+    def floats(self, name):
+        """A tensor's values as the package sees them, float32."""
+        return torch.from_numpy(gguf.quants.dequantize(self.tensors[name], self.types[name]).copy())

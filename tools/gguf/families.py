@@ -1,0 +1,308 @@
+"""The architectures of GGUF files as configurations in Hugging Face's words, and where each tensor's rows lie.
+
+What a configuration cannot say is refused by name: a folder that loads computes what the file's model computes.
+"""
+
+import functools
+import itertools
+import math
+import re
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.fields import Fields
+from models.rope import RopeConfig, RotaryEmbedding
+from tools.gguf.reader import FETCH_AGAIN, GGUF, Entry, package
+
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+OTHER_MATH = (  # keys that change the numbers, and that no configuration here has a word for
+    *("expert_count", "attention.scale", "logit_scale", "residual_scale", "embedding_scale", "use_parallel_residual"),
+    *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale", "attn_logit_softcapping"),
+    *("final_logit_softcapping", "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor"),
+)
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+NEAR = 1e-5  # relative error of frequencies that are rounded
+
+
+class Rows(NamedTuple):
+    """Rows [first, last) of a tensor. `heads`: those of the matrix are in the order of interleaved rotation; 0: not."""
+
+    entry: Entry
+    first: int
+    last: int
+    heads: int = 0
+
+    def order(self, rows: Tensor) -> Tensor:
+        """Rows [last - first, ...] in Hugging Face's order: of each head first the even ones, then the odd ones."""
+        return rows.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2) if self.heads else rows
+
+
+def read_config(file: GGUF) -> dict[str, Any]:
+    """config.json. Raises CheckpointError for an architecture that is not supported, or keys that do not fit."""
+    name = file.fields().str("general.architecture")
+    if name not in ARCHITECTURES:
+        what = f"general.architecture: {name[:80]!r} is not supported"
+        raise file.error(what, f"supported: {', '.join(sorted(ARCHITECTURES))} (OPT has no architecture in GGUF)")
+    keys = file.fields(f"{name}.")
+    for key in OTHER_MATH:
+        if keys.config.get(key):
+            raise keys.error(key, "nothing: it is not supported")
+    if keys.bool("attention.causal", default=True) is False:
+        raise keys.error("attention.causal", "true")
+    if file.fields().int("split.count", 0, low=0, high=1 << 16) > 1:
+        raise file.error("the file is one of several", "join them: llama-gguf-split --merge FIRST.gguf OUTPUT.gguf")
+    if EMBEDDING not in file.tensors and HEAD in file.tensors:  # made of a checkpoint that kept the head of the two
+        file.tensors[EMBEDDING] = file.tensors.pop(HEAD)
+    return ARCHITECTURES[name](file, keys) | {
+        "vocab_size": file.entry(EMBEDDING).shape[0],
+        "tie_word_embeddings": HEAD not in file.tensors,
+        "dtype": _dtype(file),
+    }
+
+
+def find_rows(file: GGUF, config: dict[str, Any], name: str, shape: tuple[int, ...]) -> Rows:
+    """The rows of the file that are a tensor of the checkpoint.
+
+    Args:
+        config: from `read_config`.
+        name, shape: of the tensor; a matrix as the model multiplies it, [out, in].
+
+    Raises:
+        CheckpointError: it is missing, or has another shape.
+    """
+    arch = file.fields().str("general.architecture")
+    names = _names(arch, file.fields(f"{arch}.").int("block_count", high=2**14))
+    stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+    first, total, heads = 0, shape[0], 0
+    q, kv = (config.get(f"num_{kind}_heads", 0) for kind in ("attention", "key_value"))
+    fused = re.sub(r"\.attn_[qkv]\.", ".attn_qkv.", stored)
+    if stored not in file.tensors and fused in file.tensors:  # some files have one matrix for the three
+        size = shape[0] // (q if ".attn_q." in stored else kv)
+        first = {"q": 0, "k": q, "v": q + kv}[stored.split(".attn_")[1][0]] * size
+        stored, total = fused, (q + 2 * kv) * size
+    if arch == "llama" and (part := re.search(r"\.([qk])_proj\.", name)):
+        heads = q if part[1] == "q" else kv
+    entry = file.entry(stored)
+    if entry.shape != (total, *shape[1:]):
+        raise file.error(f"tensor {stored!r}: expected the shape {[total, *shape[1:]]}, got {list(entry.shape)}")
+    return Rows(entry, first, first + shape[0], heads)
+
+
+@functools.cache
+def _names(arch: str, layers: int) -> Any:
+    """The package's map from names in checkpoints to names in files."""
+    kinds = {text: kind for kind, text in package().MODEL_ARCH_NAMES.items()}
+    return package().get_tensor_name_map(kinds[arch], layers)
+
+
+# --- architectures ---
+
+
+def _llama(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = _gated(file, keys, rotated="all") | {
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+    }
+    window = keys.int("attention.sliding_window", 0, low=0, high=2**31)
+    if not window:
+        return config | _named("LlamaForCausalLM", "llama")
+    if config.pop("attention_bias") or config.pop("mlp_bias"):
+        raise keys.error("attention.sliding_window", "nothing, as the layers have biases")
+    return config | _named("MistralForCausalLM", "mistral") | {"sliding_window": window}
+
+
+def _qwen3(file: GGUF, keys: Fields) -> dict[str, Any]:
+    if keys.int("attention.sliding_window", 0, low=0, high=2**31):
+        raise keys.error("attention.sliding_window", "nothing: which layers it is for is not in the file")
+    bias = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
+    return _gated(file, keys, rotated="all") | bias | _named("Qwen3ForCausalLM", "qwen3")
+
+
+def _phi3(file: GGUF, keys: Fields) -> dict[str, Any]:
+    window = keys.int("attention.sliding_window", 0, low=0, high=2**31) or None  # 0: none
+    config = _gated(file, keys, rotated="some") | _named("Phi3ForCausalLM", "phi3")
+    config["intermediate_size"] //= 2  # gate and up are one matrix
+    # What transformers takes for padding where there is none may lie outside of the vocabulary.
+    return config | {"sliding_window": window, "pad_token_id": None}
+
+
+def _phi2(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = _attention(file, keys) | _named("PhiForCausalLM", "phi")
+    rope = _rope(file, keys, config.pop("head_dim"), config["max_position_embeddings"], "some")
+    share = {"partial_rotary_factor": 1.0} | rope
+    return config | share | {"hidden_act": "gelu_new", "layer_norm_eps": _epsilon(keys, "attention.layer_norm_epsilon")}
+
+
+def _gpt2(file: GGUF, keys: Fields) -> dict[str, Any]:
+    width = keys.int("embedding_length")
+    return _named("GPT2LMHeadModel", "gpt2") | {
+        "n_embd": width,
+        "n_layer": keys.int("block_count", high=2**14),
+        "n_head": keys.int("attention.head_count", high=2**14),
+        "n_positions": file.entry("position_embd.weight").shape[0],
+        "n_inner": file.entry("blk.0.ffn_up.weight").shape[0],
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": _epsilon(keys, "attention.layer_norm_epsilon"),
+    }
+
+
+ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen3": _qwen3,
+    "phi2": _phi2,
+    "phi3": _phi3,
+    "gpt2": _gpt2,
+}
+
+
+def _named(architecture: str, model_type: str) -> dict[str, Any]:
+    return {"architectures": [architecture], "model_type": model_type}
+
+
+def _attention(file: GGUF, keys: Fields) -> dict[str, Any]:
+    """Sizes that architectures with rotary embeddings have in common."""
+    width, heads = keys.int("embedding_length"), _alike(keys, "attention.head_count")
+    head_dim = keys.int("attention.key_length", width // heads, high=2**14)
+    if keys.int("attention.value_length", head_dim) != head_dim:
+        raise keys.error("attention.value_length", f"the attention.key_length, {head_dim}")
+    return {
+        "hidden_size": width,
+        "intermediate_size": file.entry("blk.0.ffn_up.weight").shape[0],
+        "num_hidden_layers": keys.int("block_count", high=2**14),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _alike(keys, "attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": keys.int("context_length", high=2**31),
+    }
+
+
+def _gated(file: GGUF, keys: Fields, rotated: str) -> dict[str, Any]:
+    """The configuration of a decoder with RMSNorms and a gated MLP; `rotated`: "all" dims of a head, or "some"."""
+    config = _attention(file, keys)
+    rope = _rope(file, keys, config["head_dim"], config["max_position_embeddings"], rotated)
+    return config | rope | {"hidden_act": "silu", "rms_norm_eps": _epsilon(keys, "attention.layer_norm_rms_epsilon")}
+
+
+def _alike(keys: Fields, name: str, default: Any = None) -> int:
+    """A number that a file may give for each layer."""
+    value = keys.config.get(name)
+    if isinstance(value, list):
+        if len({*value}) != 1:
+            raise keys.error(name, "one number for all layers")
+        keys = Fields({name: value[0]}, keys.file, keys.prefix)
+    return keys.int(name, high=2**14) if default is None else keys.int(name, default, high=2**14)
+
+
+def _epsilon(keys: Fields, name: str) -> float:
+    return _decimal(keys.float(name, low=0.0, high=1.0))
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal number that becomes the same float32: 1e-05 for 9.999999747378752e-06."""
+    stored = struct.pack("<f", value)
+    return next(short for n in range(1, 18) if struct.pack("<f", short := float(f"{value:.{n}g}")) == stored)
+
+
+def _dtype(file: GGUF) -> str:
+    """Of most matrices that are floats."""
+    found = Counter(DTYPES.get(entry.format) for entry in file.tensors.values() if len(entry.shape) > 1)
+    found.pop(None, None)
+    return found.most_common(1)[0][0] if found else "float32"
+
+
+# --- rotary embeddings ---
+
+
+def _rope(file: GGUF, keys: Fields, head_dim: int, context: int, rotated: str) -> dict[str, Any]:
+    dims = keys.int("rope.dimension_count", head_dim, high=head_dim)
+    if rotated == "all" and dims != head_dim:
+        raise keys.error("rope.dimension_count", f"the size of a head, {head_dim}")
+    theta = _decimal(keys.float("rope.freq_base", 10000.0, low=1.0, high=1e15))
+    share = {"partial_rotary_factor": dims / head_dim} if dims != head_dim else {}
+    scaling, top = _scaling(file, keys, theta, dims, context), {}
+    if scaling and scaling["rope_type"] == "longrope":  # where Phi-3 has it
+        top["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    return {"rope_theta": theta, "rope_scaling": scaling, **share, **top}
+
+
+def _scaling(file: GGUF, keys: Fields, theta: float, dims: int, context: int) -> dict[str, Any] | None:
+    """`rope_scaling` of the configuration."""
+    plain, long, short = (_factors(file, name, dims // 2) if name in file.tensors else None for name in FACTORS)
+    kind = keys.choice("rope.scaling.type", ("none", "linear", "yarn", "longrope"), "none")
+    factor = keys.float("rope.scaling.factor", 0.0, low=0.0, high=1e6) or keys.float("rope.scale_linear", 0.0)
+    original = keys.int("rope.scaling.original_context_length", context, high=2**31)
+    attention = keys.float("rope.scaling.attn_factor", 1.0)
+    if long or short:
+        if not (long and short) or plain or kind not in ("none", "longrope"):
+            raise keys.error("rope.scaling.type", "factors for long and for short texts, without other scaling")
+        scale = max(1.0, context / original)
+        usual = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+        other = {} if math.isclose(attention, usual, rel_tol=1e-6) else {"attention_factor": _decimal(attention)}
+        return scaling | {"original_max_position_embeddings": original} | other
+    if attention != 1.0:
+        raise keys.error("rope.scaling.attn_factor", "1, or factors for long and for short texts")
+    if plain and any(value != 1.0 for value in plain):
+        if kind != "none":
+            raise keys.error("rope.scaling.type", f"none, as there is a tensor {FACTORS[0]}")
+        return _llama3(file, theta, dims, torch.tensor(plain, dtype=torch.float64))
+    if kind == "yarn":
+        return _yarn(keys, factor, original)
+    if kind == "longrope":
+        raise keys.error("rope.scaling.type", f"the tensors {' and '.join(FACTORS[1:])}")
+    return {"rope_type": "linear", "factor": _decimal(factor)} if factor not in (0.0, 1.0) else None
+
+
+def _yarn(keys: Fields, factor: float, original: int) -> dict[str, Any]:
+    names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
+    given = {name: keys.float(f"rope.scaling.{key}", None) for key, name in names.items()}
+    scaling = {"rope_type": "yarn", "factor": _decimal(factor), "original_max_position_embeddings": original}
+    return scaling | {name: _decimal(value) for name, value in given.items() if value is not None}
+
+
+def _factors(file: GGUF, name: str, count: int) -> list[float]:
+    entry = file.entry(name)
+    if entry.format != "F32" or entry.shape != (count,):
+        raise file.error(f"tensor {name!r}: expected {count} numbers in F32, got {entry.format} {list(entry.shape)}")
+    values = file.rows(entry._replace(shape=(1, count)), 0, 1).view(torch.float32).flatten().tolist()
+    if not all(1e-6 <= value <= 1e9 for value in values):
+        raise file.error(f"tensor {name!r}: expected factors from 1e-06 to 1e+09", FETCH_AGAIN)
+    return list(map(_decimal, values))
+
+
+def _llama3(file: GGUF, theta: float, dims: int, factors_F: Tensor) -> dict[str, Any]:
+    """The parameters whose frequencies are those of the file. Raises CheckpointError if there are none."""
+    plain_F = RotaryEmbedding(RopeConfig(dims, theta=theta)).inv_freq.double()
+
+    def error(found: tuple[float, float, float, float]) -> float:
+        length, factor, low, high = found
+        rope = RopeConfig(dims, "llama3", theta, int(length), factor, low, high)
+        return ((RotaryEmbedding(rope).inv_freq * factors_F / plain_F) - 1).abs().max().item()
+
+    best = min(_candidates(plain_F, factors_F), key=error)
+    if error(best) > NEAR:
+        raise file.error(f"tensor {FACTORS[0]!r}: its factors are not those of Llama 3, and no others are supported")
+    names = ("original_max_position_embeddings", "factor", "low_freq_factor", "high_freq_factor")
+    return {"rope_type": "llama3", **dict(zip(names, best, strict=True))}
+
+
+def _candidates(plain_F: Tensor, factors_F: Tensor) -> Iterator[tuple[int, float, float, float]]:
+    """Parameters to try, the usual ones first: original length, factor, low and high factor of frequencies."""
+    largest, lengths = factors_F.max().item(), (8192, *(2**n for n in range(5, 19)))
+    slowed = {largest, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0}
+    yield from itertools.product(lengths, sorted(slowed, reverse=True), (1.0, 0.5, 2.0), (4.0, 2.5, 8.0))
+    for factor in (factor for factor in slowed if factor > 1):
+        # Between the two wavelengths 1 / factor_F is a linear function of the frequency.
+        between = (factors_F > 1 + 1e-6) & (factors_F < factor * (1 - 1e-6))
+        if between.sum() >= 2:
+            share = (1 / factors_F[between] - 1 / factor) / (1 - 1 / factor)
+            x = plain_F[between] / (2 * math.pi)
+            slope = ((share[0] - share[-1]) / (x[0] - x[-1])).item()
+            if slope > 0 and (low := x[0].item() - share[0].item() / slope) > 0:
+                yield 8192, factor, low * 8192, (low + 1 / slope) * 8192

@@ -1,0 +1,224 @@
+"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json, and the tokens that end a text.
+
+GGUF names the pattern that splits a text before its bytes are merged ("pre"); the patterns here are those of the
+tokenizer.json files that the names stand for. A SentencePiece model has scores instead of merges.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tools.gguf.reader import GGUF
+
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
+
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASES = [rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{times}" for times in (rf"*{_LOWER}+", rf"+{_LOWER}*")]
+_SLASH = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+LLAMA3 = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
+QWEN2 = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}|{_REST}"
+TEKKEN = "|".join([*_CASES, r"\p{N}", _SLASH])
+GPT4O = "|".join([*(f"{case}{_ENDINGS}?" for case in _CASES), r"\p{N}{1,3}", _SLASH])
+GPT2, DIGITS = "gpt-2", "digits"  # the library has these: the second makes every digit a word
+# By tokenizer.ggml.pre. The first of each family's names is what convert_hf_to_gguf writes for the tokenizer itself.
+SPLITS = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion", "granite-docling"), GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), LLAMA3),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "hunyuan"), QWEN2),
+    "tekken": TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), GPT4O),
+}
+WHOLE_WORDS = {name for name, split in SPLITS.items() if split is LLAMA3} - {"dbrx", "smaug-bpe", "chatglm-bpe"}
+WHOLE_WORDS |= {"tekken"}  # a word that is a token is not merged from its bytes
+BEGIN = WHOLE_WORDS - {"glm4"}  # a text begins with BOS, unless the file has another word on it
+COMPOSED = {"qwen2"}  # its tokenizer.json composes characters (NFC)
+# What ends a turn where the file names other tokens, or none: llama.cpp finds these by their spelling as well.
+ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>")
+NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' words and GGUF's
+
+
+class Vocabulary:
+    """The tokens of a file.
+
+    Args:
+        file: it has a tokenizer.
+        kind: "llama" (SentencePiece) or "gpt2" (byte-level BPE).
+
+    Raises:
+        CheckpointError: malformed, or of a kind that is not supported.
+    """
+
+    def __init__(self, file: GGUF, kind: str):
+        self.file, self.keys, self.kind = file, file.fields("tokenizer.ggml."), kind
+        self.tokens: list[str] = self._list("tokens", str, each=False)
+        if not self.tokens:
+            raise self.keys.error("tokens", "a list")
+        self.types: list[int] = self._list("token_type", int) or [NORMAL] * len(self.tokens)
+        padding = {i for i, kind in enumerate(self.types) if kind == UNUSED and self.tokens[i].startswith("[PAD")}
+        self.vocab: dict[str, int] = {}
+        for i, token in enumerate(self.tokens):
+            if i not in padding:  # rows of the embedding that stand for nothing
+                self.vocab.setdefault(token, i)
+        defaults = {"bos": 1, "eos": 2, "unk": 0} if kind == "llama" else {}
+        self.ids = {name: self._id(f"{key}_token_id", defaults.get(name)) for name, key in NAMED.items()}
+        for name in ("unk", "pad"):  # an id left over from another tokenizer would take an ordinary token out of texts
+            if "token_type" in self.keys.config and self.ids[name] is not None and self.types[self.ids[name]] == NORMAL:
+                self.ids[name] = None
+
+    def ends(self) -> list[int]:
+        """The tokens that end a text."""
+        named = [self.ids["eos"], self._id("eot_token_id"), self._id("eom_token_id")]
+        spelled = [self.vocab.get(token) for token in ENDS]
+        found = [i for i in named if i is not None]
+        return list(dict.fromkeys(found + [i for i in spelled if i is not None and self.types[i] == CONTROL]))
+
+    def files(self, context: int) -> dict[str, dict[str, Any]]:
+        """tokenizer.json and tokenizer_config.json; `context`: the longest text."""
+        keys = self.file.fields("tokenizer.")
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
+        config |= {f"{name}_token": self.tokens[i] for name, i in self.ids.items() if i is not None}
+        template, named = keys.str("chat_template", None), keys.config.get("chat_templates") or []
+        if named and template:
+            more = [{"name": name, "template": keys.str(f"chat_template.{name}")} for name in named]
+            config["chat_template"] = [{"name": "default", "template": template}, *more]
+        elif template:
+            config["chat_template"] = template
+        return {"tokenizer.json": self._tokenizer(), "tokenizer_config.json": config}
+
+    def _tokenizer(self) -> dict[str, Any]:
+        parts = self._sentencepiece() if self.kind == "llama" else self._bytes()
+        ends = [self._adds("bos", parts.pop("begins")), self._adds("eos", False)]
+        first, last = ([] if i is None else [{"SpecialToken": {"id": self.tokens[i], "type_id": 0}}] for i in ends)
+        special = {t: {"id": t, "ids": [i], "tokens": [t]} for i in ends if i is not None for t in [self.tokens[i]]}
+        one, two = ({"Sequence": {"id": text, "type_id": 0}} for text in "AB")
+        single = [*first, one, *last]
+        template = {"type": "TemplateProcessing", "single": single, "pair": [*single, two], "special_tokens": special}
+        return {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": list(self._added()),
+            **parts,
+            "post_processor": template if special else None,
+        }
+
+    def _added(self) -> Iterator[dict[str, Any]]:
+        """Tokens that are found in a text before it is split."""
+        phi3 = self.kind == "llama" and self.file.fields().str("general.architecture") == "phi3"
+        named = {i for i in self.ids.values() if i is not None}
+        for token, i in self.vocab.items():
+            kind = self.types[i]
+            if kind in (CONTROL, UNKNOWN, USER) or i in named:
+                # Phi-3's own tokenizer.json takes the spaces after these tokens away.
+                strip = phi3 and kind == CONTROL and token not in ("<unk>", "<s>", "<|endoftext|>")
+                flags = {"single_word": False, "lstrip": False, "rstrip": strip, "normalized": False}
+                yield {"id": i, "content": token, **flags, "special": kind != USER or i in named}
+
+    def _sentencepiece(self) -> dict[str, Any]:
+        """As transformers writes a SentencePiece model of BPE: with a space before the text, and bytes for the rest."""
+        if self.keys.bool("remove_extra_whitespaces", default=False):
+            raise self.keys.error("remove_extra_whitespaces", "false")
+        spaced = self.keys.bool("add_space_prefix", default=True)
+        replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        prepend = [{"type": "Prepend", "prepend": "▁"}] if spaced else []
+        decoders = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}]
+        decoders += [{"type": "Fuse"}, *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if spaced else [])]
+        unknown = self.ids["unk"]
+        return {
+            "begins": True,
+            "normalizer": {"type": "Sequence", "normalizers": [*prepend, replace]},
+            "pre_tokenizer": None,
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": self._bpe(
+                self._merges() if "merges" in self.keys.config else self._derived(),
+                unk_token=None if unknown is None else self.tokens[unknown],
+                fuse_unk=True,
+                byte_fallback=BYTE in self.types,
+            ),
+        }
+
+    def _bytes(self) -> dict[str, Any]:
+        default = {"gpt2": GPT2, "phi2": "phi-2"}.get(self.file.fields().str("general.architecture"))
+        pre = self.keys.str("pre", None)
+        pre = default if pre in (None, "default") else pre  # files of converters before the key was invented
+        if pre not in SPLITS:
+            what = f"tokenizer.ggml.pre: {str(pre)[:80]!r} is a pre-tokenizer that is not supported"
+            raise self.file.error(what, f"supported: {', '.join(sorted(SPLITS))}")
+        split, levels = SPLITS[pre], {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        if split == GPT2:
+            splitter = {**levels, "use_regex": True}
+        else:
+            pattern = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
+            first = {"type": "Digits", "individual_digits": True} if split == DIGITS else pattern
+            words = [first, {**levels, "use_regex": split == DIGITS}]
+            splitter = {"type": "Sequence", "pretokenizers": words}
+        return {
+            "begins": pre in BEGIN,
+            "normalizer": {"type": "NFC"} if pre in COMPOSED else None,
+            "pre_tokenizer": splitter,
+            "decoder": {**levels, "add_prefix_space": True, "use_regex": True},
+            "model": self._bpe(self._merges(), ignore_merges=pre in WHOLE_WORDS),
+        }
+
+    def _bpe(self, merges: Sequence[str], **options: Any) -> dict[str, Any]:
+        usual = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
+        usual |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+        return {"type": "BPE", **usual, **options, "vocab": self.vocab, "merges": merges}
+
+    def _merges(self) -> list[list[str]]:
+        """The file's own."""
+        pairs = []
+        for merge in self._list("merges", str, each=False):
+            at = merge.find(" ", 1)
+            pair = [merge[:at], merge[at + 1 :]]
+            if at < 0 or not {*pair, "".join(pair)} <= self.vocab.keys():
+                raise self.file.error(f"tokenizer.ggml.merges: {merge[:80]!r} does not fit the vocabulary")
+            pairs.append(pair)
+        return pairs
+
+    def _derived(self) -> list[list[str]]:
+        """Merges that give what a SentencePiece model gives: the neighbours whose union has the highest score first."""
+        scores = self._list("scores", float)
+        if not scores:
+            raise self.keys.error("scores", "a number for each token")
+        pieces = {token: i for token, i in self.vocab.items() if self.types[i] == NORMAL}
+        found = []
+        for piece, i in pieces.items():
+            for cut in range(1, len(piece)):
+                left, right = pieces.get(piece[:cut]), pieces.get(piece[cut:])
+                if left is not None and right is not None:
+                    found.append((-scores[i], i, left, right))
+        return [[self.tokens[left], self.tokens[right]] for _, _, left, right in sorted(found)]
+
+    def _adds(self, name: str, default: bool) -> int | None:
+        """The token that a text begins or ends with, if it does."""
+        return self.ids[name] if self.keys.bool(f"add_{name}_token", default=default) else None
+
+    def _id(self, key: str, default: int | None = None) -> int | None:
+        """A special token. As in llama.cpp, an id past the vocabulary counts as none."""
+        found = self.keys.int(key, default, low=0, high=2**32)
+        return found if found is not None and found < len(self.tokens) else None
+
+    def _list(self, key: str, kind: type, *, each: bool = True) -> list[Any]:
+        """A list; `each`: it is empty, or has an entry for each token."""
+        value = self.keys.config.get(key, [])
+        if not isinstance(value, list) or any(type(entry) is not kind for entry in value):
+            raise self.file.error(f"tokenizer.ggml.{key}: expected a list of {kind.__name__}")
+        if each and len(value) not in (0, len(self.tokens)):
+            raise self.file.error(f"tokenizer.ggml.{key}: expected {len(self.tokens)} entries, got {len(value)}")
+        return value
+
+
+def read(file: GGUF) -> Vocabulary | None:
+    """The vocabulary of a file; None if it has none. Raises CheckpointError for a kind that is not supported."""
+    kind = file.fields("tokenizer.ggml.").str("model", "none")
+    if kind in ("none", "no_vocab"):
+        return None
+    if kind not in ("llama", "gpt2"):
+        what = f"tokenizer.ggml.model: tokenizers of the kind {kind[:80]!r} are not supported"
+        raise file.error(what, "supported: llama (SentencePiece of BPE) and gpt2 (byte-level BPE)")
+    return Vocabulary(file, kind)
