@@ -3,8 +3,8 @@
 // structures of plain fields and prototypes, types from `int64_t`, `float`, `double`, earlier structures and pointers,
 // and `//` comments.
 //
-// `kind` numbers element types (KINDS in cpp.py, `with_type` in vectors.h), 3 is int8 where it says so; strides count elements unless bytes are
-// mentioned; `threads` is the most that an operator uses. Shape legend: layout.py.
+// `kind` numbers element types (KINDS in cpp.py, `with_type` in vectors.h), 3 is int8 where it says so; strides count
+// elements unless bytes are mentioned; `threads` is the most that an operator uses. Shape legend: layout.py.
 
 #pragma once
 
@@ -95,8 +95,8 @@ void coppice_kv_copy(int64_t threads, char* k_GSD, char* v_GSD, const int64_t* s
 
 // --- tree_attention ---
 
-// Sizes of the queries and of a layer's cache, the tensors of a `TreeLayout`, and options. `kind` is that of queries and
-// output, `cache` that of keys and values: the same, or 3 for int8 (kv_int8.py).
+// Sizes of the queries and of a layer's cache, the tensors of a `TreeLayout`, and options. `kind` is that of queries
+// and output, `cache` that of keys and values: the same, or 3 for int8 (kv_int8.py).
 struct Attention {
     int64_t kind, cache, heads, kv_heads, head_dim, slots, trees, run_count, table_width, words, q_token, q_head;
     int64_t window, threads;  // a negative window: none

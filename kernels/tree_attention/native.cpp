@@ -1,9 +1,9 @@
 // Tree attention on a CPU. Query rows are the lanes of a vector: a score is a broadcast element of a key times a
 // vector of the rows' elements, so keys and values are read where they lie, once for all rows of a tile; nothing is
-// gathered, transposed or copied (but 16-bit elements and int8 are converted to floats, or the values of two keys interleaved, a
-// block at a time, where no instruction multiplies them as they are). In a tile of few rows the elements of one row are
-// the lanes, and rows take turns. The softmax is computed online (Milakov and Gimelshein, 2018). Where there are fewer
-// tiles than threads, long trunks are cut and the results of the cuts merged.
+// gathered, transposed or copied (but 16-bit elements and int8 are converted to floats, or the values of two keys
+// interleaved, a block at a time, where no instruction multiplies them as they are). In a tile of few rows the elements
+// of one row are the lanes, and rows take turns. The softmax is computed online (Milakov and Gimelshein, 2018). Where
+// there are fewer tiles than threads, long trunks are cut and the results of the cuts merged.
 //
 // Shape legend: kernels/layout.py. A row is one query head of one token; the rows of a tile share a key/value head.
 
