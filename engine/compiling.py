@@ -3,10 +3,12 @@
 import os
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 
 import torch
 from torch import nn
 
+from engine.startup import METAS
 from kernels import cpp
 from kernels.files import private
 
@@ -32,6 +34,7 @@ def compile_model(model: nn.Module) -> bool:
             warnings.warn(f"--compile on has no effect: {error}", stacklevel=2)
             return False
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    import_module(METAS)
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for layer in model.layers:  # type: ignore[union-attr]
         layer.compile(dynamic=True)  # type: ignore[operator]

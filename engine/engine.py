@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.budget import Loading, Workload, allow
 from engine.contract import attributed, check_search, search_error
 from engine.driver import Driver, Job
 from engine.errors import CoppiceError, UsageError, check_flag, check_integer
 from engine.loading import LoadedModel, check_arguments, check_companion, load_models
-from engine.memory import check_memory, is_out_of_memory, out_of_memory, trim_memory
+from engine.memory import check_memory, is_out_of_memory, out_of_memory, release_libraries, trim_memory
 from engine.phases import PhaseObserver
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
@@ -124,6 +125,8 @@ class Engine:
         device: str = "auto",
         threads: int | None = None,
         kv_memory: int | str | None = None,
+        memory: int | str | None = None,
+        workload: Workload | None = None,
         compile: str = "off",
         quant: str = "none",
         kv_dtype: str = "auto",
@@ -142,6 +145,9 @@ class Engine:
             threads: CPU threads; None leaves torch's choice.
             kv_memory: bytes of the KV pools together, or a size such as "512M"; None takes up to half of the free
                 memory.
+            memory: bytes that the whole process may hold, or a size, or "auto" for the least of the limits that it
+                runs under: what weights and the rest leave goes to the KV pools. On a CPU.
+            workload: what `memory` has to hold at least; None: one token.
             compile: "on" runs the layers through torch.compile: loading takes seconds more, steps a little less.
             kv_dtype: of keys and values: "auto" is the model's; "int8", with a scale for each token and head, takes
                 about half the memory of bfloat16.
@@ -155,7 +161,7 @@ class Engine:
         Raises:
             CheckpointError: the folder has no supported checkpoint.
             KVMemoryError: kv_memory is less than one page.
-            UsageError: an argument out of range.
+            UsageError: an argument out of range, or a `memory` that cannot hold the model: with the sum.
         """
         began = time.perf_counter()
         budget = check_arguments(folder, threads, kv_memory, compile, chat_template, parallel, draft, reward)
@@ -164,6 +170,10 @@ class Engine:
         roles = {"target": folder, "draft": draft, "reward": reward}
         folders = {role: path for role, path in roles.items() if isinstance(path, str | Path)}
         options = {"dtype": dtype, "device": device, "compile": compile, "quant": quant, "kv_dtype": kv_dtype}
+        release_libraries()
+        if memory is not None:
+            loading = Loading(folders, dtype, device, quant, kv_dtype)
+            budget = allow(loading, memory, budget, workload or Workload(parallel=parallel))
         models = load_models(folders, kv_memory=budget, chat_template=chat_template, **options)
         target, *others = [Engine(model, parallel) for model in models.values()]
         target.companions = dict(zip([*models][1:], others, strict=True))

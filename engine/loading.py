@@ -17,7 +17,7 @@ from engine.driver import Runner
 from engine.errors import CheckpointError, UsageError, check_integer
 from engine.fastest import Choice, fastest_format
 from engine.graphs import make_runner
-from engine.memory import make_pools, read_size, total_memory
+from engine.memory import make_pools, read_size, total_memory, trim_memory
 from engine.pool import PagePool
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import FILES, Tokenizer
@@ -101,6 +101,7 @@ class _Weights:
         kept = pick_quant(quant, checkpoint, precision.dtype, device)
         tokenizer = Tokenizer.load(folder) if any((Path(folder) / name).exists() for name in FILES) else None
         template = load_template(folder, chat_template, tokenizer)
+        trim_memory()  # of the parsed files: a third of what a tokenizer took
         model = load_model(checkpoint, precision.dtype, device, kept.name)
         compiled = compile == "on" and compile_model(model)
         return _Weights(Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template, kv_dtype)

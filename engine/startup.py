@@ -1,15 +1,22 @@
-"""First import of the package: while a command line's modules are loaded, Ctrl-C ends the process without a traceback.
+"""First import of the package: while a command line's modules are loaded, Ctrl-C ends the process without a traceback,
+and torch leaves out what only its compiler needs.
 
-`engine.app.cli.run` restores Ctrl-C. In programs that import the engine nothing changes.
+`engine.app.cli.run` restores Ctrl-C, `engine.compiling` imports the rest. Nothing changes in programs
+that import the engine.
 """
 
 import signal
 import sys
+from types import ModuleType
 
 starting = sys.argv[:1] == ["-m"]  # what Python puts there until it has found the module to run
 if starting and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+METAS = "torch._meta_registrations"  # shapes of results without data, for the compiler: 21 MB
+lean = starting and not {"engine.chat", "engine.batch"}.isdisjoint(sys.orig_argv) and "torch" not in sys.modules
+if lean:
+    sys.modules[METAS] = ModuleType(METAS)
 
 try:
     import models.own  # noqa: F401
@@ -19,6 +26,8 @@ except ImportError as error:
         raise
     print(f"error: {error}", file=sys.stderr)
     sys.exit(status)
+if lean:
+    del sys.modules[METAS]  # whoever imports it later gets the real one
 
 
 def started() -> None:

@@ -6,17 +6,26 @@ import kernels  # noqa: F401  # sets a filter before torch is imported
 import torch
 
 # isort: on
+from collections.abc import Callable
+
 from models import gpt2, llama, opt, phi, phi3, qwen3
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.errors import CheckpointError
+from models.weights import Weights
 
 _CLASSES: list[type[Decoder]] = [llama.Llama, gpt2.GPT2, opt.OPT, phi.Phi, phi3.Phi3, qwen3.Qwen3]
 FAMILIES = {name: family for family in _CLASSES for name in family.architectures}
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = "none") -> Decoder:
-    """Build the checkpoint's model; see `Weights` for the arguments.
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    quant: str = "none",
+    reader: Callable[..., Weights] = Weights,
+) -> Decoder:
+    """Build the checkpoint's model; see `Weights` for the arguments, and `Sizes` for another reader.
 
     Raises:
         CheckpointError: the architecture is not supported, or the folder does not hold what it needs.
@@ -28,4 +37,4 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
             where=str(checkpoint.folder / "config.json"),
             remedy=f"supported: {', '.join(sorted(FAMILIES))}",
         )
-    return family(checkpoint, dtype, device, quant).eval()
+    return family(checkpoint, dtype, device, quant, reader).eval()

@@ -322,6 +322,10 @@ class RowReader:
 
 
 def _open(folder: Path) -> Checkpoint:
+    found = [folder] if folder.is_file() else sorted(folder.glob("*.gguf"))
+    if found and found[0].suffix == ".gguf" and not (folder / "config.json").exists():
+        remedy = f"Convert it: `python -m tools.convert {_show(found[0].name)} --output DIR`."
+        raise CheckpointError("a GGUF file is not read as it is", where=_show(found[0]), remedy=remedy)
     if not folder.is_dir():
         what = "is a file: name the folder it lies in" if folder.exists() else "there is no such folder"
         raise CheckpointError(

@@ -4,7 +4,7 @@ Shape legend: T tokens of a pass, N asked rows, E width, P positions, D rotated 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -46,8 +46,18 @@ class Decoder(nn.Module):
         """Read and check a Hugging Face config. Raises CheckpointError naming the field."""
         raise NotImplementedError
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = "none"):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        quant: str = "none",
+        reader: Callable[..., Weights] = Weights,
+    ):
         """Load from a checkpoint; see `Weights` for the arguments.
+
+        Args:
+            reader: makes the reader of the weights.
 
         Raises:
             CheckpointError: wrong fields or tensors; before any tensor is read.
@@ -57,7 +67,7 @@ class Decoder(nn.Module):
         tied = {f"{HEAD}.weight": f"{names.embedding}.weight"} if c.tied and not c.scores else {}
         shapes = names.tensors(c)
         stored = checkpoint.check(shapes, ignore=self.ignored, tied=tied, base=self.base, kinds=names.kinds(c))
-        weights = Weights(checkpoint, stored, shapes, dtype, device, quant)
+        weights = reader(checkpoint, stored, shapes, dtype, device, quant)
         self.shape = ModelShape.of(c)
         self.embedding = weights.embedding(f"{names.embedding}.weight")
         self.positions_PE = weights.vector(f"{names.positions}.weight") if names.positions else None

@@ -1,10 +1,11 @@
 """Linear layers on floats: packed on a CPU, by our own kernels, or by oneDNN where there are none."""
 
+import ctypes
 import math
 import mmap
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,12 @@ from torch.nn import functional as F
 from kernels import cpp
 from kernels.cpp import watched
 from kernels.linear import Packed, dot_products, linear, pack
+from kernels.linear.panels import shape as panels_shape
 from kernels.stack import Matrix
+
+_MADVISE = getattr(ctypes.CDLL(None), "madvise", None)
+LARGE = 4 << 20  # bytes of matrices whose pages are worth letting go
+CHUNK = 1 << 20  # elements of a matrix that are in memory at once, beside what is made of them
 
 CONVERTING = ("AVX512_CORE", "AVX512_CORE_VNNI")  # levels of oneDNN that take bfloat16 and have no products of it
 
@@ -120,7 +126,7 @@ class FloatLinear(PackedLinear):
         self.weights: list[Tensor] = []
         if has_kernels(dtype, device):
             own, width = stored_dtype({w.dtype for w in weights}, dtype), weights[0].shape[1]
-            panels = pack(weights, own, self.out_features, width)
+            panels = pack(blocks(weights), own, self.out_features, width)
             self.packed = Packed(panels, self.out_features, width)
         elif can_pack(dtype, device):
             self.blocked = True
@@ -134,6 +140,14 @@ class FloatLinear(PackedLinear):
     def why_not(device: torch.device) -> str | None:
         """Every device multiplies floats."""
         return None
+
+    @staticmethod
+    def bytes(outs: int, width: int, own: set[torch.dtype], dtype: torch.dtype, device: torch.device) -> int:
+        """See `models.linear.Format`."""
+        if not has_kernels(dtype, device):
+            return outs * width * dtype.itemsize
+        stored = stored_dtype(own, dtype)
+        return panel_bytes(stored, outs, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
@@ -155,6 +169,46 @@ def stored_dtype(own: set[torch.dtype], dtype: torch.dtype) -> torch.dtype:
     """The dtype that panels keep weights in: their own if it is half of the float32 that the layer computes in."""
     halves = ({torch.bfloat16}, {torch.float16})
     return next(iter(own)) if dtype == torch.float32 and own in halves else dtype
+
+
+def panel_bytes(dtype: torch.dtype, outs: int, width: int) -> int:
+    """Bytes of a matrix's panels, without scales."""
+    return math.prod(panels_shape(dtype, outs, width)) * dtype.itemsize
+
+
+def blocks(weights: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Rows of matrices, a few at a time; a block's pages of its file are let go when the next one is asked for.
+
+    Without this the pages that were touched count until the whole matrix is done: half a gigabyte of some heads.
+    """
+    for weight in weights:
+        mapped = weight.nbytes >= LARGE and weight.is_contiguous() and _is_mapped(weight)
+        for block in weight.split(max(1, CHUNK // weight.shape[1])):
+            yield block
+            if mapped:
+                _let_go(block)
+
+
+def _is_mapped(weight: Tensor) -> bool:
+    """Whether a tensor lies in a mapped file: what is let go of any other memory is lost."""
+    start = weight.data_ptr()
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            for line in maps:
+                low, high = (int(end, 16) for end in line.partition(" ")[0].split("-"))
+                if low <= start < high:
+                    return start + weight.nbytes <= high and line.split(maxsplit=5)[4] != "0"  # its inode
+    except (OSError, ValueError, IndexError):  # no such file but on Linux
+        pass
+    return False
+
+
+def _let_go(block: Tensor) -> None:
+    """Give the memory of a mapped file back; the system reads it again if anybody looks."""
+    first = -(-block.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (block.data_ptr() + block.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if size > 0 and _MADVISE is not None:
+        _MADVISE(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def _stack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

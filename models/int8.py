@@ -13,9 +13,7 @@ from torch import Tensor
 from kernels.cpp import watched
 from kernels.linear import Packed, pack
 from kernels.linear.reference import quantize as quantize_rows
-from models.floats import PackedLinear, has_kernels
-
-CHUNK = 1 << 22  # weights that are floats at once while a matrix is quantised
+from models.floats import PackedLinear, blocks, has_kernels, panel_bytes
 
 
 @lru_cache(maxsize=1)
@@ -69,6 +67,13 @@ class Int8Linear(PackedLinear):
             return "oneDNN's int8 products overflow here: is ONEDNN_MAX_CPU_ISA set to less than the processor has?"
         return None
 
+    @staticmethod
+    def bytes(outs: int, width: int, own: set[torch.dtype], dtype: torch.dtype, device: torch.device) -> int:
+        """See `models.linear.Format`."""
+        if has_kernels(torch.float32, device):
+            return panel_bytes(torch.int8, outs, width) + outs * torch.float32.itemsize
+        return outs * (width + torch.float32.itemsize + torch.int32.itemsize)
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
         if self.packed:
@@ -82,15 +87,14 @@ def quantized(weights: Sequence[Tensor], scale_O: Tensor) -> Iterator[Tensor]:
 
     Rows are read in chunks, so that there is never a float copy of a matrix.
     """
-    step, first = max(1, CHUNK // weights[0].shape[1]), 0
-    for weight in weights:
-        for part in weight.split(step):
-            last = first + len(part)
-            part = part.float()
-            scale_O[first:last] = part.abs().amax(-1) / 127
-            steps = scale_O[first:last].clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-            yield (part / steps).round_().to(torch.int8)
-            first = last
+    first = 0
+    for part in blocks(weights):
+        last = first + len(part)
+        part = part.float()
+        scale_O[first:last] = part.abs().amax(-1) / 127
+        steps = scale_O[first:last].clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        yield (part / steps).round_().to(torch.int8)
+        first = last
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, bias: Tensor | None) -> Tensor:

@@ -67,5 +67,14 @@ class Format(Protocol):
     def why_not(self, device: torch.device) -> str | None:
         """What this machine lacks for it; None: nothing."""
 
+    def bytes(self, outs: int, width: int, own: set[torch.dtype], dtype: torch.dtype, device: torch.device) -> int:
+        """Bytes that a matrix [outs, width] will take, without its bias.
+
+        Args:
+            own: dtypes of the weights in the checkpoint.
+            dtype, device: to compute in.
+        """
+        ...
+
 
 FORMATS: dict[str, Format] = {"none": FloatLinear, "int8": Int8Linear}  # by the value of --quant

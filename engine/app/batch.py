@@ -66,6 +66,7 @@ MAX_LINE = 64 << 20
 PROMPTS = ("prompt", "messages", "prompt_ids")
 LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids")
 READ_AHEAD = 64  # lines of a pipe
+PARALLEL = 16  # searches at once, as `Engine.load` has it
 
 
 def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> int:
@@ -94,6 +95,7 @@ def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] |
     source = _open_input(args, stdin)
     # A pipe stays open until the process ends: closing it would wait for the thread that reads it.
     with source if source.seekable() else nullcontext(), closing(Sink.open(args, source, stdout)) as sink:
+        args.parallel = PARALLEL
         engine = load_engine(args)
         meter = Meter(engine, args, source)
         records = Records(source, engine, args, sink.kept, traces)

@@ -16,6 +16,7 @@ from engine.app.dialog import Dialog
 from engine.app.settings import Settings
 from engine.app.terminal import Interrupt, Label, Quit, Screen
 from engine.app.trace_page import check_target
+from engine.budget import Loading, table
 from engine.capabilities import dtype_name
 from engine.conversation import OVERFLOW, Conversation
 from engine.demo import BANNER, demo_folder, is_demo
@@ -25,6 +26,7 @@ from engine.trace import Traces
 from engine.version import __version__
 from models.checkpoint import Checkpoint
 from search.base import make_search
+from search.trie import Trie
 
 # --- the banner ---
 
@@ -73,6 +75,16 @@ def parser() -> argparse.ArgumentParser:
     cli.add_model_flags(parser)
     cli.add_search_flags(parser)
     cli.add_limit_flags(parser)
+    group = parser.add_argument_group("plan")
+    group.add_argument(
+        "--plan", metavar="DIR", help="print what a model would take in each format, for 1, 4 and 15 beams, and exit"
+    )
+    group.add_argument(
+        "--context",
+        type=cli.positive,
+        metavar="N",
+        help="tokens that --plan counts, --max-new-tokens of them the reply's (the model's context)",
+    )
     group = parser.add_argument_group("chat")
     prompts = group.add_mutually_exclusive_group()
     prompts.add_argument(
@@ -115,6 +127,9 @@ def one_shot(args: argparse.Namespace) -> str | None:
 
 def chat(args: argparse.Namespace) -> int:
     """Run the command line. Returns the exit code; raises CoppiceError."""
+    if args.plan is not None:
+        print(plan(args))
+        return 0
     make_search(args.search, cli.search_params(args))
     settings = Settings(args.search, cli.search_params(args), **cli.limits(args))
     if sys.stdout is None:
@@ -155,6 +170,13 @@ def chat(args: argparse.Namespace) -> int:
         if saved is not None:
             tell_loaded(dialog, saved)
         return dialog.converse()
+
+
+def plan(args: argparse.Namespace) -> str:
+    """The table of `--plan`. Raises CoppiceError."""
+    given = {"dtype": args.dtype, "device": args.device}
+    context = args.context
+    return table(Loading({"target": args.plan}, **given), lambda beams: Trie(beams=beams), context, args.max_new_tokens)
 
 
 def make_screen(args: argparse.Namespace) -> Screen:

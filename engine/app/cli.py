@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from engine.budget import Workload
 from engine.contract import is_ours
 from engine.demo import with_defaults
 from engine.engine import Engine
@@ -22,7 +23,7 @@ from engine.startup import started
 from engine.text.tokenizer import check_utf8
 from engine.version import __version__
 from models.linear import FORMATS
-from search.base import REGISTRY, SHARED_PARAMS, parameters
+from search.base import REGISTRY, SHARED_PARAMS, make_search, parameters
 from search.outside import find_search, load_entry_points
 from search.values import Kind, default_of, kinds, written
 
@@ -100,7 +101,7 @@ class Parser(argparse.ArgumentParser):
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """--model, --draft, --reward, --dtype, --quant, --kv-dtype, --device, --compile, --threads, --chat-template,
-    --kv-memory."""
+    --kv-memory, --memory."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="DIR", help="folder: config.json, safetensors, tokenizer (the bundled demo)")
     group.add_argument("--draft", metavar="DIR", help="a smaller one of the same tokenizer, to draft (the demo's)")
@@ -128,6 +129,18 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="of all KV caches, as 512M or 2G (half of what is free)",
     )
+    group.add_argument(
+        "--memory",
+        type=_memory,
+        metavar="SIZE|auto",
+        help="of the whole process: what the weights and the rest leave goes to the KV caches; auto: the least of the "
+        "limits that it runs under (no limit)",
+    )
+
+
+def _memory(text: str) -> int | str:
+    """A budget: auto, or bytes. An argparse type."""
+    return text if text == "auto" else parse_size(text)
 
 
 def add_search_flags(parser: Parser) -> None:
@@ -200,7 +213,7 @@ def _value(kind: Kind) -> Callable[[str], Any]:
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:
     """--max-new-tokens, --stop, --ignore-eos."""
     group = parser.add_argument_group("limits")
-    group.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="of each output (256)")
+    group.add_argument("--max-new-tokens", type=positive, default=256, metavar="N", help="of each output (256)")
     group.add_argument(
         "--stop", type=_text, action="append", default=[], metavar="STR", help="end before this text; repeatable"
     )
@@ -240,6 +253,8 @@ def load_engine(args: argparse.Namespace) -> Engine:
         device=args.device,
         threads=args.threads,
         kv_memory=args.kv_memory,
+        memory=args.memory,
+        workload=_workload(args) if args.memory is not None else None,
         compile=args.compile,
         quant=args.quant,
         kv_dtype=args.kv_dtype,
@@ -247,6 +262,14 @@ def load_engine(args: argparse.Namespace) -> Engine:
         draft=draft,
         reward=reward,
     )
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    """What `--memory` has to hold: the search of a command that has one, and as many at once as it runs."""
+    parallel = getattr(args, "parallel", 1)
+    if not hasattr(args, "search"):
+        return Workload(parallel=parallel)
+    return Workload(make_search(args.search, search_params(args)), 1, getattr(args, "max_new_tokens", 1), parallel)
 
 
 # --- values ---
@@ -277,7 +300,7 @@ def parse_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text) or not int(text):
         raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
     return int(text)

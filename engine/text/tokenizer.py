@@ -54,7 +54,8 @@ class Tokenizer:
         self.special_ids = frozenset(vocab[content] for content in self.special_spellings)
         self.bos_token_id = vocab.get(names.get("bos_token", ""))
         self.eos_token_id = vocab.get(names.get("eos_token", ""))
-        self._encoder = encoder
+        self._encoder, self._added = encoder, {content: vocab[content] for content in raw}
+        encoder.vocab = self._added  # the whole takes megabytes
         longest_first = sorted(raw, key=lambda c: (-len(c), c))
         word = {c: r"(?<!\w){}(?!\w)" if raw[c].single_word else "{}" for c in raw}
         self._raw = re.compile("|".join(word[c].format(re.escape(c)) for c in longest_first) or "(?!)")
@@ -127,7 +128,7 @@ class Tokenizer:
         for found in self._raw.finditer(text) if tokens else ():
             if found[0] in tokens:
                 yield text[start : found.start()]
-                yield self._encoder.vocab[found[0]]
+                yield self._added[found[0]]
                 start = found.end()
         yield text[start:]
 

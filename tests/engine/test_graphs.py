@@ -163,5 +163,5 @@ def test_which_runner(monkeypatch):
             with pytest.raises(UsageError, match="cannot serve"):
                 make_runner(None, pool, 9)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"needs the package triton.*coppice\[gpu\]"):
+    with pytest.raises(UsageError, match=r"(?s)needs the package triton.*coppice\[gpu\]"):
         make_runner(None, PagePool(plain.shape, 4, 16, torch.float32, "meta"), 9)

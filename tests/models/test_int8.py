@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from engine import Engine, UsageError
-from models import int8
+from models import floats, int8
 from models.int8 import Int8Linear, quantized
 from search import Trie
 from tools.bench.measure import weight_bytes
@@ -84,7 +84,7 @@ def test_quantising_in_chunks_holds_no_float_matrix(monkeypatch):
         return torch.cat([*quantized(weights, scale_O)]), scale_O
 
     whole = quantize()
-    monkeypatch.setattr(int8, "CHUNK", 100)
+    monkeypatch.setattr(floats, "CHUNK", 100)
     sizes, plain = [], torch.Tensor.float
     monkeypatch.setattr(torch.Tensor, "float", lambda x: sizes.append(x.numel()) or plain(x))
     assert all(torch.equal(a, b) for a, b in zip(whole, quantize(), strict=True))

@@ -64,7 +64,7 @@ def convert(path: Path, folder: Path, *, progress: bool = False) -> dict[str, An
         config["quantization_config"] = Own.config(quantized)
     ends: dict[str, Any] = {}
     if vocabulary:
-        ends = {"bos_token_id": vocabulary.ids["bos"], "eos_token_id": vocabulary.ends()}
+        ends = {"bos_token_id": vocabulary.ids["bos"], "eos_token_id": vocabulary.ends() or None}
         files = vocabulary.files(file.fields(f"{file.fields().str('general.architecture')}.").int("context_length"))
         for name, content in files.items():
             _write(folder / name, content)

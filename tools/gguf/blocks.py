@@ -12,7 +12,7 @@ from torch import Tensor
 from models.quantized.own import Grouping
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PIECE = 1 << 24  # bytes that are converted at a time
+PIECE = 1 << 22  # bytes that are converted at a time
 
 
 class Blocks(NamedTuple):

@@ -211,8 +211,7 @@ def _decimal(value: float) -> float:
 
 def _dtype(file: GGUF) -> str:
     """Of most matrices that are floats."""
-    found = Counter(DTYPES.get(entry.format) for entry in file.tensors.values() if len(entry.shape) > 1)
-    found.pop(None, None)
+    found = Counter(DTYPES[e.format] for e in file.tensors.values() if len(e.shape) > 1 and e.format in DTYPES)
     return found.most_common(1)[0][0] if found else "float32"
 
 

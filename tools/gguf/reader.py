@@ -93,8 +93,7 @@ class GGUF:
         """Rows [first, last) of a tensor of one or two dimensions as they are stored: uint8 [last - first, bytes]."""
         buffer = bytearray((last - first) * entry.row_bytes)
         with open_regular(self.path) as file:
-            file.seek(entry.start + first * entry.row_bytes)
-            if file.readinto(buffer) != len(buffer):
+            if os.preadv(file.fileno(), [buffer], entry.start + first * entry.row_bytes) != len(buffer):
                 raise self.error("the file became shorter while it was read", FETCH_AGAIN)
         return torch.frombuffer(buffer, dtype=torch.uint8).view(last - first, entry.row_bytes)
 

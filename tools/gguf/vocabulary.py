@@ -66,7 +66,8 @@ class Vocabulary:
         defaults = {"bos": 1, "eos": 2, "unk": 0} if kind == "llama" else {}
         self.ids = {name: self._id(f"{key}_token_id", defaults.get(name)) for name, key in NAMED.items()}
         for name in ("unk", "pad"):  # an id left over from another tokenizer would take an ordinary token out of texts
-            if "token_type" in self.keys.config and self.ids[name] is not None and self.types[self.ids[name]] == NORMAL:
+            i = self.ids[name]
+            if "token_type" in self.keys.config and i is not None and self.types[i] == NORMAL:
                 self.ids[name] = None
 
     def ends(self) -> list[int]:
@@ -164,7 +165,7 @@ class Vocabulary:
             "model": self._bpe(self._merges(), ignore_merges=pre in WHOLE_WORDS),
         }
 
-    def _bpe(self, merges: Sequence[str], **options: Any) -> dict[str, Any]:
+    def _bpe(self, merges: Sequence[Sequence[str]], **options: Any) -> dict[str, Any]:
         usual = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
         usual |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
         return {"type": "BPE", **usual, **options, "vocab": self.vocab, "merges": merges}

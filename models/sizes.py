@@ -1,0 +1,101 @@
+"""What a model will take, from the headers of its checkpoint: the model is built as ever, on weights without data."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models import load_model
+from models.checkpoint import FLOATS, Checkpoint
+from models.config import Config, ModelShape
+from models.floats import has_kernels
+from models.linear import FORMATS
+from models.packed import PANELS, SCALE
+from models.weights import Weights
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Bytes of a model, and what the bytes of its passes depend on.
+
+    Args:
+        matrices: of the linear layers, as their format keeps them.
+        vectors: norms, biases, tables of positions, and on a device the embedding.
+        config, shape: of the model.
+    """
+
+    matrices: int
+    vectors: int
+    config: Config
+    shape: ModelShape
+
+    @property
+    def weights(self) -> int:
+        """All that stays in memory."""
+        return self.matrices + self.vectors
+
+
+def measure(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = "none") -> ModelSize:
+    """Count the bytes of a model; no weights are read. See `load_model` for arguments and errors."""
+    found: list[Sizes] = []
+
+    def reader(*arguments: Any) -> Sizes:
+        found.append(Sizes(*arguments))
+        return found[-1]
+
+    model = load_model(checkpoint, dtype, device, quant, reader)
+    return ModelSize(found[0].matrices, found[0].vectors, model.config, model.shape)
+
+
+class Sizes(Weights):
+    """In the place of `Weights`: reads nothing and counts the bytes of what it is asked for."""
+
+    matrices = vectors = 0
+
+    def vector(self, name: str) -> Tensor:
+        """A vector without data."""
+        vector = torch.empty(self.shapes[name], dtype=self.dtype, device="meta")
+        self.vectors += vector.nbytes
+        return vector
+
+    def linear(self, *names: str, bias: bool = False, transposed: bool = False) -> Any:
+        """A linear layer without a matrix."""
+        outs = [self.shapes[f"{name}.weight"][transposed] for name in names]
+        width = self.shapes[f"{names[0]}.weight"][not transposed]
+        stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
+        self.vectors += sum(outs) * self.dtype.itemsize * bias
+        self.matrices += self._bytes(stored, outs, width)
+        return _Nothing(stored)
+
+    def embedding(self, name: str) -> Any:
+        """Rows that are read from the file on a CPU, and resident elsewhere."""
+        if self.device.type != "cpu":
+            self.vectors += math.prod(self.shapes[name]) * self.dtype.itemsize
+        return nn.Identity()
+
+    def _bytes(self, stored: Sequence[str], outs: Sequence[int], width: int) -> int:
+        tensors, key = self.checkpoint.tensors, "+".join(stored)
+        if self.checkpoint.packing and key in self.checkpoint.packing.sizes and has_kernels(torch.float32, self.device):
+            parts = [tensors[name] for name in (PANELS + key, SCALE + key) if name in tensors]
+            return sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
+        floats = {
+            name: tensors[name].dtype for name in stored if name in tensors and tensors[name].dtype in FLOATS.values()
+        }
+        if floats and len(floats) < len(stored):  # `Joined`: the others are stored quantised
+            return sum(self._bytes([name], [rows], width) for name, rows in zip(stored, outs, strict=True))
+        own = {*floats.values()} or {torch.float32}
+        quant = self.quant if sum(outs) > 1 else "none"
+        return FORMATS[quant].bytes(sum(outs), width, own, self.dtype, self.device)
+
+
+class _Nothing(nn.Module):
+    """A linear layer without a matrix, see `models.linear.Linear`."""
+
+    bias, matrix = None, None
+
+    def __init__(self, names: Sequence[str]):
+        super().__init__()
+        self.names = names
