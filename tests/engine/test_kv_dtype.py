@@ -17,7 +17,7 @@ from search import ADED, DSBD, ULTS, BeamSample, Greedy, Sample, SBoN, Speculati
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROMPTS = ["What is the opposite of hot?", "Once upon a time there was", "Hello"]
-SEARCHES = [Trie(beams=5), ADED(), DSBD(beams=3, seed=1), SBoN(n=4, seed=2), ULTS(seed=3)]
+SEARCHES = [Trie(beams=5), ADED(), DSBD(width=3, seed=1), SBoN(n=4, seed=2), ULTS(seed=3)]
 OTHERS = [Greedy(), Sample(seed=4, temperature=0.8), BeamSample(beams=3, seed=5), Speculative(seed=6)]
 FAMILIES = ["llama/gqa", "llama/head_dim", "opt/plain", "gpt2/plain", "phi3/window", "qwen3/windows"]
 IMPLS = ["reference", "torch", *([] if cpp.why_not() else ["cpp"])]
