@@ -4,7 +4,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ class Plan:
         """The sum, line by line."""
         rows = {**self.lines, f"cache for {tokens} tokens ({needs})": self.cache(tokens)}
         width = max(map(len, rows))
-        return "\n".join(f"  {name:{width}} {size_text(size):>9}" for name, size in rows.items())
+        return "\n".join(f"  {name:{width}} {_megabytes(size):>10}" for name, size in rows.items())
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,11 @@ class Loading:
     device: str = "auto"
     quant: str = "none"
     kv_dtype: str = "auto"
+
+    @staticmethod
+    def of(folders: Mapping[str, str | Path], options: Mapping[str, Any]) -> "Loading":
+        """Of the options of `load_models` those that a plan depends on."""
+        return Loading(folders, **{f.name: options[f.name] for f in fields(Loading)[1:] if f.name in options})
 
     def plan(self, workload: Workload, runtime: int | None = None) -> Plan:
         """What a process will hold, the cache left open; reads configurations and headers.
@@ -193,6 +198,11 @@ def _remedies(loading: Loading, memory: int, workload: Workload, needed: int) ->
             fits.append(f"{flags} ({size_text(total)})")
     fits.append(f"--memory of at least {(needed >> 20) + 1}M")
     return "what would fit: " + ", ".join(fits)
+
+
+def _megabytes(size: int) -> str:
+    """Of lines that people add up: all in one unit."""
+    return f"{size / 2**20:.1f} MB"
 
 
 def _with_beams(search: Search | None, beams: int) -> Any:
@@ -340,7 +350,7 @@ def table(loading: Loading, search_of: Any, context: int | None, new: int) -> st
                 scratch = sum(n for name, n in plan.lines.items() if "scratch" in name)
                 others = plan.fixed - weights - scratch
                 numbers = (weights, plan.cache(tokens), scratch, others, max(start, plan.total(tokens)))
-                w, k, s, r, t = map(size_text, numbers)
+                w, k, s, r, t = map(_megabytes, numbers)
                 dtype = str(_cache_dtype(kv_dtype, precision.dtype)).removeprefix("torch.")
                 rows.append(("own" if own else quant, w, dtype, k, str(beams), str(tokens), s, r, t))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

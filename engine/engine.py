@@ -172,7 +172,7 @@ class Engine:
         options = {"dtype": dtype, "device": device, "compile": compile, "quant": quant, "kv_dtype": kv_dtype}
         release_libraries()
         if memory is not None:
-            loading = Loading(folders, dtype, device, quant, kv_dtype)
+            loading = Loading.of(folders, options)
             budget = allow(loading, memory, budget, workload or Workload(parallel=parallel))
         models = load_models(folders, kv_memory=budget, chat_template=chat_template, **options)
         target, *others = [Engine(model, parallel) for model in models.values()]

@@ -57,14 +57,20 @@ void coppice_gumbel_argmax(int64_t threads, const float* logp, const uint32_t* k
 
 // --- linear ---
 
-// A packed matrix [outs, width]. `kind` is that of its elements, 3 for int8; `scale` is that of int8, for each output;
-// `bias`, of the kind of the rows, may be null.
+// A packed matrix [outs, width]. `kind` is that of its elements: 3 for int8, 4 for int4, 5 for uint8, 6 for float8. The
+// last three lie in groups of `group` elements; `scale` [panels, groups, 16] and `zero`, which may be null, are of
+// `scale_kind`. int8 has no groups, and a scale for each output, float32. `order` (null: as they are) are the elements
+// of x that are multiplied. Rows are rounded to 1 / `levels` of their largest magnitude; 0: they are not. `bias`, of the
+// kind of the rows, may be null.
 struct Matrix {
-    int64_t kind;
+    int64_t kind, group, scale_kind;
     const void* panels;
-    const float* scale;
+    const void* scale;
+    const void* zero;
+    const int32_t* order;
     const void* bias;
     int64_t outs, width;
+    float levels;
 };
 
 // Rows of `steps` words, 2 or 4 bytes each, to panels of 16 rows; layout: linear/panels.py.

@@ -195,7 +195,10 @@ class Checkpoint:
         if bias is not None and bias.any():
             raise error("it has a bias, and the model has none")
         outs, width = shape[::-1] if kind == TRANSPOSED else shape
-        return scheme.weight(outs, width, Source(read, error))
+        weight = scheme.weight(outs, width, Source(read, error))
+        if weight.group % 8 and weight.group != width:
+            raise error(f"groups of {weight.group} elements are not supported, but multiples of 8 and whole rows")
+        return weight
 
     def _scheme(self, name: str, stored: str, kind: str) -> Scheme | None:
         """How a weight is stored; None: as floats, as the config says or as the file has it."""

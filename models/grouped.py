@@ -3,16 +3,21 @@
 Shape legend: O outputs, I inputs (the width of a row), G groups of a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-Kind = Literal["int4", "int8", "float8"]
-ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0}  # what stands for zero where groups have none of their own
+from kernels.linear import Packed, linear, pack, pack_groups
+from kernels.linear.panels import ZEROS, GroupKind
+from kernels.linear.reference import quantize
+from models.floats import FloatLinear, PackedLinear, has_kernels
+
+CHUNK = 1 << 22  # weights of which there are codes or floats at once
 
 
 class GroupedRows(NamedTuple):
@@ -43,7 +48,7 @@ class GroupedWeight:
             int8; None: they are multiplied as floats.
     """
 
-    kind: Kind
+    kind: GroupKind
     shape: tuple[int, int]
     group: int
     rows: Callable[[int, int], GroupedRows]
@@ -54,6 +59,11 @@ class GroupedWeight:
     def groups(self) -> int:
         """Groups of a row."""
         return -(-self.shape[1] // self.group)
+
+    @property
+    def kinship(self) -> tuple[str, int, int, float | None]:
+        """What weights have to share to be one matrix, besides their order."""
+        return self.kind, self.shape[1], self.group, self.levels
 
     def floats(self, first: int = 0, last: int | None = None) -> Tensor:
         """Rows [first, last) as float32, their columns in the order of the inputs."""
@@ -72,3 +82,103 @@ class GroupedWeight:
 def _spread(x_OG: Tensor, group: int, width: int) -> Tensor:
     """Values of groups to every element of a row."""
     return x_OG.repeat_interleave(group, 1)[:, :width]
+
+
+class GroupedLinear(PackedLinear):
+    """y = x W^T + b of weights in groups, see `models.linear.Linear`.
+
+    Where there are C++ kernels, weights of one kind are packed into one matrix, as they are. Elsewhere on a CPU every
+    product makes floats of a few rows at a time, which is slow; on a device the weights become floats once.
+
+    Args:
+        weights: of equal widths.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[GroupedWeight],
+        biases: Sequence[Tensor] | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__(None, biases, dtype=dtype, device=device)
+        self.weights, self.parts, self.whole = [*weights], [], None
+        if device.type != "cpu":
+            floats = (weight.floats() for weight in weights)
+            self.whole, self.weights = FloatLinear(floats, dtype=dtype, device=device), []
+        elif has_kernels(torch.float32, device):
+            self.parts = [_packed(alike) for alike in _alike(weights)]
+            self.packed = self.parts[0] if len(self.parts) == 1 else None
+            self.weights = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., sum of outs]."""
+        if self.packed:
+            return super().forward(x)
+        if self.whole:
+            y = self.whole(x)
+        elif self.parts:
+            y = torch.cat([linear(x.float(), part) for part in self.parts], -1).to(x.dtype)
+        else:
+            y = torch.cat([_product(x.float(), weight) for weight in self.weights], -1).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+def _alike(weights: Sequence[GroupedWeight]) -> list[list[GroupedWeight]]:
+    """Neighbours that can be one matrix, side by side."""
+    found: list[list[GroupedWeight]] = []
+    for weight in weights:
+        last = found[-1][-1] if found else None
+        if last is not None and last.kinship == weight.kinship and _same(last.order_I, weight.order_I):
+            found[-1].append(weight)
+        else:
+            found.append([weight])
+    return found
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and one.equal(other))
+
+
+def _packed(weights: Sequence[GroupedWeight]) -> Packed:
+    """One matrix of weights that are alike."""
+    first, outs, width = weights[0], sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    order_I = None if first.order_I is None else first.order_I.to(torch.int32)
+    step = max(1, CHUNK // width)
+    blocks = (
+        weight.rows(at, min(at + step, weight.shape[0])) for weight in weights for at in range(0, weight.shape[0], step)
+    )
+    if first.levels is None or first.kind == "int4":
+        panels, groups = pack_groups(_with_zeros(blocks, weights), first.kind, outs, width, first.group)
+        return Packed(panels, outs, width, groups=groups, order_I=order_I, levels=first.levels or 0)
+    scale_O, at = torch.empty(outs), 0
+
+    def rows() -> Iterator[Tensor]:
+        nonlocal at
+        for block in blocks:
+            scale_O[at : at + len(block.codes_OI)] = block.scale_OG[:, 0]
+            at += len(block.codes_OI)
+            yield (block.codes_OI ^ 128).view(torch.int8)
+
+    panels = pack(rows(), torch.int8, outs, width)
+    return Packed(panels, outs, width, scale_O.div_(first.levels), order_I=order_I, levels=first.levels)
+
+
+def _with_zeros(blocks: Iterable[GroupedRows], weights: Sequence[GroupedWeight]) -> Iterator[GroupedRows]:
+    """The same blocks, all with zeros if any weight has some."""
+    zeros = any(weight.rows(0, 1).zero_OG is not None for weight in weights)
+    for block in blocks:
+        if zeros and block.zero_OG is None:
+            block = block._replace(zero_OG=torch.full_like(block.scale_OG, ZEROS[weights[0].kind]))
+        yield block
+
+
+def _product(x: Tensor, weight: GroupedWeight) -> Tensor:
+    """x W^T by floats that are made as they are needed; x is float32."""
+    if weight.levels is not None:
+        steps, top = quantize(x, weight.levels)
+        x = torch.where(top > 0, (steps.float() - 128) * (top / weight.levels), 0)
+    outs, step = weight.shape[0], max(1, CHUNK // weight.shape[1])
+    rows = (weight.floats(at, min(at + step, outs)) for at in range(0, outs, step))
+    return torch.cat([F.linear(x, part) for part in rows], -1)

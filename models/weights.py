@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from kernels.linear.reference import unpacked
 from models.checkpoint import Checkpoint
 from models.floats import PackedLinear, has_kernels
-from models.grouped import GroupedWeight
+from models.grouped import GroupedLinear, GroupedWeight
 from models.linear import FORMATS, Joined, Linear
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 
@@ -55,10 +55,12 @@ class Weights:
         grouped = self._grouped(names, bias, transposed) if not packed else []
         if grouped and not all(grouped):
             return Joined([self.linear(name, bias=bias, transposed=transposed) for name in names])
+        if grouped:
+            layer: Linear = GroupedLinear([w for w in grouped if w], biases, dtype=self.dtype, device=self.device)
+            layer.names = stored
+            return layer
         if packed:
             weights = iter([unpacked(packed)])
-        elif grouped:
-            weights = (weight.floats() for weight in grouped if weight)
         else:
             # Read one after the other by whoever takes them, so that their pages of the file can go when copied.
             read = (self._read(f"{name}.weight") for name in names)

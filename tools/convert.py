@@ -52,7 +52,7 @@ def convert(source: str | Path, folder: str | Path, *, progress: bool = False) -
         UsageError: `folder` is there already, torch is too old, or the package `gguf` is needed.
     """
     source, folder = Path(source), Path(folder)
-    if source.is_file():
+    if source.is_file() or source.suffix == ".gguf":
         with new_folder(folder) as partial:
             return {"path": str(folder), "files": 1, **gguf.convert(source, partial, progress=progress)}
     check_torch(torch.__version__)

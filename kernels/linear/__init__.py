@@ -1,4 +1,4 @@
-"""Products of rows with packed matrices: any number of rows, float32, bfloat16, float16 and int8.
+"""Products of rows with packed matrices: any number of rows, floats, int8, and groups of int4, int8 and float8.
 
 `panels.py` has the layout, `reference.py` the definition; only C++ has the products (native.cpp), on a CPU.
 """
@@ -10,13 +10,13 @@ from kernels.checks import expect, floats
 from kernels.cpp import watched
 from kernels.linear import native
 from kernels.linear.native import dot_products
-from kernels.linear.panels import Packed, pack
+from kernels.linear.panels import Groups, Packed, pack, pack_groups
 
-__all__ = ["Packed", "dot_products", "linear", "pack"]
+__all__ = ["Groups", "Packed", "dot_products", "linear", "pack", "pack_groups"]
 
 
 def linear(x: Tensor, matrix: Packed, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b; rows are rounded for int8, see `reference.quantize`.
+    """x W^T + b; rows are rounded where the matrix has levels, see `reference.quantize`.
 
     A row's result does not depend on the rows beside it.
 
@@ -34,5 +34,4 @@ def linear(x: Tensor, matrix: Packed, bias: Tensor | None = None) -> Tensor:
             raise ValueError(f"x: expected a width of {matrix.width}, got {list(x.shape)}")
         if bias is not None:
             expect("bias", bias, x.dtype, (matrix.outs,), x.device)
-    run = torch.ops.coppice.linear if watched() else native.linear
-    return run(x, matrix.panels, matrix.scale_O, bias, matrix.outs, matrix.width)
+    return (native.watched_linear if watched() else native.linear)(x, matrix, bias)

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int PANEL = 16;     // outputs side by side
 constexpr int PIECE = 64;     // outputs
-constexpr int GROUP = 60;     // rows that share a fetch from the second-level cache
+constexpr int BATCH = 60;     // rows that share a fetch from the second-level cache
 constexpr int AHEAD = 8192;   // bytes
 constexpr int LEAST = LANES == PANEL ? 2 : PANEL / LANES;  // vectors per row of a set
 constexpr int OWN_ROWS = 16;  // prepared by each thread for itself, as waiting for the others would take longer
@@ -50,6 +50,8 @@ struct Rows {
     typename Element::Row* data;
     int64_t stride;
     Unit* units;  // one for each row
+    float* sums;  // of each row's groups; null: they are not needed
+    int64_t groups;
 };
 
 // Where a chunk of a set's first panel lies, and bytes from one panel to the next.
@@ -58,18 +60,44 @@ struct Chunk {
     int64_t across, steps;
 };
 
+// Chunks of groups, one after the other.
+constexpr int MOST_CHUNKS = 8;
+
+template <int VECTORS>
+struct Chunks {
+    const char* at;
+    int64_t across, count;
+    struct {
+        int64_t steps, group;  // a negative group: the sum of x is added with another chunk of the group
+        Scale scales[VECTORS];
+    } each[MOST_CHUNKS];
+};
+
 template <typename Element, int VECTORS, int COUNT>
-void add_block(const typename Element::Row* x, int64_t stride, Chunk chunk, int64_t first, int64_t last,
-               typename Element::Sum (*totals)[VECTORS]) {
+inline void add_step(const char* at, int64_t across, const typename Element::Row* x, int64_t stride,
+                     typename Element::Sum (*sums)[VECTORS]) {
+    constexpr int EACH = PANEL / LANES;
+    typename Element::Words words[VECTORS];
+    for (int v = 0; v < VECTORS; v++)
+        words[v] = Element::load(at + v / EACH * across + v % EACH * LANES * Element::BYTES);
+#pragma GCC unroll 8
+    for (int p = 0; p < Element::PARTS; p++) {
+        typename Element::Part part[VECTORS];
+        for (int v = 0; v < VECTORS; v++) part[v] = Element::part(words[v], p);
+        for (int row = 0; row < COUNT; row++)
+            for (int v = 0; v < VECTORS; v++)
+                sums[row][v] =
+                    Element::add(sums[row][v], part[v], x + row * stride + p * (Element::STEP / Element::PARTS));
+    }
+}
+
+template <typename Element, int VECTORS, int COUNT>
+void add_block(const typename Element::Row* x, int64_t stride, const Rows<Element>&, int64_t, const Chunk& chunk,
+               int64_t first, int64_t last, typename Element::Total (*totals)[VECTORS]) {
     constexpr int LINE = PANEL * Element::BYTES, EACH = PANEL / LANES;
     typename Element::Sum sums[COUNT][VECTORS] = {};
     auto step = [&](int64_t i) {
-        typename Element::Part part[VECTORS];
-        for (int v = 0; v < VECTORS; v++)
-            part[v] = Element::load(chunk.at + v / EACH * chunk.across + i * LINE + v % EACH * LANES * Element::BYTES);
-        for (int row = 0; row < COUNT; row++)
-            for (int v = 0; v < VECTORS; v++)
-                sums[row][v] = Element::add(sums[row][v], part[v], x + row * stride + i * Element::STEP);
+        add_step<Element, VECTORS, COUNT>(chunk.at + i * LINE, chunk.across, x + i * Element::STEP, stride, sums);
     };
     int64_t i = 0;
     for (; i < last - first; i++) {
@@ -82,27 +110,105 @@ void add_block(const typename Element::Row* x, int64_t stride, Chunk chunk, int6
         for (int v = 0; v < VECTORS; v++) totals[row][v] += sums[row][v];
 }
 
+// The same for chunks of groups; `first` and `last` are those whose successors are fetched.
+template <typename Element, int VECTORS, int COUNT>
+void add_block(const typename Element::Row* x, int64_t stride, const Rows<Element>& rows, int64_t row0,
+               const Chunks<VECTORS>& chunks, int64_t first, int64_t last,
+               typename Element::Total (*totals)[VECTORS]) {
+    constexpr int LINE = PANEL * Element::BYTES, EACH = PANEL / LANES, STEPS = Element::CHUNK / Element::STEP;
+    const char* at = chunks.at;
+    for (int64_t c = 0; c < chunks.count; c++) {
+        const auto& chunk = chunks.each[c];
+        typename Element::Sum sums[COUNT][VECTORS] = {};
+        if (c >= first && c < last)
+            for (int panel = 0; panel < VECTORS / EACH; panel++)
+                for (int64_t i = 0; i < chunk.steps; i++)
+                    __builtin_prefetch(at + panel * chunks.across + i * LINE + AHEAD);
+        auto step = [&](int64_t i) {
+            add_step<Element, VECTORS, COUNT>(at + i * LINE, chunks.across, x + i * Element::STEP, stride, sums);
+        };
+        if (chunk.steps == STEPS)
+            for (int64_t i = 0; i < STEPS; i++) step(i);
+        else
+            for (int64_t i = 0; i < chunk.steps; i++) step(i);
+        if (rows.sums && chunk.group >= 0)
+            for (int row = 0; row < COUNT; row++) {
+                const float of_x = rows.sums[(row0 + row) * rows.groups + chunk.group];
+                for (int v = 0; v < VECTORS; v++)
+                    totals[row][v] += (Element::floats(sums[row][v]) - chunk.scales[v].zero * of_x) * chunk.scales[v].scale;
+            }
+        else
+            for (int row = 0; row < COUNT; row++)
+                for (int v = 0; v < VECTORS; v++)
+                    totals[row][v] += Element::floats(sums[row][v]) * chunk.scales[v].scale;
+        at += chunk.steps * LINE, x += chunk.steps * Element::STEP;
+    }
+}
+
 template <typename Element, int VECTORS, int COUNT = max_rows<Element>(VECTORS), typename... Arguments>
-void add_rows(int count, Arguments... arguments) {
+void add_rows(int count, const Arguments&... arguments) {
     if (count == COUNT) return add_block<Element, VECTORS, COUNT>(arguments...);
     if constexpr (COUNT > 1) add_rows<Element, VECTORS, COUNT - 1>(count, arguments...);
 }
 
-// `count` rows, at most GROUP, times VECTORS vectors of outputs; finish(row, vector, sum) takes the sums.
+// Scales and zeros of a group for LANES outputs from `out` on.
+template <typename Element>
+Scale scale_of(const Matrix& m, int64_t out, int64_t group, int64_t groups) {
+    const int64_t number = (out / PANEL * groups + group) * PANEL + out % PANEL;
+    Scale scale;
+    with_type(m.scale_kind, [&](auto type) {
+        typedef decltype(type) T;
+        scale.scale = load((const T*)m.scale + number);
+        scale.zero = m.zero ? load((const T*)m.zero + number) - Element::ZERO : all(Element::DEFAULT - Element::ZERO);
+    });
+    return scale;
+}
+
+// The chunks of groups from step `at` on; returns how many steps they have.
+template <typename Element, int VECTORS>
+int64_t take(const Matrix& m, int64_t out, int64_t at, int64_t steps, int64_t groups, Chunks<VECTORS>& chunks) {
+    constexpr int STEPS = Element::CHUNK / Element::STEP;
+    const int64_t group_steps = (m.group + Element::STEP - 1) / Element::STEP, from = at;
+    for (chunks.count = 0; chunks.count < MOST_CHUNKS && at < steps; chunks.count++) {
+        auto& chunk = chunks.each[chunks.count];
+        const int64_t group = at / group_steps, end = std::min(steps, (group + 1) * group_steps);
+        for (int v = 0; v < VECTORS; v++) chunk.scales[v] = scale_of<Element>(m, out + v * LANES, group, groups);
+        chunk.group = at == group * group_steps ? group : -1;
+        chunk.steps = std::min<int64_t>(STEPS, end - at);
+        at += chunk.steps;
+    }
+    return at - from;
+}
+
+// `count` rows, at most BATCH, times VECTORS vectors of outputs from `out` on; finish(row, vector, total).
 template <typename Element, int VECTORS, typename Finish>
-void multiply_set(const Rows<Element>& rows, int64_t row, int count, const char* panel, int64_t steps, Finish finish) {
-    constexpr int LINE = PANEL * Element::BYTES, STEPS = Element::CHUNK / Element::STEP;
+void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matrix& m, int64_t steps, int64_t out,
+                  Finish finish) {
+    constexpr int LINE = PANEL * Element::BYTES;
     constexpr int MOST = max_rows<Element>(VECTORS);
-    typename Element::Sum totals[GROUP][VECTORS];
+    typename Element::Total totals[BATCH][VECTORS];
     std::memset(totals, 0, count * sizeof totals[0]);
     const int blocks = (count + MOST - 1) / MOST;
-    for (int64_t at = 0; at < steps; at += STEPS) {
-        const Chunk chunk{panel + at * LINE, steps * LINE, std::min<int64_t>(STEPS, steps - at)};
+    const char* panel = (const char*)m.panels + out * steps * Element::BYTES;
+    auto add = [&](int64_t at, const auto& part, int64_t fetched) {
         for (int b = 0; b < blocks; b++) {
             const int first = count * b / blocks, last = count * (b + 1) / blocks;
             add_rows<Element, VECTORS>(last - first, rows.data + (row + first) * rows.stride + at * Element::STEP,
-                                       rows.stride, chunk, chunk.steps * b / blocks, chunk.steps * (b + 1) / blocks,
-                                       totals + first);
+                                       rows.stride, rows, row + first, part, fetched * b / blocks,
+                                       fetched * (b + 1) / blocks, totals + first);
+        }
+    };
+    if constexpr (Element::GROUPED) {
+        Chunks<VECTORS> chunks{panel, steps * LINE, 0, {}};
+        for (int64_t at = 0, taken; at < steps; at += taken, chunks.at += taken * LINE) {
+            taken = take<Element, VECTORS>(m, out, at, steps, rows.groups, chunks);
+            add(at, chunks, chunks.count);
+        }
+    } else {
+        constexpr int STEPS = Element::CHUNK / Element::STEP;
+        for (int64_t at = 0; at < steps; at += STEPS) {
+            const Chunk chunk{panel + at * LINE, steps * LINE, std::min<int64_t>(STEPS, steps - at)};
+            add(at, chunk, chunk.steps);
         }
     }
     for (int r = 0; r < count; r++)
@@ -111,16 +217,16 @@ void multiply_set(const Rows<Element>& rows, int64_t row, int count, const char*
 
 // Of outputs from `out` on, at most PIECE.
 template <typename Element, int VECTORS = PIECE / LANES, typename Finish>
-void multiply_piece(const Rows<Element>& rows, int64_t row, int count, const char* packed, int64_t steps, int64_t out,
-                    int64_t outs, Finish finish) {
+void multiply_piece(const Rows<Element>& rows, int64_t row, int count, const Matrix& m, int64_t steps, int64_t out,
+                    Finish finish) {
     if (VECTORS > vectors_for<Element>(count)) {
         if constexpr (VECTORS > LEAST)
-            multiply_piece<Element, VECTORS / 2>(rows, row, count, packed, steps, out, outs, finish);
+            multiply_piece<Element, VECTORS / 2>(rows, row, count, m, steps, out, finish);
         return;
     }
-    for (int64_t at = out; at < std::min(out + PIECE, outs); at += VECTORS * LANES)
-        multiply_set<Element, VECTORS>(rows, row, count, packed + at * steps * Element::BYTES, steps,
-                                       [&](int64_t r, int v, auto sum) { finish(r, at + v * LANES, sum); });
+    for (int64_t at = out; at < std::min(out + PIECE, m.outs); at += VECTORS * LANES)
+        multiply_set<Element, VECTORS>(rows, row, count, m, steps, at,
+                                       [&](int64_t r, int v, auto total) { finish(r, at + v * LANES, total); });
 }
 
 template <typename Element>
@@ -133,43 +239,62 @@ int64_t stride_of(int64_t width) {
 
 // Room that a thread keeps, for rows of `width`.
 template <typename Element>
-Rows<Element> room(int64_t rows, int64_t width) {
+Rows<Element> room(int64_t rows, int64_t width, int64_t groups) {
     static thread_local std::unique_ptr<char[]> kept;
     static thread_local int64_t size = 0;
     const int64_t stride = stride_of<Element>(width), data = rows * stride * sizeof(typename Element::Row);
-    const int64_t wanted = data + rows * sizeof(Unit) + 64;
+    const int64_t sums = data + rows * sizeof(Unit), wanted = sums + rows * groups * sizeof(float) + 64;
     if (size < wanted) kept.reset(new char[wanted]), size = wanted;
     char* aligned = kept.get() + 63 - ((uintptr_t)kept.get() + 63) % 64;
-    return {(typename Element::Row*)aligned, stride, (Unit*)(aligned + data)};
+    return {(typename Element::Row*)aligned, stride, (Unit*)(aligned + data), (float*)(aligned + sums), groups};
+}
+
+// Row `row` of x as it is multiplied, with the sums of its groups. `ordered`: room for a row in another order.
+template <typename Element, typename T>
+void prepare(const Matrix& m, const T* x, int64_t row, const Rows<Element>& to, float* ordered) {
+    typename Element::Row* prepared = to.data + row * to.stride;
+    const T* from = x + row * m.width;
+    if (m.order) {
+        for (int64_t i = 0; i < m.width; i++) ordered[i] = load(from + m.order[i], 1)[0];
+        to.units[row] = Element::prepare(ordered, m.width, prepared, m.levels);
+    } else
+        to.units[row] = Element::prepare(from, m.width, prepared, m.levels);
+    if constexpr (Element::GROUPED)
+        for (int64_t group = 0; group < to.groups; group++) {
+            decltype(+prepared[0]) sum = 0;
+            for (int64_t i = group * m.group; i < std::min(m.width, (group + 1) * m.group); i++) sum += prepared[i];
+            to.sums[row * to.groups + group] = sum;
+        }
 }
 
 template <typename Element>
 void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void* out, int64_t rows) {
     const int64_t steps = (m.width + Element::STEP - 1) / Element::STEP;
-    const bool whole = kind == 0 && std::is_same_v<typename Element::Row, float> && m.width % Element::STEP == 0;
+    const int64_t groups = Element::GROUPED ? (m.width + m.group - 1) / m.group : 0;
+    const bool floats = std::is_same_v<typename Element::Row, float>;
+    const bool whole = kind == 0 && floats && m.width % Element::STEP == 0 && !m.order && !(Element::GROUPED && m.zero);
     const bool direct = whole && (m.width % 512 || rows <= 4), common = !direct && rows > OWN_ROWS;
-    auto prepare = [&](const Rows<Element>& to, int64_t row) {
-        with_type(kind, [&](auto type) {
-            typedef decltype(type) T;
-            to.units[row] = Element::prepare((const T*)x + row * m.width, m.width, to.data + row * to.stride);
-        });
+    auto prepare_row = [&](const Rows<Element>& to, int64_t row, float* ordered) {
+        with_type(kind, [&](auto type) { prepare<Element>(m, (const decltype(type)*)x, row, to, ordered); });
     };
-    Rows<Element> shared{(typename Element::Row*)x, m.width, nullptr};
-    if (common) shared = room<Element>(rows, m.width);
+    Rows<Element> shared{(typename Element::Row*)x, m.width, nullptr, nullptr, groups};
+    if (common) shared = room<Element>(rows, m.width, groups);
 #pragma omp parallel num_threads(threads)
     {
         Rows<Element> own = shared;
+        std::vector<float> ordered(m.order ? m.width : 0);
         if (common) {
 #pragma omp for schedule(static)
-            for (int64_t row = 0; row < rows; row++) prepare(shared, row);
+            for (int64_t row = 0; row < rows; row++) prepare_row(shared, row, ordered.data());
         } else if (!direct) {
-            own = room<Element>(rows, m.width);
-            for (int64_t row = 0; row < rows; row++) prepare(own, row);
+            own = room<Element>(rows, m.width, groups);
+            for (int64_t row = 0; row < rows; row++) prepare_row(own, row, ordered.data());
         }
-        auto finish = [&](int64_t row, int64_t at, auto sum) {
+        if (floats && !m.zero) own.sums = nullptr;
+        auto finish = [&](int64_t row, int64_t at, auto total) {
             if (at >= m.outs) return;
             const int n = std::min<int64_t>(LANES, m.outs - at);
-            const Floats value = Element::value(sum, own.units, row, m.scale, at, n);
+            const Floats value = Element::value(total, own.units ? own.units[row] : Unit{}, m.scale, at, n);
             with_type(kind, [&](auto type) {
                 typedef decltype(type) T;
                 store(m.bias ? value + load((const T*)m.bias + at, n) : value, (T*)out + row * m.outs + at, n);
@@ -177,9 +302,8 @@ void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void
         };
 #pragma omp for schedule(dynamic)
         for (int64_t at = 0; at < m.outs; at += PIECE)
-            for (int64_t row = 0; row < rows; row += GROUP)
-                multiply_piece<Element>(own, row, int(std::min<int64_t>(GROUP, rows - row)), (const char*)m.panels,
-                                        steps, at, m.outs, finish);
+            for (int64_t row = 0; row < rows; row += BATCH)
+                multiply_piece<Element>(own, row, int(std::min<int64_t>(BATCH, rows - row)), m, steps, at, finish);
     }
 }
 
@@ -212,6 +336,10 @@ extern "C" void coppice_linear(int64_t kind, int64_t threads, const Matrix* matr
     }
     if (m.kind == 2) product<WideFloat16>(kind, threads, m, x, out, rows);
     if (m.kind == 3) product<Int8>(kind, threads, m, x, out, rows);
+    if (m.kind == 4 && m.levels) product<Int4>(kind, threads, m, x, out, rows);
+    if (m.kind == 4 && !m.levels) product<WideInt4>(kind, threads, m, x, out, rows);
+    if (m.kind == 5) product<WideInt8>(kind, threads, m, x, out, rows);
+    if (m.kind == 6) product<WideFloat8>(kind, threads, m, x, out, rows);
 }
 
 extern "C" void coppice_linear_kinds(int64_t* kinds) {

@@ -1,7 +1,9 @@
 """Calls the C++ products (native.cpp)."""
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -9,18 +11,18 @@ from torch import Tensor
 from kernels import checks
 from kernels.cpp import KINDS, function, why_not
 from kernels.custom_ops import register
-from kernels.linear.panels import Packed
+from kernels.linear.panels import GroupKind, Groups, Packed
 
 
-def linear(x: Tensor, panels: Tensor, scale_O: Tensor | None, bias: Tensor | None, outs: int, width: int) -> Tensor:
-    """See the front and `Packed` for arguments."""
+def linear(x: Tensor, matrix: Packed, bias: Tensor | None) -> Tensor:
+    """See the front for arguments."""
     checks.native(x)
     x = x.contiguous()
-    out = torch.empty(*x.shape[:-1], outs, dtype=x.dtype)
-    matrix = Packed(panels, outs, width, scale_O).described(bias)
+    out = torch.empty(*x.shape[:-1], matrix.outs, dtype=x.dtype)
+    described = matrix.described(bias)
     function("linear")(
-        *(KINDS[x.dtype], torch.get_num_threads(), ctypes.addressof(matrix)),
-        *(x.data_ptr(), out.data_ptr(), x.numel() // width),
+        *(KINDS[x.dtype], torch.get_num_threads(), ctypes.addressof(described)),
+        *(x.data_ptr(), out.data_ptr(), x.numel() // matrix.width),
     )
     return out
 
@@ -38,8 +40,35 @@ def dot_products() -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype, kind in (KINDS | {torch.int8: len(KINDS)}).items() if kinds.value >> kind & 1)
 
 
-def _like(x: Tensor, panels: Tensor, scale_O: Tensor | None, bias: Tensor | None, outs: int, width: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], outs)
+def _linear(
+    x: Tensor,
+    panels: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    order_I: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    sizes: Sequence[int],
+    levels: float,
+) -> Tensor:
+    outs, width, group = sizes
+    groups = Groups(cast(GroupKind, kind), group, cast(Tensor, scale), zero) if group else None
+    scale_O = None if group else scale
+    return linear(x, Packed(panels, outs, width, scale_O, groups=groups, order_I=order_I, levels=levels), bias)
 
 
-register("linear", linear, _like)
+def watched_linear(x: Tensor, matrix: Packed, bias: Tensor | None) -> Tensor:
+    """`linear` as an operator that compilers see: of tensors and numbers."""
+    groups = matrix.groups
+    kind, size, scale, zero = ("", 0, matrix.scale_O, None) if groups is None else groups
+    sizes = [matrix.outs, matrix.width, size]
+    return torch.ops.coppice.linear(
+        x, matrix.panels, scale, zero, matrix.order_I, bias, kind, sizes, float(matrix.levels)
+    )
+
+
+def _like(x: Tensor, panels, scale, zero, order_I, bias, kind, sizes, levels) -> Tensor:
+    return x.new_empty(*x.shape[:-1], sizes[0])
+
+
+register("linear", _linear, _like)

@@ -1,12 +1,13 @@
 """Packed matrices: panels of 16 outputs, one panel after the other.
 
-A panel holds, for each step along the width, a line with a word of each output: one float32 or float16, two bfloat16 or
-four int8. Processors read it as it lies, with vectors of any size: AMX tiles and the dot products of all instruction
-sets take words of this kind.
+A panel holds, for each step along the width, a line with a word of each output: one float32 or float16, two bfloat16,
+four int8, uint8 or float8, or eight int4, of which the first four lie in the low halves of the bytes. Processors read
+it as it lies, with vectors of any size: AMX tiles and the dot products of all instruction sets take words of this kind.
 """
 
 import ctypes
 from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,43 +21,159 @@ STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  
 MAX_INT8_WIDTH = 1 << 16  # sums of more products of int8 would not fit into 32 bits
 ROWS_AT_ONCE = 1 << 20  # elements that are copied at a time when a matrix is packed
 
+GroupKind = Literal["int4", "int8", "float8"]
+GROUP_KINDS: dict[str, int] = {"int4": 4, "int8": 5, "float8": 6}  # as C++ numbers them
+GROUP_STEPS = {"int4": 8, "int8": 4, "float8": 4}  # elements in a word
+ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0}  # what stands for zero in groups that have none of their own
+
+
+class Groups(NamedTuple):
+    """How a packed matrix holds its elements in groups: (number - zero) * scale.
+
+    Args:
+        kind: int4: numbers from 0 to 15; int8: from 0 to 255; float8: e4m3.
+        size: elements of a row that share a scale, side by side; a multiple of 8, or the whole width.
+        scale: [panels, groups, 16], float16 or float32.
+        zero: like scale; None: that of `ZEROS`. float8 has none.
+    """
+
+    kind: GroupKind
+    size: int
+    scale: Tensor
+    zero: Tensor | None = None
+
 
 class Packed:
     """A packed matrix [outs, width].
 
     Args:
         panels: [panels, steps, 16, STEPS[dtype]], contiguous, on a CPU: float32, bfloat16, float16, or uint8 for int8,
-            128 more than the numbers that they stand for. Outputs are padded to a multiple of 64.
+            128 more than the numbers that they stand for. [panels, steps, 16, 4], uint8, for groups. Outputs are padded
+            to a multiple of 64.
         outs, width: of the matrix.
-        scale_O: float32, for int8: number * scale_O[out] * 127 is the element.
+        scale_O: float32, for int8: number * scale_O[out] * levels is the element.
+        groups: of elements with a scale each; not with scale_O.
+        order_I: int32: the elements of x, in the order in which a row of the matrix multiplies them.
+        levels: rows of x are rounded to steps of 1 / levels of their largest magnitude; 0: they are not, which is so
+            for floats and for groups of int8 and float8.
 
     Raises:
-        ValueError: panels or scales that do not fit the sizes.
+        ValueError: panels, scales, groups or an order that do not fit the sizes.
     """
 
-    def __init__(self, panels: Tensor, outs: int, width: int, scale_O: Tensor | None = None):
+    def __init__(
+        self,
+        panels: Tensor,
+        outs: int,
+        width: int,
+        scale_O: Tensor | None = None,
+        *,
+        groups: Groups | None = None,
+        order_I: Tensor | None = None,
+        levels: float | None = None,
+    ):
         self.dtype = torch.int8 if panels.dtype == torch.uint8 else panels.dtype
         if self.dtype not in STEPS:
             raise ValueError(f"panels: expected one of {list(STEPS)}, got {panels.dtype}")
         if self.dtype == torch.int8 and width > MAX_INT8_WIDTH:
             raise ValueError(f"width: int8 takes at most {MAX_INT8_WIDTH}, got {width}")
-        expect("panels", panels, panels.dtype, shape(self.dtype, outs, width), torch.device("cpu"))
-        if (scale_O is not None) != (self.dtype == torch.int8):
-            raise ValueError(f"scale_O: expected one for int8 alone, got {scale_O} for {self.dtype}")
-        if scale_O is not None:
-            expect("scale_O", scale_O, torch.float32, (outs,), torch.device("cpu"))
-        self.panels, self.outs, self.width, self.scale_O = panels, outs, width, scale_O
+        self.panels, self.outs, self.width = panels, outs, width
+        self.scale_O, self.groups, self.order_I = scale_O, groups, order_I
+        self.levels = (127.0 if scale_O is not None else 0.0) if levels is None else levels
+        self._check()
+
+    def _check(self) -> None:
+        cpu, groups = torch.device("cpu"), self.groups
+        kind = self.dtype if groups is None else groups.kind
+        expect("panels", self.panels, self.panels.dtype, shape(kind, self.outs, self.width), cpu)
+        if (self.scale_O is not None) != (self.dtype == torch.int8 and groups is None):
+            raise ValueError(f"scale_O: expected one for int8 without groups alone, got {self.scale_O} for {kind}")
+        if self.scale_O is not None:
+            expect("scale_O", self.scale_O, torch.float32, (self.outs,), cpu)
+        if self.order_I is not None:
+            expect("order_I", self.order_I, torch.int32, (self.width,), cpu)
+            if not self.order_I.sort().values.equal(torch.arange(self.width, dtype=torch.int32)):
+                raise ValueError("order_I: expected every element of a row once")
+        rounded = self.scale_O is not None or (groups is not None and groups.kind == "int4")
+        if (
+            not 0 <= self.levels < 128
+            or (self.levels and not rounded)
+            or (self.scale_O is not None and not self.levels)
+        ):
+            raise ValueError(f"levels: expected 1 to 127.5 for int8, 0 for floats, got {self.levels} for {kind}")
+        if groups is None:
+            return
+        if groups.kind not in GROUP_KINDS or (groups.kind == "float8" and groups.zero is not None):
+            raise ValueError(f"groups: expected one of {list(GROUP_KINDS)}, float8 without zeros, got {groups.kind}")
+        if not (0 < groups.size < self.width and groups.size % 8 == 0) and groups.size != self.width:
+            raise ValueError(f"groups: expected a multiple of 8, or the width {self.width}, got {groups.size}")
+        sizes = len(self.panels), -(-self.width // groups.size), PANEL
+        if groups.scale.dtype not in (torch.float32, torch.float16):
+            raise ValueError(f"scale: expected float16 or float32, got {groups.scale.dtype}")
+        for name, x in (("scale", groups.scale), ("zero", groups.zero)):
+            if x is not None:
+                expect(name, x, groups.scale.dtype, sizes, cpu)
 
     def described(self, bias: Tensor | None) -> ctypes.Structure:
         """For C++; the tensors have to live as long as it is used."""
-        scale, kind = self.scale_O, KINDS.get(self.dtype, len(KINDS))
-        pointers = (None if x is None else x.data_ptr() for x in (self.panels, scale, bias))
-        return OPERATORS.structures["Matrix"](kind, *pointers, self.outs, self.width)
+        group, scales, scale, zero = 0, 0, self.scale_O, None
+        kind = KINDS.get(self.dtype, len(KINDS))
+        if self.groups is not None:
+            kind, group, scale, zero = GROUP_KINDS[self.groups.kind], self.groups.size, *self.groups[2:]
+            scales = KINDS[self.groups.scale.dtype]
+        tensors = self.panels, scale, zero, self.order_I, bias
+        pointers = (None if x is None else x.data_ptr() for x in tensors)
+        return OPERATORS.structures["Matrix"](kind, group, scales, *pointers, self.outs, self.width, self.levels)
 
 
-def shape(dtype: torch.dtype, outs: int, width: int) -> tuple[int, int, int, int]:
-    """The shape of a matrix's panels."""
-    return -(-outs // PIECE) * (PIECE // PANEL), -(-width // STEPS[dtype]), PANEL, STEPS[dtype]
+def shape(kind: torch.dtype | GroupKind, outs: int, width: int) -> tuple[int, int, int, int]:
+    """The shape of a matrix's panels, of a dtype or of groups."""
+    panels = -(-outs // PIECE) * (PIECE // PANEL)
+    if isinstance(kind, str):
+        return panels, -(-width // GROUP_STEPS[kind]), PANEL, 4
+    return panels, -(-width // STEPS[kind]), PANEL, STEPS[kind]
+
+
+class Filling:
+    """Panels that are filled with rows of a matrix as they come; by C++.
+
+    Args:
+        panels: of `shape`, whose content does not matter.
+        padding: what words are made of that have no elements.
+    """
+
+    def __init__(self, panels: Tensor, padding: int = 0):
+        self.panels, self.padding, self.panel, self.filled = panels, padding, 0, 0
+        step = panels.shape[3]
+        width = panels.shape[1] * step
+        most = max(1, ROWS_AT_ONCE // (width * PANEL)) * PANEL
+        self.block = torch.empty(min(most, len(panels) * PANEL), width, dtype=panels.dtype)
+        self.block.fill_(padding)
+
+    def add(self, rows: Tensor) -> None:
+        """Rows [any, at most the width of the panels]; what they lack is padding."""
+        while len(rows):
+            count = min(len(rows), len(self.block) - self.filled)
+            self.block[self.filled : self.filled + count, : rows.shape[1]].copy_(rows[:count])
+            rows, self.filled = rows[count:], self.filled + count
+            if self.filled == len(self.block):
+                self._flush()
+
+    def done(self) -> Tensor:
+        """The panels; outputs that no row came for are padding."""
+        self._flush()
+        self.panels[self.panel :] = self.padding
+        return self.panels
+
+    def _flush(self) -> None:
+        count = -(-self.filled // PANEL)
+        self.block[self.filled : count * PANEL] = self.padding
+        if count:
+            function("pack")(
+                *(torch.get_num_threads(), self.panels.shape[3] * self.panels.element_size(), self.block.data_ptr()),
+                *(self.panels[self.panel :].data_ptr(), count, self.panels.shape[1]),
+            )
+        self.panel, self.filled = self.panel + count, 0
 
 
 def pack(rows: Iterable[Tensor], dtype: torch.dtype, outs: int, width: int) -> Tensor:
@@ -75,36 +192,56 @@ def pack(rows: Iterable[Tensor], dtype: torch.dtype, outs: int, width: int) -> T
     """
     if dtype == torch.int8 and width > MAX_INT8_WIDTH:
         raise ValueError(f"width: int8 takes at most {MAX_INT8_WIDTH}, got {width}")
-    step = STEPS[dtype]
-    stored = torch.uint8 if dtype == torch.int8 else dtype
-    panels_PSOE = torch.empty(shape(dtype, outs, width), dtype=stored)
-    most = max(1, ROWS_AT_ONCE // (width * PANEL)) * PANEL
-    block_OI = torch.empty(min(most, panels_PSOE.shape[0] * PANEL), panels_PSOE.shape[1] * step, dtype=stored)
-    zero = 128 if dtype == torch.int8 else 0
-    block_OI[:, width:] = zero
-    panel = filled = 0
-
-    def flush() -> None:
-        nonlocal panel, filled
-        count = -(-filled // PANEL)
-        block_OI[filled : count * PANEL] = zero
-        function("pack")(
-            *(torch.get_num_threads(), step * stored.itemsize, block_OI.data_ptr(), panels_PSOE[panel:].data_ptr()),
-            *(count, panels_PSOE.shape[1]),
-        )
-        panel, filled = panel + count, 0
-
+    if dtype != torch.int8:
+        filling = Filling(torch.empty(shape(dtype, outs, width), dtype=dtype))
+        for part in rows:
+            filling.add(part)
+        return filling.done()
+    filling = Filling(torch.empty(shape(dtype, outs, width), dtype=torch.uint8), padding=128)
     for part in rows:
-        while len(part):
-            count = min(len(part), len(block_OI) - filled)
-            into = block_OI[filled : filled + count, :width]
-            into.copy_(part[:count])
-            if dtype == torch.int8:
-                into.bitwise_xor_(128)  # of the two's complement: 128 more
-            part, filled = part[count:], filled + count
-            if filled == len(block_OI):
-                flush()
-    if filled:
-        flush()
-    panels_PSOE[panel:] = zero
-    return panels_PSOE
+        filling.add(part.view(torch.uint8) ^ 128)  # of the two's complement: 128 more
+    return filling.done()
+
+
+def pack_groups(
+    blocks: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+    kind: GroupKind,
+    outs: int,
+    width: int,
+    size: int,
+    dtype: torch.dtype = torch.float16,
+) -> tuple[Tensor, Groups]:
+    """Panels of a matrix whose elements lie in groups, and the groups; by C++.
+
+    Args:
+        blocks: codes [any, width], uint8; scales and zeros (or None, in all blocks) [any, groups], float32. `outs` rows
+            together.
+        kind, size: see `Groups`.
+        outs, width: of the matrix.
+        dtype: of scales and zeros, if they are the same in it; else they become float32.
+    """
+    filling = Filling(torch.empty(shape(kind, outs, width), dtype=torch.uint8))
+    groups = -(-width // size)
+    scales = [torch.zeros(filling.panels.shape[0] * PANEL, groups) for _ in range(2)]
+    first = 0
+    zeros = False
+    for codes_OI, *values in blocks:
+        filling.add(_nibbles(codes_OI) if kind == "int4" else codes_OI)
+        for whole, x_OG in zip(scales, values, strict=True):
+            if x_OG is not None:
+                whole[first : first + len(codes_OI)] = x_OG
+        first, zeros = first + len(codes_OI), values[1] is not None
+    kept = scales[: 1 + zeros]
+    if any(not x.to(dtype).float().equal(x) for x in kept):
+        dtype = torch.float32
+    laid = [x.view(-1, PANEL, groups).transpose(1, 2).to(dtype).contiguous() for x in kept]
+    return filling.done(), Groups(kind, size, *laid)
+
+
+def _nibbles(codes_OI: Tensor) -> Tensor:
+    """Two codes to a byte: of eight the first four in the low halves."""
+    spare = -codes_OI.shape[1] % 8
+    if spare:
+        codes_OI = torch.nn.functional.pad(codes_OI, (0, spare))
+    eight = codes_OI.view(len(codes_OI), -1, 2, 4)
+    return (eight[:, :, 0] | eight[:, :, 1] << 4).flatten(1)

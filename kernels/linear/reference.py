@@ -4,41 +4,78 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.panels import Packed
+from kernels.linear.panels import ZEROS, Groups, Packed
 
 
 def unpack(matrix: Packed) -> Tensor:
-    """Elements [outs, width] in the packed dtype."""
-    rows = matrix.panels.transpose(1, 2).flatten(2).flatten(0, 1)[: matrix.outs, : matrix.width]
+    """Elements [outs, width] in the packed dtype; the codes of groups, uint8."""
+    rows = matrix.panels.transpose(1, 2).flatten(2).flatten(0, 1)[: matrix.outs]
+    if matrix.groups is not None:
+        if matrix.groups.kind == "int4":
+            four = rows.unflatten(1, (-1, 4))
+            rows = torch.stack([four & 15, four >> 4], 2).flatten(1)
+        return rows[:, : matrix.width]
+    rows = rows[:, : matrix.width]
     return (rows.int() - 128).to(torch.int8) if matrix.dtype == torch.int8 else rows
 
 
 def unpacked(matrix: Packed) -> Tensor:
-    """What the elements stand for: floats in their dtype, or int8 times their scales in float32."""
-    weight_OI = unpack(matrix)
-    return weight_OI if matrix.scale_O is None else weight_OI * (matrix.scale_O * 127).unsqueeze(1)
+    """What the elements stand for, [outs, width], columns as those of x: floats in their dtype, others in float32."""
+    weight_OI, groups = unpack(matrix), matrix.groups
+    if groups is not None:
+        weight_OI = (_numbers(weight_OI, groups) - _spread(matrix, groups.zero)) * _spread(matrix, groups.scale)
+    elif matrix.scale_O is not None:
+        weight_OI = weight_OI * (matrix.scale_O * matrix.levels).unsqueeze(1)
+    return _ordered(weight_OI, matrix)
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in steps of 1 / 127 of their largest magnitude, rounded.
+def _ordered(weight_OI: Tensor, matrix: Packed) -> Tensor:
+    """Columns as those of x."""
+    if matrix.order_I is None:
+        return weight_OI
+    return torch.empty_like(weight_OI).index_copy_(1, matrix.order_I.long(), weight_OI)
+
+
+def _numbers(codes_OI: Tensor, groups: Groups) -> Tensor:
+    return codes_OI.view(torch.float8_e4m3fn).float() if groups.kind == "float8" else codes_OI.float()
+
+
+def _spread(matrix: Packed, x: Tensor | None) -> Tensor:
+    """Values [panels, groups, 16] of groups to every element, [outs, width], float32; zero if there are none."""
+    assert matrix.groups is not None
+    if x is None:
+        return torch.full((matrix.outs, 1), ZEROS[matrix.groups.kind])
+    of_rows = x.transpose(1, 2).flatten(0, 1)[: matrix.outs].float()
+    return of_rows.repeat_interleave(matrix.groups.size, 1)[:, : matrix.width]
+
+
+def quantize(x: Tensor, levels: float = 127) -> tuple[Tensor, Tensor]:
+    """Rows in steps of 1 / levels of their largest magnitude, to the nearest, ties to even.
 
     Args:
         x: [..., in]. A row of zeros has undefined steps.
+        levels: 127, or 127.5, whose largest steps are -128 and 127.
 
     Returns:
         uint8 steps, 128 standing for 0, and the largest magnitudes [..., 1] in the dtype of x.
     """
     steps = x.to(torch.float32, copy=True)
     top = steps.abs().amax(-1, keepdim=True)
-    return steps.mul_(127 / top).add_(128.5).int().to(torch.uint8), top.to(x.dtype)
+    return steps.div_(top / levels).round_().add_(128).clamp_(0, 255).to(torch.uint8), top.to(x.dtype)
 
 
 def linear(x: Tensor, matrix: Packed, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, rounded to the dtype of x at the end; arguments as of `kernels.linear.linear`."""
-    weight_OI = unpack(matrix)
-    if matrix.scale_O is None:
-        y = F.linear(x.double(), weight_OI.double())
+    if not matrix.levels:
+        y = F.linear(x.double(), unpacked(matrix).double())
     else:
-        steps, top = quantize(x)
-        y = F.linear(steps.double() - 128, weight_OI.double()) * matrix.scale_O * top
+        steps, top = quantize(x, matrix.levels)
+        y = F.linear(steps.double() - 128, _steps(matrix)) * top
     return (y if bias is None else y + bias).to(x.dtype)
+
+
+def _steps(matrix: Packed) -> Tensor:
+    """What is multiplied by steps of x that are `levels` times too large, float64."""
+    if matrix.scale_O is None:
+        return unpacked(matrix).double() / matrix.levels
+    return _ordered(unpack(matrix).double() * matrix.scale_O.unsqueeze(1), matrix)

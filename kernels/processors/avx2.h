@@ -49,6 +49,14 @@ struct FourInt8 {
         return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)part, _mm256_set1_epi32(four));
     }
 };
+
+struct FourNibbles {
+    typedef int8_t Row;
+    typedef Ints Sum;
+    static constexpr int VECTORS = 2;
+    static Ints add(Ints sum, Ints numbers, const Row* x) { return FourInt8::add(sum, numbers, x); }
+    static Ints exact(Ints sum) { return sum; }
+};
 #else
 // As 16-bit numbers, of which pairs are multiplied and added in 32 bits: products of bytes would saturate in 16.
 struct FourInt8 {
@@ -65,6 +73,21 @@ struct FourInt8 {
         return sum + (Ints)_mm256_madd_epi16((__m256i)part.even, _mm256_set1_epi32(even)) +
                (Ints)_mm256_madd_epi16((__m256i)part.odd, _mm256_set1_epi32(odd));
     }
+};
+
+// Two products of a byte of at most 15 and an int8 are added in 16 bits, and eight such sums, of 32 elements, fit.
+struct FourNibbles {
+    typedef int8_t Row;
+    typedef int16_t Sum __attribute__((vector_size(4 * LANES)));
+    static constexpr int VECTORS = 2;
+    static Sum add(Sum sum, Ints numbers, const Row* x) {
+        int32_t four;
+        __builtin_memcpy(&four, x, sizeof four);
+        sum += (Sum)_mm256_maddubs_epi16((__m256i)numbers, _mm256_set1_epi32(four));
+        asm volatile("" : "+x"(sum));  // or GCC keeps products, in memory, to add them later
+        return sum;
+    }
+    static Ints exact(Sum sum) { return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
 };
 #endif
 

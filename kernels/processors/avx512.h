@@ -51,6 +51,14 @@ struct FourInt8 {
         return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)part, _mm512_set1_epi32(four));
     }
 };
+
+struct FourNibbles {
+    typedef int8_t Row;
+    typedef Ints Sum;
+    static constexpr int VECTORS = 2;
+    static Ints add(Ints sum, Ints numbers, const Row* x) { return FourInt8::add(sum, numbers, x); }
+    static Ints exact(Ints sum) { return sum; }
+};
 #else
 // As 16-bit numbers, of which pairs are multiplied and added in 32 bits: products of bytes would saturate in 16.
 struct FourInt8 {
@@ -67,6 +75,21 @@ struct FourInt8 {
         return sum + (Ints)_mm512_madd_epi16((__m512i)part.even, _mm512_set1_epi32(even)) +
                (Ints)_mm512_madd_epi16((__m512i)part.odd, _mm512_set1_epi32(odd));
     }
+};
+
+// Two products of a byte of at most 15 and an int8 are added in 16 bits, and eight such sums, of 32 elements, fit.
+struct FourNibbles {
+    typedef int8_t Row;
+    typedef int16_t Sum __attribute__((vector_size(4 * LANES)));
+    static constexpr int VECTORS = 2;
+    static Sum add(Sum sum, Ints numbers, const Row* x) {
+        int32_t four;
+        __builtin_memcpy(&four, x, sizeof four);
+        sum += (Sum)_mm512_maddubs_epi16((__m512i)numbers, _mm512_set1_epi32(four));
+        asm volatile("" : "+v"(sum));  // or GCC keeps products, in memory, to add them later
+        return sum;
+    }
+    static Ints exact(Sum sum) { return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)); }
 };
 #endif
 

@@ -59,4 +59,12 @@ struct FourInt8 {
     }
 };
 
+struct FourNibbles {
+    typedef int8_t Row;
+    typedef Ints Sum;
+    static constexpr int VECTORS = 2;
+    static Ints add(Ints sum, Ints numbers, const Row* x) { return FourInt8::add(sum, (int8x16_t)numbers, x); }
+    static Ints exact(Ints sum) { return sum; }
+};
+
 }  // namespace

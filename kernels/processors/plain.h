@@ -66,4 +66,12 @@ struct FourInt8 {
     }
 };
 
+struct FourNibbles {
+    typedef int32_t Row;
+    typedef Ints Sum;
+    static constexpr int VECTORS = 2;
+    static Ints add(Ints sum, Ints numbers, const Row* x) { return FourInt8::add(sum, FourInt8::part(numbers), x); }
+    static Ints exact(Ints sum) { return sum; }
+};
+
 }  // namespace

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.linear.panels import GroupKind
 from models.fields import Fields
-from models.grouped import GroupedRows, GroupedWeight, Kind
+from models.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import Part, Shape, Source, unsupported
 
 METHOD, VERSION = "coppice", 1
@@ -25,7 +26,7 @@ EXACT = (torch.float16, torch.float32)
 class Grouping:
     """How a weight is stored; `scale` is the dtype that one is written in, files may have either of `EXACT`."""
 
-    kind: Kind
+    kind: GroupKind
     group: int
     scale: torch.dtype = torch.float16
     zeros: bool = False
@@ -108,6 +109,6 @@ def parse(fields: Fields) -> Own:
     weights = {}
     for module in listed.config:
         own = listed.sub(module) or Fields({}, fields.file, f"{listed.prefix}{module}.")
-        kind: Kind = "int4" if own.choice("kind", ("int4", "int8")) == "int4" else "int8"
+        kind: GroupKind = "int4" if own.choice("kind", ("int4", "int8")) == "int4" else "int8"
         weights[module] = Grouping(kind, own.int("group"), zeros=own.bool("zeros", default=False))
     return Own(weights)

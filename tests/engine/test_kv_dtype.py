@@ -1,5 +1,6 @@
 """An int8 cache end to end: its bytes, the searches on it, what its implementations agree on, what is refused."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -123,11 +124,12 @@ def test_a_budget_holds_as_many_more_tokens(engine):
     assert eight.model_key != plain.model_key  # what is kept between runs depends on the numbers
 
 
-def test_it_is_told(engine, capsys):
+def test_it_is_told(engine, capsys, monkeypatch):
     assert engine.capabilities.precision == "float32, int8 cache"
     told = chat.banner(engine, chat.Settings("greedy", {}, 256, False, ()), demo_folder())
     assert "float32, int8 cache" in told
-    flags = ["--kv-dtype", "int8", "--dtype", "float32", "--stats", "--max-new-tokens", "2", "-p", PROMPTS[0]]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPTS[0].encode())))
+    flags = ["--kv-dtype", "int8", "--dtype", "float32", "--stats", "--max-new-tokens", "2"]
     assert chat.main(flags) == 0
     assert "numbers  float32, int8 cache\n" in capsys.readouterr().err
 

@@ -240,6 +240,7 @@ def test_what_ends_a_text(tmp_path):
     ("tokenizer.ggml.merges", ["a q̃"], "merges: 'a q̃' does not fit the vocabulary"),
     ("tokenizer.ggml.token_type", [1, 2, 3], "token_type: expected 104 entries, got 3"),
     ("general.architecture", "opt", "'opt' is not supported"),
+    ("llama.logit_scale", 0.5, "llama.logit_scale: expected nothing"),
     ("llama.expert_count", 8, "llama.expert_count: expected nothing"),
     ("llama.attention.head_count_kv", [1, 2], "one number for all layers"),
     ("llama.rope.dimension_count", 4, "rope.dimension_count: expected the size of a head, 8, got 4"),
@@ -291,6 +292,8 @@ def test_damaged_files(tmp_path):
         "unusable shape": good[: start + 8 + 17 + 4] + struct.pack("<Q", 2**60) + good[start + 8 + 17 + 12 :],
         "cut short": good[:-64],
     }
+    with pytest.raises(CheckpointError, match="No such file"):
+        convert.convert(tmp_path / "absent.gguf", tmp_path / "out")
     for what, data in damaged.items():
         (tmp_path / "bad.gguf").write_bytes(data)
         with pytest.raises(CheckpointError, match=what):

@@ -22,10 +22,11 @@ from tools.gguf.reader import FETCH_AGAIN, GGUF, Entry, package
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 OTHER_MATH = (  # keys that change the numbers, and that no configuration here has a word for
-    *("expert_count", "attention.scale", "logit_scale", "residual_scale", "embedding_scale", "use_parallel_residual"),
-    *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale", "attn_logit_softcapping"),
-    *("final_logit_softcapping", "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor"),
+    *("expert_count", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "use_parallel_residual"),
+    *("attention.temperature_scale", "attn_logit_softcapping", "final_logit_softcapping"),
+    "rope.scaling.yarn_log_multiplier",
 )
+OTHER_SCALES = "logit_scale", "residual_scale", "embedding_scale", "rope.scaling.yarn_ext_factor"  # 1: as without them
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NEAR = 1e-5  # relative error of frequencies that are rounded
 
@@ -50,8 +51,8 @@ def read_config(file: GGUF) -> dict[str, Any]:
         what = f"general.architecture: {name[:80]!r} is not supported"
         raise file.error(what, f"supported: {', '.join(sorted(ARCHITECTURES))} (OPT has no architecture in GGUF)")
     keys = file.fields(f"{name}.")
-    for key in OTHER_MATH:
-        if keys.config.get(key):
+    for key in (*OTHER_MATH, *OTHER_SCALES):
+        if keys.config.get(key) and not (key in OTHER_SCALES and keys.config[key] == 1):
             raise keys.error(key, "nothing: it is not supported")
     if keys.bool("attention.causal", default=True) is False:
         raise keys.error("attention.causal", "true")

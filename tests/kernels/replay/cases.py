@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels import cpp
 from kernels.kv_int8 import quantise
 from kernels.linear import reference as products
-from kernels.linear.panels import STEPS, Packed, pack
+from kernels.linear.panels import STEPS, Packed, pack, pack_groups
 from kernels.rows import reference
 from kernels.rows.checks import ACTIVATIONS
 from kernels.tree_attention import native as tree_native
@@ -36,7 +36,7 @@ def record() -> Recording:
     """Returns all cases."""
     recording = Recording()
     rows = norms, rotary, halves, gates, log_softmax, best, draws
-    for add in (*rows, linear, kv_write, kv_write_int8, kv_copy, layouts, tree_attention):
+    for add in (*rows, linear, grouped, kv_write, kv_write_int8, kv_copy, layouts, tree_attention):
         torch.manual_seed(0)
         add(recording)
     return recording
@@ -229,6 +229,29 @@ def linear(recording: Recording) -> None:
             out = dataclasses.replace(out, absolute=2 * out.absolute + 2e-6 * width**0.5)
             case = f"{name}, {rows} rows x {of} {outs} x {width}"
             recording.add(case, "linear", kind, 2, Pointer(matrix.described(bias), fields), x, out, rows)
+
+
+def grouped(recording: Recording) -> None:
+    """Elements in groups, of rows that are rounded or not."""
+    sizes = (1, 1, 1, 1), (1, 130, 300, 32), (3, 65, 33, 33), (4, 64, 64, 16), (15, 20, 130, 40), (40, 17, 9, 8)
+    most = {"int4": (16, 0), "int4 by int8": (16, 127), "int8": (256, 0), "float8": (127, 0)}
+    for (name, kind, dtype), (of, (codes, levels)) in itertools.product(kinds(), most.items()):
+        for (rows, outs, width, size), more in zip(sizes, itertools.cycle((True, False))):
+            scale = torch.rand(outs, -(-width // size)).half().float() / 16
+            zero = torch.randint_like(scale, 0, codes) if more and of != "float8" else None
+            numbers = torch.randint(codes, (outs, width), dtype=torch.uint8)
+            panels, groups = pack_groups([(numbers, scale, zero)], of.split()[0], outs, width, size)
+            order = torch.randperm(width).int() if more else None
+            matrix = Packed(panels, outs, width, groups=groups, order_I=order, levels=levels)
+            x = draw(rows, width, dtype=dtype)
+            exact, plain = products.linear(x.double(), matrix), products.linear(x, matrix)
+            tensors = {"panels": panels, "scale": groups.scale, "zero": groups.zero, "order": order}
+            fields = {name: x for name, x in tensors.items() if x is not None}
+            out = written(blank(plain), exact, plain)
+            most_of_x = x.double().abs().sum(1).max() * (480 if of == "float8" else codes) / 16
+            out = dataclasses.replace(out, absolute=2 * out.absolute + 1e-6 * float(most_of_x))
+            case = f"{name}, {rows} rows x {of} {outs} x {width} in groups of {size}"
+            recording.add(case, "linear", kind, 2, Pointer(matrix.described(None), fields), x, out, rows)
 
 
 def kv_write(recording: Recording) -> None:

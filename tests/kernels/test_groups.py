@@ -1,0 +1,166 @@
+"""Packed matrices whose elements lie in groups: against the definition."""
+
+import pytest
+import torch
+
+from kernels import cpp
+from kernels.linear import Groups, Packed, linear, pack, pack_groups, reference
+
+pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
+
+SIZES = [(64, 64, 32), (100, 72, 24), (257, 1000, 40), (65, 2048, 128), (130, 5, 5), (300, 512, 512), (70, 100, 16)]
+COUNTS = (1, 2, 3, 5, 15, 16, 17, 61, 130)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST = {"int4": 15, "int8": 255, "float8": 0x7E}
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def matrix(kind, outs, width, size, *, zeros=False, ordered=False, levels=0.0, dtype=torch.float16):
+    """A packed matrix of random codes, and the codes."""
+    random = torch.Generator().manual_seed(outs * width)
+    codes_OI = torch.randint(0, MOST[kind] + 1, (outs, width), dtype=torch.uint8, generator=random)
+    if kind == "float8":
+        codes_OI |= torch.randint(0, 2, (outs, width), dtype=torch.uint8, generator=random) << 7
+    scale_OG = ((draw(outs, -(-width // size), seed=1).abs() + 0.5) / 64).to(dtype).float()  # sums fit into float16
+    zero_OG = torch.randint_like(scale_OG, 0, MOST[kind] + 2) if zeros else None
+    blocks = [
+        [x if x is None else x[rows] for x in (codes_OI, scale_OG, zero_OG)] for rows in (slice(9), slice(9, None))
+    ]
+    panels, groups = pack_groups(blocks, kind, outs, width, size)
+    assert groups.scale.dtype == dtype
+    order_I = torch.randperm(width, generator=random).int() if ordered else None
+    return Packed(panels, outs, width, groups=groups, order_I=order_I, levels=levels), codes_OI
+
+
+@pytest.mark.parametrize("kind", MOST)
+@pytest.mark.parametrize(("outs", "width", "size"), SIZES)
+def test_packing_keeps_every_code(kind, outs, width, size):
+    packed, codes_OI = matrix(kind, outs, width, size)
+    assert reference.unpack(packed).equal(codes_OI)
+
+
+@pytest.mark.parametrize("of_x", DTYPES, ids=str)
+@pytest.mark.parametrize(("zeros", "ordered"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("kind", MOST)
+@pytest.mark.parametrize(("outs", "width", "size"), SIZES)
+def test_floats_are_multiplied_to_rounding(kind, of_x, zeros, ordered, outs, width, size):
+    if kind == "float8" and zeros:
+        pytest.skip("float8 has no zeros")
+    packed, _ = matrix(kind, outs, width, size, zeros=zeros, ordered=ordered)
+    weight_OI, bias_O = reference.unpacked(packed).double(), draw(outs, seed=2).to(of_x)
+    codes = packed.groups.scale.float().max() * (448 if kind == "float8" else MOST[kind])
+    for count in COUNTS:
+        x = draw(count, width, seed=10 + count).to(of_x)
+        found, exact = linear(x, packed, bias_O), reference.linear(x.double(), packed, bias_O)
+        sizes = x.double().abs() @ weight_OI.abs().T + 4
+        if zeros:  # the sum with the codes is larger than what it stands for
+            sizes += x.double().abs().sum(1, keepdim=True) * codes
+        allowed = torch.finfo(torch.float32).eps * 16 * sizes + torch.finfo(of_x).eps * exact.abs()
+        assert found.dtype == of_x and ((found.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("of_x", DTYPES, ids=str)
+@pytest.mark.parametrize(("zeros", "ordered"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("outs", "width", "size"), SIZES)
+def test_rounded_rows_are_multiplied_exactly_in_a_group(of_x, zeros, ordered, outs, width, size):
+    """Rows whose steps are whole numbers, which all ways to round agree on."""
+    packed, _ = matrix("int4", outs, width, size, zeros=zeros, ordered=ordered, levels=127)
+    weight_OI, bias_O = reference.unpacked(packed).double(), draw(outs, seed=2).to(of_x)
+    for count in COUNTS:
+        x = (draw(count, width, seed=10 + count) * 30).round().clamp(-127, 127)
+        x[:, 0] = 127
+        found, exact = linear(x.to(of_x), packed, bias_O), reference.linear(x.double(), packed, bias_O)
+        sizes = x.double().abs() @ weight_OI.abs().T + 4
+        allowed = torch.finfo(torch.float32).eps * 4 * sizes + torch.finfo(of_x).eps * exact.abs()
+        assert ((found.double() - exact).abs() <= allowed).all()
+
+
+def test_the_largest_products_of_int4_do_not_overflow():
+    width = 256
+    codes_OI = torch.tensor([[15], [0]], dtype=torch.uint8).expand(2, width)
+    panels, groups = pack_groups([(codes_OI, torch.ones(2, 8), torch.zeros(2, 8))], "int4", 2, width, 32)
+    packed = Packed(panels, 2, width, groups=groups, levels=127)
+    assert linear(torch.ones(1, width), packed).tolist() == [[15 * width, 0]]
+    assert linear(-torch.ones(1, width), packed).tolist() == [[-15 * width, 0]]
+
+
+def test_every_number_of_float8():
+    codes_OI = torch.arange(256, dtype=torch.uint8).view(1, -1)
+    codes_OI[codes_OI & 0x7F == 0x7F] = 0
+    panels, groups = pack_groups([(codes_OI, torch.ones(1, 1), None)], "float8", 1, 256, 256)
+    found = linear(torch.eye(256), Packed(panels, 1, 256, groups=groups))
+    assert found.flatten().equal(codes_OI.view(torch.float8_e4m3fn).float().flatten())
+
+
+def test_int8_of_other_levels():
+    """127.5, whose steps go from -128 to 127."""
+    weight_OI = (draw(64, 100, seed=1) * 40).clamp(-128, 127).to(torch.int8)
+    packed = Packed(pack([weight_OI], torch.int8, 64, 100), 64, 100, torch.rand(64) / 127.5, levels=127.5)
+    x = draw(5, 100)
+    x[0], x[1, 0], x[2, 0] = 0, 127.5, -127.5
+    steps, _ = reference.quantize(x[1:3], 127.5)
+    assert (steps[0].max(), steps[1].min()) == (255, 0)
+    found, exact = linear(x, packed), reference.linear(x.double(), packed)
+    assert found[0].eq(0).all() and (found[1:] - exact[1:]).abs().max() <= 1e-5 * exact[1:].abs().max()
+
+
+@pytest.mark.parametrize("of_x", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "levels"), [*((kind, 0) for kind in MOST), ("int4", 127)])
+def test_rows_do_not_depend_on_those_beside_them(kind, levels, of_x):
+    packed, _ = matrix(kind, 96, 520, 40, zeros=kind != "float8", levels=levels)
+    x = draw(130, 520, seed=1).to(of_x)
+    whole = linear(x, packed)
+    for count in COUNTS:
+        assert linear(x[:count], packed).equal(whole[:count])
+
+
+def test_scales_that_float16_lacks_stay_float32():
+    packed, _ = matrix("int4", 64, 64, 32, dtype=torch.float32, zeros=True)
+    assert packed.groups.zero.dtype == torch.float32
+    x = draw(3, 64)
+    assert (linear(x, packed) - reference.linear(x, packed)).abs().max() < 1e-3
+
+
+def test_what_is_not_finite_stays_in_its_row():
+    for levels in (0, 127):
+        packed, _ = matrix("int4", 70, 40, 8, zeros=True, levels=levels)
+        x = draw(6, 40)
+        x[1, 3], x[4, 39] = float("nan"), float("inf")
+        assert linear(x, packed).isfinite().all(-1).tolist() == [True, False, True, True, False, True]
+
+
+def test_compilers_see_an_operator():
+    packed, _ = matrix("int4", 64, 64, 32, zeros=True, ordered=True, levels=127)
+    x = draw(3, 64)
+    run = torch.compile(lambda x: linear(x, packed) * 2, backend="eager", fullgraph=True)
+    assert run(x).equal(linear(x, packed) * 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": 20}, "multiple of 8, or the width 64, got 20"),
+        ({"kind": "int5"}, "int5"),
+        ({"scale": torch.ones(4, 2, 16, dtype=torch.float64)}, "float16 or float32"),
+        ({"scale": torch.ones(4, 3, 16)}, "scale"),
+        ({"zero": torch.ones(4, 2, 16, dtype=torch.float32)}, "zero"),
+    ],
+)
+def test_groups_that_do_not_fit(change, message):
+    packed, _ = matrix("int4", 64, 64, 32)
+    with pytest.raises((ValueError, KeyError), match=message):
+        Packed(packed.panels, 64, 64, groups=packed.groups._replace(**change))
+
+
+def test_orders_and_levels_that_do_not_fit():
+    packed, _ = matrix("int8", 64, 64, 32)
+    given = {"groups": packed.groups}
+    with pytest.raises(ValueError, match="every element"):
+        Packed(packed.panels, 64, 64, **given, order_I=torch.zeros(64, dtype=torch.int32))
+    with pytest.raises(ValueError, match="levels"):
+        Packed(packed.panels, 64, 64, **given, levels=127)
+    with pytest.raises(ValueError, match="float8 without zeros"):
+        Packed(packed.panels, 64, 64, groups=Groups("float8", 32, packed.groups.scale, packed.groups.scale))
