@@ -50,6 +50,10 @@ class Threads:
             self._measure()
         return max(1, round(self.free))
 
+    def ignore_others(self) -> None:
+        """Steps get all of torch's threads from now on, as benchmarks want that compare engines on as many threads."""
+        self._last, self.free = None, float(self.cores)
+
     def _measure(self) -> None:
         last, now = self._last, self._read()
         self._last = now

@@ -38,7 +38,7 @@ class AWQ:
         def rows(first: int, last: int) -> GroupedRows:
             start, end = first // 8, -(-last // 8)
             wanted = slice(first - start * 8, last - start * 8)
-            codes, zeros = (_fields(words[:, start:end])[:, wanted].T for words in (qweight, qzeros))
+            codes, zeros = (_fields(words[:, start:end])[wanted] for words in (qweight, qzeros))
             return GroupedRows(codes, scale_GO[:, first:last].T, zeros.float())
 
         return GroupedWeight("int4", (outs, width), self.grid.group(width), rows)
@@ -54,5 +54,6 @@ def parse(fields: Fields) -> Uniform:
 
 
 def _fields(words: Tensor) -> Tensor:
-    """int32 [n, O / 8] to uint8 [n, O], in the order of the outputs."""
-    return unpack(words, 4).unflatten(-1, (-1, 8))[..., ORDER].flatten(-2)
+    """int32 [n, O / 8] to uint8 [O, n], in the order of the outputs."""
+    octets = unpack(words.T, 8).unflatten(-1, (-1, 4)).transpose(1, 2)
+    return torch.stack((octets & 15, octets >> 4), 2).flatten(1, 2)[:, ORDER].flatten(0, 1)

@@ -94,3 +94,12 @@ def test_results_are_those_of_any_number(monkeypatch):
     monkeypatch.setattr(Threads, "count", lambda self: 1)
     found.append(engine.generate(["Once"], Greedy(), max_new_tokens=8)[0].outputs[0])
     assert found[0].token_ids == found[1].token_ids and found[0].logprob == found[1].logprob
+
+
+def test_others_are_ignored_on_demand(machine):
+    found, spend = machine
+    spend(0.3, 1, 1)
+    assert found.count() == 1
+    found.ignore_others()
+    spend(0.3, 1, 1)
+    assert found.count() == 2

@@ -27,7 +27,7 @@ class Coppice:
         import torch
 
         from engine import Engine, Request
-        from engine.threads import INTERVAL, MACHINE
+        from engine.threads import MACHINE
         from engine.version import __version__
         from search import Trie
         from tools.bench.measure import weight_bytes
@@ -40,12 +40,7 @@ class Coppice:
         self.versions = {"coppice": __version__, "torch": str(torch.__version__)}
         touch(torch, self.engine.runner.model)
         self.facts = {"weight_bytes": weight_bytes(self.engine.runner.model)}
-        self.measure_load, self.pause = MACHINE.count, 2 * INTERVAL
-
-    def settle(self) -> None:
-        """Before a run: a step uses fewer threads if others were busy since the last, as other engines were."""
-        self.measure_load()
-        time.sleep(self.pause)
+        MACHINE.ignore_others()
 
     def generate(self, prompt: list[int], new_tokens: int) -> dict[str, Any]:
         request = self.request(prompt, self.search, max_new_tokens=new_tokens, ignore_eos=True)
@@ -277,7 +272,6 @@ def main() -> None:
         before = cuda.memory_allocated() if cuda else 0
         if cuda:
             cuda.reset_peak_memory_stats()
-        getattr(engine, "settle", lambda: None)()
         begin = time.perf_counter()
         answer = engine.generate(job["prompt"], job["new_tokens"])
         answer = {"seconds": time.perf_counter() - begin, **answer}
