@@ -24,7 +24,7 @@ from models.errors import CheckpointError
 from models.fields import Fields
 from models.files import open_regular, read_regular
 from models.grouped import GroupedWeight
-from models.packed import PANELS, SCALE, Packing
+from models.packed import PANELS, PREFIXES, Packing
 from models.quantized import EMBEDDING, TRANSPOSED, Part, Quantization, Scheme, Source, quantization
 from models.quantized.own import GroupedReader, Grouping, Own
 
@@ -155,7 +155,7 @@ class Checkpoint:
         known |= wanted.keys()
         extra = [n for n in self.tensors if n not in known and not any(p.fullmatch(n) for p in ignore)]
         if self.packing:
-            extra = [name for name in extra if not name.startswith((PANELS, SCALE))]
+            extra = [name for name in extra if not name.startswith(PREFIXES)]
         faults = [f"missing {_show(name)}{_nearest(name, extra)}" for name in missing[:10]]
         faults += [f"unknown {_show(name)} in {_show(self.tensors[name].file.name)}" for name in extra[:10]]
         wrong = [name for name, part in wanted.items() if name in self.tensors and not self.tensors[name].fits(part)]
@@ -277,12 +277,10 @@ class Checkpoint:
         key = "+".join(names)
         if self.packing is None or key not in self.packing.sizes:
             return None
-        file, wanted = self.tensors[names[0]].file, [PANELS + key]
-        if self.packing.quant == "int8":
-            wanted.append(SCALE + key)
+        file, wanted = self.tensors[names[0]].file, [prefix + key for prefix in PREFIXES]
         try:
-            found = self.read(wanted)
-            return Packed(found[PANELS + key], *self.packing.sizes[key], found.get(SCALE + key))
+            found = self.read([PANELS + key, *(name for name in wanted[1:] if name in self.tensors)])
+            return self.packing.sizes[key].packed(*(found.get(name) for name in wanted))
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"packed matrix {_show(key)}: {error}", where=_show(file)) from error
 

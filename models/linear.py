@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kernels.stack import Matrix
 from models.floats import FloatLinear
+from models.int4 import Int4
 from models.int8 import Int8Linear
 
 
@@ -77,4 +78,23 @@ class Format(Protocol):
         ...
 
 
-FORMATS: dict[str, Format] = {"none": FloatLinear, "int8": Int8Linear}  # by the value of --quant
+FORMATS: dict[str, Format] = {  # by the value of --quant
+    "none": FloatLinear,
+    "int8": Int8Linear,
+    "int4": Int4(),
+    "int4-64": Int4(64),
+    "int4-128": Int4(128),
+    "int4-zeros": Int4(32, zeros=True),
+    "int4-zeros-64": Int4(64, zeros=True),
+    "int4-zeros-128": Int4(128, zeros=True),
+}
+
+
+def format_of(quant: str, outs: int, *, head: bool = False) -> str:
+    """The format of a matrix of so many outputs, in a model whose matrices are kept in `quant`.
+
+    A scalar head saves nothing and loses the most; the matrix that makes logits takes 8 bits where others take 4.
+    """
+    if outs == 1:
+        return "none"
+    return "int8" if head and isinstance(FORMATS[quant], Int4) else quant

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from models import load_model
 from models.checkpoint import FLOATS, Checkpoint
-from models.config import Config, ModelShape
+from models.config import HEAD, Config, ModelShape
 from models.floats import has_kernels
-from models.linear import FORMATS
-from models.packed import PANELS, SCALE
+from models.linear import FORMATS, format_of
+from models.packed import PREFIXES
 from models.weights import Weights
 
 
@@ -67,7 +67,7 @@ class Sizes(Weights):
         width = self.shapes[f"{names[0]}.weight"][not transposed]
         stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
         self.vectors += sum(outs) * self.dtype.itemsize * bias
-        self.matrices += self._bytes(stored, outs, width)
+        self.matrices += self._bytes(stored, outs, width, head=names == (HEAD,))
         return _Nothing(stored)
 
     def embedding(self, name: str) -> Any:
@@ -76,10 +76,10 @@ class Sizes(Weights):
             self.vectors += math.prod(self.shapes[name]) * self.dtype.itemsize
         return nn.Identity()
 
-    def _bytes(self, stored: Sequence[str], outs: Sequence[int], width: int) -> int:
+    def _bytes(self, stored: Sequence[str], outs: Sequence[int], width: int, *, head: bool = False) -> int:
         tensors, key = self.checkpoint.tensors, "+".join(stored)
         if self.checkpoint.packing and key in self.checkpoint.packing.sizes and has_kernels(torch.float32, self.device):
-            parts = [tensors[name] for name in (PANELS + key, SCALE + key) if name in tensors]
+            parts = [tensors[name] for name in (prefix + key for prefix in PREFIXES) if name in tensors]
             return sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
         floats = {
             name: tensors[name].dtype for name in stored if name in tensors and tensors[name].dtype in FLOATS.values()
@@ -87,7 +87,7 @@ class Sizes(Weights):
         if floats and len(floats) < len(stored):  # `Joined`: the others are stored quantised
             return sum(self._bytes([name], [rows], width) for name, rows in zip(stored, outs, strict=True))
         own = {*floats.values()} or {torch.float32}
-        quant = self.quant if sum(outs) > 1 else "none"
+        quant = format_of(self.quant, sum(outs), head=head)
         return FORMATS[quant].bytes(sum(outs), width, own, self.dtype, self.device)
 
 

@@ -8,9 +8,10 @@ from torch.nn import functional as F
 
 from kernels.linear.reference import unpacked
 from models.checkpoint import Checkpoint
+from models.config import HEAD
 from models.floats import PackedLinear, has_kernels
 from models.grouped import GroupedLinear, GroupedWeight
-from models.linear import FORMATS, Joined, Linear
+from models.linear import FORMATS, Joined, Linear, format_of
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 
 
@@ -48,7 +49,7 @@ class Weights:
         """
         biases = [self._read(f"{name}.bias") for name in names] if bias else None
         outs = sum(self.shapes[f"{name}.weight"][transposed] for name in names)
-        quant = self.quant if outs > 1 else "none"  # a scalar head saves nothing and loses the most
+        quant = format_of(self.quant, outs, head=names == (HEAD,))
         stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
         if (packed := self.checkpoint.packed(stored)) and has_kernels(torch.float32, self.device):
             return PackedLinear(packed, biases, dtype=self.dtype, device=self.device)

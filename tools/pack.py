@@ -22,7 +22,7 @@ from models import load_model
 from models.checkpoint import WEIGHTS, Checkpoint, write_tensors
 from models.floats import PackedLinear, has_kernels
 from models.linear import FORMATS
-from models.packed import PANELS, SCALE, Packing
+from models.packed import PREFIXES, Packing, Size
 from tools.convert import copy_others, new_folder
 
 
@@ -46,20 +46,24 @@ def pack(source: str | Path, folder: str | Path, *, quant: str = "none") -> dict
     checkpoint = Checkpoint.open(source)
     if checkpoint.packing:
         raise CheckpointError("the matrices are packed already", where=str(source))
+    if checkpoint.quantization:
+        raise CheckpointError("the weights are quantised already: they are used as they are", where=str(source))
     if checkpoint.quantization is not None:
         raise CheckpointError("the weights are quantised already: pack a float checkpoint", where=str(source))
     with new_folder(Path(folder)) as partial:
         model = load_model(checkpoint, torch.float32, cpu, quant)
         layers = [layer for layer in model.modules() if isinstance(layer, PackedLinear) and layer.packed]
         tensors: dict[str, Tensor] = {}
-        sizes: dict[str, tuple[int, int]] = {}
+        sizes: dict[str, Size] = {}
         names: set[str] = set()
         for layer in layers:
             key, packed = "+".join(layer.names), layer.packed
             assert packed is not None
-            tensors[PANELS + key], sizes[key] = packed.panels, (packed.outs, packed.width)
-            if packed.scale_O is not None:
-                tensors[SCALE + key] = packed.scale_O
+            scale, zero = packed.groups[2:] if packed.groups else (packed.scale_O, None)
+            sizes[key] = Size.of(packed)
+            for prefix, x in zip(PREFIXES, (packed.panels, scale, zero), strict=True):
+                if x is not None:
+                    tensors[prefix + key] = x
             names.update(layer.names)
         matrices = {name: (checkpoint.tensors[name].shape, checkpoint.tensors[name].dtype) for name in names}
         rest = [name for name in checkpoint.tensors if name not in names or name in _embeddings(model)]

@@ -112,7 +112,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     formats = [*FORMATS, "auto"]
     group.add_argument(
-        "--quant", choices=formats, default="none", help="weights as int8, on a CPU; auto: if faster (none)"
+        "--quant", choices=formats, default="none", help="weights as int8, or int4 in groups of 32 or as named (none)"
     )
     group.add_argument(
         "--kv-dtype", choices=KV_DTYPES, default="auto", help="keys and values as int8 (auto: as --dtype)"

@@ -127,8 +127,8 @@ def test_weights_are_a_quarter_of_float32(tmp_path):
 
 
 def test_refusals(monkeypatch):
-    with pytest.raises(UsageError, match="expected none, .*int8.*got 'int5'"):
-        Engine.load(GOLDEN / "llama/gqa", quant="int4")
+    with pytest.raises(UsageError, match="got 'int5'"):
+        Engine.load(GOLDEN / "llama/gqa", quant="int5")
     monkeypatch.setattr(int8, "has_kernels", lambda *_: False)
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     with pytest.raises(UsageError, match="without C\\+\\+ kernels int8 needs a processor with"):

@@ -83,7 +83,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
     for module in model.modules():
         for value in [*vars(module).values(), *module.parameters(recurse=False), *module.buffers(recurse=False)]:
             if isinstance(value, Packed):
-                value = [value.panels, value.scale_O]
+                value = [value.panels, value.scale_O, *(value.groups or ())]
             for x in value if isinstance(value, list) else [value]:
                 if isinstance(x, torch.Tensor):
                     packed = x.layout == torch._mkldnn  # type: ignore[attr-defined]
