@@ -35,7 +35,8 @@ class Capabilities:
     """What a loaded model runs on.
 
     Args:
-        precision: the dtype and its reason, "float32 (the checkpoint is bfloat16; ...)"; with ", int8 weights".
+        precision: the dtype and its reason, "float32 (the checkpoint is bfloat16; ...)"; with ", int8 weights" and
+            ", int8 cache".
         paths: the processor, its fast paths and those it lacks, "AVX2 processor: C++ kernels; not here: int8 weights".
         warning: a slow dtype that was chosen nevertheless; "" otherwise.
     """
@@ -45,7 +46,14 @@ class Capabilities:
     warning: str = ""
 
     @staticmethod
-    def of(model: Any, precision: Precision, quant: str | Choice, device: torch.device, impl: str) -> "Capabilities":
+    def of(
+        model: Any,
+        precision: Precision,
+        quant: str | Choice,
+        device: torch.device,
+        impl: str,
+        kv_dtype: str = "auto",
+    ) -> "Capabilities":
         """Describe a model on a device.
 
         Args:
@@ -54,6 +62,7 @@ class Capabilities:
             quant: format of its matrices, a key of `FORMATS`, or how it was chosen.
             device: of the model.
             impl: implementation of the operators, see `kernels.tree_attention`.
+            kv_dtype: of its cache; "auto": its own.
         """
         name = dtype_name(precision.dtype)
         warning = f"{name} is slow: {precision.reason}" if precision.slow else ""
@@ -61,6 +70,8 @@ class Capabilities:
         weights = "" if chosen.name == "none" else f", {chosen.name} weights"
         if str(chosen):
             weights = f"{weights or ', weights as they are'} ({chosen})"
+        if kv_dtype == "int8":
+            weights += ", int8 cache"
         formats = {f"{name} weights": FORMATS[name].why_not(device) is None for name in FORMATS if name != "none"}
         if device.type != "cpu":
             absent = ", ".join(name for name, here in formats.items() if not here)

@@ -53,6 +53,7 @@ class Runner:
         vocab_size: tokens that exist; later ids (a padded vocabulary) get log-probability -inf.
         budget: most tokens per pass; longer prompts go in chunks.
         impl, token_buckets, word_buckets: see `pack`; buckets are for compiled models.
+        dtype: of the model; None: the cache's.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class Runner:
         impl: str = "torch",
         token_buckets: Sequence[int] | None = None,
         word_buckets: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
     ):
         self.model, self.pool, self.vocab_size, self.budget = model, pool, vocab_size, budget
         self.impl, self.token_buckets, self.word_buckets = impl, token_buckets, word_buckets
-        self.device = pool.cache.k_LGSD.device
+        self.device, self.dtype = pool.cache.k_LGSD.device, dtype or pool.cache.k_LGSD.dtype
         self.time = PassTime()
         self.observer: PhaseObserver | None = None
 

@@ -129,6 +129,7 @@ class Engine:
         workload: Workload | None = None,
         compile: str = "off",
         quant: str = "none",
+        kv_dtype: str = "auto",
         chat_template: str | Path | None = None,
         parallel: int = 16,
         draft: str | Path | None = None,
@@ -139,15 +140,17 @@ class Engine:
         Args:
             folder: holds config.json, safetensors weights and tokenizer files.
             dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's own, but float32 on a processor without
-                products of that dtype, or where float32 is measured to be faster; `capabilities` reports the loading.
+                products of that dtype, or where float32 is measured to be faster; `capabilities` reports the choice.
             device: "cpu", "cuda" or "auto".
-            threads: CPU threads; None leaves torch's loading.
+            threads: CPU threads; None leaves torch's choice.
             kv_memory: bytes of the KV pools together, or a size such as "512M"; None takes up to half of the free
                 memory.
             memory: bytes that the whole process may hold, or a size, or "auto" for the least of the limits that it
                 runs under: what weights and the rest leave goes to the KV pools. On a CPU.
             workload: what `memory` has to hold at least; None: one token.
             compile: "on" runs the layers through torch.compile: loading takes seconds more, steps a little less.
+            kv_dtype: of keys and values: "auto" is the model's; "int8", with a scale for each token and head, takes
+                about half the memory of bfloat16.
             quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products; "auto"
                 does so where int8 is measured to be faster.
             chat_template: a template file, "none" for plain completion, None for the checkpoint's own.
@@ -166,12 +169,12 @@ class Engine:
             torch.set_num_threads(threads)
         roles = {"target": folder, "draft": draft, "reward": reward}
         folders = {role: path for role, path in roles.items() if isinstance(path, str | Path)}
-        options = {"dtype": dtype, "device": device, "compile": compile, "quant": quant, "chat_template": chat_template}
+        options = {"dtype": dtype, "device": device, "compile": compile, "quant": quant, "kv_dtype": kv_dtype}
         release_libraries()
         if memory is not None:
             loading = Loading.of(folders, options)
             budget = allow(loading, memory, budget, workload or Workload(parallel=parallel))
-        models = load_models(folders, kv_memory=budget, **options)
+        models = load_models(folders, kv_memory=budget, chat_template=chat_template, **options)
         target, *others = [Engine(model, parallel) for model in models.values()]
         target.companions = dict(zip([*models][1:], others, strict=True))
         if callable(reward):

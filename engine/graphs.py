@@ -21,6 +21,7 @@ from engine.packing import Chunk, Pass, pack
 from engine.phases import phase
 from engine.pool import PagePool
 from kernels import cpp
+from kernels.kv_int8 import row_width
 from kernels.layout import WORD
 
 TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
@@ -34,33 +35,37 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 log = logging.getLogger(__name__)
 
 
-def make_runner(model, pool: PagePool, vocab_size: int) -> Runner:
+def make_runner(model, pool: PagePool, vocab_size: int, dtype: torch.dtype | None = None) -> Runner:
     """The runner that suits the device: C++ kernels on a CPU; Triton kernels and CUDA graphs on a GPU.
 
     Where there are no C++ kernels it takes those in PyTorch, with a warning unless the user switched them off.
+
+    Args:
+        dtype: of the model; None: the cache's.
 
     Raises:
         UsageError: a GPU, but no triton, or a model that its kernels cannot serve.
     """
     cache = pool.cache.k_LGSD
+    dtype, head_dim = dtype or cache.dtype, cache.shape[-1] - row_width(0, cache.dtype)
     if cache.device.type == "cpu":
-        if cache.dtype not in cpp.KINDS:
-            return Runner(model, pool, vocab_size)
+        if dtype not in cpp.KINDS:
+            return Runner(model, pool, vocab_size, dtype=dtype)
         reason = cpp.why_not()
         if reason and not cpp.off():
             warnings.warn(f"the kernels in PyTorch run, slower than those in C++: {reason}", stacklevel=2)
-        return Runner(model, pool, vocab_size, impl="torch" if reason else "cpp")
+        return Runner(model, pool, vocab_size, impl="torch" if reason else "cpp", dtype=dtype)
     if importlib.util.find_spec("triton") is None:
         raise UsageError("a GPU needs the package triton", remedy="pip install 'coppice[gpu]', or use --device cpu")
     from kernels.tree_attention.triton import DTYPES, MAX_HEAD_DIM
 
-    if cache.dtype not in DTYPES or cache.shape[-1] > MAX_HEAD_DIM:
+    if dtype not in DTYPES or head_dim > MAX_HEAD_DIM:
         raise UsageError(
-            f"a GPU cannot serve {cache.dtype} and heads of {cache.shape[-1]}",
+            f"a GPU cannot serve {dtype} and heads of {head_dim}",
             where=f"its kernels take float16, bfloat16, float32 and heads of at most {MAX_HEAD_DIM}",
             remedy="use another --dtype, or --device cpu",
         )
-    return GraphRunner(model, pool, vocab_size, impl="triton", budget=BUDGET)
+    return GraphRunner(model, pool, vocab_size, impl="triton", budget=BUDGET, dtype=dtype)
 
 
 class GraphRunner(Runner):

@@ -28,6 +28,7 @@ from models.floats import has_products
 from models.linear import FORMATS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+KV_DTYPES = ("auto", "int8")
 SAMPLED, PIECE = 16, 1 << 14  # places of a weights file that are hashed, and bytes read at each
 
 
@@ -78,10 +79,22 @@ class _Weights:
     compiled: bool
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
+    kv_dtype: str
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return torch.int8 if self.kv_dtype == "int8" else self.precision.dtype
 
     @staticmethod
     def load(
-        folder: str | Path, dtype: str, device: torch.device, chat_template: str | Path | None, quant: str, compile: str
+        folder: str | Path,
+        dtype: str,
+        device: torch.device,
+        chat_template: str | Path | None,
+        quant: str,
+        compile: str,
+        kv_dtype: str,
     ) -> "_Weights":
         checkpoint = Checkpoint.open(folder)
         precision = pick_dtype(dtype, checkpoint, device)
@@ -91,7 +104,7 @@ class _Weights:
         trim_memory()  # of the parsed files: a third of what a tokenizer took
         model = load_model(checkpoint, precision.dtype, device, kept.name)
         compiled = compile == "on" and compile_model(model)
-        return _Weights(Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template)
+        return _Weights(Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template, kv_dtype)
 
     def eos_token_ids(self) -> frozenset[int]:
         """Those of the checkpoint; else the family's, if its files have no word on it; else the tokenizer's."""
@@ -105,7 +118,8 @@ class _Weights:
     def with_pool(self, pool: PagePool) -> LoadedModel:
         """Make the model ready to run on a pool."""
         shape, tokenizer, bos = self.model.shape, self.tokenizer, self.checkpoint.bos_token_id
-        runner = make_runner(self.model, pool, min(shape.vocab_size, tokenizer.size) if tokenizer else shape.vocab_size)
+        vocab_size = min(shape.vocab_size, tokenizer.size) if tokenizer else shape.vocab_size
+        runner = make_runner(self.model, pool, vocab_size, self.precision.dtype)
         eos = self.eos_token_ids()
         start = bos if bos is not None else min(eos, default=0)
         if self.compiled and runner.device.type == "cpu":
@@ -118,8 +132,8 @@ class _Weights:
             self.template,
             eos,
             self.folder.resolve().name,
-            Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl),
-            model_key(self.checkpoint, self.precision.dtype, self.quant.name),
+            Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl, self.kv_dtype),
+            model_key(self.checkpoint, self.precision.dtype, self.quant.name, self.kv_dtype),
             start,
         )
 
@@ -132,6 +146,7 @@ def load_models(
     kv_memory: int | None,
     compile: str,
     quant: str,
+    kv_dtype: str,
     chat_template: str | Path | None,
 ) -> dict[str, LoadedModel]:
     """Load models by role, with pools of as many tokens each; arguments and errors as of `Engine.load`.
@@ -141,11 +156,13 @@ def load_models(
     """
     where = pick_device(device)
     check_quant(quant, where)
+    if kv_dtype not in KV_DTYPES:
+        raise UsageError(f"kv_dtype: expected {' or '.join(KV_DTYPES)}, got {kv_dtype!r}")
     parts = {
-        role: _Weights.load(folder, dtype, where, chat_template if role == "target" else None, quant, compile)
+        role: _Weights.load(folder, dtype, where, chat_template if role == "target" else None, quant, compile, kv_dtype)
         for role, folder in folders.items()
     }
-    pools = make_pools([(part.model.shape, part.precision.dtype) for part in parts.values()], where, kv_memory)
+    pools = make_pools([(part.model.shape, part.cache_dtype) for part in parts.values()], where, kv_memory)
     models = {role: part.with_pool(pool) for (role, part), pool in zip(parts.items(), pools, strict=True)}
     for role in list(models)[1:]:
         check_companion(role, models["target"], models[role])
@@ -270,9 +287,10 @@ def load_template(folder: str | Path, choice: str | Path | None, tokenizer: Toke
     return ChatTemplate.load(folder, tokenizer) if choice is None else ChatTemplate.from_file(choice, tokenizer)
 
 
-def model_key(checkpoint: Checkpoint, dtype: torch.dtype, quant: str) -> str:
-    """A name for a model as it is computed: the folder's, and a hash of configuration, dtype and samples of weights."""
-    digest = hashlib.sha256(json.dumps([checkpoint.config, str(dtype), quant], sort_keys=True).encode())
+def model_key(checkpoint: Checkpoint, dtype: torch.dtype, quant: str, kv_dtype: str = "auto") -> str:
+    """A name for a model as it is computed: the folder's, and a hash of configuration, dtypes and pieces of weights."""
+    formats = [str(dtype), quant, *([] if kv_dtype == "auto" else [kv_dtype])]
+    digest = hashlib.sha256(json.dumps([checkpoint.config, *formats], sort_keys=True).encode())
     for path in sorted({info.file for info in checkpoint.tensors.values()}):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())

@@ -31,7 +31,7 @@ def make_pools(
     models: Sequence[tuple[ModelShape, torch.dtype]], device: torch.device, kv_memory: int | None
 ) -> list[PagePool]:
     """Make a pool for each model, all of the same number of tokens, of `kv_memory` bytes together; None: up to half of
-    the free memory.
+    the free memory. The dtypes are those of keys and values.
 
     Raises:
         KVMemoryError: the bytes do not hold a page for each model, or the machine does not have them.

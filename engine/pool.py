@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import KVMemoryError
+from kernels.kv_int8 import row_width
 from kernels.kv_write import kv_copier
 from kernels.layout import NULL_SLOT, TRASH_SLOT, KVCache
 from models.config import ModelShape
@@ -26,7 +27,7 @@ class PagePool:
         shape: the model's dimensions.
         pages: pages that trees may take.
         page_size: slots per page.
-        dtype, device: of keys and values.
+        dtype, device: of keys and values; int8: see `kernels.kv_int8`.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class PagePool:
         self.pages = pages
         self.bytes_per_token = shape.kv_bytes_per_token(dtype)
         slots = (pages + self.reserved) * page_size
-        size = (shape.layers, shape.kv_heads, slots, shape.head_dim)
+        size = (shape.layers, shape.kv_heads, slots, row_width(shape.head_dim, dtype))
         self.cache = KVCache(_reserve(size, dtype, device), _reserve(size, dtype, device))
         self._copy = kv_copier(self.cache.k_LGSD, self.cache.v_LGSD)
         self._state = bytearray(bytes([USED]) * self.reserved + bytes(pages))  # the rest is FREE

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpp import KINDS
+from kernels.kv_int8 import SCALE_BYTES
 from kernels.layout import WORD, TreeLayout
 
 
@@ -74,6 +75,15 @@ def cache(k: Tensor, v: Tensor, axes: str = "GSD") -> None:
     expect(f"v_{axes}", v, k.dtype, k.shape, k.device)
 
 
+def elements(k_GSD: Tensor, rows: Tensor) -> tuple[int, torch.dtype]:
+    """The size of a head, and the dtype of rows for a cache: its own, or, if it is int8, the one that these have."""
+    if k_GSD.dtype != torch.int8:
+        return k_GSD.shape[2], k_GSD.dtype
+    if k_GSD.shape[2] <= SCALE_BYTES:
+        raise ValueError(f"k_GSD: expected int8 rows of more than a scale's {SCALE_BYTES} bytes, got {k_GSD.shape[2]}")
+    return k_GSD.shape[2] - SCALE_BYTES, rows.dtype
+
+
 def copies(source: Sequence[int], target: Sequence[int], size: int) -> None:
     """Raises ValueError unless slots can be copied to others in a cache of so many."""
     if len(source) != len(target) or any(
@@ -85,7 +95,9 @@ def copies(source: Sequence[int], target: Sequence[int], size: int) -> None:
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:
     """Raises ValueError for tensors that `kernels.kv_write.kv_write` does not take, but for slots out of range."""
     cache(k_GSD, v_GSD)
-    (G, _, D), dtype, device = k_GSD.shape, k_GSD.dtype, k_GSD.device
+    (G, *_), (D, dtype), device = k_GSD.shape, elements(k_GSD, k_TGD), k_GSD.device
+    if k_GSD.dtype == torch.int8:
+        floats("k_TGD", k_TGD)
     expect("slots_T", slots_T, torch.int64, slots_T.shape[:1] or (1,), device)
     expect("k_TGD", k_TGD, dtype, (slots_T.shape[0], G, D), device, contiguous=False)
     expect("v_TGD", v_TGD, dtype, (slots_T.shape[0], G, D), device, contiguous=False)
@@ -95,11 +107,11 @@ def queries(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, window: int | None) -> 
     """Raises ValueError for queries and a cache that `kernels.tree_attention.tree_attention` does not take."""
     cache(k_GSD, v_GSD)
     floats("q_THD", q_THD, 3)
-    G, _, D = k_GSD.shape
+    G, (D, dtype) = k_GSD.shape[0], elements(k_GSD, q_THD)
     T, H, _ = q_THD.shape
     if H % G or not H:
         raise ValueError(f"q_THD: expected a multiple of the cache's {G} heads, got {H}")
-    expect("q_THD", q_THD, k_GSD.dtype, (T, H, D), k_GSD.device, contiguous=False)
+    expect("q_THD", q_THD, dtype, (T, H, D), k_GSD.device, contiguous=False)
     if window is not None and window < 0:
         raise ValueError(f"window: expected None or at least 0, got {window}")
 

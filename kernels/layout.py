@@ -59,7 +59,7 @@ class TreeLayout:
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every layer, head-major so that a head's rows are contiguous."""
+    """Keys and values of every layer, head-major so that a head's rows are contiguous; int8: see `kernels.kv_int8`."""
 
     k_LGSD: Tensor
     v_LGSD: Tensor

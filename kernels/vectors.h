@@ -12,6 +12,7 @@
 
 // One file per instruction set has all that depends on it, which is LANES, the number of floats in a vector, and
 //   Floats widened(Shorts), Shorts narrowed(Floats)   from and to float16, to the nearest, ties to even
+//   Ints extended(Bytes)                              int8 to 32 bits
 //   uint32_t bits_of(Ints)                            a bit for each lane of a comparison that holds
 //   float sum_of(Floats)                              of all lanes
 //   Floats nearest(Floats x)                          the nearest whole numbers, ties to even, for |x| < 2^22
@@ -41,6 +42,9 @@ struct Float16 {
 struct BFloat16 {
     uint16_t bits;
 };
+
+constexpr int64_t INT8 = 3;  // as a `kind`
+constexpr int64_t SCALE_BYTES = 2;  // of a row in an int8 cache, see kv_int8.py
 
 // Calls f(at, count) for the vectors that make up `width` elements; `count` is a constant but for what is left over.
 template <typename F>
@@ -76,6 +80,10 @@ inline Floats load(const float* from, int count = LANES) { return read<Floats>(f
 inline Floats load(const Float16* from, int count = LANES) { return widened(read<Shorts>(from, count)); }
 inline Floats load(const BFloat16* from, int count = LANES) {
     return (Floats)(__builtin_convertvector(read<Shorts>(from, count), Ints) << 16);
+}
+
+inline Floats load(const int8_t* from, int count = LANES) {
+    return __builtin_convertvector(extended(read<Bytes>(from, count)), Floats);
 }
 
 // The nearest bfloat16, ties to even, as a float.

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 
+from kernels.kv_int8 import row_width
 from models.fields import Fields
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 from models.rope import RopeConfig
@@ -101,8 +102,8 @@ class ModelShape:
         return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one token's keys and values take in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+        """Bytes that one token's keys and values take in all layers, in a cache of this dtype."""
+        return 2 * self.layers * self.kv_heads * row_width(self.head_dim, dtype) * dtype.itemsize
 
 
 @dataclass(frozen=True)

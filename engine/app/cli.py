@@ -17,7 +17,7 @@ from engine.contract import is_ours
 from engine.demo import with_defaults
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError, shortened
-from engine.loading import DTYPES
+from engine.loading import DTYPES, KV_DTYPES
 from engine.memory import is_out_of_memory, out_of_memory, read_size
 from engine.startup import started
 from engine.text.tokenizer import check_utf8
@@ -100,8 +100,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, --draft, --reward, --dtype, --quant, --device, --compile, --threads, --chat-template, --kv-memory,
-    --memory."""
+    """--model, --draft, --reward, --dtype, --quant, --kv-dtype, --device, --compile, --threads, --chat-template,
+    --kv-memory, --memory."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="DIR", help="folder: config.json, safetensors, tokenizer (the bundled demo)")
     group.add_argument("--draft", metavar="DIR", help="a smaller one of the same tokenizer, to draft (the demo's)")
@@ -113,6 +113,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     formats = [*FORMATS, "auto"]
     group.add_argument(
         "--quant", choices=formats, default="none", help="weights as int8, or int4 in groups of 32 or as named (none)"
+    )
+    group.add_argument(
+        "--kv-dtype", choices=KV_DTYPES, default="auto", help="keys and values as int8 (auto: as --dtype)"
     )
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
     group.add_argument("--compile", choices=["off", "on"], default="off", help="torch.compile (off)")
@@ -254,6 +257,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
         workload=_workload(args) if args.memory is not None else None,
         compile=args.compile,
         quant=args.quant,
+        kv_dtype=args.kv_dtype,
         chat_template=args.chat_template,
         draft=draft,
         reward=reward,

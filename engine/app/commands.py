@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.app import trace_page, transcript
 from engine.app.dialog import QUOTES, Dialog, candidate
+from engine.capabilities import dtype_name
 from engine.contract import attributed
 from engine.conversation import figures, mib
 from engine.errors import UsageError, shortened
@@ -296,11 +297,11 @@ def _memory(dialog: Dialog) -> str:
 
 def _config(dialog: Dialog) -> str:
     engine = dialog.engine
-    keys = engine.pool.cache.k_LGSD
     shown = {
         "model": engine.name,
-        "dtype": str(keys.dtype).removeprefix("torch."),
-        "device": str(keys.device),
+        "dtype": dtype_name(engine.runner.dtype),
+        "kv_dtype": dtype_name(engine.pool.cache.k_LGSD.dtype),
+        "device": str(engine.runner.device),
         **{field.name: getattr(engine.shape, field.name) for field in fields(engine.shape)},
         "usable_tokens": engine.runner.vocab_size,
         "eos_token_ids": sorted(engine.eos_token_ids),

@@ -20,8 +20,8 @@ def kv_write(
     """Store key and value t in slot slots_T[t] of one layer's cache, in place.
 
     Args:
-        k_GSD, v_GSD: one layer's cache, contiguous.
-        k_TGD, v_TGD: new rows, in the cache's dtype; any strides.
+        k_GSD, v_GSD: one layer's cache, contiguous; see `kernels.kv_int8` if it is int8.
+        k_TGD, v_TGD: new rows, in the cache's dtype; floats that are quantised if it is int8; any strides.
         slots_T: int64, contiguous; distinct, but for padding tokens, which share TRASH_SLOT.
         impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU) or "triton" (GPU
             kernels).

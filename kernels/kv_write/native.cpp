@@ -1,10 +1,42 @@
-// Writing keys and values into their slots on a CPU, from elsewhere or from other slots: plain copies of rows.
+// Writing keys and values into their slots on a CPU, from elsewhere or from other slots: copies of rows, or, of an int8
+// cache, rows as kernels/kv_int8.py defines them.
 
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "../operators.h"
+#include "../vectors.h"
+
+namespace {
+
+template <typename T>
+void quantise(const T* x, int64_t D, char* row) {
+    Ints most{};  // magnitudes as bits, whose order is that of the numbers; NaN is the largest
+    each(D, [&](int64_t d, auto n) {
+        const Ints bits = (Ints)load(x + d, n) & 0x7fffffff;
+        most = bits > most ? bits : most;
+    });
+    int32_t bits = 0;
+    for (int lane = 0; lane < LANES; lane++) bits = std::max<int32_t>(bits, most[lane]);
+    float largest;
+    std::memcpy(&largest, &bits, sizeof largest);
+    const bool finite = bits < 0x7f800000;
+    const float exact = largest * (1.0f / 127.0f);
+    const float scale = !finite ? INFINITY : exact < 0x1p-126f ? 0.0f : rounded(all(exact))[0];
+    const float inverse = finite && scale != 0 ? 1.0f / scale : 0.0f;
+    each(D, [&](int64_t d, auto n) {
+        Floats some = load(x + d, n) * inverse;
+        some = some > 127.0f ? all(127.0f) : some < -127.0f ? all(-127.0f) : some;
+        const Ints whole = finite ? __builtin_convertvector(nearest(some), Ints) : Ints{};
+        write(__builtin_convertvector(whole, Bytes), row + d, n);
+    });
+    BFloat16 stored;
+    store(all(scale), &stored, 1);
+    std::memcpy(row + D, &stored, sizeof stored);
+}
+
+}  // namespace
 
 extern "C" int64_t coppice_kv_write(int64_t threads, char* k_GSD, char* v_GSD, const char* k_TGD, const char* v_TGD,
                                     const int64_t* slots_T, int64_t tokens, int64_t heads, int64_t slots, int64_t row,
@@ -25,6 +57,26 @@ extern "C" int64_t coppice_kv_write(int64_t threads, char* k_GSD, char* v_GSD, c
             std::memcpy(v_GSD + to, v_TGD + t * v_token + g * v_head, row);
         }
     }
+    return 1;
+}
+
+extern "C" int64_t coppice_kv_write_int8(int64_t kind, int64_t threads, char* k_GSD, char* v_GSD, const void* k_TGD,
+                                         const void* v_TGD, const int64_t* slots_T, int64_t tokens, int64_t heads,
+                                         int64_t slots, int64_t head_dim, int64_t k_token, int64_t k_head,
+                                         int64_t v_token, int64_t v_head) {
+    for (int64_t t = 0; t < tokens; t++)
+        if (slots_T[t] < 0 || slots_T[t] >= slots) return 0;
+    const int64_t row = head_dim + SCALE_BYTES;
+    with_type(kind, [&](auto type) {
+        using T = decltype(type);
+#pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > 1 << 13)
+        for (int64_t g = 0; g < heads; g++)
+            for (int64_t t = 0; t < tokens; t++) {
+                const int64_t to = (g * slots + slots_T[t]) * row;
+                quantise((const T*)k_TGD + t * k_token + g * k_head, head_dim, k_GSD + to);
+                quantise((const T*)v_TGD + t * v_token + g * v_head, head_dim, v_GSD + to);
+            }
+    });
     return 1;
 }
 

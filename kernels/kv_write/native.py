@@ -1,4 +1,4 @@
-"""Calls the C++ KV writes (native.cpp): any dtype, a CPU."""
+"""Calls the C++ KV writes (native.cpp): any dtype, into an int8 cache float32, bfloat16 and float16; a CPU."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import checks
-from kernels.cpp import function
+from kernels.cpp import KINDS, function
 from kernels.custom_ops import nothing, register
 
 
@@ -18,13 +18,14 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
         raise ValueError(f"impl 'cpp': expected tensors on a CPU, got {k_GSD.device}")
     if k_TGD.stride(2) != 1 or v_TGD.stride(2) != 1:
         k_TGD, v_TGD = k_TGD.contiguous(), v_TGD.contiguous()
-    (G, S, D), size = k_GSD.shape, k_GSD.itemsize
-    fits = function("kv_write")(
-        torch.get_num_threads(),
-        *(k_GSD.data_ptr(), v_GSD.data_ptr(), k_TGD.data_ptr(), v_TGD.data_ptr(), slots_T.data_ptr()),
-        *(len(slots_T), G, S, D * size),
-        *(stride * size for x in (k_TGD, v_TGD) for stride in x.stride()[:2]),
-    )
+    (T, G, D), S, size, threads = k_TGD.shape, k_GSD.shape[1], k_TGD.itemsize, torch.get_num_threads()
+    pointers = (x.data_ptr() for x in (k_GSD, v_GSD, k_TGD, v_TGD, slots_T))
+    strides = (stride for x in (k_TGD, v_TGD) for stride in x.stride()[:2])
+    if k_GSD.dtype == torch.int8:
+        checks.native(k_TGD)
+        fits = function("kv_write_int8")(KINDS[k_TGD.dtype], threads, *pointers, T, G, S, D, *strides)
+    else:
+        fits = function("kv_write")(threads, *pointers, T, G, S, D * size, *(stride * size for stride in strides))
     if not fits:
         checks.within("slots_T", slots_T.tolist(), S)
 

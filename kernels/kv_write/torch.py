@@ -8,10 +8,13 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.custom_ops import nothing, register
+from kernels.kv_int8 import quantise
 
 
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:
     """See the front for arguments."""
+    if k_GSD.dtype == torch.int8:
+        k_TGD, v_TGD = quantise(k_TGD), quantise(v_TGD)
     k_GSD.index_copy_(1, slots_T, k_TGD.transpose(0, 1))
     v_GSD.index_copy_(1, slots_T, v_TGD.transpose(0, 1))
 

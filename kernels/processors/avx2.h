@@ -15,6 +15,8 @@ inline Shorts narrowed(Floats x) {
     return (Shorts)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+inline Ints extended(Bytes x) { return (Ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)x)); }
+
 inline uint32_t bits_of(Ints truth) { return _mm256_movemask_ps((__m256)truth); }
 
 inline float sum_of(Floats x) {

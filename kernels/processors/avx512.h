@@ -15,6 +15,8 @@ inline Shorts narrowed(Floats x) {
     return (Shorts)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+inline Ints extended(Bytes x) { return (Ints)_mm512_cvtepi8_epi32((__m128i)x); }
+
 inline uint32_t bits_of(Ints truth) { return _mm512_cmplt_epi32_mask((__m512i)truth, _mm512_setzero_si512()); }
 
 inline float sum_of(Floats x) { return _mm512_reduce_add_ps((__m512)x); }

@@ -13,6 +13,10 @@ inline Floats widened(Shorts halves) { return (Floats)vcvt_f32_f16((float16x4_t)
 
 inline Shorts narrowed(Floats x) { return (Shorts)vcvt_f16_f32((float32x4_t)x); }
 
+inline Ints extended(Bytes x) {
+    return (Ints)vmovl_s16(vget_low_s16(vmovl_s8((int8x8_t)vdup_n_s32((int32_t)x))));
+}
+
 inline uint32_t bits_of(Ints truth) {
     const Words bits = {1, 2, 4, 8};
     return vaddvq_u32((uint32x4_t)((Words)truth & bits));

@@ -27,6 +27,8 @@ inline Shorts narrowed(Floats x) {
     return __builtin_convertvector(finite_or_not | (bits >> 16 & 0x8000u), Shorts);
 }
 
+inline Ints extended(Bytes x) { return __builtin_convertvector(x, Ints); }
+
 inline uint32_t bits_of(Ints truth) {
     uint32_t bits = 0;
     for (int lane = 0; lane < LANES; lane++) bits |= uint32_t(truth[lane] != 0) << lane;

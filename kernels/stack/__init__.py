@@ -11,12 +11,14 @@ from torch import Tensor
 
 from kernels.checks import expect
 from kernels.cpp import KINDS, OPERATORS, function, watched
+from kernels.kv_int8 import row_width
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import Packed
 from kernels.rows.checks import ACTIVATIONS
 from kernels.tree_attention import native
 
 _STRUCTURES = OPERATORS.structures
+_CPU = torch.device("cpu")
 
 
 ORDERS = ("before", "after", "parallel")  # norms before attention and MLP, after each, or one for both
@@ -116,7 +118,7 @@ class Stack:
 
         def check(name: str, x: Tensor | None, size: int) -> None:
             if x is not None:
-                expect(name, x, dtype, (size,), torch.device("cpu"))
+                expect(name, x, dtype, (size,), _CPU)
 
         def check_norm(name: str, norm: Norm | None, size: int) -> None:
             if norm is not None:
@@ -158,15 +160,14 @@ class Stack:
         T, D, (*_, S, _), weight_E = x_TE.shape[0], self.head_dim, cache.k_LGSD.shape, self.weight_E
         if len(angles) != (tables := self._angles._length_):
             raise ValueError(f"angles: expected {tables} tables, got {len(angles)}")
+        kept = torch.int8 if cache.k_LGSD.dtype == torch.int8 else weight_E.dtype
         for x, shape in (
             (x_TE, (*layout.positions_T.shape, *weight_E.shape)),
             *((x, (T, cos_TR.shape[-1])) for cos_TR, sin_TR in angles for x in (cos_TR, sin_TR)),
-            (cache.k_LGSD, (len(self.layers), self.kv_heads, S, D)),
-            (cache.v_LGSD, cache.k_LGSD.shape),
         ):
-            if x.shape != shape or x.dtype != weight_E.dtype or not x.is_cpu or not x.is_contiguous():
-                got = f"{x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}"
-                raise ValueError(f"expected contiguous {weight_E.dtype} {list(shape)} on a CPU, got {got}")
+            expect("a stack's rows", x, weight_E.dtype, shape, _CPU)
+        for x in (cache.k_LGSD, cache.v_LGSD):
+            expect("a stack's cache", x, kept, (len(self.layers), self.kv_heads, S, row_width(D, kept)), _CPU)
         rotated = self._angles()
         for i, (cos_TR, sin_TR) in enumerate(angles):
             R = cos_TR.shape[1]
@@ -176,7 +177,7 @@ class Stack:
         out_TE, threads = torch.empty_like(x_TE), torch.get_num_threads()
         heads_THD = torch.empty(T, self.heads + 2 * self.kv_heads, D, dtype=x_TE.dtype)  # queries, keys, values
         queries_THD = heads_THD[:, : self.heads]
-        problem = native.problem(queries_THD, self.kv_heads, S, native.seen(layout, S), 1.0, None, threads)
+        problem = native.problem(queries_THD, cache.k_LGSD, native.seen(layout, S), 1.0, None, threads)
         function("stack")(
             *map(ctypes.addressof, (self._packed, problem, rotated)),
             *(threads, x_TE.data_ptr(), cache.k_LGSD.data_ptr(), cache.v_LGSD.data_ptr()),

@@ -55,6 +55,16 @@ struct Pass {
                               s.eps);
     }
 
+    void write(char* k, char* v, const char* k_TGD, const char* v_TGD) const {
+        const int64_t D = s.head_dim, token = every * D;
+        if (attention.cache == INT8)
+            coppice_kv_write_int8(s.kind, threads, k, v, k_TGD, v_TGD, slots_T, tokens, s.kv_heads, slots, D, token, D,
+                                  token, D);
+        else
+            coppice_kv_write(threads, k, v, k_TGD, v_TGD, slots_T, tokens, s.kv_heads, slots, head, every * head, head,
+                             every * head, head);
+    }
+
     // From `read` to sum_TE; k and v are the layer's.
     void attend(const Layer& layer, const void* read, char* k, char* v) {
         multiply(layer.qkv, read, heads_THD);
@@ -65,8 +75,7 @@ struct Pass {
             coppice_rotary(s.kind, threads, heads_THD, a.cos, a.sin, heads_THD, tokens, turned, s.head_dim, a.dims,
                            every * s.head_dim, s.head_dim, every * s.head_dim);
         }
-        coppice_kv_write(threads, k, v, heads_THD + s.heads * head, heads_THD + turned * head, slots_T, tokens,
-                         s.kv_heads, slots, head, every * head, head, every * head, head);
+        write(k, v, heads_THD + s.heads * head, heads_THD + turned * head);
         attention.window = layer.window, attention.scale = layer.scale;
         coppice_tree_attention(&attention, heads_THD, k, v, mixed_THD.get());
         multiply(layer.out, mixed_THD.get(), sum_TE.get());
@@ -111,7 +120,8 @@ extern "C" void coppice_stack(const Stack* stack, const Attention* attention, co
                               int64_t tokens, int64_t slots) {
     const Stack& s = *stack;
     Pass pass{s, *attention, angles, slots_T, heads_THD, threads, tokens, slots};
-    const int64_t kv_layer = s.kv_heads * slots * s.head_dim * s.element;
+    const int64_t row = attention->cache == INT8 ? s.head_dim + SCALE_BYTES : s.head_dim * s.element;
+    const int64_t kv_layer = s.kv_heads * slots * row;
     for (int64_t i = 0; i < s.layers; i++) pass.run(s.layer[i], x, k + i * kv_layer, v + i * kv_layer);
     if (s.norm.weight)
         pass.normalize(s.norm, x, out);

@@ -25,7 +25,8 @@ def tree_attention(
 
     Args:
         q_THD: queries; H is a multiple of G, query head h reads key/value head h // (H / G).
-        k_GSD, v_GSD: one layer's cache, contiguous, the keys and values of this pass already written.
+        k_GSD, v_GSD: one layer's cache, contiguous, the keys and values of this pass already written; in q's dtype, or
+            int8, see `kernels.kv_int8`.
         layout: the pass.
         scale: factor of the dot products.
         window: a token at position p sees only positions > p - window; None sees all.

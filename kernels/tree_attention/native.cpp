@@ -1,9 +1,9 @@
 // Tree attention on a CPU. Query rows are the lanes of a vector: a score is a broadcast element of a key times a
 // vector of the rows' elements, so keys and values are read where they lie, once for all rows of a tile; nothing is
-// gathered, transposed or copied (but 16-bit elements are converted to floats, or the values of two keys interleaved, a
-// block at a time, where no instruction multiplies them as they are). In a tile of few rows the elements of one row are
-// the lanes, and rows take turns. The softmax is computed online (Milakov and Gimelshein, 2018). Where there are fewer
-// tiles than threads, long trunks are cut and the results of the cuts merged.
+// gathered, transposed or copied (but 16-bit elements and int8 are converted to floats, or the values of two keys
+// interleaved, a block at a time, where no instruction multiplies them as they are). In a tile of few rows the elements
+// of one row are the lanes, and rows take turns. The softmax is computed online (Milakov and Gimelshein, 2018). Where
+// there are fewer tiles than threads, long trunks are cut and the results of the cuts merged.
 //
 // Shape legend: kernels/layout.py. A row is one query head of one token; the rows of a tile share a key/value head.
 
@@ -40,17 +40,18 @@ struct Part {
     std::vector<Floats> out_D;           // of each vector in turn: the sum of values times 2^(score - largest)
 };
 
-template <typename T>
+// Queries and output are of type T, keys and values of type C.
+template <typename T, typename C>
 class Worker {
   public:
-    Worker(const Attention& p, const T* q, const T* k, const T* v, T* out)
+    Worker(const Attention& p, const T* q, const char* k, const char* v, T* out)
         : p(p), q(q), k(k), v(v), out(out), D(p.head_dim), group(p.heads / p.kv_heads), q_words(VECTORS * D) {
 #ifdef __AVX512BF16__
-        pairs = std::is_same_v<T, BFloat16> && D % 2 == 0;
+        pairs = std::is_same_v<C, BFloat16> && D % 2 == 0;
 #endif
         part.out_D.resize(VECTORS * D);
         row_D.resize(2 * MAX_SINGLE_ROWS * depth());
-        if (!std::is_same_v<T, float>) room.resize(2 * BLOCK * D);
+        if (!std::is_same_v<C, float>) room.resize(2 * BLOCK * D);
     }
 
     Part part;
@@ -150,10 +151,12 @@ class Worker {
     }
 
   private:
+    static constexpr bool QUANTISED = std::is_same_v<C, int8_t>;
     const Attention& p;
-    const T *q, *k, *v;
+    const T* q;
+    const char *k, *v;
     T* out;
-    const int D, group;
+    const int D, group, row_bytes = D * sizeof(C) + (QUANTISED ? SCALE_BYTES : 0);
     bool pairs = false;         // keys are read as pairs of bfloat16, for which the processor has products
     std::vector<Ints> q_words;  // of each vector of rows in turn: floats or pairs
     int few = 0;                // rows, if there are at most MAX_SINGLE_ROWS
@@ -188,7 +191,7 @@ class Worker {
 
     // Makes the waiting slots' keys and values ready; `ahead`: the slots behind them are prefetched.
     void take(int g, bool ahead) {
-        const T *k_SD = k + g * p.slots * D, *v_SD = v + g * p.slots * D;
+        const char *k_SD = k + g * p.slots * row_bytes, *v_SD = v + g * p.slots * row_bytes;
         if (pairs && !few) {
             pair_up(v_SD);
         } else {
@@ -196,24 +199,33 @@ class Worker {
             value_rows = n;
         }
         if (pairs) {
-            for (int j = 0; j < n; j++) keys[j] = (const int32_t*)(k_SD + slots[j] * D);
+            for (int j = 0; j < n; j++) keys[j] = (const int32_t*)(k_SD + slots[j] * row_bytes);
         } else {
             convert(k_SD, keys, room.data() + BLOCK * D);
         }
         for (int j = n; j % KEYS; j++) keys[j] = keys[0];
         const int64_t next = ahead ? slots[n - 1] + 1 : slots[0];
-        next_k = (const char*)(k_SD + next * D), next_v = (const char*)(v_SD + next * D);
+        next_k = k_SD + next * row_bytes, next_v = v_SD + next * row_bytes;
     }
 
     // Points `at` to the waiting slots' rows as floats; neighbours are converted in one go.
-    void convert(const T* rows_SD, const int32_t** at, float* to) {
-        if constexpr (std::is_same_v<T, float>) {
-            for (int j = 0; j < n; j++) at[j] = (const int32_t*)(rows_SD + slots[j] * D);
+    void convert(const char* rows_SD, const int32_t** at, float* to) {
+        if constexpr (std::is_same_v<C, float>) {
+            for (int j = 0; j < n; j++) at[j] = (const int32_t*)(rows_SD + slots[j] * row_bytes);
+        } else if constexpr (QUANTISED) {
+            for (int j = 0; j < n; j++) {
+                const int8_t* from = (const int8_t*)(rows_SD + slots[j] * row_bytes);
+                BFloat16 scale;
+                std::memcpy(&scale, from + D, sizeof scale);
+                const float factor = load(&scale, 1)[0];
+                each(D, [&](int64_t d, auto n) { store(load(from + d, n) * factor, to + j * D + d, n); });
+                at[j] = (const int32_t*)(to + j * D);
+            }
         } else {
             for (int j = 0, first = 0; j < n; j++) {
                 at[j] = (const int32_t*)(to + j * D);
                 if (j + 1 < n && slots[j + 1] == slots[j] + 1) continue;
-                const T* from = rows_SD + slots[first] * D;
+                const C* from = (const C*)rows_SD + slots[first] * D;
                 each((j + 1 - first) * D, [&](int64_t d, auto n) { store(load(from + d, n), to + first * D + d, n); });
                 first = j + 1;
             }
@@ -221,12 +233,13 @@ class Worker {
     }
 
     // Two waiting slots' values at a time, element beside element.
-    void pair_up(const T* rows_SD) {
+    void pair_up(const char* rows_SD) {
         value_rows = (n + 1) / 2;
         for (int j = 0; j < n; j += 2) {
             int32_t* to = (int32_t*)room.data() + j / 2 * D;
             values[j / 2] = to;
-            const T *one = rows_SD + slots[j] * D, *two = j + 1 < n ? rows_SD + slots[j + 1] * D : nullptr;
+            const C* one = (const C*)rows_SD + slots[j] * D;
+            const C* two = j + 1 < n ? (const C*)rows_SD + slots[j + 1] * D : nullptr;
             each(D, [&](int64_t d, auto count) {
                 Ints both = __builtin_convertvector(read<Shorts>(one + d, count), Ints);
                 if (two) both |= __builtin_convertvector(read<Shorts>(two + d, count), Ints) << 16;
@@ -253,9 +266,9 @@ class Worker {
         float* score = (float*)scores;
         const Floats* q = &row_D[2 * row * depth()];
         for (int j = 0; j < n; j++) {
-            for (int b = 0; row == 0 && b < int(D * sizeof(T)); b += 64) {
-                __builtin_prefetch(next_k + j * D * sizeof(T) + b, 0, 1);
-                __builtin_prefetch(next_v + j * D * sizeof(T) + b, 0, 1);
+            for (int b = 0; row == 0 && b < row_bytes; b += 64) {
+                __builtin_prefetch(next_k + j * row_bytes + b, 0, 1);
+                __builtin_prefetch(next_v + j * row_bytes + b, 0, 1);
             }
             score[j] = masked && hidden(j)[row] ? -INFINITY : sum_of(product(q, keys[j])) * (p.scale * LOG2_E);
         }
@@ -338,7 +351,7 @@ class Worker {
     template <typename Element>
     void score(const Ints* q, int words, int first, Floats* scores) {
         Floats sum[KEYS] = {};
-        const char* next = next_k + first * D * sizeof(T);
+        const char* next = next_k + first * row_bytes;
         for (int i = 0; i < words; i++) {
             __builtin_prefetch(next + i * KEYS * 4, 0, 1);
             for (int j = 0; j < KEYS; j++) sum[j] = Element::add(sum[j], q[i], keys[first + j][i]);
@@ -358,7 +371,7 @@ class Worker {
         Floats sum[COUNT];
         for (int i = 0; i < COUNT; i++) sum[i] = out_D[d + i] * keep;
         for (int j = 0; j < value_rows; j++) {
-            __builtin_prefetch(next_v + (j * D + d) * (std::is_same_v<Element, Float32> ? sizeof(T) : 4), 0, 1);
+            __builtin_prefetch(next_v + (j * D + d) * (std::is_same_v<Element, Float32> ? sizeof(C) : 4), 0, 1);
             const int32_t* at = values[j] + d;
             asm("" : "+r"(at));  // or GCC keeps a register for each of at + i, of which there are not enough
             for (int i = 0; i < COUNT; i++) sum[i] = Element::add(sum[i], shares[j], at[i]);
@@ -368,9 +381,9 @@ class Worker {
 
     // Prefetches a row into the first-level cache.
     void fetch_row(int64_t row) {
-        for (int b = 0; b < int(D * sizeof(T)); b += 64) {
-            __builtin_prefetch((const char*)(k + row * D) + b);
-            __builtin_prefetch((const char*)(v + row * D) + b);
+        for (int b = 0; b < row_bytes; b += 64) {
+            __builtin_prefetch(k + row * row_bytes + b);
+            __builtin_prefetch(v + row * row_bytes + b);
         }
     }
 
@@ -403,8 +416,8 @@ class Worker {
     }
 };
 
-template <typename T>
-void tree_attention(const Attention& p, const T* q, const T* k, const T* v, T* out) {
+template <typename T, typename C>
+void tree_attention(const Attention& p, const T* q, const char* k, const char* v, T* out) {
     const int D = p.head_dim, G = p.kv_heads, group = p.heads / G;
     std::vector<Tile> tiles;
     int64_t keys = p.table_width;
@@ -420,7 +433,7 @@ void tree_attention(const Attention& p, const T* q, const T* k, const T* v, T* o
     std::vector<Part> parts(cuts > 1 ? units * cuts : 0);
 #pragma omp parallel num_threads(p.threads) if (units * keys * D > MAX_SERIAL)
     {
-        Worker<T> worker(p, q, k, v, out);
+        Worker<T, C> worker(p, q, k, v, out);
 #pragma omp for schedule(dynamic)
         for (int u = 0; u < units * cuts; u++) {
             const Tile& tile = tiles[u / cuts % tiles.size()];
@@ -475,6 +488,7 @@ extern "C" int64_t coppice_layout_fits(int64_t tokens, int64_t trees, int64_t ru
 extern "C" void coppice_tree_attention(const Attention* p, const void* q, const void* k, const void* v, void* out) {
     with_type(p->kind, [&](auto type) {
         using T = decltype(type);
-        tree_attention(*p, (const T*)q, (const T*)k, (const T*)v, (T*)out);
+        const auto run = p->cache == INT8 ? tree_attention<T, int8_t> : tree_attention<T, T>;
+        run(*p, (const T*)q, (const char*)k, (const char*)v, (T*)out);
     });
 }

@@ -1,4 +1,4 @@
-"""Calls the C++ tree attention (native.cpp): any head size, float32, bfloat16 and float16, a CPU."""
+"""Calls the C++ tree attention (native.cpp): any head size, float32, bfloat16 and float16, any cache, a CPU."""
 
 import ctypes
 from collections.abc import Sequence
@@ -70,17 +70,18 @@ def _fits(seen: Seen, tokens: int, slots: int, pages: Sequence[int | None] = NO_
 
 
 def problem(
-    q_THD: Tensor, kv_heads: int, slots: int, seen: Seen, scale: float, window: int | None, threads: int
+    q_THD: Tensor, k_GSD: Tensor, seen: Seen, scale: float, window: int | None, threads: int
 ) -> ctypes.Structure:
     """Returns the arguments of attention but the addresses of q, k, v and the output.
 
     Args:
         q_THD: with the sizes, strides and dtype of the queries.
-        kv_heads, slots: of the cache.
+        k_GSD: with the sizes and dtype of the cache; there may be layers before the heads.
     """
-    _, H, D = q_THD.shape
+    (_, H, D), (G, S, _), kind = q_THD.shape, k_GSD.shape[-3:], KINDS[q_THD.dtype]
+    cache = KINDS.get(k_GSD.dtype, len(KINDS))
     return Attention(
-        *(KINDS[q_THD.dtype], H, kv_heads, D, slots, *seen[:4], q_THD.stride(0), q_THD.stride(1)),
+        *(kind, cache, H, G, D, S, *seen[:4], q_THD.stride(0), q_THD.stride(1)),
         *(-1 if window is None else window, threads, *seen.addresses, scale),
     )
 
@@ -90,8 +91,7 @@ def attend(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, seen: Seen, scale: float
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
-    G, S, _ = k_GSD.shape
-    asked = problem(q_THD, G, S, seen, scale, window, torch.get_num_threads())
+    asked = problem(q_THD, k_GSD, seen, scale, window, torch.get_num_threads())
     pointers = (x.data_ptr() for x in (q_THD, k_GSD, v_GSD, out_THD))
     function("tree_attention")(ctypes.addressof(asked), *pointers)
     return out_THD

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.kv_int8 import floats
 from kernels.layout import TreeLayout
 
 
@@ -18,8 +19,8 @@ def tree_attention(
         for t in range(starts[r], starts[r + 1]):
             slots = visible_slots(layout, mask_TW, r, t, window)
             if len(slots):
-                k_HND = k_GSD[:, slots].repeat_interleave(group, 0)
-                v_HND = v_GSD[:, slots].repeat_interleave(group, 0)
+                k_HND = floats(k_GSD[:, slots], q_THD.dtype).repeat_interleave(group, 0)
+                v_HND = floats(v_GSD[:, slots], q_THD.dtype).repeat_interleave(group, 0)
                 p_HN = torch.softmax(scale * (k_HND @ q_THD[t].unsqueeze(-1)).squeeze(-1), -1)
                 out_THD[t] = (p_HN.unsqueeze(1) @ v_HND).squeeze(1)
     return out_THD

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.custom_ops import like, register
+from kernels.kv_int8 import floats
 from kernels.layout import WORD, unpack_bits
 
 LONG_RUN = 64  # tokens of a trunk's run from which on a matrix product of its own pays
@@ -54,20 +55,24 @@ def tree_attention(
     """See the front for arguments."""
     H, D = q_THD.shape[1:]
     G = k_GSD.shape[0]
-    dtype = torch.float32 if q_THD.dtype == torch.float16 else q_THD.dtype  # of the scores: they may pass 65,504
+    quantised = k_GSD.dtype == torch.int8
+    dtype = q_THD.dtype  # of the scores: in float16 they may pass 65,504
+    if dtype == torch.float16 or (quantised and dtype == torch.bfloat16):
+        dtype = torch.float32
+    mixed = dtype if quantised else v_GSD.dtype  # of the values
     layout = (positions_T, token_starts, trunk_seen_T, trunk_runs, branch_slots_RW, branch_positions_RW, ancestry_TC)
     q_TGhD = (q_THD * scale).unflatten(1, (G, H // G))
     parts = []
-    for tile in _tiles(*layout, H, H // G, window, dtype, G * D * k_GSD.itemsize):
+    for tile in _tiles(*layout, H, H // G, window, dtype, G * D * mixed.itemsize):
         q_GND = q_TGhD[tile.first : tile.last].transpose(0, 1).reshape(G, -1, D).to(dtype)
-        keys, values = _rows(k_GSD, tile), _rows(v_GSD, tile)
+        keys, values = _rows(k_GSD, tile, dtype), _rows(v_GSD, tile, mixed)
         if not keys:
             parts.append(torch.zeros_like(q_THD[tile.first : tile.last]))
             continue
-        scores_GNK = _scores(q_GND, [key.to(dtype) for key in keys], tile.branch_bias_NW)
+        scores_GNK = _scores(q_GND, keys, tile.branch_bias_NW)
         if tile.hidden_NK is not None:
             scores_GNK[..., tile.masked].masked_fill_(tile.hidden_NK, float("-inf"))
-        p_GNK = torch.softmax(scores_GNK, -1).to(v_GSD.dtype)
+        p_GNK = torch.softmax(scores_GNK, -1).to(mixed)
         if tile.blind_N1 is not None:
             p_GNK.masked_fill_(tile.blind_N1, 0.0)
         out_GND = _mix(p_GNK, values)
@@ -131,12 +136,12 @@ def _own_values(p_GNW: Tensor, value: Tensor) -> Tensor:
     return (p_GNW.reshape(G * t, N // t, W) @ value.view(G * t, W, D)).view(G, N, D)
 
 
-def _rows(cache_GSD: Tensor, tile: Tile) -> list[Tensor]:
-    """Keys or values that a tile sees, [G, n, D] each: long runs in place, the rest gathered."""
+def _rows(cache_GSD: Tensor, tile: Tile, dtype: torch.dtype) -> list[Tensor]:
+    """Keys or values that a tile sees, [G, n, D] each, as floats: long runs in place, the rest gathered."""
     rows = [cache_GSD[:, p] if isinstance(p, slice) else cache_GSD.index_select(1, p) for p in tile.pieces]
     if tile.branch_slots is not None:
         rows.append(cache_GSD.index_select(1, tile.branch_slots.flatten()))
-    return rows
+    return [floats(some, dtype) for some in rows]
 
 
 # Keyed by the tensors' identity: all layers of a pass share one layout, and nothing writes to one that "torch" reads.

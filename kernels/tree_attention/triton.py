@@ -13,6 +13,9 @@ Where tiles are few, keys are split over programs; each leaves its share of the 
 of the sum of its exponentials, by which the second kernel weighs the shares. Logarithms are to base 2 throughout.
 Everything that changes from step to step is read from tensors, so that the launch can be part of a CUDA graph.
 
+Of an int8 cache a row is D int8 and a bfloat16 (kernels/kv_int8.py): rows begin at even addresses only, so they are
+fetched two bytes at a time.
+
 Shapes besides those of `kernels.layout`: M rows of a tile, N keys of a block, H query heads, K splits.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
@@ -90,7 +93,7 @@ def _tree_attention(
         T, R, W, scale * LOG2_E, window or 0,
         q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trunk_pages_RP.stride(),
         WINDOWED=window is not None, SPLIT=splits > 1, R2=1 if R == 1 else max(16, triton.next_power_of_2(R)),
-        GROUP=H // G, HEADS=H, PAGE=page_size, D=D, D2=max(16, triton.next_power_of_2(D)), **sizes,
+        GROUP=H // G, HEADS=H, PAGE=page_size, ROW=k_GSD.shape[2], D=D, D2=max(16, triton.next_power_of_2(D)), **sizes,
     )  # fmt: skip
     if splits > 1:
         K2 = triton.next_power_of_2(splits)
@@ -131,7 +134,7 @@ def _attend(
     T, R, W, scale, window,
     stride_qt, stride_qh, stride_kg, stride_vg, stride_pr, stride_pp,
     WINDOWED: tl.constexpr, SPLIT: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    PAGE: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PAGE: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, one split of the keys, one key/value head."""
     tile, split, g = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -184,7 +187,7 @@ def _attend(
             visible_MN &= n_N[None, :] >= oldest_M[:, None]
         top_M, sum_M, acc_MD = _fold(
             q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, live_N, visible_MN, scale,
-            top_M, sum_M, acc_MD, D, D2,
+            top_M, sum_M, acc_MD, ROW, D, D2,
         )  # fmt: skip
     for w in range(tl.maximum(begin - trunk_blocks, 0) * WORD, tl.minimum((end - trunk_blocks) * WORD, W), WORD):
         w_N = w + tl.arange(0, WORD)
@@ -194,7 +197,7 @@ def _attend(
         if WINDOWED:
             visible_MN &= tl.load(places_ptr + tree * W + w_N)[None, :] >= oldest_M[:, None]
         top_M, sum_M, acc_MD = _fold(
-            q_MD, k_ptr, v_ptr, slot_N, w_N < W, visible_MN, scale, top_M, sum_M, acc_MD, D, D2
+            q_MD, k_ptr, v_ptr, slot_N, w_N < W, visible_MN, scale, top_M, sum_M, acc_MD, ROW, D, D2
         )
 
     some_M = sum_M != 0  # NaN counts
@@ -214,20 +217,35 @@ def _attend(
 
 @triton.jit
 def _fold(
-    q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale, top_M, sum_M, acc_MD, D: tl.constexpr, D2: tl.constexpr
+    q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale, top_M, sum_M, acc_MD,
+    ROW: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
 ):  # fmt: skip
     """Take one more block of keys and values into the running maximum, sum and output."""
     d_D = tl.arange(0, D2)
-    at_ND = slot_N[:, None] * D + d_D[None, :]
+    at_ND = slot_N[:, None] * ROW + d_D[None, :]
     live_ND = live_N[:, None] & (d_D < D)[None, :]
-    k_ND = tl.load(k_ptr + at_ND, mask=live_ND, other=0.0)
-    v_ND = tl.load(v_ptr + at_ND, mask=live_ND, other=0.0)
-    score_MN = tl.where(visible_MN, _dot(q_MD, tl.trans(k_ND)) * scale, float("-inf"))
+    k_ND = tl.load(k_ptr + at_ND, mask=live_ND, other=0)
+    v_ND = tl.load(v_ptr + at_ND, mask=live_ND, other=0)
+    if ROW > D:  # int8, which all of q's dtypes hold; their scales may be too small for float16, the values are not
+        k_ND = _cast(k_ND.to(tl.float32), q_MD.dtype)
+        v_ND = _cast(v_ND.to(tl.float32) * _scales(v_ptr + slot_N * ROW + D, live_N)[:, None], q_MD.dtype)
+    score_MN = _dot(q_MD, tl.trans(k_ND)) * scale
+    if ROW > D:
+        score_MN *= _scales(k_ptr + slot_N * ROW + D, live_N)[None, :]
+    score_MN = tl.where(visible_MN, score_MN, float("-inf"))
     new_M = tl.maximum(top_M, tl.max(score_MN, 1))
     base_M = tl.where(new_M == float("-inf"), 0.0, new_M)
     p_MN = tl.exp2(score_MN - base_M[:, None])
     fade_M = tl.exp2(top_M - base_M)
     return new_M, sum_M * fade_M + tl.sum(p_MN, 1), acc_MD * fade_M[:, None] + _dot(_cast(p_MN, v_ND.dtype), v_ND)
+
+
+@triton.jit
+def _scales(byte_N, live_N):
+    """The bfloat16 at addresses of an int8 cache, as float32."""
+    low_N = tl.load(byte_N, mask=live_N, other=0).to(tl.int32) & 255
+    high_N = tl.load(byte_N + 1, mask=live_N, other=0).to(tl.int32)
+    return ((high_N << 24) | (low_N << 16)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

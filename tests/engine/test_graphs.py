@@ -48,12 +48,12 @@ class Recorder:
         return replay
 
 
-def engines(variant, impl, **options):
+def engines(variant, impl, kv_dtype="auto", **options):
     """A plain engine and one in graphs, of pages of 16 slots full of NaN."""
-    plain = Engine.load(GOLDEN / variant, dtype="float32", device="cpu", kv_memory=1 << 22)
-    pool = PagePool(plain.shape, 200, 16)
+    plain = Engine.load(GOLDEN / variant, dtype="float32", kv_dtype=kv_dtype, device="cpu", kv_memory=1 << 22)
+    pool = PagePool(plain.shape, 200, 16, plain.pool.cache.k_LGSD.dtype)
     for cache in (pool.cache.k_LGSD, pool.cache.v_LGSD):
-        cache.fill_(float("nan"))
+        cache.fill_(-1 if cache.dtype == torch.int8 else float("nan"))  # a scale of such bytes is NaN
         cache[:, :, NULL_SLOT] = 0
     runner = GraphRunner(plain.runner.model, pool, plain.runner.vocab_size, impl=impl, record=Recorder(), **options)
     runner.host.fill_(2**31 - 1)
@@ -145,6 +145,13 @@ def test_triton_kernels_find_the_golden_tokens(search):
     assert [o.token_ids for o in result.outputs] == [o["token_ids"] for o in run["outputs"]]
     ids = run["prompt_ids"]
     torch.testing.assert_close(graphs.logits(ids), plain.logits(ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=needs_interpreter)])
+def test_graphs_over_an_int8_cache(impl):
+    plain, graphs = engines("gqa", impl, "int8", dtype=torch.float32)
+    check(plain, graphs, [[7, 20, 33], list(range(5, 40))], Trie(beams=3), max_new_tokens=5)
+    assert graphs.runner.record.replayed
 
 
 def test_which_runner(monkeypatch):

@@ -29,18 +29,18 @@ def compile(kernel, capability, types, constants, **options):
     return compiled
 
 
-def attend(capability, rows, head, dtype, *, windowed=False, split=True, trees=1):
+def attend(capability, rows, head, dtype, *, windowed=False, split=True, trees=1, int8=False):
     sizes = tree_attention._sizes(rows, head, dtype, roomy=capability != 86)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     e = NAMES[dtype]
-    types = {name: f"*{e}" for name in ("q_ptr", "k_ptr", "v_ptr")}
+    types = {name: "*i8" if int8 else f"*{e}" for name in ("k_ptr", "v_ptr")} | {"q_ptr": f"*{e}"}
     types |= {"share_ptr": "*fp32" if split else f"*{e}", "log_ptr": "*fp32", "scale": "fp32"}
     types |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "stride_kg": "i64", "stride_vg": "i64"}
     types |= {f"{name}_ptr": "*i32" for name in ("starts", "seen", "pages", "places", "words")}
     constants = {"WINDOWED": windowed, "SPLIT": split, "R2": trees, "GROUP": 4, "HEADS": 32, "PAGE": 16, "D": head}
-    constants |= {"D2": max(16, triton.next_power_of_2(head))}
+    constants |= {"ROW": head + 2 * int8, "D2": max(16, triton.next_power_of_2(head))}
     compiled = compile(tree_attention._attend, capability, types, constants | sizes, **options)
-    if dtype != torch.float32 and capability == 90 and not head % 8:
+    if dtype != torch.float32 and capability == 90 and not head % 8 and not int8:
         assert "cp.async.cg" in compiled.asm["ptx"], "keys and values are not fetched ahead, 16 bytes at a time"
 
 
@@ -52,7 +52,11 @@ attend(90, 16, 96, torch.bfloat16)
 attend(90, 16, 33, torch.float16)
 attend(90, 2048, 256, torch.bfloat16, split=False)
 attend(90, 16, 128, torch.float32)
+for capability, dtype in itertools.product(SHARED, NAMES):
+    attend(capability, 16, 64, dtype, int8=True)
+attend(90, 2048, 128, torch.bfloat16, split=False, int8=True)
 types = {"share_ptr": "*fp32", "log_ptr": "*fp32", "out_ptr": "*bf16"}
 compile(tree_attention._merge, 90, types, {"D": 128, "D2": 128, "K2": 16, "K": 16}, num_warps=2)
 types = {"slots_ptr": "*i64"} | {f"{name}_ptr": "*bf16" for name in ("k", "v", "new_k", "new_v")}
 compile(kv_write._write, 90, types, {"G": 32, "D": 128, "BLOCK": kv_write.BLOCK})
+compile(kv_write._write_int8, 90, types | {"k_ptr": "*i8", "v_ptr": "*i8"}, {"D": 80, "D2": 128}, num_warps=1)

@@ -5,6 +5,7 @@ import random
 
 import torch
 
+from kernels.kv_int8 import floats, quantise
 from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, KVCache, TreeLayout
 
 
@@ -100,10 +101,12 @@ def forest(seed, trees, *, heads=4, kv_heads=2, head_dim=16, page=16, words=None
     return Forest(layout, KVCache(k, v), q, live)
 
 
-def cast(f, dtype):
-    """Inputs of one layer in a dtype, and the same rounded numbers in float64."""
-    low = [x.to(dtype) for x in (f.q_THD, f.cache.k_LGSD[0], f.cache.v_LGSD[0])]
-    return low, [x.double() for x in low]
+def cast(f, dtype, kept=None):
+    """Inputs of one layer in a dtype, the cache in `kept` if it is another, and the same rounded numbers in float64."""
+    q, *cache = (x.to(dtype) for x in (f.q_THD, f.cache.k_LGSD[0], f.cache.v_LGSD[0]))
+    if kept == torch.int8:
+        cache = [quantise(x) for x in cache]
+    return [q, *cache], [q.double(), *(floats(x, torch.float64) for x in cache)]
 
 
 FORESTS = {

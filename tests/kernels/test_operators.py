@@ -95,7 +95,10 @@ def test_the_compiler_and_ctypes_are_compared(tmp_path):
     "change", [("int64_t threads, char", "int32_t threads, char"), ("coppice_kv_copy", "coppice_x")]
 )
 def test_the_compiler_refuses_functions_that_the_header_does_not_declare(change, tmp_path):
-    (tmp_path / "operators.h").write_text((KERNELS / "operators.h").read_text("utf-8"))
+    for header in cpp.HEADERS:
+        copy = tmp_path / header.relative_to(KERNELS)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(header.read_text("utf-8"))
     (tmp_path / "kv_write").mkdir()
     [path] = (KERNELS / "kv_write").glob("*.cpp")
     source, text = tmp_path / "kv_write" / path.name, path.read_text("utf-8")

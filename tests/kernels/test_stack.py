@@ -29,13 +29,14 @@ FAMILIES = [
     *("phi3/plain", "phi3/window", "qwen3/plain", "qwen3/windows", "qwen3/bias"),
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
+INT8_CACHES = [(dtype, "none", "int8") for dtype in ("float32", "bfloat16", "float16")]
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 
 
 def load(folder, kind=("float32", "none")):
-    dtype, quant = kind
-    return Engine.load(folder, dtype=dtype, quant=quant, kv_memory=16 << 20)
+    dtype, quant, kv_dtype = (*kind, "auto")[:3]
+    return Engine.load(folder, dtype=dtype, quant=quant, kv_dtype=kv_dtype, kv_memory=16 << 20)
 
 
 @pytest.fixture(scope="module", params=SIZES)
@@ -64,7 +65,7 @@ def passes(engine):
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+@pytest.mark.parametrize("kind", [*KINDS, *INT8_CACHES], ids="-".join)
 def test_as_the_operators_one_by_one(folder, kind, monkeypatch):
     check(folder, kind, monkeypatch)
 
@@ -73,6 +74,11 @@ def test_as_the_operators_one_by_one(folder, kind, monkeypatch):
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_every_family_as_its_operators_one_by_one(variant, kind, monkeypatch):
     check(GOLDEN / variant, kind, monkeypatch)
+
+
+@pytest.mark.parametrize("variant", ["opt/post_norm", "phi/qk_layernorm", "phi3/window", "qwen3/windows"])
+def test_an_int8_cache_of_other_families(variant, monkeypatch):
+    check(GOLDEN / variant, ("float32", "none", "int8"), monkeypatch)
 
 
 def check(folder, kind, monkeypatch):

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from kernels import cpp
+from kernels.kv_int8 import dequantise, floats, quantise
 from kernels.kv_write import kv_copier, kv_write
 from kernels.kv_write import torch as kv_torch
 from kernels.layout import TRASH_SLOT, unpack_bits
@@ -39,12 +40,14 @@ EVERY_IMPL = [  # (impl, device)
     pytest.param("triton", "cpu", marks=(needs_triton, interpreted), id="interpreted"),
     pytest.param("triton", "cuda", marks=on_gpu, id="cuda"),
 ]
+CACHES = pytest.mark.parametrize("kept", [None, torch.int8], ids=["as queries", "int8"])  # dtype of keys and values
 FAST = EVERY_IMPL[1:]
 KERNELS = EVERY_IMPL[2:]
 
 
 def naive(q_THD, k_GSD, v_GSD, layout, scale, window):
     """Plain PyTorch in the dtype of its inputs: gather what a token sees, softmax(scale q k) v. Our own reading."""
+    k_GSD, v_GSD = (floats(x, q_THD.dtype) for x in (k_GSD, v_GSD))
     group = q_THD.shape[1] // k_GSD.shape[0]
     mask_TW = unpack_bits(layout.ancestry_TC)
     out = torch.zeros_like(q_THD)
@@ -71,12 +74,13 @@ def run(impl, device, q, k, v, layout, scale, window=None):
     return tree_attention(*moved, layout.to(device), scale=scale, window=window, impl=impl).cpu()
 
 
+@CACHES
 @pytest.mark.parametrize("window", [None, 1, 7, 64], ids=lambda w: f"window{w}")
 @pytest.mark.parametrize("name", FORESTS)
-def test_fast_equals_definition_in_float64(name, window):
+def test_fast_equals_definition_in_float64(name, window, kept):
     trees, shape = FORESTS[name]
     f = forest(hash_of(name), trees, **shape)
-    (q, k, v), _ = cast(f, torch.float64)
+    (q, k, v), _ = cast(f, torch.float64, kept)
     out = tree_attention(q, k, v, f.layout, scale=0.3, window=window)
     expected = naive(q, k, v, f.layout, 0.3, window)
     own = slice(0, len(q) - shape.get("padding", 0))
@@ -100,28 +104,30 @@ def random_trees(rng):
     return trees
 
 
+@CACHES
 @pytest.mark.parametrize(("impl", "device"), KERNELS)
 @pytest.mark.parametrize("name", FORESTS)
-def test_kernels_equal_definition(name, impl, device):
+def test_kernels_equal_definition(name, impl, device, kept):
     trees, shape = FORESTS[name]
     f = forest(hash_of(name), trees, **shape)
     own = slice(0, len(f.q_THD) - shape.get("padding", 0))
     for window, dtype in zip((None, 7, 64), KERNEL_DTYPES, strict=True):
-        (q, k, v), wide = cast(f, dtype)
+        (q, k, v), wide = cast(f, dtype, kept)
         exact = naive(*wide, f.layout, 0.3, window)
         out = run(impl, device, q, k, v, f.layout, 0.3, window)
         tolerance = max(4 * torch.finfo(dtype).eps, 1e-5)
         torch.testing.assert_close(out[own].double(), exact[own], rtol=tolerance, atol=tolerance)
 
 
+@CACHES
 @pytest.mark.parametrize(("impl", "device"), KERNELS)
 @pytest.mark.parametrize(
     ("prefix", "queries"),
     [(0, 1), (0, 15), (1, 128), (15, 1), (16, 15), (17, 64), (63, 3), (255, 33), (1000, 15), (4096, 1), (4096, 128)],
 )
-def test_kernels_over_prefix_lengths(prefix, queries, impl, device):
+def test_kernels_over_prefix_lengths(prefix, queries, impl, device, kept):
     f = forest(prefix + queries, [(prefix, 0, queries + 20, queries)], head_dim=32)
-    (q, k, v), wide = cast(f, torch.bfloat16)
+    (q, k, v), wide = cast(f, torch.bfloat16, kept)
     exact = reference.tree_attention(*wide, f.layout, 0.2, None)
     plain = (naive(q, k, v, f.layout, 0.2, None).double() - exact).abs()
     ours = (run(impl, device, q, k, v, f.layout, 0.2).double() - exact).abs()
@@ -135,15 +141,16 @@ FAST_DTYPES = [
 ]
 
 
+@CACHES
 @pytest.mark.parametrize(("impl", "device", "dtype"), FAST_DTYPES)
 @pytest.mark.parametrize("seed", range(6))
-def test_error_is_at_most_twice_that_of_plain_pytorch(seed, dtype, impl, device):
+def test_error_is_at_most_twice_that_of_plain_pytorch(seed, dtype, impl, device, kept):
     rng = random.Random(seed)
     heads, kv_heads = rng.choice([(4, 4), (4, 2), (6, 1), (8, 2)])
     f = forest(seed, random_trees(rng), heads=heads, kv_heads=kv_heads, head_dim=rng.choice([8, 16, 24, 33, 64]),
                padding=rng.choice([0, 0, 5]))  # fmt: skip
     window = rng.choice([None, None, 1, 5, 100])
-    (q, k, v), wide = cast(f, dtype)
+    (q, k, v), wide = cast(f, dtype, kept)
     q, wide[0] = (x.nan_to_num(0) for x in (q, wide[0]))
     scale = q.shape[-1] ** -0.5
     exact = reference.tree_attention(*wide, f.layout, scale, window)
@@ -210,6 +217,18 @@ def test_threads_and_cuts_of_the_trunk_do_not_show(threads):
 
 @needs_cpp
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_comes_out_of_an_int8_cache(bad):
+    f = forest(6, [(70, 0, 33, 4)])
+    (q, k, v), _ = cast(f, torch.float32)
+    for x in (k, v):
+        kept = x.clone()
+        x[..., 3] = bad
+        assert run("cpp", "cpu", q, quantise(k), quantise(v), f.layout, 0.25).isnan().all()
+        x.copy_(kept)
+
+
+@needs_cpp
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_comes_out(bad):
     """Or nobody would be told of a layer that breaks down."""
     f = forest(6, [(70, 0, 33, 4)])
@@ -238,10 +257,11 @@ def test_a_page_table_may_lie_by_columns(device):
     assert run("triton", device, q, k, v, columns, 0.25).equal(run("triton", device, q, k, v, f.layout, 0.25))
 
 
+@CACHES
 @pytest.mark.parametrize(("impl", "device"), KERNELS)
-def test_a_reused_slot_is_its_new_token(impl, device):
+def test_a_reused_slot_is_its_new_token(impl, device, kept):
     f = forest(9, [(50, 0, 40, 20)], head_dim=24)
-    (q, k, v), _ = cast(f, torch.float32)
+    (q, k, v), _ = cast(f, torch.float32, kept)
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randn(20, 2, 24, generator=generator).to(device) for _ in range(2)]
     k, v, layout = k.to(device), v.to(device), f.layout.to(device)
@@ -253,11 +273,12 @@ def test_a_reused_slot_is_its_new_token(impl, device):
     assert not torch.isclose(before, after).all(-1).any()
 
 
+@CACHES
 @pytest.mark.parametrize(("impl", "device"), EVERY_IMPL)
 @pytest.mark.parametrize("trees", [[(45, 0, 18, 6)], [(45, 9, 0, 0)], [(3, 3, 0, 0)]], ids=str)
-def test_a_token_that_sees_nothing_gets_zeros(impl, device, trees):
+def test_a_token_that_sees_nothing_gets_zeros(impl, device, trees, kept):
     f = forest(1, trees, padding=3)
-    (q, k, v), _ = cast(f, torch.float32)
+    (q, k, v), _ = cast(f, torch.float32, kept)
     if impl != "triton":  # whose padding may be NaN
         q = q.nan_to_num(0.5)
     out = run(impl, device, q, k, v, f.layout, 0.25)
@@ -371,6 +392,66 @@ def test_kv_write(impl, device, dtype):
     assert k[:, untouched].isnan().all() and v[:, untouched].isnan().all()
 
 
+ROWS = [(size, dtype) for size in (1, 5, 16, 33, 80) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+
+
+@pytest.mark.parametrize(("impl", "device"), EVERY_IMPL)
+@pytest.mark.parametrize(("size", "dtype"), ROWS, ids=str)
+def test_kv_write_into_an_int8_cache(impl, device, size, dtype):
+    """Every bit is that of the definition: rows of any magnitude, of which some are 0 or not finite, and ties."""
+    generator = torch.Generator().manual_seed(size)
+    magnitudes = torch.logspace(-6, 4, 40) if dtype == torch.float16 else torch.logspace(-37, 38, 40)
+    wide_k, wide_v = (torch.randn(40, 3, size + 2, generator=generator) * magnitudes.view(-1, 1, 1) for _ in range(2))
+    wide_v[7], wide_v[8, 1, 0], wide_v[9, :, -3], wide_v[10, 0, 0] = 0, float("nan"), float("inf"), float("-inf")
+    wide_k[11:14] = torch.randint(-254, 255, (3, 3, size + 2), generator=generator) / 2
+    wide_k[11:14, :, 0] = 127
+    rows_k, rows_v = (x.to(device, dtype)[..., :size] for x in (wide_k, wide_v))  # strided
+    k, v = (torch.zeros(3, 50, size + 2, dtype=torch.int8, device=device) for _ in range(2))
+    slots = torch.randperm(50, generator=generator)[:40]
+    kv_write(k, v, rows_k, rows_v, slots.to(device), impl=impl)
+    wanted_k, wanted_v = torch.zeros_like(k).cpu(), torch.zeros_like(v).cpu()
+    wanted_k[:, slots], wanted_v[:, slots] = (quantise(x.cpu()).transpose(0, 1) for x in (rows_k, rows_v))
+    assert k.cpu().equal(wanted_k) and v.cpu().equal(wanted_v)
+
+
+def test_a_row_of_int8():
+    x = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 1000).unsqueeze(1)
+    rows = quantise(x)
+    scale = dequantise(torch.cat([torch.ones(1000, 1, dtype=torch.int8), rows[:, -2:]], 1))
+    assert rows.shape == (1000, 66) and rows[:, :-2].abs().amax(1).eq(127).all()
+    assert torch.allclose(scale, x.abs().amax(1, keepdim=True) / 127, rtol=2**-8)
+    assert ((dequantise(rows) - x).abs() <= 0.5001 * scale).all()
+    strange = torch.stack([torch.zeros(4), torch.tensor([1e-40, 0, 0, 0]), torch.tensor([float("nan"), 1, 2, 3])])
+    strange = torch.cat([strange, torch.tensor([[float("inf"), 1, 2, 3]])])
+    assert dequantise(quantise(strange))[:2].eq(0).all() and dequantise(quantise(strange))[2:].isnan().all()
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", pytest.param("cpp", marks=needs_cpp)])
+def test_an_int8_cache_refuses_what_does_not_fit(impl):
+    k, rows, slots = torch.zeros(2, 9, 18, dtype=torch.int8), torch.zeros(3, 2, 16), torch.tensor([2, 3, 4])
+    f = forest(2, [(20, 0, 18, 6)])
+    (q, *cache), _ = cast(f, torch.float32, torch.int8)
+    for bad, match in (
+        (
+            lambda: kv_write(k, k.clone(), rows[..., :15], rows[..., :15], slots, impl=impl),
+            r"k_TGD: expected float32 \[",
+        ),
+        (lambda: kv_write(k, k.clone(), rows, rows.double(), slots, impl=impl), "v_TGD: expected float32"),
+        (
+            lambda: kv_write(k, k.clone(), rows.char(), rows.char(), slots, impl=impl),
+            "k_TGD: expected a floating-point",
+        ),
+        (lambda: kv_write(k[..., :2].clone(), k[..., :2].clone(), rows, rows, slots, impl=impl), "more than a scale"),
+        (lambda: run(impl, "cpu", q[..., :15], *cache, f.layout, 1.0), "q_THD: expected float32"),
+        (lambda: run(impl, "cpu", q, cache[0], cache[1].float(), f.layout, 1.0), "v_GSD: expected contiguous int8"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            bad()
+    if impl == "cpp":
+        with pytest.raises(ValueError, match="impl 'cpp': expected float32, bfloat16 or float16 on a CPU"):
+            kv_write(k, k.clone(), rows.double(), rows.double(), slots, impl=impl)
+
+
 @pytest.mark.parametrize(("impl", "device"), EVERY_IMPL)
 def test_kv_write_into_one_layer_of_a_cache(impl, device):
     """Layers are views of one tensor; a write must stay in its own."""
@@ -383,9 +464,9 @@ def test_kv_write_into_one_layer_of_a_cache(impl, device):
 
 @pytest.mark.parametrize("make", [kv_copier, lambda k, v: partial(kv_torch.kv_copy, k, v)], ids=["cpp", "torch"])
 @pytest.mark.parametrize("target", [[9, 12, 2, 4], [10, 11, 12, 13], [4, 5, 6, 7]], ids=["apart", "row", "overlap"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_kv_copy(make, target, dtype):
-    k, v = (torch.randn(2, 3, 16, 5).to(dtype) for _ in range(2))
+    k, v = ((torch.randn(2, 3, 16, 5) * 40).to(dtype) for _ in range(2))
     wanted = [x.clone() for x in (k, v)]
     source = [5, 4, 7, 2]
     for x in wanted:
@@ -409,19 +490,21 @@ def test_kv_copy_of_much_and_of_what_cannot_be():
         kv_copier(k, v.transpose(0, 1))
 
 
+@CACHES
 @pytest.mark.parametrize("impl", ["torch", pytest.param("cpp", marks=needs_cpp)])
 @pytest.mark.parametrize("name", ["branches", "prefill without and with a prefix", "padding rows after branches"])
-def test_custom_ops(name, impl):
+def test_custom_ops(name, impl, kept):
     trees, shape = FORESTS[name]
     f = forest(4, trees, **shape)
-    (q, k, v), _ = cast(f, torch.float32)
+    f.cache.k_LGSD.nan_to_num_(0), f.cache.v_LGSD.nan_to_num_(0)
+    (q, k, v), _ = cast(f, torch.float32, kept)
     q, layout = q.nan_to_num(0), f.layout
-    arguments = (q, k.nan_to_num(0), v.nan_to_num(0), layout.positions_T, layout.token_starts, layout.trunk_seen_T,
+    arguments = (q, k, v, layout.positions_T, layout.token_starts, layout.trunk_seen_T,
                  layout.trunk_runs, layout.branch_slots_RW, layout.branch_positions_RW, layout.ancestry_TC)  # fmt: skip
     attention, write = (getattr(torch.ops.coppice, f"{name}_{impl}").default for name in ("tree_attention", "kv_write"))
     for window in (None, 9):
         torch.library.opcheck(attention, (*arguments, 0.25, window))
-    rows = torch.randn(len(q), k.shape[0], k.shape[2])
+    rows = torch.randn(len(q), k.shape[0], q.shape[2])
     slots = torch.arange(2, 2 + len(q))
     torch.library.opcheck(write, (arguments[1], arguments[2], rows, rows, slots))
 
@@ -441,10 +524,11 @@ def test_triton_custom_ops(device):
     torch.library.opcheck(torch.ops.coppice.kv_write_triton.default, (k, v, rows, rows, slots))
 
 
+@CACHES
 @pytest.mark.parametrize(("impl", "device"), FAST)
-def test_they_are_opaque_to_the_compiler(impl, device):
+def test_they_are_opaque_to_the_compiler(impl, device, kept):
     f = forest(4, [(45, 0, 18, 6), (30, 30, 0, 0)])
-    q, k, v = (x.to(device) for x in cast(f, torch.float32)[0])
+    q, k, v = (x.to(device) for x in cast(f, torch.float32, kept)[0])
     layout = dataclasses.replace(f.layout.to(device), impl=impl)
 
     def layer(q, k, v, layout):

@@ -58,6 +58,21 @@ def test_kv_on_a_random_checkpoint_of_a_given_shape(capsys, tmp_path):
     assert "not empty" in capsys.readouterr().err
 
 
+def test_cache_compares_with_the_float32_cache(model, capsys, tmp_path):
+    page = tmp_path / "page.md"
+    command = ["cache", "--model", model, "--texts", "2", "--new-tokens", "12", "--save", str(page)]
+    assert main([*command, "--threads", "1"]) == 0
+    rows = last_line(capsys)["results"]
+    assert [(row["model"], row["cache"]) for row in rows] == [
+        (name, cache) for name in ("demo", "tiny") for cache in ("bfloat16", "int8")
+    ]
+    for sixteen, eight in (rows[:2], rows[2:]):
+        assert sixteen["positions"] == eight["positions"] == 2 * 13
+        assert 0 < sixteen["mean"] < eight["mean"] < 0.01 and eight["same"] > 0.8
+        assert eight["bytes"] < 0.6 * sixteen["bytes"]
+    assert "same best token" in page.read_text()
+
+
 def test_a_missing_checkpoint_is_an_error_without_traceback(capsys, tmp_path):
     assert main(["kv", "--model", str(tmp_path / "absent")]) == 3
     assert "Traceback" not in capsys.readouterr().err

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import cpp
+from kernels.kv_int8 import quantise
 from kernels.linear import reference as products
 from kernels.linear.panels import STEPS, Packed, pack, pack_groups
 from kernels.rows import reference
@@ -35,7 +36,7 @@ def record() -> Recording:
     """Returns all cases."""
     recording = Recording()
     rows = norms, rotary, halves, gates, log_softmax, best, draws
-    for add in (*rows, linear, grouped, kv_write, kv_copy, layouts, tree_attention):
+    for add in (*rows, linear, grouped, kv_write, kv_write_int8, kv_copy, layouts, tree_attention):
         torch.manual_seed(0)
         add(recording)
     return recording
@@ -273,6 +274,31 @@ def kv_write(recording: Recording) -> None:
             recording.add(name, "kv_write", 2, *caches, wide, wide, at, *sizes, returns=int(bad is None))
 
 
+def kv_write_int8(recording: Recording) -> None:
+    """Every bit is that of the definition: rows of any magnitude, 0, ties, and what is not finite."""
+    for (kind, number, dtype), size, tokens in itertools.product(kinds(), (1, 7, 16, 33, 80), (1, 40)):
+        heads, slots = 2, 50
+        magnitudes = torch.logspace(-6, 4, tokens) if dtype == torch.float16 else torch.logspace(-37, 38, tokens)
+        wide = (torch.randn(tokens, 2 * heads + 1, size) * magnitudes.view(-1, 1, 1)).to(dtype)
+        if tokens > 4:
+            wide[1], wide[2, :, 0], wide[3, :, -1] = 0, math.nan, math.inf
+            wide[4] = torch.randint(-254, 255, wide[4].shape) / 2
+            wide[4, :, 0] = 127
+        k, v = (torch.randint(-128, 128, (heads, slots, size + 2), dtype=torch.int8) for _ in range(2))
+        places = torch.randperm(slots)[:tokens]
+        for bad in (None, slots):
+            caches, at = [Expected(x, x.clone()) for x in (k, v)], places.clone()
+            if bad is None:
+                for cache in caches:
+                    cache.after[:, places] = quantise(wide[:, 0 : 2 * heads : 2]).transpose(0, 1)
+            else:
+                at[-1] = bad
+            strides = (2 * heads + 1) * size, 2 * size
+            name = f"{tokens} rows of {size} {kind} as int8, slot {bad}"
+            sizes = tokens, heads, slots, size, *strides, *strides
+            recording.add(name, "kv_write_int8", number, 2, *caches, wide, wide, at, *sizes, returns=int(bad is None))
+
+
 def kv_copy(recording: Recording) -> None:
     for row, tokens in itertools.product((1, 14, 256), (1, 5, 40)):
         heads, slots = 3, 50
@@ -322,13 +348,16 @@ def tree_attention(recording: Recording) -> None:
         f = forest(hash_of(name), trees, **shape)
         for window, (kind, _, dtype) in zip((None, 7, 64), kinds(), strict=True):
             attention(recording, f"{name}, {kind}, window {window}", f, dtype, window)
+            attention(recording, f"{name}, {kind}, window {window}, int8 cache", f, dtype, window, kept=torch.int8)
     for threads, window in itertools.product((1, 2, 7), (None, 300)):
         f = forest(6, [(2100, 0, 70, 9), (700, 3, 0, 0), (1, 0, 33, 4)], heads=4, padding=3)
         attention(recording, f"{threads} threads, window {window}", f, torch.float32, window, threads)
     rng = random.Random(0)
     for (kind, _, dtype), rows, head_dim in itertools.product(kinds(), range(1, 10), (4, 33, 64)):
         f = forest(rows, [(40 + rng.randrange(90), 0, rows + 5, rows)], heads=1, kv_heads=1, head_dim=head_dim)
-        attention(recording, f"{kind}, {rows} rows of {head_dim}", f, dtype, rng.choice((None, 9)))
+        for kept in (None, torch.int8):
+            name = f"{kind}, {rows} rows of {head_dim}, cache of {kept or dtype}"
+            attention(recording, name, f, dtype, rng.choice((None, 9)), kept=kept)
     f = forest(6, [(90, 0, 33, 4), (20, 20, 0, 0)], heads=142, kv_heads=2, head_dim=8)
     attention(recording, "more heads than rows of a tile", f, torch.float32)
     f = forest(6, [(70, 0, 33, 4)])
@@ -337,14 +366,20 @@ def tree_attention(recording: Recording) -> None:
 
 
 def attention(
-    recording: Recording, name: str, f: Forest, dtype: torch.dtype, window: int | None = None, threads: int = 2
+    recording: Recording,
+    name: str,
+    f: Forest,
+    dtype: torch.dtype,
+    window: int | None = None,
+    threads: int = 2,
+    kept: torch.dtype | None = None,
 ):
-    (q, k, v), wide = ([x.nan_to_num(0.5), *others] for x, *others in cast(f, dtype))  # the queries of padding
+    (q, k, v), wide = ([x.nan_to_num(0.5), *others] for x, *others in cast(f, dtype, kept))  # the queries of padding
     exact, plain = (tree_reference.tree_attention(*x, f.layout, 0.3, window) for x in (wide, (q, k, v)))
     off = (plain.double() - exact).abs()
     absolute = 2 * off[off.isfinite()].max().item() if off.isfinite().any() else 0.0
     seen = tree_native._seen(f.layout.seen)
-    asked = tree_native.problem(q, len(k), k.shape[1], seen, 0.3, window, threads)
+    asked = tree_native.problem(q, k, seen, 0.3, window, threads)
     names = "positions", "starts", "seen", "runs", "branch_slots", "branch_positions", "ancestry"
     pointer = Pointer(asked, dict(zip(names, f.layout.seen, strict=True)))
     out = Expected(blank(q), exact, absolute + 4e-6, 2 * torch.finfo(dtype).eps)
