@@ -280,7 +280,7 @@ class Checkpoint:
         file, wanted = self.tensors[names[0]].file, [prefix + key for prefix in PREFIXES]
         try:
             found = self.read([PANELS + key, *(name for name in wanted[1:] if name in self.tensors)])
-            return self.packing.sizes[key].packed(*(found.get(name) for name in wanted))
+            return self.packing.sizes[key].packed(found[wanted[0]], *map(found.get, wanted[1:]))
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"packed matrix {_show(key)}: {error}", where=_show(file)) from error
 

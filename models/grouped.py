@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear import Packed, linear, pack, pack_groups
+from kernels.linear import Packed, linear, pack_groups
 from kernels.linear.panels import ZEROS, GroupKind
 from kernels.linear.reference import quantize
 from models.floats import FloatLinear, PackedLinear, has_kernels
@@ -45,7 +45,7 @@ class GroupedWeight:
         rows: rows [first, last) of the matrix.
         order_I: int64; codes_OI[:, i] multiplies input order_I[i]. None: in their own order.
         levels: activations are rounded to steps of 1 / levels of the largest magnitude of their row and multiplied as
-            int8; None: they are multiplied as floats.
+            int8, which int4 alone has; None: they are multiplied as floats.
     """
 
     kind: GroupKind
@@ -149,20 +149,8 @@ def _packed(weights: Sequence[GroupedWeight]) -> Packed:
     blocks = (
         weight.rows(at, min(at + step, weight.shape[0])) for weight in weights for at in range(0, weight.shape[0], step)
     )
-    if first.levels is None or first.kind == "int4":
-        panels, groups = pack_groups(_with_zeros(blocks, weights), first.kind, outs, width, first.group)
-        return Packed(panels, outs, width, groups=groups, order_I=order_I, levels=first.levels or 0)
-    scale_O, at = torch.empty(outs), 0
-
-    def rows() -> Iterator[Tensor]:
-        nonlocal at
-        for block in blocks:
-            scale_O[at : at + len(block.codes_OI)] = block.scale_OG[:, 0]
-            at += len(block.codes_OI)
-            yield (block.codes_OI ^ 128).view(torch.int8)
-
-    panels = pack(rows(), torch.int8, outs, width)
-    return Packed(panels, outs, width, scale_O.div_(first.levels), order_I=order_I, levels=first.levels)
+    panels, groups = pack_groups(_with_zeros(blocks, weights), first.kind, outs, width, first.group)
+    return Packed(panels, outs, width, groups=groups, order_I=order_I, levels=first.levels or 0)
 
 
 def _with_zeros(blocks: Iterable[GroupedRows], weights: Sequence[GroupedWeight]) -> Iterator[GroupedRows]:

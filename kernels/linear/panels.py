@@ -199,7 +199,7 @@ def pack(rows: Iterable[Tensor], dtype: torch.dtype, outs: int, width: int) -> T
         return filling.done()
     filling = Filling(torch.empty(shape(dtype, outs, width), dtype=torch.uint8), padding=128)
     for part in rows:
-        filling.add(part.view(torch.uint8) ^ 128)  # of the two's complement: 128 more
+        filling.add(part.to(torch.int8).view(torch.uint8) ^ 128)  # of the two's complement: 128 more
     return filling.done()
 
 
