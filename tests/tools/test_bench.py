@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from models.checkpoint import Checkpoint
+from models.int4 import Int4
 from tools.bench import peers, report, variants
 from tools.bench.__main__ import main
 from tools.bench.measure import PeakMemory, memory
@@ -70,6 +71,18 @@ def test_cache_compares_with_the_float32_cache(model, capsys, tmp_path):
         assert sixteen["positions"] == eight["positions"] == 2 * 13
         assert 0 < sixteen["mean"] < eight["mean"] < 0.01 and eight["same"] > 0.8
         assert eight["bytes"] < 0.6 * sixteen["bytes"]
+    assert "same best token" in page.read_text()
+
+
+@pytest.mark.skipif(bool(Int4().why_not(torch.device("cpu"))), reason="int4 weights need the C++ kernels")
+def test_quant_compares_with_float32_weights(model, capsys, tmp_path):
+    page = tmp_path / "page.md"
+    command = ["quant", "--model", model, "--texts", "2", "--new-tokens", "12", "--save", str(page)]
+    assert main([*command, "--threads", "1"]) == 0
+    rows = {(row["model"], row["weights"]): row for row in last_line(capsys)["results"]}
+    eight, four, plain = (rows["demo", weights] for weights in ("int8", "int4", "plain int4"))
+    assert len(rows) == 2 * 13 and 0 < eight["mean"] < four["mean"] < 0.5
+    assert four["bytes"] == plain["bytes"] < eight["bytes"] < 0.6 and four["mean"] != plain["mean"]
     assert "same best token" in page.read_text()
 
 

@@ -25,6 +25,12 @@ and arithmetic are float32 throughout; keys and values of the bfloat16 cache are
 of one token's keys and values in all layers."""
 
 
+COLUMNS = {
+    "positions": "{positions}", "KL, mean": "{mean:.2e}", "KL, 99%": "{high:.2e}", "KL, largest": "{most:.2e}",
+    "same best token": "{same:.2%}",
+}  # fmt: skip
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("cache", help="what an int8 KV cache costs", description=__doc__)
     parser.add_argument("--model", nargs="+", metavar="DIR", default=[], help="checkpoint folders besides the demo")
@@ -37,38 +43,49 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     made, rows = stamp(argv), []
     for folder in (demo_folder(), *map(Path, args.model)):
         rows += measure(folder, "demo" if is_demo(folder) else folder.resolve().name, args)
-    columns = {
-        "model": "{model}", "cache": "{cache}", "bytes": "{bytes:,}", "positions": "{positions}",
-        "KL, mean": "{mean:.2e}", "KL, 99%": "{high:.2e}", "KL, largest": "{most:.2e}", "same best token": "{same:.2%}",
-    }  # fmt: skip
+    columns = {"model": "{model}", "cache": "{cache}", "bytes": "{bytes:,}"} | COLUMNS
     finish("cache", made, f"{rows_table(rows, columns)}\n\n{LEGEND}", result := {"results": rows}, args.save)
     return result
 
 
 def measure(folder: Path, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each smaller cache of a model."""
-    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_memory": "64M", "threads": args.threads}
-    plain, eight = Engine.load(folder, **options), Engine.load(folder, kv_dtype="int8", **options)
+    plain, texts, exact = sampled(folder, name, args)
+    with rounded_cache(plain):
+        sixteen = log_probabilities(plain, texts)
+    eight = log_probabilities(load(folder, args, kv_dtype="int8"), texts)
+    return [
+        {
+            "model": name, "cache": cache, "bytes": plain.shape.kv_bytes_per_token(dtype),
+            **divergence(exact, logp_NV),
+        }
+        for cache, logp_NV, dtype in (("bfloat16", sixteen, torch.bfloat16), ("int8", eight, torch.int8))
+    ]  # fmt: skip
+
+
+def load(folder: Path, args: argparse.Namespace, **options: Any) -> Engine:
+    """A model that computes in float32."""
+    return Engine.load(folder, dtype="float32", device="cpu", kv_memory="64M", threads=args.threads, **options)
+
+
+def sampled(folder: Path, name: str, args: argparse.Namespace) -> tuple[Engine, list[list[int]], Tensor]:
+    """A model in float32, samples of it, and its log-probabilities after each of their tokens."""
+    plain = load(folder, args)
     draw = Sample(seed=args.seed, num_return_sequences=args.texts)
     limit = min(args.new_tokens, (plain.shape.max_positions or args.new_tokens + 1) - 1)
     found = plain.generate([[plain.start_token]], draw, max_new_tokens=limit, ignore_eos=True)[0]
     texts = [[plain.start_token, *output.token_ids] for output in found.outputs]
     progress(f"{name}: {sum(map(len, texts))} tokens")
-    exact = log_probabilities(plain, texts)
-    with rounded_cache(plain):
-        sixteen = log_probabilities(plain, texts)
-    shape, rows = plain.shape, []
-    for cache, logp_NV, dtype in (
-        ("bfloat16", sixteen, torch.bfloat16),
-        ("int8", log_probabilities(eight, texts), torch.int8),
-    ):
-        divergence_N = (exact.exp() * (exact - logp_NV)).sum(1).clamp(min=0)
-        rows.append({
-            "model": name, "cache": cache, "bytes": shape.kv_bytes_per_token(dtype), "positions": len(exact),
-            "mean": divergence_N.mean().item(), "high": divergence_N.quantile(0.99).item(),
-            "most": divergence_N.max().item(), "same": (exact.argmax(1) == logp_NV.argmax(1)).double().mean().item(),
-        })  # fmt: skip
-    return rows
+    return plain, texts, log_probabilities(plain, texts)
+
+
+def divergence(exact_NV: Tensor, logp_NV: Tensor) -> dict[str, Any]:
+    """Of log-probabilities from exact ones."""
+    divergence_N = (exact_NV.exp() * (exact_NV - logp_NV)).sum(1).clamp(min=0)
+    return {
+        "positions": len(exact_NV), "mean": divergence_N.mean().item(), "high": divergence_N.quantile(0.99).item(),
+        "most": divergence_N.max().item(), "same": (exact_NV.argmax(1) == logp_NV.argmax(1)).double().mean().item(),
+    }  # fmt: skip
 
 
 def log_probabilities(engine: Engine, texts: Sequence[Sequence[int]]) -> Tensor:
