@@ -101,15 +101,15 @@ def preference(reward: Engine, judged: list[Pair]) -> dict[str, Any]:
     return {"pairs": asked.total(), "accuracy": right.total() / asked.total(), "faults": faults}
 
 
-def evaluate(folder: Path, number: int) -> dict[str, Any]:
-    """All figures of the models in a folder."""
+def evaluate(folder: Path, number: int, **options: Any) -> dict[str, Any]:
+    """All figures of the models in a folder, loaded with `options` of `Engine.load`."""
     talks = list(questions(number))
-    figures, texts = answers(Engine.load(folder / "target", dtype="bfloat16"), talks)
-    engine = Engine.load(folder / "draft", dtype="bfloat16")
+    figures, texts = answers(Engine.load(folder / "target", **options), talks)
+    engine = Engine.load(folder / "draft", **options)
     draft, _ = answers(engine, talks)
     del draft["mistakes"]
     draft["agreement"] = agreement(engine, texts)
-    reward = preference(Engine.load(folder / "reward", dtype="bfloat16"), pairs(number))
+    reward = preference(Engine.load(folder / "reward", **options), pairs(number))
     return {"target": figures, "draft": draft, "reward": reward}
 
 
@@ -119,8 +119,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=demo_folder().parent, help="holds target, draft and reward")
     parser.add_argument("--questions", type=int, default=500, metavar="N", help="and as many preference pairs (500)")
     parser.add_argument("--write", action="store_true", help="into figures.json and the model card")
+    parser.add_argument("--dtype", default="bfloat16", help="to compute in (%(default)s)")
+    parser.add_argument("--quant", default="none", help="format of the weights (%(default)s)")
+    parser.add_argument("--kv-dtype", default="auto", help="of keys and values (%(default)s)")
     args = parser.parse_args(argv)
-    figures = evaluate(args.folder, args.questions)
+    options = {"dtype": args.dtype, "quant": args.quant, "kv_dtype": args.kv_dtype}
+    if args.write and options != {name: parser.get_default(name) for name in options}:
+        parser.error("--write: only figures of the models as they are bundled are written")
+    figures = evaluate(args.folder, args.questions, **options)
     for mistake in figures["target"].pop("mistakes"):
         print(json.dumps(mistake, ensure_ascii=False), file=sys.stderr)
     print(json.dumps(figures, indent=2))
