@@ -28,6 +28,7 @@ TOKENIZER = 20  # bytes in memory for a byte of the tokenizer's files
 ARENA = 72 << 20  # address space of a thread: its stack, and what malloc reserves for it
 RESERVED = max(NULL_SLOT, TRASH_SLOT) + 1  # slots that no tree gets
 BEAMS = (1, 4, 15)  # of the table
+FORMATS_SHOWN = "none", "int8", "int4"  # of the table: other groups of int4 differ by a few per cent
 
 
 @dataclass(frozen=True)
@@ -331,7 +332,7 @@ def table(loading: Loading, search_of: Any, context: int | None, new: int) -> st
     checkpoint = Checkpoint.open(loading.folders["target"])
     precision = pick_dtype(loading.dtype, checkpoint, device)
     own = checkpoint.packing or checkpoint.quantization
-    quants = [pick_quant("none", checkpoint, precision.dtype, device).name] if own else [*FORMATS]
+    quants = [pick_quant("none", checkpoint, precision.dtype, device).name] if own else [*FORMATS_SHOWN]
     size = measure(checkpoint, precision.dtype, device, quants[0])
     reach = size.shape.max_positions
     context = min(context or reach or 4096, reach or context or 4096)

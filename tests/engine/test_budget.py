@@ -12,7 +12,7 @@ import torch
 
 from engine import Engine, UsageError
 from engine.app.chat import main
-from engine.budget import Loading, Plan, Workload, allow, cgroup_limits, read_memory, resident
+from engine.budget import FORMATS_SHOWN, Loading, Plan, Workload, allow, cgroup_limits, read_memory, resident
 from engine.demo import demo_folder
 from models import FAMILIES, load_model
 from models.checkpoint import Checkpoint
@@ -71,7 +71,7 @@ def checkpoint(tmp_path_factory) -> Path:
 PEAK = """
 import sys
 from engine import Engine
-from engine.budget import Loading, Workload, peak
+from engine.budget import FORMATS_SHOWN, Loading, Workload, peak
 from search import Trie
 folder, memory, quant = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 work = Workload(Trie(beams=8), 400, 24)
@@ -221,7 +221,7 @@ def test_the_table(checkpoint, capsys):
     assert main(["--plan", str(checkpoint), "--context", "1024", "--max-new-tokens", "24"]) == 0
     title, _, heads, *rows, _, notes = capsys.readouterr().out.splitlines()
     assert title.startswith("model: float32; a prompt of 1000 tokens, 24 new ones") and "tokens" in notes
-    formats = [name for name in FORMATS if FORMATS[name].why_not(CPU) is None]
+    formats = [name for name in FORMATS_SHOWN if FORMATS[name].why_not(CPU) is None]
     assert heads.split() == ["weights", "cache", "beams", "tokens", "scratch", "runtime", "total"]
     assert [row.split()[0] for row in rows][:: len(rows) // len(formats)] == formats
     assert [row.split()[6:8] for row in rows[:3]] == [["1", "1023"], ["4", "1092"], ["15", "1345"]]

@@ -31,8 +31,8 @@ def test_a_format_of_ones_own(monkeypatch):
     assert "rounded weights" in rounded.capabilities.paths.partition("; not here")[0]
     found, expected = (engine.logits([5, 6, 7]) for engine in (rounded, plain))
     assert found.isfinite().all() and not found.equal(expected)
-    with pytest.raises(UsageError, match="quant: expected none or int8 or rounded, got 'int4'"):
-        Engine.load(PLAIN, quant="int4")
+    with pytest.raises(UsageError, match="rounded or auto, got 'int5'"):
+        Engine.load(PLAIN, quant="int5")
 
 
 @pytest.mark.parametrize("name", FORMATS)

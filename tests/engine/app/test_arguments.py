@@ -25,7 +25,7 @@ LOAD: list[tuple[str, list[Any]]] = [
     ("threads", ["2", 2.0, True, 0, [1]]),
     ("kv_memory", ["512Q", "x", "", "-1M", 1.5, True, 0, -1, 1 << 70, [1]]),
     ("compile", [None, True, "yes", ["on"]]),
-    ("quant", [None, 8, "int4", ["int8"]]),
+    ("quant", [None, 8, "int5", ["int8"]]),
     ("chat_template", [5, ["none"], b"x"]),
     ("parallel", ["x", None, 0, 1.0, True]),
     ("draft", [5, b"x", ["x"], Greedy()]),
