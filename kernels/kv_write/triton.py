@@ -76,13 +76,14 @@ def _quantise(x_ptr, row_ptr, D: tl.constexpr, D2: tl.constexpr):
     x_D = tl.load(x_ptr + d_D, mask=d_D < D, other=0.0).to(tl.float32)
     most = tl.max(x_D.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     finite = most < 0x7F800000
+    x_D, most = tl.where(finite, x_D, 0.0), tl.where(finite, most, 0)
     exact = most.to(tl.float32, bitcast=True) * PER_STEP
     bits = exact.to(tl.int32, bitcast=True)
     bits = tl.where(exact < LEAST, 0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)  # of the nearest bfloat16
     scale = (bits << 16).to(tl.float32, bitcast=True)
     inverse = tl.where(bits == 0, 0.0, tl.div_rn(1.0, tl.where(bits == 0, 1.0, scale)))
     q_D = tl.minimum(tl.maximum(x_D * inverse, -127.0), 127.0)
-    q_D = tl.where(finite, (q_D + 12582912.0) - 12582912.0, 0.0)  # 1.5 * 2^23: a sum with it has no fraction
+    q_D = (q_D + 12582912.0) - 12582912.0  # 1.5 * 2^23: a sum with it has no fraction
     tl.store(row_ptr + d_D, q_D.to(tl.int8), mask=d_D < D)
     bits = tl.where(finite, bits, 0x7F80)
     tl.store(row_ptr + D, bits.to(tl.int8))
