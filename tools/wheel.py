@@ -16,6 +16,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +106,9 @@ def tag(libraries: Sequence[Path], machine: str) -> str:
 def pip(tree: Path, work: Path, platform: str) -> Path:
     """Returns the wheel that pip makes of a tree, in `work`. Raises UsageError."""
     options = ["--no-deps", "--wheel-dir", work, f"--config-settings=--build-option=--plat-name={platform}"]
-    try:
-        from setuptools import build_meta  # noqa: F401  # nothing has to be fetched then
-    except ImportError:
-        pass
-    else:
-        options.append("--no-build-isolation")
+    with suppress(PackageNotFoundError):
+        if int(version("setuptools").partition(".")[0]) > 70:  # makes wheels by itself: nothing has to be fetched then
+            options.append("--no-build-isolation")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", *options, tree]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     made = list(work.glob("*.whl"))
