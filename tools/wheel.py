@@ -107,7 +107,7 @@ def pip(tree: Path, work: Path, platform: str) -> Path:
     """Returns the wheel that pip makes of a tree, in `work`. Raises UsageError."""
     options = ["--no-deps", "--wheel-dir", work, f"--config-settings=--build-option=--plat-name={platform}"]
     with suppress(PackageNotFoundError):
-        if int(version("setuptools").partition(".")[0]) > 70:  # makes wheels by itself: nothing has to be fetched then
+        if int(version("setuptools").partition(".")[0]) >= 77:  # makes wheels by itself: nothing has to be fetched then
             options.append("--no-build-isolation")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", *options, tree]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
