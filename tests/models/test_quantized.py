@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import Engine
 from engine.errors import UsageError
-from engine.loading import pick_dtype
+from engine.loading import pick_dtype, pick_quant
 from models import FAMILIES
 from models.checkpoint import Checkpoint
 from models.errors import CheckpointError
@@ -316,7 +316,7 @@ def test_the_order_of_old_files_that_order_nothing(tmp_path):
 
 def test_quantising_again_is_refused():
     with pytest.raises(UsageError, match="quantised already"):
-        Engine.load(GOLDEN / "awq", quant="int8")
+        pick_quant("int8", Checkpoint.open(GOLDEN / "awq"), torch.float32, CPU)
 
 
 def test_the_dtype_is_float32():
