@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from engine import Engine
 from engine.errors import UsageError
 from engine.loading import pick_dtype, pick_quant
 from models import FAMILIES
