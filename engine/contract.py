@@ -260,6 +260,18 @@ def guarded_read(request: Evaluate, failed: Callable[[Exception], None]) -> Eval
     return replace(request, read=safe)
 
 
+def guarded_edit(edit: Callable[..., None], failed: Callable[[Exception], None]) -> Callable[..., None]:
+    """An edit of rows that never raises: it passes the exception to `failed`, and the rows are undefined."""
+
+    def safe(rows_NV: Tensor, excess_N1: Tensor | None) -> None:
+        try:
+            edit(rows_NV, excess_N1)
+        except Exception as error:
+            failed(error)
+
+    return safe
+
+
 def brief(value: Any) -> str:
     """A value for a message, on one short line."""
     if isinstance(value, Tensor):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.budget import Loading, Workload, allow
+from engine.constrained import Constrained
 from engine.contract import attributed, check_search, search_error
 from engine.driver import Driver, Job
 from engine.errors import CoppiceError, UsageError, check_flag, check_integer
@@ -21,6 +22,7 @@ from engine.phases import PhaseObserver
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.rewards import Messages, Responses, RewardFunction, check_messages, make_judge
+from engine.rules import Rules
 from engine.slots import Trunk
 from engine.text.stopping import StopStrings, TextStream, check_stop
 from engine.text.tokenizer import Tokenizer
@@ -29,8 +31,8 @@ from engine.tree import TokenTree
 
 
 @dataclass(frozen=True)
-class Request:
-    """One prompt, the search that answers it, and its limits.
+class Request(Rules):
+    """One prompt, the search that answers it, its limits, and `Rules`, whose fields are given by name.
 
     Args:
         prompt: token ids, or text (encoded with the special tokens that the tokenizer adds by itself).
@@ -99,6 +101,7 @@ class _Prepared:
     limit: int
     eos: frozenset[int]
     stops: StopStrings | None
+    constrained: Constrained | None
     job: Job = field(init=False)
 
 
@@ -395,13 +398,16 @@ class Engine:
         # `start` refers to parts of `prepared`, not to the whole: a cycle through the job would keep the model in
         # memory until the garbage collector runs. Errors are dropped for the same reason.
         ids, limit, eos, stops = prepared.ids, prepared.limit, prepared.eos, prepared.stops
+        constrained = prepared.constrained
         steady = self.shape.steady_length
         if trunk is not None and steady is not None and max(len(ids), trunk.cached) > steady:
             trunk.release(self.pool)
 
         def start(job: Job) -> SearchGenerator:
             tree = driver.open_tree(job, "target", ids, len(ids) + limit, trunk)
-            judge = None
+            judge, hits_stop = None, stops
+            if constrained is not None and not constrained.eos:  # no token can end an output that is stuck
+                hits_stop = constrained.with_ends(tree, stops)
             if "reward" in request.search.models:
                 given = request.prompt
                 if not isinstance(given, str):
@@ -415,7 +421,7 @@ class Engine:
                     limit,
                     eos,
                     self.runner.vocab_size,
-                    stops,
+                    hits_stop,
                     lambda model, prompt: driver.open_tree(job, model, prompt),
                     self.model.tokenizer,
                     lambda tokens: self.runner.time.charge(tokens, *job.batch_load),
@@ -423,6 +429,8 @@ class Engine:
                     start_token=self.start_token,
                     judge=judge,
                     spare=lambda pool: driver.spare(job, pool),
+                    normalised=constrained is None or constrained.renormalise,
+                    rising=constrained is not None and constrained.raises,
                 )
             )
 
@@ -430,7 +438,9 @@ class Engine:
             models = {"target": self, **self.companions}
             names = {role: engine.name for role, engine in models.items()}
             request.trace.begin(request.search, ids, names, {role: e.model.tokenizer for role, e in models.items()})
-        prepared.job = driver.submit(Job(start, retire=retire, trace=request.trace, search=request.search))
+        prepared.job = driver.submit(
+            Job(start, retire=retire, trace=request.trace, search=request.search, constrained=constrained)
+        )
         return prepared
 
     def _prepare(self, request: Request) -> _Prepared:
@@ -477,8 +487,9 @@ class Engine:
                 new = min(new, max(1, beside - len(ids) + 1))
         with attributed(type(request.search)):
             request.search.check(self.runner.vocab_size, eos)
+        constrained = request.at_work(ids, self.runner.vocab_size, eos, self.model.tokenizer)
         check_memory(self.pool, request.search, len(ids), new)
-        return _Prepared(request, ids, new, eos, stops)
+        return _Prepared(request, ids, new, eos, stops, constrained)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Check that a prompt is not empty, fits the context and has valid ids only. Raises UsageError."""
@@ -519,6 +530,8 @@ class Engine:
             return error
         assert job.result is not None
         result = job.result
+        if prepared.constrained is not None:
+            prepared.constrained.settle(result, "reward" in prepared.request.search.models)
         try:
             result.outputs = [replace(o, text=self._text(o, prepared.stops)) for o in result.outputs]
         except CoppiceError as error:  # the tokenizer cannot decode these tokens

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.constrained import Edit
 from engine.driver import Answers, Part, Runner
 from engine.errors import UsageError
 from engine.packing import Chunk, Pass, pack
@@ -87,13 +88,15 @@ class GraphRunner(Runner):
         self.memory = torch.empty(most, dtype=torch.int32, device=self.device)
 
     @torch.inference_mode()
-    def evaluate(self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Part] = ()) -> Answers:
+    def evaluate(
+        self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Part] = (), edits: Sequence[Edit] = ()
+    ) -> Answers:
         """As `Runner.evaluate`."""
-        if reason := self._unfit(chunks, asked):
+        if reason := self._unfit(chunks, asked, edits):
             if reason not in self._told:
                 self._told.add(reason)
                 log.info("without a CUDA graph: %s", reason)
-            return super().evaluate(chunks, asked, reads)
+            return super().evaluate(chunks, asked, reads, edits)
         buckets = {"token_buckets": TOKENS, "word_buckets": WORDS, "tree_buckets": TREES}
         with phase(self.observer, "pack"):
             p = pack(chunks, self.pool.page_size, impl=self.impl, **buckets)
@@ -104,11 +107,15 @@ class GraphRunner(Runner):
         step(p, asked)
         rows_N = step.rows_T[: len(asked)]
         logp_NV, finite_N = (x.index_select(0, rows_N) for x in self._outputs)  # copies: the next pass fills the same
+        if edits:
+            self.edited(logp_NV, finite_N, edits)
         with phase(self.observer, "fetch"):
             return self.fetch(logp_NV, finite_N, None, reads)  # after which the host's memory may be written again
 
-    def _unfit(self, chunks: Sequence[Chunk], asked: Sequence[int]) -> str:
+    def _unfit(self, chunks: Sequence[Chunk], asked: Sequence[int], edits: Sequence[Edit] = ()) -> str:
         """Why a pass cannot be a graph; "" if it can."""
+        if any(edit.logits for edit in edits):
+            return "a pass whose logits are edited"
         if not asked or any(c.trunk_tokens > 1 for c in chunks):
             return "a pass that reads a prompt"
         if sum(c.trunk_tokens + len(c.nodes) for c in chunks) > TOKENS[-1]:

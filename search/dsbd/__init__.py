@@ -105,7 +105,7 @@ class DSBD(Sampling):
 
     def run(self, task: Task) -> SearchGenerator:
         tree, beams, stats = task.tree, Beams(task, self.length_penalty), Stats(self.gamma)
-        reader = Reader(self.warp(), task.vocab_size)
+        reader = Reader(self.warp(), task.vocab_size, task.normalised)
         forester = self._forester(task, reader)
         rows: Rows = {}
         while beams.live:

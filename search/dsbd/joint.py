@@ -89,10 +89,11 @@ class Reader:
     Args:
         warp: of joint distributions.
         vocab: number of tokens; columns from there on are -inf.
+        normalised: see `Task.normalised`.
     """
 
-    def __init__(self, warp: Warp, vocab: int):
-        self.warp, self.vocab = warp, vocab
+    def __init__(self, warp: Warp, vocab: int, normalised: bool = True):
+        self.warp, self.vocab, self.normalised = warp, vocab, normalised
         self.k = 1 if warp.temperature == 0 else warp.top_k
         self._size = (self.k + 1 if self.k < MAX_TOP_K else 0) if self.k else NUCLEUS if warp.top_p < 1 else 0
 
@@ -128,7 +129,7 @@ class Reader:
     def _has_mass(self, V: int) -> bool:
         """Whether rows need their mass, because it is not 1: rows are normalised unless they are warped or cut."""
         nucleus = self.warp.top_p < 1 and not self.k
-        return nucleus and V > NUCLEUS and (self.warp.temperature != 1 or self.vocab < V)
+        return nucleus and V > NUCLEUS and (self.warp.temperature != 1 or self.vocab < V or not self.normalised)
 
     def p_beam(self, rows: Mapping[int, Row], beams: Sequence[Beam]) -> "Joint":
         """Equation (1), warped: the distribution of the list after these beams, which are all different."""
