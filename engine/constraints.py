@@ -228,6 +228,4 @@ def check_constraint(value: Any) -> None:
     if value is not None and not isinstance(value, Constraint):
         missing = [name for name in ("start", "advance", "allowed") if not callable(getattr(value, name, None))]
         lacks = f", which lacks {', '.join(missing)}" if missing else ", which does not derive from it"
-        raise UsageError(
-            f"constraint: expected an engine.Constraint, got {brief(value)}{lacks}"
-        )
+        raise UsageError(f"constraint: expected an engine.Constraint, got {brief(value)}{lacks}")

@@ -429,7 +429,7 @@ class Engine:
                     start_token=self.start_token,
                     judge=judge,
                     spare=lambda pool: driver.spare(job, pool),
-                    normalised=constrained is None or constrained.renormalise,
+                    normalised=constrained is None,
                     rising=constrained is not None and constrained.raises,
                 )
             )

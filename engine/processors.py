@@ -78,7 +78,8 @@ def mask(rows_NV: Tensor, allowed: Sequence[Allowed]) -> None:
     V, device = rows_NV.shape[1], rows_NV.device
     listed = [i for i, tokens in enumerate(allowed) if tokens.ids is not None]
     if listed:
-        kept = torch.cat([torch.as_tensor(allowed[i].ids) + i * V for i in listed]).to(device, non_blocking=True)
+        parts = [torch.as_tensor(allowed[i].ids, dtype=torch.int64) + i * V for i in listed]
+        kept = torch.cat(parts).to(device, non_blocking=True)
         flat = rows_NV.view(-1)
         values = flat[kept]
         _select(rows_NV, listed, lambda some_NV: some_NV.fill_(-math.inf))

@@ -130,8 +130,8 @@ class Task:
         spare: pool -> how many more of its pages this search could take if the driver ran no other. A search that
             chooses how much to try by this number, and not by the free pages, gives the same answer alone and in a
             batch.
-        normalised: whether the probabilities of a row add up to 1, but for ids from `vocab_size` on: a constraint with
-            the model's scores cuts tokens off.
+        normalised: whether the probabilities of a row add up to 1, but for ids from `vocab_size` on. A constraint cuts
+            tokens off, and may leave next to nothing.
         rising: whether log-probabilities may be positive, so that a longer sequence may be the more probable one: a
             bias may raise them.
     """

@@ -39,7 +39,8 @@ class Rules:
         no_repeat_ngram_size: no sequence of this many tokens occurs twice, the prompt included; 0 allows it.
         bad_words: texts, or token sequences, that must not be generated. A text is banned in the tokens that it has
             alone and in those that it has after a space.
-        min_length: no end-of-sequence token before there are this many tokens, the prompt included.
+        min_length: no end-of-sequence token before there are this many tokens, the prompt included; `min_new_tokens`
+            takes precedence.
         min_new_tokens: no end-of-sequence token before there are this many new tokens.
         prefix_allowed_tokens_fn: (0, int64 tensor of the prompt's and the path's tokens) -> allowed token ids.
         suppress_tokens: token ids that must not be generated.
@@ -111,7 +112,7 @@ class Rules:
         words = _sequences("bad_words", self.bad_words, vocab, tokenizer, spaced=True)
         if bans := {tuple(word): -math.inf for word in words if word not in [[end] for end in ends]}:
             made.append(Bias(bans))
-        shortest = max(self.min_length - prompt, self.min_new_tokens)
+        shortest = self.min_new_tokens or self.min_length - prompt
         if shortest > 0 and ends:
             made.append(Suppress(ends, shortest))
         if (constraint := self._constraint(vocab, ends, tokenizer)) is not None:

@@ -30,6 +30,7 @@ SHARED_PARAMS = (
     "temperature",
     "top_k",
     "top_p",
+    "min_p",
     "seed",
 )
 
