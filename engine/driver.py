@@ -237,7 +237,7 @@ class Pending:
     rows: list[Tensor] = field(default_factory=list)
     numbers: Tensor | None = None  # the result of the request's `read`
     trunk_left: int = 0
-    nodes_left: Sequence[int] = ()
+    nodes_left: list[int] = field(default_factory=list)
 
     def begin(self) -> None:
         """Start with the next group of nodes."""

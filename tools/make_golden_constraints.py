@@ -2,7 +2,7 @@
 
 Run by path, from outside the repository and with an environment that has transformers:
 
-    cd / && OMP_NUM_THREADS=1 python -P REPO/tools/golden_constraints.py [constraints] [processors]
+    cd / && OMP_NUM_THREADS=1 python -P REPO/tools/make_golden_constraints.py [constraints] [processors]
 
 Writes `tests/golden/processors.json`, greedy and beam search with transformers' logits processors, and
 `tests/golden/constraints.json`: 200 random constraints, each with a prompt, the arguments of the search and the
