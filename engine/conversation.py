@@ -11,7 +11,7 @@ from engine.engine import Done, Engine, Event, Session
 from engine.errors import UsageError
 from engine.requests import Output, Search, SearchResult
 
-REASONS = ("eos", "stop", "length", "interrupted")
+REASONS = ("eos", "stop", "length", "constraint", "interrupted")
 OVERFLOW = ("drop-turns", "error")
 
 

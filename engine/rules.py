@@ -191,12 +191,13 @@ def _sequences(
     found = []
     for value in values:
         if not isinstance(value, str):
-            found.append(_ids(name, value, vocab))
+            sequences = [_ids(name, value, vocab)]
         elif tokenizer is None:
             raise UsageError(f"{name}: this checkpoint has no tokenizer", remedy="give lists of token ids")
         else:
             texts = [value, f" {value}"] if spaced and value[:1] != " " else [value]
-            found += [_ids(name, tokenizer.encode(text, add_special=False), vocab) for text in texts]
-        if not found[-1]:
+            sequences = [_ids(name, tokenizer.encode(text, add_special=False), vocab) for text in texts]
+        if not all(sequences):
             raise UsageError(f"{name}: expected texts and sequences of at least one token, got {brief(value)}")
+        found += sequences
     return found
