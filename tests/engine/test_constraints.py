@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import Choices, Constraint, ConstraintError, Engine, Request, UsageError
+from engine import Choices, Constraint, ConstraintError, Engine, Request, Session, UsageError
+from engine.trace import Trace
 from search import ADED, DSBD, ULTS, BeamSample, BoN, Greedy, Sample, SBoN, Speculative, Trie
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -431,3 +432,39 @@ def test_a_raised_score_does_not_end_a_beam_search_early(engine):
     options = {"logit_bias": {EOS: 3.0, 33: 12.0}, "new": 12}
     result = ask(engine, Trie(beams=2, length_penalty=0.0, early_stopping="never"), **options)
     assert len(result.outputs[0].token_ids) == 12 and result.outputs[0].score > 0
+
+
+# --- beside the rest of the engine ---
+
+
+def test_constrained_requests_share_a_small_cache():
+    """Preempted searches start again with their constraints, and drafts make room."""
+    engine = Engine.load(GOLDEN / "llama/plain", dtype="float32", kv_memory=40 * 512, parallel=4)
+    size = engine.pool.pages * engine.pool.page_size
+    assert size < 120
+    searches = [Trie(beams=3), Sample(num_return_sequences=3, seed=1), ADED(), ULTS(prior="dirichlet", k_max=2)]
+    requests = [
+        Request([5, 6, 7, i], search, max_new_tokens=12, eos_token_ids=[EOS], constraint=Automaton(STATES))
+        for i, search in enumerate(searches * 2, 10)
+    ]
+    together = dict(engine.serve(requests))
+    for i, request in enumerate(requests):
+        [(_, alone)] = engine.serve([request])
+        assert [o.token_ids for o in together[i].outputs] == [o.token_ids for o in alone.outputs]
+    assert engine.pool.free_pages == engine.pool.pages
+
+
+@scored
+def test_sessions_and_traces(engine, scores):
+    """Forced tokens that were never evaluated are evaluated with the next prompt."""
+    options = {"choices": [[40, 41, 42, 43]], "constraint_scores": scores, "eos_token_ids": [EOS]}
+    session, prompt = Session(engine), [5, 6, 7]
+    for search in (Greedy(), ADED(), Trie(beams=2)):
+        trace = Trace()
+        *_, done = session.stream(prompt, search, trace=trace, **options)
+        assert done.result.outputs[0].token_ids == [40, 41, 42, 43, EOS] and trace.record["end"] == "done"
+        prompt = [*prompt, 40, 41, 42, 43, 8]
+    *_, done = session.stream(prompt, Greedy(), max_new_tokens=5)
+    [alone] = engine.generate([prompt], Greedy(), max_new_tokens=5)
+    assert done.result.outputs[0].token_ids == alone.outputs[0].token_ids
+    session.close()
