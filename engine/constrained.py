@@ -3,7 +3,9 @@
 A node gets its states when its row is asked for, once per node, from those of its parent. Where a row is known without
 the model, because the constraint allows one token only and scores are renormalised, or because the node itself is
 forbidden (a draft that the constraint excludes), nothing is evaluated: a chain of forced tokens is evaluated with the
-next row that is not known.
+next row that is not known. With the model's scores the log-probabilities of forced tokens are needed: the pass that
+evaluates a node evaluates the chain of forced tokens below it too, and their rows, one number each, are known from then
+on.
 """
 
 import math
@@ -21,6 +23,7 @@ from engine.requests import Output, SearchResult
 from engine.tree import TokenTree
 
 STUCK = float(-(1 << 16))  # log-probability of the end where no token is allowed: any other path ranks before
+AHEAD = 8  # most nodes of a pass that are evaluated ahead: a pass of few rows takes hardly longer than one of one
 LEFT = 4  # states are dropped when there are this many times as many as live nodes
 
 
@@ -42,11 +45,17 @@ class Edit(NamedTuple):
 class Known:
     """What the engine keeps beside a node: a state per processor, and the tokens that the constraint allows after it.
 
-    `states` is None for a forbidden node.
+    Attributes:
+        states: None for a forbidden node.
+        allowed: None if the constraint was not asked yet, or if there is none.
+        row: the row, where it is known: its only token, and the token's log-probability.
+        forced: the entry after the only token that is allowed, if a pass was to evaluate it ahead.
     """
 
     states: tuple[State, ...] | None
     allowed: Allowed | None = None
+    row: tuple[int, float] | None = None
+    forced: "Known | None" = None
 
 
 class Plan(NamedTuple):
@@ -55,10 +64,12 @@ class Plan(NamedTuple):
     Attributes:
         asked: nodes to evaluate.
         known: other nodes -> their only token, and its log-probability.
+        ahead: nodes to evaluate too, which the constraint forces.
     """
 
     asked: list[int]
     known: dict[int, tuple[int, float]]
+    ahead: list[int]
 
 
 class Constrained:
@@ -70,9 +81,13 @@ class Constrained:
         prompt: token ids.
         eos: tokens that end an output, those that the model can generate; the least of them ends an output after which
             no token is allowed.
+        limit: most new tokens.
     """
 
-    def __init__(self, processors: Sequence[Processor], renormalise: bool, prompt: Sequence[int], eos: Sequence[int]):
+    def __init__(
+        self, processors: Sequence[Processor], renormalise: bool, prompt: Sequence[int], eos: Sequence[int], limit: int
+    ):
+        self.limit = limit
         self.processors, self.renormalise, self.prompt, self.eos = [*processors], renormalise, [*prompt], sorted(eos)
         self.mask = next((p for p in processors if isinstance(p, Masked)), None)
         self.raises = not renormalise and any(p.raises for p in processors)
@@ -105,17 +120,44 @@ class Constrained:
         if len(known) > LEFT * (len(nodes) + tree.live_branches) + 64:
             self._forget(tree)
         if self.mask is None:
-            return Plan([*nodes], {})
+            return Plan([*nodes], {}, [])
         self._allow([entry for _, entry in found])
-        plan = Plan([], {})
+        plan = Plan([], {}, [])
         for node, entry in found:
-            if entry.states is None:
-                plan.known[node] = (self.eos[0] if self.eos else 0, STUCK)
-            elif self.renormalise and self._alone and entry.allowed and (token := entry.allowed.forced) is not None:
-                plan.known[node] = (token, 0.0)
+            if entry.row is None and entry.states is None:
+                entry.row = self.eos[0] if self.eos else 0, STUCK
+            elif entry.row is None and self.renormalise and self._alone and entry.allowed is not None:
+                entry.row = None if (token := entry.allowed.forced) is None else (token, 0.0)
+            if entry.row is not None:
+                plan.known[node] = entry.row
             else:
                 plan.asked.append(node)
+        if self._alone and not self.renormalise and tree.switch_length is None:
+            plan.ahead.extend(self._chains(tree, plan.asked))
         return plan
+
+    def knows(self, tree: TokenTree, node: int) -> bool:
+        """Whether the row of a node is known without an evaluation, or from an earlier one."""
+        return tree in self._known and self._states(tree, node).row is not None
+
+    def _chains(self, tree: TokenTree, nodes: Sequence[int]) -> list[int]:
+        """Grow the chains of forced tokens below nodes, as far as it is sure to cost little. Returns the new nodes."""
+        room = min(AHEAD, tree.pool.free_pages // 2 - tree.pages_wanted(nodes, 0))
+        last, grown = tree.prompt_length + self.limit - 1, []
+        for node in nodes:
+            entry = self._known[tree][node]
+            while entry.allowed is not None and (token := entry.allowed.forced) is not None and token not in self.eos:
+                if entry.forced is None:
+                    entry.forced = self._next(entry, token)
+                entry = entry.forced
+                self._allow([entry])
+                if len(grown) >= room or tree.position(node) + 1 >= last or entry.allowed is None:
+                    break
+                if entry.allowed.forced is None or (child := tree.child(node, token)) in nodes:
+                    break
+                self._known[tree][child] = entry
+                grown.append(node := child)
+        return grown
 
     def _states(self, tree: TokenTree, node: int) -> Known:
         """The entry of a node, computed from that of its nearest ancestor that has one."""
@@ -147,6 +189,8 @@ class Constrained:
             self._allow([entry])
             if token not in (entry.allowed or EVERYTHING):
                 return Known(None)
+            if entry.forced is not None:
+                return entry.forced
         return Known(tuple([p.advance(state, token) for p, state in zip(self.processors, entry.states, strict=True)]))
 
     def _allow(self, entries: Sequence[Known]) -> None:
@@ -193,6 +237,17 @@ class Constrained:
             rows_NV -= rows_NV.logsumexp(1, keepdim=True).clamp_(min=-3e38)  # of rows without any token
         if self._bans:
             self._end(tree, nodes, entries, rows_NV)
+        if self._alone and not self.renormalise:
+            self._note(entries, rows_NV)
+
+    @staticmethod
+    def _note(entries: Sequence[Known], rows_NV: Tensor) -> None:
+        """Keep the rows of the entries whose only token was evaluated ahead, or which were."""
+        chains = [(i, e, e.allowed.forced) for i, e in enumerate(entries) if e.allowed and e.allowed.forced is not None]
+        if chains:
+            places, found, tokens = zip(*chains, strict=True)
+            for entry, token, number in zip(found, tokens, rows_NV[places, tokens].tolist(), strict=True):
+                entry.row = token, number
 
     def _end(self, tree: TokenTree, nodes: Sequence[int], entries: Sequence[Known], rows_NV: Tensor) -> None:
         """Where no token is allowed, the output ends: give an end-of-sequence token a row's only log-probability."""

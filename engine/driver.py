@@ -565,7 +565,8 @@ class Driver:
                 job.trace.reported(request)
             with phase(self.observer, "search"):
                 request = job.generator.send(None)
-        if wrong := request_fault(request, job.trees) or (job.foreign and self._wrong_tokens(request)):
+        knows = job.constrained.knows if job.constrained is not None else None
+        if wrong := request_fault(request, job.trees, knows) or (job.foreign and self._wrong_tokens(request)):
             self._refuse(job, wrong)
         if self.observer is not None and request.read is not None:
             request = replace(request, read=observed_read(self.observer, request.read))
@@ -581,7 +582,8 @@ class Driver:
         if plan.known:
             runner = self._runner(request)
             rows_KV = constrained.known_rows(plan, runner.model.shape.vocab_size, runner.device)
-        return Pending(request, tree.by_rope(plan.asked) if plan.asked else [], constrained, [*plan.known], rows_KV)
+        groups = tree.by_rope([*plan.asked, *plan.ahead]) if plan.asked else []
+        return Pending(request, groups, constrained, [*plan.known], rows_KV)
 
     def _runner(self, request: Evaluate) -> Runner:
         return next(r for r in self.runners.values() if r.pool is request.tree.pool)

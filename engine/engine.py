@@ -487,7 +487,7 @@ class Engine:
                 new = min(new, max(1, beside - len(ids) + 1))
         with attributed(type(request.search)):
             request.search.check(self.runner.vocab_size, eos)
-        constrained = request.at_work(ids, self.runner.vocab_size, eos, self.model.tokenizer)
+        constrained = request.at_work(ids, new, self.runner.vocab_size, eos, self.model.tokenizer)
         check_memory(self.pool, request.search, len(ids), new)
         return _Prepared(request, ids, new, eos, stops, constrained)
 

@@ -82,12 +82,13 @@ class Rules:
             raise UsageError("constraint, choices, prefix_allowed_tokens_fn: expected at most one of them")
 
     def at_work(
-        self, prompt: Sequence[int], vocab: int, eos: frozenset[int], tokenizer: Tokenizer | None
+        self, prompt: Sequence[int], limit: int, vocab: int, eos: frozenset[int], tokenizer: Tokenizer | None
     ) -> Constrained | None:
         """What edits the rows of a request; None if nothing does.
 
         Args:
             prompt: token ids.
+            limit: most new tokens.
             vocab: tokens that can be generated.
             eos: tokens that end an output.
             tokenizer: of the model.
@@ -98,7 +99,8 @@ class Rules:
         self.check()
         ends = sorted(token for token in eos if token < vocab)
         processors = self._processors(len(prompt), vocab, ends, tokenizer)
-        return Constrained(processors, self.constraint_scores == RENORMALISED, prompt, ends) if processors else None
+        renormalise = self.constraint_scores == RENORMALISED
+        return Constrained(processors, renormalise, prompt, ends, limit) if processors else None
 
     def _processors(self, prompt: int, vocab: int, ends: list[int], tokenizer: Tokenizer | None) -> list[Processor]:
         """The processors, in Hugging Face's order."""

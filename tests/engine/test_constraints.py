@@ -252,10 +252,16 @@ def test_forced_tokens_and_limits(engine, search, scores):
     assert result.outputs[0].token_ids == [40, 41, 42] and result.outputs[0].finish_reason == "length"
 
 
-def test_a_chain_of_forced_tokens_is_one_pass(engine):
-    options = {"choices": [[40, 41, 42, 43, 44], [40, 41, 42, 43, 45]], "constraint_scores": "renormalised"}
+@pytest.mark.parametrize(("scores", "passes"), [("renormalised", 1), ("model", 3)])
+def test_a_chain_of_forced_tokens_is_one_pass(engine, scores, passes):
+    """Of the model's scores: a pass for the chain's own, one for the choice after it, one for the end."""
+    options = {"choices": [[40, 41, 42, 43, 44], [40, 41, 42, 43, 45]], "constraint_scores": scores}
     result = ask(engine, Greedy(), new=10, **options)
-    assert result.stats["forward_passes"] == 1 and len(result.outputs[0].token_ids) == 6
+    assert result.stats["forward_passes"] == passes and len(result.outputs[0].token_ids) == 6
+    expected = sum(float(rows_of(engine, [5, 6, 7], [40, 41, 42, 43, 44][:i]).log_softmax(-1)[token])
+                   for i, token in enumerate(result.outputs[0].token_ids[:4]))  # fmt: skip
+    four = ask(engine, Greedy(), new=4, **options).outputs[0]
+    assert scores == "renormalised" or four.logprob == pytest.approx(expected, abs=1e-4)
 
 
 @named
