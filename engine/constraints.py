@@ -94,7 +94,7 @@ class Allowed(NamedTuple):
                 raise wrong(f"expected token ids from 0 to {vocab - 1}, got {int(token)}")
         if not rising:
             raise wrong(f"expected token ids in ascending order, each once, got {brief(tokens)}")
-        return cls(tokens)
+        return cls(tokens.cpu() if isinstance(tokens, Tensor) else tokens)
 
     def __contains__(self, token: object) -> bool:
         assert isinstance(token, int)
