@@ -95,9 +95,19 @@ int64_t coppice_kv_write_int8(int64_t kind, int64_t threads, char* k_GSD, char* 
                               const void* v_TGD, const int64_t* slots_T, int64_t tokens, int64_t heads, int64_t slots,
                               int64_t head_dim, int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head);
 
-// Copies slots to others, in each of `heads` heads (of all layers); all are read before any is written.
+// Copies slots to others, in each of `heads` heads (of all layers); all are read before any is written. v may be null.
 void coppice_kv_copy(int64_t threads, char* k_GSD, char* v_GSD, const int64_t* source_T, const int64_t* target_T,
                      int64_t tokens, int64_t heads, int64_t slots, int64_t row);
+
+// --- short_conv ---
+
+// x [tokens, 3 * width] is B, C and X; row t of B * X goes to slots_T[t] of the cache [slots, width]; `weight`
+// [count + 1, width] multiplies the rows of slots ancestors_TN [tokens, count], the latest last, and the token's own.
+// out [tokens, width] is C times their sum and the bias, which may be null. Returns 0, and writes nothing, if a slot is
+// outside the cache. `kept` is the kind of the cache's elements.
+int64_t coppice_short_conv(int64_t kind, int64_t kept, int64_t threads, const void* x, const void* weight,
+                           const void* bias, void* rows, const int64_t* slots_T, const int64_t* ancestors_TN, void* out,
+                           int64_t tokens, int64_t width, int64_t count, int64_t slots);
 
 // --- tree_attention ---
 

@@ -1,11 +1,12 @@
 """What a decoder computes, and the names of its tensors: all that tells most families from each other."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from kernels.kv_int8 import row_width
+from kernels.layout import Kept
 from models.fields import Fields
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 from models.rope import RopeConfig
@@ -33,6 +34,8 @@ class Config:
             both, which stand side by side.
         head_norms: queries and keys have norms of their own, head by head, before they are rotated.
         windows, scales: of attention, by layer; empty: none, and 1 / sqrt(head_dim).
+        taps: of the short convolution that a layer has in the place of attention, 0: it has attention; empty: all have.
+        conv_bias: convolutions and the matrices around them have biases.
         embedding_width: of the embedding, where matrices lead from it to `width` and back.
     """
 
@@ -60,6 +63,8 @@ class Config:
     head_bias: bool = False
     windows: tuple[int | None, ...] = ()
     scales: tuple[float, ...] = ()
+    taps: tuple[int, ...] = ()
+    conv_bias: bool = False
     embedding_width: int | None = None
 
     def window(self, layer: int) -> int | None:
@@ -69,6 +74,12 @@ class Config:
     def scale(self, layer: int) -> float:
         """Of a layer's attention."""
         return self.scales[layer] if self.scales else self.head_dim**-0.5
+
+    def kept(self, layer: int) -> Kept:
+        """What a layer keeps of each token."""
+        if self.taps and self.taps[layer]:
+            return Kept(1, self.width, pair=False)
+        return Kept(self.kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,8 @@ class ModelShape:
         scores: a scalar head: the model scores texts and generates none.
         switch_length: sequences longer than this use other rotary factors throughout (longrope), so that a path which
             grows past it is evaluated afresh; None: they never do.
+        kept: what each layer keeps of a token, where some keep something else than keys and values of `kv_heads`
+            heads of `head_dim`; empty: none does.
     """
 
     layers: int
@@ -93,17 +106,26 @@ class ModelShape:
     steady_length: int | None = None
     scores: bool = False
     switch_length: int | None = None
+    kept: tuple[Kept, ...] = ()
 
     @staticmethod
     def of(c: Config) -> "ModelShape":
         """The shape of a configuration."""
         reach = c.rope.reach(c.max_positions) if c.rope else c.max_positions
         steady, switch = (c.rope.steady_length, c.rope.switch_length) if c.rope else (None, None)
-        return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch)
+        kept = tuple(map(c.kept, range(c.layers)))
+        kept = kept if len({*kept}) > 1 else ()
+        return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch, kept)
+
+    @property
+    def groups(self) -> dict[Kept, int]:
+        """How many layers keep what; keys and values of `kv_heads` heads of `head_dim` first."""
+        first = Kept(self.kv_heads, self.head_dim)
+        return {first: 0} | Counter(self.kept) if self.kept else {first: self.layers}
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one token's keys and values take in all layers, in a cache of this dtype."""
-        return 2 * self.layers * self.kv_heads * row_width(self.head_dim, dtype) * dtype.itemsize
+        """Bytes that one token's slot takes in all layers, in a cache of this dtype."""
+        return sum(layers * kept.bytes(dtype) for kept, layers in self.groups.items())
 
 
 @dataclass(frozen=True)
@@ -112,6 +134,7 @@ class Names:
 
     Args:
         layer: begins the names of a layer's parts, {} is its number.
+        conv: the matrix before a short convolution, its own weights, and the matrix after it.
         qkv, up: one stored matrix or several, which lie below each other here.
         positions: the table of learned positions; position p has row p + `offset`.
         project: the matrices between `embedding_width` and `width`, in and out.
@@ -125,6 +148,7 @@ class Names:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
+    conv: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
     mlp_norm: str = "post_attention_layernorm"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
@@ -153,12 +177,17 @@ class Names:
         qkv = (q, kv, kv) if len(self.qkv) == 3 else (q + 2 * kv,)
         for i in range(c.layers):
             layer = self.layer.format(i)
-            for name, size in self.norms(c).items():
+            for name, size in self.norms(c, i).items():
                 if c.affine:
                     add(layer + name, (size,), not c.rms)
-            for name, outs in zip(self.qkv, qkv, strict=True):
-                add(layer + name, (outs, c.width), c.attention_bias)
-            add(layer + self.out, (c.width, q), c.attention_bias)
+            if c.taps and (taps := c.taps[i]):
+                shapes_of = (3 * c.width, c.width), (c.width, 1, taps), (c.width, c.width)
+                for name, shape in zip(self.conv, shapes_of, strict=True):
+                    add(layer + name, shape, c.conv_bias)
+            else:
+                for name, outs in zip(self.qkv, qkv, strict=True):
+                    add(layer + name, (outs, c.width), c.attention_bias)
+                add(layer + self.out, (c.width, q), c.attention_bias)
             for name in self.up:
                 add(layer + name, (up // len(self.up), c.width), c.mlp_bias)
             add(layer + self.down, (c.width, c.mlp_width), c.mlp_bias)
@@ -179,10 +208,10 @@ class Names:
             name: TRANSPOSED if self.transposed and name.startswith(layer) else LINEAR for name in matrices
         }
 
-    def norms(self, c: Config) -> dict[str, int]:
+    def norms(self, c: Config, layer: int) -> dict[str, int]:
         """The norms of a layer, and the sizes of their vectors."""
         parallel = {} if c.order == "parallel" else {self.mlp_norm: c.width}
-        heads = {self.q_norm: c.head_dim, self.k_norm: c.head_dim} if c.head_norms else {}
+        heads = {self.q_norm: c.head_dim, self.k_norm: c.head_dim} if c.head_norms and c.kept(layer).pair else {}
         return {self.attention_norm: c.width, **parallel, **heads}
 
 

@@ -97,10 +97,12 @@ class Decoder(nn.Module):
         if self.positions_PE is not None:
             x_TE = x_TE + F.embedding(positions_T + self.names.offset, self.positions_PE)
         rope: Rope = None if self.rotary is None else self.rotary.cos_sin(positions_T, spans_T, x_TE.dtype)
+        if self.config.taps:
+            layout = layout.with_ancestors(max(self.config.taps) - 1)
         if self.stack is not None and self.stack.takes(layout):
             return self.stack(x_TE, () if rope is None else (rope,), cache, layout)
         for i, layer in enumerate(self.layers):
-            x_TE = layer(x_TE, rope, cache.k_LGSD[i], cache.v_LGSD[i], layout)
+            x_TE = layer(x_TE, rope, cache.layers[i], layout)
         return x_TE if self.norm is None else self.norm(x_TE, layout.impl)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:

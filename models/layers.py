@@ -4,6 +4,8 @@ Shape legend: T tokens of a pass, E width, M MLP width, H query heads, G key/val
 the rotated dims), S cache slots.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from kernels import stack
 from kernels.kv_write import kv_write
 from kernels.layout import TreeLayout
 from kernels.rows import activation, layer_norm, rms_norm, rotary, silu_mul
+from kernels.short_conv import short_conv
 from kernels.tree_attention import tree_attention
 from models.config import Config, Names
 from models.weights import Weights
@@ -63,8 +66,8 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
         self.scale, self.window = c.scale(index), c.window(index)
 
-    def forward(self, x_TE: Tensor, rope: Rope, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> Tensor:
-        H, G, impl = self.heads, self.kv_heads, layout.impl
+    def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
+        H, G, impl, (k_GSD, v_GSD) = self.heads, self.kv_heads, layout.impl, kept
         rows_THD = self.qkv(x_TE).unflatten(-1, (H + 2 * G, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TGD, v_TGD = rows_THD.split([H, G, G], 1)
@@ -79,6 +82,24 @@ class Attention(nn.Module):
         kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=impl)
         mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=self.scale, window=self.window)
         return self.out(mixed_THD.flatten(1))
+
+
+class ShortConv(nn.Module):
+    """A gated short convolution over the ancestors of tokens, in the place of attention; its inputs are kept."""
+
+    def __init__(self, c: Config, names: Names, weights: Weights, index: int):
+        super().__init__()
+        (into, conv, out), bias = (names.layer.format(index) + name for name in names.conv), c.conv_bias
+        self.into, self.out = weights.linear(into, bias=bias), weights.linear(out, bias=bias)
+        self.weight_KE = weights.vector(f"{conv}.weight").squeeze(1).T.contiguous()
+        self.bias_E = weights.vector(f"{conv}.bias") if bias else None
+
+    def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
+        [rows_1SE], ancestors_TN = kept, layout.ancestors_TN
+        assert ancestors_TN is not None
+        ancestors_TN = ancestors_TN[:, : len(self.weight_KE) - 1]
+        slots = layout.write_slots_T, ancestors_TN
+        return self.out(short_conv(self.into(x_TE), self.weight_KE, self.bias_E, rows_1SE[0], *slots, impl=layout.impl))
 
 
 class MLP(nn.Module):
@@ -109,11 +130,14 @@ class Layer(nn.Module):
         layer, self.order = names.layer.format(index), c.order
         self.attention_norm = Norm(c, weights, layer + names.attention_norm)
         self.mlp_norm = Norm(c, weights, layer + names.mlp_norm) if c.order != "parallel" else None
-        self.attention, self.mlp = Attention(c, names, weights, index), MLP(c, names, weights, index)
+        mixer = ShortConv if c.taps and c.taps[index] else Attention
+        self.attention, self.mlp = mixer(c, names, weights, index), MLP(c, names, weights, index)
 
     def described(self, table: int | None) -> stack.Layer | None:
         """For a stack, whose angles of number `table` rotate queries and keys; None: it has no product of a matrix."""
         attention, mlp = self.attention, self.mlp
+        if not isinstance(attention, Attention):
+            return None
         norms = (self.attention_norm, self.mlp_norm, attention.q_norm, attention.k_norm)
         attention_norm, mlp_norm, q_norm, k_norm = (norm and norm.vectors for norm in norms)
         qkv, out, up, down = (part.matrix for part in (attention.qkv, attention.out, mlp.up, mlp.down))
@@ -123,9 +147,9 @@ class Layer(nn.Module):
         norms = {"attention_norm": attention_norm, "mlp_norm": mlp_norm, "q_norm": q_norm, "k_norm": k_norm}
         return stack.Layer(qkv=qkv, out=out, up=up, down=down, **norms, **options)
 
-    def forward(self, x_TE: Tensor, rope: Rope, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> Tensor:
+    def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
         # Not the modules' calls, which take microseconds per layer.
-        attend, feed, cache, impl = self.attention.forward, self.mlp.forward, (k_GSD, v_GSD, layout), layout.impl
+        attend, feed, cache, impl = self.attention.forward, self.mlp.forward, (kept, layout), layout.impl
         if self.mlp_norm is None:
             normed_TE = self.attention_norm(x_TE, impl)
             return attend(normed_TE, rope, *cache) + feed(normed_TE, impl) + x_TE
