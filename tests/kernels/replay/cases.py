@@ -143,8 +143,10 @@ def gates(recording: Recording) -> None:
         for rows in (1, 3, 70) if width == 259 else (3,):
             x, of = draw(rows, 2 * width, dtype=dtype, scale=4.0), f"{name} {rows} x {width}"
             x[0, 0], x[-1, 0] = 1000, -1000
-            exact, plain = reference.silu_mul(x.double()), reference.silu_mul(x)
-            recording.add(of, "silu_mul", kind, 2, x, written(blank(plain), exact, plain), rows, width)
+            for number, activation in enumerate(ACTIVATIONS):
+                exact, plain = (reference.activation_mul(v, activation) for v in (x.double(), x))
+                out = written(blank(plain), exact, plain)
+                recording.add(f"{activation} {of}", "activation_mul", kind, 2, number, x, out, rows, width)
             x = x[:, :width].contiguous()
             x[rows // 2, width // 2] = math.nan
             for number, activation in enumerate(ACTIVATIONS):
@@ -319,8 +321,8 @@ def short_conv(recording: Recording) -> None:
         tokens, slots = 9 if width < 259 else 40, 70
         x, weight, bias = draw(tokens, 3 * width, dtype=dtype), draw(taps, width, dtype=dtype), draw(width, dtype=dtype)
         at = torch.randperm(slots - 20)[:tokens] + 20
-        before = torch.tensor([random.sample([0, *range(2, 20), *at[:t].tolist()], taps - 1) for t in range(tokens)])
-        before = before.to(torch.int64).view(tokens, taps - 1)
+        readable = [torch.tensor([0, *range(2, 20), *at[:t].tolist()]) for t in range(tokens)]
+        before = torch.stack([some[torch.randperm(len(some))[: taps - 1]] for some in readable])
         for kept, number in {dtype: kind, torch.bfloat16: cpp.KINDS[torch.bfloat16]}.items():
             rows = torch.full((slots, width), math.nan, dtype=kept)
             rows[:20] = draw(20, width, dtype=kept)
@@ -343,7 +345,7 @@ def short_conv(recording: Recording) -> None:
                 )
                 cache = Expected(rows, rows if bad is not None else after)
                 sizes = tokens, width, taps - 1, slots
-                of = f"{name} in {kept}, {taps} taps, {tokens} x {width}, {'no ' * (own is None)}bias, bad {bad is not None}"
+                of = f"{name} in {kept}, {taps} taps, {tokens} x {width}, bias {own is not None}, bad {bad is not None}"
                 arguments = kind, number, 2, x, weight, own, cache, *wrong, out, *sizes
                 recording.add(of, "short_conv", *arguments, returns=int(bad is None))
 
