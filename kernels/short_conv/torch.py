@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.custom_ops import register
+from kernels.custom_ops import as_wide, register
 
 
 def short_conv(
@@ -23,9 +23,4 @@ def short_conv(
     return (c_TE * sum_TE).to(x_TF.dtype)
 
 
-def fake(x_TF: Tensor, weight_KE: Tensor, *_: object) -> Tensor:
-    """What it returns, without the numbers."""
-    return x_TF.new_empty(x_TF.shape[0], weight_KE.shape[1])
-
-
-register("short_conv_torch", short_conv, fake, mutates=("rows_SE",))
+register("short_conv_torch", short_conv, as_wide, mutates=("rows_SE",))
