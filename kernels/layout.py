@@ -73,7 +73,7 @@ class TreeLayout:
             kept_TN = torch.where(trunk_TN, back_TN, 0)
             slots_TN = pages_RP[trees_T1, kept_TN // self.page_size].long() * self.page_size + kept_TN % self.page_size
             found_TN = torch.where(trunk_TN, slots_TN, found_TN)
-        if self.ancestry_TC.shape[1]:
+        if count and self.ancestry_TC.shape[1]:
             trees_T, mask_TW = trees_T1.squeeze(1), self.branch_mask_TW()
             slots_TW, positions_TW = self.branch_slots_RW[trees_T], self.branch_positions_RW[trees_T]
             branch_TN = [(slots_TW * (mask_TW & (positions_TW == back_T1))).sum(1) for back_T1 in back_TN.split(1, 1)]

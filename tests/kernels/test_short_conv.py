@@ -157,6 +157,7 @@ def test_ancestors(page):
                 paths.append(in_trunk + path[::-1])
             expected += [[*path[::-1], 0, 0, 0, 0][:4] for path in paths]
         padding = len(layout.positions_T) - len(expected)
+        assert layout.with_ancestors(0).ancestors_TN.shape == (len(layout.positions_T), 0)
         assert layout.ancestors_TN.tolist() == expected + [[0] * 4] * padding
         for i, tree in enumerate(trees):
             if step % 2:

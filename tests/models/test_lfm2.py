@@ -91,7 +91,7 @@ def test_every_answer_equals_that_of_a_fresh_evaluation(engine, search, monkeypa
     [
         ("bias", {"page_size": 4}),
         ("bias", {"page_size": 1, "budget": 1}),
-        ("plain", {"page_size": 16, "budget": 7}),
+        ("one_tap", {"page_size": 16, "budget": 7}),
         ("plain", {"page_size": 2, "token_buckets": (8, 24, 64, 256), "word_buckets": (1, 3, 9)}),
     ],
 )
