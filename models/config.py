@@ -1,5 +1,6 @@
 """What a decoder computes, and the names of its tensors: all that tells most families from each other."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ ACTIVATIONS = {  # to the names of `kernels.rows.activation`
     "swish": "silu",
 }
 HEAD, SCORE = "lm_head", "score"
+FULL, SLIDING = "full_attention", "sliding_attention"  # in `layer_types`
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Config:
         order: a norm before attention and one before the MLP; after each and its sum with the stream; or one norm for
             both, which stand side by side.
         head_norms: queries and keys have norms of their own, head by head, before they are rotated.
+        attention_bias: of the matrices of attention, the last (`out`) among them if `out_bias`.
         windows, scales: of attention, by layer; empty: none, and 1 / sqrt(head_dim).
         embedding_width: of the embedding, where matrices lead from it to `width` and back.
     """
@@ -56,6 +59,7 @@ class Config:
     final_norm: bool = True
     head_norms: bool = False
     attention_bias: bool = False
+    out_bias: bool = True
     mlp_bias: bool = False
     head_bias: bool = False
     windows: tuple[int | None, ...] = ()
@@ -158,7 +162,7 @@ class Names:
                     add(layer + name, (size,), not c.rms)
             for name, outs in zip(self.qkv, qkv, strict=True):
                 add(layer + name, (outs, c.width), c.attention_bias)
-            add(layer + self.out, (c.width, q), c.attention_bias)
+            add(layer + self.out, (c.width, q), c.attention_bias and c.out_bias)
             for name in self.up:
                 add(layer + name, (up // len(self.up), c.width), c.mlp_bias)
             add(layer + self.down, (c.width, c.mlp_width), c.mlp_bias)
@@ -205,6 +209,24 @@ def common(fields: Fields, *, activation: str, default: str, tied: bool) -> dict
         # A `...ForSequenceClassification` is a reward model, which scores the text so far.
         "scores": architecture(fields).endswith("ForSequenceClassification"),
     }
+
+
+def windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer's attention, see `Config`.
+
+    Args:
+        kinds: FULL or SLIDING for each layer, where `layer_types` is absent.
+        window: of sliding layers.
+
+    Raises:
+        CheckpointError: naming `layer_types` or `sliding_window`.
+    """
+    found = fields.config.get("layer_types") or list(kinds)
+    if type(found) is not list or len(found) != len(kinds) or any(kind not in (FULL, SLIDING) for kind in found):
+        raise fields.error("layer_types", f"{len(kinds)} of {FULL} and {SLIDING}")
+    if SLIDING in found and window is None:
+        raise fields.error("sliding_window", "a window, as layer_types has layers of sliding attention")
+    return tuple(window if kind == SLIDING else None for kind in found)
 
 
 def rotary(

@@ -55,9 +55,9 @@ class Attention(nn.Module):
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()
-        layer, options = names.layer.format(index), {"bias": c.attention_bias, "transposed": names.transposed}
-        self.qkv = weights.linear(*(layer + name for name in names.qkv), **options)
-        self.out = weights.linear(layer + names.out, **options)
+        layer, bias, options = names.layer.format(index), c.attention_bias, {"transposed": names.transposed}
+        self.qkv = weights.linear(*(layer + name for name in names.qkv), bias=bias, **options)
+        self.out = weights.linear(layer + names.out, bias=bias and c.out_bias, **options)
         self.q_norm = Norm(c, weights, layer + names.q_norm) if c.head_norms else None
         self.k_norm = Norm(c, weights, layer + names.k_norm) if c.head_norms else None
         self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
