@@ -30,10 +30,11 @@ void coppice_rotary(int64_t kind, int64_t threads, const void* x, const void* co
                     int64_t tokens, int64_t heads, int64_t head_dim, int64_t dims, int64_t token_stride,
                     int64_t head_stride, int64_t out_stride);
 
-// x [rows, 2 * width]: gates, then the values that they scale.
-void coppice_silu_mul(int64_t kind, int64_t threads, const void* x, void* out, int64_t rows, int64_t width);
+// x [rows, 2 * width]: gates, then the values that they scale. `number`: the place of a name in ACTIVATIONS of
+// rows/checks.py.
+void coppice_activation_mul(int64_t kind, int64_t threads, int64_t number, const void* x, void* out, int64_t rows,
+                            int64_t width);
 
-// `number`: the place of a name in ACTIVATIONS of rows/checks.py.
 void coppice_activation(int64_t kind, int64_t threads, int64_t number, const void* x, void* out, int64_t rows,
                         int64_t width);
 
@@ -140,13 +141,21 @@ struct Angles {
     int64_t dims;
 };
 
-// `order` counts the names in stack/__init__.py's ORDERS; a negative window: none; `table` is the number of the angles
-// that queries and keys are rotated by, negative: they are not.
+// Of attention or an MLP: on what it reads, on its output before that is added to the stream, on the sum.
+struct Norms {
+    Norm input, output, sum;
+};
+
+// `parallel`: the MLP reads what attention reads; `all_heads`: the norms of queries and of keys are those of all their
+// heads as one row; `norms_last`: they come after the rotation. A negative window: none; `table` is the number of the
+// angles that queries and keys are rotated by, negative: they are not. What is added to the stream is multiplied by
+// `residual_scale` first.
 struct Layer {
-    int64_t order, window, table;
-    Norm attention_norm, mlp_norm, q_norm, k_norm;
+    int64_t parallel, all_heads, norms_last, window, table;
+    Norms attention_norms, mlp_norms;
+    Norm q_norm, k_norm;
     Matrix qkv, out, up, down;
-    float scale;
+    float scale, residual_scale;
 };
 
 struct Stack {

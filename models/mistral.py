@@ -1,6 +1,6 @@
 """Mistral (Jiang et al. 2023) and Ministral: Llamas with windows, in all layers or in some."""
 
-from models.config import FULL, SLIDING, Config, rotary, windows
+from models.config import FULL, SLIDING, Config, layer_types, rotary, windows
 from models.decoder import Decoder
 from models.fields import Fields
 
@@ -22,5 +22,9 @@ class Mistral(Decoder):
         options = rotary(fields, positions=4096 * 32, kv_heads=kv_heads)
         # null is none, absent is not
         window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
-        sliding = windows(fields, [SLIDING if window else FULL] * options["layers"], window)
-        return Config(norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0), windows=sliding, **options)
+        kinds = layer_types(fields, [SLIDING if window else FULL] * options["layers"])
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
+            windows=windows(fields, kinds, window),
+            **options,
+        )

@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama with biases of queries, keys and values, and windows in some layers."""
 
-from models.config import FULL, SLIDING, Config, rotary, windows
+from models.config import FULL, SLIDING, Config, layer_types, rotary, windows
 from models.decoder import Decoder
 from models.fields import Fields
 
@@ -31,4 +31,5 @@ def windows_from(fields: Fields, layers: int) -> tuple[int | None, ...]:
     if not fields.bool("use_sliding_window", default=False):
         window = None
     first = fields.int("max_window_layers", default=28, low=0) if window else layers
-    return windows(fields, [SLIDING if i >= first else FULL for i in range(layers)], window)
+    kinds = layer_types(fields, [SLIDING if i >= first else FULL for i in range(layers)])
+    return windows(fields, kinds, window)

@@ -20,7 +20,7 @@ class Qwen3(Decoder):
         return Config(
             norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
             attention_bias=fields.bool("attention_bias", default=False),
-            head_norms=True,
+            head_norms="each",
             windows=windows_from(fields, options["layers"]),
             **options,
         )

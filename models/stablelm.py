@@ -23,7 +23,7 @@ class StableLM(Decoder):
         return Config(
             norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
             rms=False,
-            order="parallel" if fields.bool("use_parallel_residual", default=False) else "before",
+            parallel=fields.bool("use_parallel_residual", default=False),
             attention_bias=fields.bool("use_qkv_bias", default=False),
             out_bias=False,
             **options,

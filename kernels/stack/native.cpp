@@ -11,14 +11,17 @@
 
 namespace {
 
-enum { BEFORE, AFTER, PARALLEL };  // ORDERS in __init__.py
-
 void add(int64_t kind, const void* more, void* x, int64_t size) {
     with_type(kind, [&](auto type) {
         typedef decltype(type) T;
         each(size,
              [&](int64_t i, auto n) { store(load((const T*)x + i, n) + load((const T*)more + i, n), (T*)x + i, n); });
     });
+}
+
+template <typename T>
+void multiply_by(float factor, T* x, int64_t size) {
+    each(size, [&](int64_t i, auto n) { store(load(x + i, n) * factor, x + i, n); });
 }
 
 // One pass: sizes, and room for what a layer computes.
@@ -49,10 +52,15 @@ struct Pass {
         coppice_linear(s.kind, threads, &m, x, out, tokens);
     }
 
-    void normalize_heads(const Norm& norm, char* x, int64_t heads) const {
-        if (norm.weight)
-            coppice_head_norm(s.kind, threads, x, norm.weight, norm.bias, tokens, heads, s.head_dim, every * s.head_dim,
-                              s.eps);
+    void normalize_heads(const Layer& layer) const {
+        const int64_t D = s.head_dim;
+        auto run = [&](const Norm& norm, char* x, int64_t heads) {
+            const int64_t rows = layer.all_heads ? 1 : heads, size = layer.all_heads ? heads * D : D;
+            if (norm.weight)
+                coppice_head_norm(s.kind, threads, x, norm.weight, norm.bias, tokens, rows, size, every * D, s.eps);
+        };
+        run(layer.q_norm, heads_THD, s.heads);
+        run(layer.k_norm, heads_THD + s.heads * head, s.kv_heads);
     }
 
     void write(char* k, char* v, const char* k_TGD, const char* v_TGD) const {
@@ -68,13 +76,13 @@ struct Pass {
     // From `read` to sum_TE; k and v are the layer's.
     void attend(const Layer& layer, const void* read, char* k, char* v) {
         multiply(layer.qkv, read, heads_THD);
-        normalize_heads(layer.q_norm, heads_THD, s.heads);
-        normalize_heads(layer.k_norm, heads_THD + s.heads * head, s.kv_heads);
+        if (!layer.norms_last) normalize_heads(layer);
         if (layer.table >= 0) {
             const Angles& a = angles[layer.table];
             coppice_rotary(s.kind, threads, heads_THD, a.cos, a.sin, heads_THD, tokens, turned, s.head_dim, a.dims,
                            every * s.head_dim, s.head_dim, every * s.head_dim);
         }
+        if (layer.norms_last) normalize_heads(layer);
         write(k, v, heads_THD + s.heads * head, heads_THD + turned * head);
         attention.window = layer.window, attention.scale = layer.scale;
         coppice_tree_attention(&attention, heads_THD, k, v, mixed_THD.get());
@@ -85,31 +93,46 @@ struct Pass {
     void feed(const Layer& layer, const void* read) const {
         multiply(layer.up, read, up_TM.get());
         if (s.gated)
-            coppice_silu_mul(s.kind, threads, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
+            coppice_activation_mul(s.kind, threads, s.activation, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
         else
             coppice_activation(s.kind, threads, s.activation, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
         multiply(layer.down, middle_TM.get(), normed_TE.get());
     }
 
+    // What a part of a layer reads: x, or its norm in normed_TE.
+    const void* read(const Norms& norms, void* x) const {
+        if (!norms.input.weight) return x;
+        normalize(norms.input, x, normed_TE.get());
+        return normed_TE.get();
+    }
+
+    // Makes a part's output what is added to the stream.
+    void leave(const Layer& layer, const Norms& norms, void* out) const {
+        if (norms.output.weight) normalize(norms.output, out, out);
+        if (layer.residual_scale != 1)
+            with_type(s.kind, [&](auto type) {
+                multiply_by(layer.residual_scale, (decltype(type)*)out, tokens * s.width);
+            });
+    }
+
     void run(const Layer& layer, void* x, char* k, char* v) {
         const int64_t size = tokens * s.width;
-        const void* read = layer.order == AFTER ? x : normed_TE.get();
-        if (layer.order != AFTER) normalize(layer.attention_norm, x, normed_TE.get());
-        attend(layer, read, k, v);
-        if (layer.order == PARALLEL) {
-            feed(layer, read);
+        const void* from = read(layer.attention_norms, x);
+        attend(layer, from, k, v);
+        leave(layer, layer.attention_norms, sum_TE.get());
+        if (layer.parallel) {
+            feed(layer, from);
+            leave(layer, layer.mlp_norms, normed_TE.get());
             add(s.kind, normed_TE.get(), sum_TE.get(), size);
             add(s.kind, sum_TE.get(), x, size);
             return;
         }
         add(s.kind, sum_TE.get(), x, size);
-        if (layer.order == AFTER)
-            normalize(layer.attention_norm, x, x);
-        else
-            normalize(layer.mlp_norm, x, normed_TE.get());
-        feed(layer, read);
+        if (layer.attention_norms.sum.weight) normalize(layer.attention_norms.sum, x, x);
+        feed(layer, read(layer.mlp_norms, x));
+        leave(layer, layer.mlp_norms, normed_TE.get());
         add(s.kind, normed_TE.get(), x, size);
-        if (layer.order == AFTER) normalize(layer.mlp_norm, x, x);
+        if (layer.mlp_norms.sum.weight) normalize(layer.mlp_norms.sum, x, x);
     }
 };
 

@@ -142,8 +142,10 @@ def gates(recording: Recording) -> None:
         for rows in (1, 3, 70) if width == 259 else (3,):
             x, of = draw(rows, 2 * width, dtype=dtype, scale=4.0), f"{name} {rows} x {width}"
             x[0, 0], x[-1, 0] = 1000, -1000
-            exact, plain = reference.silu_mul(x.double()), reference.silu_mul(x)
-            recording.add(of, "silu_mul", kind, 2, x, written(blank(plain), exact, plain), rows, width)
+            for number, activation in enumerate(ACTIVATIONS):
+                exact, plain = (reference.activation_mul(v, activation) for v in (x.double(), x))
+                out = written(blank(plain), exact, plain)
+                recording.add(f"{activation} {of}", "activation_mul", kind, 2, number, x, out, rows, width)
             x = x[:, :width].contiguous()
             x[rows // 2, width // 2] = math.nan
             for number, activation in enumerate(ACTIVATIONS):
