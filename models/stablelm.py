@@ -17,7 +17,7 @@ class StableLM(Decoder):
         kv_heads = None if "num_key_value_heads" in fields.config else 32
         options = rotary(fields, positions=4096, kv_heads=kv_heads, partial=0.25)
         if options["head_dim"] * options["heads"] != options["width"]:
-            raise fields.error("head_dim", f"hidden_size / num_attention_heads ({options['width']} / {options['heads']})")
+            raise fields.error("head_dim", "hidden_size / num_attention_heads")
         if fields.bool("qk_layernorm", default=False):
             raise fields.error("qk_layernorm", "false: a LayerNorm for each head is not supported")
         return Config(

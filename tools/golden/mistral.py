@@ -29,4 +29,5 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ministral_classifier": MINISTRAL | {"architectures": ["MinistralForSequenceClassification"], "num_labels": 1},
 }  # fmt: skip
 BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
-VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(("window", "ministral", "ministral_v4", "ministral_sliding"), BORDER))
+WINDOWS = ("window", "ministral", "ministral_v4", "ministral_sliding")
+VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(WINDOWS, BORDER))
