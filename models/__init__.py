@@ -8,7 +8,7 @@ import torch
 # isort: on
 from collections.abc import Callable
 
-from models import gpt2, llama, mistral, opt, phi, phi3, qwen2, qwen3, stablelm
+from models import gpt2, lfm2, llama, mistral, opt, phi, phi3, qwen2, qwen3, stablelm
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.errors import CheckpointError
@@ -24,6 +24,7 @@ _CLASSES: list[type[Decoder]] = [
     qwen3.Qwen3,
     mistral.Mistral,
     stablelm.StableLM,
+    lfm2.LFM2,
 ]
 FAMILIES = {name: family for family in _CLASSES for name in family.architectures}
 

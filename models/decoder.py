@@ -101,12 +101,14 @@ class Decoder(nn.Module):
             x_TE = self.project_in(x_TE)
         if self.positions_PE is not None:
             x_TE = x_TE + F.embedding(positions_T + self.names.offset, self.positions_PE)
+        if self.config.taps:
+            layout = layout.with_ancestors(max(self.config.taps) - 1)
         tables = [rotary.cos_sin(positions_T, spans_T, x_TE.dtype) for rotary in self.rotaries]
         if self.stack is not None and self.stack.takes(layout):
             return self.stack(x_TE, tables, cache, layout)
         for i, layer in enumerate(self.layers):
             rope: Rope = None if layer.table is None else tables[layer.table]
-            x_TE = layer(x_TE, rope, cache.k_LGSD[i], cache.v_LGSD[i], layout)
+            x_TE = layer(x_TE, rope, cache.layers[i], layout)
         return x_TE if self.norm is None else self.norm(x_TE, layout.impl)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
