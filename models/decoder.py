@@ -106,7 +106,7 @@ class Decoder(nn.Module):
             return self.stack(x_TE, tables, cache, layout)
         for i, layer in enumerate(self.layers):
             rope: Rope = None if layer.table is None else tables[layer.table]
-            x_TE = layer(x_TE, rope, cache.k_LGSD[i], cache.v_LGSD[i], layout)
+            x_TE = layer(x_TE, rope, cache.layers[i], layout)
         return x_TE if self.norm is None else self.norm(x_TE, layout.impl)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:

@@ -111,7 +111,8 @@ def load(folder: Path) -> Any:
 
 def generate(model: Any, prompt: list[int], hf: dict[str, Any], noise: int | None = None) -> list[dict[str, Any]]:
     """The hypotheses of one fresh call, best first."""
-    config = GenerationConfig(**hf, do_sample=False, pad_token_id=0, use_cache=True,
+    # transformers keeps a convolution's state for each beam (its issue 46612): without a cache nothing can be lost.
+    config = GenerationConfig(**hf, do_sample=False, pad_token_id=0, use_cache=model.config.model_type != "lfm2",
                               return_dict_in_generate=True, output_scores=True)  # fmt: skip
     ids = torch.tensor([prompt])
     out = copy.deepcopy(model).generate(
