@@ -4,6 +4,7 @@
 //
 // Shape legend: kernels/layout.py, and E width, M MLP width.
 
+#include <algorithm>
 #include <memory>
 
 #include "../operators.h"
@@ -21,6 +22,8 @@ void add(int64_t kind, const void* more, void* x, int64_t size) {
     });
 }
 
+constexpr int64_t FED = 64;  // tokens that an MLP takes at a time: its rows are the widest
+
 // One pass: sizes, and room for what a layer computes.
 struct Pass {
     const Stack& s;
@@ -30,13 +33,13 @@ struct Pass {
     char* heads_THD;
     const int64_t threads, tokens, slots;
     const int64_t turned = s.heads + s.kv_heads, every = turned + s.kv_heads, head = s.head_dim * s.element;
-    const std::unique_ptr<char[]> normed_TE = room(s.width), sum_TE = room(s.width);
-    const std::unique_ptr<char[]> mixed_THD = room(s.heads * s.head_dim);
-    const std::unique_ptr<char[]> up_TM = room((s.gated ? 2 : 1) * s.mlp_width), middle_TM = room(s.mlp_width);
+    const int64_t fed = std::min(tokens, FED);
+    const std::unique_ptr<char[]> normed_TE = room(tokens * s.width), sum_TE = room(tokens * s.width);
+    const std::unique_ptr<char[]> mixed_THD = room(tokens * s.heads * s.head_dim);
+    const std::unique_ptr<char[]> up_TM = room(fed * (s.gated ? 2 : 1) * s.mlp_width);
+    const std::unique_ptr<char[]> middle_TM = room(fed * s.mlp_width);
 
-    std::unique_ptr<char[]> room(int64_t width) const {
-        return std::unique_ptr<char[]>(new char[tokens * width * s.element]);
-    }
+    std::unique_ptr<char[]> room(int64_t size) const { return std::unique_ptr<char[]>(new char[size * s.element]); }
 
     void normalize(const Norm& norm, const void* x, void* out) const {
         if (norm.bias)
@@ -45,8 +48,8 @@ struct Pass {
             coppice_rms_norm(s.kind, threads, x, norm.weight, out, tokens, s.width, s.eps);
     }
 
-    void multiply(const Matrix& m, const void* x, void* out) const {
-        coppice_linear(s.kind, threads, &m, x, out, tokens);
+    void multiply(const Matrix& m, const void* x, void* out, int64_t rows) const {
+        coppice_linear(s.kind, threads, &m, x, out, rows);
     }
 
     void normalize_heads(const Norm& norm, char* x, int64_t heads) const {
@@ -67,7 +70,7 @@ struct Pass {
 
     // From `read` to sum_TE; k and v are the layer's.
     void attend(const Layer& layer, const void* read, char* k, char* v) {
-        multiply(layer.qkv, read, heads_THD);
+        multiply(layer.qkv, read, heads_THD, tokens);
         normalize_heads(layer.q_norm, heads_THD, s.heads);
         normalize_heads(layer.k_norm, heads_THD + s.heads * head, s.kv_heads);
         if (layer.table >= 0) {
@@ -78,17 +81,20 @@ struct Pass {
         write(k, v, heads_THD + s.heads * head, heads_THD + turned * head);
         attention.window = layer.window, attention.scale = layer.scale;
         coppice_tree_attention(&attention, heads_THD, k, v, mixed_THD.get());
-        multiply(layer.out, mixed_THD.get(), sum_TE.get());
+        multiply(layer.out, mixed_THD.get(), sum_TE.get(), tokens);
     }
 
     // From `read` to normed_TE, which may be the same: its rows are in up_TM when they are overwritten.
     void feed(const Layer& layer, const void* read) const {
-        multiply(layer.up, read, up_TM.get());
-        if (s.gated)
-            coppice_silu_mul(s.kind, threads, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
-        else
-            coppice_activation(s.kind, threads, s.activation, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
-        multiply(layer.down, middle_TM.get(), normed_TE.get());
+        for (int64_t first = 0; first < tokens; first += fed) {
+            const int64_t rows = std::min(fed, tokens - first), at = first * s.width * s.element;
+            multiply(layer.up, (const char*)read + at, up_TM.get(), rows);
+            if (s.gated)
+                coppice_silu_mul(s.kind, threads, up_TM.get(), middle_TM.get(), rows, s.mlp_width);
+            else
+                coppice_activation(s.kind, threads, s.activation, up_TM.get(), middle_TM.get(), rows, s.mlp_width);
+            multiply(layer.down, middle_TM.get(), normed_TE.get() + at, rows);
+        }
     }
 
     void run(const Layer& layer, void* x, char* k, char* v) {

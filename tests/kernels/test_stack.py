@@ -46,9 +46,9 @@ def folder(request, tmp_path_factory):
     return path
 
 
-def passes(engine):
+def passes(engine, length=20):
     """Hidden rows of a prompt, of branches below it, and of a second tree beside them; then the cache."""
-    trees = [TokenTree(engine.pool, [5, 6, 7, 8, 9]), TokenTree(engine.pool, list(range(20)))]
+    trees = [TokenTree(engine.pool, [5, 6, 7, 8, 9]), TokenTree(engine.pool, list(range(length)))]
     found = []
     for rounds in range(2):
         chunks = []
@@ -59,7 +59,7 @@ def passes(engine):
             nodes = [*parents, *nodes] if rounds else []
             chunks.append(Chunk(tree, prompt, nodes, tree.allocate(prompt, nodes)))
         found.append(engine.runner.forward(chunks).clone())
-    found += [engine.pool.cache.k_LGSD[:, :, :80].clone(), engine.pool.cache.v_LGSD[:, :, :80].clone()]
+    found += [engine.pool.cache.k_LGSD[:, :, :200].clone(), engine.pool.cache.v_LGSD[:, :, :200].clone()]
     for tree in trees:
         tree.release()
     return found
@@ -81,15 +81,19 @@ def test_an_int8_cache_of_other_families(variant, monkeypatch):
     check(GOLDEN / variant, ("float32", "none", "int8"), monkeypatch)
 
 
-def check(folder, kind, monkeypatch):
+def test_more_tokens_than_an_mlp_takes_at_a_time(folder, monkeypatch):
+    check(folder, KINDS[0], monkeypatch, length=150)
+
+
+def check(folder, kind, monkeypatch, length=20):
     taken, run = [], Stack.__call__
     monkeypatch.setattr(Stack, "__call__", lambda self, x, *rest: taken.append(len(x)) or run(self, x, *rest))
     engine = load(folder, kind)
-    together = passes(engine)
-    assert taken == [25, 16]
+    together = passes(engine, length)
+    assert taken == [length + 5, 16]
     engine = load(folder, kind)
     engine.runner.model.stack.idle = True
-    assert all(map(torch.equal, together, passes(engine))) and len(taken) == 2
+    assert all(map(torch.equal, together, passes(engine, length))) and len(taken) == 2
 
 
 def test_a_window(tmp_path):
