@@ -248,6 +248,7 @@ def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
     """What a pass computes, see kernels/stack/native.cpp, and log-probabilities of the rows that searches ask for."""
     c, element = size.config, max(dtype.itemsize, 2)
     heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim
+    heads += 4 * c.width * bool(c.taps)
     row, fed = 5 * c.width + heads, (3 if c.gated else 2) * c.mlp_width
     rows = min(TOKENS, workload.parallel * workload.beams)
     return (TOKENS * row + FED * fed) * element + rows * c.vocab_size * (element + 2 * 4)

@@ -12,10 +12,13 @@ One tree of the pass, its trunk of 5 tokens in pages of 4, its branches in the s
     b               ancestry(b) = bit 1 (b)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from kernels.kv_int8 import row_width
 
 NULL_SLOT = 0  # holds zeros for ever: what holes and padding read
 TRASH_SLOT = 1  # what padding tokens write; nothing reads it
@@ -38,6 +41,7 @@ class TreeLayout:
     ancestry_TC: Tensor  # int32 words, bit i: this token sees branch slot i of its tree
     page_size: int
     impl: str = "torch"  # which implementation of the operators the engine chose
+    ancestors_TN: Tensor | None = None  # see `with_ancestors`
 
     def to(self, device: torch.device | str) -> "TreeLayout":
         """The same layout on a device, but for `trunk_runs`."""
@@ -52,17 +56,84 @@ class TreeLayout:
         trunk = self.positions_T, self.token_starts, self.trunk_seen_T, self.trunk_runs
         return (*trunk, self.branch_slots_RW, self.branch_positions_RW, self.ancestry_TC)
 
+    def with_ancestors(self, count: int) -> "TreeLayout":
+        """The same layout with `ancestors_TN`: int64, the slots of each token's `count` latest ancestors, parents
+        first. Where a sequence is shorter it is NULL_SLOT, whose rows are 0.
+
+        They follow from the ancestry: the ancestor at a position lies in the trunk, or in the one branch slot of this
+        position that the token sees.
+        """
+        pages_RP, starts = self.trunk_pages_RP, self.token_starts
+        places_T = torch.arange(len(self.positions_T), dtype=starts.dtype, device=starts.device)
+        trees_T1 = torch.searchsorted(starts[1:], places_T, right=True).unsqueeze(1)
+        back_TN = self.positions_T.unsqueeze(1) - torch.arange(1, count + 1, device=starts.device)
+        trunk_TN = (back_TN >= 0) & (back_TN < self.trunk_seen_T.unsqueeze(1))
+        found_TN = torch.full_like(back_TN, NULL_SLOT)
+        if pages_RP.shape[1]:
+            kept_TN = torch.where(trunk_TN, back_TN, 0)
+            slots_TN = pages_RP[trees_T1, kept_TN // self.page_size].long() * self.page_size + kept_TN % self.page_size
+            found_TN = torch.where(trunk_TN, slots_TN, found_TN)
+        if count and self.ancestry_TC.shape[1]:
+            trees_T, mask_TW = trees_T1.squeeze(1), self.branch_mask_TW()
+            slots_TW, positions_TW = self.branch_slots_RW[trees_T], self.branch_positions_RW[trees_T]
+            branch_TN = [(slots_TW * (mask_TW & (positions_TW == back_T1))).sum(1) for back_T1 in back_TN.split(1, 1)]
+            found_TN = found_TN + torch.stack(branch_TN, 1) * ~trunk_TN
+        return replace(self, ancestors_TN=found_TN)
+
     def branch_mask_TW(self) -> Tensor:
         """The ancestry bits unpacked: bool [T, W]."""
         return unpack_bits(self.ancestry_TC)
 
 
 @dataclass(frozen=True)
-class KVCache:
-    """Keys and values of every layer, head-major so that a head's rows are contiguous; int8: see `kernels.kv_int8`."""
+class Kept:
+    """What a layer keeps of each token, in the token's slot: rows of a tensor, or of two.
 
-    k_LGSD: Tensor
-    v_LGSD: Tensor
+    Args:
+        heads, size: rows, and elements of a row.
+        pair: keys and values; otherwise one tensor: the input of a short convolution is one row of the model's width.
+    """
+
+    heads: int
+    size: int
+    pair: bool = True
+
+    def row(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Elements of a row, and their dtype, in a cache of this dtype: int8 is for keys and values only."""
+        if self.pair:
+            return row_width(self.size, dtype), dtype
+        return self.size, torch.bfloat16 if dtype == torch.int8 else dtype
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a token's rows in a cache of this dtype."""
+        size, kept = self.row(dtype)
+        return (1 + self.pair) * self.heads * size * kept.itemsize
+
+
+class KVCache:
+    """What all layers keep of all tokens: keys and values as a rule. A slot is one place in every tensor.
+
+    Layers that keep the same share tensors [L, G, S, D]: a model whose layers are alike has one of keys and one of
+    values. They are head-major, so that a head's rows are contiguous; int8 ones: see `kernels.kv_int8`.
+
+    Args:
+        k_LGSD, v_LGSD: of the layers with attention.
+        others: one tensor or two for each other `Kept`.
+        places: of each layer: the number of its tensors (0: keys and values, 1: the first of the others), and its place
+            in them; layers may share one. Empty: keys and values, in order.
+    """
+
+    def __init__(
+        self,
+        k_LGSD: Tensor,
+        v_LGSD: Tensor,
+        others: Sequence[Sequence[Tensor]] = (),
+        places: Sequence[tuple[int, int]] = (),
+    ):
+        self.k_LGSD, self.v_LGSD = k_LGSD, v_LGSD
+        self.groups = (k_LGSD, v_LGSD), *map(tuple, others)
+        places = places or [(0, i) for i in range(len(k_LGSD))]
+        self.layers = [tuple(x[i] for x in self.groups[number]) for number, i in places]
 
 
 def unpack_bits(words_TC: Tensor) -> Tensor:

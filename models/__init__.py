@@ -8,13 +8,24 @@ import torch
 # isort: on
 from collections.abc import Callable
 
-from models import gpt2, llama, opt, phi, phi3, qwen3
+from models import gpt2, lfm2, llama, mistral, opt, phi, phi3, qwen2, qwen3, stablelm
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.errors import CheckpointError
 from models.weights import Weights
 
-_CLASSES: list[type[Decoder]] = [llama.Llama, gpt2.GPT2, opt.OPT, phi.Phi, phi3.Phi3, qwen3.Qwen3]
+_CLASSES: list[type[Decoder]] = [
+    llama.Llama,
+    gpt2.GPT2,
+    opt.OPT,
+    phi.Phi,
+    phi3.Phi3,
+    qwen2.Qwen2,
+    qwen3.Qwen3,
+    mistral.Mistral,
+    stablelm.StableLM,
+    lfm2.LFM2,
+]
 FAMILIES = {name: family for family in _CLASSES for name in family.architectures}
 
 

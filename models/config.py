@@ -1,11 +1,13 @@
 """What a decoder computes, and the names of its tensors: all that tells most families from each other."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from kernels.kv_int8 import row_width
+from kernels.layout import Kept
 from models.fields import Fields
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 from models.rope import RopeConfig
@@ -16,6 +18,7 @@ ACTIVATIONS = {  # to the names of `kernels.rows.activation`
     "swish": "silu",
 }
 HEAD, SCORE = "lm_head", "score"
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,25 @@ class Config:
         width, mlp_width, head_dim: of the stream between layers; inside an MLP; of a head.
         scores: a scalar head in place of the language model's.
         tied: the head's matrix is the embedding.
-        rope: None: positions are learned, a row of a table each.
+        rope: None: nothing is rotated; positions are learned, a row of a table each, or not seen at all.
+        ropes: by layer, where layers differ; empty: `rope` in all.
         rms: norms are RMSNorms and not LayerNorms; affine: they have weights (and biases).
+        plus_one: norms multiply by 1 + weight.
+        norms: where the norms of attention and of the MLP stand: on their input, on their output before it is added to
+            the stream, on the sum. One, or several.
+        parallel: attention and MLP stand side by side and share the norm of the input.
+        head_norms: queries and keys have norms of their own: "each" head by itself, or "all" heads as one row.
+        norms_last: they are normed after they are rotated, not before.
         gated: the MLP multiplies its activated half with the other half.
-        order: a norm before attention and one before the MLP; after each and its sum with the stream; or one norm for
-            both, which stand side by side.
-        head_norms: queries and keys have norms of their own, head by head, before they are rotated.
+        attention_bias, out_bias, mlp_bias, head_bias: the matrices of queries, keys and values, the one after
+            attention (None: as those), those of the MLP and the head have biases.
         windows, scales: of attention, by layer; empty: none, and 1 / sqrt(head_dim).
+        taps: of the short convolution that a layer has in the place of attention, 0: it has attention; empty: all have.
+        conv_bias: convolutions and the matrices around them have biases.
         embedding_width: of the embedding, where matrices lead from it to `width` and back.
+        embedding_scale: factor of the embedding; `rounded_scale`: it is rounded to the model's dtype first.
+        residual_scale: factor of what attention and MLP add to the stream.
+        logit_divisor, logit_cap: logits are divided by the first, then become cap * tanh(logit / cap).
     """
 
     vocab_size: int
@@ -49,18 +63,40 @@ class Config:
     scores: bool
     max_positions: int
     rope: RopeConfig | None = None
+    ropes: tuple[RopeConfig | None, ...] = ()
     rms: bool = True
     affine: bool = True
+    plus_one: bool = False
     gated: bool = True
-    order: Literal["before", "after", "parallel"] = "before"
+    norms: tuple[Literal["input", "output", "sum"], ...] = ("input",)
+    parallel: bool = False
     final_norm: bool = True
-    head_norms: bool = False
+    head_norms: Literal["", "each", "all"] = ""
+    norms_last: bool = False
     attention_bias: bool = False
+    out_bias: bool | None = None
     mlp_bias: bool = False
     head_bias: bool = False
     windows: tuple[int | None, ...] = ()
     scales: tuple[float, ...] = ()
+    taps: tuple[int, ...] = ()
+    conv_bias: bool = False
     embedding_width: int | None = None
+    embedding_scale: float = 1.0
+    rounded_scale: bool = False
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    logit_cap: float | None = None
+
+    def tables(self) -> dict[RopeConfig, int]:
+        """The rotary tables of the layers, numbered."""
+        found = dict.fromkeys(rope for rope in self.ropes or (self.rope,) if rope is not None)
+        return {rope: i for i, rope in enumerate(found)}
+
+    def table(self, layer: int) -> int | None:
+        """Of a layer's queries and keys; None: they are not rotated."""
+        rope = self.ropes[layer] if self.ropes else self.rope
+        return None if rope is None else self.tables()[rope]
 
     def window(self, layer: int) -> int | None:
         """Of a layer's attention."""
@@ -69,6 +105,12 @@ class Config:
     def scale(self, layer: int) -> float:
         """Of a layer's attention."""
         return self.scales[layer] if self.scales else self.head_dim**-0.5
+
+    def kept(self, layer: int) -> Kept:
+        """What a layer keeps of each token."""
+        if self.taps and self.taps[layer]:
+            return Kept(1, self.width, pair=False)
+        return Kept(self.kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -83,6 +125,8 @@ class ModelShape:
         scores: a scalar head: the model scores texts and generates none.
         switch_length: sequences longer than this use other rotary factors throughout (longrope), so that a path which
             grows past it is evaluated afresh; None: they never do.
+        kept: what each layer keeps of a token, where some keep something else than keys and values of `kv_heads`
+            heads of `head_dim`; empty: none does.
     """
 
     layers: int
@@ -93,17 +137,27 @@ class ModelShape:
     steady_length: int | None = None
     scores: bool = False
     switch_length: int | None = None
+    kept: tuple[Kept, ...] = ()
 
     @staticmethod
     def of(c: Config) -> "ModelShape":
         """The shape of a configuration."""
-        reach = c.rope.reach(c.max_positions) if c.rope else c.max_positions
-        steady, switch = (c.rope.steady_length, c.rope.switch_length) if c.rope else (None, None)
-        return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch)
+        reach = min((rope.reach(c.max_positions) for rope in c.tables()), default=c.max_positions)
+        steady = min((rope.steady_length for rope in c.tables() if rope.steady_length is not None), default=None)
+        switch = next((rope.switch_length for rope in c.tables() if rope.switch_length is not None), None)
+        kept = tuple(map(c.kept, range(c.layers)))
+        kept = kept if len({*kept}) > 1 else ()
+        return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch, kept)
+
+    @property
+    def groups(self) -> dict[Kept, int]:
+        """How many layers keep what; keys and values of `kv_heads` heads of `head_dim` first."""
+        first = Kept(self.kv_heads, self.head_dim)
+        return {first: 0} | Counter(self.kept) if self.kept else {first: self.layers}
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one token's keys and values take in all layers, in a cache of this dtype."""
-        return 2 * self.layers * self.kv_heads * row_width(self.head_dim, dtype) * dtype.itemsize
+        """Bytes that one token's slot takes in all layers, in a cache of this dtype."""
+        return sum(layers * kept.bytes(dtype) for kept, layers in self.groups.items())
 
 
 @dataclass(frozen=True)
@@ -112,6 +166,9 @@ class Names:
 
     Args:
         layer: begins the names of a layer's parts, {} is its number.
+        conv: the matrix before a short convolution, its own weights, and the matrix after it.
+        attention_norm, mlp_norm: on the input or on the sum, see `Config.norms`.
+        attention_out_norm, mlp_out_norm: on the output.
         qkv, up: one stored matrix or several, which lie below each other here.
         positions: the table of learned positions; position p has row p + `offset`.
         project: the matrices between `embedding_width` and `width`, in and out.
@@ -125,7 +182,10 @@ class Names:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
+    conv: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
+    attention_out_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
+    mlp_out_norm: str = "post_feedforward_layernorm"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     norm: str = "model.norm"
@@ -153,12 +213,17 @@ class Names:
         qkv = (q, kv, kv) if len(self.qkv) == 3 else (q + 2 * kv,)
         for i in range(c.layers):
             layer = self.layer.format(i)
-            for name, size in self.norms(c).items():
+            for name, size in self.norms(c, i).items():
                 if c.affine:
                     add(layer + name, (size,), not c.rms)
-            for name, outs in zip(self.qkv, qkv, strict=True):
-                add(layer + name, (outs, c.width), c.attention_bias)
-            add(layer + self.out, (c.width, q), c.attention_bias)
+            if c.taps and (taps := c.taps[i]):
+                shapes_of = (3 * c.width, c.width), (c.width, 1, taps), (c.width, c.width)
+                for name, shape in zip(self.conv, shapes_of, strict=True):
+                    add(layer + name, shape, c.conv_bias)
+            else:
+                for name, outs in zip(self.qkv, qkv, strict=True):
+                    add(layer + name, (outs, c.width), c.attention_bias)
+                add(layer + self.out, (c.width, q), c.attention_bias if c.out_bias is None else c.out_bias)
             for name in self.up:
                 add(layer + name, (up // len(self.up), c.width), c.mlp_bias)
             add(layer + self.down, (c.width, c.mlp_width), c.mlp_bias)
@@ -179,11 +244,18 @@ class Names:
             name: TRANSPOSED if self.transposed and name.startswith(layer) else LINEAR for name in matrices
         }
 
-    def norms(self, c: Config) -> dict[str, int]:
+    def norms(self, c: Config, layer: int) -> dict[str, int]:
         """The norms of a layer, and the sizes of their vectors."""
-        parallel = {} if c.order == "parallel" else {self.mlp_norm: c.width}
-        heads = {self.q_norm: c.head_dim, self.k_norm: c.head_dim} if c.head_norms else {}
-        return {self.attention_norm: c.width, **parallel, **heads}
+        names = []
+        if {"input", "sum"} & {*c.norms}:
+            names += [self.attention_norm] if c.parallel else [self.attention_norm, self.mlp_norm]
+        if "output" in c.norms:
+            names += [self.attention_out_norm, self.mlp_out_norm]
+        q, k = (c.heads, c.kv_heads) if c.head_norms == "all" else (1, 1)
+        heads = (
+            {self.q_norm: q * c.head_dim, self.k_norm: k * c.head_dim} if c.head_norms and c.kept(layer).pair else {}
+        )
+        return dict.fromkeys(names, c.width) | heads
 
 
 def architecture(fields: Fields) -> str:
@@ -247,3 +319,53 @@ def rotary(
         "max_positions": max_positions,
         "rope": RopeConfig.from_hf(fields, size, max_positions, **rope),
     }
+
+
+def layer_types(fields: Fields, default: Sequence[str], kinds: Sequence[str] = (FULL, SLIDING)) -> tuple[str, ...]:
+    """The kind of each layer, by the field `layer_types`, or `default` where that is absent.
+
+    Raises:
+        CheckpointError: another number of layers, or a kind that is not one of `kinds`.
+    """
+    found = fields.config.get("layer_types") or list(default)
+    if type(found) is not list or len(found) != len(default) or any(kind not in kinds for kind in found):
+        raise fields.error("layer_types", f"{len(default)} of {' and '.join(kinds)}")
+    return tuple(found)
+
+
+def windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """`Config.windows` of layers of these kinds: sliding ones have the window of the field `sliding_window`.
+
+    Raises:
+        CheckpointError: a layer slides, and there is no window.
+    """
+    if SLIDING in kinds and window is None:
+        raise fields.error("sliding_window", "a window, as layer_types has layers of sliding attention")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def ropes(
+    fields: Fields, kinds: Sequence[str], head_dim: int, max_positions: int, bases: Mapping[str, tuple[str, float]]
+) -> tuple[RopeConfig, ...]:
+    """`Config.ropes` of layers of these kinds, whose rotary tables differ.
+
+    `rope_parameters` of transformers 5 has an object for each kind; before, `rope_scaling` was of full attention, and
+    each kind had a field of its own for the base.
+
+    Args:
+        bases: by kind, the name of that field, and the base where there is none.
+
+    Raises:
+        CheckpointError: naming the field.
+    """
+    nested, tables = fields.sub("rope_parameters") or Fields({}, fields.file), {}
+    for kind, (name, base) in bases.items():
+        stretched = fields.sub("rope_scaling") if kind == FULL else None
+        found = {**getattr(nested.sub(kind), "config", {}), **getattr(stretched, "config", {})}
+        if found.get("rope_theta") is None:
+            found["rope_theta"] = fields.float(name, base, low=1.0, high=1e15) if name else base
+        part = Fields({"rope_parameters": found}, fields.file)
+        tables[kind] = RopeConfig.from_hf(part, head_dim, max_positions)
+    if len({table.switch_length for table in tables.values()} - {None}) > 1:
+        raise fields.error("rope_parameters", "one original_max_position_embeddings of longrope for all layers")
+    return tuple(tables[kind] for kind in kinds)

@@ -32,6 +32,7 @@ class Decoder(nn.Module):
         default_eos_token_ids: where no file of the checkpoint has any.
         ignored: tensors that a checkpoint may hold besides.
         base: begins the names of a save of the whole model; a save of the model without its head lacks it.
+        rotaries: the rotary tables, as `Config.table` numbers them.
         stack: all layers as one call, on a CPU; None where that has no operators.
     """
 
@@ -70,8 +71,10 @@ class Decoder(nn.Module):
         weights = reader(checkpoint, stored, shapes, dtype, device, quant)
         self.shape = ModelShape.of(c)
         self.embedding = weights.embedding(f"{names.embedding}.weight")
+        scale = c.embedding_scale
+        self.embedding_scale = torch.tensor(scale, dtype=dtype).item() if c.rounded_scale else scale
         self.positions_PE = weights.vector(f"{names.positions}.weight") if names.positions else None
-        self.rotary = RotaryEmbedding(c.rope).to(device) if c.rope else None
+        self.rotaries = [RotaryEmbedding(rope).to(device) for rope in c.tables()]
         projected = names.project if c.embedding_width else (None, None)
         self.project_in, self.project_out = (weights.linear(name) if name else None for name in projected)
         self.layers = nn.ModuleList(Layer(c, names, weights, i) for i in range(c.layers))
@@ -92,35 +95,44 @@ class Decoder(nn.Module):
             hidden rows [T, E], final norm applied.
         """
         x_TE = self.embedding(tokens_T)
+        if self.embedding_scale != 1.0:
+            x_TE = x_TE * self.embedding_scale
         if self.project_in is not None:
             x_TE = self.project_in(x_TE)
         if self.positions_PE is not None:
             x_TE = x_TE + F.embedding(positions_T + self.names.offset, self.positions_PE)
-        rope: Rope = None if self.rotary is None else self.rotary.cos_sin(positions_T, spans_T, x_TE.dtype)
+        if self.config.taps:
+            layout = layout.with_ancestors(max(self.config.taps) - 1)
+        tables = [rotary.cos_sin(positions_T, spans_T, x_TE.dtype) for rotary in self.rotaries]
         if self.stack is not None and self.stack.takes(layout):
-            return self.stack(x_TE, () if rope is None else (rope,), cache, layout)
+            return self.stack(x_TE, tables, cache, layout)
         for i, layer in enumerate(self.layers):
-            x_TE = layer(x_TE, rope, cache.k_LGSD[i], cache.v_LGSD[i], layout)
+            rope: Rope = None if layer.table is None else tables[layer.table]
+            x_TE = layer(x_TE, rope, cache.layers[i], layout)
         return x_TE if self.norm is None else self.norm(x_TE, layout.impl)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype."""
-        return self.head(hidden_NE if self.project_out is None else self.project_out(hidden_NE))
+        c, logits_NV = self.config, self.head(hidden_NE if self.project_out is None else self.project_out(hidden_NE))
+        if c.scores:
+            return logits_NV
+        if c.logit_divisor != 1.0:
+            logits_NV = logits_NV / c.logit_divisor
+        return logits_NV if c.logit_cap is None else torch.tanh(logits_NV / c.logit_cap) * c.logit_cap
 
     def _stack(self) -> Stack | None:
         c, layers = self.config, []
-        if c.gated and c.activation != "silu":
-            return None
         for layer in self.layers:
             assert isinstance(layer, Layer)
-            described = layer.described(None if c.rope is None else 0)
+            described = layer.described()
             if described is None:
                 return None
             layers.append(described)
         return Stack(
             layers,
             self.norm and self.norm.vectors,
-            activation=None if c.gated else c.activation,
+            activation=c.activation,
+            gated=c.gated,
             heads=c.heads,
             kv_heads=c.kv_heads,
             head_dim=c.head_dim,

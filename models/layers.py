@@ -4,13 +4,17 @@ Shape legend: T tokens of a pass, E width, M MLP width, H query heads, G key/val
 the rotated dims), S cache slots.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from kernels import stack
 from kernels.kv_write import kv_write
 from kernels.layout import TreeLayout
-from kernels.rows import activation, layer_norm, rms_norm, rotary, silu_mul
+from kernels.rows import activation, activation_mul, layer_norm, rms_norm, rotary
+from kernels.short_conv import short_conv
 from kernels.tree_attention import tree_attention
 from models.config import Config, Names
 from models.weights import Weights
@@ -20,7 +24,7 @@ Rope = tuple[Tensor, Tensor] | None  # cos_TD and sin_TD; None: nothing is rotat
 
 class Norm(nn.Module):
     """An RMSNorm, x / rms(x) * weight (Zhang and Sennrich, 2019), or, with a bias, a LayerNorm, (x - mean(x)) / std(x)
-    * weight + bias (Ba et al., 2016); float32 inside, whatever the dtype.
+    * weight + bias (Ba et al., 2016); float32 inside, whatever the dtype. `Config.plus_one` is part of the weight.
 
     Args:
         c, weights: of the model.
@@ -32,7 +36,7 @@ class Norm(nn.Module):
         self.eps = c.norm_eps
         self.bias: Tensor | None = None
         if c.affine:
-            self.weight = weights.vector(f"{name}.weight")
+            self.weight = weights.vector(f"{name}.weight", plus_one=c.plus_one)
             self.bias = None if c.rms else weights.vector(f"{name}.bias")
         else:
             self.weight = torch.ones(c.width, dtype=weights.dtype, device=weights.device)
@@ -55,21 +59,25 @@ class Attention(nn.Module):
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()
-        layer, options = names.layer.format(index), {"bias": c.attention_bias, "transposed": names.transposed}
-        self.qkv = weights.linear(*(layer + name for name in names.qkv), **options)
-        self.out = weights.linear(layer + names.out, **options)
+        layer, transposed = names.layer.format(index), names.transposed
+        out_bias = c.attention_bias if c.out_bias is None else c.out_bias
+        self.qkv = weights.linear(*(layer + name for name in names.qkv), bias=c.attention_bias, transposed=transposed)
+        self.out = weights.linear(layer + names.out, bias=out_bias, transposed=transposed)
         self.q_norm = Norm(c, weights, layer + names.q_norm) if c.head_norms else None
         self.k_norm = Norm(c, weights, layer + names.k_norm) if c.head_norms else None
+        self.all_heads, self.norms_last = c.head_norms == "all", c.norms_last
         self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
         self.scale, self.window = c.scale(index), c.window(index)
 
-    def forward(self, x_TE: Tensor, rope: Rope, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> Tensor:
-        H, G, impl = self.heads, self.kv_heads, layout.impl
+    def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
+        H, G, impl, (k_GSD, v_GSD) = self.heads, self.kv_heads, layout.impl, kept
         rows_THD = self.qkv(x_TE).unflatten(-1, (H + 2 * G, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TGD, v_TGD = rows_THD.split([H, G, G], 1)
-            q_THD, k_TGD = self.q_norm(q_THD, impl), self.k_norm(k_TGD, impl)
-            if rope is not None:
+            if self.norms_last and rope is not None:
+                q_THD, k_TGD = rotary(q_THD, *rope, impl=impl), rotary(k_TGD, *rope, impl=impl)
+            q_THD, k_TGD = self._normed(q_THD, self.q_norm, impl), self._normed(k_TGD, self.k_norm, impl)
+            if not self.norms_last and rope is not None:
                 q_THD, k_TGD = rotary(q_THD, *rope, impl=impl), rotary(k_TGD, *rope, impl=impl)
         else:
             turned_THD, v_TGD = rows_THD.split([H + G, G], 1)
@@ -79,6 +87,47 @@ class Attention(nn.Module):
         kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=impl)
         mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=self.scale, window=self.window)
         return self.out(mixed_THD.flatten(1))
+
+    @property
+    def matrices(self) -> tuple[stack.Matrix | None, stack.Matrix | None]:
+        """For a stack."""
+        return self.qkv.matrix, self.out.matrix
+
+    def described(self) -> dict[str, Any]:
+        """Arguments of a stack's layer."""
+        norms = {name: norm and norm.vectors for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm))}
+        options = {"all_heads": self.all_heads, "norms_last": self.norms_last}
+        return {"scale": self.scale, "window": self.window} | norms | options
+
+    def _normed(self, x_THD: Tensor, norm: Norm, impl: str) -> Tensor:
+        return norm(x_THD.flatten(1), impl).view(x_THD.shape) if self.all_heads else norm(x_THD, impl)
+
+
+class ShortConv(nn.Module):
+    """A gated short convolution over the ancestors of tokens, in the place of attention; its inputs are kept."""
+
+    def __init__(self, c: Config, names: Names, weights: Weights, index: int):
+        super().__init__()
+        (into, conv, out), bias = (names.layer.format(index) + name for name in names.conv), c.conv_bias
+        self.into, self.out = weights.linear(into, bias=bias), weights.linear(out, bias=bias)
+        self.weight_KE = weights.vector(f"{conv}.weight").squeeze(1).T.contiguous()
+        self.bias_E = weights.vector(f"{conv}.bias") if bias else None
+
+    def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
+        [rows_1SE], ancestors_TN = kept, layout.ancestors_TN
+        assert ancestors_TN is not None
+        weights = self.weight_KE, self.bias_E
+        slots = layout.write_slots_T, ancestors_TN
+        return self.out(short_conv(self.into(x_TE), *weights, rows_1SE[0], *slots, impl=layout.impl))
+
+    @property
+    def matrices(self) -> tuple[stack.Matrix | None, stack.Matrix | None]:
+        """For a stack."""
+        return self.into.matrix, self.out.matrix
+
+    def described(self) -> dict[str, Any]:
+        """Arguments of a stack's layer."""
+        return {"scale": 1.0, "conv": stack.Conv(self.weight_KE, self.bias_E)}
 
 
 class MLP(nn.Module):
@@ -95,42 +144,78 @@ class MLP(nn.Module):
         up_TM = self.up(x_TE)
         if not self.gated:
             return self.down(activation(up_TM, self.activation, impl=impl))
-        if self.activation == "silu":
-            return self.down(silu_mul(up_TM, impl=impl))
-        gate_TM, up_TM = up_TM.chunk(2, -1)
-        return self.down(activation(gate_TM, self.activation, impl=impl) * up_TM)
+        return self.down(activation_mul(up_TM, self.activation, impl=impl))
+
+
+class Residual(nn.Module):
+    """The norms of attention or of an MLP, see `Config.norms`, and the factor of what it adds to the stream."""
+
+    def __init__(self, c: Config, weights: Weights, name: str, out_name: str):
+        super().__init__()
+        self.input = Norm(c, weights, name) if "input" in c.norms else None
+        self.output = Norm(c, weights, out_name) if "output" in c.norms else None
+        self.sum = Norm(c, weights, name) if "sum" in c.norms else None
+        self.scale = c.residual_scale
+
+    @property
+    def norms(self) -> stack.Norms:
+        """For a stack."""
+        return stack.Norms(*(norm and norm.vectors for norm in (self.input, self.output, self.sum)))
+
+    def read(self, x_TE: Tensor, impl: str) -> Tensor:
+        """What the part computes on, of the stream."""
+        return x_TE if self.input is None else self.input(x_TE, impl)
+
+    def leave(self, out_TE: Tensor, impl: str) -> Tensor:
+        """What is added to the stream, of the part's output."""
+        if self.output is not None:
+            out_TE = self.output(out_TE, impl)
+        return out_TE if self.scale == 1.0 else out_TE * self.scale
+
+    def add(self, x_TE: Tensor, out_TE: Tensor, impl: str) -> Tensor:
+        """The stream after the part."""
+        x_TE = x_TE + self.leave(out_TE, impl)
+        return x_TE if self.sum is None else self.sum(x_TE, impl)
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each added to the stream; where their norms stand is `Config.order`."""
+    """Attention and MLP, each added to the stream; where their norms stand is `Config.norms`."""
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()
-        layer, self.order = names.layer.format(index), c.order
-        self.attention_norm = Norm(c, weights, layer + names.attention_norm)
-        self.mlp_norm = Norm(c, weights, layer + names.mlp_norm) if c.order != "parallel" else None
-        self.attention, self.mlp = Attention(c, names, weights, index), MLP(c, names, weights, index)
+        layer = names.layer.format(index)
+        self.attention_residual = Residual(c, weights, layer + names.attention_norm, layer + names.attention_out_norm)
+        self.mlp_residual = (
+            None if c.parallel else Residual(c, weights, layer + names.mlp_norm, layer + names.mlp_out_norm)
+        )
+        mixer = ShortConv if c.taps and c.taps[index] else Attention
+        self.attention, self.mlp = mixer(c, names, weights, index), MLP(c, names, weights, index)
+        self.table = c.table(index)
 
-    def described(self, table: int | None) -> stack.Layer | None:
-        """For a stack, whose angles of number `table` rotate queries and keys; None: it has no product of a matrix."""
-        attention, mlp = self.attention, self.mlp
-        norms = (self.attention_norm, self.mlp_norm, attention.q_norm, attention.k_norm)
-        attention_norm, mlp_norm, q_norm, k_norm = (norm and norm.vectors for norm in norms)
-        qkv, out, up, down = (part.matrix for part in (attention.qkv, attention.out, mlp.up, mlp.down))
-        if attention_norm is None or qkv is None or out is None or up is None or down is None:
+    def described(self) -> stack.Layer | None:
+        """For a stack; None: it has no product of a matrix."""
+        (into, out), (up, down) = self.attention.matrices, (self.mlp.up.matrix, self.mlp.down.matrix)
+        if into is None or out is None or up is None or down is None:
             return None
-        options = {"scale": attention.scale, "window": attention.window, "order": self.order, "table": table}
-        norms = {"attention_norm": attention_norm, "mlp_norm": mlp_norm, "q_norm": q_norm, "k_norm": k_norm}
-        return stack.Layer(qkv=qkv, out=out, up=up, down=down, **norms, **options)
+        return stack.Layer(
+            attention_norms=self.attention_residual.norms,
+            mlp_norms=self.mlp_residual and self.mlp_residual.norms,
+            qkv=into,
+            out=out,
+            up=up,
+            down=down,
+            residual_scale=self.attention_residual.scale,
+            table=self.table,
+            **self.attention.described(),
+        )
 
-    def forward(self, x_TE: Tensor, rope: Rope, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> Tensor:
+    def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
         # Not the modules' calls, which take microseconds per layer.
-        attend, feed, cache, impl = self.attention.forward, self.mlp.forward, (k_GSD, v_GSD, layout), layout.impl
-        if self.mlp_norm is None:
-            normed_TE = self.attention_norm(x_TE, impl)
-            return attend(normed_TE, rope, *cache) + feed(normed_TE, impl) + x_TE
-        if self.order == "after":
-            x_TE = self.attention_norm(x_TE + attend(x_TE, rope, *cache), impl)
-            return self.mlp_norm(x_TE + feed(x_TE, impl), impl)
-        x_TE = x_TE + attend(self.attention_norm(x_TE, impl), rope, *cache)
-        return x_TE + feed(self.mlp_norm(x_TE, impl), impl)
+        attend, feed, cache, impl = self.attention.forward, self.mlp.forward, (kept, layout), layout.impl
+        attending, feeding = self.attention_residual, self.mlp_residual
+        read_TE = attending.read(x_TE, impl)
+        if feeding is None:
+            added_TE = attending.leave(attend(read_TE, rope, *cache), impl)
+            return added_TE + attending.leave(feed(read_TE, impl), impl) + x_TE
+        x_TE = attending.add(x_TE, attend(read_TE, rope, *cache), impl)
+        return feeding.add(x_TE, feed(feeding.read(x_TE, impl), impl), impl)

@@ -49,7 +49,7 @@ class OPT(Decoder):
             rms=False,
             affine=fields.bool("layer_norm_elementwise_affine", default=True),
             gated=False,
-            order="before" if before else "after",
+            norms=("input",) if before else ("sum",),
             final_norm=before and not fields.bool("_remove_final_layer_norm", default=False),
             attention_bias=bias,
             mlp_bias=bias,

@@ -23,10 +23,10 @@ class Phi(Decoder):
         return Config(
             **rotary(fields, positions=2048, activation="gelu_new", partial=0.5),
             norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
-            head_norms=fields.bool("qk_layernorm", default=False),
+            head_norms="each" if fields.bool("qk_layernorm", default=False) else "",
             rms=False,
             gated=False,
-            order="parallel",
+            parallel=True,
             attention_bias=True,
             mlp_bias=True,
             head_bias=True,

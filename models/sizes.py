@@ -56,7 +56,7 @@ class Sizes(Weights):
 
     matrices = vectors = 0
 
-    def vector(self, name: str) -> Tensor:
+    def vector(self, name: str, *, plus_one: bool = False) -> Tensor:
         """A vector without data."""
         vector = torch.empty(self.shapes[name], dtype=self.dtype, device="meta")
         self.vectors += vector.nbytes

@@ -42,9 +42,13 @@ class Weights:
         self.checkpoint, self.stored, self.shapes = checkpoint, stored, shapes
         self.dtype, self.device, self.quant = dtype, device, quant
 
-    def vector(self, name: str) -> Tensor:
-        """A norm's weight or a table of positions, say: a copy, as a view would hold on to the whole mapping."""
-        return self._read(name).to(self.device, self.dtype, copy=True)
+    def vector(self, name: str, *, plus_one: bool = False) -> Tensor:
+        """A norm's weight or a table of positions, say: a copy, as a view would hold on to the whole mapping.
+
+        `plus_one` adds 1 in float32, before the sum is rounded to the dtype.
+        """
+        found = self._read(name)
+        return (found.float() + 1 if plus_one else found).to(self.device, self.dtype, copy=True)
 
     def linear(self, *names: str, bias: bool = False, transposed: bool = False) -> Linear:
         """A linear layer of one matrix, or of several that share their input; names without `.weight`.

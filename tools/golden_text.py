@@ -104,6 +104,72 @@ CHATS = [
 ]
 
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather at a place, <now> & 'later'.",
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"type": "string", "enum": ["Zürich", "Basel"]}},
+                "required": ["place"],
+            },
+        },
+    }
+]
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {"place": "Zürich"}}}
+THOUGHT = "<think>\nTwo and two.\n</think>\n\nFour."
+SYSTEM = {"role": "system", "content": "Be terse. /no_think"}
+HELLO, MORE = {"role": "user", "content": " Hello & <goodbye> "}, {"role": "user", "content": "More /think"}
+# Messages and other arguments for each of the templates in tests/golden/text/templates, which have the shapes of those
+# that Qwen 3, SmolLM 3, Gemma 3, Granite 3.3, Mistral, Ministral 3, LFM 2, Hunyuan, OLMo 3 and StableLM 2 come with.
+TEMPLATE_CHATS = [
+    ([HELLO], {}),
+    ([SYSTEM, HELLO, {"role": "assistant", "content": "Hi."}, MORE], {}),
+    ([HELLO, {"role": "assistant", "content": THOUGHT}, MORE], {}),
+    ([HELLO, {"role": "assistant", "content": "Four.", "reasoning_content": "Two."}, MORE], {}),
+    ([HELLO, {"role": "assistant", "content": "Four.", "reasoning_content": "Two."}], {"add_generation_prompt": False}),
+    ([HELLO], {"enable_thinking": False}),
+    ([HELLO], {"thinking": True}),
+    ([HELLO], {"tools": TOOLS}),
+    ([HELLO, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+      {"role": "tool", "content": "17 °C", "tool_call_id": "abcdefghi"}], {"tools": TOOLS}),
+    ([HELLO], {"documents": [{"doc_id": 1, "text": "A <text>."}], "controls": {"citations": True}}),
+    ([{"role": "user", "content": [{"type": "text", "text": " parts "}, {"type": "text", "text": "two"}]}], {}),
+    ([HELLO, MORE], {}),
+    ([HELLO, {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "Two."}, {"type": "text", "text": "Four."}]}, MORE], {}),
+]  # fmt: skip
+
+
+def render_templates() -> dict:
+    """What transformers makes of `TEMPLATE_CHATS` in 2026, None where the template raises."""
+    from datetime import datetime
+
+    from jinja2 import TemplateError
+    from transformers.utils import chat_template_utils
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 3, 9, 7)
+
+    chat_template_utils.datetime = Clock
+    rendered = []
+    for path in sorted((GOLDEN / "templates").glob("*.jinja")):
+        for number, (messages, options) in enumerate(TEMPLATE_CHATS):
+            given = {"add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>", **options}
+            source = path.read_text(encoding="utf-8")
+            try:
+                [text], _ = chat_template_utils.render_jinja_template([messages], chat_template=source, **given)
+            except (TemplateError, TypeError):
+                text = None
+            rendered.append({"template": path.stem, "chat": number, "text": text})
+    chats = [{"messages": messages, "options": options} for messages, options in TEMPLATE_CHATS]
+    return {"chats": chats, "rendered": rendered}
+
+
 def tokenizers_with_templates():
     """Yield name, tokenizer and tokenizer_config of each fixture: the three layouts that checkpoints have."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -223,6 +289,7 @@ def main() -> None:
     from sentencepiece import SentencePieceProcessor
     from transformers import AutoTokenizer
 
+    _write(GOLDEN / "templates.json", render_templates())
     for name, backend, config in tokenizers_with_templates():
         folder = GOLDEN / name
         folder.mkdir(parents=True, exist_ok=True)

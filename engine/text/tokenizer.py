@@ -23,6 +23,7 @@ from engine.errors import CheckpointError, UsageError
 from engine.text import tokenizer_limits
 from engine.text.detokenizer import Detokenizer
 from engine.text.pieces import Pieces
+from engine.text.thinking import Thoughts
 from engine.text.tokenizer_files import byte_level, named_tokens, read_config, read_file
 from engine.text.tokenizer_json import LibraryEncoder
 from engine.text.tokenizer_model import SentencePieceEncoder
@@ -38,7 +39,7 @@ class Tokenizer:
     Attributes:
         size: largest id + 1; ids of a model's padded vocabulary from there on have no meaning.
         bos_token_id, eos_token_id: from tokenizer_config.json and special_tokens_map.json.
-        special_ids: ids that `decode` skips.
+        special_ids: ids that `decode` skips: of special tokens, but not of the tags around a thought.
         special_tokens: `{"bos_token": "<s>", ...}`, for chat templates.
         special_spellings, added_spellings: spellings of special and of other added tokens.
         config: tokenizer_config.json, {} if there is none.
@@ -52,7 +53,9 @@ class Tokenizer:
         self.special_tokens = {name: token for name, token in names.items() if token in vocab}
         self.special_spellings = frozenset(content for content, token in raw.items() if token.special)
         self.added_spellings = frozenset(raw) - self.special_spellings
-        self.special_ids = frozenset(vocab[content] for content in self.special_spellings)
+        thoughts = Thoughts.find(raw, "")
+        skipped = self.special_spellings - {thoughts.opening, thoughts.closing}
+        self.special_ids = frozenset(vocab[content] for content in skipped)
         self.bos_token_id = vocab.get(names.get("bos_token", ""))
         self.eos_token_id = vocab.get(names.get("eos_token", ""))
         self._encoder, self._added = encoder, {content: vocab[content] for content in raw}

@@ -67,17 +67,10 @@ struct WideFloat16 : Wide {
 
 // Pairs of elements lie in words, the first in the low half.
 struct WideBFloat16 : Wide {
-    struct Part {
-        Floats first, second;
-    };
-    typedef Part Words;
-    static constexpr int STEP = 2, BYTES = 4, VECTORS = 2;
-    static Words load(const char* at) {
-        const Ints words = read<Ints>(at, LANES);
-        return {(Floats)(words << 16), (Floats)(words & ~0xffff)};
-    }
-    static Part part(Words words, int) { return words; }
-    static Sum add(Sum sum, Part part, const Row* x) { return sum + part.first * x[0] + part.second * x[1]; }
+    typedef Ints Words;
+    static constexpr int STEP = 2, BYTES = 4, PARTS = 2, VECTORS = 2;
+    static Words load(const char* at) { return read<Ints>(at, LANES); }
+    static Part part(Words words, int i) { return (Floats)(i ? words & ~0xffff : words << 16); }
 };
 
 #ifdef BFLOAT16_PAIRS

@@ -65,15 +65,17 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, impl: str) -> Tenso
     return _pick("rotary", impl)(x_THD, cos_TR, sin_TR)
 
 
-def silu_mul(x_NM: Tensor, *, impl: str) -> Tensor:
-    """SiLU of the first half of each row times the second half, [N, M / 2] (Shazeer, 2020).
+def activation_mul(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
+    """A function of the first half of each row times the second half, [N, M / 2] (Shazeer, 2020).
 
     Args:
         x_NM: gates, then what they let through.
+        name: see `activation`.
     """
     if _checked():
+        checks.activation(name)
         checks.halves(x_NM)
-    return _pick("silu_mul", impl)(x_NM)
+    return _pick("activation_mul", impl)(x_NM, name)
 
 
 def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
@@ -83,9 +85,8 @@ def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
         name: "relu", "gelu" (x times the normal distribution function; Hendrycks and Gimpel, 2016), "gelu_tanh" (its
             approximation), "silu", "quick_gelu" (x times the logistic function of 1.702 x) or "tanh".
     """
-    if name not in checks.ACTIVATIONS:
-        raise ValueError(f"name: expected one of {', '.join(checks.ACTIVATIONS)}, got {name!r}")
     if _checked():
+        checks.activation(name)
         checks.vectors(x_NM)
     return _pick("activation", impl)(x_NM, name)
 

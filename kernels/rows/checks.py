@@ -30,6 +30,12 @@ def angles(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> None:
     expect("sin_TR", sin_TR, x_THD.dtype, (T, R), x_THD.device, contiguous=False)
 
 
+def activation(name: str) -> None:
+    """The name of a function."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"name: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
+
+
 def halves(x_NM: Tensor) -> None:
     """Rows of two halves."""
     floats("x_NM", x_NM)

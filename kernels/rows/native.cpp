@@ -60,14 +60,6 @@ Floats times_sigmoid(Floats x, Floats y) {
     return x * (y < 0 ? e : all(1)) / (1 + e);
 }
 
-template <typename T>
-void silu_mul(const T* gate, const T* up, T* out, int64_t width) {
-    each(width, [&](int64_t i, auto n) {
-        const Floats x = load(gate + i, n);
-        store(times_sigmoid(x, x) * load(up + i, n), out + i, n);
-    });
-}
-
 // x times the normal distribution function. Approximated is the smaller part of the mass, so that neither loses
 // precision.
 Floats gelu(Floats x) {
@@ -112,6 +104,17 @@ void activate(F run, int64_t threads, const T* x, T* out, int64_t rows, int64_t 
 #pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
     for (int64_t r = 0; r < rows; r++)
         each(width, [&](int64_t i, auto n) { store(run(load(x + r * width + i, n)), out + r * width + i, n); });
+}
+
+template <typename T, typename F>
+void activate_mul(F run, int64_t threads, const T* x, T* out, int64_t rows, int64_t width) {
+#pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
+    for (int64_t r = 0; r < rows; r++) {
+        const T* gate = x + r * 2 * width;
+        each(width, [&](int64_t i, auto n) {
+            store(run(load(gate + i, n)) * load(gate + width + i, n), out + r * width + i, n);
+        });
+    }
 }
 
 // The largest of some elements; `see` gets them too.
@@ -326,14 +329,11 @@ extern "C" void coppice_rotary(int64_t kind, int64_t threads, const void* x, con
     });
 }
 
-extern "C" void coppice_silu_mul(int64_t kind, int64_t threads, const void* x, void* out, int64_t rows, int64_t width) {
+extern "C" void coppice_activation_mul(int64_t kind, int64_t threads, int64_t number, const void* x, void* out,
+                                       int64_t rows, int64_t width) {
     with_type(kind, [&](auto type) {
         using T = decltype(type);
-#pragma omp parallel for num_threads(threads) if (rows * width > MAX_SERIAL)
-        for (int64_t r = 0; r < rows; r++) {
-            const T* gate = (const T*)x + r * 2 * width;
-            silu_mul(gate, gate + width, (T*)out + r * width, width);
-        }
+        with_activation(number, [&](auto run) { activate_mul(run, threads, (const T*)x, (T*)out, rows, width); });
     });
 }
 

@@ -49,12 +49,12 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     return out_THD
 
 
-def silu_mul(x_NM: Tensor) -> Tensor:
+def activation_mul(x_NM: Tensor, name: str) -> Tensor:
     """See the front for arguments."""
     native(x_NM)
     x_NM, width = x_NM.contiguous(), x_NM.shape[-1] // 2
     out = _half(x_NM)
-    _run("silu_mul", x_NM, x_NM, out, out.numel() // width, width)
+    _run("activation_mul", x_NM, ACTIVATIONS.index(name), x_NM, out, out.numel() // width, width)
     return out
 
 
@@ -140,7 +140,7 @@ def _sums_like(logp_NV: Tensor, _sums: Sequence[float], k: int, _peaks_NB: Tenso
 register("rms_norm", rms_norm, like)
 register("layer_norm", layer_norm, like)
 register("rotary", rotary, like)
-register("silu_mul", silu_mul, _half)
+register("activation_mul", activation_mul, lambda x_NM, name: _half(x_NM))
 register("activation", activation, like)
 register("log_softmax", log_softmax, _log_softmax_like)
 register("top_k", top_k, _pairs)

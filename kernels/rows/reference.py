@@ -43,10 +43,10 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     return out if dims == x_THD.shape[-1] else torch.cat((out, x_THD[..., dims:]), dim=-1)
 
 
-def silu_mul(x_NM: Tensor) -> Tensor:
+def activation_mul(x_NM: Tensor, name: str) -> Tensor:
     """See the front for arguments."""
     gate, up = x_NM.chunk(2, -1)
-    return F.silu(gate) * up
+    return ACTIVATIONS[name](gate) * up
 
 
 def activation(x_NM: Tensor, name: str) -> Tensor:

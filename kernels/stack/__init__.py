@@ -21,9 +21,6 @@ _STRUCTURES = OPERATORS.structures
 _CPU = torch.device("cpu")
 
 
-ORDERS = ("before", "after", "parallel")  # norms before attention and MLP, after each, or one for both
-
-
 class Matrix(NamedTuple):
     """A packed matrix and the bias of its products."""
 
@@ -38,19 +35,38 @@ class Norm(NamedTuple):
     bias: Tensor | None = None
 
 
+class Norms(NamedTuple):
+    """Of attention or an MLP: on what it reads, on its output before that is added to the stream, on the sum."""
+
+    input: Norm | None = None
+    output: Norm | None = None
+    sum: Norm | None = None
+
+
+class Conv(NamedTuple):
+    """The weights [K, E] of a short convolution, and its bias."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
 class Layer(NamedTuple):
     """Attention and an MLP, each added to the stream.
 
     Args:
-        attention_norm, mlp_norm: where they stand is `order`, one of ORDERS; "parallel" has no `mlp_norm`.
+        attention_norms, mlp_norms: where they have norms; without `mlp_norms` the MLP stands beside attention, and
+            reads what that reads.
         qkv, out, up, down: the matrices.
-        q_norm, k_norm: of each head of queries and keys, before they are rotated.
+        q_norm, k_norm: of each head of queries and keys; `all_heads`: of all heads as one row.
+        norms_last: they come after the rotation, not before.
         scale, window: of attention.
+        residual_scale: factor of what is added to the stream.
         table: number of the angles that queries and keys are rotated by; None: they are not.
+        conv: a short convolution in the place of attention; `qkv` is the matrix before it.
     """
 
-    attention_norm: Norm
-    mlp_norm: Norm | None
+    attention_norms: Norms
+    mlp_norms: Norms | None
     qkv: Matrix
     out: Matrix
     up: Matrix
@@ -58,9 +74,12 @@ class Layer(NamedTuple):
     scale: float
     q_norm: Norm | None = None
     k_norm: Norm | None = None
-    order: str = "before"
+    all_heads: bool = False
+    norms_last: bool = False
+    residual_scale: float = 1.0
     window: int | None = None
     table: int | None = None
+    conv: Conv | None = None
 
 
 class Stack:
@@ -69,7 +88,7 @@ class Stack:
     Args:
         layers: of which the tensors and packed matrices live as long as the stack is used.
         norm: the last, if there is one.
-        activation: between the matrices of an MLP, see `kernels.rows`; None: `silu_mul`.
+        activation: between the matrices of an MLP, see `kernels.rows`; gated: `activation_mul`.
         heads, kv_heads, head_dim: of queries; of keys and values; elements of a head.
         eps: of the norms.
 
@@ -87,21 +106,27 @@ class Stack:
         layers: Sequence[Layer],
         norm: Norm | None,
         *,
-        activation: str | None,
+        activation: str,
+        gated: bool,
         heads: int,
         kv_heads: int,
         head_dim: int,
         eps: float,
     ):
-        self.layers, self.norm, self.weight_E = layers, norm, layers[0].attention_norm.weight
+        self.layers, self.norm, packed = layers, norm, layers[0].up.packed
+        norms = (norm for layer in layers for norms in layer[:2] for norm in norms or ())
+        self.weight_E = next(norm.weight for norm in (*norms, norm) if norm is not None)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self._check(mlp_width := layers[0].up.packed.outs // (2 if activation is None else 1))
+        self.taps = max((len(layer.conv.weight) for layer in layers if layer.conv), default=0)
+        self._check(mlp_width := packed.outs // (1 + gated))
         dtype, (width,) = self.weight_E.dtype, self.weight_E.shape
-        gated, number = activation is None, 0 if activation is None else ACTIVATIONS.index(activation)
-        sizes = len(layers), heads, kv_heads, head_dim, width, mlp_width, gated, number
-        self._layers = (_STRUCTURES["Layer"] * len(layers))(*map(_layer, layers))
+        sizes = len(layers), heads, kv_heads, head_dim, width, mlp_width, gated, ACTIVATIONS.index(activation)
+        convs = [layer.conv is not None for layer in layers]
+        places = [convs[:i].count(conv) for i, conv in enumerate(convs)]  # in the tensors of layers of its kind
+        self.attending, self.convolving = convs.count(False), convs.count(True)
+        self._layers = (_STRUCTURES["Layer"] * len(layers))(*map(_layer, layers, places))
         pointer = ctypes.addressof(self._layers)
-        self._packed = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, pointer, _norm(norm), eps)
+        self._packed = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, self.taps, pointer, _norm(norm), eps)
         tables = 1 + max(-1 if layer.table is None else layer.table for layer in layers)
         self._angles = _STRUCTURES["Angles"] * tables
 
@@ -127,13 +152,15 @@ class Stack:
 
         check_norm("the last norm", self.norm, width)
         for layer in self.layers:
-            if (layer.mlp_norm is None) != (layer.order == "parallel") or layer.order not in ORDERS:
-                raise ValueError(f"order: expected one of {ORDERS}, an MLP's norm but for the last, got {layer.order}")
-            for norm in (layer.attention_norm, layer.mlp_norm):
+            for norm in (*layer.attention_norms, *(layer.mlp_norms or ())):
                 check_norm("a norm", norm, width)
-            for norm in (layer.q_norm, layer.k_norm):
-                check_norm("a head's norm", norm, D)
-            for (packed, bias), sizes in zip((layer.qkv, layer.out, layer.up, layer.down), matrices, strict=True):
+            for norm, heads in ((layer.q_norm, self.heads), (layer.k_norm, self.kv_heads)):
+                check_norm("a head's norm", norm, heads * D if layer.all_heads else D)
+            if layer.conv is not None:
+                expect("a convolution's weight", layer.conv.weight, dtype, (self.taps, width), _CPU)
+                check("a convolution's bias", layer.conv.bias, width)
+            wanted = matrices if layer.conv is None else [(3 * width, width), (width, width), *matrices[2:]]
+            for (packed, bias), sizes in zip((layer.qkv, layer.out, layer.up, layer.down), wanted, strict=True):
                 if (packed.outs, packed.width) != sizes:
                     raise ValueError(f"expected a matrix {list(sizes)}, got {[packed.outs, packed.width]}")
                 check("a matrix's bias", bias, packed.outs)
@@ -167,7 +194,8 @@ class Stack:
         ):
             expect("a stack's rows", x, weight_E.dtype, shape, _CPU)
         for x in (cache.k_LGSD, cache.v_LGSD):
-            expect("a stack's cache", x, kept, (len(self.layers), self.kv_heads, S, row_width(D, kept)), _CPU)
+            expect("a stack's cache", x, kept, (self.attending, self.kv_heads, S, row_width(D, kept)), _CPU)
+        conv = self._convolved(cache, layout, T, S)
         rotated = self._angles()
         for i, (cos_TR, sin_TR) in enumerate(angles):
             R = cos_TR.shape[1]
@@ -181,9 +209,24 @@ class Stack:
         function("stack")(
             *map(ctypes.addressof, (self._packed, problem, rotated)),
             *(threads, x_TE.data_ptr(), cache.k_LGSD.data_ptr(), cache.v_LGSD.data_ptr()),
-            *(layout.write_slots_T.data_ptr(), heads_THD.data_ptr(), out_TE.data_ptr(), T, S),
+            *(layout.write_slots_T.data_ptr(), heads_THD.data_ptr(), out_TE.data_ptr(), T, S, *conv),
         )
         return out_TE
+
+    def _convolved(
+        self, cache: KVCache, layout: TreeLayout, tokens: int, slots: int
+    ) -> tuple[int | None, int, int | None]:
+        """What convolutions read and write: the address of their cache, the kind of its elements, ancestors."""
+        if not self.taps:
+            return None, 0, None
+        rows_LSE, ancestors_TN = cache.groups[1][0].squeeze(1), layout.ancestors_TN
+        kinds = [dtype for dtype in (self.weight_E.dtype, torch.bfloat16) if dtype == rows_LSE.dtype]
+        shape = self.convolving, slots, *self.weight_E.shape
+        expect("a stack's cache of convolutions", rows_LSE, kinds[0] if kinds else self.weight_E.dtype, shape, _CPU)
+        if ancestors_TN is None:
+            raise ValueError("a stack with convolutions: expected a layout with ancestors")
+        expect("ancestors_TN", ancestors_TN, torch.int64, (tokens, self.taps - 1), _CPU)
+        return rows_LSE.data_ptr(), KINDS[rows_LSE.dtype], ancestors_TN.data_ptr()
 
 
 @contextmanager
@@ -204,11 +247,15 @@ def _norm(norm: Norm | None) -> ctypes.Structure:
     return _STRUCTURES["Norm"](*map(_address, norm or (None, None)))
 
 
-def _layer(layer: Layer) -> ctypes.Structure:
+def _layer(layer: Layer, place: int) -> ctypes.Structure:
+    flags = layer.mlp_norms is None, layer.all_heads, layer.norms_last
     numbers = (-1 if x is None else x for x in (layer.window, layer.table))
-    norms = map(_norm, (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm))
+    norms = (_STRUCTURES["Norms"](*map(_norm, norms or Norms())) for norms in layer[:2])
     matrices = (packed.described(bias) for packed, bias in (layer.qkv, layer.out, layer.up, layer.down))
-    return _STRUCTURES["Layer"](ORDERS.index(layer.order), *numbers, *norms, *matrices, layer.scale)
+    scales = layer.scale, layer.residual_scale
+    head_norms = _norm(layer.q_norm), _norm(layer.k_norm)
+    conv = _norm(Norm(*layer.conv) if layer.conv else None)
+    return _STRUCTURES["Layer"](*flags, *numbers, place, *norms, *head_norms, conv, *matrices, *scales)
 
 
 def _address(x: Tensor | None) -> int | None:

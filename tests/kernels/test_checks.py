@@ -16,7 +16,7 @@ from kernels.kv_write import kv_copier, kv_write
 from kernels.kv_write import torch as kv_torch
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import Packed, linear
-from kernels.stack import Layer, Matrix, Norm, Stack
+from kernels.stack import Conv, Layer, Matrix, Norm, Norms, Stack
 from kernels.tree_attention import tree_attention
 
 needs_cpp = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
@@ -266,11 +266,13 @@ def matrix(outs: int, width: int, bias: torch.Tensor | None = None) -> Matrix:
 
 def stack(**changes):
     """A layer of two heads, whose matrices nobody reads."""
-    sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "eps": 1e-5, "activation": "gelu"}
+    sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "eps": 1e-5, "activation": "gelu", "gated": False}
     parts = {"norm": Norm(torch.ones(8)), "qkv": matrix(24, 8), "out": matrix(8, 8, torch.zeros(8)), **changes}
     up, down = matrix(16, 8), parts.get("down", matrix(8, 16))
-    names = {name: parts[name] for name in ("q_norm", "k_norm", "order", "table") if name in parts}
-    layer = Layer(Norm(torch.ones(8)), parts["norm"], parts["qkv"], parts["out"], up, down, scale=0.5, **names)
+    options = "q_norm", "k_norm", "all_heads", "table", "conv"
+    names = {name: parts[name] for name in options if name in parts}
+    norms = Norms(Norm(torch.ones(8))), Norms(output=parts["norm"])
+    layer = Layer(*norms, parts["qkv"], parts["out"], up, down, scale=0.5, **names)
     return Stack([layer], Norm(torch.ones(8)), **sizes)
 
 
@@ -288,9 +290,7 @@ def stack(**changes):
         {"down": matrix(8, 8)},
         {"q_norm": Norm(torch.ones(8))},
         {"k_norm": Norm(torch.ones(4), torch.ones(8))},
-        {"order": "parallel"},
-        {"norm": None},
-        {"order": "between"},
+        {"q_norm": Norm(torch.ones(4)), "all_heads": True},
     ],
 )
 def test_parts_that_make_no_stack(changes):
@@ -327,6 +327,28 @@ def test_a_stack_refuses_other_numbers_of_tables():
         stack(table=0)(torch.zeros(5, 8), (), cache, attention_arguments()["layout"])
 
 
+@needs_cpp
+def test_a_stack_refuses_what_convolutions_do_not_take():
+    kept, layout = KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4)), attention_arguments()["layout"]
+    conv = Conv(torch.ones(3, 8), torch.zeros(8))
+    for bad in (Conv(torch.ones(3, 7)), Conv(torch.ones(3, 8).double()), Conv(torch.ones(3, 8), torch.zeros(7))):
+        with pytest.raises(ValueError, match="a convolution's"):
+            stack(conv=bad, qkv=matrix(24, 8))
+    with pytest.raises(ValueError, match=r"expected a matrix \[24, 8\], got \[16, 8\]"):
+        stack(conv=conv, qkv=matrix(16, 8))
+    convolving = stack(conv=conv, qkv=matrix(24, 8))
+    rows, layout = torch.zeros(1, 1, S, 8), layout.with_ancestors(2)
+    for cache, other, message in (
+        (KVCache(kept.k_LGSD[:0], kept.v_LGSD[:0], [(rows[..., :7],)], [(1, 0)]), layout, "cache of convolutions"),
+        (KVCache(kept.k_LGSD[:0], kept.v_LGSD[:0], [(rows.half(),)], [(1, 0)]), layout, "cache of convolutions"),
+        (KVCache(kept.k_LGSD[:0], kept.v_LGSD[:0], [(rows,)], [(1, 0)]), layout.with_ancestors(1), "ancestors_TN"),
+        (KVCache(kept.k_LGSD[:0], kept.v_LGSD[:0], [(rows,)], [(1, 0)]), attention_arguments()["layout"], "ancestors"),
+        (kept, layout, "a stack's cache"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convolving(torch.zeros(5, 8), (), cache, other)
+
+
 # --- rows ---
 
 X, W, HEADS, COS = torch.randn(3, 8), torch.ones(8), torch.randn(3, 2, 8), torch.ones(3, 4)
@@ -346,8 +368,9 @@ BAD_ROWS = {
     "rotary, wide": lambda impl: rows.rotary(HEADS[..., :2], COS, COS, impl=impl),
     "rotary, dtype": lambda impl: rows.rotary(HEADS, COS.half(), COS.half(), impl=impl),
     "rotary, no heads": lambda impl: rows.rotary(X, COS, COS, impl=impl),
-    "silu_mul, odd": lambda impl: rows.silu_mul(X[:, :7], impl=impl),
-    "silu_mul, integers": lambda impl: rows.silu_mul(X.int(), impl=impl),
+    "activation_mul, odd": lambda impl: rows.activation_mul(X[:, :7], "silu", impl=impl),
+    "activation_mul, integers": lambda impl: rows.activation_mul(X.int(), "silu", impl=impl),
+    "activation_mul, name": lambda impl: rows.activation_mul(X, "swish", impl=impl),
     "activation, integers": lambda impl: rows.activation(X.int(), "relu", impl=impl),
     "activation, empty": lambda impl: rows.activation(X[:, :0], "relu", impl=impl),
     "activation, name": lambda impl: rows.activation(X, "mish", impl=impl),

@@ -66,11 +66,13 @@ def test_rotary_of_strided_heads(dtype, head_dim, dims):
 
 
 @DTYPES
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
 @pytest.mark.parametrize("width", [1, 16, 40, 2048])
-def test_silu_mul(dtype, width):
+def test_activation_mul(dtype, name, width):
     x = draw(15, 2 * width, dtype=dtype) * 4
     x[0, 0], x[1, 0], x[2, 0] = 1000, -1000, 0
-    no_worse(rows.silu_mul(x, impl="cpp"), dtype, reference.silu_mul(x.double()), reference.silu_mul(x))
+    exact, plain = reference.activation_mul(x.double(), name), reference.activation_mul(x, name)
+    no_worse(rows.activation_mul(x, name, impl="cpp"), dtype, exact, plain)
 
 
 @DTYPES
@@ -135,7 +137,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype, bad):
         rows.rms_norm(x, torch.ones(40, dtype=dtype), 1e-5, impl="cpp"),
         rows.layer_norm(x, torch.ones(40, dtype=dtype), torch.zeros(40, dtype=dtype), 1e-5, impl="cpp"),
         *(rows.activation(x, name, impl="cpp") for name in reference.ACTIVATIONS if name != "tanh" or bad != math.inf),
-        rows.silu_mul(x, impl="cpp"),
+        rows.activation_mul(x, "silu", impl="cpp"),
         rows.rotary(x.view(4, 4, 10), cos, sin, impl="cpp").flatten(1),
     ):
         assert y.isfinite().all(-1).tolist() == [True, True, False, True]
@@ -168,7 +170,7 @@ def test_cpp_refuses_what_it_cannot_do():
         lambda: rows.layer_norm(x.double(), weight.double(), weight.double(), 1e-5, impl="cpp"),
         lambda: rows.activation(x.double(), "gelu", impl="cpp"),
         lambda: rows.rotary(x.double().view(2, 1, 8), cos.double(), cos.double(), impl="cpp"),
-        lambda: rows.silu_mul(x.double(), impl="cpp"),
+        lambda: rows.activation_mul(x.double(), "silu", impl="cpp"),
         lambda: rows.top_k(x.double(), 2, impl="cpp"),
         lambda: rows.top_k(x.to("meta"), 2, impl="cpp"),
         lambda: rows.at_least(x.double(), 0.5, 2, impl="cpp"),
@@ -196,7 +198,7 @@ def test_cpp_refuses_what_it_cannot_do():
 def test_the_compiler_sees_the_definitions():
     def middle(x, weight):
         x = rows.activation(rows.layer_norm(x, weight, weight, 1e-5, impl="cpp"), "gelu", impl="cpp")
-        return rows.silu_mul(rows.rms_norm(x, weight, 1e-5, impl="cpp"), impl="cpp")
+        return rows.activation_mul(rows.rms_norm(x, weight, 1e-5, impl="cpp"), "silu", impl="cpp")
 
     x, weight = draw(3, 8), draw(8)
     compiled = torch.compile(middle, backend="aot_eager", fullgraph=True)
@@ -296,8 +298,8 @@ def test_custom_ops():
     """What a profiler sees."""
     x, weight, heads = draw(5, 16), draw(16), draw(5, 2, 8)
     cos, sin = draw(5, 4), draw(5, 4, seed=1)
-    calls = {"rms_norm": (x, weight, 1e-5), "rotary": (heads, cos, sin), "silu_mul": (x,), "top_k": (x, 3)}
-    calls |= {"layer_norm": (x, weight, weight, 1e-5), "activation": (x, "gelu")}
+    calls = {"rms_norm": (x, weight, 1e-5), "rotary": (heads, cos, sin), "top_k": (x, 3)}
+    calls |= {"layer_norm": (x, weight, weight, 1e-5), "activation": (x, "gelu"), "activation_mul": (x, "silu")}
     calls["at_least"] = (torch.log_softmax(x, -1), -9.0, 3)
     calls["best_sums"] = (x, [0.0, 1.0, 2.0, 3.0, 4.0], 3, reference.peaks(x))
     calls["log_softmax"] = (x, 15)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,11 @@ from engine.packing import Chunk, pack
 from engine.tree import TokenTree
 from kernels import cpp
 from kernels.stack import Stack
+from models import FAMILIES
+from models.checkpoint import Checkpoint
+from models.config import Names
+from models.llama import Llama
+from models.rope import RopeConfig
 from search import Greedy, Trie
 from tools.random_checkpoint import make
 
@@ -23,10 +29,12 @@ SIZES = {
     "odd heads, biases": {"heads": 3, "head_dim": 20, "attention_bias": True, "mlp_bias": True},
     "wide": {"heads": 4, "mlp": 512, "width": 512},
 }
-FAMILIES = [
+VARIANTS = [
     *("opt/plain", "opt/no_biases", "opt/no_affine", "gpt2/plain", "gpt2/unscaled", "gpt2/gelu", "gpt2/wide"),
     *("opt/post_norm", "opt/no_final_norm", "gpt2/by_layer", "phi/plain", "phi/gqa", "phi/partial", "phi/qk_layernorm"),
     *("phi3/plain", "phi3/window", "qwen3/plain", "qwen3/windows", "qwen3/bias"),
+    *("qwen2/windows", "mistral/ministral", "stablelm/plain", "stablelm/parallel"),
+    *("lfm2/plain", "lfm2/bias", "lfm2/one_tap"),
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
 INT8_CACHES = [(dtype, "none", "int8") for dtype in ("float32", "bfloat16", "float16")]
@@ -59,7 +67,7 @@ def passes(engine, length=20):
             nodes = [*parents, *nodes] if rounds else []
             chunks.append(Chunk(tree, prompt, nodes, tree.allocate(prompt, nodes)))
         found.append(engine.runner.forward(chunks).clone())
-    found += [engine.pool.cache.k_LGSD[:, :, :200].clone(), engine.pool.cache.v_LGSD[:, :, :200].clone()]
+    found += [x[:, :, :200].clone() for group in engine.pool.cache.groups for x in group]
     for tree in trees:
         tree.release()
     return found
@@ -71,12 +79,79 @@ def test_as_the_operators_one_by_one(folder, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_every_family_as_its_operators_one_by_one(variant, kind, monkeypatch):
     check(GOLDEN / variant, kind, monkeypatch)
 
 
-@pytest.mark.parametrize("variant", ["opt/post_norm", "phi/qk_layernorm", "phi3/window", "qwen3/windows"])
+ROPES = RopeConfig(8, theta=100.0), RopeConfig(8), None
+OPTIONS = {
+    "norms of outputs": {"norms": ("output",)},
+    "four norms": {"norms": ("input", "output"), "plus_one": True},
+    "norms of outputs and sums": {"norms": ("output", "sum")},
+    "all heads": {"head_norms": "all"},
+    "norms after the rotation": {"head_norms": "each", "norms_last": True},
+    "multipliers": {"embedding_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 8.0, "logit_cap": 3.0},
+    "side by side": {"parallel": True, "residual_scale": 0.22, "rms": False},
+    "three tables": {"ropes": ROPES},
+    "gelu": {"activation": "gelu_tanh"},
+    "bias of queries": {"attention_bias": True, "out_bias": False},
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, ("float32", "none", "int8")], ids="-".join)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_option_as_the_operators_one_by_one(options, kind, tmp_path, monkeypatch):
+    write(tmp_path, OPTIONS[options], monkeypatch)
+    check(tmp_path, kind, monkeypatch)
+
+
+def write(folder, options, monkeypatch):
+    """A checkpoint of a family that is a Llama but for some options."""
+    names = Names(mlp_norm="before_mlp", attention_out_norm="after_attention", mlp_out_norm="after_mlp")
+
+    class Other(Llama):
+        @staticmethod
+        def read(fields):
+            return replace(Llama.read(fields), **options)
+
+    Other.names = names
+    monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", Other)
+    make(folder, layers=3, width=48, heads=6, kv_heads=2, head_dim=8, vocab=300)
+    shapes = names.tensors(Other.read(Checkpoint.open(folder).fields))
+    generator = torch.Generator().manual_seed(0)
+    save_file({name: torch.randn(size, generator=generator) / 4 for name, size in shapes.items()},
+              folder / "model.safetensors")  # fmt: skip
+
+
+def test_what_the_options_mean(tmp_path, monkeypatch):
+    """Each against arithmetic in float64, from the tensors that the layer reads and writes."""
+    write(tmp_path, {"norms": ("input", "output"), "plus_one": True, "residual_scale": 0.5}, monkeypatch)
+    model = load(tmp_path).runner.model
+    residual, stored = model.layers[1].mlp_residual, load_file(tmp_path / "model.safetensors")
+    x, out = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(1))
+
+    def norm(x, name):
+        weight = 1 + stored[f"model.layers.1.{name}.weight"].double()
+        return x / (x.square().mean(-1, keepdim=True) + model.config.norm_eps).sqrt() * weight
+
+    assert torch.allclose(residual.read(x, "cpp").double(), norm(x.double(), "before_mlp"), atol=1e-5)
+    expected = x + 0.5 * norm(out.double(), "after_mlp")
+    assert torch.allclose(residual.add(x, out, "cpp").double(), expected, atol=1e-5)
+
+
+def test_logits_and_embedding_take_their_multipliers(tmp_path, monkeypatch):
+    options = {"logit_divisor": 8.0, "logit_cap": 3.0, "embedding_scale": 48**0.5, "rounded_scale": True}
+    write(tmp_path, options, monkeypatch)
+    model = load(tmp_path).runner.model
+    hidden = 9 * torch.randn(4, 48, generator=torch.Generator().manual_seed(1))
+    expected = 3 * torch.tanh(model.head(hidden) / 8 / 3)
+    assert torch.allclose(model.logits(hidden), expected, atol=1e-6) and expected.abs().max() > 2
+    assert model.embedding_scale == torch.tensor(48**0.5).item()
+    assert load(tmp_path, ("bfloat16", "none")).runner.model.embedding_scale == 6.9375
+
+
+@pytest.mark.parametrize("variant", ["opt/post_norm", "phi/qk_layernorm", "phi3/window", "qwen3/windows", "lfm2/bias"])
 def test_an_int8_cache_of_other_families(variant, monkeypatch):
     check(GOLDEN / variant, ("float32", "none", "int8"), monkeypatch)
 
@@ -121,21 +196,14 @@ def test_a_table_of_angles_for_each_layer(folder):
     for first, second in [(None, 1), (1, 0)]:
         layers = [layer._replace(table=t) for layer, t in zip(model.stack.layers, (first, second), strict=True)]
         sizes = {name: getattr(model.config, name) for name in ("heads", "kv_heads", "head_dim")}
-        together = Stack(layers, model.norm.vectors, activation=None, eps=model.config.norm_eps, **sizes)
+        options = {"activation": "silu", "gated": True, "eps": model.config.norm_eps}
+        together = Stack(layers, model.norm.vectors, **options, **sizes)
         expected_TE = x_TE
         for i, (layer, table) in enumerate(zip(model.layers, (first, second), strict=True)):
             rope = None if table is None else angles[table]
-            expected_TE = layer(expected_TE, rope, cache.k_LGSD[i], cache.v_LGSD[i], layout)
+            expected_TE = layer(expected_TE, rope, cache.layers[i], layout)
         assert together(x_TE.clone(), angles, cache, layout).equal(model.norm(expected_TE, "cpp"))
     tree.release()
-
-
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_other_gates_have_no_stack(tmp_path, activation):
-    make(tmp_path / "model", layers=1, width=64, heads=2, vocab=300)
-    config = json.loads((tmp_path / "model/config.json").read_text()) | {"hidden_act": activation}
-    (tmp_path / "model/config.json").write_text(json.dumps(config))
-    assert load(tmp_path / "model").runner.model.stack is None
 
 
 @pytest.mark.parametrize(

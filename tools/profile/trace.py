@@ -56,7 +56,7 @@ FORMULAS: dict[str, Callable[[Shapes, int], float]] = {  # bytes of each call, f
     "coppice::layer_norm": inputs_and_output,
     "coppice::rotary": inputs_and_output,
     "coppice::activation": inputs_and_output,
-    "coppice::silu_mul": lambda shapes, size: 1.5 * size * math.prod(shapes[0]),
+    "coppice::activation_mul": lambda shapes, size: 1.5 * size * math.prod(shapes[0]),
     **{f"coppice::kv_write_{impl}": new_rows for impl in ("cpp", "torch", "triton")},
 }
 
