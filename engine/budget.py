@@ -26,7 +26,7 @@ from models.linear import FORMATS
 from models.memory import release_libraries
 from models.sizes import ModelSize, measure
 
-TOKENS, FED = 256, 64  # of a pass, see `Runner`; of an MLP, see kernels/stack/native.cpp
+TOKENS = 256  # of a pass, see `Runner`
 GROWTH = 24 << 20  # what a process takes beyond its imports: code that is used again, threads, what malloc keeps
 TOKENIZER = 20  # bytes in memory for a byte of a tokenizer's file
 TOKENIZER_LEAST, ENTRY = 3 << 20, 190  # bytes of a tokenizer.json in memory, and for each of its pieces and merges
@@ -249,9 +249,9 @@ def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
     c, element = size.config, max(dtype.itemsize, 2)
     heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim
     heads += 4 * c.width * bool(c.taps)
-    row, fed = 5 * c.width + heads, (3 if c.gated else 2) * c.mlp_width
+    row = 5 * c.width + heads + (3 if c.gated else 2) * c.mlp_width
     rows = min(TOKENS, workload.parallel * workload.beams)
-    return (TOKENS * row + FED * fed) * element + rows * c.vocab_size * (element + 2 * 4)
+    return TOKENS * row * element + rows * c.vocab_size * (element + 2 * 4)
 
 
 # --- limits ---

@@ -24,8 +24,6 @@ void multiply_by(float factor, T* x, int64_t size) {
     each(size, [&](int64_t i, auto n) { store(load(x + i, n) * factor, x + i, n); });
 }
 
-constexpr int64_t FED = 64;  // tokens that an MLP takes at a time: its rows are the widest
-
 // One pass: sizes, and room for what a layer computes.
 struct Pass {
     const Stack& s;
@@ -38,14 +36,10 @@ struct Pass {
     const std::unique_ptr<char[]> normed_TE = room(s.width), sum_TE = room(s.width);
     const std::unique_ptr<char[]> mixed_THD = room(s.taps ? std::max(s.heads * s.head_dim, s.width) : s.heads * s.head_dim);
     const std::unique_ptr<char[]> gates_TF = room(s.taps ? 3 * s.width : 0);
-    const int64_t fed = std::min(tokens, FED);
-    const std::unique_ptr<char[]> up_TM = room((s.gated ? 2 : 1) * s.mlp_width, fed);
-    const std::unique_ptr<char[]> middle_TM = room(s.mlp_width, fed);
+    const std::unique_ptr<char[]> up_TM = room((s.gated ? 2 : 1) * s.mlp_width), middle_TM = room(s.mlp_width);
 
-    std::unique_ptr<char[]> room(int64_t width) const { return room(width, tokens); }
-
-    std::unique_ptr<char[]> room(int64_t width, int64_t rows) const {
-        return std::unique_ptr<char[]>(new char[rows * width * s.element]);
+    std::unique_ptr<char[]> room(int64_t width) const {
+        return std::unique_ptr<char[]>(new char[tokens * width * s.element]);
     }
 
     void normalize(const Norm& norm, const void* x, void* out) const {
@@ -55,10 +49,8 @@ struct Pass {
             coppice_rms_norm(s.kind, threads, x, norm.weight, out, tokens, s.width, s.eps);
     }
 
-    void multiply(const Matrix& m, const void* x, void* out) const { multiply(m, x, out, tokens); }
-
-    void multiply(const Matrix& m, const void* x, void* out, int64_t rows) const {
-        coppice_linear(s.kind, threads, &m, x, out, rows);
+    void multiply(const Matrix& m, const void* x, void* out) const {
+        coppice_linear(s.kind, threads, &m, x, out, tokens);
     }
 
     void normalize_heads(const Layer& layer) const {
@@ -108,15 +100,12 @@ struct Pass {
 
     // From `read` to normed_TE, which may be the same: its rows are in up_TM when they are overwritten.
     void feed(const Layer& layer, const void* read) const {
-        for (int64_t first = 0; first < tokens; first += fed) {
-            const int64_t rows = std::min(fed, tokens - first), at = first * s.width * s.element;
-            multiply(layer.up, (const char*)read + at, up_TM.get(), rows);
-            if (s.gated)
-                coppice_activation_mul(s.kind, threads, s.activation, up_TM.get(), middle_TM.get(), rows, s.mlp_width);
-            else
-                coppice_activation(s.kind, threads, s.activation, up_TM.get(), middle_TM.get(), rows, s.mlp_width);
-            multiply(layer.down, middle_TM.get(), normed_TE.get() + at, rows);
-        }
+        multiply(layer.up, read, up_TM.get());
+        if (s.gated)
+            coppice_activation_mul(s.kind, threads, s.activation, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
+        else
+            coppice_activation(s.kind, threads, s.activation, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
+        multiply(layer.down, middle_TM.get(), normed_TE.get());
     }
 
     // What a part of a layer reads: x, or its norm in normed_TE.
