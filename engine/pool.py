@@ -28,6 +28,9 @@ class PagePool:
         pages: pages that trees may take.
         page_size: slots per page.
         dtype, device: of keys and values; int8: see `kernels.kv_int8`.
+
+    Attributes:
+        ancestors: see `ModelShape`.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class PagePool:
         self.page_size = page_size
         self.reserved = -(-(max(NULL_SLOT, TRASH_SLOT) + 1) // page_size)  # pages that no tree gets
         self.pages = pages
+        self.ancestors = shape.ancestors
         self.bytes_per_token = shape.kv_bytes_per_token(dtype)
         slots = (pages + self.reserved) * page_size
         self.cache = _cache(shape, slots, dtype, device)

@@ -41,7 +41,7 @@ class TreeLayout:
     ancestry_TC: Tensor  # int32 words, bit i: this token sees branch slot i of its tree
     page_size: int
     impl: str = "torch"  # which implementation of the operators the engine chose
-    ancestors_TN: Tensor | None = None  # see `with_ancestors`
+    ancestors_TN: Tensor | None = None  # int64, slots of the latest ancestors, parents first; NULL_SLOT where none is
 
     def to(self, device: torch.device | str) -> "TreeLayout":
         """The same layout on a device, but for `trunk_runs`."""
@@ -55,30 +55,6 @@ class TreeLayout:
         """The tensors that define which tokens see what, as arguments of operators that take tensors only."""
         trunk = self.positions_T, self.token_starts, self.trunk_seen_T, self.trunk_runs
         return (*trunk, self.branch_slots_RW, self.branch_positions_RW, self.ancestry_TC)
-
-    def with_ancestors(self, count: int) -> "TreeLayout":
-        """The same layout with `ancestors_TN`: int64, the slots of each token's `count` latest ancestors, parents
-        first. Where a sequence is shorter it is NULL_SLOT, whose rows are 0.
-
-        They follow from the ancestry: the ancestor at a position lies in the trunk, or in the one branch slot of this
-        position that the token sees.
-        """
-        pages_RP, starts = self.trunk_pages_RP, self.token_starts
-        places_T = torch.arange(len(self.positions_T), dtype=starts.dtype, device=starts.device)
-        trees_T1 = torch.searchsorted(starts[1:], places_T, right=True).unsqueeze(1)
-        back_TN = self.positions_T.unsqueeze(1) - torch.arange(1, count + 1, device=starts.device)
-        trunk_TN = (back_TN >= 0) & (back_TN < self.trunk_seen_T.unsqueeze(1))
-        found_TN = torch.full_like(back_TN, NULL_SLOT)
-        if pages_RP.shape[1]:
-            kept_TN = torch.where(trunk_TN, back_TN, 0)
-            slots_TN = pages_RP[trees_T1, kept_TN // self.page_size].long() * self.page_size + kept_TN % self.page_size
-            found_TN = torch.where(trunk_TN, slots_TN, found_TN)
-        if count and self.ancestry_TC.shape[1]:
-            trees_T, mask_TW = trees_T1.squeeze(1), self.branch_mask_TW()
-            slots_TW, positions_TW = self.branch_slots_RW[trees_T], self.branch_positions_RW[trees_T]
-            branch_TN = [(slots_TW * (mask_TW & (positions_TW == back_T1))).sum(1) for back_T1 in back_TN.split(1, 1)]
-            found_TN = found_TN + torch.stack(branch_TN, 1) * ~trunk_TN
-        return replace(self, ancestors_TN=found_TN)
 
     def branch_mask_TW(self) -> Tensor:
         """The ancestry bits unpacked: bool [T, W]."""

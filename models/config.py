@@ -127,6 +127,7 @@ class ModelShape:
             grows past it is evaluated afresh; None: they never do.
         kept: what each layer keeps of a token, where some keep something else than keys and values of `kv_heads`
             heads of `head_dim`; empty: none does.
+        ancestors: how many of a token's latest ancestors short convolutions read.
     """
 
     layers: int
@@ -138,6 +139,7 @@ class ModelShape:
     scores: bool = False
     switch_length: int | None = None
     kept: tuple[Kept, ...] = ()
+    ancestors: int = 0
 
     @staticmethod
     def of(c: Config) -> "ModelShape":
@@ -147,7 +149,8 @@ class ModelShape:
         switch = next((rope.switch_length for rope in c.tables() if rope.switch_length is not None), None)
         kept = tuple(map(c.kept, range(c.layers)))
         kept = kept if len({*kept}) > 1 else ()
-        return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch, kept)
+        more = {"kept": kept, "ancestors": max(c.taps, default=1) - 1}
+        return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch, **more)
 
     @property
     def groups(self) -> dict[Kept, int]:

@@ -101,8 +101,6 @@ class Decoder(nn.Module):
             x_TE = self.project_in(x_TE)
         if self.positions_PE is not None:
             x_TE = x_TE + F.embedding(positions_T + self.names.offset, self.positions_PE)
-        if self.config.taps:
-            layout = layout.with_ancestors(max(self.config.taps) - 1)
         tables = [rotary.cos_sin(positions_T, spans_T, x_TE.dtype) for rotary in self.rotaries]
         if self.stack is not None and self.stack.takes(layout):
             return self.stack(x_TE, tables, cache, layout)

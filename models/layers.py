@@ -115,7 +115,8 @@ class ShortConv(nn.Module):
 
     def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
         [rows_1SE], ancestors_TN = kept, layout.ancestors_TN
-        assert ancestors_TN is not None
+        if ancestors_TN is None:  # of one tap
+            ancestors_TN = layout.write_slots_T.new_empty(len(x_TE), 0)
         weights = self.weight_KE, self.bias_E
         slots = layout.write_slots_T, ancestors_TN
         return self.out(short_conv(self.into(x_TE), *weights, rows_1SE[0], *slots, impl=layout.impl))

@@ -34,7 +34,7 @@ class LFM2(Decoder):
         return Config(
             norm_eps=fields.float("norm_eps", default=1e-5, low=0.0),
             head_norms="each",
-            taps=tuple(taps if kind == CONV else 0 for kind in kinds),
+            taps=tuple(taps if kind == CONV else 0 for kind in kinds) if CONV in kinds else (),
             conv_bias=fields.bool("conv_bias", default=False),
             **options | {"mlp_width": _mlp_width(fields), "tied": fields.bool("tie_word_embeddings", default=True)},
         )

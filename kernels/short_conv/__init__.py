@@ -32,7 +32,7 @@ def short_conv(
         rows_SE: one layer's cache, contiguous, of any floats. The inputs are rounded to it before anything reads them.
             NULL_SLOT holds zeros.
         slots_T: int64, contiguous; distinct, but for padding tokens, which share TRASH_SLOT.
-        ancestors_TN: int64, contiguous, see `TreeLayout.with_ancestors`; N = K - 1.
+        ancestors_TN: int64, contiguous, see `TreeLayout`; N = K - 1.
         impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU) or "triton" (GPU
             kernels).
 

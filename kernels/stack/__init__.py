@@ -223,6 +223,8 @@ class Stack:
         kinds = [dtype for dtype in (self.weight_E.dtype, torch.bfloat16) if dtype == rows_LSE.dtype]
         shape = self.convolving, slots, *self.weight_E.shape
         expect("a stack's cache of convolutions", rows_LSE, kinds[0] if kinds else self.weight_E.dtype, shape, _CPU)
+        if self.taps == 1:
+            return rows_LSE.data_ptr(), KINDS[rows_LSE.dtype], None
         if ancestors_TN is None:
             raise ValueError("a stack with convolutions: expected a layout with ancestors")
         expect("ancestors_TN", ancestors_TN, torch.int64, (tokens, self.taps - 1), _CPU)

@@ -329,7 +329,8 @@ def test_a_stack_refuses_other_numbers_of_tables():
 
 @needs_cpp
 def test_a_stack_refuses_what_convolutions_do_not_take():
-    kept, layout = KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4)), attention_arguments()["layout"]
+    layout, kept = attention_arguments()["layout"], KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4))
+    few, many = (dataclasses.replace(layout, ancestors_TN=torch.zeros(5, n, dtype=torch.int64)) for n in (1, 2))
     conv = Conv(torch.ones(3, 8), torch.zeros(8))
     for bad in (Conv(torch.ones(3, 7)), Conv(torch.ones(3, 8).double()), Conv(torch.ones(3, 8), torch.zeros(7))):
         with pytest.raises(ValueError, match="a convolution's"):
@@ -337,13 +338,13 @@ def test_a_stack_refuses_what_convolutions_do_not_take():
     with pytest.raises(ValueError, match=r"expected a matrix \[24, 8\], got \[16, 8\]"):
         stack(conv=conv, qkv=matrix(16, 8))
     convolving = stack(conv=conv, qkv=matrix(24, 8))
-    rows, layout = torch.zeros(1, 1, S, 8), layout.with_ancestors(2)
+    rows, none = torch.zeros(1, 1, S, 8), (kept.k_LGSD[:0], kept.v_LGSD[:0])
     for cache, other, message in (
-        (KVCache(kept.k_LGSD[:0], kept.v_LGSD[:0], [(rows[..., :7],)], [(1, 0)]), layout, "cache of convolutions"),
-        (KVCache(kept.k_LGSD[:0], kept.v_LGSD[:0], [(rows.half(),)], [(1, 0)]), layout, "cache of convolutions"),
-        (KVCache(kept.k_LGSD[:0], kept.v_LGSD[:0], [(rows,)], [(1, 0)]), layout.with_ancestors(1), "ancestors_TN"),
-        (KVCache(kept.k_LGSD[:0], kept.v_LGSD[:0], [(rows,)], [(1, 0)]), attention_arguments()["layout"], "ancestors"),
-        (kept, layout, "a stack's cache"),
+        (KVCache(*none, [(rows[..., :7],)], [(1, 0)]), many, "cache of convolutions"),
+        (KVCache(*none, [(rows.half(),)], [(1, 0)]), many, "cache of convolutions"),
+        (KVCache(*none, [(rows,)], [(1, 0)]), few, "ancestors_TN"),
+        (KVCache(*none, [(rows,)], [(1, 0)]), layout, "ancestors"),
+        (kept, many, "a stack's cache"),
     ):
         with pytest.raises(ValueError, match=message):
             convolving(torch.zeros(5, 8), (), cache, other)

@@ -141,7 +141,7 @@ def test_ancestors(page):
             nodes += [n for _ in range(5) for n in tree.grow([rng.choice(nodes)], [rng.randrange(9)])]
             trunk, fresh = tree.pending(nodes)
             chunks.append(Chunk(tree, trunk, fresh, tree.allocate(trunk, fresh)))
-        layout = pack(chunks, page, token_buckets=(64, 256)).layout.with_ancestors(4)
+        layout = pack(chunks, page, ancestors=4, token_buckets=(64, 256)).layout
         assert layout.ancestors_TN is not None and layout.ancestors_TN.dtype == torch.int64
         expected = []
         for chunk in chunks:
@@ -157,7 +157,7 @@ def test_ancestors(page):
                 paths.append(in_trunk + path[::-1])
             expected += [[*path[::-1], 0, 0, 0, 0][:4] for path in paths]
         padding = len(layout.positions_T) - len(expected)
-        assert layout.with_ancestors(0).ancestors_TN.shape == (len(layout.positions_T), 0)
+        assert pack(chunks, page).layout.ancestors_TN is None
         assert layout.ancestors_TN.tolist() == expected + [[0] * 4] * padding
         for i, tree in enumerate(trees):
             if step % 2:

@@ -17,6 +17,7 @@ from kernels import cpp
 from models.checkpoint import Checkpoint
 from models.config import ModelShape
 from models.errors import CheckpointError
+from models.fields import Fields
 from models.lfm2 import LFM2
 from models.sizes import measure
 from search import ADED, DSBD, ULTS, BeamSample, Greedy, Sample, SBoN, Speculative, Trie
@@ -241,6 +242,8 @@ def test_defaults_are_those_of_transformers(tmp_path):
     c = LFM2.read(Checkpoint.open(changed(tmp_path, "plain", absent)).fields)
     assert (c.rope and c.rope.theta, c.norm_eps, c.taps, c.mlp_width) == (1e6, 1e-5, (3, 0, 3), 32)
     assert c.tied and not c.conv_bias
+    c = LFM2.read(Fields(json.loads((GOLDEN / "plain/config.json").read_text()) | {"layer_types": None}, "config.json"))
+    assert not c.taps and not ModelShape.of(c).kept  # attention in all layers
 
 
 def test_a_batch_of_prompts():
