@@ -16,7 +16,7 @@ from models.linear import FORMATS, Joined, Linear, format_of
 from models.memory import trim_memory
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 
-LARGE = 1 << 22  # elements of a matrix
+LARGE = 1 << 20  # elements of a matrix
 
 
 class Weights:
