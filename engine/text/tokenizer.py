@@ -154,7 +154,8 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids` alone. Ids past `size` have no text; incomplete UTF-8 becomes U+FFFD.
 
-        Equals the library's decode; no `clean_up_tokenization_spaces` (transformers ignores it for BPE).
+        Equals the library's decode, but keeps the tags around a thought where they are special tokens; no
+        `clean_up_tokenization_spaces` (transformers ignores it for BPE).
         """
         return self._encoder.decode(list(self._pieces(ids, skip_special)))
 

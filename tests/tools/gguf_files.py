@@ -11,7 +11,10 @@ from safetensors.torch import load_file
 from tools.gguf.families import FACTORS
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install 'coppice[gguf]'")
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "phi": "phi2", "phi3": "phi3", "gpt2": "gpt2", "qwen3": "qwen3"}
+ARCHITECTURES = {
+    **{"llama": "llama", "mistral": "llama", "phi": "phi2", "phi3": "phi3"},
+    **{name: name for name in ("gpt2", "qwen2", "qwen3")},
+}
 F32, CONTROL, NORMAL = gguf.GGMLQuantizationType.F32, 3, 1
 
 

@@ -28,7 +28,7 @@ TYPES = gguf.GGMLQuantizationType
 FLOATS = [
     *(f"llama/{name}" for name in ("plain", "gqa", "mqa", "tied", "llama3", "linear", "yarn", "head_dim", "mistral")),
     *("llama/both_biases", "phi/plain", "phi/partial", "phi3/plain", "phi3/longrope", "phi3/window", "phi3/gqa"),
-    *("gpt2/plain", "gpt2/untied", "qwen3/plain", "qwen3/tied", "qwen3/bias", "qwen3/yarn"),
+    *("gpt2/plain", "gpt2/untied", "qwen2/tied", "qwen3/plain", "qwen3/tied", "qwen3/bias", "qwen3/yarn"),
 ]
 WIDE = {"vocab_size": 104, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 WIDE |= {"n_embd": 256, "n_inner": 512}

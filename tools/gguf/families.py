@@ -118,11 +118,13 @@ def _llama(file: GGUF, keys: Fields) -> dict[str, Any]:
     return config | _named("MistralForCausalLM", "mistral") | {"sliding_window": window}
 
 
-def _qwen3(file: GGUF, keys: Fields) -> dict[str, Any]:
+def _qwen(file: GGUF, keys: Fields) -> dict[str, Any]:
     if keys.int("attention.sliding_window", 0, low=0, high=2**31):
         raise keys.error("attention.sliding_window", "nothing: which layers it is for is not in the file")
-    bias = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
-    return _gated(file, keys, rotated="all") | bias | _named("Qwen3ForCausalLM", "qwen3")
+    config = _gated(file, keys, rotated="all")
+    if file.fields().str("general.architecture") == "qwen2":
+        return config | _named("Qwen2ForCausalLM", "qwen2")
+    return config | {"attention_bias": "blk.0.attn_q.bias" in file.tensors} | _named("Qwen3ForCausalLM", "qwen3")
 
 
 def _phi3(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -155,7 +157,8 @@ def _gpt2(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "llama": _llama,
-    "qwen3": _qwen3,
+    "qwen2": _qwen,
+    "qwen3": _qwen,
     "phi2": _phi2,
     "phi3": _phi3,
     "gpt2": _gpt2,
