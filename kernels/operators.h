@@ -144,10 +144,12 @@ struct Norm {
     const void* bias;
 };
 
-// Cosines and sines [tokens, dims].
+// Cosines and sines [tokens, dims], of keys and of queries.
 struct Angles {
     const void* cos;
     const void* sin;
+    const void* query_cos;
+    const void* query_sin;
     int64_t dims;
 };
 

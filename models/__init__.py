@@ -8,7 +8,7 @@ import torch
 # isort: on
 from collections.abc import Callable
 
-from models import gpt2, lfm2, llama, mistral, opt, phi, phi3, qwen2, qwen3, stablelm
+from models import gpt2, granite, hunyuan, lfm2, llama, mistral, olmo, opt, phi, phi3, qwen2, qwen3, smollm3, stablelm
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.errors import CheckpointError
@@ -23,6 +23,12 @@ _CLASSES: list[type[Decoder]] = [
     qwen2.Qwen2,
     qwen3.Qwen3,
     mistral.Mistral,
+    mistral.Ministral3,
+    smollm3.SmolLM3,
+    granite.Granite,
+    granite.GraniteHybrid,
+    olmo.Olmo,
+    hunyuan.HunYuan,
     stablelm.StableLM,
     lfm2.LFM2,
 ]

@@ -289,13 +289,16 @@ def rotary(
     activation: str = "silu",
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    mlp_width: int | None = None,
+    tied: bool = False,
     **rope: Any,
 ) -> dict[str, Any]:
     """Arguments of a `Config` that families with rotary embeddings read alike.
 
     Args:
-        positions, activation, kv_heads, head_dim: values of absent fields; None: as many heads as queries have, and an
-            even share of the width.
+        positions, activation, kv_heads, head_dim, tied: values of absent fields; None: as many heads as queries have,
+            and an even share of the width.
+        mlp_width: of a family that has another field for it than `intermediate_size`.
         rope: see `RopeConfig.from_hf`.
 
     Raises:
@@ -312,12 +315,12 @@ def rotary(
     if size % 2 and "partial" not in rope:
         raise fields.error("head_dim", "an even number")
     max_positions = fields.int("max_position_embeddings", default=positions, high=2**31)
-    return common(fields, activation="hidden_act", default=activation, tied=False) | {
+    return common(fields, activation="hidden_act", default=activation, tied=tied) | {
         "width": width,
         "heads": heads,
         "kv_heads": shared,
         "head_dim": size,
-        "mlp_width": fields.int("intermediate_size"),
+        "mlp_width": mlp_width or fields.int("intermediate_size"),
         "layers": fields.int("num_hidden_layers", high=2**14),
         "max_positions": max_positions,
         "rope": RopeConfig.from_hf(fields, size, max_positions, **rope),
@@ -331,6 +334,8 @@ def layer_types(fields: Fields, default: Sequence[str], kinds: Sequence[str] = (
         CheckpointError: another number of layers, or a kind that is not one of `kinds`.
     """
     found = fields.config.get("layer_types") or list(default)
+    if type(found) is list:  # as transformers called them before
+        found = [FULL if kind == "attention" else kind for kind in found]
     if type(found) is not list or len(found) != len(default) or any(kind not in kinds for kind in found):
         raise fields.error("layer_types", f"{len(default)} of {' and '.join(kinds)}")
     return tuple(found)

@@ -19,7 +19,7 @@ from kernels.tree_attention import tree_attention
 from models.config import Config, Names
 from models.weights import Weights
 
-Rope = tuple[Tensor, Tensor] | None  # cos_TD and sin_TD; None: nothing is rotated
+Rope = tuple[Tensor, ...] | None  # cos_TD and sin_TD, and then those of queries if they are others; None: none
 
 
 class Norm(nn.Module):
@@ -72,18 +72,19 @@ class Attention(nn.Module):
     def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
         H, G, impl, (k_GSD, v_GSD) = self.heads, self.kv_heads, layout.impl, kept
         rows_THD = self.qkv(x_TE).unflatten(-1, (H + 2 * G, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TGD, v_TGD = rows_THD.split([H, G, G], 1)
-            if self.norms_last and rope is not None:
-                q_THD, k_TGD = rotary(q_THD, *rope, impl=impl), rotary(k_TGD, *rope, impl=impl)
-            q_THD, k_TGD = self._normed(q_THD, self.q_norm, impl), self._normed(k_TGD, self.k_norm, impl)
-            if not self.norms_last and rope is not None:
-                q_THD, k_TGD = rotary(q_THD, *rope, impl=impl), rotary(k_TGD, *rope, impl=impl)
-        else:
+        if self.q_norm is None and (rope is None or len(rope) == 2):
             turned_THD, v_TGD = rows_THD.split([H + G, G], 1)
             if rope is not None:
                 turned_THD = rotary(turned_THD, *rope, impl=impl)
             q_THD, k_TGD = turned_THD.split([H, G], 1)
+        else:
+            q_THD, k_TGD, v_TGD = rows_THD.split([H, G, G], 1)
+            if not self.norms_last:
+                q_THD, k_TGD = self._normed(q_THD, self.q_norm, impl), self._normed(k_TGD, self.k_norm, impl)
+            if rope is not None:
+                q_THD, k_TGD = rotary(q_THD, *rope[-2:], impl=impl), rotary(k_TGD, *rope[:2], impl=impl)
+            if self.norms_last:
+                q_THD, k_TGD = self._normed(q_THD, self.q_norm, impl), self._normed(k_TGD, self.k_norm, impl)
         kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=impl)
         mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=self.scale, window=self.window)
         return self.out(mixed_THD.flatten(1))
@@ -99,7 +100,9 @@ class Attention(nn.Module):
         options = {"all_heads": self.all_heads, "norms_last": self.norms_last}
         return {"scale": self.scale, "window": self.window} | norms | options
 
-    def _normed(self, x_THD: Tensor, norm: Norm, impl: str) -> Tensor:
+    def _normed(self, x_THD: Tensor, norm: Norm | None, impl: str) -> Tensor:
+        if norm is None:
+            return x_THD
         return norm(x_THD.flatten(1), impl).view(x_THD.shape) if self.all_heads else norm(x_THD, impl)
 
 

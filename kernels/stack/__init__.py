@@ -170,13 +170,14 @@ class Stack:
         return not self.idle and layout.impl == "cpp" and not watched()
 
     def __call__(
-        self, x_TE: Tensor, angles: Sequence[tuple[Tensor, Tensor]], cache: KVCache, layout: TreeLayout
+        self, x_TE: Tensor, angles: Sequence[tuple[Tensor, ...]], cache: KVCache, layout: TreeLayout
     ) -> Tensor:
         """Evaluate the tokens of a pass; their keys and values go into the cache.
 
         Args:
             x_TE: embeddings, float32, bfloat16 or float16 as the norms' weights; they are overwritten.
-            angles: cos_TR and sin_TR of each table that layers name, see `kernels.rows.rotary`.
+            angles: cos_TR and sin_TR of each table that layers name, see `kernels.rows.rotary`; then those of queries,
+                where they are others.
 
         Returns:
             [T, E], the last norm applied.
@@ -190,18 +191,18 @@ class Stack:
         kept = torch.int8 if cache.k_LGSD.dtype == torch.int8 else weight_E.dtype
         for x, shape in (
             (x_TE, (*layout.positions_T.shape, *weight_E.shape)),
-            *((x, (T, cos_TR.shape[-1])) for cos_TR, sin_TR in angles for x in (cos_TR, sin_TR)),
+            *((x, (T, table[0].shape[-1])) for table in angles for x in table),
         ):
             expect("a stack's rows", x, weight_E.dtype, shape, _CPU)
         for x in (cache.k_LGSD, cache.v_LGSD):
             expect("a stack's cache", x, kept, (self.attending, self.kv_heads, S, row_width(D, kept)), _CPU)
         conv = self._convolved(cache, layout, T, S)
         rotated = self._angles()
-        for i, (cos_TR, sin_TR) in enumerate(angles):
-            R = cos_TR.shape[1]
+        for i, table in enumerate(angles):
+            R = table[0].shape[1]
             if R % 2 or R > D:
                 raise ValueError(f"angles: expected an even number of columns, at most {D}, got {R}")
-            rotated[i] = cos_TR.data_ptr(), sin_TR.data_ptr(), R
+            rotated[i] = *(x.data_ptr() for x in (*table[:2], *table[-2:])), R
         out_TE, threads = torch.empty_like(x_TE), torch.get_num_threads()
         heads_THD = torch.empty(T, self.heads + 2 * self.kv_heads, D, dtype=x_TE.dtype)  # queries, keys, values
         queries_THD = heads_THD[:, : self.heads]

@@ -64,6 +64,11 @@ struct Pass {
         run(layer.k_norm, heads_THD + s.heads * head, s.kv_heads);
     }
 
+    void rotate(char* x, const void* cos, const void* sin, int64_t dims, int64_t rows) const {
+        const int64_t D = s.head_dim, token = every * D;
+        coppice_rotary(s.kind, threads, x, cos, sin, x, tokens, rows, D, dims, token, D, token);
+    }
+
     void write(char* k, char* v, const char* k_TGD, const char* v_TGD) const {
         const int64_t D = s.head_dim, token = every * D;
         if (attention.cache == INT8)
@@ -80,8 +85,9 @@ struct Pass {
         if (!layer.norms_last) normalize_heads(layer);
         if (layer.table >= 0) {
             const Angles& a = angles[layer.table];
-            coppice_rotary(s.kind, threads, heads_THD, a.cos, a.sin, heads_THD, tokens, turned, s.head_dim, a.dims,
-                           every * s.head_dim, s.head_dim, every * s.head_dim);
+            const bool alike = a.query_cos == a.cos;
+            if (!alike) rotate(heads_THD, a.query_cos, a.query_sin, a.dims, s.heads);
+            rotate(alike ? heads_THD : heads_THD + s.heads * head, a.cos, a.sin, a.dims, alike ? turned : s.kv_heads);
         }
         if (layer.norms_last) normalize_heads(layer);
         write(k, v, heads_THD + s.heads * head, heads_THD + turned * head);

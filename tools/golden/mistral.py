@@ -14,6 +14,9 @@ CONFIG = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }  # fmt: skip
 V4 = {"rope_parameters": ABSENT, "rope_theta": 1e6, "rope_scaling": None, "torch_dtype": "bfloat16"}
+GROWN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+         "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}  # fmt: skip
+MINISTRAL3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "rope_parameters": GROWN}
 MINISTRAL = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": 16}
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -27,6 +30,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ministral_v4": MINISTRAL | V4 | {"layer_types": ["full_attention", "sliding_attention"]},
     "ministral_sliding": MINISTRAL | {"tie_word_embeddings": True},
     "ministral_classifier": MINISTRAL | {"architectures": ["MinistralForSequenceClassification"], "num_labels": 1},
+    "ministral3": MINISTRAL3,
+    "ministral3_v4": MINISTRAL3 | {"rope_parameters": ABSENT, "rope_scaling": GROWN, "torch_dtype": "bfloat16"},
+    "ministral3_defaults": MINISTRAL3 | {"num_attention_heads": 8} | dict.fromkeys(
+        ("num_key_value_heads", "rope_parameters", "hidden_act", "rms_norm_eps"), ABSENT) | {"sliding_window": 9},
 }  # fmt: skip
 BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
 WINDOWS = ("window", "ministral", "ministral_v4", "ministral_sliding")
