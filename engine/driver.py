@@ -117,7 +117,7 @@ class Runner:
         if not asked:
             return torch.empty(0, 0), [], []
         rows_NE = hidden_TE if len(asked) == len(hidden_TE) else hidden_TE[torch.tensor(asked, device=self.device)]
-        answers = self.answer(rows_NE, edits)
+        answers = self.answer(rows_NE, edits) if edits else self.answer(rows_NE)
         with phase(self.observer, "fetch"):
             return self.fetch(*answers, reads)
 

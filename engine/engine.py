@@ -20,7 +20,7 @@ from engine.loading import LoadedModel, check_arguments, check_companion, load_m
 from engine.memory import check_memory, is_out_of_memory, out_of_memory
 from engine.phases import PhaseObserver
 from engine.pool import PagePool
-from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
+from engine.requests import Evaluate, Judge, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.rewards import Messages, Responses, RewardFunction, check_messages, make_judge
 from engine.rules import Rules
 from engine.slots import Trunk
@@ -407,16 +407,9 @@ class Engine:
 
         def start(job: Job) -> SearchGenerator:
             tree = driver.open_tree(job, "target", ids, len(ids) + limit, trunk)
-            judge, hits_stop = None, stops
+            hits_stop = stops
             if constrained is not None and not constrained.eos:  # no token can end an output that is stuck
                 hits_stop = constrained.with_ends(tree, stops)
-            if "reward" in request.search.models:
-                given = request.prompt
-                if not isinstance(given, str):
-                    given = self.model.tokenizer.decode(ids) if self.model.tokenizer else ""
-                answer = Responses(self.model.tokenizer, ids, request.messages, eos, stops, given)
-                reward = request.reward or self.reward or self.companions["reward"].model
-                judge = make_judge(reward, self.model, answer, lambda prompt: driver.open_tree(job, "reward", prompt))
             return request.search.run(
                 Task(
                     tree,
@@ -429,7 +422,7 @@ class Engine:
                     lambda tokens: self.runner.time.charge(tokens, *job.batch_load),
                     model_key=self.model_key,
                     start_token=self.start_token,
-                    judge=judge,
+                    judge=self._judge(driver, job, request, ids, eos, stops),
                     spare=lambda pool: driver.spare(job, pool),
                     normalised=constrained is None,
                     rising=constrained is not None and constrained.raises,
@@ -444,6 +437,25 @@ class Engine:
             Job(start, retire=retire, trace=request.trace, search=request.search, constrained=constrained)
         )
         return prepared
+
+    def _judge(
+        self,
+        driver: Driver,
+        job: Job,
+        request: Request,
+        ids: list[int],
+        eos: frozenset[int],
+        stops: StopStrings | None,
+    ) -> Judge | None:
+        """What computes rewards for a request whose search ranks by them."""
+        if "reward" not in request.search.models:
+            return None
+        given = request.prompt
+        if not isinstance(given, str):
+            given = self.model.tokenizer.decode(ids) if self.model.tokenizer else ""
+        answer = Responses(self.model.tokenizer, ids, request.messages, eos, stops, given)
+        reward = request.reward or self.reward or self.companions["reward"].model
+        return make_judge(reward, self.model, answer, lambda prompt: driver.open_tree(job, "reward", prompt))
 
     def _prepare(self, request: Request) -> _Prepared:
         """Check a request against the model and its memory. Raises UsageError or KVMemoryError."""
