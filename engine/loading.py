@@ -17,7 +17,7 @@ from engine.driver import Runner
 from engine.errors import CheckpointError, UsageError, check_integer
 from engine.fastest import Choice, fastest_format
 from engine.graphs import make_runner
-from engine.memory import make_pools, read_size, total_memory, trim_memory
+from engine.memory import make_pools, read_size, total_memory
 from engine.pool import PagePool
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import FILES, Tokenizer
@@ -26,6 +26,7 @@ from models.checkpoint import Checkpoint
 from models.config import ModelShape
 from models.floats import has_products
 from models.linear import FORMATS
+from models.memory import trim_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 KV_DTYPES = ("auto", "int8")

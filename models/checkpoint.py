@@ -216,7 +216,10 @@ class Checkpoint:
             return None
         if kind == EMBEDDING and not isinstance(self.quantization, Own):
             return None
-        return self.quantization.scheme(name.removesuffix(".weight"), kind)
+        module = name.removesuffix(".weight")
+        parts = (self.tensors.get(f"{module}.{suffix}") for suffix in ("weight", "qweight", "weight_packed"))
+        inside = next((part.name for part in parts if part and part.name), None)  # a config has the names of the whole
+        return self.quantization.scheme(inside.rpartition(".")[0] if inside else module, kind)
 
     def _parts(self, name: str, stored: str, shape: tuple[int, ...], kind: str) -> dict[str, Part]:
         """The tensors that stand for an expected one."""

@@ -221,6 +221,46 @@ def tokenizers_with_templates():
     metaspace.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>")])
     yield "metaspace", metaspace, {"bos_token": None, "eos_token": "<|im_end|>", "chat_template": CHATML}
 
+    gemma = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    gemma.normalizer = normalizers.Replace(" ", "▁")
+    gemma.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    gemma.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    turns = ["<start_of_turn>", "<end_of_turn>"]
+    trained(gemma, CORPUS[:3], 440, ["<pad>", "<eos>", "<bos>", "<unk>", *turns, *byte_pieces])
+    gemma = _only_special(gemma, ["<pad>", "<eos>", "<bos>", "<unk>", *turns])
+    gemma.add_tokens([AddedToken(t, normalized=False) for t in ("\n\n", "\n\n\n", "▁▁", "<h1>", "</h1>", "<unused0>")])
+    gemma.post_processor = with_bos(gemma, "<bos>")
+    template = (GOLDEN / "templates" / "gemma3.jinja").read_text(encoding="utf-8")
+    ends = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "add_bos_token": True}
+    yield "gemma", gemma, {**ends, "chat_template": template}
+
+    def split_bytes(pattern, normalizer, **model):
+        made = Tokenizer(models.BPE(**model))
+        made.normalizer = normalizer
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        )
+        made.decoder = decoders.ByteLevel()
+        return trained(made, CORPUS, 420, [], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+
+    words = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    qwen = split_bytes(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + words, normalizers.NFC())
+    qwen.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    qwen.add_tokens([AddedToken(t, normalized=False) for t in ("<tool_call>", "</tool_call>", "<think>", "</think>")])
+    qwen.add_tokens([AddedToken("<é>", normalized=True, lstrip=True), AddedToken("<r>", normalized=True, rstrip=True)])
+    template = (GOLDEN / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
+    ends = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "add_bos_token": False}
+    yield "qwen", qwen, {**ends, "chat_template": template}
+
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{lead}{upper}*{lower}+|{lead}{upper}+{lower}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*"
+    tekken = split_bytes(words + r"|\s*[\r\n]+|\s+(?!\S)|\s+", None, ignore_merges=True)
+    tekken.add_special_tokens(["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[THINK]", "[/THINK]"])
+    tekken.post_processor = Sequence([ByteLevel(trim_offsets=False), with_bos(tekken, "<s>")])
+    ends = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    yield "tekken", tekken, {**ends, "chat_template": LLAMA2}
+
 
 def sentencepiece_models():
     """Yield name, tokenizer.model, tokenizer_config and added_tokens of each fixture."""

@@ -22,6 +22,7 @@ import tokenizers
 from engine.errors import CheckpointError, UsageError
 from engine.text import tokenizer_limits
 from engine.text.detokenizer import Detokenizer
+from engine.text.pieces import Pieces
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer_files import byte_level, named_tokens, read_config, read_file
 from engine.text.tokenizer_json import LibraryEncoder
@@ -58,7 +59,8 @@ class Tokenizer:
         self.bos_token_id = vocab.get(names.get("bos_token", ""))
         self.eos_token_id = vocab.get(names.get("eos_token", ""))
         self._encoder, self._added = encoder, {content: vocab[content] for content in raw}
-        encoder.vocab = self._added  # the whole takes megabytes
+        encoder.vocab = self._added  # the whole takes megabytes, and the list of spellings as many
+        encoder.pieces = Pieces(encoder.pieces)  # type: ignore[assignment]
         longest_first = sorted(raw, key=lambda c: (-len(c), c))
         word = {c: r"(?<!\w){}(?!\w)" if raw[c].single_word else "{}" for c in raw}
         self._raw = re.compile("|".join(word[c].format(re.escape(c)) for c in longest_first) or "(?!)")
@@ -138,7 +140,7 @@ class Tokenizer:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Equal for tokenizers whose ids all mean the same: 64 hexadecimal digits."""
-        return hashlib.sha256(json.dumps(self._encoder.pieces).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([*self._encoder.pieces]).encode()).hexdigest()
 
     def difference(self, other: "Tokenizer") -> str:
         """Where two tokenizers disagree on what an id means; empty if they do not."""
@@ -152,7 +154,8 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids` alone. Ids past `size` have no text; incomplete UTF-8 becomes U+FFFD.
 
-        Equals the library's decode; no `clean_up_tokenization_spaces` (transformers ignores it for BPE).
+        Equals the library's decode, but keeps the tags around a thought where they are special tokens; no
+        `clean_up_tokenization_spaces` (transformers ignores it for BPE).
         """
         return self._encoder.decode(list(self._pieces(ids, skip_special)))
 

@@ -1,6 +1,6 @@
 """Short convolutions on a GPU: a launch that writes the inputs, and one that reads each token's taps."""
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportGeneralTypeIssues=false
 # (what triton.jit takes and gives is no function to a type checker)
 
 import torch

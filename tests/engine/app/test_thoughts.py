@@ -22,7 +22,8 @@ TEMPLATE = (
     "{{ bos_token }}{% if tools %}[tools]{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}[{{ m.role }}]"
     "{% if m.role == 'assistant' and '</think>' in m.content %}{{ m.content.split('</think>')[-1] | trim }}"
-    "{% else %}{{ m.content }}{% endif %}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% if open %}<think>\n{% endif %}"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
