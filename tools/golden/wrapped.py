@@ -55,18 +55,19 @@ class Wrapper:
         part: the tensor of another part.
     """
 
-    text: Callable[[Path, int], None]
+    text: Callable[[Path, int], object]
     outer: Mapping[str, Any]
     names: str
     part: str
     changes: Mapping[str, Any]
 
 
-def _llama(changes: Mapping[str, Any]) -> Callable[[Path, int], None]:
-    return lambda folder, seed: random_checkpoint.make(folder, **SMALL | {"kv_heads": 2} | changes, seed=seed)
+def _llama(changes: Mapping[str, Any]) -> Callable[[Path, int], object]:
+    options: dict[str, Any] = {**SMALL, "kv_heads": 2, **changes}
+    return lambda folder, seed: random_checkpoint.make(folder, **options, seed=seed)
 
 
-NO_TOKENS = dict.fromkeys(("architectures", "bos_token_id", "eos_token_id", "dtype"), ABSENT)
+NO_TOKENS: dict[str, Any] = dict.fromkeys(("architectures", "bos_token_id", "eos_token_id", "dtype"), ABSENT)
 LLAVA = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "vision_config": CLIP,
          "image_token_index": 2, "vision_feature_layer": -1, "vocab_size": 7}  # fmt: skip
 MROPE = {"type": "mrope", "mrope_section": [2, 1, 1], "rope_type": "default"}
