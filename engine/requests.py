@@ -113,11 +113,15 @@ class SearchResult:
         for output, record in zip(self.outputs, outputs, strict=True):
             if output.item is not None:
                 record["item"] = output.item
-        for i, output in enumerate(outputs if thoughts else ()):
-            thought, output["text"] = thoughts.split(output["text"])
-            if thought is not None:
-                outputs[i] = {"text": output["text"], "reasoning": thought} | output
+        if thoughts is not None:
+            outputs = [_parted(output, thoughts) for output in outputs]
         return {"id": id, "outputs": outputs, "stats": self.stats}
+
+
+def _parted(output: dict[str, Any], thoughts: Thoughts) -> dict[str, Any]:
+    """An output's record with the thought, if there is one, beside the answer."""
+    thought, answer = thoughts.split(output["text"])
+    return {"text": answer} | ({} if thought is None else {"reasoning": thought}) | {**output, "text": answer}
 
 
 @dataclass(frozen=True)
