@@ -31,7 +31,7 @@ def build_launcher() -> None:
 
     Raises whatever Triton does where it cannot.
     """
-    runtime.driver.active.get_current_device()
+    runtime.driver.active.get_current_target()
 
 
 def check_device(*tensors: Tensor) -> None:

@@ -45,7 +45,7 @@ def test_an_old_gpu_is_refused(gpu, name):
 @needs_triton
 def test_what_triton_builds_with(gpu, monkeypatch, tmp_path):
     gpu((9, 0))
-    set_driver(monkeypatch, lambda: SimpleNamespace(get_current_device=lambda: 0))
+    set_driver(monkeypatch, lambda: SimpleNamespace(get_current_target=lambda: 0))
     assert pick_device("auto") == pick_device("cuda") == torch.device("cuda")
 
     def fail():
