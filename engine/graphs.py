@@ -6,7 +6,6 @@ need no buckets. The first pass of a bucket runs without a graph, as a warm-up; 
 passes larger than the largest bucket, use no graphs: they keep a GPU busy by themselves.
 """
 
-import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor
 from engine.constrained import Edit
 from engine.driver import Answers, Part, Runner
 from engine.errors import UsageError
+from engine.gpu import check_triton
 from engine.packing import Chunk, Pass, pack
 from engine.phases import phase
 from engine.pool import PagePool
@@ -60,8 +60,7 @@ def make_runner(model, pool: PagePool, vocab_size: int, dtype: torch.dtype | Non
         if reason and not cpp.off():
             warnings.warn(f"the kernels in PyTorch run, slower than those in C++: {reason}", stacklevel=2)
         return Runner(model, pool, vocab_size, impl="torch" if reason else "cpp", dtype=dtype)
-    if importlib.util.find_spec("triton") is None:
-        raise UsageError("a GPU needs the package triton", remedy="pip install 'coppice[gpu]', or use --device cpu")
+    check_triton()
     from kernels.tree_attention.triton import DTYPES, MAX_HEAD_DIM
 
     if dtype not in DTYPES or head_dim > MAX_HEAD_DIM:
