@@ -290,8 +290,8 @@ class Pending:
         self.known = [*plan.known]
         if self.parts is None or trace is not None:
             self.known_KV = Constrained.known_rows(plan, self.width, device)
-        if trace is not None:
-            trace.answered(self.request.tree, self.known, self.known_KV)
+            if trace is not None:
+                trace.answered(self.request.tree, self.known, self.known_KV)
         if self.parts is not None:
             tokens, numbers = zip(*plan.known.values(), strict=True)
             values_K, token_K = torch.tensor(numbers, dtype=torch.float32), torch.tensor(tokens)
@@ -390,7 +390,8 @@ class Batch:
         self.asked += [i for i, _ in wanted]
         share, read = Share(job, pending, chunk, nodes, rows), pending.request.read
         if pending.parts is not None and nodes:
-            read = partial(_read_best, *pending.best_of(nodes))
+            read, observer = partial(_read_best, *pending.best_of(nodes)), self.runner.observer
+            read = read if observer is None else observed_read(observer, read)
         elif nodes != list(pending.request.nodes):  # not all of it in this pass
             read = None
         if read is not None:
@@ -540,8 +541,9 @@ class Driver:
         few = [share.few for share in answered] if runner.device.type == "cpu" else []
         if parts := [part for part in few if part is not None] if None not in few else []:
             logps, finite = runner.evaluate_few(chunks, asked, parts)
-            for share, part, logp_M in zip(answered, parts, logps, strict=True):
-                share.take_few(part, logp_M)
+            with phase(runner.observer, "search"):
+                for share, part, logp_M in zip(answered, parts, logps, strict=True):
+                    share.take_few(part, logp_M)
             return torch.empty(0, 0), finite
         logp_NV, finite, numbers = runner.evaluate(chunks, asked, batch.reads, batch.edits)
         for share, read in zip(batch.readers, numbers, strict=True):
