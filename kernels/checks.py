@@ -4,6 +4,7 @@ Every implementation of an operator refuses the same inputs with the same error.
 what only it cannot do, for example a dtype that C++ does not have.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -103,7 +104,7 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     expect("v_TGD", v_TGD, dtype, (slots_T.shape[0], G, D), device, contiguous=False)
 
 
-def queries(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, window: int | None) -> None:
+def queries(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, window: int | None, cap: float | None) -> None:
     """Raises ValueError for queries and a cache that `kernels.tree_attention.tree_attention` does not take."""
     cache(k_GSD, v_GSD)
     floats("q_THD", q_THD, 3)
@@ -114,6 +115,8 @@ def queries(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, window: int | None) -> 
     expect("q_THD", q_THD, dtype, (T, H, D), k_GSD.device, contiguous=False)
     if window is not None and window < 0:
         raise ValueError(f"window: expected None or at least 0, got {window}")
+    if cap is not None and not 0 < cap < math.inf:
+        raise ValueError(f"cap: expected None or more than 0, got {cap}")
 
 
 def tensors(layout: TreeLayout, device: torch.device) -> None:

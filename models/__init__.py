@@ -8,13 +8,16 @@ import torch
 # isort: on
 from collections.abc import Callable
 
-from models import gpt2, llama, opt, phi, phi3, qwen3
+from models import gemma, gpt2, llama, opt, phi, phi3, qwen3
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.errors import CheckpointError
 from models.weights import Weights
 
-_CLASSES: list[type[Decoder]] = [llama.Llama, gpt2.GPT2, opt.OPT, phi.Phi, phi3.Phi3, qwen3.Qwen3]
+_CLASSES: list[type[Decoder]] = [
+    *(llama.Llama, gpt2.GPT2, opt.OPT, phi.Phi, phi3.Phi3, qwen3.Qwen3),
+    *(gemma.Gemma, gemma.Gemma2, gemma.Gemma3),
+]
 FAMILIES = {name: family for family in _CLASSES for name in family.architectures}
 
 

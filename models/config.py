@@ -41,6 +41,7 @@ class Config:
         attention_bias, out_bias, mlp_bias, head_bias: the matrices of queries, keys and values, the one after
             attention (None: as those), those of the MLP and the head have biases.
         windows, scales: of attention, by layer; empty: none, and 1 / sqrt(head_dim).
+        attention_cap: scores of attention become cap * tanh(score / cap).
         embedding_width: of the embedding, where matrices lead from it to `width` and back.
         embedding_scale: factor of the embedding; `rounded_scale`: it is rounded to the model's dtype first.
         residual_scale: factor of what attention and MLP add to the stream.
@@ -76,6 +77,7 @@ class Config:
     head_bias: bool = False
     windows: tuple[int | None, ...] = ()
     scales: tuple[float, ...] = ()
+    attention_cap: float | None = None
     embedding_width: int | None = None
     embedding_scale: float = 1.0
     rounded_scale: bool = False
@@ -253,8 +255,10 @@ def rotary(
     *,
     positions: int,
     activation: str = "silu",
+    activation_field: str = "hidden_act",
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    one_rope: bool = True,
     **rope: Any,
 ) -> dict[str, Any]:
     """Arguments of a `Config` that families with rotary embeddings read alike.
@@ -262,6 +266,8 @@ def rotary(
     Args:
         positions, activation, kv_heads, head_dim: values of absent fields; None: as many heads as queries have, and an
             even share of the width.
+        activation_field: the name of the field.
+        one_rope: all layers share a rotary table; if not, `Config.ropes` is for the caller to read.
         rope: see `RopeConfig.from_hf`.
 
     Raises:
@@ -278,7 +284,7 @@ def rotary(
     if size % 2 and "partial" not in rope:
         raise fields.error("head_dim", "an even number")
     max_positions = fields.int("max_position_embeddings", default=positions, high=2**31)
-    return common(fields, activation="hidden_act", default=activation, tied=False) | {
+    return common(fields, activation=activation_field, default=activation, tied=False) | {
         "width": width,
         "heads": heads,
         "kv_heads": shared,
@@ -286,7 +292,7 @@ def rotary(
         "mlp_width": fields.int("intermediate_size"),
         "layers": fields.int("num_hidden_layers", high=2**14),
         "max_positions": max_positions,
-        "rope": RopeConfig.from_hf(fields, size, max_positions, **rope),
+        "rope": RopeConfig.from_hf(fields, size, max_positions, **rope) if one_rope else None,
     }
 
 

@@ -32,7 +32,7 @@ class Decoder(nn.Module):
         default_eos_token_ids: where no file of the checkpoint has any.
         ignored: tensors that a checkpoint may hold besides.
         base: begins the names of a save of the whole model; a save of the model without its head lacks it.
-        rotaries: the rotary tables, as `Config.table` numbers them.
+        rotaries, tables: the rotary tables; the number of each layer's, None where nothing is rotated.
         stack: all layers as one call, on a CPU; None where that has no operators.
     """
 
@@ -75,6 +75,7 @@ class Decoder(nn.Module):
         self.embedding_scale = torch.tensor(scale, dtype=dtype).item() if c.rounded_scale else scale
         self.positions_PE = weights.vector(f"{names.positions}.weight") if names.positions else None
         self.rotaries = [RotaryEmbedding(rope).to(device) for rope in c.tables()]
+        self.tables = tuple(c.table(i) for i in range(c.layers))
         projected = names.project if c.embedding_width else (None, None)
         self.project_in, self.project_out = (weights.linear(name) if name else None for name in projected)
         self.layers = nn.ModuleList(Layer(c, names, weights, i) for i in range(c.layers))
@@ -105,7 +106,7 @@ class Decoder(nn.Module):
         if self.stack is not None and self.stack.takes(layout):
             return self.stack(x_TE, tables, cache, layout)
         for i, layer in enumerate(self.layers):
-            rope: Rope = None if layer.table is None else tables[layer.table]
+            rope: Rope = None if (table := self.tables[i]) is None else tables[table]
             x_TE = layer(x_TE, rope, cache.k_LGSD[i], cache.v_LGSD[i], layout)
         return x_TE if self.norm is None else self.norm(x_TE, layout.impl)
 
@@ -120,9 +121,9 @@ class Decoder(nn.Module):
 
     def _stack(self) -> Stack | None:
         c, layers = self.config, []
-        for layer in self.layers:
+        for layer, table in zip(self.layers, self.tables, strict=True):
             assert isinstance(layer, Layer)
-            described = layer.described()
+            described = layer.described(table)
             if described is None:
                 return None
             layers.append(described)

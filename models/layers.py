@@ -63,7 +63,7 @@ class Attention(nn.Module):
         self.k_norm = Norm(c, weights, layer + names.k_norm) if c.head_norms else None
         self.all_heads, self.norms_last = c.head_norms == "all", c.norms_last
         self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
-        self.scale, self.window = c.scale(index), c.window(index)
+        self.scale, self.window, self.cap = c.scale(index), c.window(index), c.attention_cap
 
     def forward(self, x_TE: Tensor, rope: Rope, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> Tensor:
         H, G, impl = self.heads, self.kv_heads, layout.impl
@@ -81,7 +81,7 @@ class Attention(nn.Module):
                 turned_THD = rotary(turned_THD, *rope, impl=impl)
             q_THD, k_TGD = turned_THD.split([H, G], 1)
         kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=impl)
-        mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=self.scale, window=self.window)
+        mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=self.scale, window=self.window, cap=self.cap)
         return self.out(mixed_THD.flatten(1))
 
     def _normed(self, x_THD: Tensor, norm: Norm, impl: str) -> Tensor:
@@ -147,10 +147,9 @@ class Layer(nn.Module):
             None if c.parallel else Residual(c, weights, layer + names.mlp_norm, layer + names.mlp_out_norm)
         )
         self.attention, self.mlp = Attention(c, names, weights, index), MLP(c, names, weights, index)
-        self.table = c.table(index)
 
-    def described(self) -> stack.Layer | None:
-        """For a stack; None: it has no product of a matrix."""
+    def described(self, table: int | None) -> stack.Layer | None:
+        """For a stack, whose angles of number `table` rotate queries and keys; None: it has no product of a matrix."""
         attention, mlp = self.attention, self.mlp
         qkv, out, up, down = (part.matrix for part in (attention.qkv, attention.out, mlp.up, mlp.down))
         if qkv is None or out is None or up is None or down is None:
@@ -169,7 +168,8 @@ class Layer(nn.Module):
             scale=attention.scale,
             residual_scale=self.attention_residual.scale,
             window=attention.window,
-            table=self.table,
+            cap=attention.cap,
+            table=table,
         )
 
     def forward(self, x_TE: Tensor, rope: Rope, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> Tensor:

@@ -52,7 +52,7 @@ class Layer(NamedTuple):
         qkv, out, up, down: the matrices.
         q_norm, k_norm: of each head of queries and keys; `all_heads`: of all heads as one row.
         norms_last: they come after the rotation, not before.
-        scale, window: of attention.
+        scale, window, cap: of attention.
         residual_scale: factor of what is added to the stream.
         table: number of the angles that queries and keys are rotated by; None: they are not.
     """
@@ -70,6 +70,7 @@ class Layer(NamedTuple):
     norms_last: bool = False
     residual_scale: float = 1.0
     window: int | None = None
+    cap: float | None = None
     table: int | None = None
 
 
@@ -219,7 +220,7 @@ def _layer(layer: Layer) -> ctypes.Structure:
     numbers = (-1 if x is None else x for x in (layer.window, layer.table))
     norms = (_STRUCTURES["Norms"](*map(_norm, norms or Norms())) for norms in layer[:2])
     matrices = (packed.described(bias) for packed, bias in (layer.qkv, layer.out, layer.up, layer.down))
-    scales = layer.scale, layer.residual_scale
+    scales = layer.scale, layer.cap or 0.0, layer.residual_scale
     head_norms = _norm(layer.q_norm), _norm(layer.k_norm)
     return _STRUCTURES["Layer"](*flags, *numbers, *norms, *head_norms, *matrices, *scales)
 

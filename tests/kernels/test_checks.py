@@ -269,7 +269,7 @@ def stack(**changes):
     sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "eps": 1e-5, "activation": "gelu", "gated": False}
     parts = {"norm": Norm(torch.ones(8)), "qkv": matrix(24, 8), "out": matrix(8, 8, torch.zeros(8)), **changes}
     up, down = matrix(16, 8), parts.get("down", matrix(8, 16))
-    names = {name: parts[name] for name in ("q_norm", "k_norm", "all_heads") if name in parts}
+    names = {name: parts[name] for name in ("q_norm", "k_norm", "all_heads", "table") if name in parts}
     norms = Norms(Norm(torch.ones(8))), Norms(output=parts["norm"])
     layer = Layer(*norms, parts["qkv"], parts["out"], up, down, scale=0.5, **names)
     return Stack([layer], Norm(torch.ones(8)), **sizes)

@@ -33,6 +33,7 @@ VARIANTS = [
     *("opt/plain", "opt/no_biases", "opt/no_affine", "gpt2/plain", "gpt2/unscaled", "gpt2/gelu", "gpt2/wide"),
     *("opt/post_norm", "opt/no_final_norm", "gpt2/by_layer", "phi/plain", "phi/gqa", "phi/partial", "phi/qk_layernorm"),
     *("phi3/plain", "phi3/window", "qwen3/plain", "qwen3/windows", "qwen3/bias"),
+    *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
 INT8_CACHES = [(dtype, "none", "int8") for dtype in ("float32", "bfloat16", "float16")]
@@ -94,6 +95,7 @@ OPTIONS = {
     "three tables": {"ropes": ROPES},
     "gelu": {"activation": "gelu_tanh"},
     "bias of queries": {"attention_bias": True, "out_bias": False},
+    "cap": {"attention_cap": 2.0, "windows": (7, None, 3)},
 }
 
 
@@ -149,7 +151,7 @@ def test_logits_and_embedding_take_their_multipliers(tmp_path, monkeypatch):
     assert load(tmp_path, ("bfloat16", "none")).runner.model.embedding_scale == 6.9375
 
 
-@pytest.mark.parametrize("variant", ["opt/post_norm", "phi/qk_layernorm", "phi3/window", "qwen3/windows"])
+@pytest.mark.parametrize("variant", ["opt/post_norm", "phi/qk_layernorm", "qwen3/windows", "gemma/two", "gemma/three"])
 def test_an_int8_cache_of_other_families(variant, monkeypatch):
     check(GOLDEN / variant, ("float32", "none", "int8"), monkeypatch)
 
