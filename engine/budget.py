@@ -5,6 +5,7 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,21 @@ import engine.loading
 from engine.contract import slots_of
 from engine.errors import UsageError
 from engine.loading import check_quant, pick_device, pick_dtype, pick_quant
-from engine.memory import MAX_TOKENS, read_size, release_libraries, size_text, total_memory
+from engine.memory import MAX_TOKENS, read_size, size_text, total_memory
 from engine.requests import Search
 from engine.text.tokenizer import FILES
+from engine.text.tokenizer_files import read_file
+from engine.text.tokenizer_limits import parse
 from kernels.layout import NULL_SLOT, TRASH_SLOT
 from models.checkpoint import Checkpoint
 from models.linear import FORMATS
+from models.memory import release_libraries
 from models.sizes import ModelSize, measure
 
 TOKENS = 256  # of a pass, see `Runner`
-GROWTH = 36 << 20  # what a process takes beyond its imports: code that is used again, threads, what malloc keeps
-TOKENIZER = 20  # bytes in memory for a byte of the tokenizer's files
+GROWTH = 24 << 20  # what a process takes beyond its imports: code that is used again, threads, what malloc keeps
+TOKENIZER = 20  # bytes in memory for a byte of a tokenizer's file
+TOKENIZER_LEAST, ENTRY = 3 << 20, 190  # bytes of a tokenizer.json in memory, and for each of its pieces and merges
 ARENA = 72 << 20  # address space of a thread: its stack, and what malloc reserves for it
 RESERVED = max(NULL_SLOT, TRASH_SLOT) + 1  # slots that no tree gets
 BEAMS = (1, 4, 15)  # of the table
@@ -221,14 +226,29 @@ def _cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def _tokenizer(folder: Path) -> int:
-    names = {name: folder / name for name in (*FILES, "merges.txt")}
-    return TOKENIZER * max((path.stat().st_size for path in names.values() if path.is_file()), default=0)
+    """Bytes of a tokenizer, by its files."""
+    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if path is None:
+        return 0
+    merges = folder / "merges.txt"
+    more = merges.stat().st_size if path.name == FILES[2] and merges.is_file() else 0
+    return _of_file(path, path.stat().st_size + more)
+
+
+@lru_cache(maxsize=8)
+def _of_file(path: Path, size: int) -> int:
+    if path.name != FILES[0]:
+        return TOKENIZER * size
+    model = parse(read_file(path)).get("model")
+    parts = [model.get(name) for name in ("vocab", "merges")] if isinstance(model, dict) else []
+    return TOKENIZER_LEAST + ENTRY * sum(len(part) for part in parts if isinstance(part, dict | list))
 
 
 def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
     """What a pass computes, see kernels/stack/native.cpp, and log-probabilities of the rows that searches ask for."""
     c, element = size.config, max(dtype.itemsize, 2)
     heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim
+    heads += 4 * c.width * bool(c.taps)
     row = 5 * c.width + heads + (3 if c.gated else 2) * c.mlp_width
     rows = min(TOKENS, workload.parallel * workload.beams)
     return TOKENS * row * element + rows * c.vocab_size * (element + 2 * 4)

@@ -38,7 +38,7 @@ class Capabilities:
         precision: the dtype and its reason, "float32 (the checkpoint is bfloat16; ...)"; with ", int8 weights" and
             ", int8 cache".
         paths: the processor, its fast paths and those it lacks, "AVX2 processor: C++ kernels; not here: int8 weights".
-        warning: a slow dtype that was chosen nevertheless; "" otherwise.
+        warning: a slow dtype that was chosen nevertheless, parts of the checkpoint that are not loaded; "" otherwise.
     """
 
     precision: str = ""

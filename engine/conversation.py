@@ -9,7 +9,9 @@ from engine.capabilities import Capabilities
 from engine.contract import slots_of
 from engine.engine import Done, Engine, Event, Session
 from engine.errors import UsageError
+from engine.prompting import TemplateOptions, chat_prompt
 from engine.requests import Output, Search, SearchResult
+from engine.text.thinking import Thoughts
 
 REASONS = ("eos", "stop", "length", "interrupted")
 OVERFLOW = ("drop-turns", "error")
@@ -21,10 +23,11 @@ class Turn:
 
     Args:
         user: the person's text.
-        reply: the model's text in the conversation.
+        reply: the model's text in the conversation, without its thought.
         finish_reason: as in `Output`; "interrupted" marks a partial reply.
         first: the oldest turn in the prompt of this one; earlier turns did not fit the context.
         cached: tokens in the cache after this turn.
+        reasoning: what the model thought before; None if nothing.
     """
 
     user: str
@@ -32,6 +35,7 @@ class Turn:
     finish_reason: str
     first: int = 0
     cached: int = field(default=0, compare=False)
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,21 +62,35 @@ class Conversation:
         engine: the model.
         system: system message, for templates only.
         on_overflow: "drop-turns" leaves turns out, "error" refuses the turn that does not fit.
+        options: what the template gets besides the messages.
+
+    Attributes:
+        thoughts: parts the thought from the answer in replies to the latest prompt.
 
     Raises:
-        UsageError: a system message without a template.
+        UsageError: a system message or options without a template, or options that it does not know.
     """
 
-    def __init__(self, engine: Engine, system: str | None = None, on_overflow: str = "drop-turns"):
+    def __init__(
+        self,
+        engine: Engine,
+        system: str | None = None,
+        on_overflow: str = "drop-turns",
+        options: TemplateOptions | None = None,
+    ):
         if on_overflow not in OVERFLOW:
             raise UsageError(f"on_overflow: expected one of {', '.join(OVERFLOW)}, got {on_overflow!r}")
         self.engine, self.on_overflow = engine, on_overflow
         self.system: str | None = None
         self.turns: list[Turn] = []
         self.session = Session(engine)
+        self.options = TemplateOptions()
+        self.thoughts, self._ends = Thoughts(), engine.eos_token_ids
         if system is not None:
             self._check_system()
             self.system = system
+        if options is not None and options.given:
+            self.set_options(options)
 
     @property
     def first(self) -> int:
@@ -89,16 +107,21 @@ class Conversation:
         Raises:
             UsageError: the text cannot be encoded, or the template rejects it.
         """
-        tokenizer, template = self.engine.tokenizer, self.engine.template
-        if template is None:
-            return tokenizer.encode(self.text(user, first))
-        return tokenizer.encode_rendered(template.render(self.messages(user, first)))
+        if self.engine.template is None:
+            return self.engine.tokenizer.encode(self.text(user, first))
+        prompt = chat_prompt(self.engine, self.messages(user, first), self.options)
+        self.thoughts, self._ends = prompt.thoughts, prompt.eos_token_ids
+        return prompt.ids
 
-    def messages(self, user: str, first: int | None = None) -> list[dict[str, str]]:
+    def messages(self, user: str, first: int | None = None) -> list[dict[str, Any]]:
         """The messages to render, with the person's next text at their end; arguments as in `prompt_ids`."""
-        messages = [{"role": "system", "content": self.system}] if self.system is not None else []
+        template = self.engine.template
+        messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system is not None else []
         for turn in self.turns[self.first if first is None else first :]:
-            messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.reply}]
+            reply = {"role": "assistant", "content": turn.reply}
+            if template is not None:
+                reply = template.reply(turn.reply, turn.reasoning)
+            messages += [{"role": "user", "content": turn.user}, reply]
         return [*messages, {"role": "user", "content": user}]
 
     def text(self, user: str, first: int | None = None) -> str:
@@ -127,12 +150,13 @@ class Conversation:
         if first > before:
             yield Dropped(first - before, len(self.turns) - first)
         if self.engine.template is not None:
-            options["messages"] = self.messages(user, first)
+            options = {"messages": self.messages(user, first), "eos_token_ids": self._ends} | options
         for event in self.session.stream(ids, search, max_new_tokens=max_new_tokens, **options):
             if isinstance(event, Done):
                 best, trunk = event.result.outputs[0], self.session.trunk
                 cached = trunk.cached if trunk else 0
-                self.turns.append(Turn(user, self._reply(ids, best), best.finish_reason, first, cached))
+                thought, reply = self.thoughts.split(self._reply(ids, best))
+                self.turns.append(Turn(user, reply, best.finish_reason, first, cached, thought))
             yield event
 
     def undo(self) -> Turn:
@@ -161,6 +185,23 @@ class Conversation:
             self.prompt_ids("Hello")
         except BaseException:
             self.system = before
+            raise
+
+    def set_options(self, options: TemplateOptions) -> None:
+        """Set what the template gets besides the messages, from the next turn on.
+
+        Raises:
+            UsageError: there is no template, or it does not know an option.
+        """
+        if self.engine.template is None and options.given:
+            raise UsageError(
+                "this model has no chat template, which tools and thoughts need", remedy="give --chat-template FILE"
+            )
+        before, self.options = self.options, options
+        try:
+            self.prompt_ids("Hello")
+        except BaseException:
+            self.options = before
             raise
 
     def restore(self, turns: Iterable[Turn], system: str | None) -> None:

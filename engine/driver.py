@@ -78,7 +78,8 @@ class Runner:
         """Pack and run the model: hidden rows of every token of the pass."""
         buckets = {"token_buckets": self.token_buckets, "word_buckets": self.word_buckets}
         with phase(self.observer, "pack"):
-            p = pack(chunks, self.pool.page_size, self.device, impl=self.impl, **buckets)
+            pool = self.pool
+            p = pack(chunks, pool.page_size, self.device, ancestors=pool.ancestors, impl=self.impl, **buckets)
         with phase(self.observer, "forward"):
             return self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
 

@@ -16,7 +16,7 @@ from engine.contract import attributed, check_search, search_error
 from engine.driver import Driver, Job
 from engine.errors import CoppiceError, UsageError, check_flag, check_integer
 from engine.loading import LoadedModel, check_arguments, check_companion, load_models
-from engine.memory import check_memory, is_out_of_memory, out_of_memory, release_libraries, trim_memory
+from engine.memory import check_memory, is_out_of_memory, out_of_memory
 from engine.phases import PhaseObserver
 from engine.pool import PagePool
 from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
@@ -26,6 +26,7 @@ from engine.text.stopping import StopStrings, TextStream, check_stop
 from engine.text.tokenizer import Tokenizer
 from engine.trace import Trace
 from engine.tree import TokenTree
+from models.memory import release_libraries, trim_memory
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ class Engine:
         if callable(reward):
             target.reward = reward
         trim_memory()
+        release_libraries()  # of what only loading uses
         target.load_seconds = time.perf_counter() - began
         return target
 

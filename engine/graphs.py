@@ -28,7 +28,11 @@ TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
 WORDS = (1, 2, 4, 8, 16)  # 32 branch slots each
 TREES = (1, 2, 4, 8, 16)
 LAYOUT = ("positions_T", "write_slots_T", "trunk_seen_T", "ancestry_TC", "token_starts", "trunk_len_R")
-LAYOUT += ("branch_slots_RW", "branch_positions_RW")  # the fields of a layout that change from pass to pass
+LAYOUT += (
+    "branch_slots_RW",
+    "branch_positions_RW",
+    "ancestors_TN",
+)  # the fields of a layout that change from pass to pass
 BUDGET = 2048  # most tokens of a pass on a GPU, which a few hundred would leave half idle
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
@@ -82,7 +86,11 @@ class GraphRunner(Runner):
         self._steps: dict[tuple[int, int, int], _Step] = {}
         self._told: set[str] = set()
         self._outputs: tuple[Tensor, ...] = ()  # results of `answer`, with the rows of the largest bucket
-        most = 4096 + TOKENS[-1] * (5 * 2 + 1 + WORDS[-1]) + TREES[-1] * (WORDS[-1] * WORD * 3 + pool.pages)
+        most = (
+            4096
+            + TOKENS[-1] * (5 * 2 + 1 + 2 * pool.ancestors + WORDS[-1])
+            + TREES[-1] * (WORDS[-1] * WORD * 3 + pool.pages)
+        )
         self.host = torch.empty(most, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self.memory = torch.empty(most, dtype=torch.int32, device=self.device)
 
@@ -96,7 +104,7 @@ class GraphRunner(Runner):
             return super().evaluate(chunks, asked, reads)
         buckets = {"token_buckets": TOKENS, "word_buckets": WORDS, "tree_buckets": TREES}
         with phase(self.observer, "pack"):
-            p = pack(chunks, self.pool.page_size, impl=self.impl, **buckets)
+            p = pack(chunks, self.pool.page_size, ancestors=self.pool.ancestors, impl=self.impl, **buckets)
         key = len(p.tokens_T), p.layout.ancestry_TC.shape[1], len(p.layout.trunk_len_R)
         if key not in self._steps:
             self._steps[key] = _Step(self, p)
@@ -163,13 +171,14 @@ class _Step:
 
 def _fields(p: Pass, rows_T: Tensor) -> list[Tensor]:
     """The inputs of a pass; the page table is last and by columns, so that the places of others do not depend on it."""
-    return [p.tokens_T, p.spans_T, rows_T, *(getattr(p.layout, name) for name in LAYOUT), p.layout.trunk_pages_RP.T]
+    fields = (x for name in LAYOUT if (x := getattr(p.layout, name)) is not None)
+    return [p.tokens_T, p.spans_T, rows_T, *fields, p.layout.trunk_pages_RP.T]
 
 
 def _rebuild(p: Pass, fields: list[Tensor]) -> tuple[Pass, Tensor]:
     """A pass like p with the tensors that `_fields` lists, and its rows_T."""
     tokens_T, spans_T, rows_T, *rest, pages_PR = fields
-    layout = replace(p.layout, **dict(zip(LAYOUT, rest, strict=True)), trunk_pages_RP=pages_PR.T)
+    layout = replace(p.layout, **dict(zip(LAYOUT, rest, strict=False)), trunk_pages_RP=pages_PR.T)
     return Pass(tokens_T, spans_T, layout), rows_T
 
 

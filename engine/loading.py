@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from engine.driver import Runner
 from engine.errors import CheckpointError, UsageError, check_integer
 from engine.fastest import Choice, fastest_format
 from engine.graphs import make_runner
-from engine.memory import make_pools, read_size, total_memory, trim_memory
+from engine.memory import make_pools, read_size, total_memory
 from engine.pool import PagePool
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import FILES, Tokenizer
@@ -26,6 +26,7 @@ from models.checkpoint import Checkpoint
 from models.config import ModelShape
 from models.floats import has_products
 from models.linear import FORMATS
+from models.memory import trim_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 KV_DTYPES = ("auto", "int8")
@@ -132,10 +133,19 @@ class _Weights:
             self.template,
             eos,
             self.folder.resolve().name,
-            Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl, self.kv_dtype),
+            self._capabilities(runner),
             model_key(self.checkpoint, self.precision.dtype, self.quant.name, self.kv_dtype),
             start,
         )
+
+    def _capabilities(self, runner: Runner) -> Capabilities:
+        """What the model runs on; its warning names the parts of the checkpoint that are not loaded."""
+        found = Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl, self.kv_dtype)
+        if not (left_out := self.checkpoint.left_out):
+            return found
+        parts = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in left_out.items())
+        note = f"only the text model is loaded, without {parts}"
+        return replace(found, warning=f"{found.warning}\n{note}" if found.warning else note)
 
 
 def load_models(

@@ -1,9 +1,7 @@
 """Memory: the pools that a budget allows, and whether they can hold a request."""
 
-import ctypes
 import errno
 import math
-import mmap
 import os
 import re
 from bisect import bisect_right
@@ -20,10 +18,6 @@ from engine.requests import Search
 from models.config import ModelShape
 
 PAGE_SIZE = {"cpu": 1, "cuda": 16}  # tokens; single ones waste nothing, larger ones suit a GPU's memory
-WORTHWHILE = 1 << 20  # bytes of a mapping that is worth a call
-_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
-_MADVISE = getattr(ctypes.CDLL(None), "madvise", None)
-_released: list[bool] = []  # whether `release_libraries` has run
 MAX_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
 
 
@@ -54,36 +48,6 @@ def make_pools(
         raise KVMemoryError(
             f"the machine cannot give {size_text(pages * page_bytes)} to the KV cache", remedy="lower --kv-memory"
         ) from error
-
-
-def trim_memory() -> None:
-    """Return freed memory to the system where the C library would keep it (glibc)."""
-    if _MALLOC_TRIM is not None:
-        _MALLOC_TRIM(0)
-
-
-def release_libraries() -> None:
-    """Let go of the code and constants of libraries that the start of the process has touched: 60 MB of torch's.
-
-    What is used again, 20 MB, is read again, from the system's cache of the files. Pages that the process has written
-    to, such as addresses that the loader filled in, stay. Once per process, and on Linux only.
-    """
-    if _released or _MADVISE is None:
-        return
-    _released.append(True)
-    try:
-        with open("/proc/self/smaps", encoding="utf-8", errors="replace") as maps:
-            start = size = 0
-            for line in maps:
-                if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) r-[-x]p \S+ \S+ \d+ .*\.so[.\d]*$", line):
-                    start = int(found[1], 16)
-                    size = int(found[2], 16) - start
-                elif re.match(r"[0-9a-f]+-", line):
-                    size = 0
-                elif line.split()[:2] == ["Anonymous:", "0"] and size >= WORTHWHILE:
-                    _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
-    except (OSError, ValueError):
-        return
 
 
 def total_memory() -> int:

@@ -47,6 +47,7 @@ def pack(
     page_size: int,
     device: torch.device | str = "cpu",
     *,
+    ancestors: int = 0,
     token_buckets: Sequence[int] | None = None,
     word_buckets: Sequence[int] | None = None,
     tree_buckets: Sequence[int] | None = None,
@@ -58,11 +59,12 @@ def pack(
         chunks: one per tree.
         page_size: of the pool that all trees share.
         device: where the tensors go.
+        ancestors: how many of each token's latest ancestors the layout names.
         token_buckets, word_buckets, tree_buckets: sizes that T, the ancestry words and R are padded to, so that
             compiled graphs are reused. Padding tokens attend to nothing and write to the trash slot.
         impl: of the operators, see `kernels.tree_attention`.
     """
-    columns = _Tokens()
+    columns = _Tokens(ancestors)
     for chunk in chunks:
         columns.add(chunk)
     columns.pad(bucket(len(columns.tokens), token_buckets) - len(columns.tokens))
@@ -84,6 +86,7 @@ def pack(
         ancestry_TC=_tensor(ancestry).view(len(columns.bits), C),
         page_size=page_size,
         impl=impl,
+        ancestors_TN=_tensor(array("q", columns.ancestors)).view(-1, ancestors) if ancestors else None,
     ).to(device)
     tokens_T, spans_T = (_tensor(array("q", x)).to(device, non_blocking=True) for x in (columns.tokens, columns.spans))
     return Pass(tokens_T, spans_T, layout)
@@ -92,7 +95,9 @@ def pack(
 class _Tokens:
     """The columns of a layout with a row per token, and the first row of each tree."""
 
-    def __init__(self):
+    def __init__(self, reach: int):
+        self.reach = reach
+        self.ancestors: list[int] = []
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.spans: list[int] = []
@@ -118,11 +123,18 @@ class _Tokens:
         self.bits += [0] * chunk.trunk_tokens
         self.bits += [tree.ancestry(n) for n in nodes]
         self.starts.append(len(self.tokens))
+        if self.reach:
+            size, reach = tree.pool.page_size, self.reach
+            found = [tree.trunk.latest(place, reach, size) for place in range(first, end)]
+            for latest in (*found, *(tree.latest_ancestors(node, reach) for node in nodes)):
+                self.ancestors += latest
+                self.ancestors += [NULL_SLOT] * (reach - len(latest))
 
     def pad(self, count: int) -> None:
         """Add padding tokens to the last tree."""
         self.spans += [1] * count
         self.slots += [TRASH_SLOT] * count
+        self.ancestors += [NULL_SLOT] * count * self.reach
         for column in (self.tokens, self.positions, self.seen, self.bits):
             column += [0] * count
         self.starts[-1] += count

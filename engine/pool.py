@@ -3,22 +3,22 @@
 import math
 import mmap
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.errors import KVMemoryError
-from kernels.kv_int8 import row_width
 from kernels.kv_write import kv_copier
-from kernels.layout import NULL_SLOT, TRASH_SLOT, KVCache
+from kernels.layout import NULL_SLOT, TRASH_SLOT, Kept, KVCache
 from models.config import ModelShape
 
 FREE, CLAIMED, USED = 0, 1, 2
 
 
 class PagePool:
-    """Pages of `page_size` slots; a slot holds one token's keys and values in every layer.
+    """Pages of `page_size` slots; a slot holds what every layer keeps of one token: keys and values as a rule.
 
     A tree claims room for its trunk to grow in one contiguous piece, which keeps attention over it one matrix product.
     A claim is a preference and reserves nothing: when free pages run short, any tree takes them.
@@ -28,6 +28,9 @@ class PagePool:
         pages: pages that trees may take.
         page_size: slots per page.
         dtype, device: of keys and values; int8: see `kernels.kv_int8`.
+
+    Attributes:
+        ancestors: see `ModelShape`.
     """
 
     def __init__(
@@ -43,11 +46,11 @@ class PagePool:
         self.page_size = page_size
         self.reserved = -(-(max(NULL_SLOT, TRASH_SLOT) + 1) // page_size)  # pages that no tree gets
         self.pages = pages
+        self.ancestors = shape.ancestors
         self.bytes_per_token = shape.kv_bytes_per_token(dtype)
         slots = (pages + self.reserved) * page_size
-        size = (shape.layers, shape.kv_heads, slots, row_width(shape.head_dim, dtype))
-        self.cache = KVCache(_reserve(size, dtype, device), _reserve(size, dtype, device))
-        self._copy = kv_copier(self.cache.k_LGSD, self.cache.v_LGSD)
+        self.cache = _cache(shape, slots, dtype, device)
+        self._copiers = [kv_copier(*group) for group in self.cache.groups]
         self._state = bytearray(bytes([USED]) * self.reserved + bytes(pages))  # the rest is FREE
         self.used_pages = 0
 
@@ -105,14 +108,29 @@ class PagePool:
         self.used_pages -= len(pages)
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy the keys and values of slots to others."""
-        self._copy(source, target)
+        """Copy what slots keep to others."""
+        for copy in self._copiers:
+            copy(source, target)
 
     def check_invariants(self, held: list[int] | None = None) -> None:
         """The books add up; with `held`, exactly these pages are in use."""
         used = [p for p in range(self.reserved, len(self._state)) if self._state[p] == USED]
         assert len(used) == self.used_pages, (len(used), self.used_pages)
         assert held is None or used == sorted(held), (used, sorted(held))
+
+
+def _cache(shape: ModelShape, slots: int, dtype: torch.dtype, device: torch.device | str) -> KVCache:
+    """The tensors of a model's layers; see `KVCache`."""
+    groups, places, seen = shape.groups, [], Counter[Kept]()
+    for kept in shape.kept:
+        places.append(([*groups].index(kept), seen[kept]))
+        seen[kept] += 1
+    tensors = []
+    for kept, layers in groups.items():
+        width, own = kept.row(dtype)
+        tensors.append([_reserve((layers, kept.heads, slots, width), own, device) for _ in range(1 + kept.pair)])
+    (k_LGSD, v_LGSD), *others = tensors
+    return KVCache(k_LGSD, v_LGSD, others, places)
 
 
 def _reserve(size: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from torch import Tensor
 
 from engine.pool import PagePool
+from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
 from engine.tree import TokenTree
 
@@ -101,10 +102,14 @@ class SearchResult:
     outputs: list[Output]
     stats: dict[str, Any] = field(default_factory=dict)
 
-    def record(self, id: int | str) -> dict[str, Any]:
-        """The result as an output line of a batch."""
+    def record(self, id: int | str, thoughts: Thoughts | None = None) -> dict[str, Any]:
+        """The result as an output line of a batch; `thoughts` part "reasoning" from "text"."""
         keys = ("text", "token_ids", "logprob", "score", "finish_reason")
         outputs = [{key: getattr(output, key) for key in keys} for output in self.outputs]
+        for i, output in enumerate(outputs if thoughts else ()):
+            thought, output["text"] = thoughts.split(output["text"])
+            if thought is not None:
+                outputs[i] = {"text": output["text"], "reasoning": thought} | output
         return {"id": id, "outputs": outputs, "stats": self.stats}
 
 

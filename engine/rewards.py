@@ -308,4 +308,4 @@ def check_messages(messages: Any) -> None:
 
 def _plain(messages: Messages) -> str:
     """The text of a conversation for a model without a template: the contents, a line each."""
-    return "".join(f"{message['content']}\n" for message in messages)
+    return "".join(f"{message.get('content') or ''}\n" for message in messages)

@@ -54,6 +54,10 @@ class Trunk:
         """The slot in the pool of the token at this place."""
         return self.pages[place // page_size] * page_size + place % page_size
 
+    def latest(self, end: int, count: int, page_size: int) -> list[int]:
+        """The slots in the pool of the `count` tokens before the `end`-th, the latest first; as many as there are."""
+        return [self.slot(place, page_size) for place in range(end - 1, max(end - count, 0) - 1, -1)]
+
     def release(self, pool: PagePool) -> None:
         """Give all pages back."""
         self.truncate(pool, 0)

@@ -421,6 +421,15 @@ class TokenTree:
         """For each branch slot its slot in the pool and its token's position; 0 if it is free. Read only."""
         return self.slots.table
 
+    def latest_ancestors(self, node: int, count: int) -> list[int]:
+        """Slots in the pool of an evaluated node's latest ancestors, parents first; as many as there are, at most."""
+        found, table, slot = [], self.slots.table[0], self._slot
+        node = self._parent[node]
+        while len(found) < count and slot[node] != IN_TRUNK:
+            found.append(table[slot[node]])
+            node = self._parent[node]
+        return found + self.trunk.latest(self._position[node] + 1, count - len(found), self.pool.page_size)
+
     def trunk_runs(self) -> list[tuple[int, int]]:
         """(first slot, length) of each contiguous piece of the evaluated trunk, in order."""
         size, left = self.pool.page_size, self.trunk.cached

@@ -104,6 +104,25 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     expect("v_TGD", v_TGD, dtype, (slots_T.shape[0], G, D), device, contiguous=False)
 
 
+def short_conv(
+    x_TF: Tensor, weight_KE: Tensor, bias_E: Tensor | None, rows_SE: Tensor, slots_T: Tensor, ancestors_TN: Tensor
+) -> None:
+    """Raises ValueError for what `kernels.short_conv.short_conv` does not take, but for slots out of range."""
+    floats("x_TF", x_TF, 2)
+    floats("weight_KE", weight_KE, 2)
+    floats("rows_SE", rows_SE, 2)
+    (T, _), (K, E), device = x_TF.shape, weight_KE.shape, x_TF.device
+    if not K:
+        raise ValueError(f"weight_KE: expected a tap or more, got {list(weight_KE.shape)}")
+    expect("weight_KE", weight_KE, x_TF.dtype, (K, E), device)
+    expect("x_TF", x_TF, x_TF.dtype, (T, 3 * E), device, contiguous=False)
+    expect("rows_SE", rows_SE, rows_SE.dtype, (len(rows_SE), E), device)
+    if bias_E is not None:
+        expect("bias_E", bias_E, x_TF.dtype, (E,), device)
+    expect("slots_T", slots_T, torch.int64, (T,), device)
+    expect("ancestors_TN", ancestors_TN, torch.int64, (T, K - 1), device)
+
+
 def queries(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, window: int | None, cap: float | None) -> None:
     """Raises ValueError for queries and a cache that `kernels.tree_attention.tree_attention` does not take."""
     cache(k_GSD, v_GSD)

@@ -12,10 +12,13 @@ One tree of the pass, its trunk of 5 tokens in pages of 4, its branches in the s
     b               ancestry(b) = bit 1 (b)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from kernels.kv_int8 import row_width
 
 NULL_SLOT = 0  # holds zeros for ever: what holes and padding read
 TRASH_SLOT = 1  # what padding tokens write; nothing reads it
@@ -38,6 +41,7 @@ class TreeLayout:
     ancestry_TC: Tensor  # int32 words, bit i: this token sees branch slot i of its tree
     page_size: int
     impl: str = "torch"  # which implementation of the operators the engine chose
+    ancestors_TN: Tensor | None = None  # int64, slots of the latest ancestors, parents first; NULL_SLOT where none is
 
     def to(self, device: torch.device | str) -> "TreeLayout":
         """The same layout on a device, but for `trunk_runs`."""
@@ -58,11 +62,54 @@ class TreeLayout:
 
 
 @dataclass(frozen=True)
-class KVCache:
-    """Keys and values of every layer, head-major so that a head's rows are contiguous; int8: see `kernels.kv_int8`."""
+class Kept:
+    """What a layer keeps of each token, in the token's slot: rows of a tensor, or of two.
 
-    k_LGSD: Tensor
-    v_LGSD: Tensor
+    Args:
+        heads, size: rows, and elements of a row.
+        pair: keys and values; otherwise one tensor: the input of a short convolution is one row of the model's width.
+    """
+
+    heads: int
+    size: int
+    pair: bool = True
+
+    def row(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Elements of a row, and their dtype, in a cache of this dtype: int8 is for keys and values only."""
+        if self.pair:
+            return row_width(self.size, dtype), dtype
+        return self.size, torch.bfloat16 if dtype == torch.int8 else dtype
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a token's rows in a cache of this dtype."""
+        size, kept = self.row(dtype)
+        return (1 + self.pair) * self.heads * size * kept.itemsize
+
+
+class KVCache:
+    """What all layers keep of all tokens: keys and values as a rule. A slot is one place in every tensor.
+
+    Layers that keep the same share tensors [L, G, S, D]: a model whose layers are alike has one of keys and one of
+    values. They are head-major, so that a head's rows are contiguous; int8 ones: see `kernels.kv_int8`.
+
+    Args:
+        k_LGSD, v_LGSD: of the layers with attention.
+        others: one tensor or two for each other `Kept`.
+        places: of each layer: the number of its tensors (0: keys and values, 1: the first of the others), and its place
+            in them; layers may share one. Empty: keys and values, in order.
+    """
+
+    def __init__(
+        self,
+        k_LGSD: Tensor,
+        v_LGSD: Tensor,
+        others: Sequence[Sequence[Tensor]] = (),
+        places: Sequence[tuple[int, int]] = (),
+    ):
+        self.k_LGSD, self.v_LGSD = k_LGSD, v_LGSD
+        self.groups = (k_LGSD, v_LGSD), *map(tuple, others)
+        places = places or [(0, i) for i in range(len(k_LGSD))]
+        self.layers = [tuple(x[i] for x in self.groups[number]) for number, i in places]
 
 
 def unpack_bits(words_TC: Tensor) -> Tensor:

@@ -96,9 +96,19 @@ int64_t coppice_kv_write_int8(int64_t kind, int64_t threads, char* k_GSD, char* 
                               const void* v_TGD, const int64_t* slots_T, int64_t tokens, int64_t heads, int64_t slots,
                               int64_t head_dim, int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head);
 
-// Copies slots to others, in each of `heads` heads (of all layers); all are read before any is written.
+// Copies slots to others, in each of `heads` heads (of all layers); all are read before any is written. v may be null.
 void coppice_kv_copy(int64_t threads, char* k_GSD, char* v_GSD, const int64_t* source_T, const int64_t* target_T,
                      int64_t tokens, int64_t heads, int64_t slots, int64_t row);
+
+// --- short_conv ---
+
+// x [tokens, 3 * width] is B, C and X; row t of B * X goes to slots_T[t] of the cache [slots, width]; `weight`
+// [count + 1, width] multiplies the rows of slots ancestors_TN [tokens, count], the latest last, and the token's own.
+// out [tokens, width] is C times their sum and the bias, which may be null. Returns 0, and writes nothing, if a slot is
+// outside the cache. `kept` is the kind of the cache's elements.
+int64_t coppice_short_conv(int64_t kind, int64_t kept, int64_t threads, const void* x, const void* weight,
+                           const void* bias, void* rows, const int64_t* slots_T, const int64_t* ancestors_TN, void* out,
+                           int64_t tokens, int64_t width, int64_t count, int64_t slots);
 
 // --- tree_attention ---
 
@@ -134,10 +144,12 @@ struct Norm {
     const void* bias;
 };
 
-// Cosines and sines [tokens, dims].
+// Cosines and sines [tokens, dims], of keys and of queries.
 struct Angles {
     const void* cos;
     const void* sin;
+    const void* query_cos;
+    const void* query_sin;
     int64_t dims;
 };
 
@@ -149,24 +161,27 @@ struct Norms {
 // `parallel`: the MLP reads what attention reads; `all_heads`: the norms of queries and of keys are those of all their
 // heads as one row; `norms_last`: they come after the rotation. A negative window: none; `table` is the number of the
 // angles that queries and keys are rotated by, negative: they are not. What is added to the stream is multiplied by
-// `residual_scale` first.
+// `residual_scale` first. With weights in `conv` a layer has a short convolution in the place of attention, and `qkv` is
+// the matrix before that; `place` counts the layers before it that have the same.
 struct Layer {
-    int64_t parallel, all_heads, norms_last, window, table;
+    int64_t parallel, all_heads, norms_last, window, table, place;
     Norms attention_norms, mlp_norms;
-    Norm q_norm, k_norm;
+    Norm q_norm, k_norm, conv;
     Matrix qkv, out, up, down;
     float scale, cap, residual_scale;
 };
 
 struct Stack {
-    int64_t kind, element, layers, heads, kv_heads, head_dim, width, mlp_width, gated, activation;
+    int64_t kind, element, layers, heads, kv_heads, head_dim, width, mlp_width, gated, activation, taps;
     const Layer* layer;
     Norm norm;
     float eps;
 };
 
 // x [T, E] is changed, out [T, E] takes it through the last norm. `attention` is that of every layer but for window,
-// scale and cap; its queries will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D].
+// scale and cap; its queries will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D] of the layers
+// with attention, rows [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions.
 void coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t threads, void* x,
-                   char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out, int64_t tokens, int64_t slots);
+                   char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out, int64_t tokens, int64_t slots,
+                   char* rows, int64_t kept, const int64_t* ancestors_TN);
 }

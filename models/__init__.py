@@ -8,15 +8,48 @@ import torch
 # isort: on
 from collections.abc import Callable
 
-from models import gemma, gpt2, llama, opt, phi, phi3, qwen3
+from models import (
+    gemma,
+    gpt2,
+    granite,
+    hunyuan,
+    lfm2,
+    llama,
+    mistral,
+    olmo,
+    opt,
+    phi,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    stablelm,
+)
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.errors import CheckpointError
 from models.weights import Weights
 
 _CLASSES: list[type[Decoder]] = [
-    *(llama.Llama, gpt2.GPT2, opt.OPT, phi.Phi, phi3.Phi3, qwen3.Qwen3),
-    *(gemma.Gemma, gemma.Gemma2, gemma.Gemma3),
+    llama.Llama,
+    gpt2.GPT2,
+    opt.OPT,
+    phi.Phi,
+    phi3.Phi3,
+    qwen2.Qwen2,
+    qwen3.Qwen3,
+    mistral.Mistral,
+    mistral.Ministral3,
+    smollm3.SmolLM3,
+    granite.Granite,
+    granite.GraniteHybrid,
+    olmo.Olmo,
+    hunyuan.HunYuan,
+    stablelm.StableLM,
+    lfm2.LFM2,
+    gemma.Gemma,
+    gemma.Gemma2,
+    gemma.Gemma3,
 ]
 FAMILIES = {name: family for family in _CLASSES for name in family.architectures}
 

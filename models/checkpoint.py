@@ -11,7 +11,7 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +27,7 @@ from models.grouped import GroupedWeight
 from models.packed import PANELS, PREFIXES, Packing
 from models.quantized import EMBEDDING, TRANSPOSED, Part, Quantization, Scheme, Source, quantization
 from models.quantized.own import GroupedReader, Grouping, Own
+from models.wrapped import is_wrapped, parts, text_config, text_names
 
 CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -39,12 +40,16 @@ LINE = 64  # bytes of the caches of processors
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of a tensor. `packed`: the file has its values in a packed matrix alone."""
+    """What a header says of a tensor. `packed`: the file has its values in a packed matrix alone.
+
+    `name`: that of the file, where the model has another one for it.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
     packed: bool = False
+    name: str = ""
 
     def fits(self, part: Part) -> bool:
         """Whether it is what a model needs."""
@@ -58,6 +63,9 @@ class Checkpoint:
     `tensors` comes from the headers alone: opening a checkpoint reads no weights and allocates nothing of their size.
     `packing` describes the matrices that were packed ahead, if any; `tensors` has them under their own names as well.
     `quantization` is what the config says of weights that are stored quantised; None: all are floats.
+
+    Of a model of several modalities `config` and `tensors` are those of its text model, by the names that this has
+    on its own; `left_out` are the bytes of the other parts.
     """
 
     folder: Path
@@ -66,6 +74,7 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     packing: Packing | None = None
     quantization: Quantization | None = None
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def open(folder: str | Path) -> Checkpoint:
@@ -108,8 +117,8 @@ class Checkpoint:
         """What the config declares (`dtype`, formerly `torch_dtype`), else the float dtype that most tensors have."""
         names = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
         names |= {f"torch.{name}": dtype for name, dtype in names.items()}
-        for field in ("dtype", "torch_dtype"):
-            declared = self.fields.choice(field, {*names, "auto"}, None)
+        for name in ("dtype", "torch_dtype"):
+            declared = self.fields.choice(name, {*names, "auto"}, None)
             if declared and declared != "auto":
                 return names[declared]
         found = Counter(info.dtype for info in self.tensors.values() if info.dtype in FLOATS.values())
@@ -207,7 +216,10 @@ class Checkpoint:
             return None
         if kind == EMBEDDING and not isinstance(self.quantization, Own):
             return None
-        return self.quantization.scheme(name.removesuffix(".weight"), kind)
+        module = name.removesuffix(".weight")
+        parts = (self.tensors.get(f"{module}.{suffix}") for suffix in ("weight", "qweight", "weight_packed"))
+        inside = next((part.name for part in parts if part and part.name), None)  # a config has the names of the whole
+        return self.quantization.scheme(inside.rpartition(".")[0] if inside else module, kind)
 
     def _parts(self, name: str, stored: str, shape: tuple[int, ...], kind: str) -> dict[str, Part]:
         """The tensors that stand for an expected one."""
@@ -258,7 +270,7 @@ class Checkpoint:
             try:
                 with safe_open(file, framework="pt") as mapped:
                     for name in group:
-                        out[name] = mapped.get_tensor(name)
+                        out[name] = mapped.get_tensor(self.tensors[name].name or name)
             except (SafetensorError, OSError) as error:
                 raise _damaged(file, error) from error
         for name, tensor in out.items():
@@ -309,7 +321,7 @@ class RowReader:
         weakref.finalize(self, os.close, self._fd)
         size = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         header = json.loads(os.pread(self._fd, size, 8))  # checked by safetensors when the checkpoint was opened
-        self._start = 8 + size + header[name]["data_offsets"][0]
+        self._start = 8 + size + header[info.name or name]["data_offsets"][0]
 
     def __call__(self, rows: Sequence[int]) -> Tensor:
         """[len(rows), width] in the file's dtype. Raises CheckpointError if the file has become shorter."""
@@ -345,9 +357,13 @@ def _open(folder: Path) -> Checkpoint:
     generation = folder / "generation_config.json"
     generation_config = read_json(generation, CONFIG_BYTES) if generation.exists() else {}
     tensors = _tensors(folder)
+    left_out: dict[str, int] = {}
+    if is_wrapped(config):
+        config = text_config(config, _show(folder / "config.json"))
+        tensors, left_out = _text_tensors(tensors)
     packing = _packing(folder / WEIGHTS, tensors) if any(name.startswith(PANELS) for name in tensors) else None
     quantized = quantization(Fields(config, _show(folder / "config.json")))
-    checkpoint = Checkpoint(folder, config, generation_config, tensors, packing, quantized)
+    checkpoint = Checkpoint(folder, config, generation_config, tensors, packing, quantized, left_out)
     # So that a bad value is found here and not in mid-conversation.
     _ = checkpoint.architecture, checkpoint.torch_dtype, checkpoint.eos_token_ids, checkpoint.bos_token_id
     return checkpoint
@@ -443,6 +459,16 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
             what = f"weight_map: tensor {_show(name)} is not in {_show(file)}"
             raise CheckpointError(what, where=_show(index), remedy=FETCH_AGAIN)
     return tensors
+
+
+def _text_tensors(tensors: dict[str, TensorInfo]) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+    """The tensors of the text model by their own names, and the bytes of the other parts."""
+    names = text_names(tensors) | {name: name for name in tensors if name.startswith(PREFIXES)}
+    text = {name: replace(tensors[stored], name=stored) for name, stored in names.items()}
+    taken = {*names.values()}
+    others = {name: info for name, info in tensors.items() if name not in taken}
+    sizes = {name: math.prod(info.shape) * info.dtype.itemsize for name, info in others.items()}
+    return text, {_show(part): size for part, size in parts(sizes).items()}
 
 
 def _packing(file: Path, tensors: dict[str, TensorInfo]) -> Packing | None:

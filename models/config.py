@@ -1,12 +1,13 @@
 """What a decoder computes, and the names of its tensors: all that tells most families from each other."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from kernels.kv_int8 import row_width
+from kernels.layout import Kept
 from models.fields import Fields
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 from models.rope import RopeConfig
@@ -42,6 +43,8 @@ class Config:
             attention (None: as those), those of the MLP and the head have biases.
         windows, scales: of attention, by layer; empty: none, and 1 / sqrt(head_dim).
         attention_cap: scores of attention become cap * tanh(score / cap).
+        taps: of the short convolution that a layer has in the place of attention, 0: it has attention; empty: all have.
+        conv_bias: convolutions and the matrices around them have biases.
         embedding_width: of the embedding, where matrices lead from it to `width` and back.
         embedding_scale: factor of the embedding; `rounded_scale`: it is rounded to the model's dtype first.
         residual_scale: factor of what attention and MLP add to the stream.
@@ -78,6 +81,8 @@ class Config:
     windows: tuple[int | None, ...] = ()
     scales: tuple[float, ...] = ()
     attention_cap: float | None = None
+    taps: tuple[int, ...] = ()
+    conv_bias: bool = False
     embedding_width: int | None = None
     embedding_scale: float = 1.0
     rounded_scale: bool = False
@@ -103,6 +108,12 @@ class Config:
         """Of a layer's attention."""
         return self.scales[layer] if self.scales else self.head_dim**-0.5
 
+    def kept(self, layer: int) -> Kept:
+        """What a layer keeps of each token."""
+        if self.taps and self.taps[layer]:
+            return Kept(1, self.width, pair=False)
+        return Kept(self.kv_heads, self.head_dim)
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -116,6 +127,9 @@ class ModelShape:
         scores: a scalar head: the model scores texts and generates none.
         switch_length: sequences longer than this use other rotary factors throughout (longrope), so that a path which
             grows past it is evaluated afresh; None: they never do.
+        kept: what each layer keeps of a token, where some keep something else than keys and values of `kv_heads`
+            heads of `head_dim`; empty: none does.
+        ancestors: how many of a token's latest ancestors short convolutions read.
     """
 
     layers: int
@@ -126,6 +140,8 @@ class ModelShape:
     steady_length: int | None = None
     scores: bool = False
     switch_length: int | None = None
+    kept: tuple[Kept, ...] = ()
+    ancestors: int = 0
 
     @staticmethod
     def of(c: Config) -> "ModelShape":
@@ -133,11 +149,20 @@ class ModelShape:
         reach = min((rope.reach(c.max_positions) for rope in c.tables()), default=c.max_positions)
         steady = min((rope.steady_length for rope in c.tables() if rope.steady_length is not None), default=None)
         switch = next((rope.switch_length for rope in c.tables() if rope.switch_length is not None), None)
-        return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch)
+        kept = tuple(map(c.kept, range(c.layers)))
+        kept = kept if len({*kept}) > 1 else ()
+        more = {"kept": kept, "ancestors": max(c.taps, default=1) - 1}
+        return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch, **more)
+
+    @property
+    def groups(self) -> dict[Kept, int]:
+        """How many layers keep what; keys and values of `kv_heads` heads of `head_dim` first."""
+        first = Kept(self.kv_heads, self.head_dim)
+        return {first: 0} | Counter(self.kept) if self.kept else {first: self.layers}
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes that one token's keys and values take in all layers, in a cache of this dtype."""
-        return 2 * self.layers * self.kv_heads * row_width(self.head_dim, dtype) * dtype.itemsize
+        """Bytes that one token's slot takes in all layers, in a cache of this dtype."""
+        return sum(layers * kept.bytes(dtype) for kept, layers in self.groups.items())
 
 
 @dataclass(frozen=True)
@@ -146,6 +171,7 @@ class Names:
 
     Args:
         layer: begins the names of a layer's parts, {} is its number.
+        conv: the matrix before a short convolution, its own weights, and the matrix after it.
         attention_norm, mlp_norm: on the input or on the sum, see `Config.norms`.
         attention_out_norm, mlp_out_norm: on the output.
         qkv, up: one stored matrix or several, which lie below each other here.
@@ -161,6 +187,7 @@ class Names:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
+    conv: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
     attention_out_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     mlp_out_norm: str = "post_feedforward_layernorm"
@@ -191,12 +218,17 @@ class Names:
         qkv = (q, kv, kv) if len(self.qkv) == 3 else (q + 2 * kv,)
         for i in range(c.layers):
             layer = self.layer.format(i)
-            for name, size in self.norms(c).items():
+            for name, size in self.norms(c, i).items():
                 if c.affine:
                     add(layer + name, (size,), not c.rms)
-            for name, outs in zip(self.qkv, qkv, strict=True):
-                add(layer + name, (outs, c.width), c.attention_bias)
-            add(layer + self.out, (c.width, q), c.attention_bias if c.out_bias is None else c.out_bias)
+            if c.taps and (taps := c.taps[i]):
+                shapes_of = (3 * c.width, c.width), (c.width, 1, taps), (c.width, c.width)
+                for name, shape in zip(self.conv, shapes_of, strict=True):
+                    add(layer + name, shape, c.conv_bias)
+            else:
+                for name, outs in zip(self.qkv, qkv, strict=True):
+                    add(layer + name, (outs, c.width), c.attention_bias)
+                add(layer + self.out, (c.width, q), c.attention_bias if c.out_bias is None else c.out_bias)
             for name in self.up:
                 add(layer + name, (up // len(self.up), c.width), c.mlp_bias)
             add(layer + self.down, (c.width, c.mlp_width), c.mlp_bias)
@@ -217,7 +249,7 @@ class Names:
             name: TRANSPOSED if self.transposed and name.startswith(layer) else LINEAR for name in matrices
         }
 
-    def norms(self, c: Config) -> dict[str, int]:
+    def norms(self, c: Config, layer: int) -> dict[str, int]:
         """The norms of a layer, and the sizes of their vectors."""
         names = []
         if {"input", "sum"} & {*c.norms}:
@@ -225,7 +257,9 @@ class Names:
         if "output" in c.norms:
             names += [self.attention_out_norm, self.mlp_out_norm]
         q, k = (c.heads, c.kv_heads) if c.head_norms == "all" else (1, 1)
-        heads = {self.q_norm: q * c.head_dim, self.k_norm: k * c.head_dim} if c.head_norms else {}
+        heads = (
+            {self.q_norm: q * c.head_dim, self.k_norm: k * c.head_dim} if c.head_norms and c.kept(layer).pair else {}
+        )
         return dict.fromkeys(names, c.width) | heads
 
 
@@ -258,16 +292,19 @@ def rotary(
     activation_field: str = "hidden_act",
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    mlp_width: int | None = None,
+    tied: bool = False,
     one_rope: bool = True,
     **rope: Any,
 ) -> dict[str, Any]:
     """Arguments of a `Config` that families with rotary embeddings read alike.
 
     Args:
-        positions, activation, kv_heads, head_dim: values of absent fields; None: as many heads as queries have, and an
-            even share of the width.
+        positions, activation, kv_heads, head_dim, tied: values of absent fields; None: as many heads as queries have,
+            and an even share of the width.
         activation_field: the name of the field.
         one_rope: all layers share a rotary table; if not, `Config.ropes` is for the caller to read.
+        mlp_width: of a family that has another field for it than `intermediate_size`.
         rope: see `RopeConfig.from_hf`.
 
     Raises:
@@ -284,12 +321,12 @@ def rotary(
     if size % 2 and "partial" not in rope:
         raise fields.error("head_dim", "an even number")
     max_positions = fields.int("max_position_embeddings", default=positions, high=2**31)
-    return common(fields, activation=activation_field, default=activation, tied=False) | {
+    return common(fields, activation=activation_field, default=activation, tied=tied) | {
         "width": width,
         "heads": heads,
         "kv_heads": shared,
         "head_dim": size,
-        "mlp_width": fields.int("intermediate_size"),
+        "mlp_width": mlp_width or fields.int("intermediate_size"),
         "layers": fields.int("num_hidden_layers", high=2**14),
         "max_positions": max_positions,
         "rope": RopeConfig.from_hf(fields, size, max_positions, **rope) if one_rope else None,
@@ -303,6 +340,8 @@ def layer_types(fields: Fields, default: Sequence[str], kinds: Sequence[str] = (
         CheckpointError: another number of layers, or a kind that is not one of `kinds`.
     """
     found = fields.config.get("layer_types") or list(default)
+    if type(found) is list:  # as transformers called them before
+        found = [FULL if kind == "attention" else kind for kind in found]
     if type(found) is not list or len(found) != len(default) or any(kind not in kinds for kind in found):
         raise fields.error("layer_types", f"{len(default)} of {' and '.join(kinds)}")
     return tuple(found)

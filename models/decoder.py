@@ -32,7 +32,7 @@ class Decoder(nn.Module):
         default_eos_token_ids: where no file of the checkpoint has any.
         ignored: tensors that a checkpoint may hold besides.
         base: begins the names of a save of the whole model; a save of the model without its head lacks it.
-        rotaries, tables: the rotary tables; the number of each layer's, None where nothing is rotated.
+        rotaries: the rotary tables, as `Config.table` numbers them.
         stack: all layers as one call, on a CPU; None where that has no operators.
     """
 
@@ -75,7 +75,6 @@ class Decoder(nn.Module):
         self.embedding_scale = torch.tensor(scale, dtype=dtype).item() if c.rounded_scale else scale
         self.positions_PE = weights.vector(f"{names.positions}.weight") if names.positions else None
         self.rotaries = [RotaryEmbedding(rope).to(device) for rope in c.tables()]
-        self.tables = tuple(c.table(i) for i in range(c.layers))
         projected = names.project if c.embedding_width else (None, None)
         self.project_in, self.project_out = (weights.linear(name) if name else None for name in projected)
         self.layers = nn.ModuleList(Layer(c, names, weights, i) for i in range(c.layers))
@@ -106,8 +105,8 @@ class Decoder(nn.Module):
         if self.stack is not None and self.stack.takes(layout):
             return self.stack(x_TE, tables, cache, layout)
         for i, layer in enumerate(self.layers):
-            rope: Rope = None if (table := self.tables[i]) is None else tables[table]
-            x_TE = layer(x_TE, rope, cache.k_LGSD[i], cache.v_LGSD[i], layout)
+            rope: Rope = None if layer.table is None else tables[layer.table]
+            x_TE = layer(x_TE, rope, cache.layers[i], layout)
         return x_TE if self.norm is None else self.norm(x_TE, layout.impl)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
@@ -121,9 +120,9 @@ class Decoder(nn.Module):
 
     def _stack(self) -> Stack | None:
         c, layers = self.config, []
-        for layer, table in zip(self.layers, self.tables, strict=True):
+        for layer in self.layers:
             assert isinstance(layer, Layer)
-            described = layer.described(table)
+            described = layer.described()
             if described is None:
                 return None
             layers.append(described)

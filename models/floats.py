@@ -1,6 +1,5 @@
 """Linear layers on floats: packed on a CPU, by our own kernels, or by oneDNN where there are none."""
 
-import ctypes
 import math
 import mmap
 import os
@@ -16,10 +15,9 @@ from kernels.cpp import watched
 from kernels.linear import Packed, dot_products, linear, pack
 from kernels.linear.panels import shape as panels_shape
 from kernels.stack import Matrix
+from models.memory import is_mapped, let_go
 
-_MADVISE = getattr(ctypes.CDLL(None), "madvise", None)
-LARGE = 4 << 20  # bytes of matrices whose pages are worth letting go
-CHUNK = 1 << 20  # elements of a matrix that are in memory at once, beside what is made of them
+CHUNK = 1 << 18  # elements of a matrix that are in memory at once, beside what is made of them
 
 CONVERTING = ("AVX512_CORE", "AVX512_CORE_VNNI")  # levels of oneDNN that take bfloat16 and have no products of it
 
@@ -182,33 +180,11 @@ def blocks(weights: Iterable[Tensor]) -> Iterator[Tensor]:
     Without this the pages that were touched count until the whole matrix is done: half a gigabyte of some heads.
     """
     for weight in weights:
-        mapped = weight.nbytes >= LARGE and weight.is_contiguous() and _is_mapped(weight)
+        mapped = is_mapped(weight)
         for block in weight.split(max(1, CHUNK // weight.shape[1])):
             yield block
             if mapped:
-                _let_go(block)
-
-
-def _is_mapped(weight: Tensor) -> bool:
-    """Whether a tensor lies in a mapped file: what is let go of any other memory is lost."""
-    start = weight.data_ptr()
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            for line in maps:
-                low, high = (int(end, 16) for end in line.partition(" ")[0].split("-"))
-                if low <= start < high:
-                    return start + weight.nbytes <= high and line.split(maxsplit=5)[4] != "0"  # its inode
-    except (OSError, ValueError, IndexError):  # no such file but on Linux
-        pass
-    return False
-
-
-def _let_go(block: Tensor) -> None:
-    """Give the memory of a mapped file back; the system reads it again if anybody looks."""
-    first = -(-block.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (block.data_ptr() + block.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
-    if size > 0 and _MADVISE is not None:
-        _MADVISE(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+                let_go(block)
 
 
 def _stack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

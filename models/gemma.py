@@ -19,12 +19,12 @@ def common(fields: Fields, *, positions: int, kv_heads: int, activation: str, **
         positions=positions,
         kv_heads=kv_heads,
         head_dim=256,
+        tied=True,
         activation="gelu_pytorch_tanh",
         activation_field=activation,
         **options,
     )
     return found | {
-        "tied": fields.bool("tie_word_embeddings", default=True),
         "norm_eps": fields.float("rms_norm_eps", default=1e-6, low=0.0),
         "attention_bias": fields.bool("attention_bias", default=False),
         "plus_one": True,

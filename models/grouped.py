@@ -17,7 +17,7 @@ from kernels.linear.panels import ZEROS, GroupKind
 from kernels.linear.reference import quantize
 from models.floats import FloatLinear, PackedLinear, has_kernels
 
-CHUNK = 1 << 22  # weights of which there are codes or floats at once
+CHUNK = 1 << 21  # weights of which there are codes or floats at once
 
 
 class GroupedRows(NamedTuple):

@@ -1,7 +1,8 @@
 """Int4 linear layers: weights quantised in groups when loaded, activations rounded to int8 per token as they come."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,15 +10,18 @@ from torch import Tensor
 from kernels.linear.panels import shape
 from models.floats import PackedLinear, has_kernels
 from models.grouped import GroupedLinear, GroupedRows, GroupedWeight
+from models.memory import is_mapped, let_go
 
-CHUNK = 1 << 20  # weights that are floats at once while a matrix is quantised
+CHUNK = 1 << 18  # weights that are floats at once, in each thread, while a matrix is quantised
+MOST = 4  # threads that quantise: the C library keeps megabytes for each
 LEVELS = 127.0  # of activations
 STEPS = 7.0, 7.5, 8.0, 8.5, 9.0, 9.5  # candidates: the steps that the largest magnitude of a group is apart from zero
 SPANS = 15.0, 15.75, 16.5, 17.25, 18.0  # candidates: the steps from the least to the largest of a group with a zero
 
 
 class Int4(NamedTuple):
-    """A format: groups of `size` elements share a scale, and a zero of their own if `zeros`.
+    """A format: groups of `size` elements share a scale, and a zero of their own if `zeros`. The matrix that makes
+    logits takes 8 bits unless `head`.
 
     Of each group the candidate scale with the least squared error is taken: plain rounding by the largest magnitude is
     one of them. Without zeros a candidate is corrected once by least squares for the codes that it leads to. Scales are
@@ -26,6 +30,7 @@ class Int4(NamedTuple):
 
     size: int = 32
     zeros: bool = False
+    head: bool = False
 
     def __call__(
         self,
@@ -61,9 +66,14 @@ class Int4(NamedTuple):
     def weight(self, weight_OI: Tensor) -> GroupedWeight:
         """A weight [out, in], quantised as its rows are asked for."""
 
+        mapped = is_mapped(weight_OI)
+
         def rows(first: int, last: int) -> GroupedRows:
-            parts = [self.quantized(part) for part in weight_OI[first:last].split(max(1, CHUNK // weight_OI.shape[1]))]
-            codes, scales, zeros = zip(*parts, strict=True)
+            wanted_OI = weight_OI[first:last]
+            parts = wanted_OI.split(max(1, CHUNK // weight_OI.shape[1]))
+            codes, scales, zeros = zip(*_side_by_side(self.quantized, parts), strict=True)
+            if mapped:
+                let_go(wanted_OI)
             return GroupedRows(torch.cat(codes), torch.cat(scales), torch.cat(zeros) if self.zeros else None)
 
         outs, width = weight_OI.shape
@@ -89,22 +99,37 @@ class Int4(NamedTuple):
         return GroupedRows(codes.view(outs, -1)[:, :width].to(torch.uint8), scale, zero if self.zeros else None)
 
 
+Part, Made = TypeVar("Part"), TypeVar("Made")
+
+
+def _side_by_side(function: Callable[[Part], Made], parts: Sequence[Part]) -> Iterator[Made]:
+    """Results of parts, each by one thread: dozens of small operators lose more by waiting for each other's threads."""
+    threads = torch.get_num_threads()
+    if threads == 1 or len(parts) == 1:
+        yield from map(function, parts)
+        return
+    with ThreadPoolExecutor(min(threads, len(parts), MOST), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from pool.map(function, parts)
+    torch.set_num_threads(threads)  # the threads' own numbers are theirs alone, but for those of some libraries
+
+
 def _symmetric(x_OGI: Tensor, candidates: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and zeros of 8: the largest magnitude of a group becomes negative, where there is one step more."""
-    at = x_OGI.abs().argmax(-1, keepdim=True)
+    codes, spare = torch.empty_like(x_OGI), torch.empty_like(x_OGI)  # what threads allocate, the C library may keep
+    at = torch.abs(x_OGI, out=spare).argmax(-1, keepdim=True)
     extreme = x_OGI.gather(-1, at)
     best = torch.full_like(extreme, -1.0)
     scale = torch.zeros_like(extreme)
     for steps in candidates:
-        codes = _steps(x_OGI, extreme / -steps)
-        size = codes.square().sum(-1, keepdim=True)
+        _steps(x_OGI, extreme / -steps, codes)
+        size = torch.mul(codes, codes, out=spare).sum(-1, keepdim=True)
         product = codes.mul_(x_OGI).sum(-1, keepdim=True)
         gain = torch.where(size > 0, product.square() / size, 0)  # by so much it lessens the squared error
         better = gain > best
         scale = torch.where(better, torch.where(size > 0, product / size, 0), scale)
         best = torch.maximum(best, gain)
     scale = _half(scale)
-    return _steps(x_OGI, scale).add_(8), scale.squeeze(-1), torch.full_like(scale.squeeze(-1), 8.0)
+    return _steps(x_OGI, scale, codes).add_(8), scale.squeeze(-1), torch.full_like(scale.squeeze(-1), 8.0)
 
 
 def _half(scale: Tensor) -> Tensor:
@@ -113,9 +138,9 @@ def _half(scale: Tensor) -> Tensor:
     return torch.where((size > 65504) | ((size < 2**-14) & (size > 0)), scale, scale.half().float())
 
 
-def _steps(x_OGI: Tensor, scale: Tensor) -> Tensor:
+def _steps(x_OGI: Tensor, scale: Tensor, out: Tensor) -> Tensor:
     """The nearest of -8 to 7; 0 where the scale is."""
-    return (x_OGI / scale).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(-8, 7)
+    return torch.div(x_OGI, scale, out=out).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(-8, 7)
 
 
 def _with_zero(x_OGI: Tensor, candidates: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,6 +4,9 @@ Shape legend: T tokens of a pass, E width, M MLP width, H query heads, G key/val
 the rotated dims), S cache slots.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,11 +14,12 @@ from kernels import stack
 from kernels.kv_write import kv_write
 from kernels.layout import TreeLayout
 from kernels.rows import activation, activation_mul, layer_norm, rms_norm, rotary
+from kernels.short_conv import short_conv
 from kernels.tree_attention import tree_attention
 from models.config import Config, Names
 from models.weights import Weights
 
-Rope = tuple[Tensor, Tensor] | None  # cos_TD and sin_TD; None: nothing is rotated
+Rope = tuple[Tensor, ...] | None  # cos_TD and sin_TD, and then those of queries if they are others; None: none
 
 
 class Norm(nn.Module):
@@ -65,27 +69,69 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
         self.scale, self.window, self.cap = c.scale(index), c.window(index), c.attention_cap
 
-    def forward(self, x_TE: Tensor, rope: Rope, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> Tensor:
-        H, G, impl = self.heads, self.kv_heads, layout.impl
+    def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
+        H, G, impl, (k_GSD, v_GSD) = self.heads, self.kv_heads, layout.impl, kept
         rows_THD = self.qkv(x_TE).unflatten(-1, (H + 2 * G, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TGD, v_TGD = rows_THD.split([H, G, G], 1)
-            if self.norms_last and rope is not None:
-                q_THD, k_TGD = rotary(q_THD, *rope, impl=impl), rotary(k_TGD, *rope, impl=impl)
-            q_THD, k_TGD = self._normed(q_THD, self.q_norm, impl), self._normed(k_TGD, self.k_norm, impl)
-            if not self.norms_last and rope is not None:
-                q_THD, k_TGD = rotary(q_THD, *rope, impl=impl), rotary(k_TGD, *rope, impl=impl)
-        else:
+        if self.q_norm is None and (rope is None or len(rope) == 2):
             turned_THD, v_TGD = rows_THD.split([H + G, G], 1)
             if rope is not None:
                 turned_THD = rotary(turned_THD, *rope, impl=impl)
             q_THD, k_TGD = turned_THD.split([H, G], 1)
+        else:
+            q_THD, k_TGD, v_TGD = rows_THD.split([H, G, G], 1)
+            if not self.norms_last:
+                q_THD, k_TGD = self._normed(q_THD, self.q_norm, impl), self._normed(k_TGD, self.k_norm, impl)
+            if rope is not None:
+                q_THD, k_TGD = rotary(q_THD, *rope[-2:], impl=impl), rotary(k_TGD, *rope[:2], impl=impl)
+            if self.norms_last:
+                q_THD, k_TGD = self._normed(q_THD, self.q_norm, impl), self._normed(k_TGD, self.k_norm, impl)
         kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=impl)
         mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=self.scale, window=self.window, cap=self.cap)
         return self.out(mixed_THD.flatten(1))
 
-    def _normed(self, x_THD: Tensor, norm: Norm, impl: str) -> Tensor:
+    @property
+    def matrices(self) -> tuple[stack.Matrix | None, stack.Matrix | None]:
+        """For a stack."""
+        return self.qkv.matrix, self.out.matrix
+
+    def described(self) -> dict[str, Any]:
+        """Arguments of a stack's layer."""
+        norms = {name: norm and norm.vectors for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm))}
+        options = {"all_heads": self.all_heads, "norms_last": self.norms_last}
+        return {"scale": self.scale, "window": self.window, "cap": self.cap} | norms | options
+
+    def _normed(self, x_THD: Tensor, norm: Norm | None, impl: str) -> Tensor:
+        if norm is None:
+            return x_THD
         return norm(x_THD.flatten(1), impl).view(x_THD.shape) if self.all_heads else norm(x_THD, impl)
+
+
+class ShortConv(nn.Module):
+    """A gated short convolution over the ancestors of tokens, in the place of attention; its inputs are kept."""
+
+    def __init__(self, c: Config, names: Names, weights: Weights, index: int):
+        super().__init__()
+        (into, conv, out), bias = (names.layer.format(index) + name for name in names.conv), c.conv_bias
+        self.into, self.out = weights.linear(into, bias=bias), weights.linear(out, bias=bias)
+        self.weight_KE = weights.vector(f"{conv}.weight").squeeze(1).T.contiguous()
+        self.bias_E = weights.vector(f"{conv}.bias") if bias else None
+
+    def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
+        [rows_1SE], ancestors_TN = kept, layout.ancestors_TN
+        if ancestors_TN is None:  # of one tap
+            ancestors_TN = layout.write_slots_T.new_empty(len(x_TE), 0)
+        weights = self.weight_KE, self.bias_E
+        slots = layout.write_slots_T, ancestors_TN
+        return self.out(short_conv(self.into(x_TE), *weights, rows_1SE[0], *slots, impl=layout.impl))
+
+    @property
+    def matrices(self) -> tuple[stack.Matrix | None, stack.Matrix | None]:
+        """For a stack."""
+        return self.into.matrix, self.out.matrix
+
+    def described(self) -> dict[str, Any]:
+        """Arguments of a stack's layer."""
+        return {"scale": 1.0, "conv": stack.Conv(self.weight_KE, self.bias_E)}
 
 
 class MLP(nn.Module):
@@ -146,35 +192,30 @@ class Layer(nn.Module):
         self.mlp_residual = (
             None if c.parallel else Residual(c, weights, layer + names.mlp_norm, layer + names.mlp_out_norm)
         )
-        self.attention, self.mlp = Attention(c, names, weights, index), MLP(c, names, weights, index)
+        mixer = ShortConv if c.taps and c.taps[index] else Attention
+        self.attention, self.mlp = mixer(c, names, weights, index), MLP(c, names, weights, index)
+        self.table = c.table(index)
 
-    def described(self, table: int | None) -> stack.Layer | None:
-        """For a stack, whose angles of number `table` rotate queries and keys; None: it has no product of a matrix."""
-        attention, mlp = self.attention, self.mlp
-        qkv, out, up, down = (part.matrix for part in (attention.qkv, attention.out, mlp.up, mlp.down))
-        if qkv is None or out is None or up is None or down is None:
+    def described(self) -> stack.Layer | None:
+        """For a stack; None: it has no product of a matrix."""
+        (into, out), (up, down) = self.attention.matrices, (self.mlp.up.matrix, self.mlp.down.matrix)
+        if into is None or out is None or up is None or down is None:
             return None
         return stack.Layer(
             attention_norms=self.attention_residual.norms,
             mlp_norms=self.mlp_residual and self.mlp_residual.norms,
-            q_norm=attention.q_norm and attention.q_norm.vectors,
-            k_norm=attention.k_norm and attention.k_norm.vectors,
-            all_heads=attention.all_heads,
-            norms_last=attention.norms_last,
-            qkv=qkv,
+            qkv=into,
             out=out,
             up=up,
             down=down,
-            scale=attention.scale,
             residual_scale=self.attention_residual.scale,
-            window=attention.window,
-            cap=attention.cap,
-            table=table,
+            table=self.table,
+            **self.attention.described(),
         )
 
-    def forward(self, x_TE: Tensor, rope: Rope, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> Tensor:
+    def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
         # Not the modules' calls, which take microseconds per layer.
-        attend, feed, cache, impl = self.attention.forward, self.mlp.forward, (k_GSD, v_GSD, layout), layout.impl
+        attend, feed, cache, impl = self.attention.forward, self.mlp.forward, (kept, layout), layout.impl
         attending, feeding = self.attention_residual, self.mlp_residual
         read_TE = attending.read(x_TE, impl)
         if feeding is None:

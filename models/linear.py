@@ -82,6 +82,7 @@ FORMATS: dict[str, Format] = {  # by the value of --quant
     "none": FloatLinear,
     "int8": Int8Linear,
     "int4": Int4(),
+    "int4-head": Int4(head=True),
     "int4-64": Int4(64),
     "int4-128": Int4(128),
     "int4-zeros": Int4(32, zeros=True),
@@ -93,8 +94,10 @@ FORMATS: dict[str, Format] = {  # by the value of --quant
 def format_of(quant: str, outs: int, *, head: bool = False) -> str:
     """The format of a matrix of so many outputs, in a model whose matrices are kept in `quant`.
 
-    A scalar head saves nothing and loses the most; the matrix that makes logits takes 8 bits where others take 4.
+    A scalar head saves nothing and loses the most; the matrix that makes logits takes 8 bits where others take 4,
+    but in a format that names the head.
     """
     if outs == 1:
         return "none"
-    return "int8" if head and isinstance(FORMATS[quant], Int4) else quant
+    kept = FORMATS[quant]
+    return "int8" if head and isinstance(kept, Int4) and not kept.head else quant

@@ -41,6 +41,8 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()  # longrope: divisors of the F frequencies, up to the original length
     long_factor: tuple[float, ...] = ()  # longrope: of sequences past it, from their first token on
     attention_factor: float = 1.0  # scales cos and sin
+    growth: float = 0.0  # those of queries also by 1 + growth * ln(1 + position // growth_length) (Llama 4)
+    growth_length: int = 1
 
     @staticmethod
     def from_hf(
@@ -48,16 +50,17 @@ class RopeConfig:
         head_dim: int,
         max_positions: int,
         *,
+        theta: float = 10000.0,
         partial: float | None = None,
         kinds: Mapping[str, str] = KINDS,
         original: int | None = None,
     ) -> RopeConfig:
         """Reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (before).
 
-        `head_dim` is the whole head, `max_positions` the config's `max_position_embeddings`. `partial` is the
-        family's default share of rotated dims; without one the family rotates whole heads and other shares are refused.
-        `kinds` maps the labels that the family knows to kinds; `original` is its default for a top-level
-        `original_max_position_embeddings`.
+        `head_dim` is the whole head, `max_positions` the config's `max_position_embeddings`. `theta` is the family's
+        default base, `partial` its default share of rotated dims; without one the family rotates whole heads and other
+        shares are refused. `kinds` maps the labels that the family knows to kinds; `original` is its default for a
+        top-level `original_max_position_embeddings`.
         Raises CheckpointError for unknown kinds and for parameters without meaning.
         """
         fields = config if isinstance(config, Fields) else Fields(config, "config.json")
@@ -69,7 +72,7 @@ class RopeConfig:
         spelling = "rope_type" if rope.str("rope_type", None) is not None else "type"
         kind = kinds[rope.choice(spelling, kinds, "default")]
 
-        theta = _holder(rope, fields, "rope_theta").float("rope_theta", 10000.0, low=1.0, high=1e15)
+        theta = _holder(rope, fields, "rope_theta").float("rope_theta", theta, low=1.0, high=1e15)
         dims = int(head_dim * _read_share(_holder(rope, fields, "partial_rotary_factor"), partial))
         if dims % 2 or dims < (4 if kind == "dynamic" else 2):
             raise CheckpointError(f"head_dim: {dims} of {head_dim} dims cannot be rotated in pairs", where=fields.file)
@@ -186,8 +189,9 @@ class RotaryEmbedding:
             self.long_inv_freq = self.long_inv_freq.to(device)
         return self
 
-    def cos_sin(self, positions_T: Tensor, spans_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cos_TD and sin_TD in `dtype`, both halves alike, for int64 positions.
+    def cos_sin(self, positions_T: Tensor, spans_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Returns cos_TD and sin_TD in `dtype`, both halves alike, for int64 positions; then those of queries, if these
+        grow.
 
         `spans_T` is the length of each token's sequence as it stood when the token was evaluated: the prompt's for
         tokens of the prompt, position + 1 for generated ones. Only `dynamic` and `longrope` look at it. longrope
@@ -204,8 +208,12 @@ class RotaryEmbedding:
             inv_freq = torch.where(spans_T[:, None] > self.config.original_length, self.long_inv_freq, inv_freq)
         angles_TF = positions_T[:, None].float() * inv_freq
         angles_TD = torch.cat((angles_TF, angles_TF), dim=-1)
-        scale = self.config.attention_factor
-        return (angles_TD.cos() * scale).to(dtype), (angles_TD.sin() * scale).to(dtype)
+        scale, growth = self.config.attention_factor, self.config.growth
+        tables = (angles_TD.cos() * scale, angles_TD.sin() * scale)
+        if growth:
+            grown_T1 = 1 + growth * torch.log1p((positions_T // self.config.growth_length).float())[:, None]
+            tables += tuple(table_TD * grown_T1 for table_TD in tables)
+        return tuple(table_TD.to(dtype) for table_TD in tables)
 
 
 def _geometric(theta: float | Tensor, dims: int) -> Tensor:

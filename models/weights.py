@@ -1,5 +1,6 @@
 """Weights: a checkpoint's tensors made ready for use, one matrix at a time: loading peaks at one above the result."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -12,7 +13,10 @@ from models.config import HEAD
 from models.floats import PackedLinear, has_kernels
 from models.grouped import GroupedLinear, GroupedWeight
 from models.linear import FORMATS, Joined, Linear, format_of
+from models.memory import trim_memory
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
+
+LARGE = 1 << 20  # elements of a matrix
 
 
 class Weights:
@@ -51,6 +55,12 @@ class Weights:
 
         Matrices are stored [out, in]; `transposed` ones [in, out].
         """
+        layer = self._linear(names, bias, transposed)
+        if sum(math.prod(self.shapes[f"{name}.weight"]) for name in names) >= LARGE:
+            trim_memory()  # of what packing took besides
+        return layer
+
+    def _linear(self, names: Sequence[str], bias: bool, transposed: bool) -> Linear:
         biases = [self._read(f"{name}.bias") for name in names] if bias else None
         outs = sum(self.shapes[f"{name}.weight"][transposed] for name in names)
         quant = format_of(self.quant, outs, head=names == (HEAD,))

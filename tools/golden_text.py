@@ -104,6 +104,72 @@ CHATS = [
 ]
 
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather at a place, <now> & 'later'.",
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"type": "string", "enum": ["Zürich", "Basel"]}},
+                "required": ["place"],
+            },
+        },
+    }
+]
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {"place": "Zürich"}}}
+THOUGHT = "<think>\nTwo and two.\n</think>\n\nFour."
+SYSTEM = {"role": "system", "content": "Be terse. /no_think"}
+HELLO, MORE = {"role": "user", "content": " Hello & <goodbye> "}, {"role": "user", "content": "More /think"}
+# Messages and other arguments for each of the templates in tests/golden/text/templates, which have the shapes of those
+# that Qwen 3, SmolLM 3, Gemma 3, Granite 3.3, Mistral, Ministral 3, LFM 2, Hunyuan, OLMo 3 and StableLM 2 come with.
+TEMPLATE_CHATS = [
+    ([HELLO], {}),
+    ([SYSTEM, HELLO, {"role": "assistant", "content": "Hi."}, MORE], {}),
+    ([HELLO, {"role": "assistant", "content": THOUGHT}, MORE], {}),
+    ([HELLO, {"role": "assistant", "content": "Four.", "reasoning_content": "Two."}, MORE], {}),
+    ([HELLO, {"role": "assistant", "content": "Four.", "reasoning_content": "Two."}], {"add_generation_prompt": False}),
+    ([HELLO], {"enable_thinking": False}),
+    ([HELLO], {"thinking": True}),
+    ([HELLO], {"tools": TOOLS}),
+    ([HELLO, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+      {"role": "tool", "content": "17 °C", "tool_call_id": "abcdefghi"}], {"tools": TOOLS}),
+    ([HELLO], {"documents": [{"doc_id": 1, "text": "A <text>."}], "controls": {"citations": True}}),
+    ([{"role": "user", "content": [{"type": "text", "text": " parts "}, {"type": "text", "text": "two"}]}], {}),
+    ([HELLO, MORE], {}),
+    ([HELLO, {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "Two."}, {"type": "text", "text": "Four."}]}, MORE], {}),
+]  # fmt: skip
+
+
+def render_templates() -> dict:
+    """What transformers makes of `TEMPLATE_CHATS` in 2026, None where the template raises."""
+    from datetime import datetime
+
+    from jinja2 import TemplateError
+    from transformers.utils import chat_template_utils
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 3, 9, 7)
+
+    chat_template_utils.datetime = Clock
+    rendered = []
+    for path in sorted((GOLDEN / "templates").glob("*.jinja")):
+        for number, (messages, options) in enumerate(TEMPLATE_CHATS):
+            given = {"add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>", **options}
+            source = path.read_text(encoding="utf-8")
+            try:
+                [text], _ = chat_template_utils.render_jinja_template([messages], chat_template=source, **given)
+            except (TemplateError, TypeError):
+                text = None
+            rendered.append({"template": path.stem, "chat": number, "text": text})
+    chats = [{"messages": messages, "options": options} for messages, options in TEMPLATE_CHATS]
+    return {"chats": chats, "rendered": rendered}
+
+
 def tokenizers_with_templates():
     """Yield name, tokenizer and tokenizer_config of each fixture: the three layouts that checkpoints have."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -154,6 +220,46 @@ def tokenizers_with_templates():
     metaspace.add_special_tokens([AddedToken(t, normalized=False, rstrip=True) for t in ("<|im_start|>", "<|im_end|>")])
     metaspace.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>")])
     yield "metaspace", metaspace, {"bos_token": None, "eos_token": "<|im_end|>", "chat_template": CHATML}
+
+    gemma = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    gemma.normalizer = normalizers.Replace(" ", "▁")
+    gemma.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    gemma.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    turns = ["<start_of_turn>", "<end_of_turn>"]
+    trained(gemma, CORPUS[:3], 440, ["<pad>", "<eos>", "<bos>", "<unk>", *turns, *byte_pieces])
+    gemma = _only_special(gemma, ["<pad>", "<eos>", "<bos>", "<unk>", *turns])
+    gemma.add_tokens([AddedToken(t, normalized=False) for t in ("\n\n", "\n\n\n", "▁▁", "<h1>", "</h1>", "<unused0>")])
+    gemma.post_processor = with_bos(gemma, "<bos>")
+    template = (GOLDEN / "templates" / "gemma3.jinja").read_text(encoding="utf-8")
+    ends = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "add_bos_token": True}
+    yield "gemma", gemma, {**ends, "chat_template": template}
+
+    def split_bytes(pattern, normalizer, **model):
+        made = Tokenizer(models.BPE(**model))
+        made.normalizer = normalizer
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        )
+        made.decoder = decoders.ByteLevel()
+        return trained(made, CORPUS, 420, [], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+
+    words = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    qwen = split_bytes(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + words, normalizers.NFC())
+    qwen.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    qwen.add_tokens([AddedToken(t, normalized=False) for t in ("<tool_call>", "</tool_call>", "<think>", "</think>")])
+    qwen.add_tokens([AddedToken("<é>", normalized=True, lstrip=True), AddedToken("<r>", normalized=True, rstrip=True)])
+    template = (GOLDEN / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
+    ends = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "add_bos_token": False}
+    yield "qwen", qwen, {**ends, "chat_template": template}
+
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{lead}{upper}*{lower}+|{lead}{upper}+{lower}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*"
+    tekken = split_bytes(words + r"|\s*[\r\n]+|\s+(?!\S)|\s+", None, ignore_merges=True)
+    tekken.add_special_tokens(["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[THINK]", "[/THINK]"])
+    tekken.post_processor = Sequence([ByteLevel(trim_offsets=False), with_bos(tekken, "<s>")])
+    ends = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    yield "tekken", tekken, {**ends, "chat_template": LLAMA2}
 
 
 def sentencepiece_models():
@@ -223,6 +329,7 @@ def main() -> None:
     from sentencepiece import SentencePieceProcessor
     from transformers import AutoTokenizer
 
+    _write(GOLDEN / "templates.json", render_templates())
     for name, backend, config in tokenizers_with_templates():
         folder = GOLDEN / name
         folder.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from engine.app.cli import (
     add_limit_flags,
     add_model_flags,
     add_search_flags,
+    add_template_flags,
     add_trace_flag,
     add_verbosity_flags,
     limits,
@@ -30,12 +31,15 @@ from engine.app.cli import (
     parse_object,
     run,
     search_params,
+    template_options,
 )
 from engine.app.trace_page import check_target, saving
 from engine.driver import Driver
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError, shortened
+from engine.prompting import TemplateOptions, chat_prompt
 from engine.requests import SearchResult
+from engine.text.thinking import Thoughts
 from engine.trace import Traces
 from models.files import lock
 from search.base import REGISTRY, make_search, parameters, paths
@@ -45,12 +49,15 @@ EPILOG = """\
 input, an object per line (blank lines are skipped):
   {"prompt": TEXT} or {"messages": [{"role", "content"}, ...]} or {"prompt_ids": [...]}, and if you like
   "id": a string or an integer, repeated in the answer (the record's number, from 0)
+  "tools": with messages, a list of functions (JSON schemas) that the model may call
+  "template": with messages, an object of variables for the chat template; "think": on, off or auto
   "params": an object that overrides the command line for this line. Keys are the flags in snake_case (search, beams,
     max_new_tokens, stop, ...) and eos_token_ids, a list; flags that name files are for the command line alone. A line
     that changes the search does not inherit the parameters of the command line that its search lacks.
 
 output, an object per line:
   {"id", "outputs": [{"text", "token_ids", "logprob", "score", "finish_reason"}, ...], "stats": {...}}, best first, or
+  with "reasoning" beside "text" where the model wrote a thought before the answer to messages, or
   {"id", "error": {"code", "message"}}; the run goes on after it.
 
 --resume keeps what FILE has, errors included, cuts off a torn last line, and goes on with the next record. Give it
@@ -64,6 +71,7 @@ exit codes: 0 every line was answered; 2 some line has an error for an answer, o
 """
 MAX_LINE = 64 << 20
 PROMPTS = ("prompt", "messages", "prompt_ids")
+TEMPLATE = ("tools", "template", "think")
 LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids")
 READ_AHEAD = 64  # lines of a pipe
 PARALLEL = 16  # searches at once, as `Engine.load` has it
@@ -73,6 +81,7 @@ def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdo
     """Run the command line, with `stdin` and `stdout` instead of the process's if given. Returns the exit code."""
     parser = Parser("python -m engine.batch", DESCRIPTION, EPILOG)
     add_model_flags(parser)
+    add_template_flags(parser)
     add_search_flags(parser)
     add_limit_flags(parser)
     group = parser.add_argument_group("batch")
@@ -130,10 +139,11 @@ def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] |
 
 @dataclass(frozen=True)
 class Place:
-    """The id of a record, and its line in the input, counted from 1."""
+    """The id of a record, its line in the input, counted from 1, and how answers to its messages write thoughts."""
 
     id: str | int
     line: int
+    thoughts: Thoughts | None = None
 
 
 class Records:
@@ -157,6 +167,7 @@ class Records:
     ):
         self.source, self.engine, self.args, self.kept, self.traces = source, engine, args, kept, traces
         self.index = 0  # records read
+        self.options = template_options(args)
         self._places: dict[int, Place] = {}  # index of an unfinished request -> its place
 
     def finish(self, i: int) -> Place:
@@ -187,9 +198,12 @@ class Records:
                         remedy="--resume needs the input that the answers are for",
                     )
                 continue
-            self._places[index - len(self.kept)] = Place(identity, number)
+            place = self._places[index - len(self.kept)] = Place(identity, number)
             try:
-                request = error or make_request(record or {}, self.engine, self.args)
+                request = error
+                if request is None:
+                    request, thoughts = make_request(record or {}, self.engine, self.args, self.options)
+                    self._places[index - len(self.kept)] = replace(place, thoughts=thoughts)
                 if self.traces and isinstance(request, Request):
                     request = replace(request, trace=self.traces.new(identity))
                 yield request
@@ -279,9 +293,14 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, str | int) and not isinstance(value, bool)
 
 
-def make_request(record: dict[str, Any], engine: Engine, args: argparse.Namespace) -> Request:
-    """The request of a record; the command line gives the parameters that it lacks. Raises CoppiceError."""
-    _known(record, ["id", *PROMPTS, "params"], "")
+def make_request(
+    record: dict[str, Any], engine: Engine, args: argparse.Namespace, options: TemplateOptions
+) -> tuple[Request, Thoughts | None]:
+    """The request of a record, and how its answers write thoughts; the command line gives what the record lacks.
+
+    Raises CoppiceError.
+    """
+    _known(record, ["id", *PROMPTS, *TEMPLATE, "params"], "")
     given = [key for key in PROMPTS if key in record]
     if len(given) != 1:
         raise UsageError(f"expected one of prompt, messages and prompt_ids, got {' and '.join(given) or 'none'}")
@@ -290,10 +309,10 @@ def make_request(record: dict[str, Any], engine: Engine, args: argparse.Namespac
         raise UsageError(f"params: expected an object, got {_show(params)}")
     known = ["search", *LIMITS, *dict.fromkeys(key for name in REGISTRY for key in parameters(name))]
     _known(params, known, "params.")
-    options = limits(args) | {key: params[key] for key in LIMITS if key in params}
-    if isinstance(options["stop"], str):
-        options["stop"] = [options["stop"]]
-    if options.get("eos_token_ids", ()) is None:  # None would be the checkpoint's
+    bounds = limits(args) | {key: params[key] for key in LIMITS if key in params}
+    if isinstance(bounds["stop"], str):
+        bounds["stop"] = [bounds["stop"]]
+    if bounds.get("eos_token_ids", ()) is None:  # None would be the checkpoint's
         raise UsageError("eos_token_ids: expected a list of token ids, got null")
     for key, words in paths().items():
         if params.get(key) is not None and params[key] not in words:
@@ -305,7 +324,22 @@ def make_request(record: dict[str, Any], engine: Engine, args: argparse.Namespac
     if isinstance(name, str) and name != args.search and name in REGISTRY:
         inherited = {key: value for key, value in inherited.items() if key in parameters(name)}
     search = make_search(name, inherited | own)
-    return Request(_prompt(given[0], record[given[0]], engine), search, messages=record.get("messages"), **options)
+    if given != ["messages"]:
+        if other := next((key for key in TEMPLATE if key in record), None):
+            raise UsageError(f"{other}: only a line with messages has a chat template")
+        return Request(_prompt(given[0], record[given[0]], engine), search, **bounds), None
+    prompt = chat_prompt(engine, _messages(record["messages"]), _options(record, options))
+    bounds.setdefault("eos_token_ids", prompt.eos_token_ids)
+    return Request(prompt.ids, search, messages=record["messages"], **bounds), prompt.thoughts
+
+
+def _options(record: dict[str, Any], options: TemplateOptions) -> TemplateOptions:
+    """What the chat template of a record gets; the command line gives what the record lacks. Raises UsageError."""
+    variables = record.get("template", {})
+    if not isinstance(variables, dict):
+        raise UsageError(f"template: expected an object of variables, got {_show(variables)}")
+    tools = record.get("tools", options.tools)
+    return TemplateOptions(tools, {**options.variables, **variables}, record.get("think", options.think))
 
 
 def _prompt(key: str, value: Any, engine: Engine) -> Sequence[int]:
@@ -313,23 +347,23 @@ def _prompt(key: str, value: Any, engine: Engine) -> Sequence[int]:
         if not isinstance(value, list):
             raise UsageError(f"prompt_ids: expected a list of integers, got {_show(value)}")
         return value
-    if key == "prompt":
-        if not isinstance(value, str):
-            raise UsageError(f"prompt: expected a string, got {_show(value)}")
-        return engine.tokenizer.encode(value)
+    if not isinstance(value, str):
+        raise UsageError(f"prompt: expected a string, got {_show(value)}")
+    return engine.tokenizer.encode(value)
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """The messages of a record. Raises UsageError."""
     if not isinstance(value, list) or not value:
         raise UsageError(f"messages: expected a list of at least one message, got {_show(value)}")
     for i, message in enumerate(value):
         if not isinstance(message, dict):
             raise UsageError(f"messages[{i}]: expected an object, got {_show(message)}")
-        for part in ("role", "content"):
+        for part in ("role",) if message.get("tool_calls") else ("role", "content"):
             if not isinstance(message.get(part), str):
                 got = _show(message[part]) if part in message else "none"
                 raise UsageError(f"messages[{i}].{part}: expected a string, got {got}")
-    tokenizer = engine.tokenizer
-    if engine.template is None:
-        raise UsageError("messages: the model has no chat template", remedy="give a prompt, or --chat-template FILE")
-    return tokenizer.encode_rendered(engine.template.render(value))
+    return value
 
 
 def _known(record: dict[str, Any], keys: Sequence[str], where: str) -> None:
@@ -350,7 +384,7 @@ def answer(place: Place, outcome: SearchResult | CoppiceError) -> dict[str, Any]
     if isinstance(outcome, CoppiceError):
         message = f"line {place.line}: {'; '.join(str(outcome).splitlines())}"
         return {"id": place.id, "error": {"code": outcome.code, "message": message}}
-    return outcome.record(place.id)
+    return outcome.record(place.id, place.thoughts)
 
 
 # --- files ---

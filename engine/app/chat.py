@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
         "5 numerics, 130 interrupted, 141 closed pipe",
     )
     cli.add_model_flags(parser)
+    cli.add_template_flags(parser)
     cli.add_search_flags(parser)
     cli.add_limit_flags(parser)
     group = parser.add_argument_group("plan")
@@ -140,10 +141,11 @@ def chat(args: argparse.Namespace) -> int:
         check_save(args.save, args.load)
     if args.trace is not None:
         check_target(args.trace, args.save, args.load, args.prompt_file)
+    options = cli.template_options(args)
     prompt = one_shot(args)
     screen = make_screen(args)
     engine = load(args, screen)
-    conversation = Conversation(engine, args.system, args.on_overflow)
+    conversation = Conversation(engine, args.system, args.on_overflow, options)
     with Interrupt() as interrupt, contextlib.closing(conversation.session):
         dialog = Dialog(
             conversation,

@@ -19,15 +19,19 @@ from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError, shortened
 from engine.loading import DTYPES, KV_DTYPES
 from engine.memory import is_out_of_memory, out_of_memory, read_size
+from engine.prompting import TemplateOptions
 from engine.startup import started
+from engine.text.template import THINK
 from engine.text.tokenizer import check_utf8
 from engine.version import __version__
+from models.files import open_regular
 from models.linear import FORMATS
 from search.base import REGISTRY, SHARED_PARAMS, make_search, parameters
 from search.outside import find_search, load_entry_points
 from search.values import Kind, default_of, kinds, written
 
 INTERRUPTED, CLOSED_PIPE = 130, 141
+MAX_TOOLS = 16 << 20
 
 
 class Parser(argparse.ArgumentParser):
@@ -136,6 +140,55 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="of the whole process: what the weights and the rest leave goes to the KV caches; auto: the least of the "
         "limits that it runs under (no limit)",
     )
+
+
+def add_template_flags(parser: argparse.ArgumentParser) -> None:
+    """--think, --tools, --template-var."""
+    group = parser.add_argument_group("chat template", "Refused where the template has no such variable.")
+    group.add_argument("--think", choices=THINK, default="auto", help="thoughts before the answer (the template's)")
+    group.add_argument("--tools", metavar="FILE", help="functions that the model may call: a JSON list of schemas")
+    group.add_argument(
+        "--template-var",
+        metavar="NAME=JSON",
+        type=_template_variable,
+        action="append",
+        default=[],
+        help="a variable of the template; repeatable",
+    )
+
+
+def template_options(args: argparse.Namespace) -> TemplateOptions:
+    """What the flags say of the chat template. Raises UsageError."""
+    tools = None
+    if args.tools is not None:
+        try:
+            with open_regular(args.tools) as file:
+                tools = parse_tools(file.read(MAX_TOOLS + 1))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UsageError(f"cannot read the tools: {reason}", where=args.tools) from None
+    return TemplateOptions(tools, dict(args.template_var), args.think)
+
+
+def parse_tools(data: bytes) -> list[dict[str, Any]]:
+    """The functions of a file. Raises ValueError."""
+    if len(data) > MAX_TOOLS:
+        raise ValueError(f"the file is larger than {MAX_TOOLS >> 20} MB")
+    tools = parse_object(b'{"tools": ' + data + b"}").get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("expected a JSON list of objects, a function's schema each")
+    return tools
+
+
+def _template_variable(text: str) -> tuple[str, Any]:
+    """A name and a JSON value; a value that is no JSON is a string. An argparse type."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected NAME=JSON, got {text!r}")
+    try:
+        return name, parse_object(b'{"value": ' + value.encode() + b"}")["value"]
+    except (ValueError, KeyError):
+        return name, _text(value)
 
 
 def _memory(text: str) -> int | str:

@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,16 @@ def system(dialog: Dialog, rest: str) -> None:
     conversation.set_system(None if rest in ('""', "''") else check_utf8(rest))
     dialog.made = None
     dialog.screen.hint("[from the next turn on, which reads the whole conversation again]")
+
+
+def think(dialog: Dialog, rest: str) -> None:
+    """switch thoughts on or off, or leave them to the template (auto); alone, show which"""
+    conversation = dialog.conversation
+    if not rest:
+        dialog.screen.note(conversation.options.think)
+        return
+    conversation.set_options(replace(conversation.options, think=rest))
+    dialog.made = None
 
 
 def change(dialog: Dialog, rest: str) -> None:
@@ -186,6 +196,7 @@ COMMANDS: dict[str, Callable[[Dialog, str], bool | None]] = {
     "/undo": undo,
     "/reset": reset,
     "/system": system,
+    "/think": think,
     "/read": read,
     "/save": save,
     "/load": load,
@@ -198,6 +209,7 @@ USAGE = {
     "/tree": " [FILE]",
     "/regen": " [k=v ...]",
     "/system": " TEXT",
+    "/think": " WHAT",
     "/read": " FILE",
     "/save": " FILE",
     "/load": " FILE",

@@ -21,6 +21,7 @@ from engine.conversation import Conversation, Dropped, Turn, figures
 from engine.engine import Done, Engine, Event, Prefill, Progress, Text
 from engine.errors import CoppiceError, UsageError
 from engine.requests import Output, Report, Search, SearchResult
+from engine.text.thinking import Thoughts, ThoughtStream
 from engine.trace import Traces
 
 STATUS_DELAY = 0.3  # seconds without settled text before the state of the beams is shown
@@ -99,7 +100,7 @@ class Dialog:
         options = settings.limits() | {"interrupted": lambda: self.interrupt.pressed and watch.stop()}
         if self.traces is not None:
             options["trace"] = self.traces.new(" ".join(user.split())[:NAMED])
-        result, count = None, len(self.conversation.turns)
+        result, count, voice = None, len(self.conversation.turns), None
         try:
             with (
                 saving(self.traces, self.trace_file),
@@ -108,12 +109,14 @@ class Dialog:
             ):
                 for event in events:
                     watch.see(event)
-                    self._show(event)
+                    voice = voice or Voice(self.screen, self.conversation.thoughts)
+                    self._show(event, voice)
                     if isinstance(event, Done):
                         result = event.result
         except (CoppiceError, KeyboardInterrupt) as error:
             if isinstance(error, Quit) and len(self.conversation.turns) == count:
-                self._cut = Turn(user, watch.text, "interrupted", self.conversation.first)
+                thought, reply = self.conversation.thoughts.split(watch.text)
+                self._cut = Turn(user, reply, "interrupted", self.conversation.first, reasoning=thought)
             if not self.as_json and watch.text:
                 self.screen.end_line()
             raise
@@ -126,10 +129,10 @@ class Dialog:
         self.keep()
         return best
 
-    def _show(self, event: Event | Dropped) -> None:
+    def _show(self, event: Event | Dropped, voice: "Voice") -> None:
         """Print new text, and a note about dropped turns."""
-        if isinstance(event, Text) and not self.as_json:
-            self.screen.text(event.text)
+        if isinstance(event, Text | Done) and not self.as_json:
+            voice.say(event.text) if isinstance(event, Text) else voice.finish()
         elif isinstance(event, Dropped) and not self.screen.quiet:
             turns = "turn" if event.turns == 1 else f"{event.turns} turns"
             rest = f", only the last {event.left}" if event.left else ""
@@ -139,11 +142,13 @@ class Dialog:
         """Print the lines after a reply."""
         best, *others = result.outputs
         if self.as_json:
-            self.screen.text(json.dumps(result.record(self.replies), ensure_ascii=False) + "\n")
+            self.screen.text(
+                json.dumps(result.record(self.replies, self.conversation.thoughts), ensure_ascii=False) + "\n"
+            )
         else:
             self.screen.end_line()
             for rank, other in enumerate(others, 2):
-                self.screen.hint(f"{rank}. {other.text}")
+                self.screen.hint(f"{rank}. {self.conversation.thoughts.split(other.text)[1]}")
         self.replies += 1
         if best.finish_reason == "interrupted":
             self.screen.hint("[interrupted]")
@@ -298,6 +303,36 @@ class Dialog:
             return bool(command(self, rest.strip()))
         self.answer(line.removeprefix("/") if line.startswith("//") and not quoted else line)
         return False
+
+
+class Voice:
+    """Prints a reply. Where the terminal has colours its thought is dim and without tags, elsewhere it has its tags."""
+
+    def __init__(self, screen: Screen, thoughts: Thoughts):
+        self.screen = screen
+        self._stream = ThoughtStream(thoughts) if screen.color else None
+        self._lead = f"{thoughts.opening}\n" if thoughts.opened else ""  # the prompt's own tag
+        self._thinks = False
+
+    def say(self, text: str) -> None:
+        """Print the next text."""
+        if self._stream is not None:
+            self._print(self._stream.push(text))
+            return
+        self.screen.text(self._lead + text)
+        self._lead = ""
+
+    def finish(self) -> None:
+        """Print what was held back."""
+        if self._stream is not None:
+            self._print(self._stream.finish())
+
+    def _print(self, parts: Sequence[tuple[str, bool]]) -> None:
+        for text, thought in parts:
+            if self._thinks and not thought:
+                self.screen.text("\n\n")
+            self._thinks = thought
+            self.screen.text(text, dim=thought)
 
 
 class Watch:

@@ -58,24 +58,24 @@ class Screen:
         self.column = 0  # of the cursor, on a terminal; the width itself where the next character wraps
         self._lock = threading.RLock()
         self._drawn = ""
-        self._held: str | None = None  # text that waits for the next frame, while a status is steady
+        self._held: list[tuple[str, bool]] | None = None  # text that waits for the next frame, while a status is steady
         self._quiet_since = 0.0
 
     @property
     def _capable(self) -> bool:
         return os.environ.get("TERM", "dumb") != "dumb"
 
-    def text(self, text: str) -> None:
-        """Print a part of a reply, at once."""
+    def text(self, text: str, *, dim: bool = False) -> None:
+        """Print a part of a reply, at once; dim where the terminal has colours."""
         with self._lock:
             if self._held is not None:
-                self._held += text
+                self._held.append((text, dim))
                 return
             self._wipe()
             if self.tty:
                 text = text.translate(CONTROLS)
                 self._advance(text)
-            self.out.write(text)
+            self.out.write(self._dim(text) if dim else text)
             self.out.flush()
             self._quiet_since = time.monotonic()
 
@@ -114,7 +114,7 @@ class Screen:
             yield
             return
         self._quiet_since = time.monotonic()
-        self._held = "" if steady else None
+        self._held = [] if steady else None
         over = threading.Event()
 
         def draw() -> None:
@@ -145,10 +145,10 @@ class Screen:
         """Print the waiting text; later text waits only if `steady`."""
         with self._lock:
             held, self._held = self._held, None
-            if held:
-                self.text(held)
+            for text, dim in held or ():
+                self.text(text, dim=dim)
             if steady:
-                self._held = ""
+                self._held = []
 
     def _draw(self, label: Label) -> None:
         width, height = shutil.get_terminal_size()

@@ -75,7 +75,11 @@ def save(
         "settings": dict(settings),
         "system": conversation.system,
         "forgotten": turns[-1].first if turns else 0,
-        "turns": [{"user": t.user, "reply": t.reply, "finish_reason": t.finish_reason} for t in turns],
+        "turns": [
+            {"user": t.user, "reply": t.reply, "finish_reason": t.finish_reason}
+            | ({} if t.reasoning is None else {"reasoning": t.reasoning})
+            for t in turns
+        ],
     }
     data = json.dumps(record, ensure_ascii=False, indent=2).encode(errors="backslashreplace") + b"\n"
     try:
@@ -146,7 +150,9 @@ def _transcript(record: Mapping[str, Any]) -> Transcript:
         reason = _text(entry, "finish_reason", where)
         if reason not in REASONS:
             raise ValueError(f"{where}finish_reason: expected one of {', '.join(REASONS)}, got {_show(reason)}")
-        turns.append(Turn(_text(entry, "user", where), _text(entry, "reply", where), reason, first=min(first, i)))
+        thought = None if entry.get("reasoning") is None else _text(entry, "reasoning", where)
+        user, reply = _text(entry, "user", where), _text(entry, "reply", where)
+        turns.append(Turn(user, reply, reason, first=min(first, i), reasoning=thought))
     system = None if record.get("system") is None else _text(record, "system")
     return Transcript(turns, system, _text(record, "model"), record.get("settings", {}))
 

@@ -34,6 +34,7 @@ from typing import Any
 try:
     import jinja2
     import jinja2.ext
+    import jinja2.meta
     from jinja2 import nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 except ImportError as error:
@@ -152,11 +153,13 @@ def _calls(node: nodes.Node):
 
 
 class Renderer:
-    """A checked and compiled template."""
+    """A checked and compiled template; `names` are the variables that it reads."""
 
     def __init__(self, source: str):
         self.env = environment()
-        check(self.env.parse(source))
+        tree = self.env.parse(source)
+        check(tree)
+        self.names = sorted(jinja2.meta.find_undeclared_variables(tree) - {"strftime_now"})
         self.template = self.env.from_string(source)
 
     def render(self, variables: dict[str, Any], now: str, limit: int) -> str:
@@ -211,7 +214,7 @@ def split(request: dict[str, Any], known: dict[str, Any]) -> dict[str, str]:
         return {"refused": str(error)[:300]}
 
 
-def answer(request: dict[str, Any], compiled: dict[str, Renderer], size: int) -> dict[str, str]:
+def answer(request: dict[str, Any], compiled: dict[str, Renderer], size: int) -> dict[str, Any]:
     """Compile a template, and render it.
 
     Args:
@@ -220,7 +223,8 @@ def answer(request: dict[str, Any], compiled: dict[str, Renderer], size: int) ->
         size: of the request in bytes.
 
     Returns:
-        {"text"}, rendered; or {"raised"}, what the template objects to; or {"refused"}, why it cannot be used.
+        {"text"}, rendered; or {"names"}, the variables of a template, if there are none to render it with; or
+        {"raised"}, what the template objects to; or {"refused"}, why it cannot be used.
     """
     try:
         source = request["source"]
@@ -232,7 +236,7 @@ def answer(request: dict[str, Any], compiled: dict[str, Renderer], size: int) ->
         if len(compiled) > COMPILED:
             del compiled[next(iter(compiled))]
         if "variables" not in request:
-            return {"text": ""}
+            return {"names": renderer.names}
         size -= len(json.dumps(source))
         return {"text": renderer.render(request["variables"], request["now"], OUTPUT_SLACK + OUTPUT_FACTOR * size)}
     except Raised as error:

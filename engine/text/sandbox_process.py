@@ -66,7 +66,7 @@ def _runs(path: str) -> bool:
     return os.path.isabs(path) and os.path.isfile(path) and os.access(path, os.X_OK)
 
 
-def ask(request: dict[str, Any], seconds: float = WALL_SECONDS) -> dict[str, str] | None:
+def ask(request: dict[str, Any], seconds: float = WALL_SECONDS) -> dict[str, Any] | None:
     """Have a request answered by this process's sandbox; threads take turns.
 
     Args:

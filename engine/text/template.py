@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.errors import CheckpointError, UsageError
 from engine.text import sandbox, sandbox_process
+from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer, check_utf8
 from engine.text.tokenizer_files import any_of, read_json
 from models.files import open_regular
@@ -19,6 +20,13 @@ Span = tuple[str, bool]  # text, and whether special tokens spelled in it are co
 MAX_TEMPLATE_BYTES = 64 << 10
 REMEDY = "use --chat-template none for plain completion, or --chat-template FILE for another template"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+THINKING = ("enable_thinking", "thinking")  # the variables that switch thoughts on and off
+THINK = ("auto", "on", "off")
+TOOL_USE = "tool_use"  # the name of the template for conversations with tools
+# How a template reads the thoughts of earlier replies: as a field of the message, or as a block of its content.
+_READS_FIELD = re.compile(r"reasoning_content|message\.thinking\b|message\[.thinking.\]")
+_READS_BLOCK = re.compile(r"""==\s*['"]thinking['"]""")
+_RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
 class ChatTemplate:
@@ -44,6 +52,10 @@ class ChatTemplate:
         added: spellings of other added tokens, protected as described above.
         clock: the time that `strftime_now` shows.
         where: the file, for error messages.
+        tool_use: the template of conversations with tools; None: the same.
+
+    Attributes:
+        thoughts: the tags between which this model writes what it thinks.
     """
 
     def __init__(
@@ -55,36 +67,46 @@ class ChatTemplate:
         added: Iterable[str] = (),
         clock: Callable[[], datetime] = datetime.now,
         where: str = "",
+        tool_use: str | None = None,
     ):
         self.source, self.variables, self.clock, self.where = source, dict(variables or {}), clock, where
+        self._tool_use = source if tool_use is None else tool_use
+        for text in (source, self._tool_use):
+            self._check_size(text)
+        everywhere, added, both = {s for s in special if s}, {*added}, source + self._tool_use
+        self._assistant = _Spellings(everywhere)
+        self._others = _Spellings(everywhere | {s for s in added if s in both and not s.isspace()})
+        self._special, self._names, self._turn_end = everywhere, {}, None
+        self.thoughts = Thoughts.find(everywhere | added, source)
+
+    def _check_size(self, source: str) -> None:
         try:
             size = len(source.encode())
         except UnicodeEncodeError:
             raise self._refused("it is not valid UTF-8") from None
         if size > MAX_TEMPLATE_BYTES:
             raise self._refused(f"it has {size} bytes, at most {MAX_TEMPLATE_BYTES} are allowed")
-        everywhere = {s for s in special if s}
-        self._assistant = _Spellings(everywhere)
-        self._others = _Spellings(everywhere | {s for s in added if s in source and not s.isspace()})
 
     @classmethod
     def load(cls, folder: str | Path, tokenizer: Tokenizer) -> "ChatTemplate | None":
         """Find the template of a checkpoint, as transformers 5 does; None for a base model that has none.
 
-        `chat_template.jinja` comes before `chat_template` in tokenizer_config.json (a string, or a list of named ones
-        of which "default" is taken), and that before the older `chat_template.json`.
+        `chat_template.jinja` comes before `chat_template` in tokenizer_config.json (a string, or a list of named ones),
+        and that before the older `chat_template.json`. Of named ones "default" is taken, and "tool_use" where there are
+        tools; beside `chat_template.jinja` others lie in `additional_chat_templates/`.
 
         Raises:
             CheckpointError: the template is unreadable, too long, or none of several is the default.
         """
         folder = Path(folder)
         if (path := folder / "chat_template.jinja").exists():
-            return cls.from_file(path, tokenizer)
+            other = folder / "additional_chat_templates" / f"{TOOL_USE}.jinja"
+            return cls._of(_read(path), tokenizer, path, _read(other) if other.exists() else None)
         for path, config in (
             (folder / "tokenizer_config.json", tokenizer.config),
             (folder / "chat_template.json", read_json(folder / "chat_template.json")),
         ):
-            template = config.get("chat_template")
+            template, tool_use = config.get("chat_template"), None
             if isinstance(template, list):
                 try:
                     template = {entry["name"]: entry["template"] for entry in template}
@@ -95,9 +117,9 @@ class ChatTemplate:
                     names = ", ".join(sorted(map(str, template))) or "none"
                     what = f"no chat template is called default; there are: {names}"
                     raise CheckpointError(what, where=str(path), remedy=REMEDY)
-                template = template["default"]
-            if isinstance(template, str):
-                return cls._of(template, tokenizer, path)
+                template, tool_use = template["default"], template.get(TOOL_USE)
+            if isinstance(template, str) and isinstance(tool_use, str | None):
+                return cls._of(template, tokenizer, path, tool_use)
             if template is not None:
                 raise CheckpointError("chat_template is not a string", where=str(path), remedy=REMEDY)
         return None
@@ -109,22 +131,17 @@ class ChatTemplate:
         Raises:
             CheckpointError: the file cannot be read, is not UTF-8 or too long.
         """
-        try:
-            with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
-                source = file.read(MAX_TEMPLATE_BYTES + 1)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise CheckpointError(f"cannot read the chat template: {reason}", where=str(path), remedy=REMEDY) from None
-        return cls._of(source, tokenizer, path)
+        return cls._of(_read(path), tokenizer, path)
 
     @classmethod
-    def _of(cls, source: str, tokenizer: Tokenizer, path: str | Path) -> "ChatTemplate":
+    def _of(cls, source: str, tokenizer: Tokenizer, path: str | Path, tool_use: str | None = None) -> "ChatTemplate":
         return cls(
             source,
             variables=tokenizer.special_tokens,
             special=tokenizer.special_spellings,
             added=tokenizer.added_spellings,
             where=str(path),
+            tool_use=tool_use,
         )
 
     def check(self) -> None:
@@ -136,34 +153,42 @@ class ChatTemplate:
         """
         self._ask({})
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[Span]:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        think: str = "auto",
+    ) -> list[Span]:
         """Render messages to spans whose texts, joined, are what transformers' apply_chat_template renders.
 
         Args:
             messages: `{"role": ..., "content": ...}` and other keys that the template reads; JSON values only.
             add_generation_prompt: whether the text ends with the header of the assistant's next message.
+            tools: functions that the model may call, as JSON schemas.
+            variables: further variables of the template, JSON values.
+            think: "on" or "off" sets the template's variable for thoughts; "auto" leaves it out.
 
         Returns:
             (text, is_control) spans for `Tokenizer.encode_rendered`; a single one if the messages spell no token.
 
         Raises:
-            UsageError: the messages are malformed, or the template rejects them; or templates cannot be rendered here,
-                see `engine.text.sandbox_process.interpreter`.
+            UsageError: the messages are malformed, or the template rejects them; it has no such variable; or templates
+                cannot be rendered here, see `engine.text.sandbox_process.interpreter`.
             CheckpointError: the template fails or breaks a limit.
         """
         if not messages:
             raise UsageError("a conversation needs at least one message")
+        source = self.source if tools is None else self._tool_use
+        given = self._options(source, tools, variables or {}, think)
         plain = [_alias_reasoning(_message(m)) for m in messages]
-        marks = _Marks(self.source + "".join(_strings(plain)))
+        marks = _Marks(source + "".join(_strings([*plain, given])))
         chat = [marks.protect(m, self._assistant if m["role"] == "assistant" else self._others) for m in plain]
-        variables = {
-            **self.variables,
-            "messages": chat,
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        reply = self._ask({"variables": variables, "now": self.clock().isoformat()})
+        values = {"tools": None, "documents": None} | marks.protect(given, self._others)
+        values |= self.variables | {"messages": chat, "add_generation_prompt": add_generation_prompt}
+        reply = self._ask({"variables": values, "now": self.clock().isoformat()}, source)
         if (objection := reply.get("raised")) is not None:
             text = "".join(text for text, _ in marks.spans(objection))
             raise UsageError(f"the chat template rejects the messages: {text}", where=self.where)
@@ -173,8 +198,75 @@ class ChatTemplate:
             raise self._refused("its output is not valid UTF-8") from None
         return marks.spans(reply["text"])
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, str]:
-        reply = sandbox_process.ask({"source": self.source, **request})
+    def _options(self, source: str, tools: Any, variables: Any, think: str) -> dict[str, Any]:
+        """The variables of a render besides the messages, checked. Raises UsageError."""
+        if think not in THINK:
+            raise UsageError(f"think: expected {', '.join(THINK)}, got {think!r}")
+        if not isinstance(variables, Mapping):
+            raise UsageError("template variables: expected an object of names and values")
+        if tools is None and not variables and think == "auto":
+            return {}
+        given = _plain(variables)
+        names = self._variables(source)
+        if think != "auto":
+            switch = next((name for name in THINKING if name in names), None)
+            if switch is None:
+                wanted = " or ".join(THINKING)
+                raise UsageError(f"the chat template cannot switch thoughts {think}: it has no variable {wanted}")
+            given = {switch: think == "on"} | given
+        for name in given:
+            if name in _RESERVED or name in self.variables:
+                raise UsageError(f"template variable {name}: its value is given by the conversation or the tokenizer")
+            if name not in names:
+                known = sorted(names - {*_RESERVED, *self.variables}) or ["none"]
+                what = f"the chat template has no variable {name}"
+                raise UsageError(what, where=self.where, remedy=f"its variables: {', '.join(known)}")
+        if tools is None:
+            return given
+        if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise UsageError("tools: expected a list of objects, a function's JSON schema each")
+        if "tools" not in names:
+            raise UsageError("the chat template takes no tools: it has no variable tools", where=self.where)
+        return given | {"tools": _plain(tools)}
+
+    def _variables(self, source: str) -> set[str]:
+        """The variables that a template reads. Raises as `check`."""
+        if source not in self._names:
+            self._names[source] = {*self._ask({}, source)["names"]}
+        return self._names[source]
+
+    def reply(self, answer: str, thought: str | None) -> dict[str, Any]:
+        """The assistant's message of an earlier turn, with its thought where this template reads it.
+
+        The template decides which thoughts the model sees again. Most drop those of earlier turns.
+        """
+        message = {"role": "assistant", "content": answer}
+        if thought is None:
+            return message
+        if _READS_FIELD.search(self.source):
+            return message | {"reasoning_content": thought}
+        if _READS_BLOCK.search(self.source):
+            blocks = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": answer}]
+            return message | {"content": blocks}
+        return message | {"content": self.thoughts.join(thought, answer)}
+
+    def turn_end(self) -> str:
+        """The special token that this template writes after an assistant's message; "" if it writes none there."""
+        if self._turn_end is None:
+            mark = "ANSWER"
+            while mark in self.source:
+                mark += "X"
+            messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": mark}]
+            try:
+                text = "".join(text for text, _ in self.render(messages, add_generation_prompt=False))
+            except (UsageError, CheckpointError):  # the conversation's own render raises what is wrong
+                text = ""
+            rest = text.rpartition(mark)[2].lstrip() if mark in text else ""
+            self._turn_end = max((s for s in self._special if rest.startswith(s)), key=len, default="")
+        return self._turn_end
+
+    def _ask(self, request: dict[str, Any], source: str | None = None) -> dict[str, Any]:
+        reply = sandbox_process.ask({"source": self.source if source is None else source, **request})
         if reply is None:
             raise self._refused(f"it takes more than {sandbox.CPU_SECONDS} s or too much memory")
         if (reason := reply.get("refused")) is not None:
@@ -183,6 +275,16 @@ class ChatTemplate:
 
     def _refused(self, reason: str) -> CheckpointError:
         return CheckpointError(f"the chat template is refused: {reason}", where=self.where, remedy=REMEDY)
+
+
+def _read(path: str | Path) -> str:
+    """The text of a template's file. Raises CheckpointError: it cannot be read, or is not UTF-8."""
+    try:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
+            return file.read(MAX_TEMPLATE_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"cannot read the chat template: {reason}", where=str(path), remedy=REMEDY) from None
 
 
 class _Spellings:
@@ -257,7 +359,7 @@ def _plain(value: Any) -> Any:
         return {check_utf8(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    raise UsageError(f"a message holds a {type(value).__name__}; only JSON values are allowed")
+    raise UsageError(f"a value for a chat template is a {type(value).__name__}; only JSON values are allowed")
 
 
 def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,8 @@ import tokenizers
 from engine.errors import CheckpointError, UsageError
 from engine.text import tokenizer_limits
 from engine.text.detokenizer import Detokenizer
+from engine.text.pieces import Pieces
+from engine.text.thinking import Thoughts
 from engine.text.tokenizer_files import byte_level, named_tokens, read_config, read_file
 from engine.text.tokenizer_json import LibraryEncoder
 from engine.text.tokenizer_model import SentencePieceEncoder
@@ -37,7 +39,7 @@ class Tokenizer:
     Attributes:
         size: largest id + 1; ids of a model's padded vocabulary from there on have no meaning.
         bos_token_id, eos_token_id: from tokenizer_config.json and special_tokens_map.json.
-        special_ids: ids that `decode` skips.
+        special_ids: ids that `decode` skips: of special tokens, but not of the tags around a thought.
         special_tokens: `{"bos_token": "<s>", ...}`, for chat templates.
         special_spellings, added_spellings: spellings of special and of other added tokens.
         config: tokenizer_config.json, {} if there is none.
@@ -51,11 +53,14 @@ class Tokenizer:
         self.special_tokens = {name: token for name, token in names.items() if token in vocab}
         self.special_spellings = frozenset(content for content, token in raw.items() if token.special)
         self.added_spellings = frozenset(raw) - self.special_spellings
-        self.special_ids = frozenset(vocab[content] for content in self.special_spellings)
+        thoughts = Thoughts.find(raw, "")
+        skipped = self.special_spellings - {thoughts.opening, thoughts.closing}
+        self.special_ids = frozenset(vocab[content] for content in skipped)
         self.bos_token_id = vocab.get(names.get("bos_token", ""))
         self.eos_token_id = vocab.get(names.get("eos_token", ""))
         self._encoder, self._added = encoder, {content: vocab[content] for content in raw}
-        encoder.vocab = self._added  # the whole takes megabytes
+        encoder.vocab = self._added  # the whole takes megabytes, and the list of spellings as many
+        encoder.pieces = Pieces(encoder.pieces)  # type: ignore[assignment]
         longest_first = sorted(raw, key=lambda c: (-len(c), c))
         word = {c: r"(?<!\w){}(?!\w)" if raw[c].single_word else "{}" for c in raw}
         self._raw = re.compile("|".join(word[c].format(re.escape(c)) for c in longest_first) or "(?!)")
@@ -135,7 +140,7 @@ class Tokenizer:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Equal for tokenizers whose ids all mean the same: 64 hexadecimal digits."""
-        return hashlib.sha256(json.dumps(self._encoder.pieces).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([*self._encoder.pieces]).encode()).hexdigest()
 
     def difference(self, other: "Tokenizer") -> str:
         """Where two tokenizers disagree on what an id means; empty if they do not."""
@@ -149,7 +154,8 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids` alone. Ids past `size` have no text; incomplete UTF-8 becomes U+FFFD.
 
-        Equals the library's decode; no `clean_up_tokenization_spaces` (transformers ignores it for BPE).
+        Equals the library's decode, but keeps the tags around a thought where they are special tokens; no
+        `clean_up_tokenization_spaces` (transformers ignores it for BPE).
         """
         return self._encoder.decode(list(self._pieces(ids, skip_special)))
 

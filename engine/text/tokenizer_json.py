@@ -83,13 +83,14 @@ class LibraryEncoder:
         vocab = self.vocab
         own = {token.content: token for token in library.get_added_tokens_decoder().values()}
         added = add_flags(own, vocab, config, names)
-        for content, token in added.items():
+        for content in added:
             self.pieces[vocab[content]] = content
-            # An option of the library ignores special tokens. Before normalisation the library must match aliases
-            # alone, so all tokens that match there are made special. The others are no control tokens.
-            hidden = token.special or not token.normalized
-            add = library.add_special_tokens if hidden else library.add_tokens
-            add([AddedToken(content, special=hidden, normalized=not hidden, **_flags(token))])
+        # An option of the library ignores special tokens. Before normalisation the library must match aliases
+        # alone, so all tokens that match there are made special. The others are no control tokens.
+        for hidden, add in ((True, library.add_special_tokens), (False, library.add_tokens)):
+            # In one call: each builds the search of all of them again, and some models have thousands.
+            kept = [token for token in added.values() if (token.special or not token.normalized) is hidden]
+            add([AddedToken(t.content, special=hidden, normalized=not hidden, **_flags(t)) for t in kept])
         library.encode_special_tokens = True
         self.raw = {content: token for content, token in added.items() if token.special or not token.normalized}
 
@@ -102,12 +103,12 @@ class LibraryEncoder:
         holes = size - library.get_vocab_size(with_added_tokens=True)
         library.add_tokens([AddedToken(f"\ufdd0{nonce}-{k}\ufdd1", normalized=False) for k in range(holes)])
         library.add_tokens([AddedToken(self._break, normalized=False)])
-        for content, token in self.raw.items():
-            alias = self._alias[vocab[content]]
-            library.add_tokens([AddedToken(alias, special=False, normalized=False, **_flags(token))])
-        numbers = library.get_vocab(with_added_tokens=True)
-        self._meaning = {numbers[alias]: i for i, alias in self._alias.items()} | {numbers[self._break]: -1}
-        if min(self._meaning) < size:
+        aliases = ((self._alias[vocab[content]], _flags(token)) for content, token in self.raw.items())
+        library.add_tokens([AddedToken(alias, special=False, normalized=False, **flags) for alias, flags in aliases])
+        number = library.token_to_id  # of a few: the whole vocabulary takes a second
+        meaning = {number(alias): i for i, alias in self._alias.items()} | {number(self._break): -1}
+        self._meaning = {i: token for i, token in meaning.items() if i is not None and i >= size}
+        if len(self._meaning) < len(self._alias) + 1:
             raise CheckpointError("vocabulary mismatch: two tokens share an id")
 
     def encode(self, parts: Iterable[str | int], add_special: bool) -> list[int]:

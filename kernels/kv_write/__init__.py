@@ -50,18 +50,18 @@ def kv_write(
     run(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
 
 
-def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor) -> Copier:
+def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor | None = None) -> Copier:
     """Returns a function that copies the keys and values of slots (the first list) to other slots, in all layers.
 
     All are read before any is written; slots that are written are distinct.
 
     Args:
-        k_LGSD, v_LGSD: the whole cache, contiguous.
+        k_LGSD, v_LGSD: the whole cache, contiguous; or one tensor of rows of another kind.
 
     Raises:
         ValueError: they are not alike or not contiguous; when called, for slots out of range or lists of two lengths.
     """
-    checks.cache(k_LGSD, v_LGSD, "LGSD")
+    checks.cache(k_LGSD, k_LGSD if v_LGSD is None else v_LGSD, "LGSD")
     if k_LGSD.is_cpu and not why_not():
         return native.kv_copier(k_LGSD, v_LGSD)
     return partial(plain.kv_copy, k_LGSD, v_LGSD)

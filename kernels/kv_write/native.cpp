@@ -82,12 +82,13 @@ extern "C" int64_t coppice_kv_write_int8(int64_t kind, int64_t threads, char* k_
 
 extern "C" void coppice_kv_copy(int64_t threads, char* k_GSD, char* v_GSD, const int64_t* source_T,
                                 const int64_t* target_T, int64_t tokens, int64_t heads, int64_t slots, int64_t row) {
+    const int64_t tensors = v_GSD ? 2 : 1;
 #pragma omp parallel num_threads(threads) if (tokens * heads * row > 1 << 17)
     {
         std::vector<char> rows(tokens * row);
 #pragma omp for
-        for (int64_t i = 0; i < 2 * heads; i++) {
-            char* from = (i % 2 ? v_GSD : k_GSD) + i / 2 * slots * row;
+        for (int64_t i = 0; i < tensors * heads; i++) {
+            char* from = (i % tensors ? v_GSD : k_GSD) + i / tensors * slots * row;
             for (int64_t t = 0; t < tokens; t++) std::memcpy(&rows[t * row], from + source_T[t] * row, row);
             for (int64_t t = 0; t < tokens; t++) std::memcpy(from + target_T[t] * row, &rows[t * row], row);
         }

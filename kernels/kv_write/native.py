@@ -30,7 +30,7 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
         checks.within("slots_T", slots_T.tolist(), S)
 
 
-def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor) -> Callable[[Sequence[int], Sequence[int]], None]:
+def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor | None) -> Callable[[Sequence[int], Sequence[int]], None]:
     """See the front for arguments. What concerns the cache is looked up once: copies are small and many."""
     (L, G, S, D), size = k_LGSD.shape, k_LGSD.itemsize
     run = function("kv_copy")
@@ -39,7 +39,7 @@ def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor) -> Callable[[Sequence[int], Sequen
         checks.copies(source, target, S)
         slots, n = array("q", [*source, *target]), len(source)
         address, _ = slots.buffer_info()
-        caches = k_LGSD.data_ptr(), v_LGSD.data_ptr()
+        caches = k_LGSD.data_ptr(), None if v_LGSD is None else v_LGSD.data_ptr()
         run(torch.get_num_threads(), *caches, address, address + 8 * n, n, L * G, S, D * size)
 
     return copy

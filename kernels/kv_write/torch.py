@@ -19,14 +19,14 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     v_GSD.index_copy_(1, slots_T, v_TGD.transpose(0, 1))
 
 
-def kv_copy(k_LGSD: Tensor, v_LGSD: Tensor, source: Sequence[int], target: Sequence[int]) -> None:
+def kv_copy(k_LGSD: Tensor, v_LGSD: Tensor | None, source: Sequence[int], target: Sequence[int]) -> None:
     """See the front for arguments."""
     checks.copies(source, target, k_LGSD.shape[2])
     if not target:
         return
     start, n = target[0], len(target)
     source_n, together = _indices(source, k_LGSD.device), list(target) == list(range(start, start + n))
-    for cache_LGSD in (k_LGSD, v_LGSD):
+    for cache_LGSD in (k_LGSD,) if v_LGSD is None else (k_LGSD, v_LGSD):
         rows_LGnD = cache_LGSD.index_select(2, source_n)
         if together:  # a trunk in one piece; much cheaper
             cache_LGSD.narrow(2, start, n).copy_(rows_LGnD)

@@ -34,7 +34,8 @@ struct Pass {
     const int64_t threads, tokens, slots;
     const int64_t turned = s.heads + s.kv_heads, every = turned + s.kv_heads, head = s.head_dim * s.element;
     const std::unique_ptr<char[]> normed_TE = room(s.width), sum_TE = room(s.width);
-    const std::unique_ptr<char[]> mixed_THD = room(s.heads * s.head_dim);
+    const std::unique_ptr<char[]> mixed_THD = room(s.taps ? std::max(s.heads * s.head_dim, s.width) : s.heads * s.head_dim);
+    const std::unique_ptr<char[]> gates_TF = room(s.taps ? 3 * s.width : 0);
     const std::unique_ptr<char[]> up_TM = room((s.gated ? 2 : 1) * s.mlp_width), middle_TM = room(s.mlp_width);
 
     std::unique_ptr<char[]> room(int64_t width) const {
@@ -63,6 +64,11 @@ struct Pass {
         run(layer.k_norm, heads_THD + s.heads * head, s.kv_heads);
     }
 
+    void rotate(char* x, const void* cos, const void* sin, int64_t dims, int64_t rows) const {
+        const int64_t D = s.head_dim, token = every * D;
+        coppice_rotary(s.kind, threads, x, cos, sin, x, tokens, rows, D, dims, token, D, token);
+    }
+
     void write(char* k, char* v, const char* k_TGD, const char* v_TGD) const {
         const int64_t D = s.head_dim, token = every * D;
         if (attention.cache == INT8)
@@ -79,13 +85,22 @@ struct Pass {
         if (!layer.norms_last) normalize_heads(layer);
         if (layer.table >= 0) {
             const Angles& a = angles[layer.table];
-            coppice_rotary(s.kind, threads, heads_THD, a.cos, a.sin, heads_THD, tokens, turned, s.head_dim, a.dims,
-                           every * s.head_dim, s.head_dim, every * s.head_dim);
+            const bool alike = a.query_cos == a.cos;
+            if (!alike) rotate(heads_THD, a.query_cos, a.query_sin, a.dims, s.heads);
+            rotate(alike ? heads_THD : heads_THD + s.heads * head, a.cos, a.sin, a.dims, alike ? turned : s.kv_heads);
         }
         if (layer.norms_last) normalize_heads(layer);
         write(k, v, heads_THD + s.heads * head, heads_THD + turned * head);
         attention.window = layer.window, attention.scale = layer.scale, attention.cap = layer.cap;
         coppice_tree_attention(&attention, heads_THD, k, v, mixed_THD.get());
+        multiply(layer.out, mixed_THD.get(), sum_TE.get());
+    }
+
+    // The same by a short convolution; rows are the layer's.
+    void convolve(const Layer& layer, const void* read, char* rows, int64_t kept, const int64_t* ancestors_TN) const {
+        multiply(layer.qkv, read, gates_TF.get());
+        coppice_short_conv(s.kind, kept, threads, gates_TF.get(), layer.conv.weight, layer.conv.bias, rows, slots_T,
+                           ancestors_TN, mixed_THD.get(), tokens, s.width, s.taps - 1, slots);
         multiply(layer.out, mixed_THD.get(), sum_TE.get());
     }
 
@@ -115,10 +130,12 @@ struct Pass {
             });
     }
 
-    void run(const Layer& layer, void* x, char* k, char* v) {
+    // `mix` goes from what attention reads to sum_TE.
+    template <typename Mix>
+    void run(const Layer& layer, void* x, Mix mix) {
         const int64_t size = tokens * s.width;
         const void* from = read(layer.attention_norms, x);
-        attend(layer, from, k, v);
+        mix(from);
         leave(layer, layer.attention_norms, sum_TE.get());
         if (layer.parallel) {
             feed(layer, from);
@@ -140,12 +157,23 @@ struct Pass {
 
 extern "C" void coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t threads,
                               void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out,
-                              int64_t tokens, int64_t slots) {
+                              int64_t tokens, int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN) {
     const Stack& s = *stack;
     Pass pass{s, *attention, angles, slots_T, heads_THD, threads, tokens, slots};
     const int64_t row = attention->cache == INT8 ? s.head_dim + SCALE_BYTES : s.head_dim * s.element;
     const int64_t kv_layer = s.kv_heads * slots * row;
-    for (int64_t i = 0; i < s.layers; i++) pass.run(s.layer[i], x, k + i * kv_layer, v + i * kv_layer);
+    const int64_t rows_layer = slots * s.width * (kept ? 2 : 4);  // float32 is the only kind of 4 bytes
+    for (int64_t i = 0; i < s.layers; i++) {
+        const Layer& layer = s.layer[i];
+        if (layer.conv.weight)
+            pass.run(layer, x, [&](const void* from) {
+                pass.convolve(layer, from, rows + layer.place * rows_layer, kept, ancestors_TN);
+            });
+        else
+            pass.run(layer, x, [&](const void* from) {
+                pass.attend(layer, from, k + layer.place * kv_layer, v + layer.place * kv_layer);
+            });
+    }
     if (s.norm.weight)
         pass.normalize(s.norm, x, out);
     else

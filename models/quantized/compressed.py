@@ -101,7 +101,7 @@ class Integers:
 class Compressed:
     """A config: what modules a target means and their scheme, in the order of trying; and what stays floats."""
 
-    targets: tuple[tuple[Callable[[str], bool], Scheme], ...]
+    targets: tuple[tuple[Callable[[str], bool], Scheme | None], ...]
     ignore: tuple[Callable[[str], bool], ...]
 
     def scheme(self, module: str, kind: str) -> Scheme | None:
@@ -141,8 +141,10 @@ def _target(text: str, fields: Fields) -> Callable[[str], bool]:
     return lambda module: expression.match(module) is not None
 
 
-def _scheme(group: Fields, fields: Fields) -> Scheme:
-    """The scheme of a group. Raises CheckpointError for what is not read."""
+def _scheme(group: Fields, fields: Fields) -> Scheme | None:
+    """The scheme of a group; None: floats. Raises CheckpointError for what is not read."""
+    if not any(group.sub(name) for name in ("weights", "input_activations", "output_activations")):
+        return None
     layout, weights = group.str("format", None) or fields.str("format", ""), group.sub("weights")
     if layout not in FORMATS or weights is None:
         raise unsupported(fields, f"compressed-tensors in the format {layout!r} (read: {', '.join(FORMATS)})")

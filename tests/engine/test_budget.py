@@ -12,7 +12,20 @@ import torch
 
 from engine import Engine, UsageError
 from engine.app.chat import main
-from engine.budget import FORMATS_SHOWN, Loading, Plan, Workload, allow, cgroup_limits, read_memory, resident
+from engine.budget import (
+    ENTRY,
+    FORMATS_SHOWN,
+    TOKENIZER,
+    TOKENIZER_LEAST,
+    Loading,
+    Plan,
+    Workload,
+    _tokenizer,
+    allow,
+    cgroup_limits,
+    read_memory,
+    resident,
+)
 from engine.demo import demo_folder
 from models import FAMILIES, load_model
 from models.checkpoint import Checkpoint
@@ -21,6 +34,7 @@ from models.linear import FORMATS
 from models.sizes import measure
 from search import Greedy, Trie
 from tools import random_checkpoint
+from tools.pack import pack
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -83,7 +97,7 @@ print(plan.total(work.slots[1]), peak(), engine.pool.pages, plan.fixed)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("quant", ["none", "int8"])
+@pytest.mark.parametrize("quant", ["none", "int8", "int4"])
 def test_prediction_and_peak(checkpoint, quant):
     """The plan holds at the peak, loading included, and is not much more than the truth."""
     if FORMATS[quant].why_not(CPU) is not None:
@@ -92,6 +106,42 @@ def test_prediction_and_peak(checkpoint, quant):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
     planned, peak, *_ = map(int, done.stdout.split())
     assert planned / 1.25 < peak < planned * 1.08, (planned / MB, peak / MB)
+
+
+LOAD = """
+import json, sys
+from pathlib import Path
+from engine import Engine
+from engine.budget import peak, resident
+from models.memory import release_libraries
+folder, quant = sys.argv[1:]
+release_libraries()
+Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+before = resident()
+engine = Engine.load(folder, quant=quant, kv_memory="1M", threads=2)
+print(json.dumps({"peak": peak(), "loaded": resident(), "before": before}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("quant", ["none", "int8", "int4", "packed"])
+def test_loading_peaks_at_the_loaded_model_and_one_tensor(tmp_path, quant):
+    """67 MB of bfloat16 tensors: two of 16 MB are packed together, and never in memory together as they were.
+
+    Libraries take 27 MB while they load and give it back.
+    """
+    if FORMATS["int4" if quant == "packed" else quant].why_not(CPU) is not None:
+        pytest.skip(f"no {quant} here")
+    make = random_checkpoint.make
+    folder, largest = tmp_path / "model", 16 * MB
+    make(folder, layers=1, width=1024, mlp=8192, heads=8, vocab=2000, dtype="bfloat16")
+    if quant == "packed":
+        pack(folder, tmp_path / "packed", quant="int4")
+        folder, quant = tmp_path / "packed", "none"
+    command = [sys.executable, "-c", LOAD, str(folder), quant]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    found = json.loads(done.stdout)
+    assert found["peak"] - found["loaded"] < largest + (27 + 21) * MB, {name: size / MB for name, size in found.items()}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -151,6 +201,17 @@ def test_load_takes_it(checkpoint):
     assert 0 < engine.pool.pages * engine.pool.page_bytes <= 40 * MB
     with pytest.raises(UsageError, match="is less than"):
         Engine.load(checkpoint, memory="1M")
+
+
+def test_tokenizers_are_counted(tmp_path):
+    """Pieces and merges of a tokenizer.json, bytes of other files."""
+    assert _tokenizer(demo_folder()) == TOKENIZER_LEAST + ENTRY * (1536 + 1274)
+    assert _tokenizer(tmp_path) == 0
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "merges.txt").write_text("a b\n")
+    assert _tokenizer(tmp_path) == TOKENIZER * 6
+    (tmp_path / "tokenizer.json").write_text('{"model": []}')
+    assert _tokenizer(tmp_path) == TOKENIZER_LEAST
 
 
 def test_plan_and_workload():

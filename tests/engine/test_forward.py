@@ -5,6 +5,7 @@ step.
 """
 
 import functools
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -67,19 +68,20 @@ class Bench:
 
     engine: Engine
     dtype: str
+    vocab: int = VOCAB
     oracle: Engine = field(init=False)
 
     def __post_init__(self):
         model = Wide(self.engine.runner.model) if self.dtype == "float64" else self.engine.runner.model
-        self.oracle = Engine(LoadedModel(Runner(model, self.engine.pool, VOCAB), self.engine.shape))
+        self.oracle = Engine(LoadedModel(Runner(model, self.engine.pool, self.vocab), self.engine.shape))
         self.known = {}
 
     def driver(self, pages=400, page_size=4, parallel=16, **options):
         shape, kind = self.engine.shape, getattr(torch, self.dtype)
         pool = PagePool(shape, pages, page_size, kind)
-        for cache in (pool.cache.k_LGSD, pool.cache.v_LGSD):
+        for cache in itertools.chain(*pool.cache.groups):
             cache[:, :, 1:] = float("nan")  # all but the slot that is zero for ever
-        return Driver({"target": Runner(self.oracle.runner.model, pool, VOCAB, **options)}, parallel)
+        return Driver({"target": Runner(self.oracle.runner.model, pool, self.vocab, **options)}, parallel)
 
     def expected(self, sequence):
         """Log-probabilities after a sequence; one fresh forward answers for its prefixes too."""

@@ -5,6 +5,7 @@ Without a GPU the graph is a stand-in that runs the function again; that real on
 """
 
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -52,7 +53,7 @@ def engines(variant, impl, kv_dtype="auto", **options):
     """A plain engine and one in graphs, of pages of 16 slots full of NaN."""
     plain = Engine.load(GOLDEN / variant, dtype="float32", kv_dtype=kv_dtype, device="cpu", kv_memory=1 << 22)
     pool = PagePool(plain.shape, 200, 16, plain.pool.cache.k_LGSD.dtype)
-    for cache in (pool.cache.k_LGSD, pool.cache.v_LGSD):
+    for cache in itertools.chain(*pool.cache.groups):
         cache.fill_(-1 if cache.dtype == torch.int8 else float("nan"))  # a scale of such bytes is NaN
         cache[:, :, NULL_SLOT] = 0
     runner = GraphRunner(plain.runner.model, pool, plain.runner.vocab_size, impl=impl, record=Recorder(), **options)
@@ -70,7 +71,7 @@ def check(plain, graphs, prompts, search, **options):
     graphs.pool.check_invariants([])
 
 
-@pytest.mark.parametrize("variant", ["gqa", "dynamic"])
+@pytest.mark.parametrize("variant", ["gqa", "dynamic", "../lfm2/bias"])
 @pytest.mark.parametrize("search", [Greedy(), Trie(beams=5), Sample(seed=3, num_return_sequences=3)], ids=repr)
 def test_graphs_give_what_plain_passes_give(variant, search):
     plain, graphs = engines(variant, "reference")
@@ -133,11 +134,13 @@ def test_buckets():
 
 
 @needs_interpreter
-@pytest.mark.parametrize("search", ["greedy", "trie"])
-def test_triton_kernels_find_the_golden_tokens(search):
-    golden = json.loads((GOLDEN / "gqa" / "golden.json").read_text())
+@pytest.mark.parametrize(
+    ("variant", "search"), [("gqa", "greedy"), ("gqa", "trie"), ("../lfm2/bias", "greedy"), ("../lfm2/bias", "trie")]
+)
+def test_triton_kernels_find_the_golden_tokens(variant, search):
+    golden = json.loads((GOLDEN / variant / "golden.json").read_text())
     run = min((r for r in golden["runs"] if r["search"] == search), key=lambda r: r["max_new_tokens"])
-    plain, graphs = engines("gqa", "triton")
+    plain, graphs = engines(variant, "triton")
     names = ("beams", "length_penalty", "early_stopping", "num_return_sequences") if search == "trie" else ()
     beams = {name: run[name] for name in names}
     options = {n: run[n] for n in ("max_new_tokens", "eos_token_ids", "ignore_eos")}

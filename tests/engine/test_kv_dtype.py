@@ -14,6 +14,7 @@ from engine.pool import PagePool
 from engine.tree import TokenTree
 from kernels import cpp
 from models.config import ModelShape
+from models.linear import FORMATS
 from search import ADED, DSBD, ULTS, BeamSample, Greedy, Sample, SBoN, Speculative, Trie
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -24,10 +25,21 @@ FAMILIES = ["llama/gqa", "llama/head_dim", "opt/plain", "gpt2/plain", "phi3/wind
 IMPLS = ["reference", "torch", *([] if cpp.why_not() else ["cpp"])]
 
 
+def load(quant="none"):
+    companions = {"draft": demo_folder("draft"), "reward": demo_folder("reward")}
+    return Engine.load(demo_folder(), dtype="float32", quant=quant, kv_dtype="int8", kv_memory="32M", **companions)
+
+
 @pytest.fixture(scope="module")
 def engine():
-    companions = {"draft": demo_folder("draft"), "reward": demo_folder("reward")}
-    return Engine.load(demo_folder(), dtype="float32", kv_dtype="int8", kv_memory="32M", **companions)
+    return load()
+
+
+@pytest.fixture(scope="module")
+def four():
+    if FORMATS["int4"].why_not(torch.device("cpu")):
+        pytest.skip("int4 needs the C++ kernels")
+    return load("int4")
 
 
 def outputs(results):
@@ -35,7 +47,9 @@ def outputs(results):
 
 
 @pytest.mark.parametrize("search", [*SEARCHES, *OTHERS], ids=lambda search: type(search).__name__)
-def test_searches_run_and_a_batch_gives_the_tokens_of_its_lines_alone(engine, search):
+@pytest.mark.parametrize("weights", ["engine", "four"])
+def test_searches_run_and_a_batch_gives_the_tokens_of_its_lines_alone(weights, search, request):
+    engine = request.getfixturevalue(weights)
     options = {"max_new_tokens": 16}
     together = engine.generate(PROMPTS, search, **options)
     alone = [engine.generate([prompt], search, **options)[0] for prompt in PROMPTS]

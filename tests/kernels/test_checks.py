@@ -16,7 +16,7 @@ from kernels.kv_write import kv_copier, kv_write
 from kernels.kv_write import torch as kv_torch
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import Packed, linear
-from kernels.stack import Layer, Matrix, Norm, Norms, Stack
+from kernels.stack import Conv, Layer, Matrix, Norm, Norms, Stack
 from kernels.tree_attention import tree_attention
 
 needs_cpp = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
@@ -269,7 +269,8 @@ def stack(**changes):
     sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "eps": 1e-5, "activation": "gelu", "gated": False}
     parts = {"norm": Norm(torch.ones(8)), "qkv": matrix(24, 8), "out": matrix(8, 8, torch.zeros(8)), **changes}
     up, down = matrix(16, 8), parts.get("down", matrix(8, 16))
-    names = {name: parts[name] for name in ("q_norm", "k_norm", "all_heads", "table") if name in parts}
+    options = "q_norm", "k_norm", "all_heads", "table", "conv"
+    names = {name: parts[name] for name in options if name in parts}
     norms = Norms(Norm(torch.ones(8))), Norms(output=parts["norm"])
     layer = Layer(*norms, parts["qkv"], parts["out"], up, down, scale=0.5, **names)
     return Stack([layer], Norm(torch.ones(8)), **sizes)
@@ -324,6 +325,29 @@ def test_a_stack_refuses_other_numbers_of_tables():
     cache = KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4))
     with pytest.raises(ValueError, match="angles: expected 1 tables, got 0"):
         stack(table=0)(torch.zeros(5, 8), (), cache, attention_arguments()["layout"])
+
+
+@needs_cpp
+def test_a_stack_refuses_what_convolutions_do_not_take():
+    layout, kept = attention_arguments()["layout"], KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4))
+    few, many = (dataclasses.replace(layout, ancestors_TN=torch.zeros(5, n, dtype=torch.int64)) for n in (1, 2))
+    conv = Conv(torch.ones(3, 8), torch.zeros(8))
+    for bad in (Conv(torch.ones(3, 7)), Conv(torch.ones(3, 8).double()), Conv(torch.ones(3, 8), torch.zeros(7))):
+        with pytest.raises(ValueError, match="a convolution's"):
+            stack(conv=bad, qkv=matrix(24, 8))
+    with pytest.raises(ValueError, match=r"expected a matrix \[24, 8\], got \[16, 8\]"):
+        stack(conv=conv, qkv=matrix(16, 8))
+    convolving = stack(conv=conv, qkv=matrix(24, 8))
+    rows, none = torch.zeros(1, 1, S, 8), (kept.k_LGSD[:0], kept.v_LGSD[:0])
+    for cache, other, message in (
+        (KVCache(*none, [(rows[..., :7],)], [(1, 0)]), many, "cache of convolutions"),
+        (KVCache(*none, [(rows.half(),)], [(1, 0)]), many, "cache of convolutions"),
+        (KVCache(*none, [(rows,)], [(1, 0)]), few, "ancestors_TN"),
+        (KVCache(*none, [(rows,)], [(1, 0)]), layout, "ancestors"),
+        (kept, many, "a stack's cache"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convolving(torch.zeros(5, 8), (), cache, other)
 
 
 # --- rows ---

@@ -33,6 +33,8 @@ VARIANTS = [
     *("opt/plain", "opt/no_biases", "opt/no_affine", "gpt2/plain", "gpt2/unscaled", "gpt2/gelu", "gpt2/wide"),
     *("opt/post_norm", "opt/no_final_norm", "gpt2/by_layer", "phi/plain", "phi/gqa", "phi/partial", "phi/qk_layernorm"),
     *("phi3/plain", "phi3/window", "qwen3/plain", "qwen3/windows", "qwen3/bias"),
+    *("qwen2/windows", "mistral/ministral", "stablelm/plain", "stablelm/parallel"),
+    *("lfm2/plain", "lfm2/bias", "lfm2/one_tap"),
     *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
@@ -66,7 +68,7 @@ def passes(engine):
             nodes = [*parents, *nodes] if rounds else []
             chunks.append(Chunk(tree, prompt, nodes, tree.allocate(prompt, nodes)))
         found.append(engine.runner.forward(chunks).clone())
-    found += [engine.pool.cache.k_LGSD[:, :, :80].clone(), engine.pool.cache.v_LGSD[:, :, :80].clone()]
+    found += [x[:, :, :80].clone() for group in engine.pool.cache.groups for x in group]
     for tree in trees:
         tree.release()
     return found
@@ -151,7 +153,9 @@ def test_logits_and_embedding_take_their_multipliers(tmp_path, monkeypatch):
     assert load(tmp_path, ("bfloat16", "none")).runner.model.embedding_scale == 6.9375
 
 
-@pytest.mark.parametrize("variant", ["opt/post_norm", "phi/qk_layernorm", "qwen3/windows", "gemma/two", "gemma/three"])
+@pytest.mark.parametrize(
+    "variant", ["opt/post_norm", "phi/qk_layernorm", "phi3/window", "qwen3/windows", "lfm2/bias", "gemma/two"]
+)
 def test_an_int8_cache_of_other_families(variant, monkeypatch):
     check(GOLDEN / variant, ("float32", "none", "int8"), monkeypatch)
 
@@ -197,7 +201,7 @@ def test_a_table_of_angles_for_each_layer(folder):
         expected_TE = x_TE
         for i, (layer, table) in enumerate(zip(model.layers, (first, second), strict=True)):
             rope = None if table is None else angles[table]
-            expected_TE = layer(expected_TE, rope, cache.k_LGSD[i], cache.v_LGSD[i], layout)
+            expected_TE = layer(expected_TE, rope, cache.layers[i], layout)
         assert together(x_TE.clone(), angles, cache, layout).equal(model.norm(expected_TE, "cpp"))
     tree.release()
 

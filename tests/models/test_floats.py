@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import cpp
-from models import floats
+from models import floats, memory
 from models.checkpoint import Checkpoint, write_tensors
 from models.floats import FloatLinear, can_pack, padded_rows, stored_dtype
 
@@ -58,12 +58,12 @@ def test_the_dtype_that_weights_are_kept_in() -> None:
 
 def test_pages_of_files_alone_are_let_go(tmp_path):
     """Blocks are the rows of the matrices; memory that no file backs keeps its values."""
-    weight = torch.arange(floats.LARGE // 4 + 4096, dtype=torch.float32).view(-1, 512)
+    weight = torch.arange(memory.WORTHWHILE // 4 + 4096, dtype=torch.float32).view(-1, 512)
     with (tmp_path / "model.safetensors").open("wb") as file:
         write_tensors(file, {"w": weight})
     (tmp_path / "config.json").write_text("{}")
     mapped = Checkpoint.open(tmp_path).read(["w"])["w"]
-    assert floats._is_mapped(mapped) == (sys.platform == "linux") and not floats._is_mapped(weight)
+    assert memory.is_mapped(mapped) == (sys.platform == "linux") and not memory.is_mapped(weight)
     for kept in (mapped, weight):
         assert torch.equal(torch.cat([block.clone() for block in floats.blocks([kept])]), weight)
         assert kept.sum() > 0 and torch.equal(kept, torch.arange(weight.numel(), dtype=torch.float32).view(-1, 512))

@@ -87,6 +87,33 @@ def test_weights_take_a_seventh_of_float32(tmp_path):
 def test_the_matrix_that_makes_logits_takes_8_bits():
     assert format_of("int4-64", 1000, head=True) == "int8" and format_of("int4-64", 1000) == "int4-64"
     assert format_of("int4", 1) == "none" and format_of("none", 1000, head=True) == "none"
+    assert format_of("int4-head", 1000, head=True) == format_of("int4-head", 1000) == "int4-head"
+    assert format_of("int4-head", 1, head=True) == "none"
+
+
+@needs_kernels
+def test_the_matrix_that_makes_logits_in_4_bits(tmp_path):
+    make(tmp_path / "model", layers=1, width=64, heads=2, vocab=3000)
+    sizes = {}
+    for quant in ("int4", "int4-head"):
+        model = Engine.load(tmp_path / "model", quant=quant).runner.model
+        sizes[quant] = weight_bytes(model.head)
+    assert sizes["int4-head"] < 0.6 * sizes["int4"]
+
+
+@needs_kernels
+def test_threads_and_pieces_of_a_matrix_do_not_change_it(monkeypatch):
+    weight_OI, threads = draw(700, 96, seed=9), torch.get_num_threads()
+    whole = Int4().quantized(weight_OI)
+    monkeypatch.setattr(int4, "CHUNK", 96 * 50)
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        try:
+            rows = Int4().weight(weight_OI).rows(0, 700)
+            assert torch.get_num_threads() == count
+        finally:
+            torch.set_num_threads(threads)
+        assert rows.codes_OI.equal(whole.codes_OI) and rows.scale_OG.equal(whole.scale_OG)
 
 
 def test_refusals(monkeypatch):

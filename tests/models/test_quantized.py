@@ -281,6 +281,27 @@ def test_targets_are_tried_as_the_package_does():
     assert size("transformer.h.0.attn.c_attn", TRANSPOSED) is None
 
 
+def test_groups_without_weights_are_floats():
+    groups = pack()["config_groups"] | {"floats": {"targets": ["re:.*mlp.*"], "weights": None}}
+    config = config_of(quant_method="compressed-tensors", format="pack-quantized", config_groups=groups)
+    assert config.scheme("model.layers.0.mlp.up_proj", LINEAR) is None and config.scheme(Q_PROJ, LINEAR) is not None
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_a_config_names_the_modules_of_the_whole(prefix, tmp_path):
+    """The text model of several modalities: expressions are for the names in the file."""
+    text = json.loads((GOLDEN / "pack4_group" / "config.json").read_text())
+    config = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "vision_config": {}}
+    config["quantization_config"] = text.pop("quantization_config")
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = [f"re:{re.escape(prefix)}.*_proj"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text}))
+    tensors = load_file(GOLDEN / "pack4_group" / "model.safetensors")
+    save_file({name.replace("model.", prefix): t for name, t in tensors.items()}, tmp_path / "model.safetensors")
+    expected = weights(GOLDEN / "pack4_group")
+    found = weights(tmp_path)
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
+
+
 def test_rules_of_gptq_are_tried_in_their_order():
     rules = {"-:.*lm_head": {}, r".*\.0\..*": {"group_size": 64}, r"+:.*q_proj": {"bits": 8}}
     config = config_of(quant_method="gptq", bits=4, group_size=32, dynamic=rules)

@@ -8,10 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tools.gguf.families import FACTORS
+from tools.gguf.families import FACTORS, GRANITE, INTERLEAVED
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install 'coppice[gguf]'")
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "phi": "phi2", "phi3": "phi3", "gpt2": "gpt2", "qwen3": "qwen3"}
+ARCHITECTURES = {
+    **{"llama": "llama", "mistral": "llama", "phi": "phi2", "phi3": "phi3"},
+    **{name: name for name in ("gpt2", "granite", "qwen2", "qwen3", "smollm3")},
+}
 F32, CONTROL, NORMAL = gguf.GGMLQuantizationType.F32, 3, 1
 
 
@@ -70,9 +73,9 @@ class File:
             values = tensor.float().numpy()
             if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
                 values = np.ascontiguousarray(values.T)
-            if self.arch == "llama" and "q_proj" in name:
+            if self.arch in INTERLEAVED and "q_proj" in name:
                 values = permute(values, heads)
-            if self.arch == "llama" and "k_proj" in name:
+            if self.arch in INTERLEAVED and "k_proj" in name:
                 values = permute(values, c.get("num_key_value_heads") or heads)
             key = names.get_name(name, try_suffixes=(".weight", ".bias"))
             usual = self.format if values.ndim > 1 and key != "position_embd.weight" else F32
@@ -117,11 +120,10 @@ class File:
         yield "attention.key_length", c.get("head_dim")
         yield "attention.value_length", c.get("head_dim")
         yield "attention.layer_norm_rms_epsilon", c.get("rms_norm_eps")
+        yield from ((key, c.get(word)) for word, key in GRANITE.items())
         yield "attention.layer_norm_epsilon", c.get("layer_norm_eps")
-        yield (
-            "attention.sliding_window",
-            (c.get("sliding_window") or 0) if self.arch == "phi3" else c.get("sliding_window"),
-        )
+        window = c.get("sliding_window") if c.get("use_sliding_window", True) else None
+        yield "attention.sliding_window", (window or 0) if self.arch == "phi3" else window
         yield from (("rope.dimension_count", rotated), ("rope.freq_base", r.get("rope_theta", 10000.0)))
         if r.get("rope_type") in ("linear", "yarn"):
             yield from (("rope.scaling.type", r["rope_type"]), ("rope.scaling.factor", r["factor"]))

@@ -28,7 +28,7 @@ TYPES = gguf.GGMLQuantizationType
 FLOATS = [
     *(f"llama/{name}" for name in ("plain", "gqa", "mqa", "tied", "llama3", "linear", "yarn", "head_dim", "mistral")),
     *("llama/both_biases", "phi/plain", "phi/partial", "phi3/plain", "phi3/longrope", "phi3/window", "phi3/gqa"),
-    *("gpt2/plain", "gpt2/untied", "qwen3/plain", "qwen3/tied", "qwen3/bias", "qwen3/yarn"),
+    *("gpt2/plain", "gpt2/untied", "qwen2/tied", "qwen3/plain", "qwen3/tied", "qwen3/bias", "qwen3/yarn"),
 ]
 WIDE = {"vocab_size": 104, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 WIDE |= {"n_embd": 256, "n_inner": 512}
@@ -74,6 +74,20 @@ def same(folder, other, relative):
 @pytest.mark.parametrize("variant", FLOATS)
 def test_floats_are_those_of_the_checkpoint(variant, tmp_path):
     same(converted(File(GOLDEN / variant), tmp_path / "out"), GOLDEN / variant, 1e-5)
+
+
+FACTORS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
+
+
+@pytest.mark.parametrize("architecture, kind, more", [
+    ("GraniteForCausalLM", "granite", dict(zip(FACTORS, (0.25, 3.0, 2.0, 0.5), strict=True))),
+    ("SmolLM3ForCausalLM", "smollm3", {"no_rope_layers": [1, 1, 1, 0, 1]}),
+])  # fmt: skip
+def test_llamas_with_more(architecture, kind, more, tmp_path):
+    source = random(tmp_path / "source", "llama/gqa", num_hidden_layers=5)
+    config = json.loads((source / "config.json").read_text()) | {"architectures": [architecture], "model_type": kind}
+    (source / "config.json").write_text(json.dumps(config | more))
+    same(converted(File(source), tmp_path / "out"), source, 1e-5)
 
 
 @pytest.mark.parametrize("format", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])

@@ -27,6 +27,13 @@ OTHER_MATH = (  # keys that change the numbers, and that no configuration here h
     "rope.scaling.yarn_log_multiplier",
 )
 OTHER_SCALES = "logit_scale", "residual_scale", "embedding_scale", "rope.scaling.yarn_ext_factor"  # 1: as without them
+GRANITE = {  # its words for them
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "logits_scaling": "logit_scale",
+    "residual_multiplier": "residual_scale",
+}
+INTERLEAVED = "llama", "granite", "smollm3"  # rows of queries and keys are in the order of interleaved rotation
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NEAR = 1e-5  # relative error of frequencies that are rounded
 
@@ -52,7 +59,8 @@ def read_config(file: GGUF) -> dict[str, Any]:
         raise file.error(what, f"supported: {', '.join(sorted(ARCHITECTURES))} (OPT has no architecture in GGUF)")
     keys = file.fields(f"{name}.")
     for key in (*OTHER_MATH, *OTHER_SCALES):
-        if keys.config.get(key) and not (key in OTHER_SCALES and keys.config[key] == 1):
+        read = name == "granite" and key in GRANITE.values()
+        if keys.config.get(key) and not read and not (key in OTHER_SCALES and keys.config[key] == 1):
             raise keys.error(key, "nothing: it is not supported")
     if keys.bool("attention.causal", default=True) is False:
         raise keys.error("attention.causal", "true")
@@ -87,7 +95,7 @@ def find_rows(file: GGUF, config: dict[str, Any], name: str, shape: tuple[int, .
         size = shape[0] // (q if ".attn_q." in stored else kv)
         first = {"q": 0, "k": q, "v": q + kv}[stored.split(".attn_")[1][0]] * size
         stored, total = fused, (q + 2 * kv) * size
-    if arch == "llama" and (part := re.search(r"\.([qk])_proj\.", name)):
+    if arch in INTERLEAVED and (part := re.search(r"\.([qk])_proj\.", name)):
         heads = q if part[1] == "q" else kv
     entry = file.entry(stored)
     if entry.shape != (total, *shape[1:]):
@@ -118,11 +126,26 @@ def _llama(file: GGUF, keys: Fields) -> dict[str, Any]:
     return config | _named("MistralForCausalLM", "mistral") | {"sliding_window": window}
 
 
-def _qwen3(file: GGUF, keys: Fields) -> dict[str, Any]:
+def _granite(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = _llama(file, keys) | _named("GraniteForCausalLM", "granite")
+    for word, key in GRANITE.items():
+        config[word] = _decimal(keys.float(key, 1.0))
+    return config | {"attention_multiplier": _decimal(keys.float("attention.scale", config["head_dim"] ** -0.5))}
+
+
+def _smollm3(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = _llama(file, keys) | _named("SmolLM3ForCausalLM", "smollm3")
+    # The file does not say which layers rotate nothing: every fourth, as in the one model of this architecture.
+    return config | {"no_rope_layers": [int(i % 4 != 3) for i in range(config["num_hidden_layers"])]}
+
+
+def _qwen(file: GGUF, keys: Fields) -> dict[str, Any]:
     if keys.int("attention.sliding_window", 0, low=0, high=2**31):
         raise keys.error("attention.sliding_window", "nothing: which layers it is for is not in the file")
-    bias = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
-    return _gated(file, keys, rotated="all") | bias | _named("Qwen3ForCausalLM", "qwen3")
+    config = _gated(file, keys, rotated="all")
+    if file.fields().str("general.architecture") == "qwen2":
+        return config | _named("Qwen2ForCausalLM", "qwen2")
+    return config | {"attention_bias": "blk.0.attn_q.bias" in file.tensors} | _named("Qwen3ForCausalLM", "qwen3")
 
 
 def _phi3(file: GGUF, keys: Fields) -> dict[str, Any]:
@@ -155,10 +178,13 @@ def _gpt2(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "llama": _llama,
-    "qwen3": _qwen3,
+    "qwen2": _qwen,
+    "qwen3": _qwen,
     "phi2": _phi2,
     "phi3": _phi3,
     "gpt2": _gpt2,
+    "granite": _granite,
+    "smollm3": _smollm3,
 }
 
 

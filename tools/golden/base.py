@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ import torch
 from tools.random_checkpoint import BOS, tokenizer_json, write_safetensors
 
 VOCAB = 104
+FEW = (  # searches of variants that change nothing about searches, see `make_golden.Run`
+    (1, 1.0, False, 1, "own", 24),
+    (4, 0.6, "never", 4, "several", 24),
+    (15, 1.0, False, 15, "own", 24),
+)
 ABSENT: Any = object()  # as the value of a config field: leave it out
 
 
@@ -101,6 +107,42 @@ def draw_all(
             deviation = 1.0 if name in embeddings else (2 if name.endswith(tuple(outputs)) else 1) / math.sqrt(fan_in)
         drawn[name] = unit * deviation * math.sqrt(12)
     return drawn
+
+
+def variants(
+    config: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]], others: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Variant]:
+    """The variants of a family that names its tensors as Llama does; all but `plain` have few searches.
+
+    Args:
+        config: of all variants; changes: of each, by its name.
+        others: arguments of `Variant`, by the variant's name.
+    """
+
+    def write(name: str, folder: Path, seed: int) -> None:
+        fields = {key: value for key, value in {**config, **changes[name]}.items() if value is not ABSENT}
+        write_random(folder, fields, seed)
+
+    return {
+        name: Variant(partial(write, name), **{"grid": () if name.startswith("plain") else FEW, **others.get(name, {})})
+        for name in changes
+    }
+
+
+def write_random(folder: Path, config: Mapping[str, Any], seed: int) -> None:
+    """Random weights of the names and shapes that transformers gives the model of a config; tied ones once."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    write_checkpoint(folder, config, {})
+    scores = config["architectures"][0].endswith("ForSequenceClassification")
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(AutoConfig.from_pretrained(folder))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    embedding, head = "model.embed_tokens.weight", "score.weight" if scores else "lm_head.weight"
+    head = head if head in shapes else embedding
+    tensors = draw_all(shapes, seed, embeddings=[embedding], head=head, outputs=("o_proj.weight", "down_proj.weight"))
+    write_tensors(folder / "model.safetensors", tensors, "bfloat16")
 
 
 def write_checkpoint(

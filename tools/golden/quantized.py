@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tools import random_checkpoint
-from tools.golden import gpt2, opt, phi3, qwen3
+from tools.golden import gpt2, opt, phi, phi3, qwen3
 from tools.golden.base import Variant, edit
 
 LLAMA = {"layers": 2, "width": 64, "mlp": 96, "heads": 4, "kv_heads": 2, "vocab": 104, "dtype": "bfloat16",
@@ -332,6 +332,7 @@ def gptq_config(bits: int, size: int, **others: Any) -> Config:
 
 W4, W4Z = weights(4, "group", group_size=16), weights(4, "group", symmetric=False, group_size=32)
 W4G = weights(4, "group", group_size=16, actorder="group")
+W4P, W8P = weights(4, "group", symmetric=False, group_size=8), weights(8, "group", symmetric=False, group_size=8)
 W8, W8Z = weights(8, "channel"), weights(8, "channel", symmetric=False)
 F8C, F8T = weights(8, "channel", kind="float"), weights(8, "tensor", kind="float")
 F8B = weights(8, "block", kind="float", block_structure=[32, 32])
@@ -348,6 +349,13 @@ RECIPES = {
     "pack4_g_idx": Recipe(
         llama, package("pack-quantized", [group("", W4G)]), [("", compressed("pack-quantized", W4G, g_idx=True))]
     ),
+    # biases, that of the quantised head included; one matrix of queries, keys and values
+    "pack4_biases": Recipe(
+        partial(phi.write, "gqa"), package("pack-quantized", [group("", W4P)], []),
+        [("", compressed("pack-quantized", W4P))], head=True,
+    ),
+    "pack8_fused": Recipe(
+        PHI3, package("pack-quantized", [group("", W8P)]), [("", compressed("pack-quantized", W8P))]),
     "pack8_channel": one("pack-quantized", W8),
     "pack8_zeros": one("pack-quantized", W8Z),
     # two formats, expressions, and a head that is quantised as well

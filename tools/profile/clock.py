@@ -20,6 +20,7 @@ from engine.driver import Batch
 from kernels.stack import one_by_one
 from models.floats import PackedLinear
 from models.int8 import Int8Linear
+from models.layers import Attention
 from tools.bench.limits import attention_work
 
 SEARCH, TEXT, DRIVER = "search", "text and events", "driver"
@@ -128,8 +129,10 @@ class Watch:
 
     def before_layer(self, module: Any, args: tuple) -> None:
         """A forward hook that notes the shape of the layer's attention."""
-        _, _, keys, _, layout = args
+        _, _, (keys, *_), layout = args
         inner = module.attention
+        if not isinstance(inner, Attention):
+            return
         rest = inner.heads, inner.kv_heads, inner.head_dim, keys.dtype, inner.window
         self.layouts.append((len(self.steps) - 1, layout, rest))
 

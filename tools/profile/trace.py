@@ -49,6 +49,12 @@ def new_rows(shapes: Shapes, size: int) -> float:
     return 4 * size * math.prod(shapes[2])
 
 
+def taps(shapes: Shapes, size: int) -> float:
+    """Bytes of a short convolution: gates and inputs [T, 3E], weights [K, E], rows written and read, the output."""
+    (tokens, _), (count, width) = shapes[:2]
+    return size * width * (tokens * (4 + count) + count)
+
+
 FORMULAS: dict[str, Callable[[Shapes, int], float]] = {  # bytes of each call, for activations of a given size
     "coppice::linear": product,
     "mkldnn::_linear_pointwise": product,
@@ -58,6 +64,7 @@ FORMULAS: dict[str, Callable[[Shapes, int], float]] = {  # bytes of each call, f
     "coppice::activation": inputs_and_output,
     "coppice::activation_mul": lambda shapes, size: 1.5 * size * math.prod(shapes[0]),
     **{f"coppice::kv_write_{impl}": new_rows for impl in ("cpp", "torch", "triton")},
+    **{f"coppice::short_conv_{impl}": taps for impl in ("cpp", "torch", "triton")},
 }
 
 

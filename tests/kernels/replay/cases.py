@@ -22,6 +22,7 @@ from kernels.linear import reference as products
 from kernels.linear.panels import STEPS, Packed, pack, pack_groups
 from kernels.rows import reference
 from kernels.rows.checks import ACTIVATIONS
+from kernels.short_conv import reference as convolutions
 from kernels.tree_attention import native as tree_native
 from kernels.tree_attention import reference as tree_reference
 from tests.kernels.forests import FORESTS, Forest, cast, forest, hash_of
@@ -36,7 +37,7 @@ def record() -> Recording:
     """Returns all cases."""
     recording = Recording()
     rows = norms, rotary, halves, gates, log_softmax, best, draws
-    for add in (*rows, linear, grouped, kv_write, kv_write_int8, kv_copy, layouts, tree_attention):
+    for add in (*rows, linear, grouped, kv_write, kv_write_int8, kv_copy, short_conv, layouts, tree_attention):
         torch.manual_seed(0)
         add(recording)
     return recording
@@ -312,6 +313,41 @@ def kv_copy(recording: Recording) -> None:
         caches = (Expected(x, y) for x, y in zip((k, v), after, strict=True))
         sizes = tokens, heads, slots, row
         recording.add(f"{tokens} rows of {row} bytes", "kv_copy", 2, *caches, source, target, *sizes)
+
+
+def short_conv(recording: Recording) -> None:
+    """Taps of older slots and of tokens of the pass, in a cache that is NaN elsewhere; slots outside it."""
+    for (name, kind, dtype), width, taps in itertools.product(kinds(), (1, 8, 33, 259), (1, 3, 5)):
+        tokens, slots = 9 if width < 259 else 40, 70
+        x, weight, bias = draw(tokens, 3 * width, dtype=dtype), draw(taps, width, dtype=dtype), draw(width, dtype=dtype)
+        at = torch.randperm(slots - 20)[:tokens] + 20
+        readable = [torch.tensor([0, *range(2, 20), *at[:t].tolist()]) for t in range(tokens)]
+        before = torch.stack([some[torch.randperm(len(some))[: taps - 1]] for some in readable])
+        for kept, number in {dtype: kind, torch.bfloat16: cpp.KINDS[torch.bfloat16]}.items():
+            rows = torch.full((slots, width), math.nan, dtype=kept)
+            rows[:20] = draw(20, width, dtype=kept)
+            for own, bad in ((bias, None), (None, None), (bias, at), (bias, before)):
+                if bad is before and taps == 1:
+                    continue
+                after, wrong = rows.clone(), [x.clone() for x in (at, before)]
+                plain = convolutions.short_conv(x, weight, own, after, at, before)
+                wide = (None if v is None else v.double() for v in (weight, own))
+                b, c, values = x.chunk(3, -1)
+                exact = convolutions.short_conv(
+                    torch.cat([(b * values).to(kept).double(), c.double(), torch.ones_like(c).double()], 1), *wide,
+                    rows.double(), at, before)  # fmt: skip
+                if bad is not None:
+                    wrong[bad is before].view(-1)[-1] = slots
+                out = (
+                    Expected(blank(plain), blank(plain).double())
+                    if bad is not None
+                    else written(blank(plain), exact, plain)
+                )
+                cache = Expected(rows, rows if bad is not None else after)
+                sizes = tokens, width, taps - 1, slots
+                of = f"{name} in {kept}, {taps} taps, {tokens} x {width}, bias {own is not None}, bad {bad is not None}"
+                arguments = kind, number, 2, x, weight, own, cache, *wrong, out, *sizes
+                recording.add(of, "short_conv", *arguments, returns=int(bad is None))
 
 
 def layouts(recording: Recording) -> None:

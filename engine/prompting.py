@@ -1,0 +1,75 @@
+"""Messages to a prompt: the chat template with its variables, the tags of thoughts, the tokens that end a turn."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.engine import Engine
+from engine.errors import UsageError
+from engine.text.template import THINK
+from engine.text.thinking import Thoughts
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """What a chat template gets besides the messages.
+
+    Args:
+        tools: functions that the model may call, as JSON schemas; None: none.
+        variables: further variables of the template, JSON values.
+        think: "on" or "off" sets the variable of the template that switches thoughts; "auto" leaves it out.
+
+    Raises:
+        UsageError: another value of `think`.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    think: str = "auto"
+
+    def __post_init__(self):
+        if self.think not in THINK:
+            raise UsageError(f"think: expected {', '.join(THINK)}, got {self.think!r}")
+
+    @property
+    def given(self) -> bool:
+        """Whether any differs from the default."""
+        return self != TemplateOptions()
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A rendered conversation.
+
+    Args:
+        ids: the prompt.
+        thoughts: part a reply's thought from its answer.
+        eos_token_ids: tokens that end a reply: the checkpoint's, and the token that the template writes after one.
+    """
+
+    ids: list[int]
+    thoughts: Thoughts
+    eos_token_ids: frozenset[int]
+
+
+def chat_prompt(
+    engine: Engine, messages: Sequence[Mapping[str, Any]], options: TemplateOptions | None = None
+) -> ChatPrompt:
+    """Render messages by the engine's chat template.
+
+    Args:
+        engine: has the template and the tokenizer.
+        messages: see `ChatTemplate.render`.
+        options: what the template gets besides.
+
+    Raises:
+        UsageError: there is no template, or it rejects the messages or the options.
+        CheckpointError: the template fails.
+    """
+    template, tokenizer, options = engine.template, engine.tokenizer, options or TemplateOptions()
+    if template is None:
+        raise UsageError("messages: the model has no chat template", remedy="give a prompt, or --chat-template FILE")
+    spans = template.render(messages, tools=options.tools, variables=options.variables, think=options.think)
+    ends = frozenset(tokenizer.encode_rendered([(end, True)]) if (end := template.turn_end()) else ())
+    thoughts = template.thoughts.after("".join(text for text, _ in spans[-2:]))
+    return ChatPrompt(tokenizer.encode_rendered(spans), thoughts, engine.eos_token_ids | ends)

@@ -1,0 +1,34 @@
+"""The spellings of a vocabulary, kept small."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import overload
+
+
+class Pieces(Sequence[str | None]):
+    """What each id is spelled like, None for ids without a spelling: an eighth of the memory of a list of strings.
+
+    Args:
+        pieces: by id.
+    """
+
+    def __init__(self, pieces: Iterable[str | None]):
+        spelled = [None if piece is None else piece.encode("utf-8", "surrogatepass") for piece in pieces]
+        self._holes = frozenset(i for i, piece in enumerate(spelled) if piece is None)
+        self._text, self._ends = b"".join(filter(None, spelled)), array("Q", [0])
+        for piece in spelled:
+            self._ends.append(self._ends[-1] + len(piece or b""))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, i: int) -> str | None: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[str | None]: ...
+    def __getitem__(self, i: int | slice) -> str | list[str | None] | None:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        i = range(len(self))[i]
+        text = self._text[self._ends[i] : self._ends[i + 1]]
+        return None if i in self._holes else text.decode("utf-8", "surrogatepass")

@@ -1,0 +1,103 @@
+"""Thoughts: the part of a reply between `<think>` and `</think>` or the like, parted from the answer while it comes."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# An opening tag, alone or in the source of a template; the closing one has a slash behind its bracket.
+_OPENING = re.compile(r"[<\[](?:\w+:)?(?:think|thinking|thought)[>\]]", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Thoughts:
+    """How replies to a prompt write what they think.
+
+    Args:
+        opening, closing: the tags; "" if the model has none.
+        opened: the prompt ends with the opening tag, so that replies begin with a thought.
+    """
+
+    opening: str = ""
+    closing: str = ""
+    opened: bool = False
+
+    @staticmethod
+    def find(added: Iterable[str], source: str) -> "Thoughts":
+        """The tags of a model: a pair that its template spells, else a pair of its added tokens."""
+        added = sorted(added)
+        for spelled in (_OPENING.findall(source), [token for token in added if _OPENING.fullmatch(token)]):
+            for opening in spelled:
+                closing = f"{opening[0]}/{opening[1:]}"
+                if closing in source or closing in added:
+                    return Thoughts(opening, closing)
+        return Thoughts()
+
+    def after(self, prompt: str) -> "Thoughts":
+        """The same for replies to a rendered prompt."""
+        return Thoughts(self.opening, self.closing, bool(self.opening) and prompt.rstrip().endswith(self.opening))
+
+    def split(self, text: str) -> tuple[str | None, str]:
+        """A reply's thought, None without one, and its answer. A thought that was cut short has no answer."""
+        stream = ThoughtStream(self)
+        parts = [*stream.push(text), *stream.finish()]
+        thought, answer = ("".join(text for text, inside in parts if inside is kind) for kind in (True, False))
+        return thought if stream.thought else None, answer
+
+    def join(self, thought: str, answer: str) -> str:
+        """The text that `split` parts into these."""
+        return f"{self.opening}\n{thought}\n{self.closing}\n\n{answer}"
+
+
+class ThoughtStream:
+    """Parts a reply while it comes. The parts, joined, lack the tags and the white space around the thought."""
+
+    def __init__(self, thoughts: Thoughts):
+        self.tags = thoughts
+        self.thought = thoughts.opened  # whether there is one
+        self._held = ""
+        self._at = "start" if thoughts.opening else "answer"  # then "thought", "gap" and "answer"
+        self._empty = True  # no text of the thought was returned yet
+
+    def push(self, text: str) -> list[tuple[str, bool]]:
+        """Add text. Returns (text, whether it is thought) for what is certain."""
+        self._held += text
+        return self._parts(False)
+
+    def finish(self) -> list[tuple[str, bool]]:
+        """Return what was held back."""
+        return self._parts(True)
+
+    def _parts(self, last: bool) -> list[tuple[str, bool]]:
+        opening, closing, found = self.tags.opening, self.tags.closing, []
+        if self._at == "start":
+            lead = self._held.lstrip()
+            if opening.startswith(lead) and lead != opening and not last:
+                return []
+            if lead.startswith(opening):
+                self.thought, self._held = True, lead.removeprefix(opening)
+            self._at = "thought" if self.thought else "answer"
+        if self._at == "thought":
+            body, closed, rest = self._held.partition(closing)
+            held = "" if closed or last else _start_at_end(body, closing)
+            kept = body.removesuffix(held).rstrip()
+            shown = kept.lstrip() if self._empty else kept
+            self._held = rest if closed else body[len(kept) :]
+            self._empty = self._empty and not shown
+            found.append((shown, True))
+            if closed:
+                self._at = "gap"
+            elif last:
+                self._held = ""
+        if self._at == "gap":
+            self._held = self._held.lstrip()
+            if self._held:
+                self._at = "answer"
+        if self._at == "answer":
+            found.append((self._held, False))
+            self._held = ""
+        return [part for part in found if part[0]]
+
+
+def _start_at_end(text: str, tag: str) -> str:
+    """The longest start of a tag at the end of a text."""
+    return next((tag[:n] for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), "")

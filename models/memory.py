@@ -1,0 +1,69 @@
+"""Memory that a process does not need any more goes back to the system."""
+
+import ctypes
+import mmap
+import re
+
+from torch import Tensor
+
+WORTHWHILE = 1 << 20  # bytes of a mapping, or of a matrix in one, that are worth a call
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_MADVISE = getattr(ctypes.CDLL(None), "madvise", None)
+
+
+def trim_memory() -> None:
+    """Return freed memory to the system where the C library would keep it (glibc)."""
+    if _MALLOC_TRIM is not None:
+        _MALLOC_TRIM(0)
+
+
+def release_libraries() -> None:
+    """Let go of the code and constants of libraries that the start of the process has touched: 60 MB of torch's.
+
+    What is used again, 20 MB, is read again, from the system's cache of the files. Pages that the process has written
+    to, such as addresses that the loader filled in, stay. On Linux only.
+    """
+    try:
+        with open("/proc/self/smaps", encoding="utf-8", errors="replace") as maps:
+            start = size = 0
+            for line in maps:
+                if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) r-[-x]p \S+ \S+ \d+ .*\.so[.\d]*$", line):
+                    start = int(found[1], 16)
+                    size = int(found[2], 16) - start
+                elif re.match(r"[0-9a-f]+-", line):
+                    size = 0
+                elif line.split()[:2] == ["Anonymous:", "0"] and size >= WORTHWHILE:
+                    _forget(start, size)
+    except (OSError, ValueError):
+        return
+
+
+def is_mapped(weight: Tensor) -> bool:
+    """Whether a matrix lies in a mapped file, and is large enough to matter."""
+    if weight.nbytes < WORTHWHILE or not weight.is_contiguous():
+        return False
+    start = weight.data_ptr()
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            for line in maps:
+                low, high = (int(end, 16) for end in line.partition(" ")[0].split("-"))
+                if low <= start < high:
+                    return start + weight.nbytes <= high and line.split(maxsplit=5)[4] != "0"  # its inode
+    except (OSError, ValueError, IndexError):  # no such file but on Linux
+        pass
+    return False
+
+
+def let_go(rows: Tensor) -> None:
+    """Give the memory of rows of a matrix back that `is_mapped`: what is let go of any other memory is lost.
+
+    Whoever looks at them again reads them from the file again.
+    """
+    first = -(-rows.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    _forget(first, (rows.data_ptr() + rows.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first)
+
+
+def _forget(start: int, size: int) -> None:
+    """Of whole pages of mapped files."""
+    if size > 0 and _MADVISE is not None:
+        _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)

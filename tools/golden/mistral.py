@@ -1,0 +1,40 @@
+"""Mistral and Ministral: sizes of heads, windows in all layers, in some, in none, spellings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.golden.base import ABSENT, VOCAB, variants
+
+CONFIG = {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": VOCAB, "hidden_size": 24,
+    "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "hidden_act": "silu", "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "attention_dropout": 0.0, "pad_token_id": None, "sliding_window": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+V4 = {"rope_parameters": ABSENT, "rope_theta": 1e6, "rope_scaling": None, "torch_dtype": "bfloat16"}
+GROWN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+         "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}  # fmt: skip
+MINISTRAL3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "rope_parameters": GROWN}
+MINISTRAL = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": 16}
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain_v4": V4,
+    "defaults": {"num_attention_heads": 8, "head_dim": None, "hidden_size": 32} | dict.fromkeys(
+        ("num_key_value_heads", "rope_parameters", "hidden_act", "rms_norm_eps", "tie_word_embeddings",
+         "sliding_window"), ABSENT),
+    "window": {"sliding_window": 16, "layer_types": ["full_attention", "full_attention"]},
+    "ministral": MINISTRAL | {"layer_types": ["full_attention", "sliding_attention"]},
+    "ministral_v4": MINISTRAL | V4 | {"layer_types": ["full_attention", "sliding_attention"]},
+    "ministral_sliding": MINISTRAL | {"tie_word_embeddings": True},
+    "ministral_classifier": MINISTRAL | {"architectures": ["MinistralForSequenceClassification"], "num_labels": 1},
+    "ministral3": MINISTRAL3,
+    "ministral3_v4": MINISTRAL3 | {"rope_parameters": ABSENT, "rope_scaling": GROWN, "torch_dtype": "bfloat16"},
+    "ministral3_defaults": MINISTRAL3 | {"num_attention_heads": 8} | dict.fromkeys(
+        ("num_key_value_heads", "rope_parameters", "hidden_act", "rms_norm_eps"), ABSENT) | {"sliding_window": 9},
+}  # fmt: skip
+BORDER = {"logits": [(15, 4), (16, 4), (17, 4), (40, 4)], "prompts": (15, 16, 17, 5)}
+WINDOWS = ("window", "ministral", "ministral_v4", "ministral_sliding")
+VARIANTS = variants(CONFIG, CHANGES, dict.fromkeys(WINDOWS, BORDER))

@@ -1,0 +1,109 @@
+"""Text models inside checkpoints of several modalities: prefixes of tensors, places of fields, plain angles of "mrope".
+
+The files hold one tensor of the other parts, which transformers fills with noise: no text depends on them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tools import random_checkpoint
+from tools.golden import qwen3
+from tools.golden.base import ABSENT, Variant, edit, write_json, write_tensors
+from tools.golden.llama import MISTRAL, SMALL
+
+NAMES: dict[str, Callable[[str], str]] = {
+    "inner": lambda name: f"language_model.{name}",
+    "outer": lambda name: name.replace("model.", "model.language_model.", 1),
+    "text": lambda name: name.replace("model.", "model.text_model.", 1),
+    "flat": lambda name: name,
+}
+CLIP = {"model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 1, "image_size": 8, "patch_size": 4, "projection_dim": 8}  # fmt: skip
+PIXTRAL = {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+           "num_attention_heads": 1, "image_size": 8, "patch_size": 4, "head_dim": 8}  # fmt: skip
+IDEFICS = {"model_type": "idefics3_vision", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+           "num_attention_heads": 1, "image_size": 8, "patch_size": 4}  # fmt: skip
+QWEN3_VL = {"model_type": "qwen3_vl", "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1,
+            "patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 1, "out_hidden_size": 24,
+            "num_position_embeddings": 4, "deepstack_visual_indexes": []}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """How a checkpoint of a text model becomes one of more.
+
+    Args:
+        text: writes the text model's checkpoint into a folder, by a seed.
+        outer: fields of the outer config.
+        names: of the tensors, a key of `NAMES`.
+        changes: to the text's fields, which are nested in `text_config`.
+        part: the tensor of another part.
+    """
+
+    text: Callable[[Path, int], None]
+    outer: Mapping[str, Any]
+    names: str
+    part: str
+    changes: Mapping[str, Any]
+
+
+def _llama(changes: Mapping[str, Any]) -> Callable[[Path, int], None]:
+    return lambda folder, seed: random_checkpoint.make(folder, **SMALL | {"kv_heads": 2} | changes, seed=seed)
+
+
+NO_TOKENS = dict.fromkeys(("architectures", "bos_token_id", "eos_token_id", "dtype"), ABSENT)
+LLAVA = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "vision_config": CLIP,
+         "image_token_index": 2, "vision_feature_layer": -1, "vocab_size": 7}  # fmt: skip
+MROPE = {"type": "mrope", "mrope_section": [2, 1, 1], "rope_type": "default"}
+WRAPPERS = {
+    "llava": Wrapper(_llama({}), LLAVA, "inner", "multi_modal_projector.linear_1.weight", NO_TOKENS),
+    "llava_outer": Wrapper(
+        _llama({}), LLAVA, "outer", "model.multi_modal_projector.linear_1.weight",
+        NO_TOKENS | {"architectures": ["LlamaForCausalLM"]}),
+    "mistral3": Wrapper(
+        _llama({"tied": True}),
+        {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "vision_config": PIXTRAL,
+         "image_token_index": 2, "spatial_merge_size": 2},
+        "inner", "multi_modal_projector.linear_1.weight", NO_TOKENS | MISTRAL | {"tie_word_embeddings": ABSENT}),
+    "idefics3": Wrapper(
+        _llama({}),
+        {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3", "vision_config": IDEFICS,
+         "image_token_id": 2, "tie_word_embeddings": False, "scale_factor": 1},
+        "text", "model.connector.modality_projection.proj.weight", NO_TOKENS),
+    "qwen3_vl": Wrapper(
+        partial(qwen3.write, "plain"),
+        {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "vision_config": QWEN3_VL,
+         "image_token_id": 2, "video_token_id": 2, "vision_start_token_id": 2, "vision_end_token_id": 2,
+         "tie_word_embeddings": False},
+        "outer", "model.visual.merger.norm.weight",
+        NO_TOKENS | {"model_type": "qwen3_vl_text", "rope_parameters": ABSENT, "rope_theta": 10000.0,
+                     "rope_scaling": MROPE}),
+}  # fmt: skip
+SHAPES = {"linear_1": (32, 8), "proj": (32, 32), "norm": (8,)}  # of the other parts' tensors
+
+
+def write(name: str, folder: Path, seed: int) -> None:
+    wrapper = WRAPPERS[name]
+    wrapper.text(folder, seed)
+    mapped = load_file(folder / "model.safetensors")
+    stored = {NAMES[wrapper.names](name): x.clone() for name, x in mapped.items()}
+    stored[wrapper.part] = torch.ones(SHAPES[wrapper.part.split(".")[-2]])
+    write_tensors(folder / "model.safetensors", stored, "bfloat16")
+    edit(folder / "config.json", wrapper.changes)
+    text = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**wrapper.outer, "dtype": "bfloat16", "bos_token_id": 1, "text_config": text})
+
+
+GRID = [(1, 1.0, False, 1, "own", 24), (4, 1.0, False, 4, "several", 24), (15, 2.0, True, 15, "own", 12)]
+VARIANTS = {
+    name: Variant(partial(write, name), grid=GRID, twin="llava" if name == "llava_outer" else "") for name in WRAPPERS
+}
