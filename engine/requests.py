@@ -106,11 +106,15 @@ class SearchResult:
         """The result as an output line of a batch; `thoughts` part "reasoning" from "text"."""
         keys = ("text", "token_ids", "logprob", "score", "finish_reason")
         outputs = [{key: getattr(output, key) for key in keys} for output in self.outputs]
-        for i, output in enumerate(outputs if thoughts else ()):
-            thought, output["text"] = thoughts.split(output["text"])
-            if thought is not None:
-                outputs[i] = {"text": output["text"], "reasoning": thought} | output
+        if thoughts is not None:
+            outputs = [_parted(output, thoughts) for output in outputs]
         return {"id": id, "outputs": outputs, "stats": self.stats}
+
+
+def _parted(output: dict[str, Any], thoughts: Thoughts) -> dict[str, Any]:
+    """An output's record with the thought, if there is one, beside the answer."""
+    thought, answer = thoughts.split(output["text"])
+    return {"text": answer} | ({} if thought is None else {"reasoning": thought}) | {**output, "text": answer}
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,7 @@ class Decoder(nn.Module):
         if self.stack is not None and self.stack.takes(layout):
             return self.stack(x_TE, tables, cache, layout)
         for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
             rope: Rope = None if layer.table is None else tables[layer.table]
             x_TE = layer(x_TE, rope, cache.layers[i], layout)
         return x_TE if self.norm is None else self.norm(x_TE, layout.impl)

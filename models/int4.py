@@ -99,7 +99,8 @@ class Int4(NamedTuple):
         return GroupedRows(codes.view(outs, -1)[:, :width].to(torch.uint8), scale, zero if self.zeros else None)
 
 
-Part, Made = TypeVar("Part"), TypeVar("Made")
+Part = TypeVar("Part")
+Made = TypeVar("Made")
 
 
 def _side_by_side(function: Callable[[Part], Made], parts: Sequence[Part]) -> Iterator[Made]:

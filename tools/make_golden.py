@@ -50,7 +50,7 @@ from transformers import (
 ROOT = Path(__file__).resolve().parent.parent
 sys.modules["tools"] = tools = types.ModuleType("tools")  # the repository's root must not be importable here
 tools.__path__ = [str(ROOT / "tools")]
-from tools.golden.base import Variant, edit, write_tensors  # noqa: E402
+from tools.golden.base import Variant, draw_all, edit, write_tensors  # noqa: E402
 
 NOISE, TRIALS, ATTEMPTS = 1e-4, 12, 300
 OTHER_PARTS = r"vision|visual|projector|connector"
@@ -89,6 +89,19 @@ class Noise(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores + (2 * torch.rand(scores.shape, generator=self.generator) - 1) * NOISE
+
+
+def draw(folder: Path, seed: int) -> None:
+    """Random weights of the names and shapes of the folder's model, tied ones once."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    scores = config.architectures[0].endswith("ForSequenceClassification")
+    with torch.device("meta"):
+        model = (AutoModelForSequenceClassification if scores else AutoModelForCausalLM).from_config(config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    embedding, head = "model.embed_tokens.weight", "score.weight" if scores else "lm_head.weight"
+    head = head if head in shapes else embedding
+    tensors = draw_all(shapes, seed, embeddings=[embedding], head=head, outputs=("o_proj.weight", "down_proj.weight"))
+    write_tensors(folder / "model.safetensors", tensors, "bfloat16")
 
 
 def load(folder: Path) -> Any:
@@ -184,6 +197,8 @@ def make_variant(folder: Path, name: str, variant: Variant, seed: int) -> dict[s
     """Write one variant's folder; returns the content of its golden.json."""
     shutil.rmtree(folder, ignore_errors=True)
     variant.write(folder, seed)
+    if variant.drawn:
+        draw(folder, seed)
     with tempfile.TemporaryDirectory() as scratch:
         if variant.floats:
             variant.floats(folder, Path(scratch) / name)

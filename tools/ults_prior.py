@@ -18,6 +18,7 @@ import torch
 from engine.app import batch, cli
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError
+from engine.prompting import TemplateOptions
 from search import ULTS
 from search.base import Output, Search, SearchGenerator, SearchResult, Task
 from search.ults.prior import Vectors, cache_file, gather
@@ -113,7 +114,7 @@ def requests(args: argparse.Namespace, engine: Engine, found: list[Vectors]) -> 
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                request = batch.make_request(batch.parse_record(line), engine, defaults)
+                request, _ = batch.make_request(batch.parse_record(line), engine, defaults, TemplateOptions())
             except UsageError as error:
                 raise UsageError(f"line {number}: {error}", where=args.input) from None
             yield replace(

@@ -80,8 +80,9 @@ def test_quant_compares_with_float32_weights(model, capsys, tmp_path):
     command = ["quant", "--model", model, "--texts", "2", "--new-tokens", "12", "--save", str(page)]
     assert main([*command, "--threads", "1"]) == 0
     rows = {(row["model"], row["weights"]): row for row in last_line(capsys)["results"]}
-    eight, four, plain = (rows["demo", weights] for weights in ("int8", "int4", "plain int4"))
-    assert len(rows) == 2 * 13 and 0 < eight["mean"] < four["mean"] < 0.5
+    eight, four, head, plain = (rows["demo", weights] for weights in ("int8", "int4", "int4-head", "plain int4"))
+    assert len(rows) == 2 * 15 and 0 < eight["mean"] < four["mean"] < head["mean"] < 0.5
+    assert head["bytes"] < four["bytes"]
     assert four["bytes"] == plain["bytes"] < eight["bytes"] < 0.6 and four["mean"] != plain["mean"]
     assert "same best token" in page.read_text()
 

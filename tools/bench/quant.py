@@ -14,7 +14,7 @@ from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress, weight_bytes
 from tools.bench.report import finish, rows_table, stamp
 
-PLAIN = {"STEPS": (8.0,), "SPANS": (15.0,)}  # candidates of models/int4.py
+PLAIN: dict[str, Any] = {"STEPS": (8.0,), "SPANS": (15.0,)}  # candidates of models/int4.py
 LEGEND = """The texts are samples of the float32 model (temperature 1); every position is compared. *KL*: divergence
 from the log-probabilities of float32 weights, in nats; *same best token*: both have the same most probable one.
 *plain*: scales by the largest magnitude of a group (without zeros: an eighth of it) instead of the least squared error

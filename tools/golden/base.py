@@ -37,6 +37,7 @@ class Variant:
         own_eos: ranks of the likely tokens that are the checkpoint's EOS ids.
         eos_files: the JSON files with these ids; without generation_config.json among them that file is removed.
         grid: the searches, if neither the full nor the short grid; see `make_golden.Run`.
+        drawn: `make_golden` draws the weights, of the names and shapes that transformers gives the model; as Llama's.
         floats: called with the folder and an empty one, puts the float32 checkpoint there that transformers reads
             instead.
         twin: a variant of the same weights spelled differently: same seed and (asserted) same results. A name that
@@ -50,6 +51,7 @@ class Variant:
     own_eos: Sequence[int] = (0,)
     eos_files: Sequence[str] = ("config.json", "generation_config.json")
     grid: Sequence[Any] = ()
+    drawn: bool = False
     floats: Callable[[Path, Path], None] | None = None
     twin: str = ""
 
@@ -121,28 +123,15 @@ def variants(
 
     def write(name: str, folder: Path, seed: int) -> None:
         fields = {key: value for key, value in {**config, **changes[name]}.items() if value is not ABSENT}
-        write_random(folder, fields, seed)
+        write_checkpoint(folder, fields, {})
 
     return {
-        name: Variant(partial(write, name), **{"grid": () if name.startswith("plain") else FEW, **others.get(name, {})})
+        name: Variant(
+            partial(write, name),
+            **{"drawn": True, "grid": () if name.startswith("plain") else FEW, **others.get(name, {})},
+        )
         for name in changes
     }
-
-
-def write_random(folder: Path, config: Mapping[str, Any], seed: int) -> None:
-    """Random weights of the names and shapes that transformers gives the model of a config; tied ones once."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    write_checkpoint(folder, config, {})
-    scores = config["architectures"][0].endswith("ForSequenceClassification")
-    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    with torch.device("meta"):
-        model = kind.from_config(AutoConfig.from_pretrained(folder))
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    embedding, head = "model.embed_tokens.weight", "score.weight" if scores else "lm_head.weight"
-    head = head if head in shapes else embedding
-    tensors = draw_all(shapes, seed, embeddings=[embedding], head=head, outputs=("o_proj.weight", "down_proj.weight"))
-    write_tensors(folder / "model.safetensors", tensors, "bfloat16")
 
 
 def write_checkpoint(

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tools import random_checkpoint
-from tools.golden import qwen3
+from tools.golden import lfm2, qwen2, qwen3
 from tools.golden.base import ABSENT, Variant, edit, write_json, write_tensors
 from tools.golden.llama import MISTRAL, SMALL
 
@@ -37,6 +37,12 @@ QWEN3_VL = {"model_type": "qwen3_vl", "depth": 1, "hidden_size": 8, "intermediat
             "num_position_embeddings": 4, "deepstack_visual_indexes": []}  # fmt: skip
 
 
+QWEN2_VL = {"model_type": "qwen2_vl", "depth": 1, "embed_dim": 8, "hidden_size": 24, "num_heads": 1, "mlp_ratio": 1,
+            "patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 1}  # fmt: skip
+SIGLIP = {"model_type": "siglip2_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+          "num_attention_heads": 1, "num_patches": 4, "patch_size": 4}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Wrapper:
     """How a checkpoint of a text model becomes one of more.
@@ -45,22 +51,23 @@ class Wrapper:
         text: writes the text model's checkpoint into a folder, by a seed.
         outer: fields of the outer config.
         names: of the tensors, a key of `NAMES`.
-        changes: to the text's fields, which are nested in `text_config`.
+        changes: to the text's fields, which are nested in `text_config` unless the names are flat.
         part: the tensor of another part.
     """
 
-    text: Callable[[Path, int], None]
+    text: Callable[[Path, int], object]
     outer: Mapping[str, Any]
     names: str
     part: str
     changes: Mapping[str, Any]
 
 
-def _llama(changes: Mapping[str, Any]) -> Callable[[Path, int], None]:
-    return lambda folder, seed: random_checkpoint.make(folder, **SMALL | {"kv_heads": 2} | changes, seed=seed)
+def _llama(changes: Mapping[str, Any]) -> Callable[[Path, int], object]:
+    options: dict[str, Any] = {**SMALL, "kv_heads": 2, **changes}
+    return lambda folder, seed: random_checkpoint.make(folder, **options, seed=seed)
 
 
-NO_TOKENS = dict.fromkeys(("architectures", "bos_token_id", "eos_token_id", "dtype"), ABSENT)
+NO_TOKENS: dict[str, Any] = dict.fromkeys(("architectures", "bos_token_id", "eos_token_id", "dtype"), ABSENT)
 LLAVA = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "vision_config": CLIP,
          "image_token_index": 2, "vision_feature_layer": -1, "vocab_size": 7}  # fmt: skip
 MROPE = {"type": "mrope", "mrope_section": [2, 1, 1], "rope_type": "default"}
@@ -87,8 +94,20 @@ WRAPPERS = {
         "outer", "model.visual.merger.norm.weight",
         NO_TOKENS | {"model_type": "qwen3_vl_text", "rope_parameters": ABSENT, "rope_theta": 10000.0,
                      "rope_scaling": MROPE}),
+    "qwen2_vl": Wrapper(
+        qwen2.VARIANTS["tied"].write,
+        {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "vision_config": QWEN2_VL,
+         "image_token_id": 2, "video_token_id": 2, "vision_start_token_id": 2, "vision_end_token_id": 2},
+        "flat", "visual.merger.ln_q.weight",
+        {"rope_parameters": ABSENT, "rope_theta": 1e6, "rms_norm_eps": ABSENT,
+         "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}),
+    "lfm2_vl": Wrapper(
+        partial(lfm2.write, "plain"),
+        {"architectures": ["Lfm2VlForConditionalGeneration"], "model_type": "lfm2_vl", "vision_config": SIGLIP,
+         "image_token_id": 2, "downsample_factor": 1},
+        "outer", "model.multi_modal_projector.linear_1.weight", NO_TOKENS),
 }  # fmt: skip
-SHAPES = {"linear_1": (32, 8), "proj": (32, 32), "norm": (8,)}  # of the other parts' tensors
+SHAPES = {"linear_1": (32, 8), "proj": (32, 32), "norm": (8,), "ln_q": (8,)}  # of the other parts' tensors
 
 
 def write(name: str, folder: Path, seed: int) -> None:
@@ -100,7 +119,8 @@ def write(name: str, folder: Path, seed: int) -> None:
     write_tensors(folder / "model.safetensors", stored, "bfloat16")
     edit(folder / "config.json", wrapper.changes)
     text = json.loads((folder / "config.json").read_text())
-    write_json(folder / "config.json", {**wrapper.outer, "dtype": "bfloat16", "bos_token_id": 1, "text_config": text})
+    inside = text if wrapper.names == "flat" else {"text_config": text}
+    write_json(folder / "config.json", {**inside, **wrapper.outer, "dtype": "bfloat16", "bos_token_id": 1})
 
 
 GRID = [(1, 1.0, False, 1, "own", 24), (4, 1.0, False, 4, "several", 24), (15, 2.0, True, 15, "own", 12)]
