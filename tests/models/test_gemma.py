@@ -46,6 +46,15 @@ def test_refusals_name_what_is_wrong(tmp_path, variant, changes, message):
         Engine.load(changed(tmp_path, variant, changes), dtype="float32")
 
 
+@pytest.mark.parametrize("kind", ["ForCausalLM", "ForConditionalGeneration"])
+@pytest.mark.parametrize("name", ["Gemma3n", "Gemma4", "T5Gemma"])
+def test_other_gemmas_are_refused_by_name(tmp_path, name, kind):
+    inside = {"text_config": {"model_type": f"{name.lower()}_text"}} if kind != "ForCausalLM" else {}
+    folder = changed(tmp_path, "three", {"architectures": [name + kind], "model_type": name.lower()} | inside)
+    with pytest.raises(CheckpointError, match=f"architecture '{name}{kind}'"):
+        Engine.load(folder)
+
+
 def test_a_cap_that_is_absent_is_not_null(tmp_path):
     folder = changed(tmp_path, "two_full", {}, ["attn_logit_softcapping", "final_logit_softcapping"])
     config = Gemma2.read(Checkpoint.open(folder).fields)

@@ -33,7 +33,6 @@ FLOATS = [
         "gemma/one",
         "olmo/plain",
         "olmo/olmo3",
-        "olmo/olmo3_types",
         "hunyuan/plain",
         "stablelm/plain",
         "stablelm/parallel",
