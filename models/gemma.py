@@ -63,9 +63,9 @@ class Gemma(Decoder):
     @staticmethod
     def read(fields: Fields) -> Config:
         options = common(fields, positions=8192, kv_heads=16, activation="hidden_act")
-        # The first configs say `gelu` and mean its approximation.
-        approximated = {"activation": "gelu_tanh"} if options["activation"] == "gelu" else {}
-        return Config(**options | approximated)
+        if options["activation"] == "gelu":  # the first configs mean its approximation
+            options["activation"] = "gelu_tanh"
+        return Config(**options)
 
 
 class Gemma2(Gemma):

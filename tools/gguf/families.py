@@ -106,7 +106,7 @@ def find_rows(file: GGUF, config: dict[str, Any], name: str, shape: tuple[int, .
     if arch in INTERLEAVED and (part := re.search(r"\.([qk])_proj\.", name)):
         heads = q if part[1] == "q" else kv
     entry = file.entry(stored)
-    expected = (total, *(size for size in shape[1:] if len(shape) < 3 or size > 1))  # of short convolutions
+    expected = (total, *shape[1:][-1:])  # a short convolution is [E, 1, taps] in checkpoints
     if entry.shape != expected:
         raise file.error(f"tensor {stored!r}: expected the shape {list(expected)}, got {list(entry.shape)}")
     return Rows(entry, first, first + shape[0], heads)
