@@ -1,14 +1,19 @@
 """The engine: token trees on a paged cache, evaluated for any search."""
 
 import engine.startup  # noqa: F401  # isort: split
+from engine.constraints import Choices, Constraint, ConstraintError
 from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
 from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, SearchError, UsageError
 from engine.requests import Evaluate, Output, Report, SearchResult, Task
+from engine.rules import Rules
 from engine.tree import TokenTree
 from engine.version import __version__
 
 __all__ = [
     "CheckpointError",
+    "Choices",
+    "Constraint",
+    "ConstraintError",
     "CoppiceError",
     "Done",
     "Engine",
@@ -20,6 +25,7 @@ __all__ = [
     "Progress",
     "Report",
     "Request",
+    "Rules",
     "SearchError",
     "SearchResult",
     "Session",

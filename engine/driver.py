@@ -15,9 +15,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from engine.constrained import Constrained, Edit
 from engine.contract import (
     ContractError,
     generator_fault,
+    guarded_edit,
     guarded_read,
     guarded_report,
     is_ours,
@@ -96,13 +98,16 @@ class Runner:
             tree.release()
         return torch.cat(rows)  # outside of inference mode: callers may write to it
 
-    def evaluate(self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Part] = ()) -> Answers:
+    def evaluate(
+        self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Part] = (), edits: Sequence[Edit] = ()
+    ) -> Answers:
         """One forward pass.
 
         Args:
             chunks: parts of trees whose slots are allocated.
             asked: rows of the pass whose next-token log-probabilities are wanted.
             reads: functions that read ranges of these rows, see `Evaluate`.
+            edits: functions that edit ranges of these rows before they are read.
 
         Returns:
             float32 log-probabilities [len(asked), V] (scores [len(asked), 1] of a scalar-head model), for each row
@@ -112,7 +117,7 @@ class Runner:
         if not asked:
             return torch.empty(0, 0), [], []
         rows_NE = hidden_TE if len(asked) == len(hidden_TE) else hidden_TE[torch.tensor(asked, device=self.device)]
-        answers = self.answer(rows_NE)
+        answers = self.answer(rows_NE, edits) if edits else self.answer(rows_NE)
         with phase(self.observer, "fetch"):
             return self.fetch(*answers, reads)
 
@@ -126,14 +131,32 @@ class Runner:
         finite_N, *numbers = torch.cat(parts).cpu().split([len(part) for part in parts])
         return logp_NV, [x == 1 for x in finite_N.tolist()], numbers
 
-    def answer(self, hidden_NE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probabilities (or scores) of hidden rows, whether each row is finite, and peaks, on the device."""
+    def answer(self, hidden_NE: Tensor, edits: Sequence[Edit] = ()) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probabilities (or scores) of hidden rows, whether each row is finite, and peaks, on the device.
+
+        Edited rows have no peaks, and the others of their pass have none either.
+        """
         with phase(self.observer, "logits"):
             logits_NV = self.model.logits(hidden_NE)
         if logits_NV.shape[1] == 1:
             return logits_NV.float(), torch.isfinite(logits_NV).all(-1), None
         with phase(self.observer, "log-softmax"):
-            return log_softmax(logits_NV, self.vocab_size, impl=self.impl)
+            answers = log_softmax(logits_NV, self.vocab_size, impl=self.impl)
+        if not edits:
+            return answers
+        return self.edited(answers[0], answers[1], edits, logits_NV)
+
+    def edited(
+        self, logp_NV: Tensor, finite_N: Tensor, edits: Sequence[Edit], logits_NV: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, None]:
+        """Rows after edits in place, and no peaks."""
+        with phase(self.observer, "edit"):
+            for edit in edits:
+                excess_N1 = None
+                if edit.logits and logits_NV is not None:
+                    excess_N1 = logits_NV[edit.rows, :1].float() - logp_NV[edit.rows, :1]
+                edit.apply(logp_NV[edit.rows], excess_N1)
+        return logp_NV, finite_N, None
 
     def blame(self, chunk: Chunk) -> str:
         """The first place of NaN or Inf in a pass: the chunk is evaluated once more, layer by layer."""
@@ -190,6 +213,7 @@ class Job:
     trace: Trace | None = None
     started: float = 0.0
     prefilled: float = 0.0
+    constrained: Constrained | None = None
     search: Search | None = None  # a search that is not this project's is checked more closely; None is trusted
     fault: Exception | None = None  # raised by a function of a Report or an Evaluate; it ends the job at its next step
 
@@ -207,9 +231,14 @@ class Pending:
 
     request: Evaluate
     by_rope: list[tuple[bool, list[int]]]  # see `TokenTree.by_rope`: one group, except for models that switch
+    constrained: Constrained | None = None  # of a tree that has constraints
+    known: Sequence[int] = ()  # nodes whose rows need no evaluation
+    known_KV: Tensor | None = None  # their rows
     answered: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
     numbers: Tensor | None = None  # the result of the request's `read`
+    trunk_left: int = 0
+    nodes_left: list[int] = field(default_factory=list)
 
     def begin(self) -> None:
         """Start with the next group of nodes."""
@@ -220,12 +249,20 @@ class Pending:
         self.trunk_allocated = 0  # by earlier passes of this request
         self.nodes_allocated: list[int] = []
 
+    def trace_known(self, trace: Trace) -> None:
+        """Record the rows that need no evaluation."""
+        if self.known_KV is not None:
+            trace.answered(self.request.tree, self.known, self.known_KV)
+
     @property
     def left(self) -> int:
         return self.trunk_left + len(self.nodes_left)
 
     def answer(self) -> Answer:
         """The answer: one row per node, in the order of the request."""
+        if self.known_KV is not None:
+            self.rows.append(self.known_KV)
+            self.answered += self.known
         rows_NV = self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows)
         nodes = list(self.request.nodes)
         if nodes == self.answered:
@@ -257,6 +294,7 @@ class Batch:
     asked: list[int] = field(default_factory=list)  # tokens whose rows are wanted
     reads: list[Part] = field(default_factory=list)
     readers: list[Pending] = field(default_factory=list)  # the owner of each read
+    edits: list[Edit] = field(default_factory=list)
 
     def add(self, job: Job, chunk: Chunk) -> None:
         """Add a request's tokens."""
@@ -270,6 +308,9 @@ class Batch:
         if pending.request.read is not None and nodes == list(pending.request.nodes):  # all of it in this pass
             self.reads.append((rows, pending.request.read))
             self.readers.append(pending)
+        if pending.constrained is not None and nodes:
+            edit = pending.constrained.edit(chunk.tree, nodes, rows)
+            self.edits.append(edit._replace(apply=guarded_edit(edit.apply, partial(setattr, job, "fault"))))
         self.tokens += len(chunk)
         self.shares.append(Share(job, pending, chunk, nodes, rows))
 
@@ -307,6 +348,8 @@ class Driver:
         switch = runner.model.shape.switch_length
         tree = TokenTree(runner.pool, prompt, expected=expected, trunk=trunk, switch_length=switch)
         job.trees.append(tree)
+        if job.constrained is not None and (len(job.trees) == 1 or model == "draft"):
+            job.constrained.watch(tree)
         if job.trace is not None:
             job.trace.watch(tree, model)
         return tree
@@ -382,7 +425,9 @@ class Driver:
         """Evaluate a batch: rows, and whether each is finite. If that fails, its slots are released."""
         shares, runner, began = batch.shares, batch.runner, time.perf_counter()
         try:
-            logp_NV, finite, numbers = runner.evaluate([share.chunk for share in shares], batch.asked, batch.reads)
+            logp_NV, finite, numbers = runner.evaluate(
+                [share.chunk for share in shares], batch.asked, batch.reads, batch.edits
+            )
         except BaseException:
             for chunk in (share.chunk for share in shares):
                 chunk.tree.release_slots(chunk.trunk_tokens, chunk.nodes)
@@ -477,19 +522,24 @@ class Driver:
         job.pending = None
         if answer is not None and not job.prefilled and "target" in job.work:  # a draft may be asked first
             job.prefilled = time.perf_counter()
-        if job.trace is not None:
-            job.trace.resume()
         try:
-            if job.fault is not None:
-                raise job.fault
-            with phase(self.observer, "search"):
-                request = generator.throw(error) if error is not None else generator.send(answer)
-            request = self._request(job, request)
-            pending = Pending(request, request.tree.by_rope(request.nodes))
-            pending.begin()
-            job.pending = pending
-            if job.trace is not None:
-                job.trace.asked(request)
+            while True:
+                if job.trace is not None:
+                    job.trace.resume()
+                if job.fault is not None:
+                    raise job.fault
+                with phase(self.observer, "search"):
+                    request = generator.throw(error) if error is not None else generator.send(answer)
+                request = self._request(job, request)
+                job.pending = pending = self._pending(job, request)
+                if pending.by_rope:
+                    pending.begin()
+                if job.trace is not None:
+                    job.trace.asked(request)
+                    pending.trace_known(job.trace)
+                if pending.left:
+                    break
+                error, answer, job.pending = None, pending.answer(), None
         except StopIteration as stop:
             wrong = result_fault(stop.value, self.runners["target"].vocab_size if job.foreign else None)
             if wrong:
@@ -516,11 +566,28 @@ class Driver:
                 job.trace.reported(request)
             with phase(self.observer, "search"):
                 request = job.generator.send(None)
-        if wrong := request_fault(request, job.trees) or (job.foreign and self._wrong_tokens(request)):
+        knows = job.constrained.knows if job.constrained is not None else None
+        if wrong := request_fault(request, job.trees, knows) or (job.foreign and self._wrong_tokens(request)):
             self._refuse(job, wrong)
         if self.observer is not None and request.read is not None:
             request = replace(request, read=observed_read(self.observer, request.read))
         return guarded_read(request, fail) if job.foreign else request
+
+    def _pending(self, job: Job, request: Evaluate) -> Pending:
+        """The work of a request; none where a constraint alone determines its rows. Raises ConstraintError."""
+        tree, constrained = request.tree, job.constrained
+        if constrained is None or not constrained.watches(tree):
+            return Pending(request, tree.by_rope(request.nodes))
+        plan = constrained.plan(tree, request.nodes)
+        rows_KV = None
+        if plan.known:
+            runner = self._runner(request)
+            rows_KV = constrained.known_rows(plan, runner.model.shape.vocab_size, runner.device)
+        groups = tree.by_rope([*plan.asked, *plan.ahead]) if plan.asked else []
+        return Pending(request, groups, constrained, [*plan.known], rows_KV)
+
+    def _runner(self, request: Evaluate) -> Runner:
+        return next(r for r in self.runners.values() if r.pool is request.tree.pool)
 
     @staticmethod
     def _refuse(job: Job, wrong: str) -> NoReturn:
@@ -532,8 +599,7 @@ class Driver:
         raise fault
 
     def _wrong_tokens(self, request: Evaluate) -> str:
-        runner = next(r for r in self.runners.values() if r.pool is request.tree.pool)
-        shape = runner.model.shape
+        shape = self._runner(request).model.shape
         return tokens_fault(request, shape.vocab_size, shape.max_positions)
 
     def _end(self, job: Job, result: SearchResult | None = None, error: Exception | None = None) -> None:
@@ -576,6 +642,8 @@ class Driver:
         self.running.remove(job)
         job.trees, job.generator, job.pending, job.settled, job.report = [], None, None, [], Report()
         job.work, job.fault = {}, None
+        if job.constrained is not None:
+            job.constrained.restart()
         job.prefilled = 0.0
         if job.trace is not None:
             job.trace.restart()

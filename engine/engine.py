@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.budget import Loading, Workload, allow
+from engine.constrained import Constrained
 from engine.contract import attributed, check_search, search_error
 from engine.driver import Driver, Job
 from engine.errors import CoppiceError, UsageError, check_flag, check_integer
@@ -19,8 +20,9 @@ from engine.loading import LoadedModel, check_arguments, check_companion, load_m
 from engine.memory import check_memory, is_out_of_memory, out_of_memory
 from engine.phases import PhaseObserver
 from engine.pool import PagePool
-from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
+from engine.requests import Evaluate, Judge, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.rewards import Messages, Responses, RewardFunction, check_messages, make_judge
+from engine.rules import Rules
 from engine.slots import Trunk
 from engine.text.stopping import StopStrings, TextStream, check_stop
 from engine.text.tokenizer import Tokenizer
@@ -30,8 +32,8 @@ from models.memory import release_libraries, trim_memory
 
 
 @dataclass(frozen=True)
-class Request:
-    """One prompt, the search that answers it, and its limits.
+class Request(Rules):
+    """One prompt, the search that answers it, its limits, and `Rules`, whose fields are given by name.
 
     Args:
         prompt: token ids, or text (encoded with the special tokens that the tokenizer adds by itself).
@@ -100,6 +102,7 @@ class _Prepared:
     limit: int
     eos: frozenset[int]
     stops: StopStrings | None
+    constrained: Constrained | None
     job: Job = field(init=False)
 
 
@@ -397,34 +400,32 @@ class Engine:
         # `start` refers to parts of `prepared`, not to the whole: a cycle through the job would keep the model in
         # memory until the garbage collector runs. Errors are dropped for the same reason.
         ids, limit, eos, stops = prepared.ids, prepared.limit, prepared.eos, prepared.stops
+        constrained = prepared.constrained
         steady = self.shape.steady_length
         if trunk is not None and steady is not None and max(len(ids), trunk.cached) > steady:
             trunk.release(self.pool)
 
         def start(job: Job) -> SearchGenerator:
             tree = driver.open_tree(job, "target", ids, len(ids) + limit, trunk)
-            judge = None
-            if "reward" in request.search.models:
-                given = request.prompt
-                if not isinstance(given, str):
-                    given = self.model.tokenizer.decode(ids) if self.model.tokenizer else ""
-                answer = Responses(self.model.tokenizer, ids, request.messages, eos, stops, given)
-                reward = request.reward or self.reward or self.companions["reward"].model
-                judge = make_judge(reward, self.model, answer, lambda prompt: driver.open_tree(job, "reward", prompt))
+            hits_stop = stops
+            if constrained is not None and not constrained.eos:  # no token can end an output that is stuck
+                hits_stop = constrained.with_ends(tree, stops)
             return request.search.run(
                 Task(
                     tree,
                     limit,
                     eos,
                     self.runner.vocab_size,
-                    stops,
+                    hits_stop,
                     lambda model, prompt: driver.open_tree(job, model, prompt),
                     self.model.tokenizer,
                     lambda tokens: self.runner.time.charge(tokens, *job.batch_load),
                     model_key=self.model_key,
                     start_token=self.start_token,
-                    judge=judge,
+                    judge=self._judge(driver, job, request, ids, eos, stops),
                     spare=lambda pool: driver.spare(job, pool),
+                    normalised=constrained is None,
+                    rising=constrained is not None and constrained.raises,
                 )
             )
 
@@ -432,8 +433,29 @@ class Engine:
             models = {"target": self, **self.companions}
             names = {role: engine.name for role, engine in models.items()}
             request.trace.begin(request.search, ids, names, {role: e.model.tokenizer for role, e in models.items()})
-        prepared.job = driver.submit(Job(start, retire=retire, trace=request.trace, search=request.search))
+        prepared.job = driver.submit(
+            Job(start, retire=retire, trace=request.trace, search=request.search, constrained=constrained)
+        )
         return prepared
+
+    def _judge(
+        self,
+        driver: Driver,
+        job: Job,
+        request: Request,
+        ids: list[int],
+        eos: frozenset[int],
+        stops: StopStrings | None,
+    ) -> Judge | None:
+        """What computes rewards for a request whose search ranks by them."""
+        if "reward" not in request.search.models:
+            return None
+        given = request.prompt
+        if not isinstance(given, str):
+            given = self.model.tokenizer.decode(ids) if self.model.tokenizer else ""
+        answer = Responses(self.model.tokenizer, ids, request.messages, eos, stops, given)
+        reward = request.reward or self.reward or self.companions["reward"].model
+        return make_judge(reward, self.model, answer, lambda prompt: driver.open_tree(job, "reward", prompt))
 
     def _prepare(self, request: Request) -> _Prepared:
         """Check a request against the model and its memory. Raises UsageError or KVMemoryError."""
@@ -479,8 +501,9 @@ class Engine:
                 new = min(new, max(1, beside - len(ids) + 1))
         with attributed(type(request.search)):
             request.search.check(self.runner.vocab_size, eos)
+        constrained = request.at_work(ids, new, self.runner.vocab_size, eos, self.model.tokenizer)
         check_memory(self.pool, request.search, len(ids), new)
-        return _Prepared(request, ids, new, eos, stops)
+        return _Prepared(request, ids, new, eos, stops, constrained)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Check that a prompt is not empty, fits the context and has valid ids only. Raises UsageError."""
@@ -521,6 +544,8 @@ class Engine:
             return error
         assert job.result is not None
         result = job.result
+        if prepared.constrained is not None:
+            prepared.constrained.settle(result, "reward" in prepared.request.search.models)
         try:
             result.outputs = [replace(o, text=self._text(o, prepared.stops)) for o in result.outputs]
         except CoppiceError as error:  # the tokenizer cannot decode these tokens

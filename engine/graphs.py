@@ -6,7 +6,6 @@ need no buckets. The first pass of a bucket runs without a graph, as a warm-up; 
 passes larger than the largest bucket, use no graphs: they keep a GPU busy by themselves.
 """
 
-import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,8 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.constrained import Edit
 from engine.driver import Answers, Part, Runner
 from engine.errors import UsageError
+from engine.gpu import check_triton
 from engine.packing import Chunk, Pass, pack
 from engine.phases import phase
 from engine.pool import PagePool
@@ -59,8 +60,7 @@ def make_runner(model, pool: PagePool, vocab_size: int, dtype: torch.dtype | Non
         if reason and not cpp.off():
             warnings.warn(f"the kernels in PyTorch run, slower than those in C++: {reason}", stacklevel=2)
         return Runner(model, pool, vocab_size, impl="torch" if reason else "cpp", dtype=dtype)
-    if importlib.util.find_spec("triton") is None:
-        raise UsageError("a GPU needs the package triton", remedy="pip install 'coppice[gpu]', or use --device cpu")
+    check_triton()
     from kernels.tree_attention.triton import DTYPES, MAX_HEAD_DIM
 
     if dtype not in DTYPES or head_dim > MAX_HEAD_DIM:
@@ -95,13 +95,15 @@ class GraphRunner(Runner):
         self.memory = torch.empty(most, dtype=torch.int32, device=self.device)
 
     @torch.inference_mode()
-    def evaluate(self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Part] = ()) -> Answers:
+    def evaluate(
+        self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Part] = (), edits: Sequence[Edit] = ()
+    ) -> Answers:
         """As `Runner.evaluate`."""
-        if reason := self._unfit(chunks, asked):
+        if reason := self._unfit(chunks, asked, edits):
             if reason not in self._told:
                 self._told.add(reason)
                 log.info("without a CUDA graph: %s", reason)
-            return super().evaluate(chunks, asked, reads)
+            return super().evaluate(chunks, asked, reads, edits)
         buckets = {"token_buckets": TOKENS, "word_buckets": WORDS, "tree_buckets": TREES}
         with phase(self.observer, "pack"):
             p = pack(chunks, self.pool.page_size, ancestors=self.pool.ancestors, impl=self.impl, **buckets)
@@ -112,11 +114,15 @@ class GraphRunner(Runner):
         step(p, asked)
         rows_N = step.rows_T[: len(asked)]
         logp_NV, finite_N = (x.index_select(0, rows_N) for x in self._outputs)  # copies: the next pass fills the same
+        if edits:
+            self.edited(logp_NV, finite_N, edits)
         with phase(self.observer, "fetch"):
             return self.fetch(logp_NV, finite_N, None, reads)  # after which the host's memory may be written again
 
-    def _unfit(self, chunks: Sequence[Chunk], asked: Sequence[int]) -> str:
+    def _unfit(self, chunks: Sequence[Chunk], asked: Sequence[int], edits: Sequence[Edit] = ()) -> str:
         """Why a pass cannot be a graph; "" if it can."""
+        if any(edit.logits for edit in edits):
+            return "a pass whose logits are edited"
         if not asked or any(c.trunk_tokens > 1 for c in chunks):
             return "a pass that reads a prompt"
         if sum(c.trunk_tokens + len(c.nodes) for c in chunks) > TOKENS[-1]:

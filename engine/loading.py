@@ -16,6 +16,7 @@ from engine.compiling import LEAST, compile_model, warm_up
 from engine.driver import Runner
 from engine.errors import CheckpointError, UsageError, check_integer
 from engine.fastest import Choice, fastest_format
+from engine.gpu import check_gpu
 from engine.graphs import make_runner
 from engine.memory import make_pools, read_size, total_memory
 from engine.pool import PagePool
@@ -229,14 +230,15 @@ def check_arguments(
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a name; "auto" is the GPU if there is one. Raises UsageError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
+    """The device of a name; "auto" is the GPU if there is one. Raises UsageError, also for a GPU that cannot serve."""
+    if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device: expected auto, cpu or cuda, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device: this machine has no CUDA GPU that torch can use", remedy="use --device cpu")
-    return torch.device(name)
+    if name == "cpu" or not torch.cuda.is_available():
+        if name == "cuda":
+            raise UsageError("device: this machine has no CUDA GPU that torch can use", remedy="use --device cpu")
+        return torch.device("cpu")
+    check_gpu()
+    return torch.device("cuda")
 
 
 def pick_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> Precision:

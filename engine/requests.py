@@ -26,8 +26,9 @@ class Answer(NamedTuple):
 
     Attributes:
         rows_NV: float32, on the model's device: natural logarithms of probabilities, a row per node in the order of the
-            request, normalised over the model's vocabulary; ids past the tokenizer's are -inf afterwards. [N, 1], a
-            score per node, for a tree of a scalar-head model.
+            request, normalised over the model's vocabulary; ids past the tokenizer's are -inf afterwards, and so are
+            tokens that a constraint forbids (see `engine.Rules`). [N, 1], a score per node, for a tree of a scalar-head
+            model.
         numbers: the result of the request's `read`, float64 [n], on the host; None without a `read`.
     """
 
@@ -83,8 +84,8 @@ class Output:
     Args:
         token_ids: new tokens, end-of-sequence included when produced.
         logprob: sum of their log-probabilities under the target model; None if interrupted.
-        score: what the search ranks by; None if interrupted.
-        finish_reason: "eos", "stop" (a stop string), "length" or "interrupted".
+        score: what the search ranks by; None if interrupted, or if a constraint ended the output.
+        finish_reason: "eos", "stop" (a stop string), "length", "constraint" (it allows no token) or "interrupted".
         text: the tokens as text, stop string cut off; filled in by the engine.
     """
 
@@ -138,6 +139,10 @@ class Task:
         spare: pool -> how many more of its pages this search could take if the driver ran no other. A search that
             chooses how much to try by this number, and not by the free pages, gives the same answer alone and in a
             batch.
+        normalised: whether the probabilities of a row add up to 1, but for ids from `vocab_size` on. A constraint cuts
+            tokens off, and may leave next to nothing.
+        rising: whether log-probabilities may be positive, so that a longer sequence may be the more probable one: a
+            bias may raise them.
     """
 
     tree: TokenTree
@@ -152,6 +157,8 @@ class Task:
     start_token: int = 0
     judge: "Judge | None" = None
     spare: Callable[[PagePool], int] = attrgetter("free_pages")
+    normalised: bool = True
+    rising: bool = False
 
     def finish_reason(self, tokens: Sequence[int]) -> str | None:
         """Why a sequence ends with its last token; None if it does not end."""

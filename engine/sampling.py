@@ -5,6 +5,7 @@ argmax of warped log-probabilities plus that vector. There is no stream of rando
 batching, pruning or drafting.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,17 +24,19 @@ ROUNDING = 1e-6  # error of sums of probabilities
 
 @dataclass(frozen=True)
 class Warp:
-    """Temperature, then top-k, then top-p, then renormalising (the order of Hugging Face).
+    """Temperature, then top-k, then top-p, then min-p, then renormalising (the order of Hugging Face).
 
     Args:
         temperature: divides the log-probabilities; 0 leaves the most probable token alone.
         top_k: tokens at least as probable as the k-th stay; 0 keeps all.
         top_p: the smallest set of most probable tokens that reaches this probability stays; 1 keeps all.
+        min_p: tokens of at least this multiple of the best one's probability stay; 0 keeps all.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self):
         if not (_is_number(self.temperature) and (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6)):
@@ -41,6 +44,8 @@ class Warp:
         check_integer("top_k", self.top_k, 0)
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise UsageError(f"top_p: expected a number in (0, 1], got {self.top_p!r}")
+        if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
+            raise UsageError(f"min_p: expected a number in [0, 1], got {self.min_p!r}")
 
     def __call__(self, logp_NV: Tensor) -> Tensor:
         """Warped log-probabilities, float32 [N, V], normalised; -inf for tokens that cannot be drawn."""
@@ -48,9 +53,18 @@ class Warp:
             best_N1 = logp_NV.argmax(-1, keepdim=True)
             return torch.full_like(logp_NV, float("-inf")).scatter_(-1, best_N1, 0.0)
         scores_NV = logp_NV / self.temperature if self.temperature != 1 else logp_NV
-        V = logp_NV.shape[-1]
+        return self._cut(scores_NV) if not self.min_p else self._without_improbable(self._cut(scores_NV))
+
+    def _without_improbable(self, scores_NV: Tensor) -> Tensor:
+        """Rows without the tokens that min-p removes."""
+        least_N1 = scores_NV.amax(-1, keepdim=True) + math.log(self.min_p)
+        return torch.log_softmax(scores_NV.masked_fill(scores_NV < least_N1, float("-inf")), -1)
+
+    def _cut(self, scores_NV: Tensor) -> Tensor:
+        """Rows after top-k and top-p, normalised; the rows themselves where nothing is to be done."""
+        V = scores_NV.shape[-1]
         if not 0 < self.top_k < V and self.top_p == 1:
-            return scores_NV if scores_NV is logp_NV else torch.log_softmax(scores_NV, -1)
+            return scores_NV if self.temperature == 1 else torch.log_softmax(scores_NV, -1)
         if scores_NV.device.type != "cpu" or max(self.top_k, NUCLEUS) >= V // 4:  # a GPU would be waited for
             return self._sorted(scores_NV)
         warped_NV, undecided_N = self._ranked(scores_NV)

@@ -2,13 +2,36 @@
 
 import functools
 from dataclasses import dataclass
+from importlib import metadata
 
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
+from triton import knobs, runtime
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # as it stands when kernels are defined
+
+
+def check_interpreter(triton_version: str, numpy_version: str) -> None:
+    """Raises ImportError for a NumPy that is too new for Triton's interpreter."""
+    ours, numpys = ([int(x) for x in text.split(".")[:2]] for text in (triton_version, numpy_version))
+    if ours < [3, 7] and numpys >= [2, 4]:
+        raise ImportError(
+            f"the interpreter of triton {triton_version} fails with NumPy {numpy_version}: "
+            "pip install 'triton>=3.7', or 'numpy<2.4'"
+        )
+
+
+if INTERPRETED.value:
+    check_interpreter(metadata.version("triton"), metadata.version("numpy"))
+
+
+def build_launcher() -> None:
+    """Have Triton build the module that launches kernels, with a C compiler; later it is on the disk.
+
+    Raises whatever Triton does where it cannot.
+    """
+    runtime.driver.active.get_current_target()
 
 
 def check_device(*tensors: Tensor) -> None:

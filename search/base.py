@@ -30,6 +30,7 @@ SHARED_PARAMS = (
     "temperature",
     "top_k",
     "top_p",
+    "min_p",
     "seed",
 )
 
@@ -176,7 +177,9 @@ def evaluate_best(
     packed = numbers.tolist()
     V, k = logp_NV.shape[1], len(packed) // 2
     found = list(zip(packed[:k], packed[k : 2 * k], strict=True))
-    if packed[-1] == packed[k - 1]:  # a tie across the border: it is not defined which of the equals topk chose
+    if (
+        packed[-1] == packed[k - 1] > -math.inf
+    ):  # a tie across the border: it is not defined which of the equals topk chose
         sums = (logp_NV + torch.tensor(scores, dtype=torch.float32, device=logp_NV.device).unsqueeze(1)).view(-1)
         flat = (sums >= packed[k - 1]).nonzero().view(-1)
         found = list(zip(sums[flat].tolist(), flat.tolist(), strict=True))

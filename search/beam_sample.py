@@ -37,7 +37,7 @@ class BeamSample(Sampling):
 
     def run(self, task: Task) -> SearchGenerator:
         tree, beams = task.tree, Beams(task, self.length_penalty)
-        reader = Reader(self.warp(), task.vocab_size)
+        reader = Reader(self.warp(), task.vocab_size, task.normalised)
         while beams.live:
             rows: Rows = {}
             yield from reader.fetch(tree, [beam.node for beam in beams.live], rows)

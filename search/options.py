@@ -1,7 +1,7 @@
 """Fields that several searches share, and checks of fields."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import UsageError, check_integer, check_number
@@ -42,11 +42,12 @@ class Sampling(Search):
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self):
         self.warp()
         check_integers(self, seed=(0, MAX_SEED))
 
     def warp(self) -> Warp:
-        """Temperature, top-k and top-p. Raises UsageError for values out of range."""
-        return Warp(self.temperature, self.top_k, self.top_p)
+        """Temperature, top-k, top-p and min-p. Raises UsageError for values out of range."""
+        return Warp(self.temperature, self.top_k, self.top_p, self.min_p)

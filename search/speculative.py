@@ -1,6 +1,6 @@
 """Speculative sampling: drafted tokens are accepted so that the output is distributed as if drawn from the target."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from search.base import SearchGenerator, Task, register
 from search.dsbd import DSBD
@@ -25,7 +25,7 @@ class Speculative(Sampling):
 
     def as_dsbd(self) -> DSBD:
         """DSBD with one draft and one beam, which is the same."""
-        options = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "seed": self.seed}
+        options = {field.name: getattr(self, field.name) for field in fields(Sampling)}
         return DSBD(draft_beams=1, width=1, gamma=self.gamma, drafts=IID, length_penalty=0, **options)
 
     def run(self, task: Task) -> SearchGenerator:

@@ -60,7 +60,8 @@ class Trie(Search):
             length = task.max_new_tokens if mode == "never" and self.length_penalty > 0 else step
             if not done.score(scores[0], length) > done.score_at(self.beams - 1):  # T6
                 break
-            if done.score_at(self.num_return_sequences - 1) >= done.bound(scores[0], step + 1, task.max_new_tokens):
+            last, bound = self.num_return_sequences - 1, done.bound(scores[0], step + 1, task.max_new_tokens)
+            if done.score_at(last) >= bound and not task.rising:
                 break  # nothing alive can change what is returned
             live = tree.grow([live[rows[i]] for i in going], [tokens[i] for i in going])  # T8
             tree.keep(live)

@@ -82,6 +82,17 @@ def test_a_chat_needs_no_triton() -> None:
     assert recipe and "call install,," in recipe[1]
 
 
+def test_floors_hold_together() -> None:
+    """The interpreter of triton 3.6 fails with NumPy 2.4, which the tests may have; torch 2.11 brings triton 3.6."""
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    least = {
+        name: {canonical(r): re.search(r">=([\d.]+)", r)[1] for r in extras[name] if ">=" in r}  # type: ignore[index]
+        for name in ("gpu", "test")
+    }
+    assert (least["gpu"]["triton"], least["test"]["triton"], least["test"]["numpy"]) == ("3.6", "3.7", "2")
+    assert "torch>=2.11" in PYPROJECT["project"]["dependencies"]
+
+
 def test_commands_in_the_documentation_exist() -> None:
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     named = {}

@@ -22,6 +22,7 @@ from engine.app.cli import (
     Parser,
     add_limit_flags,
     add_model_flags,
+    add_rule_flags,
     add_search_flags,
     add_template_flags,
     add_trace_flag,
@@ -29,6 +30,7 @@ from engine.app.cli import (
     limits,
     load_engine,
     parse_object,
+    rules,
     run,
     search_params,
     template_options,
@@ -39,6 +41,7 @@ from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError, shortened
 from engine.prompting import TemplateOptions, chat_prompt
 from engine.requests import SearchResult
+from engine.rules import PLAIN_RULES
 from engine.text.thinking import Thoughts
 from engine.trace import Traces
 from models.files import lock
@@ -52,8 +55,9 @@ input, an object per line (blank lines are skipped):
   "tools": with messages, a list of functions (JSON schemas) that the model may call
   "template": with messages, an object of variables for the chat template; "think": on, off or auto
   "params": an object that overrides the command line for this line. Keys are the flags in snake_case (search, beams,
-    max_new_tokens, stop, ...) and eos_token_ids, a list; flags that name files are for the command line alone. A line
-    that changes the search does not inherit the parameters of the command line that its search lacks.
+    max_new_tokens, stop, choices, ...), eos_token_ids, a list, and sequence_bias, a list of [[id, ...], number]; flags
+    that name files are for the command line alone. A line that changes the search does not inherit the parameters of
+    the command line that its search lacks.
 
 output, an object per line:
   {"id", "outputs": [{"text", "token_ids", "logprob", "score", "finish_reason"}, ...], "stats": {...}}, best first, or
@@ -84,6 +88,7 @@ def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdo
     add_template_flags(parser)
     add_search_flags(parser)
     add_limit_flags(parser)
+    add_rule_flags(parser)
     group = parser.add_argument_group("batch")
     group.add_argument("--input", default="-", metavar="FILE", help="- is stdin (-)")
     group.add_argument("--output", default="-", metavar="FILE", help="must be new or empty; - is stdout (-)")
@@ -97,6 +102,7 @@ def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdo
 def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] | None) -> int:
     """Serve the input to its end. Raises CoppiceError for errors of the whole run."""
     make_search(args.search, search_params(args))  # checks the command line before anything is loaded
+    rules(args)
     traces = None
     if args.trace is not None:
         check_target(args.trace, args.input, args.output)
@@ -307,11 +313,13 @@ def make_request(
     params = record.get("params", {})
     if not isinstance(params, dict):
         raise UsageError(f"params: expected an object, got {_show(params)}")
-    known = ["search", *LIMITS, *dict.fromkeys(key for name in REGISTRY for key in parameters(name))]
+    own_options = (*LIMITS, *PLAIN_RULES)
+    known = ["search", *own_options, *dict.fromkeys(key for name in REGISTRY for key in parameters(name))]
     _known(params, known, "params.")
-    bounds = limits(args) | {key: params[key] for key in LIMITS if key in params}
-    if isinstance(bounds["stop"], str):
-        bounds["stop"] = [bounds["stop"]]
+    bounds = limits(args) | rules(args) | {key: params[key] for key in own_options if key in params}
+    for key in ("stop", "choices", "bad_words"):
+        if isinstance(bounds.get(key), str):
+            bounds[key] = [bounds[key]]
     if bounds.get("eos_token_ids", ()) is None:  # None would be the checkpoint's
         raise UsageError("eos_token_ids: expected a list of token ids, got null")
     for key, words in paths().items():
@@ -319,7 +327,7 @@ def make_request(
             also = f"; here it may be {' or '.join(words)}" if words else ""
             raise UsageError(f"params.{key}: paths are given on the command line only{also}")
     name = params.get("search", args.search)
-    own = {key: value for key, value in params.items() if key not in ("search", *LIMITS)}
+    own = {key: value for key, value in params.items() if key not in ("search", *own_options)}
     inherited = search_params(args)
     if isinstance(name, str) and name != args.search and name in REGISTRY:
         inherited = {key: value for key, value in inherited.items() if key in parameters(name)}

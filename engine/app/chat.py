@@ -76,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     cli.add_template_flags(parser)
     cli.add_search_flags(parser)
     cli.add_limit_flags(parser)
+    cli.add_rule_flags(parser)
     group = parser.add_argument_group("plan")
     group.add_argument(
         "--plan", metavar="DIR", help="print what a model would take in each format, for 1, 4 and 15 beams, and exit"
@@ -132,7 +133,7 @@ def chat(args: argparse.Namespace) -> int:
         print(plan(args))
         return 0
     make_search(args.search, cli.search_params(args))
-    settings = Settings(args.search, cli.search_params(args), **cli.limits(args))
+    settings = Settings(args.search, cli.search_params(args), **cli.limits(args), rules=cli.rules(args))
     if sys.stdout is None:
         raise BrokenPipeError("stdout is closed")
     file_state = transcript.state(args.save) if args.save is not None else None

@@ -20,6 +20,7 @@ from engine.errors import CoppiceError, UsageError, shortened
 from engine.loading import DTYPES, KV_DTYPES
 from engine.memory import is_out_of_memory, out_of_memory, read_size
 from engine.prompting import TemplateOptions
+from engine.rules import PLAIN_RULES, SCORES, Rules
 from engine.startup import started
 from engine.text.template import THINK
 from engine.text.tokenizer import check_utf8
@@ -232,6 +233,7 @@ def add_search_flags(parser: Parser) -> None:
     add(group, "temperature", "divides the log-probabilities; 0 takes the best token", type=float, metavar="X")
     add(group, "top_k", "draw from the K most probable tokens; 0: from all", type=int, metavar="K")
     add(group, "top_p", "draw from the most probable tokens that add up to P", type=float, metavar="P")
+    add(group, "min_p", "draw no token of less than P times the best one's probability", type=float, metavar="P")
     add(group, "seed", "of the draws: same seed, same output", type=int, metavar="N")
     parser._flagged = {*ours}
 
@@ -273,6 +275,47 @@ def add_limit_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="no token ends an output")
 
 
+def add_rule_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `engine.Rules`, but for functions, which only Python can give, and for those of several tokens."""
+    group = parser.add_argument_group(
+        "constraints", "Which tokens may come next, for every search; docs/constraints.md explains them."
+    )
+    group.add_argument(
+        "--choice", type=_text, action="append", dest="choices", metavar="TEXT", help="a whole reply; repeat for others"
+    )
+    group.add_argument(
+        "--constraint-scores", choices=SCORES, help="of what is left: the model's, or made to add up to 1 (model)"
+    )
+    group.add_argument(
+        "--logit-bias", type=_bias, action="append", metavar="ID=X", help="add X to a token's score; repeatable"
+    )
+    group.add_argument(
+        "--bad-word", type=_text, action="append", dest="bad_words", metavar="TEXT", help="never this text; repeatable"
+    )
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="of tokens that occurred, above 1 (1)")
+    group.add_argument("--no-repeat-ngram-size", type=int, metavar="N", help="no N tokens twice; 0: any (0)")
+    group.add_argument("--min-new-tokens", type=int, metavar="N", help="no end before there are as many (0)")
+    group.add_argument("--min-length", type=int, metavar="N", help="likewise, counted with the prompt (0)")
+    group.add_argument("--suppress-tokens", type=_ids, metavar="ID,...", help="never these tokens")
+    group.add_argument("--begin-suppress-tokens", type=_ids, metavar="ID,...", help="not first")
+
+
+def _ids(text: str) -> list[int]:
+    """Token ids with commas between them. An argparse type."""
+    if not re.fullmatch(r"[0-9]{1,17}(,[0-9]{1,17})*", text):
+        raise argparse.ArgumentTypeError(f"expected token ids such as 5,17, got {text!r}")
+    return [int(part) for part in text.split(",")]
+
+
+def _bias(text: str) -> tuple[str, float]:
+    """ID=X. An argparse type."""
+    token, _, number = text.partition("=")
+    try:
+        return str(int(token)), float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a token id and a number such as 17=-2.5, got {text!r}") from None
+
+
 def add_verbosity_flags(parser: argparse.ArgumentParser) -> None:
     """-q, -v, --version."""
     parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
@@ -295,6 +338,15 @@ def search_params(args: argparse.Namespace) -> dict[str, Any]:
 def limits(args: argparse.Namespace) -> dict[str, Any]:
     """The limits as options of `engine.Request`."""
     return {"max_new_tokens": args.max_new_tokens, "stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
+
+
+def rules(args: argparse.Namespace) -> dict[str, Any]:
+    """The given constraints as options of `engine.Request`. Raises UsageError."""
+    given = {name: value for name in PLAIN_RULES if (value := getattr(args, name, None)) is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    Rules(**given).check()
+    return given
 
 
 def load_engine(args: argparse.Namespace) -> Engine:

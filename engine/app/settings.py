@@ -2,21 +2,23 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import check_flag, check_integer
 from engine.requests import Search
+from engine.rules import PLAIN_RULES, Rules
 from search.base import REGISTRY, make_search, parameters
 from search.outside import find_search
 from search.values import plain
 
 LIMITS = ("max_new_tokens", "ignore_eos", "stop")
+TEXTS = ("choices", "bad_words")  # lists of texts, for which one text may be given
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The search, its parameters and the limits.
+    """The search, its parameters, the limits, and the constraints that were given (see `engine.Rules`).
 
     `params` may have parameters of other searches, which apply when a person changes back.
     """
@@ -26,6 +28,7 @@ class Settings:
     max_new_tokens: int
     ignore_eos: bool
     stop: tuple[str, ...]
+    rules: Mapping[str, Any] = field(default_factory=dict)
 
     def configuration(self) -> Search:
         """The search's configuration. Raises UsageError."""
@@ -33,8 +36,8 @@ class Settings:
         return make_search(self.search, {key: value for key, value in self.params.items() if key in known})
 
     def limits(self) -> dict[str, Any]:
-        """Options of `Engine.stream`."""
-        return {key: getattr(self, key) for key in LIMITS}
+        """Options of `Engine.stream`: limits and constraints."""
+        return {key: getattr(self, key) for key in LIMITS} | dict(self.rules)
 
     def shown(self) -> dict[str, Any]:
         """All settings, by the names that users write."""
@@ -54,6 +57,13 @@ class Settings:
         if "stop" in limits:
             stop = limits["stop"]
             limits["stop"] = tuple(stop) if isinstance(stop, list) else (str(stop),) if stop != "" else ()
+        rules = {key: changes.pop(key) for key in PLAIN_RULES if key in changes}
+        for key in TEXTS:
+            if isinstance(rules.get(key), str):
+                rules[key] = [rules[key]] if rules[key] else []
+        Rules(**rules).check()
         known = parameters(name) if isinstance(name, str) and name in REGISTRY else {}
         make_search(name, {key: value for key, value in self.params.items() if key in known} | changes)
-        return dataclasses.replace(self, search=name, params={**self.params, **changes}, **limits)
+        return dataclasses.replace(
+            self, search=name, params={**self.params, **changes}, rules={**self.rules, **rules}, **limits
+        )

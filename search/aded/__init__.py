@@ -29,7 +29,8 @@ class ADED(Search):
     """The tokens of greedy, or of sample with its parameters, in fewer passes: n-gram drafts that the model verifies.
 
     Args:
-        temperature, top_k, top_p, seed: given any of them, the tokens are those of `sample` with these; else greedy's.
+        temperature, top_k, top_p, min_p, seed: given any of them, the tokens are those of `sample` with these; without
+            any, greedy's.
         drafter: "backoff": the likeliest paths of a back-off n-gram; "mcts": the paper's search of a tri-gram matrix;
             or a function that makes a `Drafter` for a request.
         nodes: most nodes of a draft; auto: the number that brings the most tokens per second.
@@ -65,6 +66,7 @@ class ADED(Search):
     window: int = 16
     increment: float = 0.04
     cap: float = 3.0
+    min_p: float | None = None
 
     def __post_init__(self):
         self._sampling()

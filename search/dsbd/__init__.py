@@ -59,8 +59,8 @@ class DSBD(Sampling):
             happens to have been drafted too; "end" (the paper), the next round.
         keep: all beams, or 1: only the most probable one continues after each round (one path of memory, but a
             selection: the draws are no longer from p_beam).
-        temperature, top_k, top_p: see `engine.sampling.Warp`; of joint distributions over the list's entries and the
-            tokens (see `search.dsbd.joint`), also of the draft's.
+        temperature, top_k, top_p, min_p: see `engine.sampling.Warp`; of joint distributions over the list's entries and
+            the tokens (see `search.dsbd.joint`), also of the draft's.
         seed: of the keyed draws.
         length_penalty: a finished beam scores logprob / length ** length_penalty.
         num_return_sequences: outputs to return; there are fewer if fewer different ones finish.
@@ -105,7 +105,7 @@ class DSBD(Sampling):
 
     def run(self, task: Task) -> SearchGenerator:
         tree, beams, stats = task.tree, Beams(task, self.length_penalty), Stats(self.gamma)
-        reader = Reader(self.warp(), task.vocab_size)
+        reader = Reader(self.warp(), task.vocab_size, task.normalised)
         forester = self._forester(task, reader)
         rows: Rows = {}
         while beams.live:

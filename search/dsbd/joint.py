@@ -89,12 +89,14 @@ class Reader:
     Args:
         warp: of joint distributions.
         vocab: number of tokens; columns from there on are -inf.
+        normalised: see `Task.normalised`.
     """
 
-    def __init__(self, warp: Warp, vocab: int):
-        self.warp, self.vocab = warp, vocab
+    def __init__(self, warp: Warp, vocab: int, normalised: bool = True):
+        self.warp, self.vocab, self.normalised = warp, vocab, normalised
         self.k = 1 if warp.temperature == 0 else warp.top_k
-        self._size = (self.k + 1 if self.k < MAX_TOP_K else 0) if self.k else NUCLEUS if warp.top_p < 1 else 0
+        nucleus = NUCLEUS if warp.top_p < 1 or warp.min_p else 0
+        self._size = (self.k + 1 if self.k < MAX_TOP_K else 0) if self.k else nucleus
 
     def fetch(self, tree: TokenTree, nodes: Iterable[int], rows: Rows) -> Generator[Evaluate, Any, bool]:
         """Evaluate the nodes without a row and add their rows; returns whether there were such nodes."""
@@ -128,7 +130,7 @@ class Reader:
     def _has_mass(self, V: int) -> bool:
         """Whether rows need their mass, because it is not 1: rows are normalised unless they are warped or cut."""
         nucleus = self.warp.top_p < 1 and not self.k
-        return nucleus and V > NUCLEUS and (self.warp.temperature != 1 or self.vocab < V)
+        return nucleus and V > NUCLEUS and (self.warp.temperature != 1 or self.vocab < V or not self.normalised)
 
     def p_beam(self, rows: Mapping[int, Row], beams: Sequence[Beam]) -> "Joint":
         """Equation (1), warped: the distribution of the list after these beams, which are all different."""
@@ -160,6 +162,10 @@ class Reader:
                 )
             reached = cut_to_nucleus(masses, copies, warp.top_p * total * REACHED)
             whole |= reached
+        if warp.min_p:
+            whole |= math.exp((bound - best) / T) < warp.min_p
+            left = sum(mass >= warp.min_p for mass in masses)
+            del masses[left:], copies[left:]
         if not whole or (len(masses) > MAX_LISTED_CELLS and rows[beams[0].node].logp_V is not None):
             return None
         masses = list(map(mul, masses, copies))
@@ -186,7 +192,7 @@ class Reader:
         logp_WV = torch.stack([rows[node].logp_V for node in nodes])  # type: ignore[misc]
         if short := V - logp_WV.shape[1]:
             logp_WV = torch.nn.functional.pad(logp_WV, (0, short), value=-math.inf)
-        warped = warp.top_k or warp.top_p < 1 or warp.temperature == 0
+        warped = warp.top_k or warp.top_p < 1 or warp.min_p or warp.temperature == 0
         if warped:
             given_W2 = torch.tensor([beam[1:] for beam in beams], dtype=torch.float64)
             offset_W1, n_W1 = given_W2.to(logp_WV.device).split(1, 1)
@@ -194,7 +200,8 @@ class Reader:
         else:  # n copies equal one whose warped logarithm is greater by log n
             offsets = [beam.logprob + warp.temperature * math.log(beam.count) for beam in beams]
             offset_W1 = torch.tensor(offsets, dtype=torch.float32, device=logp_WV.device).unsqueeze(1)
-            probs = warp((logp_WV + offset_W1).view(1, -1))[0].exp_()
+            score_C = (logp_WV + offset_W1).view(1, -1)
+            probs = warp(score_C if self.normalised else score_C - score_C.max())[0].exp_()
             probs /= probs.sum(dtype=torch.float64)
         probs, flat = torch.stack([probs, logp_WV.view(-1).to(probs.dtype)]).cpu()  # one transfer
         if len(probs) <= MAX_LISTED_CELLS or (warped and int((probs > 0).sum()) <= MAX_LISTED_CELLS):
@@ -258,6 +265,8 @@ def warp_copies(score_C: Tensor, n_C: Tensor, warp: Warp) -> Tensor:
         left_C = limit - torch.cat([sum_C.new_zeros(1), sum_C[:-1]])
         stay_C = torch.minimum((left_C / mass_C).ceil_(), n_C).masked_fill_((left_C <= 0) | (mass_C == 0), 0)
         mass_C, n_C = (torch.empty_like(x).scatter_(0, order_C, x) for x in (mass_C, stay_C))
+    if warp.min_p:
+        n_C = n_C.masked_fill(mass_C < warp.min_p, 0)
     mass_C = mass_C * n_C
     return mass_C / mass_C.sum()
 

@@ -83,6 +83,15 @@ def test_graphs_give_what_plain_passes_give(variant, search):
     assert 0 < record.recorded < record.replayed
 
 
+@pytest.mark.parametrize("scores", ["model", "renormalised"])
+@pytest.mark.parametrize("rules", [{"choices": [[10, 11, 12, 13], [10, 14]]}, {"repetition_penalty": 2.0}], ids=str)
+def test_rows_are_edited_after_graphs(rules, scores):
+    """A pass whose logits are edited is none."""
+    plain, graphs = engines("gqa", "reference")
+    options = {"max_new_tokens": 6, "eos_token_ids": [2], "constraint_scores": scores, **rules}
+    check(plain, graphs, [[7, 20, 33], list(range(5, 60))], Trie(beams=3), **options)
+
+
 def test_few_graphs_are_enough():
     """Depth, prompt and position make no new ones."""
     _, graphs = engines("plain", "reference")

@@ -26,7 +26,7 @@ from search.aded.drafters import Draft
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 V, PROMPT = 8, [1, 2, 3]
-WARPS = [None, {"seed": 4}, {"temperature": 0.5}, {"top_k": 3, "seed": 9}, {"top_p": 0.6, "seed": 1}]
+WARPS = [None, {"seed": 4}, {"temperature": 0.5}, {"top_k": 3, "seed": 9}, {"top_p": 0.6, "seed": 1}, {"min_p": 0.3}]
 
 
 def table(path):

@@ -157,7 +157,7 @@ def by_hand(search, max_new, eos, prompt=3):
     entries = {(): 1}
     for step in range(max_new):
         paths = list(live)
-        warp = Warp(search.temperature, search.top_k, search.top_p)
+        warp = search.warp()
         rows, counts = [TARGET(path) for path in paths], [entries[path] for path in paths]
         joint = p_beam(rows, list(live.values()), counts, warp, 5)
         drawn = pick(joint.probs, itertools.islice(Uniforms(search.seed, 0, prompt + step), left))
@@ -288,7 +288,8 @@ def counts_of(search, bench, max_new, eos, runs=1000):
     return found
 
 
-WARPED = [({"top_k": 4}, 3), ({"temperature": 0.6, "top_k": 4}, 3), ({"temperature": 0.5}, 2), ({"top_p": 0.6}, 3)]
+WARPED = [({"top_k": 4}, 3), ({"temperature": 0.6, "top_k": 4}, 3), ({"temperature": 0.5}, 2), ({"top_p": 0.6}, 3),
+          ({"min_p": 0.4}, 3)]  # fmt: skip
 EVEN = table("s3", 3)
 EVEN_NEAR = table("s3n", 3, agree=EVEN)
 
@@ -312,7 +313,7 @@ def test_warps_act_on_entries(search, draft, options, max_new):
 
 
 @pytest.mark.parametrize("draft", [SMALL_NEAR, SMALL_FAR])
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)
 def test_speculative_sampling_has_the_law_of_sampling(draft, options):
     warp, law, counts = Warp(**options), Counter(), Counter()
     for path in itertools.product(range(3), repeat=3):

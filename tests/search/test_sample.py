@@ -62,14 +62,14 @@ def run(search, max_new, eos=(), prompt=(1, 2, 3), logp_of=table):
 
 def by_hand(search, i, max_new, eos=(), prompt=(1, 2, 3)):
     """Sequence i, drawn alone, straight from the definition."""
-    warp, path = Warp(search.temperature, search.top_k, search.top_p), []
+    warp, path = search.warp(), []
     while len(path) < max_new and (not path or path[-1] not in eos):
         noise = gumbel(search.seed, i, len(prompt) + len(path), 6)
         path.append(int((warp(table(path).unsqueeze(0))[0] + noise).argmax()))
     return path
 
 
-WARPS = [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 0}]
+WARPS = [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 0}, {"min_p": 0.4}]
 
 
 @pytest.mark.parametrize("options", WARPS, ids=str)
@@ -107,6 +107,7 @@ def test_configurations_are_checked():
         "temperature": [-1, math.inf, math.nan, "1", None, 5e-324, 1e30, True],
         "top_k": [-1, 1.5, True, None],
         "top_p": [0, 1.5, -0.1, math.nan, "x"],
+        "min_p": [1.5, -0.1, math.nan, "x"],
         "seed": [-1, 1.0, True, 2**64],
         "num_return_sequences": [0, 5000, True, 1.0],
     }
@@ -118,8 +119,9 @@ def test_configurations_are_checked():
 # --- warpers ---
 
 
-def plain_warp(logp, temperature, top_k, top_p):
-    """One row, by Hugging Face's definitions: TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper."""
+def plain_warp(logp, temperature, top_k, top_p, min_p=0.0):
+    """One row, by Hugging Face's definitions: TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
+    MinPLogitsWarper."""
     scores = [x / temperature for x in logp.tolist()]
     if top_k:
         kth = sorted(scores, reverse=True)[min(top_k, len(scores)) - 1]
@@ -133,23 +135,26 @@ def plain_warp(logp, temperature, top_k, top_p):
             if mass <= 1 - top_p:
                 gone.append(i)
         scores = [-math.inf if i in gone else s for i, s in enumerate(scores)]
+    probs = [math.exp(s) / math.fsum(map(math.exp, scores)) for s in scores]
+    scores = [s if p >= min_p * max(probs) else -math.inf for s, p in zip(scores, probs, strict=True)]
     total = math.log(math.fsum(map(math.exp, scores)))
     return [s - total for s in scores]
 
 
+@pytest.mark.parametrize("min_p", [0.0, 0.07, 1.0])
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 0.1, 1e-6])
 @pytest.mark.parametrize("top_k", [0, 1, 2, 7, 50, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 1.7])
-def test_warpers(temperature, top_k, top_p):
+def test_warpers(temperature, top_k, top_p, min_p):
     generator = torch.Generator().manual_seed(top_k)
     logp_NV = torch.log_softmax(torch.randn(6, 50, generator=generator) * 2, -1)
     logp_NV[4] = torch.log_softmax((logp_NV[4] * 0.5).round(), -1)  # ties at every border
     logp_NV[5, 3:45] = float("-inf")
     logp_NV = torch.log_softmax(logp_NV, -1)
     kept = logp_NV.clone()
-    warped_NV = Warp(temperature, top_k, top_p)(logp_NV)
+    warped_NV = Warp(temperature, top_k, top_p, min_p)(logp_NV)
     assert logp_NV.equal(kept)
-    for row, expected in zip(warped_NV, (plain_warp(r, temperature, top_k, top_p) for r in kept), strict=True):
+    for row, expected in zip(warped_NV, (plain_warp(r, temperature, top_k, top_p, min_p) for r in kept), strict=True):
         torch.testing.assert_close(row, torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
 

@@ -108,7 +108,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "depths": depths, "host_seconds": idle, "int8_errors": errors, "compiled": compiled,
         "verdicts": compared,
     }  # fmt: skip
-    finish(slug("speed", made["machine"]["cpu"], f"{args.threads} threads"), made, body, result, args.save)
+    machine = made["machine"]
+    finish(slug("speed", machine["cpu"], machine["vector"], f"{args.threads} threads"), made, body, result, args.save)
     return result
 
 

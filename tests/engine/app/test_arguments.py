@@ -50,6 +50,20 @@ REQUEST: list[tuple[str, list[Any]]] = [
     ("messages", [5, "x", [5], {"role": "user"}]),
     ("reward", [5, 0, "x", []]),
     ("trace", [5, "x.html"]),
+    ("constraint", [5, "x", Greedy()]),
+    ("constraint_scores", [None, 5, "x", ["model"]]),
+    ("choices", [5, "x", b"x", [5], [[5.0]], [[]], [""]]),
+    ("logit_bias", [5, "x", [5], {5: "x"}, {-1: 1.0}, {"x": 1}, {5: float("nan")}]),
+    ("sequence_bias", [5, "x", [5], [[5, 1.0]], {5: 1.0}, {(): 1.0}, {(5,): None}]),
+    ("repetition_penalty", [None, "x", 0, -1.0, True, float("nan")]),
+    ("no_repeat_ngram_size", [None, 1.5, -1, True]),
+    ("bad_words", [None, 5, "x", [5], [[]], [""]]),
+    ("min_length", [None, 1.5, -1, True]),
+    ("min_new_tokens", [None, 1.5, -1, True]),
+    ("prefix_allowed_tokens_fn", [5, "x"]),
+    ("suppress_tokens", [None, 5, "5", [5.0], [-1], [True], [1 << 40]]),
+    ("begin_suppress_tokens", [None, 5, "5", [5.0], [-1], [True]]),
+    ("logits_processor", [5, "x", [5]]),
 ]
 
 

@@ -178,7 +178,31 @@ BAD = [
     ({"prompt": "a", "params": {"eos_token_ids": None}}, "eos_token_ids: expected a list of token ids, got null"),
     ({"prompt": "a", "params": {"eos_token_ids": [[2]]}}, "eos_token_ids: expected token ids"),
     ({"prompt": "a", "params": {"eos_token_ids": [-1]}}, "eos_token_ids: expected token ids"),
+    ({"prompt": "a", "params": {"choices": {"a": 1}}}, "choices: expected a list of texts"),
+    ({"prompt": "a", "params": {"bad_words": None}}, "bad_words: expected a list of texts"),
+    ({"prompt": "a", "params": {"logit_bias": {"300": 1}}}, "logit_bias: expected token ids from 0 to 299, got 300"),
+    ({"prompt": "a", "params": {"sequence_bias": [[1, 2, 3]]}}, "sequence_bias: expected a list of"),
+    ({"prompt": "a", "params": {"constraint_scores": []}}, "constraint_scores: expected model or renormalised"),
+    ({"prompt": "a", "params": {"repetition_penalty": None}}, "repetition_penalty: expected a number"),
+    ({"prompt": "a", "params": {"constraint": "x"}}, "params.constraint: no such key"),
 ]
+
+
+def test_constraints_of_flags_and_of_lines(run: Run):
+    lines = [
+        {"prompt": "a", "params": {"choices": ["ab", "cd"]}},
+        {"prompt": "a", "params": {"search": "trie", "choices": "xy", "constraint_scores": "renormalised"}},
+        {"prompt": "a", "params": {"suppress_tokens": [*range(300)]}},
+        {"prompt": "a"},
+    ]
+    code, answers = run(
+        lines, "--bad-word", "q", "--logit-bias", "7=100", "--min-new-tokens", "2", "--max-new-tokens", "4"
+    )
+    assert code == 0
+    first, second, third, fourth = [answer["outputs"][0] for answer in answers]
+    assert first["text"] in ("ab", "cd") and second["text"] == "xy" and second["score"] <= 0
+    assert (third["token_ids"], third["finish_reason"]) == ([], "constraint")
+    assert fourth["token_ids"] == [7, 7, 7, 7]
 
 
 def test_bad_lines_do_not_disturb_the_others(run: Run, capsys: pytest.CaptureFixture[str]):

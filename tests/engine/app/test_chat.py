@@ -243,6 +243,14 @@ def test_a_terminal_conversation(command, templated):
     assert "2 turns" in err and "0 turns" in err and re.search(r" 0 of \d+ pages", err)
 
 
+def test_constraints_are_settings():
+    settings = chat.Settings("greedy", {}, 10, False, ()).changed({"bad_words": "x", "min_new_tokens": 3})
+    assert settings.limits()["bad_words"] == ["x"] and settings.shown()["min_new_tokens"] == 3
+    assert settings.changed({"bad_words": ""}).limits()["bad_words"] == []
+    with pytest.raises(UsageError, match="repetition_penalty: expected a number"):
+        settings.changed({"repetition_penalty": "x"})
+
+
 def test_settings_change_all_or_nothing():
     settings = chat.Settings("trie", {"beams": 4}, 10, False, ())
     other = settings.changed(assignments('search=sample seed=3 stop="\\n\\n" ignore_eos=true'))

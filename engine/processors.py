@@ -1,0 +1,270 @@
+"""Processors: what edits rows of log-probabilities or logits, in Hugging Face's meaning and order.
+
+A processor has states like a constraint: a start state, and a function from a state and a token to the next one. It
+edits rows in place, given their states. `Masked` makes a processor of a constraint.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.constraints import WORD, Allowed, Constraint, ConstraintError, State, attributed, brief
+
+Entry = tuple[int, int, float]  # row, token, number
+
+
+class Processor:
+    """Base class of processors; this one changes nothing.
+
+    Attributes:
+        bans: whether it may set log-probabilities to -inf.
+        raises: whether it may make log-probabilities positive.
+        of_logits: whether logits with another constant added would give another result.
+    """
+
+    bans = raises = of_logits = False
+
+    def start(self, prompt: Sequence[int]) -> State:
+        """The state after the prompt."""
+        return None
+
+    def advance(self, state: State, token: int) -> State:
+        """The state after a token."""
+        return state
+
+    def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
+        """Edit rows in place.
+
+        Args:
+            rows_NV: float32, log-probabilities or logits; ids past the tokenizer's are -inf.
+            states: one per row.
+        """
+
+
+class Masked(Processor):
+    """A constraint as a processor. Its state is the constraint's, with the allowed tokens once they are known."""
+
+    bans = True
+
+    def __init__(self, constraint: Constraint, vocab: int):
+        self.constraint, self.vocab = constraint, vocab
+
+    def start(self, prompt: Sequence[int]) -> State:
+        with attributed(self.constraint, "start"):
+            return self.constraint.start(list(prompt))
+
+    def advance(self, state: State, token: int) -> State:
+        with attributed(self.constraint, "advance"):
+            return self.constraint.advance(state, token)
+
+    def allowed(self, states: Sequence[State]) -> list[Allowed]:
+        """The allowed tokens of states. Raises ConstraintError."""
+        with attributed(self.constraint, "allowed"):
+            found = list(self.constraint.allowed(states))
+            if len(found) != len(states):
+                raise ConstraintError(f"allowed: expected an entry for each of {len(states)} states, got {len(found)}")
+            return [Allowed.of(tokens, self.vocab) for tokens in found]
+
+    def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
+        """Set forbidden tokens to -inf; `states` are of type Allowed here."""
+        mask(rows_NV, states)
+
+
+def mask(rows_NV: Tensor, allowed: Sequence[Allowed]) -> None:
+    """Set the tokens that are not allowed to -inf, in place."""
+    V, device = rows_NV.shape[1], rows_NV.device
+    listed = [i for i, tokens in enumerate(allowed) if tokens.ids is not None]
+    if listed:
+        parts = [torch.as_tensor(allowed[i].ids, dtype=torch.int64) + i * V for i in listed]
+        kept = torch.cat(parts).to(device, non_blocking=True)
+        flat = rows_NV.view(-1)
+        values = flat[kept]
+        _select(rows_NV, listed, lambda some_NV: some_NV.fill_(-math.inf))
+        flat[kept] = values
+    masked = [i for i, tokens in enumerate(allowed) if tokens.mask is not None]
+    if masked:
+        words_NW = torch.stack([allowed[i].mask[: -(-V // WORD)] for i in masked]).to(device)  # type: ignore[index]
+        bits_NV = (words_NW.unsqueeze(2) >> torch.arange(WORD, dtype=torch.int32, device=device) & 1).flatten(1)[:, :V]
+        if short := V - bits_NV.shape[1]:
+            bits_NV = torch.nn.functional.pad(bits_NV, (0, short))
+        _select(rows_NV, masked, lambda some_NV: some_NV.masked_fill_(bits_NV == 0, -math.inf))
+
+
+def _select(rows_NV: Tensor, which: Sequence[int], edit: Callable[[Tensor], Tensor]) -> None:
+    """Edit some of the rows in place."""
+    if len(which) == len(rows_NV):
+        edit(rows_NV)
+    else:
+        place_n = torch.tensor(which).to(rows_NV.device)
+        rows_NV.index_copy_(0, place_n, edit(rows_NV[place_n]))
+
+
+def _add(rows_NV: Tensor, entries: Sequence[Entry]) -> None:
+    """Add numbers to elements."""
+    if entries:
+        row_n, token_n, number_n = (torch.tensor(x).to(rows_NV.device) for x in zip(*entries, strict=True))
+        rows_NV.index_put_((row_n, token_n), number_n.to(rows_NV.dtype), accumulate=True)
+
+
+class Bias(Processor):
+    """Adds a number to the last token of a sequence wherever the tokens before are the rest of the sequence
+    (`SequenceBiasLogitsProcessor`). -inf bans (`NoBadWordsLogitsProcessor`). A state is the last tokens.
+
+    Args:
+        biases: sequences of at least one token -> numbers.
+    """
+
+    def __init__(self, biases: dict[tuple[int, ...], float]):
+        self.reach = max(map(len, biases), default=1) - 1
+        self.bans = -math.inf in biases.values()
+        self.raises = any(number > 0 for number in biases.values())
+        self._always = [(sequence[0], number) for sequence, number in biases.items() if len(sequence) == 1]
+        self._after: dict[int, dict[tuple[int, ...], list[tuple[int, float]]]] = {}  # by length and by prefix
+        for sequence, number in biases.items():
+            if len(sequence) > 1:
+                of_length = self._after.setdefault(len(sequence) - 1, {})
+                of_length.setdefault(sequence[:-1], []).append((sequence[-1], number))
+        self._row: Tensor | None = None
+
+    def start(self, prompt: Sequence[int]) -> State:
+        return tuple(prompt[len(prompt) - self.reach :]) if self.reach and self.reach < len(prompt) else tuple(prompt)
+
+    def advance(self, state: State, token: int) -> State:
+        return (*state, token)[-self.reach :] if self.reach else ()
+
+    def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
+        if self._always:
+            if self._row is None:
+                self._row = torch.zeros(1, rows_NV.shape[1], device=rows_NV.device)
+                _add(self._row, [(0, token, number) for token, number in self._always])
+            rows_NV += self._row
+        entries = []
+        for i, state in enumerate(states):
+            for length, prefixes in self._after.items():
+                if length <= len(state):
+                    entries += [(i, *found) for found in prefixes.get(state[len(state) - length :], ())]
+        _add(rows_NV, entries)
+
+
+class RepetitionPenalty(Processor):
+    """Multiplies negative numbers of tokens that occurred, in the prompt or since, by a penalty, and divides positive
+    ones by it (`RepetitionPenaltyLogitsProcessor`). A state is the tokens that occurred, in two parts."""
+
+    of_logits = True
+
+    def __init__(self, penalty: float):
+        self.penalty = penalty
+        self._prompt: Tensor = torch.empty(0, dtype=torch.int64)
+        self._known: frozenset[int] = frozenset()
+
+    def start(self, prompt: Sequence[int]) -> State:
+        self._known = frozenset(prompt)
+        self._prompt = torch.tensor(sorted(self._known))
+        return frozenset()
+
+    def advance(self, state: State, token: int) -> State:
+        return state if token in self._known or token in state else state | {token}
+
+    def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
+        N, (prompt_n, V) = len(rows_NV), (self._prompt, rows_NV.shape[1])
+        prompt_n = prompt_n[prompt_n < V]
+        flat = [(torch.arange(N).unsqueeze(1) * V + prompt_n).view(-1)]
+        flat.append(torch.tensor([i * V + token for i, state in enumerate(states) for token in state]).long())
+        place = torch.cat(flat).to(rows_NV.device)
+        numbers = rows_NV.view(-1)[place]
+        rows_NV.view(-1)[place] = torch.where(numbers < 0, numbers * self.penalty, numbers / self.penalty)
+
+
+class NoRepeatNGram(Processor):
+    """Bans tokens that would complete an n-gram that occurred before, in the prompt or since
+    (`NoRepeatNGramLogitsProcessor`). A state is the last n - 1 tokens, and the n-grams since the prompt."""
+
+    bans = True
+
+    def __init__(self, size: int):
+        self.size = size
+        self._prompt: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def start(self, prompt: Sequence[int]) -> State:
+        n = self.size - 1
+        self._prompt = {}
+        for i in range(len(prompt) - n):
+            before = tuple(prompt[i : i + n])
+            self._prompt[before] = (*self._prompt.get(before, ()), prompt[i + n])
+        return tuple(prompt[max(0, len(prompt) - n) :]) if n else (), {}
+
+    def advance(self, state: State, token: int) -> State:
+        last, found = state
+        if len(last) == self.size - 1:
+            found = found | {last: (*found.get(last, ()), token)}
+        return (*last, token)[len(last) + 2 - self.size :] if self.size > 1 else (), found
+
+    def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
+        bans = [
+            (i, token, -math.inf)
+            for i, (last, found) in enumerate(states)
+            if len(last) == self.size - 1
+            for token in {*self._prompt.get(last, ()), *found.get(last, ())}
+            if token < rows_NV.shape[1]
+        ]
+        _add(rows_NV, bans)
+
+
+class Suppress(Processor):
+    """Bans tokens while there are fewer new tokens than `until` (`SuppressTokens`, `SuppressTokensAtBegin`,
+    `MinLength`, `MinNewTokensLength`). A state is the number of new tokens.
+
+    Args:
+        tokens: banned ids.
+        until: math.inf bans them always.
+    """
+
+    bans = True
+
+    def __init__(self, tokens: Sequence[int], until: float = math.inf):
+        self.tokens, self.until = sorted(set(tokens)), until
+
+    def start(self, prompt: Sequence[int]) -> State:
+        return 0
+
+    def advance(self, state: State, token: int) -> State:
+        return state + 1 if state < self.until < math.inf else state
+
+    def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
+        which = [i for i, state in enumerate(states) if state < self.until]
+        if which:
+            place = torch.tensor(self.tokens).to(rows_NV.device)
+            _select(rows_NV, which, lambda some_NV: some_NV.index_fill_(1, place, -math.inf))
+
+
+class Hook(Processor):
+    """A function in the form of Hugging Face's logits processors: (int64 [1, L], float32 [1, V]) -> float32 [1, V].
+
+    It is called for each row with the tokens of the prompt and the path. A state is these tokens.
+    """
+
+    bans = raises = of_logits = True
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]):
+        self.function = function
+
+    def start(self, prompt: Sequence[int]) -> State:
+        return tuple(prompt)
+
+    def advance(self, state: State, token: int) -> State:
+        return (*state, token)
+
+    def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
+        for i, state in enumerate(states):
+            row_1V = rows_NV[i : i + 1]
+            with attributed(self.function, "(input_ids, scores)"):
+                ids_1L = torch.tensor([state], dtype=torch.int64, device=rows_NV.device)
+                made: Any = self.function(ids_1L, row_1V.clone())
+                if not isinstance(made, Tensor) or made.shape != row_1V.shape:
+                    raise ConstraintError(f"expected it to return a tensor {[*row_1V.shape]}, got {brief(made)}")
+                if bool((made.isnan() | (made == math.inf)).any()):
+                    raise ConstraintError("expected it to return no NaN and no inf")
+            row_1V.copy_(made)

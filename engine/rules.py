@@ -1,0 +1,205 @@
+"""The fields of a request that say which tokens may come next, and with which scores; their checks."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from engine.constrained import Constrained
+from engine.constraints import Choices, Constraint, PrefixAllowed, check_constraint
+from engine.contract import brief
+from engine.errors import UsageError, check_integer, check_number
+from engine.processors import Bias, Hook, Masked, NoRepeatNGram, Processor, RepetitionPenalty, Suppress
+from engine.text.tokenizer import Tokenizer
+
+SCORES = MODEL, RENORMALISED = ("model", "renormalised")
+MOST = 1e6  # of a penalty and of a bias
+Words = Sequence[str | Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Which tokens may come next, and how likely they are made; the last part of a `Request`.
+
+    All but `constraint` and `choices` have the meaning that they have in Hugging Face's generation, and all apply in
+    its order; a constraint takes the place of `prefix_allowed_tokens_fn`.
+
+    Args:
+        constraint: see `engine.Constraint`.
+        constraint_scores: "model": log-probabilities of the model are edited, and not normalised again, as Hugging Face
+            does in beam search; "renormalised": logits are edited, before the softmax, as it does elsewhere.
+        choices: texts or token sequences of which the output must be one.
+        logit_bias: token ids -> numbers added to their log-probabilities.
+        sequence_bias: sequences of token ids -> numbers added to the last of them, where the others come before it; a
+            mapping, or a list of pairs.
+        repetition_penalty: log-probabilities (logits) of tokens that occurred are multiplied by it where they are
+            negative, and divided by it elsewhere; 1 changes nothing.
+        no_repeat_ngram_size: no sequence of this many tokens occurs twice, the prompt included; 0 allows it.
+        bad_words: texts, or token sequences, that must not be generated. A text is banned in the tokens that it has
+            alone and in those that it has after a space.
+        min_length: no end-of-sequence token before there are this many tokens, the prompt included; `min_new_tokens`
+            takes precedence.
+        min_new_tokens: no end-of-sequence token before there are this many new tokens.
+        prefix_allowed_tokens_fn: (0, int64 tensor of the prompt's and the path's tokens) -> allowed token ids.
+        suppress_tokens: token ids that must not be generated.
+        begin_suppress_tokens: token ids that must not be generated first.
+        logits_processor: function, or several, of (int64 [1, L], float32 [1, V]) -> float32 [1, V], called for each row
+            after all others.
+    """
+
+    constraint: Constraint | None = None
+    constraint_scores: str = MODEL
+    choices: Words = ()
+    logit_bias: Mapping[int | str, float] | None = None
+    sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any] | None = None
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    bad_words: Words = ()
+    min_length: int = 0
+    min_new_tokens: int = 0
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], Any] | None = None
+    suppress_tokens: Sequence[int] = ()
+    begin_suppress_tokens: Sequence[int] = ()
+    logits_processor: Callable[[Tensor, Tensor], Tensor] | Sequence[Callable[[Tensor, Tensor], Tensor]] | None = None
+
+    def check(self) -> None:
+        """Check what needs no model. Raises UsageError."""
+        if self.constraint_scores not in SCORES:
+            raise UsageError(f"constraint_scores: expected {' or '.join(SCORES)}, got {self.constraint_scores!r}")
+        check_constraint(self.constraint)
+        check_number("repetition_penalty", self.repetition_penalty, 1 / MOST, MOST)
+        for name in ("no_repeat_ngram_size", "min_length", "min_new_tokens"):
+            check_integer(name, getattr(self, name), 0)
+        if not callable(self.prefix_allowed_tokens_fn or len):
+            raise UsageError(
+                f"prefix_allowed_tokens_fn: expected a function, got {brief(self.prefix_allowed_tokens_fn)}"
+            )
+        if not all(map(callable, self._hooks())):
+            raise UsageError(f"logits_processor: expected a function, or some, got {brief(self.logits_processor)}")
+        if sum([self.constraint is not None, bool(self.choices), self.prefix_allowed_tokens_fn is not None]) > 1:
+            raise UsageError("constraint, choices, prefix_allowed_tokens_fn: expected at most one of them")
+
+    def at_work(
+        self, prompt: Sequence[int], limit: int, vocab: int, eos: frozenset[int], tokenizer: Tokenizer | None
+    ) -> Constrained | None:
+        """What edits the rows of a request; None if nothing does.
+
+        Args:
+            prompt: token ids.
+            limit: most new tokens.
+            vocab: tokens that can be generated.
+            eos: tokens that end an output.
+            tokenizer: of the model.
+
+        Raises:
+            UsageError: a value that does not suit the model, such as an id outside of its vocabulary.
+        """
+        self.check()
+        ends = sorted(token for token in eos if token < vocab)
+        processors = self._processors(len(prompt), vocab, ends, tokenizer)
+        renormalise = self.constraint_scores == RENORMALISED
+        return Constrained(processors, renormalise, prompt, ends, limit) if processors else None
+
+    def _processors(self, prompt: int, vocab: int, ends: list[int], tokenizer: Tokenizer | None) -> list[Processor]:
+        """The processors, in Hugging Face's order."""
+        made: list[Processor] = []
+        if biases := self._biases(vocab):
+            made.append(Bias(biases))
+        if self.repetition_penalty != 1:
+            made.append(RepetitionPenalty(float(self.repetition_penalty)))
+        if self.no_repeat_ngram_size:
+            made.append(NoRepeatNGram(self.no_repeat_ngram_size))
+        words = _sequences("bad_words", self.bad_words, vocab, tokenizer, spaced=True)
+        if bans := {tuple(word): -math.inf for word in words if word not in [[end] for end in ends]}:
+            made.append(Bias(bans))
+        shortest = self.min_new_tokens or self.min_length - prompt
+        if shortest > 0 and ends:
+            made.append(Suppress(ends, shortest))
+        if (constraint := self._constraint(vocab, ends, tokenizer)) is not None:
+            made.append(Masked(constraint, vocab))
+        for name, until in (("suppress_tokens", math.inf), ("begin_suppress_tokens", 1)):
+            if tokens := _ids(name, getattr(self, name), vocab):
+                made.append(Suppress(tokens, until))
+        return made + [Hook(function) for function in self._hooks()]
+
+    def _constraint(self, vocab: int, ends: list[int], tokenizer: Tokenizer | None) -> Constraint | None:
+        if self.choices:
+            return Choices(_sequences("choices", self.choices, vocab, tokenizer), ends)
+        function = self.prefix_allowed_tokens_fn
+        return PrefixAllowed(function) if function is not None else self.constraint
+
+    def _hooks(self) -> list[Any]:
+        hooks = self.logits_processor
+        return [] if hooks is None else list(hooks) if isinstance(hooks, list | tuple) else [hooks]
+
+    def _biases(self, vocab: int) -> dict[tuple[int, ...], float]:
+        """`sequence_bias` and `logit_bias`, checked."""
+        given = self.sequence_bias or {}
+        pairs: Any = given.items() if isinstance(given, Mapping) else given
+        if not isinstance(given, Mapping | list | tuple) or not all(
+            isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+        ):
+            raise UsageError(f"sequence_bias: expected a list of [[token id, ...], number], got {brief(given)}")
+        biases = {}
+        for sequence, number in pairs:
+            if not (ids := tuple(_ids("sequence_bias", sequence, vocab))):
+                raise UsageError("sequence_bias: expected sequences of at least one token id, got none")
+            biases[ids] = _number("sequence_bias", number)
+        if not isinstance(self.logit_bias or {}, Mapping):
+            raise UsageError(f"logit_bias: expected an object of token id: number, got {brief(self.logit_bias)}")
+        for token, number in (self.logit_bias or {}).items():
+            if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 18:
+                token = int(token)  # a key of JSON
+            [token] = _ids("logit_bias", [token], vocab)
+            biases[token,] = biases.get((token,), 0.0) + _number("logit_bias", number)
+        return biases
+
+
+RULES = tuple(field.name for field in fields(Rules))
+PLAIN_RULES = tuple(
+    name for name in RULES if name not in ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
+)  # those that JSON can hold
+
+
+def _number(name: str, value: Any) -> float:
+    """A bias."""
+    if value != -math.inf:
+        check_number(name, value, -MOST, MOST)
+    return float(value)
+
+
+def _ids(name: str, values: Any, vocab: int) -> list[int]:
+    """Token ids. Raises UsageError."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise UsageError(f"{name}: expected a list of token ids, got {brief(values)}")
+    for token in values:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise UsageError(f"{name}: expected token ids from 0 to {vocab - 1}, got {brief(token)}")
+    return list(values)
+
+
+def _sequences(
+    name: str, values: Any, vocab: int, tokenizer: Tokenizer | None, spaced: bool = False
+) -> list[list[int]]:
+    """Token sequences, given as ids or as texts. Raises UsageError.
+
+    Args:
+        spaced: whether a text also stands for the tokens that it has after a space.
+    """
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise UsageError(f"{name}: expected a list of texts or of lists of token ids, got {brief(values)}")
+    found = []
+    for value in values:
+        if not isinstance(value, str):
+            sequences = [_ids(name, value, vocab)]
+        elif tokenizer is None:
+            raise UsageError(f"{name}: this checkpoint has no tokenizer", remedy="give lists of token ids")
+        else:
+            texts = [value, f" {value}"] if spaced and value[:1] != " " else [value]
+            sequences = [_ids(name, tokenizer.encode(text, add_special=False), vocab) for text in texts]
+        if not all(sequences):
+            raise UsageError(f"{name}: expected texts and sequences of at least one token, got {brief(value)}")
+        found += sequences
+    return found
