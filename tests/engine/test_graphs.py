@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine import Engine
 from engine.driver import Runner
@@ -31,6 +32,13 @@ needs_interpreter = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs triton, and no GPU",
 )
+
+
+FAMILIES = [  # of each a variant with windows, layers without rotation, or whatever else is its own
+    *("gemma/one", "gemma/two", "gemma/three", "granite/plain", "hunyuan/plain", "lfm2/plain", "mistral/ministral"),
+    *("mistral/ministral3", "olmo/plain", "olmo/olmo3", "qwen2/windows", "qwen3/windows", "smollm3/windows"),
+    *("stablelm/parallel", "wrapped/gemma3"),
+]
 
 
 class Recorder:
@@ -144,7 +152,8 @@ def test_buckets():
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("variant", "search"), [("gqa", "greedy"), ("gqa", "trie"), ("../lfm2/bias", "greedy"), ("../lfm2/bias", "trie")]
+    ("variant", "search"),
+    [*itertools.product(("gqa", "../lfm2/bias"), ("greedy", "trie")), ("../gemma/two", "trie")],
 )
 def test_triton_kernels_find_the_golden_tokens(variant, search):
     golden = json.loads((GOLDEN / variant / "golden.json").read_text())
@@ -157,6 +166,19 @@ def test_triton_kernels_find_the_golden_tokens(variant, search):
     assert [o.token_ids for o in result.outputs] == [o["token_ids"] for o in run["outputs"]]
     ids = run["prompt_ids"]
     torch.testing.assert_close(graphs.logits(ids), plain.logits(ids), rtol=1e-4, atol=1e-4)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_triton_kernels_compute_the_golden_logits(variant):
+    """One pass of each family, past the end of its windows."""
+    folder = GOLDEN.parent / variant
+    _, graphs = engines(folder, "triton")
+    entries = json.loads((folder / "golden.json").read_text())["logits"]
+    [entry] = [entry for entry in entries if len(entry["prompt_ids"]) == 17]
+    expected_TV = load_file(folder / "golden.safetensors")[entry["tensor"]]
+    error_T = (graphs.logits(entry["prompt_ids"])[-entry["rows"] :] - expected_TV).abs().amax(-1)
+    assert (error_T / (expected_TV.amax(-1) - expected_TV.amin(-1))).max() < 1e-5
 
 
 @pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=needs_interpreter)])
