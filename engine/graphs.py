@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.compiling import LEAST
 from engine.constrained import Edit
 from engine.driver import Answers, Part, Runner
 from engine.errors import UsageError
@@ -48,7 +49,13 @@ log = logging.getLogger(__name__)
 
 
 def make_runner(
-    model, pool: PagePool, vocab_size: int, dtype: torch.dtype | None = None, *, graphs: bool = True
+    model,
+    pool: PagePool,
+    vocab_size: int,
+    dtype: torch.dtype | None = None,
+    *,
+    graphs: bool = True,
+    compiled: bool = False,
 ) -> Runner:
     """The runner that suits the device: C++ kernels on a CPU; Triton kernels and CUDA graphs on a GPU.
 
@@ -57,6 +64,7 @@ def make_runner(
     Args:
         dtype: of the model; None: the cache's.
         graphs: False: no CUDA graphs.
+        compiled: of a model for which `compile_model` returned True.
 
     Raises:
         UsageError: a GPU, but no triton, or a model that its kernels cannot serve.
@@ -80,7 +88,8 @@ def make_runner(
             remedy="use another --dtype, or --device cpu",
         )
     kind = GraphRunner if graphs else Runner
-    return kind(model, pool, vocab_size, impl="triton", budget=BUDGET, dtype=dtype)
+    options = {"rows": "compiled", "token_buckets": LEAST} if compiled else {}
+    return kind(model, pool, vocab_size, impl="triton", budget=BUDGET, dtype=dtype, **options)
 
 
 class GraphRunner(Runner):
@@ -101,7 +110,8 @@ class GraphRunner(Runner):
         on_gpu = self.device.type == "cuda"
         self.allowed = (torch.cuda.get_device_properties(self.device).total_memory if on_gpu else MEMORY) // SHARE
         rows = self.allowed // (model.shape.vocab_size * torch.float32.itemsize)
-        self.tokens = tuple(n for n in TOKENS if n <= rows) or TOKENS[:1]
+        least = min(self.token_buckets or TOKENS)
+        self.tokens = tuple(n for n in TOKENS if least <= n <= rows) or (least,)
         most = (
             4096
             + self.tokens[-1] * (5 * 2 + 1 + 2 * pool.ancestors + WORDS[-1])
@@ -118,9 +128,10 @@ class GraphRunner(Runner):
         if reason := self._unfit(chunks, asked, edits):
             self._tell(logging.INFO, reason)
             return super().evaluate(chunks, asked, reads, edits)
-        buckets = {"token_buckets": self.tokens, "word_buckets": WORDS, "tree_buckets": TREES}
+        options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
+        options |= {"token_buckets": self.tokens, "word_buckets": WORDS, "tree_buckets": TREES}
         with phase(self.observer, "pack"):
-            p = pack(chunks, self.pool.page_size, ancestors=self.pool.ancestors, impl=self.impl, **buckets)
+            p = pack(chunks, self.pool.page_size, **options)
         step = self._step(p)
         step(p, asked)
         rows_N = step.rows_T[: len(asked)]

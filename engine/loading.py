@@ -105,7 +105,7 @@ class _Weights:
         template = load_template(folder, chat_template, tokenizer)
         trim_memory()  # of the parsed files: a third of what a tokenizer took
         model = load_model(checkpoint, precision.dtype, device, kept.name)
-        compiled = compile == "on" and compile_model(model)
+        compiled = compile == "on" and compile_model(model, device)
         return _Weights(Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template, kv_dtype)
 
     def eos_token_ids(self) -> frozenset[int]:
@@ -121,12 +121,15 @@ class _Weights:
         """Make the model ready to run on a pool, on a GPU with CUDA graphs if they are wanted."""
         shape, tokenizer, bos = self.model.shape, self.tokenizer, self.checkpoint.bos_token_id
         vocab_size = min(shape.vocab_size, tokenizer.size) if tokenizer else shape.vocab_size
-        runner = make_runner(self.model, pool, vocab_size, self.precision.dtype, graphs=graphs)
+        options = {"graphs": graphs, "compiled": self.compiled}
+        runner = make_runner(self.model, pool, vocab_size, self.precision.dtype, **options)
         eos = self.eos_token_ids()
         start = bos if bos is not None else min(eos, default=0)
-        if self.compiled and runner.device.type == "cpu":
-            runner.token_buckets = runner.word_buckets = LEAST
-            warm_up(self.model, lambda: runner.logits([start] * 5))
+        if self.compiled:
+            if runner.device.type == "cpu":
+                runner.token_buckets = runner.word_buckets = LEAST
+            if not warm_up(self.model, lambda: runner.logits([start] * 5)):
+                runner.rows = None
         return LoadedModel(
             runner,
             shape,

@@ -124,7 +124,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype", choices=KV_DTYPES, default="auto", help="keys and values as int8 (auto: as --dtype)"
     )
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
-    group.add_argument("--compile", choices=["off", "on"], default="off", help="torch.compile (off)")
+    group.add_argument(
+        "--compile",
+        choices=["off", "on"],
+        default="off",
+        help="torch.compile of layers, or on a GPU of what is between products (off)",
+    )
     group.add_argument("--graphs", choices=["on", "off"], default="on", help="small passes as CUDA graphs (on)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads, at most (torch's choice)")
     group.add_argument(
