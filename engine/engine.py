@@ -153,7 +153,7 @@ class Engine:
             memory: bytes that the whole process may hold, or a size, or "auto" for the least of the limits that it
                 runs under: what weights and the rest leave goes to the KV pools. On a CPU.
             workload: what `memory` has to hold at least; None: one token.
-            compile: "on" runs the layers through torch.compile, on a GPU the norms, rotations and activations of layers:
+            compile: "on" runs the layers through torch.compile, on a GPU their norms, rotations and activations:
                 loading takes seconds more, steps a little less.
             graphs: "off" runs every pass kernel by kernel on a GPU, without CUDA graphs.
             kv_dtype: of keys and values: "auto" is the model's; "int8", with a scale for each token and head, takes
