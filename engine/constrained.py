@@ -294,13 +294,19 @@ class Constrained:
         return True
 
     def settle(self, result: SearchResult, ranked: bool) -> None:
-        """Give the outputs that ended because no token was allowed their finish reason, "constraint".
+        """Give outputs their items, and those that ended because no token was allowed the finish reason "constraint".
 
         Args:
             result: a search's.
             ranked: whether scores are those of a reward, not of log-probabilities.
         """
-        result.outputs = [self._settled(output, ranked) for output in result.outputs]
+        result.outputs = [self._named(self._settled(output, ranked)) for output in result.outputs]
+
+    def _named(self, output: Output) -> Output:
+        if self.mask is None:
+            return output
+        tokens = output.token_ids[:-1] if output.finish_reason == "eos" else output.token_ids
+        return replace(output, item=self.mask.item(tokens))
 
     def _settled(self, output: Output, ranked: bool) -> Output:
         tokens = output.token_ids

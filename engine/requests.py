@@ -87,6 +87,8 @@ class Output:
         score: what the search ranks by; None if interrupted, or if a constraint ended the output.
         finish_reason: "eos", "stop" (a stop string), "length", "constraint" (it allows no token) or "interrupted".
         text: the tokens as text, stop string cut off; filled in by the engine.
+        item: the id of the item of a catalogue that the output is; None without a catalogue, or if a limit cut the
+            output before the end of an item. Filled in by the engine.
     """
 
     token_ids: list[int]
@@ -94,6 +96,7 @@ class Output:
     score: float | None
     finish_reason: str
     text: str = ""
+    item: str | int | None = None
 
 
 @dataclass
@@ -107,6 +110,9 @@ class SearchResult:
         """The result as an output line of a batch; `thoughts` part "reasoning" from "text"."""
         keys = ("text", "token_ids", "logprob", "score", "finish_reason")
         outputs = [{key: getattr(output, key) for key in keys} for output in self.outputs]
+        for output, record in zip(self.outputs, outputs, strict=True):
+            if output.item is not None:
+                record["item"] = output.item
         if thoughts is not None:
             outputs = [_parted(output, thoughts) for output in outputs]
         return {"id": id, "outputs": outputs, "stats": self.stats}

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from engine.catalogue import Catalogue, Items, open_catalogue
 from engine.constrained import Constrained
 from engine.constraints import Choices, Constraint, PrefixAllowed, check_constraint
 from engine.contract import brief
@@ -31,6 +33,8 @@ class Rules:
         constraint_scores: "model": log-probabilities of the model are edited, and not normalised again, as Hugging Face
             does in beam search; "renormalised": logits are edited, before the softmax, as it does elsewhere.
         choices: texts or token sequences of which the output must be one.
+        catalogue: the same for many: an `engine.Catalogue` or its file, see `tools.catalogue`. An output then has the
+            id of its item.
         logit_bias: token ids -> numbers added to their log-probabilities.
         sequence_bias: sequences of token ids -> numbers added to the last of them, where the others come before it; a
             mapping, or a list of pairs.
@@ -52,6 +56,7 @@ class Rules:
     constraint: Constraint | None = None
     constraint_scores: str = MODEL
     choices: Words = ()
+    catalogue: Catalogue | str | Path | None = None
     logit_bias: Mapping[int | str, float] | None = None
     sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any] | None = None
     repetition_penalty: float = 1.0
@@ -78,8 +83,17 @@ class Rules:
             )
         if not all(map(callable, self._hooks())):
             raise UsageError(f"logits_processor: expected a function, or some, got {brief(self.logits_processor)}")
-        if sum([self.constraint is not None, bool(self.choices), self.prefix_allowed_tokens_fn is not None]) > 1:
-            raise UsageError("constraint, choices, prefix_allowed_tokens_fn: expected at most one of them")
+        if not isinstance(self.catalogue, Catalogue | str | Path | None):
+            raise UsageError(f"catalogue: expected a path or an engine.Catalogue, got {brief(self.catalogue)}")
+        alone = self.constraint, self.prefix_allowed_tokens_fn, self.catalogue
+        if sum([bool(self.choices), *(value is not None for value in alone)]) > 1:
+            raise UsageError("constraint, choices, catalogue, prefix_allowed_tokens_fn: expected at most one of them")
+        self.items()
+
+    def items(self) -> Catalogue | None:
+        """The catalogue; None without one. Raises UsageError: its file cannot be read."""
+        given = self.catalogue
+        return given if isinstance(given, Catalogue | None) else open_catalogue(given)
 
     def at_work(
         self, prompt: Sequence[int], limit: int, vocab: int, eos: frozenset[int], tokenizer: Tokenizer | None
@@ -127,6 +141,9 @@ class Rules:
     def _constraint(self, vocab: int, ends: list[int], tokenizer: Tokenizer | None) -> Constraint | None:
         if self.choices:
             return Choices(_sequences("choices", self.choices, vocab, tokenizer), ends)
+        if (catalogue := self.items()) is not None:
+            catalogue.check(tokenizer, vocab)
+            return Items(catalogue, ends)
         function = self.prefix_allowed_tokens_fn
         return PrefixAllowed(function) if function is not None else self.constraint
 
@@ -159,8 +176,8 @@ class Rules:
 
 RULES = tuple(field.name for field in fields(Rules))
 PLAIN_RULES = tuple(
-    name for name in RULES if name not in ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
-)  # those that JSON can hold
+    name for name in RULES if name not in ("constraint", "catalogue", "prefix_allowed_tokens_fn", "logits_processor")
+)  # those that a batch line may have: JSON, and no files
 
 
 def _number(name: str, value: Any) -> float:

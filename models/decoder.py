@@ -117,7 +117,7 @@ class Decoder(nn.Module):
             return logits_NV
         if c.logit_divisor != 1.0:
             logits_NV = logits_NV / c.logit_divisor
-        return logits_NV if c.logit_cap is None else torch.tanh(logits_NV / c.logit_cap) * c.logit_cap
+        return logits_NV if c.logit_cap is None else (logits_NV / c.logit_cap).tanh_().mul_(c.logit_cap)
 
     def _stack(self) -> Stack | None:
         c, layers = self.config, []

@@ -62,7 +62,8 @@ input, an object per line (blank lines are skipped):
 
 output, an object per line:
   {"id", "outputs": [{"text", "token_ids", "logprob", "score", "finish_reason"}, ...], "stats": {...}}, best first, or
-  with "reasoning" beside "text" where the model wrote a thought before the answer to messages, or
+  with "reasoning" beside "text" where the model wrote a thought before the answer to messages, with "item", the item's
+  id, where there is a --catalogue, or
   {"id", "error": {"code", "message"}}; the run goes on after it.
 
 --resume keeps what FILE has, errors included, cuts off a torn last line, and goes on with the next record. Give it

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from engine.budget import Workload
+from engine.catalogue import open_catalogue
 from engine.contract import is_ours
 from engine.demo import with_defaults
 from engine.engine import Engine
@@ -20,7 +21,7 @@ from engine.errors import CoppiceError, UsageError, shortened
 from engine.loading import DTYPES, KV_DTYPES
 from engine.memory import is_out_of_memory, out_of_memory, read_size
 from engine.prompting import TemplateOptions
-from engine.rules import PLAIN_RULES, SCORES, Rules
+from engine.rules import RULES, SCORES, Rules
 from engine.startup import started
 from engine.text.template import THINK
 from engine.text.tokenizer import check_utf8
@@ -291,6 +292,9 @@ def add_rule_flags(parser: argparse.ArgumentParser) -> None:
         "--choice", type=_text, action="append", dest="choices", metavar="TEXT", help="a whole reply; repeat for others"
     )
     group.add_argument(
+        "--catalogue", metavar="FILE", help="a reply is an item of this catalogue, which tools.catalogue made"
+    )
+    group.add_argument(
         "--constraint-scores", choices=SCORES, help="of what is left: the model's, or made to add up to 1 (model)"
     )
     group.add_argument(
@@ -349,7 +353,7 @@ def limits(args: argparse.Namespace) -> dict[str, Any]:
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:
     """The given constraints as options of `engine.Request`. Raises UsageError."""
-    given = {name: value for name in PLAIN_RULES if (value := getattr(args, name, None)) is not None}
+    given = {name: value for name in RULES if (value := getattr(args, name, None)) is not None}
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
     Rules(**given).check()
@@ -359,7 +363,7 @@ def rules(args: argparse.Namespace) -> dict[str, Any]:
 def load_engine(args: argparse.Namespace) -> Engine:
     """The engine that the model flags ask for. Raises CoppiceError."""
     model, draft, reward = with_defaults(args.model, args.draft, args.reward)
-    return Engine.load(
+    engine = Engine.load(
         model,
         dtype=args.dtype,
         device=args.device,
@@ -376,6 +380,9 @@ def load_engine(args: argparse.Namespace) -> Engine:
         draft=draft,
         reward=reward,
     )
+    if (catalogue := getattr(args, "catalogue", None)) is not None:  # an error of the run, not of each of its lines
+        open_catalogue(catalogue).check(engine.model.tokenizer, engine.runner.vocab_size)
+    return engine
 
 
 def _workload(args: argparse.Namespace) -> Workload:
