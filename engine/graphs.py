@@ -226,7 +226,8 @@ class _Step:
 
 def _bucket(p: Pass) -> tuple[int, int, int]:
     """Tokens, words of ancestry and trees."""
-    return *p.layout.ancestry_TC.shape, len(p.layout.trunk_len_R)
+    tokens, words = p.layout.ancestry_TC.shape
+    return tokens, words, len(p.layout.trunk_len_R)
 
 
 def _fields(p: Pass, rows_T: Tensor) -> list[Tensor]:
