@@ -234,8 +234,7 @@ def test_graphs_can_be_switched_off(monkeypatch):
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("variant", "search"),
-    [*itertools.product(("gqa", "../lfm2/bias"), ("greedy", "trie")), ("../gemma/two", "trie")],
+    ("variant", "search"), [("gqa", "greedy"), ("gqa", "trie"), ("../lfm2/bias", "greedy"), ("../lfm2/bias", "trie")]
 )
 def test_triton_kernels_find_the_golden_tokens(variant, search):
     golden = json.loads((GOLDEN / variant / "golden.json").read_text())
