@@ -58,7 +58,7 @@ class Runner:
         pool: the model's KV cache.
         vocab_size: tokens that exist; later ids (a padded vocabulary) get log-probability -inf.
         budget: most tokens per pass; longer prompts go in chunks.
-        impl, token_buckets, word_buckets: see `pack`; buckets are for compiled models.
+        impl, rows, token_buckets, word_buckets: see `pack`; buckets are for compiled models.
         dtype: of the model; None: the cache's.
     """
 
@@ -72,10 +72,11 @@ class Runner:
         impl: str = "torch",
         token_buckets: Sequence[int] | None = None,
         word_buckets: Sequence[int] | None = None,
+        rows: str | None = None,
         dtype: torch.dtype | None = None,
     ):
         self.model, self.pool, self.vocab_size, self.budget = model, pool, vocab_size, budget
-        self.impl, self.token_buckets, self.word_buckets = impl, token_buckets, word_buckets
+        self.impl, self.rows, self.token_buckets, self.word_buckets = impl, rows, token_buckets, word_buckets
         self.device, self.dtype = pool.cache.k_LGSD.device, dtype or pool.cache.k_LGSD.dtype
         self.head = Head(model, vocab_size, impl)
         self.time = PassTime()
@@ -83,10 +84,10 @@ class Runner:
 
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
         """Pack and run the model: hidden rows of every token of the pass."""
-        buckets = {"token_buckets": self.token_buckets, "word_buckets": self.word_buckets}
+        options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
+        options |= {"token_buckets": self.token_buckets, "word_buckets": self.word_buckets}
         with phase(self.observer, "pack"):
-            pool = self.pool
-            p = pack(chunks, pool.page_size, self.device, ancestors=pool.ancestors, impl=self.impl, **buckets)
+            p = pack(chunks, self.pool.page_size, self.device, **options)
         with phase(self.observer, "forward"):
             return self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
 

@@ -109,7 +109,7 @@ class Decoder(nn.Module):
             assert isinstance(layer, Layer)
             rope: Rope = None if layer.table is None else tables[layer.table]
             x_TE = layer(x_TE, rope, cache.layers[i], layout)
-        return x_TE if self.norm is None else self.norm(x_TE, layout.impl)
+        return x_TE if self.norm is None else self.norm(x_TE, layout.rows_impl)
 
     def logits(self, hidden_NE: Tensor, head: Linear | None = None) -> Tensor:
         """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype.

@@ -33,6 +33,7 @@ from search.outside import find_search, load_entry_points
 from search.values import Kind, default_of, kinds, written
 
 INTERRUPTED, CLOSED_PIPE = 130, 141
+PARALLEL = 16  # searches at once, as `Engine.load` has it
 MAX_TOOLS = 16 << 20
 
 
@@ -106,8 +107,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, --draft, --reward, --dtype, --quant, --kv-dtype, --device, --compile, --threads, --chat-template,
-    --kv-memory, --memory."""
+    """--model, --draft, --reward, --dtype, --quant, --kv-dtype, --device, --compile, --graphs, --threads,
+    --chat-template, --kv-memory, --memory."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="DIR", help="folder: config.json, safetensors, tokenizer (the bundled demo)")
     group.add_argument("--draft", metavar="DIR", help="a smaller one of the same tokenizer, to draft (the demo's)")
@@ -124,7 +125,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype", choices=KV_DTYPES, default="auto", help="keys and values as int8 (auto: as --dtype)"
     )
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
-    group.add_argument("--compile", choices=["off", "on"], default="off", help="torch.compile (off)")
+    group.add_argument(
+        "--compile",
+        choices=["off", "on"],
+        default="off",
+        help="torch.compile of layers, or on a GPU of what is between products (off)",
+    )
+    group.add_argument("--graphs", choices=["on", "off"], default="on", help="small passes as CUDA graphs (on)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads, at most (torch's choice)")
     group.add_argument(
         "--chat-template", metavar="FILE|none", help="a Jinja file; none: plain completion (the checkpoint's own)"
@@ -365,9 +372,11 @@ def load_engine(args: argparse.Namespace) -> Engine:
         memory=args.memory,
         workload=_workload(args) if args.memory is not None else None,
         compile=args.compile,
+        graphs=args.graphs,
         quant=args.quant,
         kv_dtype=args.kv_dtype,
         chat_template=args.chat_template,
+        parallel=getattr(args, "parallel", PARALLEL),
         draft=draft,
         reward=reward,
     )

@@ -176,8 +176,19 @@ def _attend(
         oldest_M = (tl.load(positions_ptr + t_M, mask=real_M, other=0) - window + 1).to(tl.int32)
         lo = tl.maximum(tl.min(tl.where(seen_M > 0, oldest_M, hi)), 0) // N * N
 
+    words = 0  # up to the last one in which a row of this tile sees a slot
+    AHEAD: tl.constexpr = 2048 // M  # words that are read at once
+    for c in range(0, W // WORD, AHEAD):
+        c_C = c + tl.arange(0, AHEAD)
+        word_MC = tl.load(
+            words_ptr + t_M[:, None] * (W // WORD) + c_C[None, :],
+            mask=real_M[:, None] & (c_C < W // WORD)[None, :],
+            other=0,
+        )
+        words = tl.maximum(words, tl.max(tl.where(word_MC != 0, c_C[None, :] + 1, 0)))
+
     trunk_blocks = tl.cdiv(tl.maximum(hi - lo, 0), N)
-    blocks = trunk_blocks + W // WORD
+    blocks = trunk_blocks + words
     share = tl.cdiv(blocks, tl.num_programs(1))
     begin = split * share
     end = tl.minimum(begin + share, blocks)
@@ -198,16 +209,17 @@ def _attend(
             q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, live_N, visible_MN, scale,
             cap, top_M, sum_M, acc_MD, CAPPED, ROW, D, D2,
         )  # fmt: skip
-    for w in range(tl.maximum(begin - trunk_blocks, 0) * WORD, tl.minimum((end - trunk_blocks) * WORD, W), WORD):
-        w_N = w + tl.arange(0, WORD)
-        slot_N = tl.load(slots_ptr + tree * W + w_N)
-        word_M = tl.load(words_ptr + t_M * (W // WORD) + w // WORD, mask=real_M, other=0)
-        visible_MN = ((word_M[:, None] >> tl.arange(0, WORD)[None, :]) & 1) != 0
-        if WINDOWED:
-            visible_MN &= tl.load(places_ptr + tree * W + w_N)[None, :] >= oldest_M[:, None]
-        top_M, sum_M, acc_MD = _fold(
-            q_MD, k_ptr, v_ptr, slot_N, w_N < W, visible_MN, scale, cap, top_M, sum_M, acc_MD, CAPPED, ROW, D, D2
-        )
+    for w in range(tl.maximum(begin - trunk_blocks, 0), end - trunk_blocks):
+        word_M = tl.load(words_ptr + t_M * (W // WORD) + w, mask=real_M, other=0)
+        if tl.max((word_M != 0).to(tl.int32)) > 0:
+            w_N = w * WORD + tl.arange(0, WORD)
+            slot_N = tl.load(slots_ptr + tree * W + w_N)
+            visible_MN = ((word_M[:, None] >> tl.arange(0, WORD)[None, :]) & 1) != 0
+            if WINDOWED:
+                visible_MN &= tl.load(places_ptr + tree * W + w_N)[None, :] >= oldest_M[:, None]
+            top_M, sum_M, acc_MD = _fold(
+                q_MD, k_ptr, v_ptr, slot_N, w_N < W, visible_MN, scale, cap, top_M, sum_M, acc_MD, CAPPED, ROW, D, D2
+            )
 
     some_M = sum_M != 0  # NaN counts
     sum_M = tl.where(some_M, sum_M, 1.0)

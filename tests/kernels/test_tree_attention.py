@@ -234,6 +234,32 @@ def test_splits_of_the_keys_do_not_show(device, monkeypatch):
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize("window", [None, 9])
+def test_words_that_no_row_sees_are_not_read(device, window):
+    """The padding of a graph's tables, and gaps: their slots hold NaN here."""
+    f = forest(6, [(90, 0, 70, 20), (30, 30, 0, 0), (1, 0, 33, 4)], heads=8, padding=3)
+    (q, k, v), _ = cast(f, torch.float32)
+    narrow, (T, C), R = f.layout, f.layout.ancestry_TC.shape, len(f.layout.trunk_len_R)
+    unused = next(s for s in range(k.shape[1]) if s not in f.live and k[:, s].isnan().all())
+
+    def spread(x, filler, unit):
+        """Words 40 apart, which makes more of them than a tile reads at once."""
+        wide = torch.full((len(x), C, 40, unit), filler, dtype=x.dtype)
+        wide[:, :, -1] = x.view(len(x), C, unit)
+        return wide.view(len(x), -1)
+
+    wide = dataclasses.replace(
+        narrow,
+        ancestry_TC=spread(narrow.ancestry_TC, 0, 1),
+        branch_slots_RW=spread(narrow.branch_slots_RW, unused, 32),
+        branch_positions_RW=spread(narrow.branch_positions_RW, 0, 32),
+    )
+    assert wide.branch_slots_RW.shape == (R, C * 40 * 32) and k[:, unused].isnan().all()
+    out, expected = (run("triton", device, q, k, v, layout, 0.25, window)[: T - 3] for layout in (wide, narrow))
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
+
+
 @needs_cpp
 @pytest.mark.parametrize("threads", [1, 2, 7, 32])
 def test_threads_and_cuts_of_the_trunk_do_not_show(threads):
