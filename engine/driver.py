@@ -142,11 +142,9 @@ class Runner:
     def _rows(self, chunks: Sequence[Chunk], asked: Sequence[int]) -> Tensor:
         """Hidden rows of the tokens asked for."""
         hidden_TE = self.forward(chunks)
-        return (
-            hidden_TE
-            if len(asked) == len(hidden_TE)
-            else hidden_TE[torch.tensor(asked).to(self.device, non_blocking=True)]
-        )
+        if len(asked) == len(hidden_TE):
+            return hidden_TE
+        return hidden_TE[torch.tensor(asked, dtype=torch.int64).to(self.device, non_blocking=True)]
 
     @staticmethod
     def fetch(logp_NV: Tensor, finite_N: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part]) -> Answers:
