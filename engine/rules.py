@@ -5,15 +5,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.constrained import Constrained
-from engine.constraints import Choices, Constraint, PrefixAllowed, check_constraint
+from engine.constraints import AfterThought, Choices, Constraint, PrefixAllowed, check_constraint, packed
 from engine.contract import brief
 from engine.errors import UsageError, check_integer, check_number
+from engine.grammars import JSON_SCHEMA, KINDS, compile_grammar, source_of
 from engine.processors import Bias, Hook, Masked, NoRepeatNGram, Processor, RepetitionPenalty, Suppress
 from engine.text.tokenizer import Tokenizer
 
+ONE_OF = ("constraint", "choices", *KINDS, "prefix_allowed_tokens_fn")  # at most one is given
 SCORES = MODEL, RENORMALISED = ("model", "renormalised")
 MOST = 1e6  # of a penalty and of a bias
 Words = Sequence[str | Sequence[int]]
@@ -31,6 +34,10 @@ class Rules:
         constraint_scores: "model": log-probabilities of the model are edited, and not normalised again, as Hugging Face
             does in beam search; "renormalised": logits are edited, before the softmax, as it does elsewhere.
         choices: texts or token sequences of which the output must be one.
+        json_schema: a JSON schema, as an object or as JSON: the output is a JSON text that it allows. This and the two
+            next need the extra `grammar`; see `engine.grammars`.
+        regex: a regular expression that the whole output matches.
+        grammar: a grammar of the output, in Lark's form as llguidance has it, or in llama.cpp's GBNF.
         logit_bias: token ids -> numbers added to their log-probabilities.
         sequence_bias: sequences of token ids -> numbers added to the last of them, where the others come before it; a
             mapping, or a list of pairs.
@@ -52,6 +59,9 @@ class Rules:
     constraint: Constraint | None = None
     constraint_scores: str = MODEL
     choices: Words = ()
+    json_schema: Mapping[str, Any] | bool | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
     logit_bias: Mapping[int | str, float] | None = None
     sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any] | None = None
     repetition_penalty: float = 1.0
@@ -78,8 +88,11 @@ class Rules:
             )
         if not all(map(callable, self._hooks())):
             raise UsageError(f"logits_processor: expected a function, or some, got {brief(self.logits_processor)}")
-        if sum([self.constraint is not None, bool(self.choices), self.prefix_allowed_tokens_fn is not None]) > 1:
-            raise UsageError("constraint, choices, prefix_allowed_tokens_fn: expected at most one of them")
+        if len(given := [name for name in ONE_OF if getattr(self, name) not in (None, (), [])]) > 1:
+            raise UsageError(f"{' and '.join(given)}: expected at most one of {', '.join(ONE_OF)}")
+        for kind in KINDS:
+            if (value := getattr(self, kind)) is not None:
+                source_of(kind, value)
 
     def at_work(
         self, prompt: Sequence[int], limit: int, vocab: int, eos: frozenset[int], tokenizer: Tokenizer | None
@@ -98,11 +111,13 @@ class Rules:
         """
         self.check()
         ends = sorted(token for token in eos if token < vocab)
-        processors = self._processors(len(prompt), vocab, ends, tokenizer)
+        processors = self._processors(prompt, vocab, ends, tokenizer)
         renormalise = self.constraint_scores == RENORMALISED
         return Constrained(processors, renormalise, prompt, ends, limit) if processors else None
 
-    def _processors(self, prompt: int, vocab: int, ends: list[int], tokenizer: Tokenizer | None) -> list[Processor]:
+    def _processors(
+        self, prompt: Sequence[int], vocab: int, ends: list[int], tokenizer: Tokenizer | None
+    ) -> list[Processor]:
         """The processors, in Hugging Face's order."""
         made: list[Processor] = []
         if biases := self._biases(vocab):
@@ -114,10 +129,14 @@ class Rules:
         words = _sequences("bad_words", self.bad_words, vocab, tokenizer, spaced=True)
         if bans := {tuple(word): -math.inf for word in words if word not in [[end] for end in ends]}:
             made.append(Bias(bans))
-        shortest = self.min_new_tokens or self.min_length - prompt
+        shortest = self.min_new_tokens or self.min_length - len(prompt)
         if shortest > 0 and ends:
             made.append(Suppress(ends, shortest))
         if (constraint := self._constraint(vocab, ends, tokenizer)) is not None:
+            if constraint is not self.constraint and tokenizer is not None and _thinks(prompt, tokenizer):
+                free_V = torch.ones(vocab, dtype=torch.int64)
+                free_V[ends] = 0
+                constraint = AfterThought(constraint, tokenizer.thought_ids[1], packed(free_V))
             made.append(Masked(constraint, vocab))
         for name, until in (("suppress_tokens", math.inf), ("begin_suppress_tokens", 1)):
             if tokens := _ids(name, getattr(self, name), vocab):
@@ -125,6 +144,9 @@ class Rules:
         return made + [Hook(function) for function in self._hooks()]
 
     def _constraint(self, vocab: int, ends: list[int], tokenizer: Tokenizer | None) -> Constraint | None:
+        for kind in KINDS:
+            if (value := getattr(self, kind)) is not None:
+                return compile_grammar(kind, value, tokenizer, vocab, ends)
         if self.choices:
             return Choices(_sequences("choices", self.choices, vocab, tokenizer), ends)
         function = self.prefix_allowed_tokens_fn
@@ -161,6 +183,33 @@ RULES = tuple(field.name for field in fields(Rules))
 PLAIN_RULES = tuple(
     name for name in RULES if name not in ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
 )  # those that JSON can hold
+
+
+def _thinks(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Whether a prompt ends with the tag that opens a thought, as some chat templates write it."""
+    if len(tokenizer.thought_ids) < 2 or (opening := tokenizer.thought_ids[0]) not in prompt:
+        return False
+    after = len(prompt) - [*reversed(prompt)].index(opening)
+    return not tokenizer.decode(prompt[after:]).strip()
+
+
+def with_changes(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `Rules` after changes: one of those that exclude each other takes the place of another."""
+    excluded = ONE_OF if any(name in changes for name in ONE_OF) else ()
+    return {name: value for name, value in given.items() if name not in excluded} | dict(changes)
+
+
+def response_format(value: Any) -> dict[str, Any]:
+    """The fields of `Rules` for OpenAI's `response_format`. Raises UsageError."""
+    match value:
+        case {"type": "text", **rest} if not rest:
+            return {JSON_SCHEMA: None}
+        case {"type": "json_object", **rest} if not rest:
+            return {JSON_SCHEMA: {"type": "object"}}
+        case {"type": "json_schema", "json_schema": {"schema": dict() | bool() as schema}}:
+            return {JSON_SCHEMA: schema}
+    what = "expected type text, json_object or json_schema, the last with a json_schema that has a schema"
+    raise UsageError(f"response_format: {what}, got {brief(value)}")
 
 
 def _number(name: str, value: Any) -> float:
