@@ -22,7 +22,6 @@ from engine.text.tokenizer import Tokenizer
 
 KINDS = JSON_SCHEMA, REGEX, GRAMMAR = ("json_schema", "regex", "grammar")
 ENDED = ("NoExtension", "NoExtensionBias")  # why a matcher stops where its grammar allows no further token
-PRINTABLE = {bytes([byte]) for byte in range(0x20, 0x7F)}
 NOTHING = "it allows no text"
 SPACES = r"\x20|\n[\x20\t]{0,16}"  # between parts of JSON: without a limit a model may write spaces for ever
 KEPT = 32  # compiled grammars per tokenizer
@@ -53,13 +52,15 @@ def source_of(kind: str, value: Any) -> str:
         if not isinstance(value, Mapping | bool):
             raise UsageError(f"{kind}: expected a JSON schema, got {brief(value)}")
         try:
-            value = json.dumps(value)
+            value = json.dumps({} if value is True else value)
         except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(f"{kind}: expected a JSON schema: {error}") from None
     if not isinstance(value, str):
         raise UsageError(f"{kind}: expected a text, got {brief(value)}")
     try:
         if kind == JSON_SCHEMA:
+            if value.strip() == "false":
+                raise ValueError(NOTHING)
             schema = guidance.LLMatcher.grammar_from_json_schema(value, defaults={"whitespace_pattern": SPACES})
             source = json.dumps(json.loads(schema))
         elif kind == REGEX:
@@ -78,38 +79,41 @@ class Vocabulary:
     """A tokenizer as llguidance needs it, and the grammars that were compiled for it.
 
     An id of its own, after all others, stands for the end of the text: which tokens end an output is up to a request.
+    Ids after it stand for bytes that no token has, so that llguidance can spell every text; they are never allowed.
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        guidance = library()
+        self._guidance = library()
         self._tokenizer = weakref.ref(tokenizer)
-        self._guidance = guidance
         self._matchers: dict[str, Any] = {}
-        self._greedy: Any = None
+        self._ours: Any = None
         self.size = tokenizer.size
         try:
             self.tokens = [*tokenizer.data(), b"<end>"]
-            if lacks := PRINTABLE - {*self.tokens}:
-                raise UsageError(f"this tokenizer has no token for {min(lacks).decode()!r}")
         except UsageError as error:
             raise UsageError(f"{error.what}, which a grammar needs", remedy="use a constraint of token ids") from None
         self.bos_token_id, self.eos_token_id = None, self.size
-        self.special_token_ids = [i for i, data in enumerate(self.tokens) if not data] + [self.size]
-        self._greedy = self._ours = guidance.LLTokenizer(guidance.TokenizerWrapper(self))
         spaced = next((i for i, data in enumerate(self.tokens) if data[:1] == b" " and len(data) > 1), None)
         self._strips = spaced is not None and tokenizer.decode([spaced])[:1] != " "
+        if self._strips:  # of a text's first space, but not if a byte piece spells it
+            self.tokens = [
+                b"" if data == b" " and tokenizer.decode([i]) == " " else data for i, data in enumerate(self.tokens)
+            ]
+        self.tokens += sorted({bytes([byte]) for byte in range(256)} - {*self.tokens})
+        self.special_token_ids = [i for i, data in enumerate(self.tokens) if not data] + [self.size]
+        self._ours = self._guidance.LLTokenizer(self._guidance.TokenizerWrapper(self))
 
     def __call__(self, data: bytes) -> list[int]:
         """The tokens of a text that goes on in the middle of another."""
         tokenizer = self._tokenizer()
-        if tokenizer is None or self._greedy is None:
+        if tokenizer is None or self._ours is None:
             return []
         for lead in ("", "\n"):
             ids = tokenizer.encode(lead + data.decode(), add_special=False)
             for i in range(min(len(ids), 4)):  # the lead, and a space that the encoder adds
                 if b"".join(self.tokens[token] for token in ids[i:]) == data:
                     return ids[i:]
-        return self._greedy.greedy_tokenize(data.decode())
+        return self._ours.greedy_tokenize(data.decode())
 
     def matcher(self, kind: str, value: Any) -> Any:
         """A matcher at the start of a grammar, which must not change. Raises UsageError."""
@@ -126,11 +130,12 @@ class Vocabulary:
             whole["grammars"][0]["name"] = "value"
             source = json.dumps(whole | {"grammars": [{"lark_grammar": LEAD}, *whole["grammars"]]})
         matcher = self._guidance.LLMatcher(self._ours, source, log_level=0)
-        if not matcher.is_error() and not matcher.is_accepting():
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            fault = _first_lines(matcher.get_error())
-            raise UsageError(f"{kind}: {NOTHING if matcher.stop_reason() in ENDED else fault}")
+        mask = int.from_bytes(matcher.compute_bitmask(), "little") if not matcher.is_error() else 0
+        fault = _first_lines(matcher.get_error())
+        if fault in ENDED or not (fault or matcher.is_accepting() or mask & ((1 << self.size) - 1)):
+            fault = f"{NOTHING} that the model's tokens can spell"
+        if fault:
+            raise UsageError(f"{kind}: {fault}")
         return matcher
 
 
@@ -153,7 +158,8 @@ def compile_grammar(kind: str, value: Any, tokenizer: Tokenizer | None, vocab: i
         raise UsageError(f"{kind}: this checkpoint has no tokenizer", remedy="use a constraint of token ids")
     if tokenizer not in _VOCABULARIES:
         _VOCABULARIES[tokenizer] = Vocabulary(tokenizer)
-    return Grammar(_VOCABULARIES[tokenizer].matcher(kind, value), tokenizer.size, vocab, eos)
+    known = _VOCABULARIES[tokenizer]
+    return Grammar(known.matcher(kind, value), len(known.tokens), vocab, eos)
 
 
 class Grammar(Constraint):
@@ -161,14 +167,13 @@ class Grammar(Constraint):
 
     Args:
         matcher: at the grammar's start.
-        end: id that stands for the end of the text.
+        size: ids that matchers know.
         vocab: tokens that can be generated.
         eos: tokens that end an output.
     """
 
-    def __init__(self, matcher: Any, end: int, vocab: int, eos: Sequence[int]):
-        self._first, self._end = matcher, end
-        self._words = end // WORD + 1
+    def __init__(self, matcher: Any, size: int, vocab: int, eos: Sequence[int]):
+        self._first, self._words = matcher, -(-size // WORD)
         ends_V, kept_V = torch.zeros(2, self._words * WORD, dtype=torch.int64)
         ends_V[list(eos)], kept_V[:vocab] = 1, 1
         self._ends_W, self._kept_W = packed(ends_V), packed(kept_V & ~ends_V)
@@ -189,8 +194,8 @@ class Grammar(Constraint):
         masks_NW &= self._kept_W
         for matcher, i in jobs:
             if matcher.is_error():
-                if matcher.stop_reason() not in ENDED:
-                    raise ConstraintError(f"the grammar is too complex: {_first_lines(matcher.get_error())}")
+                if (fault := _first_lines(matcher.get_error())) not in ENDED:
+                    raise ConstraintError(f"the grammar cannot go on: {fault}")
                 masks_NW[i] = 0
             elif matcher.is_accepting():
                 masks_NW[i] |= self._ends_W
