@@ -1,6 +1,7 @@
 """The engine: token trees on a paged cache, evaluated for any search."""
 
 import engine.startup  # noqa: F401  # isort: split
+from engine.catalogue import Catalogue
 from engine.constraints import Choices, Constraint, ConstraintError
 from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
 from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, SearchError, UsageError
@@ -10,6 +11,7 @@ from engine.tree import TokenTree
 from engine.version import __version__
 
 __all__ = [
+    "Catalogue",
     "CheckpointError",
     "Choices",
     "Constraint",

@@ -53,6 +53,7 @@ class Capabilities:
         device: torch.device,
         impl: str,
         kv_dtype: str = "auto",
+        graphs: bool = True,
     ) -> "Capabilities":
         """Describe a model on a device.
 
@@ -63,6 +64,7 @@ class Capabilities:
             device: of the model.
             impl: implementation of the operators, see `kernels.tree_attention`.
             kv_dtype: of its cache; "auto": its own.
+            graphs: on a GPU, whether small passes are CUDA graphs.
         """
         name = dtype_name(precision.dtype)
         warning = f"{name} is slow: {precision.reason}" if precision.slow else ""
@@ -75,7 +77,8 @@ class Capabilities:
         formats = {f"{name} weights": FORMATS[name].why_not(device) is None for name in FORMATS if name != "none"}
         if device.type != "cpu":
             absent = ", ".join(name for name, here in formats.items() if not here)
-            return Capabilities(f"{precision}{weights}", f"GPU: Triton kernels, CUDA graphs; not here: {absent}")
+            here = "Triton kernels, CUDA graphs" if graphs else "Triton kernels"
+            return Capabilities(f"{precision}{weights}", f"GPU: {here}; not here: {absent}")
         which = cpp.built_ahead() if impl == "cpp" else cpp.why_not()
         paths = {
             f"C++ kernels ({which})" if which else "C++ kernels": impl == "cpp",

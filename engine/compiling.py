@@ -1,4 +1,6 @@
-"""Compilation of layers by torch.compile, to which the operators over trees are opaque."""
+"""Compilation by torch.compile: on a CPU of layers, to which the operators over trees are opaque; on a GPU of the
+operators on rows, which stand between products and the operators over trees (`kernels.rows`): these depend on
+activations alone, so that no pass of a new shape makes anybody compile."""
 
 import os
 import warnings
@@ -12,11 +14,14 @@ from engine.startup import METAS
 from kernels import cpp
 from kernels.files import private
 
+CPU = torch.device("cpu")
 LEAST = (2,)  # tokens of a pass, and words of ancestry: torch would make graphs of their own for sizes 0 and 1
 
 
-def compile_model(model: nn.Module) -> bool:
-    """Compile every layer of a model in place, one graph for all, sizes dynamic, when it is first called.
+def compile_model(model: nn.Module, device: torch.device = CPU) -> bool:
+    """Compile a model when it is first called: on a CPU every layer in place, one graph for all, sizes dynamic.
+
+    On a GPU the runner chooses compiled operators on rows, see `make_runner`.
 
     Compiled code is stored on disk (TORCHINDUCTOR_CACHE_DIR; by default in the user's cache folder) for later runs.
     Without a C++ compiler, or if other users may write to that folder, it warns and leaves the model eager.
@@ -37,6 +42,8 @@ def compile_model(model: nn.Module) -> bool:
     import_module(METAS)
     # On a GPU inductor recommends TF32 for float32 products; here they are exact on purpose, and it sees no product.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+    if device.type != "cpu":
+        return True
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for layer in model.layers:  # type: ignore[union-attr]
         layer.compile(dynamic=True)  # type: ignore[operator]
@@ -45,8 +52,12 @@ def compile_model(model: nn.Module) -> bool:
     return True
 
 
-def warm_up(model: nn.Module, run: Callable[[], object]) -> None:
-    """Run a compiled model once, which compiles it; where that fails it warns and leaves the model eager."""
+def warm_up(model: nn.Module, run: Callable[[], object]) -> bool:
+    """Run a compiled model once, which compiles it; where that fails it warns and leaves the model eager.
+
+    Returns:
+        whether it is compiled.
+    """
     from torch._dynamo.exc import BackendCompilerFailed  # here, as it takes a second to import
 
     try:
@@ -58,3 +69,5 @@ def warm_up(model: nn.Module, run: Callable[[], object]) -> None:
             layer._compiled_call_impl = None  # type: ignore[assignment]
         if stack := getattr(model, "stack", None):
             stack.idle = False
+        return False
+    return True

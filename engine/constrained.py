@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.constraints import EVERYTHING, Allowed, ConstraintError, State
+from engine.few import Few
 from engine.processors import Masked, Processor
 from engine.requests import Output, SearchResult
 from engine.tree import TokenTree
@@ -256,15 +257,41 @@ class Constrained:
         else:
             stuck = (rows_NV.amax(1) == -math.inf).nonzero().view(-1).tolist()
         for i in stuck:
-            path, allowed = tree.path(nodes[i]), entries[i].allowed
-            if self.eos:
-                self._ends.add(tuple(path))
-            elif not path or allowed is None or not allowed.nothing:  # `ends` has not ended the output before
-                raise ConstraintError(
-                    f"no token is allowed after {len(path)} new tokens, and no token ends an output",
-                    remedy="allow end-of-sequence tokens (no ignore_eos), or loosen what is allowed",
-                )
+            self._stuck(tree, nodes[i], entries[i].allowed)
             rows_NV[i, self.eos[0] if self.eos else 0] = STUCK
+
+    def _stuck(self, tree: TokenTree, node: int, allowed: Allowed | None) -> None:
+        """Note that the output ends after a node. Raises ConstraintError if no token can end it."""
+        path = tree.path(node)
+        if self.eos:
+            self._ends.add(tuple(path))
+        elif not path or allowed is None or not allowed.nothing:  # `ends` has not ended the output before
+            raise ConstraintError(
+                f"no token is allowed after {len(path)} new tokens, and no token ends an output",
+                remedy="allow end-of-sequence tokens (no ignore_eos), or loosen what is allowed",
+            )
+
+    def few(self, tree: TokenTree, nodes: Sequence[int]) -> Few | None:
+        """The allowed tokens of evaluated nodes; None if other processors edit rows, or if there are not ids for all.
+
+        Where no token is allowed the output ends: an end-of-sequence token stands for that.
+        """
+        found = [self._states(tree, node).allowed for node in nodes]
+        if not self._alone or any(allowed is None or allowed.ids is None for allowed in found):
+            return None
+        end = Allowed([self.eos[0] if self.eos else 0])
+        return Few.of([end if allowed.nothing else allowed for allowed in found if allowed], self.renormalise)
+
+    def note(self, tree: TokenTree, nodes: Sequence[int], few: Few, logp_M: Tensor) -> None:
+        """Keep known rows, and give ends their log-probability, in place, as an edit does. Raises ConstraintError."""
+        single = (few.count_N == 1).nonzero().view(-1)
+        for i, place in zip(single.tolist(), (few.count_N.cumsum(0) - 1)[single].tolist(), strict=True):
+            entry = self._states(tree, nodes[i])
+            if entry.allowed is not None and entry.allowed.nothing:
+                self._stuck(tree, nodes[i], entry.allowed)
+                logp_M[place] = STUCK
+            elif not self.renormalise:
+                entry.row = int(few.token_M[place]), float(logp_M[place])
 
     # --- ends of outputs ---
 
@@ -294,13 +321,19 @@ class Constrained:
         return True
 
     def settle(self, result: SearchResult, ranked: bool) -> None:
-        """Give the outputs that ended because no token was allowed their finish reason, "constraint".
+        """Give outputs their items, and those that ended because no token was allowed the finish reason "constraint".
 
         Args:
             result: a search's.
             ranked: whether scores are those of a reward, not of log-probabilities.
         """
-        result.outputs = [self._settled(output, ranked) for output in result.outputs]
+        result.outputs = [self._named(self._settled(output, ranked)) for output in result.outputs]
+
+    def _named(self, output: Output) -> Output:
+        if self.mask is None:
+            return output
+        tokens = output.token_ids[:-1] if output.finish_reason == "eos" else output.token_ids
+        return replace(output, item=self.mask.item(tokens))
 
     def _settled(self, output: Output, ranked: bool) -> Output:
         tokens = output.token_ids

@@ -48,14 +48,19 @@ class Constraint(ABC):
         """The state after a token that the state allows; called once for each token of a path."""
 
     @abstractmethod
-    def allowed(self, states: Sequence[State]) -> Sequence[Tokens]:
+    def allowed(self, states: Sequence[State]) -> Sequence["Tokens | Allowed"]:
         """The tokens that each state allows.
 
         Returns:
             for each state one of: ids in ascending order, as a list or as an int64 tensor, which needs no conversion;
             a bit mask, an int32 tensor [ceil(V / 32)], whose bit i of word w stands for the token 32 w + i; None: all
-            tokens. If no token is allowed, the output ends there, with the finish reason "constraint".
+            tokens. If no token is allowed, the output ends there, with the finish reason "constraint". An `Allowed` is
+            taken as it is, unchecked.
         """
+
+    def item(self, tokens: Sequence[int]) -> str | int | None:
+        """The id of what an output of these tokens is, without an end-of-sequence token, for `Output.item`."""
+        return None
 
 
 class Allowed(NamedTuple):
@@ -70,8 +75,10 @@ class Allowed(NamedTuple):
     mask: Tensor | None = None
 
     @classmethod
-    def of(cls, tokens: Tokens, vocab: int) -> "Allowed":
+    def of(cls, tokens: "Tokens | Allowed", vocab: int) -> "Allowed":
         """Check what `Constraint.allowed` returned for a state. Raises ConstraintError."""
+        if isinstance(tokens, Allowed):
+            return tokens
         if tokens is None:
             return EVERYTHING
         if isinstance(tokens, Tensor) and tokens.dtype == torch.int32 and tokens.dim() == 1:
@@ -242,7 +249,7 @@ class AfterThought(Constraint):
         thinks, inner = state
         return (token != self.closing, inner) if thinks else (False, self.constraint.advance(inner, token))
 
-    def allowed(self, states: Sequence[State]) -> Sequence[Tokens]:
+    def allowed(self, states: Sequence[State]) -> Sequence["Tokens | Allowed"]:
         found = iter(self.constraint.allowed(inner) if (inner := [s for thinks, s in states if not thinks]) else ())
         return [self.free_W if thinks else next(found) for thinks, _ in states]
 

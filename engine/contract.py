@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.best import Best
 from engine.errors import CoppiceError, SearchError, UsageError, shortened
 from engine.requests import Evaluate, Output, Report, Search, SearchResult
 from engine.tree import TokenTree
@@ -150,6 +151,8 @@ def request_fault(
     tree, nodes = request.tree, request.nodes
     if not callable(request.read or len):
         return f"Evaluate.read: expected a function or None, got {brief(request.read)}"
+    if request.best is not None and (request.read is not None or not _is_best(request.best, nodes)):
+        return f"Evaluate.best: expected Best, of a number for each node, and no read, got {brief(request.best)}"
     if tree not in trees:
         got = "a tree of another run" if isinstance(tree, TokenTree) else brief(tree)
         return f"Evaluate.tree: expected task.tree or a tree that task.open_tree returned, got {got}"
@@ -169,6 +172,10 @@ def request_fault(
             return f"Evaluate.nodes: expected nodes not evaluated yet, got {node}; a search stores the rows it is sent"
     assert knows is not None, "a tree refused valid nodes"
     return ""
+
+
+def _is_best(best: Any, nodes: Any) -> bool:
+    return isinstance(best, Best) and len(best.sums) == len(nodes) and type(best.k) is int and best.k > 0
 
 
 def tokens_fault(request: Evaluate, vocab_size: int, max_positions: int | None) -> str:

@@ -6,6 +6,7 @@ again later; a search that is alone gets KVMemoryError.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from engine.constrained import Constrained, Edit
+from engine.best import Best, Found, merged, of_entries, of_rows
+from engine.constrained import Constrained, Edit, Plan
+from engine.constraints import ConstraintError
 from engine.contract import (
     ContractError,
     generator_fault,
@@ -29,6 +32,7 @@ from engine.contract import (
     tokens_fault,
 )
 from engine.errors import KVMemoryError, NumericsError
+from engine.few import Few, Head
 from engine.interrupts import uninterrupted
 from engine.packing import Chunk, pack
 from engine.phases import PhaseObserver, observed_read, phase
@@ -39,7 +43,7 @@ from engine.threads import MACHINE
 from engine.timing import PassTime
 from engine.trace import Trace
 from engine.tree import TokenTree
-from kernels.rows import log_softmax
+from kernels.rows import best_sums, log_softmax
 from kernels.stack import one_by_one
 
 Part = tuple[slice, Read]  # a range of the rows asked for, and the function that reads it
@@ -54,7 +58,7 @@ class Runner:
         pool: the model's KV cache.
         vocab_size: tokens that exist; later ids (a padded vocabulary) get log-probability -inf.
         budget: most tokens per pass; longer prompts go in chunks.
-        impl, token_buckets, word_buckets: see `pack`; buckets are for compiled models.
+        impl, rows, token_buckets, word_buckets: see `pack`; buckets are for compiled models.
         dtype: of the model; None: the cache's.
     """
 
@@ -68,20 +72,22 @@ class Runner:
         impl: str = "torch",
         token_buckets: Sequence[int] | None = None,
         word_buckets: Sequence[int] | None = None,
+        rows: str | None = None,
         dtype: torch.dtype | None = None,
     ):
         self.model, self.pool, self.vocab_size, self.budget = model, pool, vocab_size, budget
-        self.impl, self.token_buckets, self.word_buckets = impl, token_buckets, word_buckets
+        self.impl, self.rows, self.token_buckets, self.word_buckets = impl, rows, token_buckets, word_buckets
         self.device, self.dtype = pool.cache.k_LGSD.device, dtype or pool.cache.k_LGSD.dtype
+        self.head = Head(model, vocab_size, impl)
         self.time = PassTime()
         self.observer: PhaseObserver | None = None
 
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
         """Pack and run the model: hidden rows of every token of the pass."""
-        buckets = {"token_buckets": self.token_buckets, "word_buckets": self.word_buckets}
+        options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
+        options |= {"token_buckets": self.token_buckets, "word_buckets": self.word_buckets}
         with phase(self.observer, "pack"):
-            pool = self.pool
-            p = pack(chunks, pool.page_size, self.device, ancestors=pool.ancestors, impl=self.impl, **buckets)
+            p = pack(chunks, self.pool.page_size, self.device, **options)
         with phase(self.observer, "forward"):
             return self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
 
@@ -113,13 +119,32 @@ class Runner:
             float32 log-probabilities [len(asked), V] (scores [len(asked), 1] of a scalar-head model), for each row
             whether all of its logits were finite, and the numbers of each read, on the host.
         """
-        hidden_TE = self.forward(chunks)
+        rows_NE = self._rows(chunks, asked)
         if not asked:
             return torch.empty(0, 0), [], []
-        rows_NE = hidden_TE if len(asked) == len(hidden_TE) else hidden_TE[torch.tensor(asked, device=self.device)]
         answers = self.answer(rows_NE, edits) if edits else self.answer(rows_NE)
         with phase(self.observer, "fetch"):
             return self.fetch(*answers, reads)
+
+    def evaluate_few(
+        self, chunks: Sequence[Chunk], asked: Sequence[int], parts: Sequence[Few]
+    ) -> tuple[list[Tensor], list[bool]]:
+        """One forward pass on a CPU, for log-probabilities of few tokens alone; see `Head.logps`.
+
+        Args:
+            chunks, asked: as of `evaluate`.
+            parts: the tokens, of the rows asked for, in their order.
+        """
+        rows_NE = self._rows(chunks, asked)
+        with phase(self.observer, "logits"):
+            return self.head.logps(rows_NE, parts)
+
+    def _rows(self, chunks: Sequence[Chunk], asked: Sequence[int]) -> Tensor:
+        """Hidden rows of the tokens asked for."""
+        hidden_TE = self.forward(chunks)
+        if len(asked) == len(hidden_TE):
+            return hidden_TE
+        return hidden_TE[torch.tensor(asked, dtype=torch.int64, device=self.device)]
 
     @staticmethod
     def fetch(logp_NV: Tensor, finite_N: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part]) -> Answers:
@@ -237,8 +262,44 @@ class Pending:
     answered: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
     numbers: Tensor | None = None  # the result of the request's `read`
+    parts: list[Found] | None = None  # of `Evaluate.best`, found pass by pass; None: in the rows, at the end
+    width: int = 0  # of rows
     trunk_left: int = 0
     nodes_left: list[int] = field(default_factory=list)
+
+    def __post_init__(self):
+        nodes = list(self.request.nodes)
+        if self.request.best is not None and nodes == sorted({*nodes}):
+            self.parts = []
+            self._place = {node: i for i, node in enumerate(nodes)}
+
+    def best_of(self, nodes: Sequence[int]) -> Best:
+        """What is wanted of the rows of some nodes: of those not asked for, nothing."""
+        assert self.request.best is not None
+        if list(nodes) == list(self.request.nodes):
+            return self.request.best
+        sums, k = self.request.best
+        return Best([sums[self._place[node]] if node in self._place else -math.inf for node in nodes], k)
+
+    def found(self, part: Found, nodes: Sequence[int]) -> None:
+        """Add what was found in the rows of some nodes, at places in these rows."""
+        assert self.parts is not None
+        first_N = torch.tensor([self._place.get(node, 0) for node in nodes]) * self.width
+        row = part.places // self.width
+        self.parts.append(Found(part.values, part.places - row * self.width + first_N[row]))
+
+    def know(self, plan: Plan, device: torch.device, trace: Trace | None) -> None:
+        """Add rows that need no evaluation."""
+        self.known = [*plan.known]
+        if self.parts is None or trace is not None:
+            self.known_KV = Constrained.known_rows(plan, self.width, device)
+            if trace is not None:
+                trace.answered(self.request.tree, self.known, self.known_KV)
+        if self.parts is not None:
+            tokens, numbers = zip(*plan.known.values(), strict=True)
+            values_K, token_K = torch.tensor(numbers, dtype=torch.float32), torch.tensor(tokens)
+            best = self.best_of(self.known)
+            self.found(of_entries(values_K, torch.arange(len(tokens)), token_K, best, self.width), self.known)
 
     def begin(self) -> None:
         """Start with the next group of nodes."""
@@ -249,17 +310,15 @@ class Pending:
         self.trunk_allocated = 0  # by earlier passes of this request
         self.nodes_allocated: list[int] = []
 
-    def trace_known(self, trace: Trace) -> None:
-        """Record the rows that need no evaluation."""
-        if self.known_KV is not None:
-            trace.answered(self.request.tree, self.known, self.known_KV)
-
     @property
     def left(self) -> int:
         return self.trunk_left + len(self.nodes_left)
 
     def answer(self) -> Answer:
-        """The answer: one row per node, in the order of the request."""
+        """The answer: one row per node, in the order of the request; or the best sums."""
+        if self.parts is not None:
+            assert self.request.best is not None
+            return Answer(torch.empty(0, self.width), merged(self.parts, self.request.best.k).numbers())
         if self.known_KV is not None:
             self.rows.append(self.known_KV)
             self.answered += self.known
@@ -281,6 +340,33 @@ class Share:
     nodes: list[int]
     rows: slice
 
+    @property
+    def few(self) -> Few | None:
+        """The allowed tokens of its rows, if the request needs no others."""
+        pending = self.pending
+        if self.job.trace is not None or pending.constrained is None or pending.parts is None:
+            return None
+        return pending.constrained.few(self.chunk.tree, self.nodes)
+
+    def take(self, numbers: Tensor, logp_NV: Tensor) -> None:
+        """Take what a read of its rows returned."""
+        if self.pending.parts is None:
+            self.pending.numbers = numbers
+        else:
+            found = of_rows(numbers, logp_NV[self.rows], self.pending.best_of(self.nodes))
+            self.pending.found(found, self.nodes)
+
+    def take_few(self, few: Few, logp_M: Tensor) -> None:
+        """Take the log-probabilities of the allowed tokens of its rows."""
+        pending = self.pending
+        assert pending.constrained is not None
+        try:
+            pending.constrained.note(self.chunk.tree, self.nodes, few, logp_M)
+        except ConstraintError as error:
+            self.job.fault = error
+        best = pending.best_of(self.nodes)
+        pending.found(of_entries(logp_M, few.row_M, few.token_M, best, pending.width), self.nodes)
+
 
 @dataclass
 class Batch:
@@ -293,7 +379,7 @@ class Batch:
     tokens: int = 0
     asked: list[int] = field(default_factory=list)  # tokens whose rows are wanted
     reads: list[Part] = field(default_factory=list)
-    readers: list[Pending] = field(default_factory=list)  # the owner of each read
+    readers: list[Share] = field(default_factory=list)  # the owner of each read
     edits: list[Edit] = field(default_factory=list)
 
     def add(self, job: Job, chunk: Chunk) -> None:
@@ -305,14 +391,25 @@ class Batch:
         wanted = [(first + i, n) for i, n in enumerate([*last, *chunk.nodes]) if n in pending.asked]
         rows, nodes = slice(len(self.asked), len(self.asked) + len(wanted)), [n for _, n in wanted]
         self.asked += [i for i, _ in wanted]
-        if pending.request.read is not None and nodes == list(pending.request.nodes):  # all of it in this pass
-            self.reads.append((rows, pending.request.read))
-            self.readers.append(pending)
+        share, read = Share(job, pending, chunk, nodes, rows), pending.request.read
+        if pending.parts is not None and nodes:
+            read, observer = partial(_read_best, *pending.best_of(nodes)), self.runner.observer
+            read = read if observer is None else observed_read(observer, read)
+        elif nodes != list(pending.request.nodes):  # not all of it in this pass
+            read = None
+        if read is not None:
+            self.reads.append((rows, read))
+            self.readers.append(share)
         if pending.constrained is not None and nodes:
             edit = pending.constrained.edit(chunk.tree, nodes, rows)
             self.edits.append(edit._replace(apply=guarded_edit(edit.apply, partial(setattr, job, "fault"))))
         self.tokens += len(chunk)
-        self.shares.append(Share(job, pending, chunk, nodes, rows))
+        self.shares.append(share)
+
+
+def _read_best(sums: Sequence[float], k: int, rows_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
+    """An `Evaluate.read`, for a `best`."""
+    return best_sums(rows_NV, sums, k, peaks_NB)
 
 
 class Driver:
@@ -425,22 +522,35 @@ class Driver:
         """Evaluate a batch: rows, and whether each is finite. If that fails, its slots are released."""
         shares, runner, began = batch.shares, batch.runner, time.perf_counter()
         try:
-            logp_NV, finite, numbers = runner.evaluate(
-                [share.chunk for share in shares], batch.asked, batch.reads, batch.edits
-            )
+            logp_NV, finite = self._evaluate(batch)
         except BaseException:
             for chunk in (share.chunk for share in shares):
                 chunk.tree.release_slots(chunk.trunk_tokens, chunk.nodes)
             raise
         now = time.perf_counter()
-        for pending, read in zip(batch.readers, numbers, strict=True):
-            pending.numbers = read
         if all(share.chunk.trunk_tokens <= 1 for share in shares):  # `PassTime` excludes prompts
             runner.time.note(batch.tokens, now - batch.began)
         for share in shares:
             tokens = len(share.chunk)
             share.job.batch_load = batch.tokens - tokens, len(shares) - 1
             share.job.work.setdefault(batch.model, Work()).add(tokens, now - began)
+        return logp_NV, finite
+
+    @staticmethod
+    def _evaluate(batch: Batch) -> tuple[Tensor, list[bool]]:
+        """As `_run`; no rows if only the few tokens that constraints allow were evaluated."""
+        runner, asked = batch.runner, batch.asked
+        chunks, answered = [share.chunk for share in batch.shares], [share for share in batch.shares if share.nodes]
+        few = [share.few for share in answered] if runner.device.type == "cpu" else []
+        if parts := [part for part in few if part is not None] if None not in few else []:
+            logps, finite = runner.evaluate_few(chunks, asked, parts)
+            with phase(runner.observer, "search"):
+                for share, part, logp_M in zip(answered, parts, logps, strict=True):
+                    share.take_few(part, logp_M)
+            return torch.empty(0, 0), finite
+        logp_NV, finite, numbers = runner.evaluate(chunks, asked, batch.reads, batch.edits)
+        for share, read in zip(batch.readers, numbers, strict=True):
+            share.take(read, logp_NV)
         return logp_NV, finite
 
     def _commit(self, batch: Batch, logp_NV: Tensor, finite: list[bool]) -> None:
@@ -452,7 +562,8 @@ class Driver:
                 continue
             if share.nodes:
                 pending.answered += share.nodes
-                pending.rows.append(logp_NV[share.rows])
+                if pending.parts is None:
+                    pending.rows.append(logp_NV[share.rows])
                 if job.trace is not None:
                     job.trace.answered(share.chunk.tree, share.nodes, logp_NV[share.rows])
             if pending.left:
@@ -531,12 +642,14 @@ class Driver:
                 with phase(self.observer, "search"):
                     request = generator.throw(error) if error is not None else generator.send(answer)
                 request = self._request(job, request)
-                job.pending = pending = self._pending(job, request)
+                pending, plan = self._pending(job, request)
+                job.pending = pending
                 if pending.by_rope:
                     pending.begin()
                 if job.trace is not None:
                     job.trace.asked(request)
-                    pending.trace_known(job.trace)
+                if plan is not None and plan.known:
+                    pending.know(plan, self._runner(request).device, job.trace)
                 if pending.left:
                     break
                 error, answer, job.pending = None, pending.answer(), None
@@ -573,18 +686,15 @@ class Driver:
             request = replace(request, read=observed_read(self.observer, request.read))
         return guarded_read(request, fail) if job.foreign else request
 
-    def _pending(self, job: Job, request: Evaluate) -> Pending:
-        """The work of a request; none where a constraint alone determines its rows. Raises ConstraintError."""
+    def _pending(self, job: Job, request: Evaluate) -> tuple[Pending, Plan | None]:
+        """The work of a request, and a constraint's plan of it. Raises ConstraintError."""
         tree, constrained = request.tree, job.constrained
+        width = self._runner(request).model.shape.vocab_size
         if constrained is None or not constrained.watches(tree):
-            return Pending(request, tree.by_rope(request.nodes))
+            return Pending(request, tree.by_rope(request.nodes), width=width), None
         plan = constrained.plan(tree, request.nodes)
-        rows_KV = None
-        if plan.known:
-            runner = self._runner(request)
-            rows_KV = constrained.known_rows(plan, runner.model.shape.vocab_size, runner.device)
         groups = tree.by_rope([*plan.asked, *plan.ahead]) if plan.asked else []
-        return Pending(request, groups, constrained, [*plan.known], rows_KV)
+        return Pending(request, groups, constrained, width=width), plan
 
     def _runner(self, request: Evaluate) -> Runner:
         return next(r for r in self.runners.values() if r.pool is request.tree.pool)

@@ -132,6 +132,7 @@ class Engine:
         memory: int | str | None = None,
         workload: Workload | None = None,
         compile: str = "off",
+        graphs: str = "on",
         quant: str = "none",
         kv_dtype: str = "auto",
         chat_template: str | Path | None = None,
@@ -152,7 +153,9 @@ class Engine:
             memory: bytes that the whole process may hold, or a size, or "auto" for the least of the limits that it
                 runs under: what weights and the rest leave goes to the KV pools. On a CPU.
             workload: what `memory` has to hold at least; None: one token.
-            compile: "on" runs the layers through torch.compile: loading takes seconds more, steps a little less.
+            compile: "on" runs the layers through torch.compile, on a GPU their norms, rotations and activations:
+                loading takes seconds more, steps a little less.
+            graphs: "off" runs every pass kernel by kernel on a GPU, without CUDA graphs.
             kv_dtype: of keys and values: "auto" is the model's; "int8", with a scale for each token and head, takes
                 about half the memory of bfloat16.
             quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products; "auto"
@@ -178,7 +181,7 @@ class Engine:
         if memory is not None:
             loading = Loading.of(folders, options)
             budget = allow(loading, memory, budget, workload or Workload(parallel=parallel))
-        models = load_models(folders, kv_memory=budget, chat_template=chat_template, **options)
+        models = load_models(folders, kv_memory=budget, graphs=graphs, chat_template=chat_template, **options)
         target, *others = [Engine(model, parallel) for model in models.values()]
         target.companions = dict(zip([*models][1:], others, strict=True))
         if callable(reward):

@@ -1,9 +1,13 @@
 """CUDA graphs: a decode step as one launch, recorded once per bucket of sizes.
 
 A small pass is padded to a bucket of (tokens, words of ancestry bits, trees) and written into fixed memory by one copy;
-a graph then computes the log-probabilities: embedding, layers, head, softmax. Lengths and page tables are data, so they
-need no buckets. The first pass of a bucket runs without a graph, as a warm-up; the second is recorded. Prompts, and
-passes larger than the largest bucket, use no graphs: they keep a GPU busy by themselves.
+a graph then computes the log-probabilities: embedding, layers, head, softmax. Lengths, page tables and the words of
+ancestry that are in use are data, so they need no buckets. The first pass of a bucket runs without a graph, as a
+warm-up; the second is recorded. Prompts, and passes larger than the largest bucket, use no graphs: they keep a GPU busy
+by themselves.
+
+Graphs are bounded: `MOST` of them, of which the least recently used goes first, and a share of the device's memory. A
+bucket whose graph cannot be recorded runs without one from then on.
 """
 
 import logging
@@ -14,6 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.compiling import LEAST
 from engine.constrained import Edit
 from engine.driver import Answers, Part, Runner
 from engine.errors import UsageError
@@ -25,9 +30,12 @@ from kernels import cpp
 from kernels.kv_int8 import row_width
 from kernels.layout import WORD
 
-TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
-WORDS = (1, 2, 4, 8, 16)  # 32 branch slots each
-TREES = (1, 2, 4, 8, 16)
+TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+WORDS = (16, 64, 256, 1024)  # 32 branch slots each; kernels find out how many are in use: these are sizes of the copy
+TREES = (1, 2, 4, 8, 16, 32)
+MOST = 64  # graphs
+SHARE = 64  # log-probabilities may take 1/64 of the device's memory, graphs as much again; a stand-in has this memory:
+MEMORY = 1 << 35
 LAYOUT = ("positions_T", "write_slots_T", "trunk_seen_T", "ancestry_TC", "token_starts", "trunk_len_R")
 LAYOUT += (
     "branch_slots_RW",
@@ -40,13 +48,23 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 log = logging.getLogger(__name__)
 
 
-def make_runner(model, pool: PagePool, vocab_size: int, dtype: torch.dtype | None = None) -> Runner:
+def make_runner(
+    model,
+    pool: PagePool,
+    vocab_size: int,
+    dtype: torch.dtype | None = None,
+    *,
+    graphs: bool = True,
+    compiled: bool = False,
+) -> Runner:
     """The runner that suits the device: C++ kernels on a CPU; Triton kernels and CUDA graphs on a GPU.
 
     Where there are no C++ kernels it takes those in PyTorch, with a warning unless the user switched them off.
 
     Args:
         dtype: of the model; None: the cache's.
+        graphs: False: no CUDA graphs.
+        compiled: of a model for which `compile_model` returned True.
 
     Raises:
         UsageError: a GPU, but no triton, or a model that its kernels cannot serve.
@@ -69,29 +87,37 @@ def make_runner(model, pool: PagePool, vocab_size: int, dtype: torch.dtype | Non
             where=f"its kernels take float16, bfloat16, float32 and heads of at most {MAX_HEAD_DIM}",
             remedy="use another --dtype, or --device cpu",
         )
-    return GraphRunner(model, pool, vocab_size, impl="triton", budget=BUDGET, dtype=dtype)
+    kind = GraphRunner if graphs else Runner
+    options = {"rows": "compiled", "token_buckets": LEAST} if compiled else {}
+    return kind(model, pool, vocab_size, impl="triton", budget=BUDGET, dtype=dtype, **options)
 
 
 class GraphRunner(Runner):
     """A runner whose small passes are CUDA graphs.
 
     Args:
-        record: records the work of a function on the device; returns a function that replays it.
+        record: records the work of a function on the device; returns a function that replays it. Its attribute `used`,
+            if it has one, is the memory that its graphs take, in bytes.
         options: as of `Runner`.
     """
 
     def __init__(self, model, pool: PagePool, vocab_size: int, *, record: Recorder | None = None, **options):
         super().__init__(model, pool, vocab_size, **options)
-        self.record = record or _recorder()
-        self._steps: dict[tuple[int, int, int], _Step] = {}
+        self.record = record or _Recorder()
+        self._steps: dict[tuple[int, int, int], _Step] = {}  # the least recently used first
         self._told: set[str] = set()
         self._outputs: tuple[Tensor, ...] = ()  # results of `answer`, with the rows of the largest bucket
+        on_gpu = self.device.type == "cuda"
+        self.allowed = (torch.cuda.get_device_properties(self.device).total_memory if on_gpu else MEMORY) // SHARE
+        rows = self.allowed // (model.shape.vocab_size * torch.float32.itemsize)
+        least = min(self.token_buckets or TOKENS)
+        self.tokens = tuple(n for n in TOKENS if least <= n <= rows) or (least,)
         most = (
             4096
-            + TOKENS[-1] * (5 * 2 + 1 + 2 * pool.ancestors + WORDS[-1])
+            + self.tokens[-1] * (5 * 2 + 1 + 2 * pool.ancestors + WORDS[-1])
             + TREES[-1] * (WORDS[-1] * WORD * 3 + pool.pages)
         )
-        self.host = torch.empty(most, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self.host = torch.empty(most, dtype=torch.int32, pin_memory=on_gpu)
         self.memory = torch.empty(most, dtype=torch.int32, device=self.device)
 
     @torch.inference_mode()
@@ -100,17 +126,13 @@ class GraphRunner(Runner):
     ) -> Answers:
         """As `Runner.evaluate`."""
         if reason := self._unfit(chunks, asked, edits):
-            if reason not in self._told:
-                self._told.add(reason)
-                log.info("without a CUDA graph: %s", reason)
+            self._tell(logging.INFO, reason)
             return super().evaluate(chunks, asked, reads, edits)
-        buckets = {"token_buckets": TOKENS, "word_buckets": WORDS, "tree_buckets": TREES}
+        options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
+        options |= {"token_buckets": self.tokens, "word_buckets": WORDS, "tree_buckets": TREES}
         with phase(self.observer, "pack"):
-            p = pack(chunks, self.pool.page_size, ancestors=self.pool.ancestors, impl=self.impl, **buckets)
-        key = len(p.tokens_T), p.layout.ancestry_TC.shape[1], len(p.layout.trunk_len_R)
-        if key not in self._steps:
-            self._steps[key] = _Step(self, p)
-        step = self._steps[key]
+            p = pack(chunks, self.pool.page_size, **options)
+        step = self._step(p)
         step(p, asked)
         rows_N = step.rows_T[: len(asked)]
         logp_NV, finite_N = (x.index_select(0, rows_N) for x in self._outputs)  # copies: the next pass fills the same
@@ -119,17 +141,44 @@ class GraphRunner(Runner):
         with phase(self.observer, "fetch"):
             return self.fetch(logp_NV, finite_N, None, reads)  # after which the host's memory may be written again
 
+    def _step(self, p: Pass) -> "_Step":
+        """The step of a pass's bucket, which becomes the most recently used one."""
+        key = _bucket(p)
+        step = self._steps.pop(key, None) or _Step(self, p)
+        if len(self._steps) >= MOST:
+            del self._steps[next(iter(self._steps))]
+        self._steps[key] = step
+        return step
+
+    def _tell(self, level: int, reason: str) -> None:
+        """Log once why something runs without a graph."""
+        if reason not in self._told:
+            self._told.add(reason)
+            log.log(level, "without a CUDA graph: %s", reason)
+
     def _unfit(self, chunks: Sequence[Chunk], asked: Sequence[int], edits: Sequence[Edit] = ()) -> str:
         """Why a pass cannot be a graph; "" if it can."""
         if any(edit.logits for edit in edits):
             return "a pass whose logits are edited"
         if not asked or any(c.trunk_tokens > 1 for c in chunks):
             return "a pass that reads a prompt"
-        if sum(c.trunk_tokens + len(c.nodes) for c in chunks) > TOKENS[-1]:
-            return f"a pass of more than {TOKENS[-1]} tokens"
+        if sum(c.trunk_tokens + len(c.nodes) for c in chunks) > self.tokens[-1]:
+            return f"a pass of more than {self.tokens[-1]} tokens"
         if max(len(c.tree.branch_table()[0]) if c.nodes else 0 for c in chunks) > WORDS[-1] * WORD:
             return f"a tree of more than {WORDS[-1] * WORD} branch slots"
         return f"a pass of more than {TREES[-1]} trees" if len(chunks) > TREES[-1] else ""
+
+    def recorded(self, run: Callable[[], None], like: Pass) -> Callable[[], None]:
+        """A function that replays `run` from a graph; `run` itself where no graph can be recorded."""
+        size = "the bucket of tokens {}, words {}, trees {}".format(*_bucket(like))
+        if getattr(self.record, "used", 0) >= self.allowed:
+            self._tell(logging.WARNING, f"{size}: graphs take {self.allowed >> 20} MiB already")
+            return run
+        try:
+            return self.record(run)
+        except RuntimeError as error:  # of the capture: an operation that no graph can have, or no memory for it
+            self._tell(logging.WARNING, f"{size}: it cannot be recorded: {str(error).strip().partition(chr(10))[0]}")
+            return run
 
     def run(self, p: Pass) -> None:
         """The recorded part of a pass."""
@@ -137,7 +186,7 @@ class GraphRunner(Runner):
             hidden_TE = self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
         results = self.answer(hidden_TE)[:2]  # there are no peaks
         if not self._outputs:
-            self._outputs = tuple(x.new_empty(TOKENS[-1], *x.shape[1:]) for x in results)
+            self._outputs = tuple(x.new_empty(self.tokens[-1], *x.shape[1:]) for x in results)
         for place, result in zip(self._outputs, results, strict=True):
             place[: len(result)] = result
 
@@ -171,8 +220,14 @@ class _Step:
             self.runner.run(self.inputs)
             return
         if self.replay is None:
-            self.replay = self.runner.record(lambda: self.runner.run(self.inputs))
+            self.replay = self.runner.recorded(lambda: self.runner.run(self.inputs), self.inputs)
         self.replay()
+
+
+def _bucket(p: Pass) -> tuple[int, int, int]:
+    """Tokens, words of ancestry and trees."""
+    tokens, words = p.layout.ancestry_TC.shape
+    return tokens, words, len(p.layout.trunk_len_R)
 
 
 def _fields(p: Pass, rows_T: Tensor) -> list[Tensor]:
@@ -193,14 +248,23 @@ def _view(memory: Tensor, at: int, like: Tensor) -> Tensor:
     return memory[at : at + like.numel() * like.itemsize // 4].view(like.dtype).view(like.shape)
 
 
-def _recorder() -> Recorder:
-    """Records CUDA graphs that share their memory, as no two of them run at once."""
-    pool = torch.cuda.graph_pool_handle()
+class _Recorder:
+    """Records CUDA graphs that share their memory, as no two of them run at once.
 
-    def record(run: Callable[[], None]) -> Callable[[], None]:
+    Attributes:
+        used: bytes of the device that recording took, which are kept when a graph goes: later ones use them again.
+    """
+
+    def __init__(self):
+        self.pool, self.used = torch.cuda.graph_pool_handle(), 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            run()
+        torch.cuda.synchronize()
+        free, _ = torch.cuda.mem_get_info()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                run()
+        finally:
+            self.used += max(0, free - torch.cuda.mem_get_info()[0])
         return graph.replay
-
-    return record

@@ -17,7 +17,7 @@ from engine.driver import Runner
 from engine.errors import CheckpointError, UsageError, check_integer
 from engine.fastest import Choice, fastest_format
 from engine.gpu import check_gpu
-from engine.graphs import make_runner
+from engine.graphs import GraphRunner, make_runner
 from engine.memory import make_pools, read_size, total_memory
 from engine.pool import PagePool
 from engine.text.template import ChatTemplate
@@ -105,7 +105,7 @@ class _Weights:
         template = load_template(folder, chat_template, tokenizer)
         trim_memory()  # of the parsed files: a third of what a tokenizer took
         model = load_model(checkpoint, precision.dtype, device, kept.name)
-        compiled = compile == "on" and compile_model(model)
+        compiled = compile == "on" and compile_model(model, device)
         return _Weights(Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template, kv_dtype)
 
     def eos_token_ids(self) -> frozenset[int]:
@@ -117,16 +117,19 @@ class _Weights:
             eos = frozenset([self.tokenizer.eos_token_id])
         return eos
 
-    def with_pool(self, pool: PagePool) -> LoadedModel:
-        """Make the model ready to run on a pool."""
+    def with_pool(self, pool: PagePool, graphs: bool) -> LoadedModel:
+        """Make the model ready to run on a pool, on a GPU with CUDA graphs if they are wanted."""
         shape, tokenizer, bos = self.model.shape, self.tokenizer, self.checkpoint.bos_token_id
         vocab_size = min(shape.vocab_size, tokenizer.size) if tokenizer else shape.vocab_size
-        runner = make_runner(self.model, pool, vocab_size, self.precision.dtype)
+        options = {"graphs": graphs, "compiled": self.compiled}
+        runner = make_runner(self.model, pool, vocab_size, self.precision.dtype, **options)
         eos = self.eos_token_ids()
         start = bos if bos is not None else min(eos, default=0)
-        if self.compiled and runner.device.type == "cpu":
-            runner.token_buckets = runner.word_buckets = LEAST
-            warm_up(self.model, lambda: runner.logits([start] * 5))
+        if self.compiled:
+            if runner.device.type == "cpu":
+                runner.token_buckets = runner.word_buckets = LEAST
+            if not warm_up(self.model, lambda: runner.logits([start] * 5)):
+                runner.rows = None
         return LoadedModel(
             runner,
             shape,
@@ -141,7 +144,10 @@ class _Weights:
 
     def _capabilities(self, runner: Runner) -> Capabilities:
         """What the model runs on; its warning names the parts of the checkpoint that are not loaded."""
-        found = Capabilities.of(self.model, self.precision, self.quant, runner.device, runner.impl, self.kv_dtype)
+        graphs = isinstance(runner, GraphRunner)
+        found = Capabilities.of(
+            self.model, self.precision, self.quant, runner.device, runner.impl, self.kv_dtype, graphs
+        )
         if not (left_out := self.checkpoint.left_out):
             return found
         parts = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in left_out.items())
@@ -158,6 +164,7 @@ def load_models(
     compile: str,
     quant: str,
     kv_dtype: str,
+    graphs: str,
     chat_template: str | Path | None,
 ) -> dict[str, LoadedModel]:
     """Load models by role, with pools of as many tokens each; arguments and errors as of `Engine.load`.
@@ -169,12 +176,16 @@ def load_models(
     check_quant(quant, where)
     if kv_dtype not in KV_DTYPES:
         raise UsageError(f"kv_dtype: expected {' or '.join(KV_DTYPES)}, got {kv_dtype!r}")
+    if graphs not in ("on", "off"):
+        raise UsageError(f"graphs: expected on or off, got {graphs!r}")
     parts = {
         role: _Weights.load(folder, dtype, where, chat_template if role == "target" else None, quant, compile, kv_dtype)
         for role, folder in folders.items()
     }
     pools = make_pools([(part.model.shape, part.cache_dtype) for part in parts.values()], where, kv_memory)
-    models = {role: part.with_pool(pool) for (role, part), pool in zip(parts.items(), pools, strict=True)}
+    models = {
+        role: part.with_pool(pool, graphs == "on") for (role, part), pool in zip(parts.items(), pools, strict=True)
+    }
     for role in list(models)[1:]:
         check_companion(role, models["target"], models[role])
     return models

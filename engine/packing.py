@@ -52,6 +52,7 @@ def pack(
     word_buckets: Sequence[int] | None = None,
     tree_buckets: Sequence[int] | None = None,
     impl: str = "torch",
+    rows: str | None = None,
 ) -> Pass:
     """Lay out chunks one after the other; their tokens have slots.
 
@@ -63,6 +64,7 @@ def pack(
         token_buckets, word_buckets, tree_buckets: sizes that T, the ancestry words and R are padded to, so that
             compiled graphs are reused. Padding tokens attend to nothing and write to the trash slot.
         impl: of the operators, see `kernels.tree_attention`.
+        rows: of the operators on rows, see `kernels.rows`; None: `impl`.
     """
     columns = _Tokens(ancestors)
     for chunk in chunks:
@@ -86,6 +88,7 @@ def pack(
         ancestry_TC=_tensor(ancestry).view(len(columns.bits), C),
         page_size=page_size,
         impl=impl,
+        rows=rows,
         ancestors_TN=_tensor(array("q", columns.ancestors)).view(-1, ancestors) if ancestors else None,
     ).to(device)
     tokens_T, spans_T = (_tensor(array("q", x)).to(device, non_blocking=True) for x in (columns.tokens, columns.spans))

@@ -70,6 +70,11 @@ class Masked(Processor):
                 raise ConstraintError(f"allowed: expected an entry for each of {len(states)} states, got {len(found)}")
             return [Allowed.of(tokens, self.vocab) for tokens in found]
 
+    def item(self, tokens: Sequence[int]) -> str | int | None:
+        """See `Constraint.item`. Raises ConstraintError."""
+        with attributed(self.constraint, "item"):
+            return self.constraint.item(list(tokens))
+
     def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
         """Set forbidden tokens to -inf; `states` are of type Allowed here."""
         mask(rows_NV, states)

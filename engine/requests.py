@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
+from engine.best import Best, of_all
 from engine.pool import PagePool
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
@@ -29,7 +30,8 @@ class Answer(NamedTuple):
             request, normalised over the model's vocabulary; ids past the tokenizer's are -inf afterwards, and so are
             tokens that a constraint forbids (see `engine.Rules`). [N, 1], a score per node, for a tree of a scalar-head
             model.
-        numbers: the result of the request's `read`, float64 [n], on the host; None without a `read`.
+            [0, V] if the request has a `best`.
+        numbers: the result of the request's `read` or `best`, float64 [n], on the host; None without them.
     """
 
     rows_NV: Tensor
@@ -48,14 +50,19 @@ class Evaluate:
         read: function of the rows and their peaks (see `kernels.rows.log_softmax`; None if they were not computed),
             both on the model's device. It returns the numbers that the search needs on the host, float64 [n] on that
             device; the driver brings the numbers of all searches to the host at once.
+        best: the best sums are wanted, and no rows, which need not exist then: `numbers` are the sums that are finite,
+            best first, and as many places, row * V + token. Of equal sums the lower place comes first. Not with `read`.
     """
 
     tree: TokenTree
     nodes: Sequence[int]
     read: Read | None = None
+    best: Best | None = None
 
     def answer(self, rows_NV: Tensor, peaks_NB: Tensor | None = None) -> Answer:
-        """The answer that consists of these rows, and of what `read` returns for them."""
+        """The answer that consists of these rows, and of what `read` returns for them; or of their best sums."""
+        if self.best is not None:
+            return Answer(rows_NV[:0], of_all(rows_NV, peaks_NB, self.best).numbers())
         return Answer(rows_NV, None if self.read is None else self.read(rows_NV, peaks_NB).cpu())
 
 
@@ -87,6 +94,8 @@ class Output:
         score: what the search ranks by; None if interrupted, or if a constraint ended the output.
         finish_reason: "eos", "stop" (a stop string), "length", "constraint" (it allows no token) or "interrupted".
         text: the tokens as text, stop string cut off; filled in by the engine.
+        item: the id of the item of a catalogue that the output is; None without a catalogue, or if a limit cut the
+            output before the end of an item. Filled in by the engine.
     """
 
     token_ids: list[int]
@@ -94,6 +103,7 @@ class Output:
     score: float | None
     finish_reason: str
     text: str = ""
+    item: str | int | None = None
 
 
 @dataclass
@@ -107,6 +117,9 @@ class SearchResult:
         """The result as an output line of a batch; `thoughts` part "reasoning" from "text"."""
         keys = ("text", "token_ids", "logprob", "score", "finish_reason")
         outputs = [{key: getattr(output, key) for key in keys} for output in self.outputs]
+        for output, record in zip(self.outputs, outputs, strict=True):
+            if output.item is not None:
+                record["item"] = output.item
         if thoughts is not None:
             outputs = [_parted(output, thoughts) for output in outputs]
         return {"id": id, "outputs": outputs, "stats": self.stats}

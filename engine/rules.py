@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.catalogue import Catalogue, Items, open_catalogue
 from engine.constrained import Constrained
 from engine.constraints import AfterThought, Choices, Constraint, PrefixAllowed, check_constraint, packed
 from engine.contract import brief
@@ -16,7 +18,7 @@ from engine.grammars import JSON_SCHEMA, KINDS, compile_grammar, source_of
 from engine.processors import Bias, Hook, Masked, NoRepeatNGram, Processor, RepetitionPenalty, Suppress
 from engine.text.tokenizer import Tokenizer
 
-ONE_OF = ("constraint", "choices", *KINDS, "prefix_allowed_tokens_fn")  # at most one is given
+ONE_OF = ("constraint", "choices", "catalogue", *KINDS, "prefix_allowed_tokens_fn")  # at most one is given
 SCORES = MODEL, RENORMALISED = ("model", "renormalised")
 MOST = 1e6  # of a penalty and of a bias
 Words = Sequence[str | Sequence[int]]
@@ -38,6 +40,8 @@ class Rules:
             next need the extra `grammar`; see `engine.grammars`.
         regex: a regular expression that the whole output matches.
         grammar: a grammar of the output, in Lark's form as llguidance has it, or in llama.cpp's GBNF.
+        catalogue: the same for many: an `engine.Catalogue` or its file, see `tools.catalogue`. An output then has the
+            id of its item.
         logit_bias: token ids -> numbers added to their log-probabilities.
         sequence_bias: sequences of token ids -> numbers added to the last of them, where the others come before it; a
             mapping, or a list of pairs.
@@ -62,6 +66,7 @@ class Rules:
     json_schema: Mapping[str, Any] | bool | str | None = None
     regex: str | None = None
     grammar: str | None = None
+    catalogue: Catalogue | str | Path | None = None
     logit_bias: Mapping[int | str, float] | None = None
     sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any] | None = None
     repetition_penalty: float = 1.0
@@ -88,11 +93,20 @@ class Rules:
             )
         if not all(map(callable, self._hooks())):
             raise UsageError(f"logits_processor: expected a function, or some, got {brief(self.logits_processor)}")
-        if len(given := [name for name in ONE_OF if getattr(self, name) not in (None, (), [])]) > 1:
+        if not isinstance(self.catalogue, Catalogue | str | Path | None):
+            raise UsageError(f"catalogue: expected a path or an engine.Catalogue, got {brief(self.catalogue)}")
+        alone = {name: getattr(self, name) for name in ONE_OF} | {"choices": self.choices or None}
+        if len(given := [name for name, value in alone.items() if value is not None]) > 1:
             raise UsageError(f"{' and '.join(given)}: expected at most one of {', '.join(ONE_OF)}")
         for kind in KINDS:
             if (value := getattr(self, kind)) is not None:
                 source_of(kind, value)
+        self.items()
+
+    def items(self) -> Catalogue | None:
+        """The catalogue; None without one. Raises UsageError: its file cannot be read."""
+        given = self.catalogue
+        return given if isinstance(given, Catalogue | None) else open_catalogue(given)
 
     def at_work(
         self, prompt: Sequence[int], limit: int, vocab: int, eos: frozenset[int], tokenizer: Tokenizer | None
@@ -133,7 +147,8 @@ class Rules:
         if shortest > 0 and ends:
             made.append(Suppress(ends, shortest))
         if (constraint := self._constraint(vocab, ends, tokenizer)) is not None:
-            if constraint is not self.constraint and tokenizer is not None and _thinks(prompt, tokenizer):
+            of_text = constraint is not self.constraint and self.catalogue is None
+            if of_text and tokenizer is not None and _thinks(prompt, tokenizer):
                 free_V = torch.ones(vocab, dtype=torch.int64)
                 free_V[ends] = 0
                 constraint = AfterThought(constraint, tokenizer.thought_ids[1], packed(free_V))
@@ -149,6 +164,9 @@ class Rules:
                 return compile_grammar(kind, value, tokenizer, vocab, ends)
         if self.choices:
             return Choices(_sequences("choices", self.choices, vocab, tokenizer), ends)
+        if (catalogue := self.items()) is not None:
+            catalogue.check(tokenizer, vocab)
+            return Items(catalogue, ends)
         function = self.prefix_allowed_tokens_fn
         return PrefixAllowed(function) if function is not None else self.constraint
 
@@ -181,8 +199,8 @@ class Rules:
 
 RULES = tuple(field.name for field in fields(Rules))
 PLAIN_RULES = tuple(
-    name for name in RULES if name not in ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
-)  # those that JSON can hold
+    name for name in RULES if name not in ("constraint", "catalogue", "prefix_allowed_tokens_fn", "logits_processor")
+)  # those that a batch line may have: JSON, and no files
 
 
 def _thinks(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:

@@ -4,6 +4,7 @@ Every implementation of an operator refuses the same inputs with the same error.
 what only it cannot do, for example a dtype that C++ does not have.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -122,7 +123,7 @@ def short_conv(
     expect("ancestors_TN", ancestors_TN, torch.int64, (T, K - 1), device)
 
 
-def queries(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, window: int | None) -> None:
+def queries(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, window: int | None, cap: float | None) -> None:
     """Raises ValueError for queries and a cache that `kernels.tree_attention.tree_attention` does not take."""
     cache(k_GSD, v_GSD)
     floats("q_THD", q_THD, 3)
@@ -133,6 +134,8 @@ def queries(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, window: int | None) -> 
     expect("q_THD", q_THD, dtype, (T, H, D), k_GSD.device, contiguous=False)
     if window is not None and window < 0:
         raise ValueError(f"window: expected None or at least 0, got {window}")
+    if cap is not None and not 0 < cap < math.inf:
+        raise ValueError(f"cap: expected None or more than 0, got {cap}")
 
 
 def tensors(layout: TreeLayout, device: torch.device) -> None:

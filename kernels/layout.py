@@ -41,7 +41,13 @@ class TreeLayout:
     ancestry_TC: Tensor  # int32 words, bit i: this token sees branch slot i of its tree
     page_size: int
     impl: str = "torch"  # which implementation of the operators the engine chose
+    rows: str | None = None  # implementation of the operators on rows; None: `impl`
     ancestors_TN: Tensor | None = None  # int64, slots of the latest ancestors, parents first; NULL_SLOT where none is
+
+    @property
+    def rows_impl(self) -> str:
+        """Which implementation of the operators on rows the engine chose."""
+        return self.rows or self.impl
 
     def to(self, device: torch.device | str) -> "TreeLayout":
         """The same layout on a device, but for `trunk_runs`."""

@@ -124,7 +124,7 @@ struct Attention {
     const int64_t* branch_slots;
     const int32_t* branch_positions;
     const uint32_t* ancestry;
-    float scale;
+    float scale, cap;  // a cap of 0: none
 };
 
 // Returns 1 if a layout leads to slots of the cache only, else 0; `ranges` in checks.py finds out what is wrong.
@@ -168,7 +168,7 @@ struct Layer {
     Norms attention_norms, mlp_norms;
     Norm q_norm, k_norm, conv;
     Matrix qkv, out, up, down;
-    float scale, residual_scale;
+    float scale, cap, residual_scale;
 };
 
 struct Stack {
@@ -178,8 +178,8 @@ struct Stack {
     float eps;
 };
 
-// x [T, E] is changed, out [T, E] takes it through the last norm. `attention` is that of every layer but for window and
-// scale; its queries will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D] of the layers
+// x [T, E] is changed, out [T, E] takes it through the last norm. `attention` is that of every layer but for window,
+// scale and cap; its queries will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D] of the layers
 // with attention, rows [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions.
 void coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t threads, void* x,
                    char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out, int64_t tokens, int64_t slots,

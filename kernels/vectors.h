@@ -140,6 +140,16 @@ inline Floats exp2_of(Floats x) {
     return scaled(y, whole, x);
 }
 
+inline Floats tanh_of(Floats x) {
+    const Floats square = x * x, e = exp2_of((x < 0 ? x : -x) * (2 * LOG2_E)), far = (1 - e) / (1 + e);
+    Floats y = all(-6.274231621e-03f);
+    y = y * square + 2.107167298e-02f;
+    y = y * square - 5.385230828e-02f;
+    y = y * square + 1.333258612e-01f;
+    y = y * square - 3.333331756e-01f;
+    return square < 0.3f ? x + x * square * y : x < 0 ? -far : far;
+}
+
 // The sum of 2^((x - top) * scale); top is the largest.
 template <typename T>
 inline double mass_of(const T* x, int64_t width, float top, float scale) {

@@ -8,7 +8,23 @@ import torch
 # isort: on
 from collections.abc import Callable
 
-from models import gpt2, granite, hunyuan, lfm2, llama, mistral, olmo, opt, phi, phi3, qwen2, qwen3, smollm3, stablelm
+from models import (
+    gemma,
+    gpt2,
+    granite,
+    hunyuan,
+    lfm2,
+    llama,
+    mistral,
+    olmo,
+    opt,
+    phi,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    stablelm,
+)
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
 from models.errors import CheckpointError
@@ -31,6 +47,9 @@ _CLASSES: list[type[Decoder]] = [
     hunyuan.HunYuan,
     stablelm.StableLM,
     lfm2.LFM2,
+    gemma.Gemma,
+    gemma.Gemma2,
+    gemma.Gemma3,
 ]
 FAMILIES = {name: family for family in _CLASSES for name in family.architectures}
 

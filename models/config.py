@@ -42,6 +42,7 @@ class Config:
         attention_bias, out_bias, mlp_bias, head_bias: the matrices of queries, keys and values, the one after
             attention (None: as those), those of the MLP and the head have biases.
         windows, scales: of attention, by layer; empty: none, and 1 / sqrt(head_dim).
+        attention_cap: scores of attention become cap * tanh(score / cap).
         taps: of the short convolution that a layer has in the place of attention, 0: it has attention; empty: all have.
         conv_bias: convolutions and the matrices around them have biases.
         embedding_width: of the embedding, where matrices lead from it to `width` and back.
@@ -79,6 +80,7 @@ class Config:
     head_bias: bool = False
     windows: tuple[int | None, ...] = ()
     scales: tuple[float, ...] = ()
+    attention_cap: float | None = None
     taps: tuple[int, ...] = ()
     conv_bias: bool = False
     embedding_width: int | None = None
@@ -287,10 +289,12 @@ def rotary(
     *,
     positions: int,
     activation: str = "silu",
+    activation_field: str = "hidden_act",
     kv_heads: int | None = None,
     head_dim: int | None = None,
     mlp_width: int | None = None,
     tied: bool = False,
+    one_rope: bool = True,
     **rope: Any,
 ) -> dict[str, Any]:
     """Arguments of a `Config` that families with rotary embeddings read alike.
@@ -298,6 +302,8 @@ def rotary(
     Args:
         positions, activation, kv_heads, head_dim, tied: values of absent fields; None: as many heads as queries have,
             and an even share of the width.
+        activation_field: the name of the field.
+        one_rope: all layers share a rotary table; if not, `Config.ropes` is for the caller to read.
         mlp_width: of a family that has another field for it than `intermediate_size`.
         rope: see `RopeConfig.from_hf`.
 
@@ -315,7 +321,7 @@ def rotary(
     if size % 2 and "partial" not in rope:
         raise fields.error("head_dim", "an even number")
     max_positions = fields.int("max_position_embeddings", default=positions, high=2**31)
-    return common(fields, activation="hidden_act", default=activation, tied=tied) | {
+    return common(fields, activation=activation_field, default=activation, tied=tied) | {
         "width": width,
         "heads": heads,
         "kv_heads": shared,
@@ -323,7 +329,7 @@ def rotary(
         "mlp_width": mlp_width or fields.int("intermediate_size"),
         "layers": fields.int("num_hidden_layers", high=2**14),
         "max_positions": max_positions,
-        "rope": RopeConfig.from_hf(fields, size, max_positions, **rope),
+        "rope": RopeConfig.from_hf(fields, size, max_positions, **rope) if one_rope else None,
     }
 
 

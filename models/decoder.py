@@ -17,6 +17,7 @@ from models.checkpoint import Checkpoint
 from models.config import HEAD, SCORE, Config, ModelShape, Names
 from models.fields import Fields
 from models.layers import Layer, Norm, Rope
+from models.linear import Linear
 from models.rope import BUFFERS, RotaryEmbedding
 from models.weights import Weights
 
@@ -108,16 +109,21 @@ class Decoder(nn.Module):
             assert isinstance(layer, Layer)
             rope: Rope = None if layer.table is None else tables[layer.table]
             x_TE = layer(x_TE, rope, cache.layers[i], layout)
-        return x_TE if self.norm is None else self.norm(x_TE, layout.impl)
+        return x_TE if self.norm is None else self.norm(x_TE, layout.rows_impl)
 
-    def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype."""
-        c, logits_NV = self.config, self.head(hidden_NE if self.project_out is None else self.project_out(hidden_NE))
+    def logits(self, hidden_NE: Tensor, head: Linear | None = None) -> Tensor:
+        """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype.
+
+        Args:
+            head: some rows of the head, for logits of their tokens alone.
+        """
+        rows_NE = hidden_NE if self.project_out is None else self.project_out(hidden_NE)
+        c, logits_NV = self.config, (head or self.head)(rows_NE)
         if c.scores:
             return logits_NV
         if c.logit_divisor != 1.0:
             logits_NV = logits_NV / c.logit_divisor
-        return logits_NV if c.logit_cap is None else torch.tanh(logits_NV / c.logit_cap) * c.logit_cap
+        return logits_NV if c.logit_cap is None else (logits_NV / c.logit_cap).tanh_().mul_(c.logit_cap)
 
     def _stack(self) -> Stack | None:
         c, layers = self.config, []

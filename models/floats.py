@@ -97,6 +97,13 @@ class PackedLinear(nn.Module):
         y = linear(x.float(), self.packed).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
+    def rows(self, ids_U: Tensor) -> "PackedLinear | None":
+        """See `models.linear.Linear`."""
+        if self.packed is None:
+            return None
+        bias = None if self.bias is None else [self.bias[ids_U]]
+        return PackedLinear(self.packed.rows(ids_U), bias, dtype=self.dtype, device=self.packed.panels.device)
+
 
 class FloatLinear(PackedLinear):
     """y = x W^T + b, see `models.linear.Linear`.

@@ -67,10 +67,10 @@ class Attention(nn.Module):
         self.k_norm = Norm(c, weights, layer + names.k_norm) if c.head_norms else None
         self.all_heads, self.norms_last = c.head_norms == "all", c.norms_last
         self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
-        self.scale, self.window = c.scale(index), c.window(index)
+        self.scale, self.window, self.cap = c.scale(index), c.window(index), c.attention_cap
 
     def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
-        H, G, impl, (k_GSD, v_GSD) = self.heads, self.kv_heads, layout.impl, kept
+        H, G, impl, (k_GSD, v_GSD) = self.heads, self.kv_heads, layout.rows_impl, kept
         rows_THD = self.qkv(x_TE).unflatten(-1, (H + 2 * G, self.head_dim))
         if self.q_norm is None and (rope is None or len(rope) == 2):
             turned_THD, v_TGD = rows_THD.split([H + G, G], 1)
@@ -85,8 +85,8 @@ class Attention(nn.Module):
                 q_THD, k_TGD = rotary(q_THD, *rope[-2:], impl=impl), rotary(k_TGD, *rope[:2], impl=impl)
             if self.norms_last:
                 q_THD, k_TGD = self._normed(q_THD, self.q_norm, impl), self._normed(k_TGD, self.k_norm, impl)
-        kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=impl)
-        mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=self.scale, window=self.window)
+        kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=layout.impl)
+        mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=self.scale, window=self.window, cap=self.cap)
         return self.out(mixed_THD.flatten(1))
 
     @property
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         """Arguments of a stack's layer."""
         norms = {name: norm and norm.vectors for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm))}
         options = {"all_heads": self.all_heads, "norms_last": self.norms_last}
-        return {"scale": self.scale, "window": self.window} | norms | options
+        return {"scale": self.scale, "window": self.window, "cap": self.cap} | norms | options
 
     def _normed(self, x_THD: Tensor, norm: Norm | None, impl: str) -> Tensor:
         if norm is None:
@@ -215,7 +215,7 @@ class Layer(nn.Module):
 
     def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
         # Not the modules' calls, which take microseconds per layer.
-        attend, feed, cache, impl = self.attention.forward, self.mlp.forward, (kept, layout), layout.impl
+        attend, feed, cache, impl = self.attention.forward, self.mlp.forward, (kept, layout), layout.rows_impl
         attending, feeding = self.attention_residual, self.mlp_residual
         read_TE = attending.read(x_TE, impl)
         if feeding is None:

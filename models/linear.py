@@ -26,6 +26,9 @@ class Linear(Protocol):
         """[..., in] -> [..., sum of outs]."""
         ...
 
+    def rows(self, ids_U: Tensor) -> "Linear | None":
+        """A layer of these outputs alone, int64, in their order; None if the weights are in no form for that."""
+
 
 class Joined(nn.Module):
     """Layers of one input side by side, see `Linear`: for matrices that are kept in different ways."""
@@ -42,6 +45,9 @@ class Joined(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
         return torch.cat([layer(x) for layer in self.layers], -1)
+
+    def rows(self, ids_U: Tensor) -> None:
+        """See `Linear`."""
 
 
 class Format(Protocol):

@@ -26,11 +26,13 @@ class TextModel:
         architecture: of the text model alone.
         required: values of `REQUIRED` where the config leaves them out, as transformers has them.
         more: further fields that differ from the architecture's own defaults.
+        unused: fields that transformers makes use of in the text model alone, and not inside a whole.
     """
 
     architecture: str
     required: tuple[int, int, int, int, int]
     more: Mapping[str, Any] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
 
     def defaults(self) -> dict[str, Any]:
         """All fields that a config may leave out."""
@@ -44,7 +46,7 @@ _QWEN_VL = TextModel(
 )
 TEXT_MODELS = {
     "gemma2": TextModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8)),
-    "gemma3_text": TextModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8)),
+    "gemma3_text": TextModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),
     "granite": TextModel("GraniteForCausalLM", (32000, 4096, 11008, 32, 32)),
     "hunyuan_v1_dense": TextModel("HunYuanDenseV1ForCausalLM", (290943, 4096, 11008, 32, 32)),
     "lfm2": TextModel("Lfm2ForCausalLM", (65536, 2560, 12288, 32, 32)),
@@ -109,6 +111,7 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
     # Of both, the defaults of the wrappers differ: a file without a head has its embedding for one.
     inner.setdefault("tie_word_embeddings", True)
     inner |= {name: value for name, value in model.defaults().items() if inner.get(name) is None}
+    inner |= dict.fromkeys(model.unused)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := inner.get(name), dict):
             inner[name] = {key: "default" if value == "mrope" else value for key, value in rope.items()}

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
+from engine.best import Best
 from engine.contract import attributed, is_ours
 from engine.errors import UsageError
 from engine.requests import Answer, Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task  # noqa: F401
@@ -173,18 +173,10 @@ def evaluate_best(
     Returns:
         sums, rows, tokens: the greatest sum first, of equal sums the lower row, then the lower token.
     """
-    logp_NV, numbers = yield Evaluate(tree, nodes, lambda rows_NV, peaks_NB: best_sums(rows_NV, scores, k, peaks_NB))
-    packed = numbers.tolist()
-    V, k = logp_NV.shape[1], len(packed) // 2
-    found = list(zip(packed[:k], packed[k : 2 * k], strict=True))
-    if (
-        packed[-1] == packed[k - 1] > -math.inf
-    ):  # a tie across the border: it is not defined which of the equals topk chose
-        sums = (logp_NV + torch.tensor(scores, dtype=torch.float32, device=logp_NV.device).unsqueeze(1)).view(-1)
-        flat = (sums >= packed[k - 1]).nonzero().view(-1)
-        found = list(zip(sums[flat].tolist(), flat.tolist(), strict=True))
-    found = sorted(((s, int(i)) for s, i in found if s != float("-inf")), key=lambda c: (-c[0], c[1]))[:k]
-    return [s for s, _ in found], [i // V for _, i in found], [i % V for _, i in found]
+    rows_0V, numbers = yield Evaluate(tree, nodes, best=Best(scores, k))
+    sums, places = numbers.view(2, -1)
+    rows, tokens = places.long() // (V := rows_0V.shape[1]), places.long() % V
+    return sums.tolist(), rows.tolist(), tokens.tolist()
 
 
 def likely(logp_NV: Tensor, least: float, peaks_NB: Tensor | None = None) -> Tensor:

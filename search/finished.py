@@ -1,6 +1,7 @@
 """Finished hypotheses: the ended sequences of a search, ranked by score."""
 
 import math
+from bisect import insort
 from collections.abc import Iterable
 
 from engine.tree import TokenTree, shared_length
@@ -29,8 +30,7 @@ class Finished:
     def add(self, tokens: list[int], logprob: float, reason: str, unscored: float = 0.0) -> None:
         """Keep a hypothesis if it is among the best; `unscored` adds to the log-probability, but not to the score."""
         score = self.score(logprob, len(tokens))
-        self.outputs.append(Output(tokens, logprob + unscored, score, reason))
-        self.outputs.sort(key=_score, reverse=True)
+        insort(self.outputs, Output(tokens, logprob + unscored, score, reason), key=lambda output: -_score(output))
         if self.most is not None:
             del self.outputs[self.most :]
 

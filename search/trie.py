@@ -48,7 +48,7 @@ class Trie(Search):
         done = Finished(self.length_penalty, self.beams)
         for step in range(1, task.max_new_tokens + 1):
             sums, rows, tokens = yield from evaluate_best(tree, live, scores, candidates)  # T2
-            reasons = [self._finish(task, live[r], token, step) for r, token in zip(rows, tokens, strict=True)]  # T3
+            reasons = self._reasons(task, live, rows, tokens, step)  # T3
             for rank, reason in enumerate(reasons[: self.beams]):  # T4
                 if reason:
                     path = [*tree.path(live[rows[rank]]), tokens[rank]]
@@ -69,10 +69,14 @@ class Trie(Search):
         yield Report(done.remainder())
         return SearchResult(done.outputs[: self.num_return_sequences], {"steps": step})
 
-    def _finish(self, task: Task, parent: int, token: int, step: int) -> str | None:
-        if task.hits_stop is not None and token not in task.eos_token_ids:
-            return task.finish_reason([*task.tree.path(parent), token])
-        return "eos" if token in task.eos_token_ids else "length" if step == task.max_new_tokens else None
+    @staticmethod
+    def _reasons(task: Task, live: list[int], rows: list[int], tokens: list[int], step: int) -> list[str | None]:
+        """Why each candidate ends; None where it goes on."""
+        eos, last = task.eos_token_ids, "length" if step == task.max_new_tokens else None
+        if task.hits_stop is None:
+            return ["eos" if token in eos else last for token in tokens]
+        candidates = zip(rows, tokens, strict=True)
+        return ["eos" if t in eos else task.finish_reason([*task.tree.path(live[r]), t]) for r, t in candidates]
 
     def _report(self, task: Task, done: Finished, live: list[int], scores: list[float]) -> Report:
         def best() -> list[int]:

@@ -72,11 +72,13 @@ def test_low_precision_is_near(dtype):
     assert errors["cuda"] <= 2 * errors["cpu"]
 
 
-def test_compiled_layers_in_graphs():
+def test_compiled_operators_in_graphs():
     eager = Engine.load(GOLDEN / "gqa", dtype="float32", device="cuda")
     compiled = Engine.load(GOLDEN / "gqa", dtype="float32", device="cuda", compile="on")
     prompts = [list(range(5, 60)), [9]]
+    torch._dynamo.utils.counters.clear()
     for _ in range(2):
         want = eager.generate(prompts, Trie(beams=4), max_new_tokens=12)
         got = compiled.generate(prompts, Trie(beams=4), max_new_tokens=12)
         assert [r.outputs[0].token_ids for r in got] == [r.outputs[0].token_ids for r in want]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0  # loading compiled all there is

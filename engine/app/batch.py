@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from engine.app.cli import (
+    PARALLEL,
     Parser,
     add_limit_flags,
     add_model_flags,
@@ -63,7 +64,8 @@ input, an object per line (blank lines are skipped):
 
 output, an object per line:
   {"id", "outputs": [{"text", "token_ids", "logprob", "score", "finish_reason"}, ...], "stats": {...}}, best first, or
-  with "reasoning" beside "text" where the model wrote a thought before the answer to messages, or
+  with "reasoning" beside "text" where the model wrote a thought before the answer to messages, with "item", the item's
+  id, where there is a --catalogue, or
   {"id", "error": {"code", "message"}}; the run goes on after it.
 
 --resume keeps what FILE has, errors included, cuts off a torn last line, and goes on with the next record. Give it
@@ -80,7 +82,6 @@ PROMPTS = ("prompt", "messages", "prompt_ids")
 TEMPLATE = ("tools", "template", "think")
 LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids")
 READ_AHEAD = 64  # lines of a pipe
-PARALLEL = 16  # searches at once, as `Engine.load` has it
 
 
 def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> int:
@@ -94,6 +95,7 @@ def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdo
     group = parser.add_argument_group("batch")
     group.add_argument("--input", default="-", metavar="FILE", help="- is stdin (-)")
     group.add_argument("--output", default="-", metavar="FILE", help="must be new or empty; - is stdout (-)")
+    group.add_argument("--parallel", type=int, default=PARALLEL, metavar="N", help="searches at once (%(default)s)")
     group.add_argument("--resume", action="store_true", help="go on where FILE ends")
     add_trace_flag(group, "one page, on which the latest lines can be chosen by their ids")
     add_verbosity_flags(parser)
@@ -112,7 +114,6 @@ def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] |
     source = _open_input(args, stdin)
     # A pipe stays open until the process ends: closing it would wait for the thread that reads it.
     with source if source.seekable() else nullcontext(), closing(Sink.open(args, source, stdout)) as sink:
-        args.parallel = PARALLEL
         engine = load_engine(args)
         meter = Meter(engine, args, source)
         records = Records(source, engine, args, sink.kept, traces)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from engine.budget import Workload
+from engine.catalogue import open_catalogue
 from engine.contract import is_ours
 from engine.demo import with_defaults
 from engine.engine import Engine
@@ -20,7 +21,7 @@ from engine.errors import CoppiceError, UsageError, shortened
 from engine.loading import DTYPES, KV_DTYPES
 from engine.memory import is_out_of_memory, out_of_memory, read_size
 from engine.prompting import TemplateOptions
-from engine.rules import PLAIN_RULES, SCORES, Rules
+from engine.rules import RULES, SCORES, Rules
 from engine.startup import started
 from engine.text.template import THINK
 from engine.text.tokenizer import check_utf8
@@ -32,6 +33,7 @@ from search.outside import find_search, load_entry_points
 from search.values import Kind, default_of, kinds, written
 
 INTERRUPTED, CLOSED_PIPE = 130, 141
+PARALLEL = 16  # searches at once, as `Engine.load` has it
 MAX_TOOLS = MAX_GRAMMAR = 16 << 20
 
 
@@ -105,8 +107,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, --draft, --reward, --dtype, --quant, --kv-dtype, --device, --compile, --threads, --chat-template,
-    --kv-memory, --memory."""
+    """--model, --draft, --reward, --dtype, --quant, --kv-dtype, --device, --compile, --graphs, --threads,
+    --chat-template, --kv-memory, --memory."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="DIR", help="folder: config.json, safetensors, tokenizer (the bundled demo)")
     group.add_argument("--draft", metavar="DIR", help="a smaller one of the same tokenizer, to draft (the demo's)")
@@ -123,7 +125,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype", choices=KV_DTYPES, default="auto", help="keys and values as int8 (auto: as --dtype)"
     )
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
-    group.add_argument("--compile", choices=["off", "on"], default="off", help="torch.compile (off)")
+    group.add_argument(
+        "--compile",
+        choices=["off", "on"],
+        default="off",
+        help="torch.compile of layers, or on a GPU of what is between products (off)",
+    )
+    group.add_argument("--graphs", choices=["on", "off"], default="on", help="small passes as CUDA graphs (on)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads, at most (torch's choice)")
     group.add_argument(
         "--chat-template", metavar="FILE|none", help="a Jinja file; none: plain completion (the checkpoint's own)"
@@ -284,6 +292,9 @@ def add_rule_flags(parser: argparse.ArgumentParser) -> None:
         "--choice", type=_text, action="append", dest="choices", metavar="TEXT", help="a whole reply; repeat for others"
     )
     group.add_argument(
+        "--catalogue", metavar="FILE", help="a reply is an item of this catalogue, which tools.catalogue made"
+    )
+    group.add_argument(
         "--json-schema", type=_json_file, metavar="FILE", help="replies are JSON that the schema allows; extra grammar"
     )
     group.add_argument("--regex", type=_text, metavar="PATTERN", help="a whole reply matches it; extra grammar")
@@ -370,7 +381,7 @@ def limits(args: argparse.Namespace) -> dict[str, Any]:
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:
     """The given constraints as options of `engine.Request`. Raises UsageError."""
-    given = {name: value for name in PLAIN_RULES if (value := getattr(args, name, None)) is not None}
+    given = {name: value for name in RULES if (value := getattr(args, name, None)) is not None}
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
     Rules(**given).check()
@@ -380,7 +391,7 @@ def rules(args: argparse.Namespace) -> dict[str, Any]:
 def load_engine(args: argparse.Namespace) -> Engine:
     """The engine that the model flags ask for. Raises CoppiceError."""
     model, draft, reward = with_defaults(args.model, args.draft, args.reward)
-    return Engine.load(
+    engine = Engine.load(
         model,
         dtype=args.dtype,
         device=args.device,
@@ -389,12 +400,17 @@ def load_engine(args: argparse.Namespace) -> Engine:
         memory=args.memory,
         workload=_workload(args) if args.memory is not None else None,
         compile=args.compile,
+        graphs=args.graphs,
         quant=args.quant,
         kv_dtype=args.kv_dtype,
         chat_template=args.chat_template,
+        parallel=getattr(args, "parallel", PARALLEL),
         draft=draft,
         reward=reward,
     )
+    if (catalogue := getattr(args, "catalogue", None)) is not None:  # an error of the run, not of each of its lines
+        open_catalogue(catalogue).check(engine.model.tokenizer, engine.runner.vocab_size)
+    return engine
 
 
 def _workload(args: argparse.Namespace) -> Workload:

@@ -114,6 +114,31 @@ class Packed:
             if x is not None:
                 expect(name, x, groups.scale.dtype, sizes, cpu)
 
+    def rows(self, ids_U: Tensor) -> "Packed":
+        """The matrix of these outputs, int64, in their order; a copy."""
+        spare = -len(ids_U) % PIECE
+        ids_P = torch.cat([ids_U, ids_U[-1:].expand(spare)])
+
+        def picked(x_PSL: Tensor) -> Tensor:
+            found_PS = x_PSL[ids_P // PANEL, :, ids_P % PANEL]
+            return found_PS.view(-1, PANEL, x_PSL.shape[1]).transpose(1, 2).contiguous()
+
+        word = torch.int32 if self.panels.shape[3] * self.panels.element_size() == 4 else torch.int16
+        panels = picked(self.panels.flatten(2).view(word)).view(self.panels.dtype)
+        groups = self.groups
+        if groups is not None:
+            zero = None if groups.zero is None else picked(groups.zero)
+            groups = groups._replace(scale=picked(groups.scale), zero=zero)
+        return Packed(
+            panels.view(len(panels), panels.shape[1], PANEL, -1),
+            len(ids_U),
+            self.width,
+            None if self.scale_O is None else self.scale_O[ids_U],
+            groups=groups,
+            order_I=self.order_I,
+            levels=self.levels,
+        )
+
     def described(self, bias: Tensor | None) -> ctypes.Structure:
         """For C++; the tensors have to live as long as it is used."""
         group, scales, scale, zero = 0, 0, self.scale_O, None

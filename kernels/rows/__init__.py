@@ -1,14 +1,16 @@
 """Operators on rows, between the matrix products of a layer and after the last one: the front that picks.
 
 All take `impl`, the implementation of the pass (see `kernels.tree_attention`): "cpp" is C++, eager on a CPU, one pass
-over the rows for each operator; anything else is PyTorch, which a compiler can fuse. From `top_k` on, None chooses
-"cpp" for float32 on a CPU where there are C++ kernels, else PyTorch.
+over the rows for each operator; "compiled" is what torch.compile makes of PyTorch's, once for each operator, dtype and
+number of dimensions, for passes of two tokens or more; anything else is PyTorch, which a compiler can fuse. From
+`top_k` on, None chooses "cpp" for float32 on a CPU where there are C++ kernels, else PyTorch.
 
 All raise ValueError for tensors that do not fit together, the same for every implementation, and with impl "cpp" for
 dtypes and devices that C++ does not have.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,11 +21,19 @@ from kernels.rows import checks, native, reference
 
 
 def _pick(name: str, impl: str) -> Callable[..., Any]:
+    if impl == "compiled":
+        return compiled(name)
     if impl != "cpp":
         return getattr(reference, name)
     if not watched():
         return getattr(native, name)
     return getattr(reference if torch.compiler.is_compiling() else torch.ops.coppice, name)
+
+
+@cache
+def compiled(name: str) -> Callable[..., Any]:
+    """The definition of an operator, compiled for all sizes when it is first called."""
+    return torch.compile(getattr(reference, name), dynamic=True, fullgraph=True)
 
 
 def _checked() -> bool:

@@ -77,16 +77,6 @@ Floats gelu(Floats x) {
     return x * (x < 0 ? tail : 1 - tail);
 }
 
-Floats tanh(Floats x) {
-    const Floats square = x * x, e = exp2_of((x < 0 ? x : -x) * (2 * LOG2_E)), far = (1 - e) / (1 + e);
-    Floats y = all(-6.274231621e-03f);
-    y = y * square + 2.107167298e-02f;
-    y = y * square - 5.385230828e-02f;
-    y = y * square + 1.333258612e-01f;
-    y = y * square - 3.333331756e-01f;
-    return square < 0.3f ? x + x * square * y : x < 0 ? -far : far;
-}
-
 // Calls f with the function that Python numbers so (ACTIVATIONS in checks.py).
 template <typename F>
 void with_activation(int64_t number, F f) {
@@ -95,7 +85,7 @@ void with_activation(int64_t number, F f) {
     if (number == 2) f([](Floats x) { return times_sigmoid(x, x * (1.59576912f + 0.0713548163f * x * x)); });
     if (number == 3) f([](Floats x) { return times_sigmoid(x, x); });
     if (number == 4) f([](Floats x) { return times_sigmoid(x, 1.702f * x); });
-    if (number == 5) f([](Floats x) { return tanh(x); });
+    if (number == 5) f([](Floats x) { return tanh_of(x); });
 }
 
 // Outside the function that calls it: Clang refuses a parallel region in a lambda in a lambda.

@@ -59,7 +59,7 @@ class Layer(NamedTuple):
         qkv, out, up, down: the matrices.
         q_norm, k_norm: of each head of queries and keys; `all_heads`: of all heads as one row.
         norms_last: they come after the rotation, not before.
-        scale, window: of attention.
+        scale, window, cap: of attention.
         residual_scale: factor of what is added to the stream.
         table: number of the angles that queries and keys are rotated by; None: they are not.
         conv: a short convolution in the place of attention; `qkv` is the matrix before it.
@@ -78,6 +78,7 @@ class Layer(NamedTuple):
     norms_last: bool = False
     residual_scale: float = 1.0
     window: int | None = None
+    cap: float | None = None
     table: int | None = None
     conv: Conv | None = None
 
@@ -255,7 +256,7 @@ def _layer(layer: Layer, place: int) -> ctypes.Structure:
     numbers = (-1 if x is None else x for x in (layer.window, layer.table))
     norms = (_STRUCTURES["Norms"](*map(_norm, norms or Norms())) for norms in layer[:2])
     matrices = (packed.described(bias) for packed, bias in (layer.qkv, layer.out, layer.up, layer.down))
-    scales = layer.scale, layer.residual_scale
+    scales = layer.scale, layer.cap or 0.0, layer.residual_scale
     head_norms = _norm(layer.q_norm), _norm(layer.k_norm)
     conv = _norm(Norm(*layer.conv) if layer.conv else None)
     return _STRUCTURES["Layer"](*flags, *numbers, place, *norms, *head_norms, conv, *matrices, *scales)

@@ -91,7 +91,7 @@ struct Pass {
         }
         if (layer.norms_last) normalize_heads(layer);
         write(k, v, heads_THD + s.heads * head, heads_THD + turned * head);
-        attention.window = layer.window, attention.scale = layer.scale;
+        attention.window = layer.window, attention.scale = layer.scale, attention.cap = layer.cap;
         coppice_tree_attention(&attention, heads_THD, k, v, mixed_THD.get());
         multiply(layer.out, mixed_THD.get(), sum_TE.get());
     }

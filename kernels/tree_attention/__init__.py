@@ -19,6 +19,7 @@ def tree_attention(
     *,
     scale: float,
     window: int | None = None,
+    cap: float | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Softmax attention of each token over the trunk tokens and branch nodes that it sees.
@@ -29,6 +30,7 @@ def tree_attention(
             int8, see `kernels.kv_int8`.
         layout: the pass.
         scale: factor of the dot products.
+        cap: of the scores, which become cap * tanh(score / cap) (Bello et al., 2017); None: they stay as they are.
         window: a token at position p sees only positions > p - window; None sees all.
         impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU) or "triton" (GPU
             kernels); None takes the layout's.
@@ -46,26 +48,34 @@ def tree_attention(
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     compiling = compiler.is_compiling()
     if not compiling:
-        _check(q_THD, k_GSD, v_GSD, layout, window, impl)
+        _check(q_THD, k_GSD, v_GSD, layout, window, cap, impl)
     if impl == "triton":
         from kernels.tree_attention import triton  # absent on some machines, and slow to import
 
         if compiling:  # opaque to the compiler; called directly when eager
-            return ops.coppice.tree_attention_triton(*triton.operands(q_THD, k_GSD, v_GSD, layout), scale, window)
-        return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window)
+            return ops.coppice.tree_attention_triton(*triton.operands(q_THD, k_GSD, v_GSD, layout), scale, window, cap)
+        return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap)
     if impl == "reference":
-        return reference.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window)
+        return reference.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap)
     if impl == "cpp":
         if not watched():
-            return native.attend(q_THD, k_GSD, v_GSD, native.seen(layout, k_GSD.shape[1]), scale, window)
+            return native.attend(q_THD, k_GSD, v_GSD, native.seen(layout, k_GSD.shape[1]), scale, window, cap)
         run = ops.coppice.tree_attention_cpp
     else:
         run = ops.coppice.tree_attention_torch if compiling else plain.tree_attention
-    return run(q_THD, k_GSD, v_GSD, *layout.seen, scale, window)
+    return run(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap)
 
 
-def _check(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout, window: int | None, impl: str) -> None:
-    checks.queries(q_THD, k_GSD, v_GSD, window)
+def _check(
+    q_THD: Tensor,
+    k_GSD: Tensor,
+    v_GSD: Tensor,
+    layout: TreeLayout,
+    window: int | None,
+    cap: float | None,
+    impl: str,
+) -> None:
+    checks.queries(q_THD, k_GSD, v_GSD, window, cap)
     if layout.positions_T.shape[0] != q_THD.shape[0]:
         raise ValueError(f"expected a layout of {q_THD.shape[0]} tokens, got {layout.positions_T.shape[0]}")
     if impl == "cpp":

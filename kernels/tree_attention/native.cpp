@@ -156,6 +156,7 @@ class Worker {
     const T* q;
     const char *k, *v;
     T* out;
+    const float factor = p.cap > 0 ? p.scale / p.cap : p.scale * LOG2_E;  // of the scores; with a cap of its tanh
     const int D, group, row_bytes = D * sizeof(C) + (QUANTISED ? SCALE_BYTES : 0);
     bool pairs = false;         // keys are read as pairs of bfloat16, for which the processor has products
     std::vector<Ints> q_words;  // of each vector of rows in turn: floats or pairs
@@ -270,9 +271,11 @@ class Worker {
                 __builtin_prefetch(next_k + j * row_bytes + b, 0, 1);
                 __builtin_prefetch(next_v + j * row_bytes + b, 0, 1);
             }
-            score[j] = masked && hidden(j)[row] ? -INFINITY : sum_of(product(q, keys[j])) * (p.scale * LOG2_E);
+            score[j] = masked && hidden(j)[row] ? -INFINITY : sum_of(product(q, keys[j])) * factor;
         }
         std::fill(score + n, score + BLOCK, -INFINITY);
+        if (p.cap > 0)
+            for (Floats& some : scores) some = some == NEVER ? NEVER : capped(some);
         for (const Floats some : scores) most = larger(some, most);
         most = all(largest_of(most));
         const Floats base = most == NEVER ? Floats{} : most, keep = exp2_of(part.most[0][row] - base);
@@ -297,6 +300,9 @@ class Worker {
 
     // A key's weight, 2^x. Pairs are of bfloat16, and a row's result must not depend on the number of rows.
     Floats share_of(Floats x) const { return pairs ? rounded(exp2_of(x)) : exp2_of(x); }
+
+    // A score as a power of two, of one divided by the cap.
+    Floats capped(Floats x) const { return tanh_of(x) * (p.cap * LOG2_E); }
 
     // Elements of a query times those of a key, to be added up.
     Floats product(const Floats* q, const int32_t* key) {
@@ -328,6 +334,8 @@ class Worker {
 #endif
             score<Float32>(&q_words[i * D], D, j, scores + j);
         }
+        if (p.cap > 0)
+            for (int j = 0; j < n; j++) scores[j] = capped(scores[j]);
         if (masked)
             for (int j = 0; j < n; j++) scores[j] = hidden(j) ? NEVER : scores[j];
         for (int j = 0; j < n; j++) most = larger(scores[j], most);
@@ -356,7 +364,7 @@ class Worker {
             __builtin_prefetch(next + i * KEYS * 4, 0, 1);
             for (int j = 0; j < KEYS; j++) sum[j] = Element::add(sum[j], q[i], keys[first + j][i]);
         }
-        for (int j = 0; j < KEYS; j++) scores[j] = sum[j] * (p.scale * LOG2_E);
+        for (int j = 0; j < KEYS; j++) scores[j] = sum[j] * factor;
     }
 
     template <typename Element>

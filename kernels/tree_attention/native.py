@@ -70,7 +70,13 @@ def _fits(seen: Seen, tokens: int, slots: int, pages: Sequence[int | None] = NO_
 
 
 def problem(
-    q_THD: Tensor, k_GSD: Tensor, seen: Seen, scale: float, window: int | None, threads: int
+    q_THD: Tensor,
+    k_GSD: Tensor,
+    seen: Seen,
+    scale: float,
+    window: int | None,
+    threads: int,
+    cap: float | None = None,
 ) -> ctypes.Structure:
     """Returns the arguments of attention but the addresses of q, k, v and the output.
 
@@ -82,16 +88,24 @@ def problem(
     cache = KINDS.get(k_GSD.dtype, len(KINDS))
     return Attention(
         *(kind, cache, H, G, D, S, *seen[:4], q_THD.stride(0), q_THD.stride(1)),
-        *(-1 if window is None else window, threads, *seen.addresses, scale),
+        *(-1 if window is None else window, threads, *seen.addresses, scale, cap or 0.0),
     )
 
 
-def attend(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, seen: Seen, scale: float, window: int | None) -> Tensor:
+def attend(
+    q_THD: Tensor,
+    k_GSD: Tensor,
+    v_GSD: Tensor,
+    seen: Seen,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+) -> Tensor:
     """Tree attention of tensors that are checked; see the front for arguments."""
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
-    asked = problem(q_THD, k_GSD, seen, scale, window, torch.get_num_threads())
+    asked = problem(q_THD, k_GSD, seen, scale, window, torch.get_num_threads(), cap)
     pointers = (x.data_ptr() for x in (q_THD, k_GSD, v_GSD, out_THD))
     function("tree_attention")(ctypes.addressof(asked), *pointers)
     return out_THD
@@ -110,17 +124,18 @@ def tree_attention(
     ancestry_TC: Tensor,
     scale: float,
     window: int | None,
+    cap: float | None = None,
 ) -> Tensor:
     """The operator that compilers and profilers see: it gets no layout that keeps the result of its check."""
     checks.native(q_THD)
-    checks.queries(q_THD, k_GSD, v_GSD, window)
+    checks.queries(q_THD, k_GSD, v_GSD, window, cap)
     trunk = positions_T, token_starts, trunk_seen_T, trunk_runs
     tensors = *trunk, branch_slots_RW, branch_positions_RW, ancestry_TC
     checks.seen_tensors(tensors, q_THD.shape[0], _CPU)
     seen = _seen(tensors)
     if not _fits(seen, q_THD.shape[0], k_GSD.shape[1]):
         raise ValueError(f"the layout leads out of a cache of {k_GSD.shape[1]} slots")
-    return attend(q_THD, k_GSD, v_GSD, seen, scale, window)
+    return attend(q_THD, k_GSD, v_GSD, seen, scale, window, cap)
 
 
 register("tree_attention_cpp", tree_attention, like)

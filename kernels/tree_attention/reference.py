@@ -8,7 +8,13 @@ from kernels.layout import TreeLayout
 
 
 def tree_attention(
-    q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout, scale: float, window: int | None
+    q_THD: Tensor,
+    k_GSD: Tensor,
+    v_GSD: Tensor,
+    layout: TreeLayout,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T) v over exactly the slots a token sees; see the front for arguments."""
     group = q_THD.shape[1] // k_GSD.shape[0]
@@ -21,7 +27,10 @@ def tree_attention(
             if len(slots):
                 k_HND = floats(k_GSD[:, slots], q_THD.dtype).repeat_interleave(group, 0)
                 v_HND = floats(v_GSD[:, slots], q_THD.dtype).repeat_interleave(group, 0)
-                p_HN = torch.softmax(scale * (k_HND @ q_THD[t].unsqueeze(-1)).squeeze(-1), -1)
+                scores_HN = scale * (k_HND @ q_THD[t].unsqueeze(-1)).squeeze(-1)
+                if cap is not None:
+                    scores_HN = cap * torch.tanh(scores_HN / cap)
+                p_HN = torch.softmax(scores_HN, -1)
                 out_THD[t] = (p_HN.unsqueeze(1) @ v_HND).squeeze(1)
     return out_THD
 

@@ -51,6 +51,7 @@ def tree_attention(
     ancestry_TC: Tensor,
     scale: float,
     window: int | None,
+    cap: float | None = None,
 ) -> Tensor:
     """See the front for arguments."""
     H, D = q_THD.shape[1:]
@@ -69,7 +70,7 @@ def tree_attention(
         if not keys:
             parts.append(torch.zeros_like(q_THD[tile.first : tile.last]))
             continue
-        scores_GNK = _scores(q_GND, keys, tile.branch_bias_NW)
+        scores_GNK = _scores(q_GND, keys, tile.branch_bias_NW, cap)
         if tile.hidden_NK is not None:
             scores_GNK[..., tile.masked].masked_fill_(tile.hidden_NK, float("-inf"))
         p_GNK = torch.softmax(scores_GNK, -1).to(mixed)
@@ -81,29 +82,36 @@ def tree_attention(
     return out_THD.to(q_THD.dtype)
 
 
-def _scores(q_GND: Tensor, keys: list[Tensor], bias_NW: Tensor | None) -> Tensor:
+def _scores(q_GND: Tensor, keys: list[Tensor], bias_NW: Tensor | None, cap: float | None) -> Tensor:
     """q k^T over keys that lie in pieces, side by side; with a bias the last piece is the branches'."""
     if q_GND.dtype.itemsize == 2:  # a product copies a view of the cache transposed, which takes thrice as long
         if bias_NW is not None and len(keys) > 1 and keys[-1].shape[1] == bias_NW.shape[1]:
-            scores_GNK = q_GND @ torch.cat(keys, 1).transpose(1, 2)
+            scores_GNK = _capped(q_GND @ torch.cat(keys, 1).transpose(1, 2), cap)
             scores_GNK[..., -bias_NW.shape[1] :] += bias_NW
             return scores_GNK
         keys = [key.contiguous() for key in keys]
     trunk = keys if bias_NW is None else keys[:-1]
-    scores = [q_GND @ key.transpose(1, 2) for key in trunk]
+    scores = [_capped(q_GND @ key.transpose(1, 2), cap) for key in trunk]
     if bias_NW is not None:
-        scores.append(_branch_scores(bias_NW, q_GND, keys[-1]))
+        scores.append(_branch_scores(bias_NW, q_GND, keys[-1], cap))
     return torch.cat(scores, -1) if len(scores) > 1 else scores[0]
 
 
-def _branch_scores(bias_NW: Tensor, q_GND: Tensor, key: Tensor) -> Tensor:
+def _capped(scores: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(scores / cap), in place."""
+    return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
+
+
+def _branch_scores(bias_NW: Tensor, q_GND: Tensor, key: Tensor, cap: float | None) -> Tensor:
     """q k^T + bias: keys [G, W, D] for all queries, or [G, t * W, D], W for each token."""
     if key.shape[1] == bias_NW.shape[1]:
+        if cap is not None:
+            return _capped(q_GND @ key.transpose(1, 2), cap).add_(bias_NW)
         return torch.baddbmm(bias_NW, q_GND, key.transpose(1, 2))
     (G, N, D), W = q_GND.shape, bias_NW.shape[1]
     t = key.shape[1] // W
     scores = q_GND.reshape(G * t, N // t, D) @ key.view(G * t, W, D).transpose(1, 2)
-    return scores.view(G, N, W).add_(bias_NW)
+    return _capped(scores, cap).view(G, N, W).add_(bias_NW)
 
 
 def _mix(p_GNK: Tensor, values: list[Tensor]) -> Tensor:

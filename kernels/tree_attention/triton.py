@@ -40,14 +40,20 @@ LOG2_E = 1.4426950408889634
 
 
 def tree_attention(
-    q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout, scale: float, window: int | None
+    q_THD: Tensor,
+    k_GSD: Tensor,
+    v_GSD: Tensor,
+    layout: TreeLayout,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
 ) -> Tensor:
     """See the front for arguments.
 
     Raises:
         ValueError: what the kernel cannot do: a dtype, a head size above 256, another device.
     """
-    return _tree_attention(*operands(q_THD, k_GSD, v_GSD, layout), scale, window)
+    return _tree_attention(*operands(q_THD, k_GSD, v_GSD, layout), scale, window, cap)
 
 
 def operands(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> tuple:
@@ -71,6 +77,7 @@ def _tree_attention(
     page_size: int,
     scale: float,
     window: int | None,
+    cap: float | None = None,
 ) -> Tensor:
     _check(q_THD, k_GSD, v_GSD, token_starts)
     if q_THD.stride(2) != 1:
@@ -90,9 +97,10 @@ def _tree_attention(
     _attend[tiles, splits, G](
         q_THD, k_GSD, v_GSD, shares_KTHD, logs_KTH,
         positions_T, token_starts, trunk_seen_T, trunk_pages_RP, branch_slots_RW, branch_positions_RW, ancestry_TC,
-        T, R, W, scale * LOG2_E, window or 0,
+        T, R, W, scale / cap if cap else scale * LOG2_E, (cap or 0.0) * LOG2_E, window or 0,
         q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trunk_pages_RP.stride(),
-        WINDOWED=window is not None, SPLIT=splits > 1, R2=1 if R == 1 else max(16, triton.next_power_of_2(R)),
+        WINDOWED=window is not None, CAPPED=cap is not None, SPLIT=splits > 1,
+        R2=1 if R == 1 else max(16, triton.next_power_of_2(R)),
         GROUP=H // G, HEADS=H, PAGE=page_size, ROW=k_GSD.shape[2], D=D, D2=max(16, triton.next_power_of_2(D)), **sizes,
     )  # fmt: skip
     if splits > 1:
@@ -131,10 +139,11 @@ def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool) -> dict[str, i
 def _attend(
     q_ptr, k_ptr, v_ptr, share_ptr, log_ptr,
     positions_ptr, starts_ptr, seen_ptr, pages_ptr, slots_ptr, places_ptr, words_ptr,
-    T, R, W, scale, window,
+    T, R, W, scale, cap, window,
     stride_qt, stride_qh, stride_kg, stride_vg, stride_pr, stride_pp,
-    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    PAGE: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, one split of the keys, one key/value head."""
     tile, split, g = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -167,8 +176,19 @@ def _attend(
         oldest_M = (tl.load(positions_ptr + t_M, mask=real_M, other=0) - window + 1).to(tl.int32)
         lo = tl.maximum(tl.min(tl.where(seen_M > 0, oldest_M, hi)), 0) // N * N
 
+    words = 0  # up to the last one in which a row of this tile sees a slot
+    AHEAD: tl.constexpr = 2048 // M  # words that are read at once
+    for c in range(0, W // WORD, AHEAD):
+        c_C = c + tl.arange(0, AHEAD)
+        word_MC = tl.load(
+            words_ptr + t_M[:, None] * (W // WORD) + c_C[None, :],
+            mask=real_M[:, None] & (c_C < W // WORD)[None, :],
+            other=0,
+        )
+        words = tl.maximum(words, tl.max(tl.where(word_MC != 0, c_C[None, :] + 1, 0)))
+
     trunk_blocks = tl.cdiv(tl.maximum(hi - lo, 0), N)
-    blocks = trunk_blocks + W // WORD
+    blocks = trunk_blocks + words
     share = tl.cdiv(blocks, tl.num_programs(1))
     begin = split * share
     end = tl.minimum(begin + share, blocks)
@@ -187,18 +207,19 @@ def _attend(
             visible_MN &= n_N[None, :] >= oldest_M[:, None]
         top_M, sum_M, acc_MD = _fold(
             q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, live_N, visible_MN, scale,
-            top_M, sum_M, acc_MD, ROW, D, D2,
+            cap, top_M, sum_M, acc_MD, CAPPED, ROW, D, D2,
         )  # fmt: skip
-    for w in range(tl.maximum(begin - trunk_blocks, 0) * WORD, tl.minimum((end - trunk_blocks) * WORD, W), WORD):
-        w_N = w + tl.arange(0, WORD)
-        slot_N = tl.load(slots_ptr + tree * W + w_N)
-        word_M = tl.load(words_ptr + t_M * (W // WORD) + w // WORD, mask=real_M, other=0)
-        visible_MN = ((word_M[:, None] >> tl.arange(0, WORD)[None, :]) & 1) != 0
-        if WINDOWED:
-            visible_MN &= tl.load(places_ptr + tree * W + w_N)[None, :] >= oldest_M[:, None]
-        top_M, sum_M, acc_MD = _fold(
-            q_MD, k_ptr, v_ptr, slot_N, w_N < W, visible_MN, scale, top_M, sum_M, acc_MD, ROW, D, D2
-        )
+    for w in range(tl.maximum(begin - trunk_blocks, 0), end - trunk_blocks):
+        word_M = tl.load(words_ptr + t_M * (W // WORD) + w, mask=real_M, other=0)
+        if tl.max((word_M != 0).to(tl.int32)) > 0:
+            w_N = w * WORD + tl.arange(0, WORD)
+            slot_N = tl.load(slots_ptr + tree * W + w_N)
+            visible_MN = ((word_M[:, None] >> tl.arange(0, WORD)[None, :]) & 1) != 0
+            if WINDOWED:
+                visible_MN &= tl.load(places_ptr + tree * W + w_N)[None, :] >= oldest_M[:, None]
+            top_M, sum_M, acc_MD = _fold(
+                q_MD, k_ptr, v_ptr, slot_N, w_N < W, visible_MN, scale, cap, top_M, sum_M, acc_MD, CAPPED, ROW, D, D2
+            )
 
     some_M = sum_M != 0  # NaN counts
     sum_M = tl.where(some_M, sum_M, 1.0)
@@ -217,8 +238,8 @@ def _attend(
 
 @triton.jit
 def _fold(
-    q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale, top_M, sum_M, acc_MD,
-    ROW: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
+    q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale, cap, top_M, sum_M, acc_MD,
+    CAPPED: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
 ):  # fmt: skip
     """Take one more block of keys and values into the running maximum, sum and output."""
     d_D = tl.arange(0, D2)
@@ -232,12 +253,27 @@ def _fold(
     score_MN = _dot(q_MD, tl.trans(k_ND)) * scale
     if ROW > D:
         score_MN *= _scales(k_ptr + slot_N * ROW + D, live_N)[None, :]
+    if CAPPED:
+        score_MN = _tanh(score_MN) * cap
     score_MN = tl.where(visible_MN, score_MN, float("-inf"))
     new_M = tl.maximum(top_M, tl.max(score_MN, 1))
     base_M = tl.where(new_M == float("-inf"), 0.0, new_M)
     p_MN = tl.exp2(score_MN - base_M[:, None])
     fade_M = tl.exp2(top_M - base_M)
     return new_M, sum_M * fade_M + tl.sum(p_MN, 1), acc_MD * fade_M[:, None] + _dot(_cast(p_MN, v_ND.dtype), v_ND)
+
+
+@triton.jit
+def _tanh(x):
+    """The hyperbolic tangent, by a polynomial (Cephes, tanhf) where exponentials would lose digits."""
+    square = x * x
+    e = tl.exp2(-2.8853900817779268 * tl.abs(x))
+    far = (1 - e) / (1 + e)
+    y = -6.274231621e-03 * square + 2.107167298e-02
+    y = y * square - 5.385230828e-02
+    y = y * square + 1.333258612e-01
+    y = y * square - 3.333331756e-01
+    return tl.where(square < 0.3, x + x * square * y, tl.where(x < 0, -far, far))
 
 
 @triton.jit

@@ -12,11 +12,15 @@ import pytest
 import torch
 
 from engine import Engine, compiling
-from kernels import cpp
-from search import Trie
+from engine.graphs import GraphRunner
+from engine.loading import LoadedModel
+from engine.pool import PagePool
+from kernels import cpp, rows
+from search import Greedy, Sample, Trie
 
 ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "tests/golden/llama/gqa"
+GOLDEN = ROOT / "tests/golden"
+MODEL = GOLDEN / "llama/gqa"
 SCRIPT = """
 import sys
 from engine import Engine
@@ -111,3 +115,63 @@ def test_a_compiler_that_fails_is_warned_of_and_left_out():
     with pytest.warns(UserWarning, match="--compile on has no effect"):
         compiling.warm_up(model, fail)
     assert layer(torch.ones(2)).shape == (2,) and not model.stack.idle
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Compilations so far, by a compiler that leaves what it gets as it is."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda run, **options: real(run, backend="eager", **options))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    rows.compiled.cache_clear()
+    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    rows.compiled.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("model", "operators"),
+    [
+        ("llama/gqa", 3),  # norm, rotary, gated activation
+        ("qwen3/defaults", 4),  # its norms of heads have another number of dimensions
+        ("opt/plain", 2),
+    ],
+)
+def test_on_a_gpu_operators_on_rows_are_compiled_once(model, operators, counted):
+    """Whatever passes come, as the runner of a GPU makes them: prompts, graphs of all buckets, several trees."""
+    plain = Engine.load(GOLDEN / model, dtype="float32", device="cpu", kv_memory=1 << 22)
+    assert compiling.compile_model(plain.runner.model, torch.device("cuda"))
+    pool, options = PagePool(plain.shape, 400, 16), {"rows": "compiled", "token_buckets": compiling.LEAST}
+    source = plain.runner
+    runner = GraphRunner(source.model, pool, source.vocab_size, impl="reference", record=lambda run: run, **options)
+    compiled = Engine(LoadedModel(runner, plain.shape, eos_token_ids=plain.eos_token_ids))
+    for prompts, search, new in (
+        ([list(range(5, 45))], Greedy(), 3),
+        ([[9]], Greedy(), 3),
+        ([list(range(5, 45)), [9], [7, 20, 33]], Trie(beams=4), 8),
+        ([[5, 6]], Trie(beams=9), 8),
+        ([list(range(5, 22))], Sample(num_return_sequences=3, seed=1), 6),
+    ):
+        options = {"max_new_tokens": new, "ignore_eos": True}
+        want, got = (engine.generate(prompts, search, **options) for engine in (plain, compiled))
+        assert [[o.token_ids for o in r.outputs] for r in got] == [[o.token_ids for o in r.outputs] for r in want]
+        assert counted() == operators
+    assert min(tokens for tokens, _, _ in runner._steps) == 2
+
+
+def test_on_a_gpu_a_compiler_that_fails_is_left_out(monkeypatch):
+    """As on a CPU; the runner then takes the operators as they are."""
+    from engine import loading
+
+    monkeypatch.setattr(loading, "make_runner", lambda *_, **options: SimpleNamespace(
+        rows="compiled" if options["compiled"] else None, device=torch.device("cuda"), logits=fails))  # fmt: skip
+
+    def fails(ids):
+        raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, RuntimeError("exit 1"), None)
+
+    monkeypatch.setattr(loading._Weights, "_capabilities", lambda *_: None)
+    monkeypatch.setattr(loading, "compile_model", lambda *_: True)
+    device = torch.device("cpu")
+    weights = loading._Weights.load(MODEL, "float32", device, None, "none", "on", "auto")
+    with pytest.warns(UserWarning, match="--compile on has no effect"):
+        assert weights.with_pool(None, True).runner.rows is None

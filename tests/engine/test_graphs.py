@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from engine.packing import Chunk, pack
 from engine.pool import PagePool
 from engine.tree import TokenTree
 from kernels.layout import NULL_SLOT
-from search import Greedy, Sample, Trie
+from search import ULTS, BoN, Greedy, Sample, SBoN, Trie
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llama"
 needs_interpreter = pytest.mark.skipif(
@@ -59,7 +60,7 @@ def engines(variant, impl, kv_dtype="auto", **options):
     runner = GraphRunner(plain.runner.model, pool, plain.runner.vocab_size, impl=impl, record=Recorder(), **options)
     runner.host.fill_(2**31 - 1)
     runner.memory.fill_(2**31 - 1)
-    return plain, Engine(LoadedModel(runner, plain.shape, eos_token_ids=plain.eos_token_ids))
+    return plain, Engine(LoadedModel(runner, plain.shape, plain.model.tokenizer, eos_token_ids=plain.eos_token_ids))
 
 
 def check(plain, graphs, prompts, search, **options):
@@ -98,12 +99,13 @@ def test_few_graphs_are_enough():
     graphs.generate([list(range(3, 30))], Trie(beams=4), max_new_tokens=30, ignore_eos=True)
     made = set(graphs.runner._steps)
     graphs.generate([list(range(30, 12, -1))], Trie(beams=4), max_new_tokens=60, ignore_eos=True)
-    assert all(words <= 2 and trees == 1 for _, words, trees in made) and len(set(graphs.runner._steps) - made) <= 1
+    assert all(words == WORDS[0] and trees == 1 for _, words, trees in made)
+    assert len(set(graphs.runner._steps) - made) <= 1
 
 
 def test_larger_passes_run_as_they_are_and_say_so_once(caplog, monkeypatch):
-    plain, graphs = engines("plain", "reference")
     monkeypatch.setattr("engine.graphs.TOKENS", (1, 2, 4))
+    plain, graphs = engines("plain", "reference")
     with caplog.at_level(logging.INFO, "engine.graphs"):
         check(plain, graphs, [list(range(5, 35)), list(range(8, 50))], Trie(beams=3), max_new_tokens=5)
     assert [r.message for r in caplog.records] == [
@@ -124,7 +126,7 @@ def test_what_is_no_graph(monkeypatch):
     assert runner._unfit(leaves, [0]) == ""
     monkeypatch.setattr("engine.graphs.WORDS", (1,))
     assert "more than 32 branch slots" in runner._unfit(leaves, [0])
-    monkeypatch.setattr("engine.graphs.TOKENS", (1, 39))
+    runner.tokens = 1, 39
     assert "more than 39 tokens" in runner._unfit(leaves, [0])
     tree.release()
 
@@ -137,9 +139,89 @@ def test_buckets():
     x = pack(chunks, 16, token_buckets=TOKENS, word_buckets=WORDS, tree_buckets=TREES, impl="triton").layout
     assert x.token_starts.tolist() == [0, 3, 23, 32, 32] and x.trunk_len_R.tolist() == [3, 20, 4, 0]
     assert x.trunk_seen_T[27:].eq(0).all() and x.branch_slots_RW.eq(NULL_SLOT).all()
-    assert x.trunk_pages_RP.shape == (4, 2) and x.ancestry_TC.shape == (32, 1) and x.impl == "triton"
+    assert x.trunk_pages_RP.shape == (4, 2) and x.ancestry_TC.shape == (32, WORDS[0]) and x.impl == "triton"
     for tree in trees:
         tree.release()
+
+
+@pytest.mark.parametrize(
+    ("search", "prompts"),
+    [
+        (Trie(beams=15), 16),
+        (Trie(beams=4), 16),
+        (Sample(num_return_sequences=16, seed=1), 1),
+        (BoN(n=16, seed=1), 1),
+        (SBoN(n=16, tau=8, seed=1), 1),
+        (ULTS(prior="dirichlet"), 1),
+    ],
+    ids=["16 x trie 15", "16 x trie 4", "sample 16", "best of 16", "speculative best of 16", "ults"],
+)
+def test_which_passes_are_graphs(search, prompts):
+    """All but those that read a prompt, and few buckets."""
+    _, graphs = engines("../../../models/demo/target" if isinstance(search, BoN) else "plain", "reference")
+    graphs.add("reward", lambda prompt, texts: [float(len(text)) for text in texts])
+    reasons = Counter()
+    unfit = graphs.runner._unfit
+    graphs.runner._unfit = lambda *pass_: reasons.update([reason := unfit(*pass_)]) or reason
+    graphs.generate([[5 + i, 7, 9] for i in range(prompts)], search, max_new_tokens=12, ignore_eos=True)
+    assert reasons.keys() <= {"", "a pass that reads a prompt"} and reasons["a pass that reads a prompt"] <= 2
+    assert reasons[""] >= 8 and len(graphs.runner._steps) <= 8, (reasons, graphs.runner._steps.keys())
+
+
+def test_words_of_other_passes_are_not_seen():
+    """Graphs share memory; a tree with few branch slots after one with many, and the other way round."""
+    plain, graphs = engines("plain", "reference")
+    for prompts, beams, new in (([[5, 6]], 12, 30), ([[7, 8, 9]], 2, 8), ([[5, 6], [8]], 5, 20), ([[5, 6]], 12, 8)):
+        check(plain, graphs, prompts, Trie(beams=beams), max_new_tokens=new, ignore_eos=True)
+
+
+def test_a_graph_that_cannot_be_recorded_is_done_without(caplog):
+    plain, graphs = engines("plain", "reference")
+    recorder, failed = graphs.runner.record, []
+
+    def record(run):
+        if not failed:
+            failed.append(run)
+            raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+        return recorder(run)
+
+    graphs.runner.record = record
+    with caplog.at_level(logging.WARNING, "engine.graphs"):
+        check(plain, graphs, [[7, 20, 33]], Trie(beams=4), max_new_tokens=12, ignore_eos=True)
+    check(plain, graphs, [[7, 20, 33]], Trie(beams=9), max_new_tokens=12, ignore_eos=True)
+    assert recorder.recorded >= 1 and len(failed) == 1
+    [told] = [r.message for r in caplog.records]
+    assert "the bucket of tokens 4, words 16, trees 1" in told and told.endswith(
+        "cannot be recorded: operation not permitted when stream is capturing"
+    )
+
+
+def test_graphs_are_bounded(caplog, monkeypatch):
+    """In number, the least recently used goes; in memory, no more are recorded; log-probabilities by rows."""
+    monkeypatch.setattr("engine.graphs.MOST", 2)
+    plain, graphs = engines("plain", "reference")
+    runner = graphs.runner
+    for beams in (1, 3, 7, 3):
+        check(plain, graphs, [[7, 20, 33]], Trie(beams=beams), max_new_tokens=6, ignore_eos=True)
+        assert len(runner._steps) <= 2
+    assert [*runner._steps][-1][0] == 4
+    runner.record.used = runner.allowed
+    recorded = runner.record.recorded
+    with caplog.at_level(logging.WARNING, "engine.graphs"):
+        check(plain, graphs, [[7, 20, 33]], Trie(beams=12), max_new_tokens=12, ignore_eos=True)
+    assert runner.record.recorded == recorded and "512 MiB already" in caplog.text
+    monkeypatch.setattr("engine.graphs.MEMORY", 64 * 4 * plain.shape.vocab_size * 50)
+    assert engines("plain", "reference")[1].runner.tokens[-1] == 48
+
+
+def test_graphs_can_be_switched_off(monkeypatch):
+    plain, _ = engines("plain", "reference")
+    pool = PagePool(plain.shape, 4, 16, torch.float32, "meta")
+    if importlib.util.find_spec("triton"):
+        off = make_runner(None, pool, 9, graphs=False)
+        assert type(off) is Runner and off.impl == "triton" and off.budget == 2048
+    with pytest.raises(UsageError, match="graphs: expected on or off, got 'maybe'"):
+        Engine.load(GOLDEN / "plain", graphs="maybe")
 
 
 @needs_interpreter

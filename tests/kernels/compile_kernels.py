@@ -29,15 +29,24 @@ def compile(kernel, capability, types, constants, **options):
     return compiled
 
 
-def attend(capability, rows, head, dtype, *, windowed=False, split=True, trees=1, int8=False):
+def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split=True, trees=1, int8=False):
     sizes = tree_attention._sizes(rows, head, dtype, roomy=capability != 86)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     e = NAMES[dtype]
     types = {name: "*i8" if int8 else f"*{e}" for name in ("k_ptr", "v_ptr")} | {"q_ptr": f"*{e}"}
-    types |= {"share_ptr": "*fp32" if split else f"*{e}", "log_ptr": "*fp32", "scale": "fp32"}
+    types |= {"share_ptr": "*fp32" if split else f"*{e}", "log_ptr": "*fp32", "scale": "fp32", "cap": "fp32"}
     types |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "stride_kg": "i64", "stride_vg": "i64"}
     types |= {f"{name}_ptr": "*i32" for name in ("starts", "seen", "pages", "places", "words")}
-    constants = {"WINDOWED": windowed, "SPLIT": split, "R2": trees, "GROUP": 4, "HEADS": 32, "PAGE": 16, "D": head}
+    constants = {
+        "WINDOWED": windowed,
+        "CAPPED": capped,
+        "SPLIT": split,
+        "R2": trees,
+        "GROUP": 4,
+        "HEADS": 32,
+        "PAGE": 16,
+        "D": head,
+    }
     constants |= {"ROW": head + 2 * int8, "D2": max(16, triton.next_power_of_2(head))}
     compiled = compile(tree_attention._attend, capability, types, constants | sizes, **options)
     if dtype != torch.float32 and capability == 90 and not head % 8 and not int8:
@@ -49,6 +58,7 @@ for capability in SHARED:
         attend(capability, rows, head, torch.bfloat16, split=rows < 2048)
 attend(90, 16, 80, torch.float16, windowed=True, trees=16)
 attend(90, 16, 96, torch.bfloat16)
+attend(90, 16, 256, torch.bfloat16, windowed=True, capped=True)
 attend(90, 16, 33, torch.float16)
 attend(90, 2048, 256, torch.bfloat16, split=False)
 attend(90, 16, 128, torch.float32)

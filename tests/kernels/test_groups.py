@@ -42,6 +42,17 @@ def test_packing_keeps_every_code(kind, outs, width, size):
     assert reference.unpack(packed).equal(codes_OI)
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize(("outs", "width", "size"), SIZES)
+def test_some_outputs_of_a_matrix_are_those_of_the_whole(kind, zeros, outs, width, size):
+    packed, codes_OI = matrix(kind, outs, width, size, zeros=zeros, ordered=True)
+    ids, x = torch.randperm(outs, generator=torch.Generator().manual_seed(1))[:70], draw(5, width)
+    some = packed.rows(ids)
+    assert reference.unpack(some).equal(codes_OI[ids])
+    assert linear(x, some).equal(linear(x, packed)[:, ids])
+
+
 @pytest.mark.parametrize("of_x", DTYPES, ids=str)
 @pytest.mark.parametrize(("zeros", "ordered"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("kind", MOST)

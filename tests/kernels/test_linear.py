@@ -39,6 +39,18 @@ def test_packing_keeps_every_element(dtype, outs, width):
     assert (padding == (128 if dtype == torch.int8 else 0)).all()
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
+@pytest.mark.parametrize(("outs", "width"), SIZES)
+def test_some_outputs_of_a_matrix_are_those_of_the_whole(dtype, outs, width):
+    packed, weight_OI = matrix(outs, width, dtype)
+    x = draw(5, width)
+    for count in {1, min(outs, 70)}:
+        ids = torch.randperm(outs, generator=torch.Generator().manual_seed(count))[:count]
+        some = packed.rows(ids)
+        assert reference.unpack(some).equal(weight_OI[ids]) and some.outs == count
+        assert linear(x, some).equal(linear(x, packed)[:, ids])
+
+
 @pytest.mark.parametrize("of_x", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])

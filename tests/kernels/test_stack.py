@@ -36,6 +36,7 @@ VARIANTS = [
     *("qwen2/windows", "mistral/ministral", "stablelm/plain", "stablelm/parallel"),
     *("mistral/ministral3", "smollm3/plain", "granite/plain", "olmo/olmo3", "hunyuan/plain"),
     *("lfm2/plain", "lfm2/bias", "lfm2/one_tap"),
+    *("gemma/one", "gemma/two", "gemma/two_full", "gemma/three", "gemma/three_defaults"),
 ]
 KINDS = [(dtype, quant) for dtype in ("float32", "bfloat16", "float16") for quant in ("none", "int8")]
 INT8_CACHES = [(dtype, "none", "int8") for dtype in ("float32", "bfloat16", "float16")]
@@ -97,6 +98,7 @@ OPTIONS = {
     "three tables": {"ropes": ROPES},
     "gelu": {"activation": "gelu_tanh"},
     "bias of queries": {"attention_bias": True, "out_bias": False},
+    "cap": {"attention_cap": 2.0, "windows": (7, None, 3)},
 }
 
 
@@ -152,7 +154,9 @@ def test_logits_and_embedding_take_their_multipliers(tmp_path, monkeypatch):
     assert load(tmp_path, ("bfloat16", "none")).runner.model.embedding_scale == 6.9375
 
 
-@pytest.mark.parametrize("variant", ["opt/post_norm", "phi/qk_layernorm", "phi3/window", "qwen3/windows", "lfm2/bias"])
+@pytest.mark.parametrize(
+    "variant", ["opt/post_norm", "phi/qk_layernorm", "phi3/window", "qwen3/windows", "lfm2/bias", "gemma/two"]
+)
 def test_an_int8_cache_of_other_families(variant, monkeypatch):
     check(GOLDEN / variant, ("float32", "none", "int8"), monkeypatch)
 

@@ -45,7 +45,7 @@ FAST = EVERY_IMPL[1:]
 KERNELS = EVERY_IMPL[2:]
 
 
-def naive(q_THD, k_GSD, v_GSD, layout, scale, window):
+def naive(q_THD, k_GSD, v_GSD, layout, scale, window, cap=None):
     """Plain PyTorch in the dtype of its inputs: gather what a token sees, softmax(scale q k) v. Our own reading."""
     k_GSD, v_GSD = (floats(x, q_THD.dtype) for x in (k_GSD, v_GSD))
     group = q_THD.shape[1] // k_GSD.shape[0]
@@ -63,15 +63,18 @@ def naive(q_THD, k_GSD, v_GSD, layout, scale, window):
             slots = [s for s, _ in at]
             if slots:
                 k, v = (x[:, slots].repeat_interleave(group, 0) for x in (k_GSD, v_GSD))
-                p = torch.softmax((q_THD[t].unsqueeze(1) @ k.transpose(1, 2)) * scale, -1)
+                scores = (q_THD[t].unsqueeze(1) @ k.transpose(1, 2)) * scale
+                if cap is not None:
+                    scores = torch.tanh(scores / cap) * cap
+                p = torch.softmax(scores, -1)
                 out[t] = (p @ v).squeeze(1)
     return out
 
 
-def run(impl, device, q, k, v, layout, scale, window=None):
+def run(impl, device, q, k, v, layout, scale, window=None, cap=None):
     """An implementation on a device; the result on the host."""
     moved = [x.to(device) for x in (q, k, v)]
-    return tree_attention(*moved, layout.to(device), scale=scale, window=window, impl=impl).cpu()
+    return tree_attention(*moved, layout.to(device), scale=scale, window=window, cap=cap, impl=impl).cpu()
 
 
 @CACHES
@@ -161,6 +164,38 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(seed, dtype, impl, device,
     assert ours.pow(2).mean().sqrt() <= 2 * plain.pow(2).mean().sqrt() + tiny
 
 
+@CACHES
+@pytest.mark.parametrize("name", FORESTS)
+def test_capped_scores_equal_the_definition_in_float64(name, kept):
+    """Of all shapes of trees: the cap comes before the mask."""
+    trees, shape = FORESTS[name]
+    f = forest(hash_of(name), trees, **shape)
+    (q, k, v), _ = cast(f, torch.float64, kept)
+    own = slice(0, len(q) - shape.get("padding", 0))
+    for window in (None, 7):
+        expected = naive(q, k, v, f.layout, 0.3, window, 0.7)[own]
+        for impl in ("reference", "torch"):
+            out = run(impl, "cpu", q, k, v, f.layout, 0.3, window, 0.7)[own]
+            torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-12)
+
+
+@CACHES
+@pytest.mark.parametrize(("impl", "device", "dtype"), FAST_DTYPES)
+@pytest.mark.parametrize(("seed", "cap", "scale"), [(0, 50.0, 0.25), (1, 2.0, 0.25), (2, 5.0, 1.0)])
+def test_error_of_capped_scores_is_at_most_twice_that_of_plain_pytorch(seed, cap, scale, dtype, impl, device, kept):
+    """Scores far below the cap, and beyond it."""
+    rng = random.Random(seed)
+    f = forest(seed, random_trees(rng), heads=4, head_dim=(16, 33, 64)[seed], padding=5 * (seed == 1))
+    (q, k, v), wide = cast(f, dtype, kept)
+    q, wide[0] = (x.nan_to_num(0) for x in (q, wide[0]))
+    exact = reference.tree_attention(*wide, f.layout, scale, None, cap)
+    plain = (naive(q, k, v, f.layout, scale, None, cap).double() - exact).abs()
+    ours = (run(impl, device, q, k, v, f.layout, scale, None, cap).double() - exact).abs()
+    tiny = torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.01)
+    assert ours.max() <= 2 * plain.max() + tiny
+    assert ours.pow(2).mean().sqrt() <= 2 * plain.pow(2).mean().sqrt() + tiny
+
+
 @pytest.mark.parametrize(("impl", "device"), FAST)
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_a_trunk_in_many_pieces_loses_no_precision(dtype, impl, device):
@@ -197,6 +232,32 @@ def test_splits_of_the_keys_do_not_show(device, monkeypatch):
         monkeypatch.setattr(triton, "properties", lambda _, n=processors: gpu.Properties(n, False))
         out = run("triton", device, q, k, v, f.layout, 0.25)[:-3]
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize("window", [None, 9])
+def test_words_that_no_row_sees_are_not_read(device, window):
+    """The padding of a graph's tables, and gaps: their slots hold NaN here."""
+    f = forest(6, [(90, 0, 70, 20), (30, 30, 0, 0), (1, 0, 33, 4)], heads=8, padding=3)
+    (q, k, v), _ = cast(f, torch.float32)
+    narrow, (T, C), R = f.layout, f.layout.ancestry_TC.shape, len(f.layout.trunk_len_R)
+    unused = next(s for s in range(k.shape[1]) if s not in f.live and k[:, s].isnan().all())
+
+    def spread(x, filler, unit):
+        """Words 40 apart, which makes more of them than a tile reads at once."""
+        wide = torch.full((len(x), C, 40, unit), filler, dtype=x.dtype)
+        wide[:, :, -1] = x.view(len(x), C, unit)
+        return wide.view(len(x), -1)
+
+    wide = dataclasses.replace(
+        narrow,
+        ancestry_TC=spread(narrow.ancestry_TC, 0, 1),
+        branch_slots_RW=spread(narrow.branch_slots_RW, unused, 32),
+        branch_positions_RW=spread(narrow.branch_positions_RW, 0, 32),
+    )
+    assert wide.branch_slots_RW.shape == (R, C * 40 * 32) and k[:, unused].isnan().all()
+    out, expected = (run("triton", device, q, k, v, layout, 0.25, window)[: T - 3] for layout in (wide, narrow))
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
 
 
 @needs_cpp
@@ -326,6 +387,8 @@ def test_front_checks_its_arguments():
         with pytest.raises(ValueError, match=match):
             tree_attention(*tensors, f.layout, **{"scale": 1.0} | options)
 
+    for cap in (0.0, -1.0, float("nan"), float("inf")):
+        refused("cap: expected None or more than 0", q, k, v, cap=cap)
     refused("k_GSD: expected contiguous float32", q, k[..., :8], v[..., :8])
     refused("v_GSD: expected contiguous float32", q, k, v[:, :-1])
     refused("a multiple of the cache's 2 heads, got 3", q[:, :3], k, v)
@@ -502,8 +565,8 @@ def test_custom_ops(name, impl, kept):
     arguments = (q, k, v, layout.positions_T, layout.token_starts, layout.trunk_seen_T,
                  layout.trunk_runs, layout.branch_slots_RW, layout.branch_positions_RW, layout.ancestry_TC)  # fmt: skip
     attention, write = (getattr(torch.ops.coppice, f"{name}_{impl}").default for name in ("tree_attention", "kv_write"))
-    for window in (None, 9):
-        torch.library.opcheck(attention, (*arguments, 0.25, window))
+    for options in ((None,), (9,), (9, 2.0)):
+        torch.library.opcheck(attention, (*arguments, 0.25, *options))
     rows = torch.randn(len(q), k.shape[0], q.shape[2])
     slots = torch.arange(2, 2 + len(q))
     torch.library.opcheck(write, (arguments[1], arguments[2], rows, rows, slots))
@@ -517,8 +580,8 @@ def test_triton_custom_ops(device):
     f = forest(4, [(45, 0, 18, 6), (30, 30, 0, 0)])
     q, k, v = (x.nan_to_num(0).to(device) for x in cast(f, torch.float32)[0])
     arguments = triton.operands(q, k, v, f.layout.to(device))
-    for window in (None, 9):
-        torch.library.opcheck(torch.ops.coppice.tree_attention_triton.default, (*arguments, 0.25, window))
+    for options in ((None,), (9,), (9, 2.0)):
+        torch.library.opcheck(torch.ops.coppice.tree_attention_triton.default, (*arguments, 0.25, *options))
     rows = torch.randn(len(q), k.shape[0], k.shape[2], device=device)
     slots = torch.arange(2, 2 + len(q), device=device)
     torch.library.opcheck(torch.ops.coppice.kv_write_triton.default, (k, v, rows, rows, slots))

@@ -74,6 +74,13 @@ def test_fields_come_from_where_transformers_finds_them():
     ]
 
 
+def test_a_whole_gemma_3_caps_no_logits(tmp_path):
+    """As transformers, whose text model alone reads the field."""
+    folder = changed(tmp_path, "gemma3", lambda config: config["text_config"].update(final_logit_softcapping=0.1))
+    found = [Engine.load(path, dtype="float32").logits([5, 6, 7]) for path in (folder, GOLDEN / "gemma3")]
+    assert found[0].equal(found[1])
+
+
 def test_an_older_qwen_has_the_fields_of_its_text_at_the_top():
     rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
     outer = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "vision_config": {}}

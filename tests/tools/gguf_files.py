@@ -8,12 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tools.gguf.families import FACTORS, GRANITE, INTERLEAVED
+from tools.gguf.families import CAPS, FACTORS, GRANITE, INTERLEAVED
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install 'coppice[gguf]'")
 ARCHITECTURES = {
     **{"llama": "llama", "mistral": "llama", "phi": "phi2", "phi3": "phi3"},
-    **{name: name for name in ("gpt2", "granite", "qwen2", "qwen3", "smollm3")},
+    **{
+        name: name
+        for name in ("gemma", "gemma2", "gpt2", "granite", "lfm2", "olmo2", "qwen2", "qwen3", "smollm3", "stablelm")
+    },
+    **{"gemma3_text": "gemma3", "hunyuan_v1_dense": "hunyuan-dense", "olmo3": "olmo2"},
 }
 F32, CONTROL, NORMAL = gguf.GGMLQuantizationType.F32, 3, 1
 
@@ -57,7 +61,9 @@ class File:
         self.folder, self.format, self.formats = folder, format, formats or {}
         self.config = json.loads((folder / "config.json").read_text())
         self.rope = {key: self.config[key] for key in ("rope_theta", "partial_rotary_factor") if key in self.config}
-        self.rope |= self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        found = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        self.rope |= found.get("full_attention", found)
+        self.local = found.get("sliding_attention", {}).get("rope_theta", self.config.get("rope_local_base_freq"))
         self.arch = ARCHITECTURES[self.config["model_type"]]
         self.tensors, self.types = {}, {}
         self._tensors()
@@ -71,6 +77,10 @@ class File:
         names = gguf.get_tensor_name_map(kinds[self.arch], c.get("num_hidden_layers", c.get("n_layer")))
         for name, tensor in load_file(self.folder / "model.safetensors").items():
             values = tensor.float().numpy()
+            if self.arch.startswith("gemma") and name.endswith("norm.weight"):
+                values = values + 1
+            if ".conv.conv." in name:
+                values = values.squeeze(1)
             if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
                 values = np.ascontiguousarray(values.T)
             if self.arch in INTERLEAVED and "q_proj" in name:
@@ -112,16 +122,24 @@ class File:
             yield from (("attention.head_count", c["n_head"]),)
             yield "attention.layer_norm_epsilon", c["layer_norm_epsilon"]
             return
-        rotated = int(r.get("partial_rotary_factor", 0.5 if self.arch == "phi2" else 1.0) * self.head_dim)
+        rotated = int(
+            r.get("partial_rotary_factor", {"phi2": 0.5, "stablelm": 0.25}.get(self.arch, 1.0)) * self.head_dim
+        )
         yield from (("block_count", c["num_hidden_layers"]), ("context_length", c["max_position_embeddings"]))
         yield from (("embedding_length", c["hidden_size"]), ("feed_forward_length", c["intermediate_size"]))
         yield "attention.head_count", c["num_attention_heads"]
-        yield "attention.head_count_kv", c.get("num_key_value_heads") or c["num_attention_heads"]
+        shared, types = c.get("num_key_value_heads") or c["num_attention_heads"], c.get("layer_types", [])
+        yield "attention.head_count_kv", [0 if t == "conv" else shared for t in types] if "conv" in types else shared
+        yield "shortconv.l_cache", c.get("conv_L_cache")
         yield "attention.key_length", c.get("head_dim")
         yield "attention.value_length", c.get("head_dim")
-        yield "attention.layer_norm_rms_epsilon", c.get("rms_norm_eps")
+        yield "attention.layer_norm_rms_epsilon", c.get("rms_norm_eps", c.get("norm_eps"))
         yield from ((key, c.get(word)) for word, key in GRANITE.items())
         yield "attention.layer_norm_epsilon", c.get("layer_norm_eps")
+        yield "use_parallel_residual", c.get("use_parallel_residual")
+        yield from ((key, c.get(key)) for key in CAPS)
+        flags = [kind == "sliding_attention" for kind in types] or c.get("sliding_window_pattern")
+        yield from (("attention.sliding_window_pattern", flags), ("rope.freq_base_swa", self.local))
         window = c.get("sliding_window") if c.get("use_sliding_window", True) else None
         yield "attention.sliding_window", (window or 0) if self.arch == "phi3" else window
         yield from (("rope.dimension_count", rotated), ("rope.freq_base", r.get("rope_theta", 10000.0)))
@@ -134,6 +152,7 @@ class File:
             yield "rope.scaling.attn_factor", math.sqrt(1 + math.log(scale) / math.log(length))
         elif r.get("rope_type") == "yarn":
             yield "rope.scaling.original_context_length", r["original_max_position_embeddings"]
+            yield "rope.scaling.yarn_attn_factor", r.get("attention_factor")
 
     def vocabulary(self):
         """Keys of the checkpoint's tokenizer: byte-level BPE, or BPE with scores as `gguf.LlamaHfVocab` writes it."""

@@ -29,6 +29,14 @@ FLOATS = [
     *(f"llama/{name}" for name in ("plain", "gqa", "mqa", "tied", "llama3", "linear", "yarn", "head_dim", "mistral")),
     *("llama/both_biases", "phi/plain", "phi/partial", "phi3/plain", "phi3/longrope", "phi3/window", "phi3/gqa"),
     *("gpt2/plain", "gpt2/untied", "qwen2/tied", "qwen3/plain", "qwen3/tied", "qwen3/bias", "qwen3/yarn"),
+    *(
+        "gemma/one",
+        "olmo/plain",
+        "olmo/olmo3",
+        "hunyuan/plain",
+        "stablelm/plain",
+        "stablelm/parallel",
+    ),
 ]
 WIDE = {"vocab_size": 104, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 WIDE |= {"n_embd": 256, "n_inner": 512}
@@ -88,6 +96,44 @@ def test_llamas_with_more(architecture, kind, more, tmp_path):
     config = json.loads((source / "config.json").read_text()) | {"architectures": [architecture], "model_type": kind}
     (source / "config.json").write_text(json.dumps(config | more))
     same(converted(File(source), tmp_path / "out"), source, 1e-5)
+
+
+@pytest.mark.parametrize("variant", ["gemma/two", "gemma/three", "gemma/three_v4"])
+def test_gemmas_take_the_scale_of_scores_from_the_size_of_heads(variant, tmp_path):
+    source = random(tmp_path / "source", variant, query_pre_attn_scalar=10)
+    same(converted(File(source), tmp_path / "out"), source, 1e-5)
+
+
+@pytest.mark.parametrize("variant, layers", [("gemma/two", 46), ("gemma/three_v4", 62)])
+def test_the_largest_gemmas_take_it_from_the_width(variant, layers, tmp_path):
+    source = random(tmp_path / "source", variant, num_hidden_layers=layers)
+    config = json.loads((converted(File(source), tmp_path / "out") / "config.json").read_text())
+    assert (config["query_pre_attn_scalar"], config["head_dim"]) == (6, 10)
+
+
+def test_layers_with_a_window_as_files_name_them(tmp_path):
+    def types(**keys):
+        file = File(GOLDEN / "gemma/three_defaults")
+        name = "gemma3.attention.sliding_window"
+        file.keys |= {f"{name}{key}": value for key, value in keys.items()}
+        out = converted(file, tmp_path / f"out{len(list(tmp_path.iterdir()))}")
+        return [kind[0] for kind in json.loads((out / "config.json").read_text())["layer_types"]]
+
+    assert types() == list("sssssf")
+    assert types(_pattern=3) == list("ssfssf")
+    assert types(_pattern=0) == list("ssssss")
+    assert types(_pattern=[True, False, False, True, True, True]) == list("sffsss")
+    for window in ({"": 0}, {"_pattern": 1}):
+        assert types(**window) == list("ffffff")
+    with pytest.raises(CheckpointError, match="sliding_window_pattern: expected a number, or 6 flags"):
+        types(_pattern=[True])
+
+
+def test_gemma_2_has_one_base_for_all_layers(tmp_path):
+    file = File(GOLDEN / "gemma/two")
+    file.keys["gemma2.rope.freq_base_swa"] = 77.0
+    with pytest.raises(CheckpointError, match=r"freq_base_swa: expected the rope.freq_base, got 77"):
+        converted(file, tmp_path / "out")
 
 
 @pytest.mark.parametrize("format", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])

@@ -38,6 +38,7 @@ class Target(NamedTuple):
         part: of a quantised weight, by its name in `Grouping.layout`; "" for floats.
         transposed: it is written [in, out].
         shape, dtype: as written.
+        plus_one: the file has 1 + the values, as it has norms of Gemma.
     """
 
     rows: Rows
@@ -45,6 +46,7 @@ class Target(NamedTuple):
     transposed: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
+    plus_one: bool = False
 
 
 def convert(path: Path, folder: Path, *, progress: bool = False) -> dict[str, Any]:
@@ -107,7 +109,9 @@ def _plan(file: GGUF, config: dict[str, Any]) -> tuple[dict[str, Target], dict[s
                 targets[f"{module}.{part}"] = Target(rows, part, False, size, dtype)
         elif format in blocks.FLOATS:
             size = shape[::-1] if transposed else shape
-            targets[name] = Target(rows, "", transposed, size, blocks.FLOATS[format])
+            plus_one = c.plus_one and name.endswith("norm.weight")
+            dtype = torch.float32 if plus_one else blocks.FLOATS[format]  # a 1 less may need digits more
+            targets[name] = Target(rows, "", transposed, size, dtype, plus_one)
         else:
             stored = next(name for name, entry in file.tensors.items() if entry.start == rows.entry.start)
             what = f"tensor {stored!r} has the block format {format}, which is not supported there"
@@ -127,13 +131,14 @@ def _tensor(file: GGUF, name: str, target: Target, progress: bool) -> Tensor:
     if progress and target.part in ("", "codes"):
         print(f"{name}: {entry.format} {[rows.last - rows.first, *entry.shape[1:]]}", file=sys.stderr)
     if len(entry.shape) == 1:  # stored as one row; its elements belong to rows of a matrix
-        stored = file.rows(entry._replace(shape=(1, *entry.shape)), 0, 1).view(target.dtype).flatten()
-        return rows.order(stored[rows.first : rows.last])
+        stored = file.rows(entry._replace(shape=(1, *entry.shape)), 0, 1).view(blocks.FLOATS[entry.format]).flatten()
+        found = rows.order(stored[rows.first : rows.last])
+        return found.float() - 1 if target.plus_one else found
     found = blocks.convert(entry.format, target.part, _pieces(file, rows), rows.last - rows.first, entry.shape[1])
     if target.part in ("scale", "zero") and not found.isfinite().all():
         raise file.error(f"the scales of {name!r} are not finite", FETCH_AGAIN)
     found = rows.order(found)
-    return found.T if target.transposed else found
+    return found.T if target.transposed else found.reshape(target.shape)
 
 
 def _pieces(file: GGUF, rows: Rows) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from models.config import FULL, SLIDING
 from models.fields import Fields
 from models.rope import RopeConfig, RotaryEmbedding
 from tools.gguf.reader import FETCH_AGAIN, GGUF, Entry, package
@@ -32,6 +33,13 @@ GRANITE = {  # its words for them
     "embedding_multiplier": "embedding_scale",
     "logits_scaling": "logit_scale",
     "residual_multiplier": "residual_scale",
+}
+CAPS = "attn_logit_softcapping", "final_logit_softcapping"  # the same words
+READ = {  # those of the keys above that an architecture reads
+    "granite": GRANITE.values(),
+    "gemma2": CAPS,
+    "gemma3": CAPS[1:],
+    "stablelm": ("use_parallel_residual",),
 }
 INTERLEAVED = "llama", "granite", "smollm3"  # rows of queries and keys are in the order of interleaved rotation
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -59,8 +67,8 @@ def read_config(file: GGUF) -> dict[str, Any]:
         raise file.error(what, f"supported: {', '.join(sorted(ARCHITECTURES))} (OPT has no architecture in GGUF)")
     keys = file.fields(f"{name}.")
     for key in (*OTHER_MATH, *OTHER_SCALES):
-        read = name == "granite" and key in GRANITE.values()
-        if keys.config.get(key) and not read and not (key in OTHER_SCALES and keys.config[key] == 1):
+        read = key in READ.get(name, ()) or (key in OTHER_SCALES and keys.config.get(key) == 1)
+        if keys.config.get(key) and not read:
             raise keys.error(key, "nothing: it is not supported")
     if keys.bool("attention.causal", default=True) is False:
         raise keys.error("attention.causal", "true")
@@ -98,8 +106,9 @@ def find_rows(file: GGUF, config: dict[str, Any], name: str, shape: tuple[int, .
     if arch in INTERLEAVED and (part := re.search(r"\.([qk])_proj\.", name)):
         heads = q if part[1] == "q" else kv
     entry = file.entry(stored)
-    if entry.shape != (total, *shape[1:]):
-        raise file.error(f"tensor {stored!r}: expected the shape {[total, *shape[1:]]}, got {list(entry.shape)}")
+    expected = (total, *shape[1:][-1:])  # a short convolution is [E, 1, taps] in checkpoints
+    if entry.shape != expected:
+        raise file.error(f"tensor {stored!r}: expected the shape {list(expected)}, got {list(entry.shape)}")
     return Rows(entry, first, first + shape[0], heads)
 
 
@@ -176,6 +185,91 @@ def _gpt2(file: GGUF, keys: Fields) -> dict[str, Any]:
     }
 
 
+def _gemma(file: GGUF, keys: Fields) -> dict[str, Any]:
+    return _gated(file, keys, rotated="all") | _named("GemmaForCausalLM", "gemma") | {"hidden_act": "gelu_pytorch_tanh"}
+
+
+def _gemma2(file: GGUF, keys: Fields) -> dict[str, Any]:
+    window, base = keys.int("attention.sliding_window", 4096, high=2**31), keys.float("rope.freq_base", 10000.0)
+    if keys.float("rope.freq_base_swa", base) != base:  # of layers with a window
+        raise keys.error("rope.freq_base_swa", "the rope.freq_base")
+    caps = {name: _decimal(keys.float(name)) for name in CAPS if keys.config.get(name) is not None}
+    return _sized(file, keys, window, period=2, whole=46) | _named("Gemma2ForCausalLM", "gemma2") | caps
+
+
+def _gemma3(file: GGUF, keys: Fields) -> dict[str, Any]:
+    window = keys.int("attention.sliding_window", 0, low=0, high=2**31)
+    config = _sized(file, keys, window, period=6, whole=62) | _named("Gemma3ForCausalLM", "gemma3_text")
+    cap = keys.float(CAPS[1], 0.0)
+    base = _decimal(keys.float("rope.freq_base_swa", 10000.0, low=1.0, high=1e15))
+    return config | {"rope_local_base_freq": base, CAPS[1]: _decimal(cap) if cap else None}
+
+
+def _sized(file: GGUF, keys: Fields, window: int, *, period: int, whole: int) -> dict[str, Any]:
+    """What Gemma 2 and 3 have in common; `whole`: the number of layers of the largest."""
+    config = _gated(file, keys, rotated="all") | _windows(keys, window, period)
+    # The factor of scores is not in the file. As in llama.cpp, the size of a head, but the largest model has others.
+    large = config["num_hidden_layers"] == whole
+    scalar = config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
+    return config | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar}
+
+
+def _olmo2(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = _gated(file, keys, rotated="all")
+    window = keys.int("attention.sliding_window", 0, low=0, high=2**31)
+    if not window:
+        return config | _named("Olmo2ForCausalLM", "olmo2")
+    base, scaling = config.pop("rope_theta"), config.pop("rope_scaling") or {"rope_type": "default"}
+    local = _decimal(keys.float("rope.freq_base_swa", base, low=1.0, high=1e15))
+    ropes = {FULL: scaling | {"rope_theta": base}, SLIDING: {"rope_type": "default", "rope_theta": local}}
+    return config | _windows(keys, window, 4) | _named("Olmo3ForCausalLM", "olmo3") | {"rope_parameters": ropes}
+
+
+def _hunyuan(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = _gated(file, keys, rotated="all") | {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
+    return config | _named("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")
+
+
+def _lfm2(file: GGUF, keys: Fields) -> dict[str, Any]:
+    name = "attention.head_count_kv"  # 0 of layers with a convolution
+    shared = keys.config.get(name)
+    if not isinstance(shared, list):
+        raise keys.error(name, "a number for each layer")
+    if keys.int("attention.sliding_window", 0, low=0, high=2**31):
+        raise keys.error("attention.sliding_window", "nothing: it is not supported")
+    attention = Fields({**keys.config, name: [heads for heads in shared if heads]}, keys.file, keys.prefix)
+    config = _gated(file, attention, rotated="all") | _named("Lfm2ForCausalLM", "lfm2")
+    config["norm_eps"] = config.pop("rms_norm_eps")
+    config["layer_types"] = [FULL if heads else "conv" for heads in shared]
+    config["conv_L_cache"] = keys.int("shortconv.l_cache", high=64)
+    return config | {"block_auto_adjust_ff_dim": False}  # the width is that of the matrices
+
+
+def _stablelm(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = _attention(file, keys) | _named("StableLmForCausalLM", "stablelm")
+    rope = _rope(file, keys, config["head_dim"], config["max_position_embeddings"], "some")
+    more = {
+        "hidden_act": "silu",
+        "layer_norm_eps": _epsilon(keys, "attention.layer_norm_epsilon"),
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,  # whatever the key says, as in llama.cpp
+        "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+    }
+    return config | {"partial_rotary_factor": 1.0} | rope | more
+
+
+def _windows(keys: Fields, window: int, period: int) -> dict[str, Any]:
+    """The kinds of layers: `attention.sliding_window_pattern` is a period, or has a flag for each layer."""
+    name, layers = "attention.sliding_window_pattern", keys.int("block_count", high=2**14)
+    slides = keys.config.get(name)
+    if not isinstance(slides, list):
+        every = keys.int(name, period, low=0)
+        slides = [every == 0 or bool(i % every) for i in range(1, layers + 1)]
+    if len(slides) != layers or any(type(flag) is not bool for flag in slides):
+        raise keys.error(name, f"a number, or {layers} flags")
+    types = [SLIDING if flag and window else FULL for flag in slides]
+    return {"layer_types": types, "sliding_window": window or None}
+
+
 ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen,
@@ -183,8 +277,15 @@ ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "phi2": _phi2,
     "phi3": _phi3,
     "gpt2": _gpt2,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
     "granite": _granite,
+    "hunyuan-dense": _hunyuan,
+    "lfm2": _lfm2,
+    "olmo2": _olmo2,
     "smollm3": _smollm3,
+    "stablelm": _stablelm,
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tools import random_checkpoint
-from tools.golden import lfm2, qwen2, qwen3
+from tools.golden import gemma, lfm2, qwen2, qwen3
 from tools.golden.base import ABSENT, Variant, edit, write_json, write_tensors
 from tools.golden.llama import MISTRAL, SMALL
 
@@ -30,6 +30,8 @@ CLIP = {"model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size"
         "num_attention_heads": 1, "image_size": 8, "patch_size": 4, "projection_dim": 8}  # fmt: skip
 PIXTRAL = {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
            "num_attention_heads": 1, "image_size": 8, "patch_size": 4, "head_dim": 8}  # fmt: skip
+SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+          "num_attention_heads": 1, "image_size": 8, "patch_size": 4}  # fmt: skip
 IDEFICS = {"model_type": "idefics3_vision", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
            "num_attention_heads": 1, "image_size": 8, "patch_size": 4}  # fmt: skip
 QWEN3_VL = {"model_type": "qwen3_vl", "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1,
@@ -39,8 +41,8 @@ QWEN3_VL = {"model_type": "qwen3_vl", "depth": 1, "hidden_size": 8, "intermediat
 
 QWEN2_VL = {"model_type": "qwen2_vl", "depth": 1, "embed_dim": 8, "hidden_size": 24, "num_heads": 1, "mlp_ratio": 1,
             "patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 1}  # fmt: skip
-SIGLIP = {"model_type": "siglip2_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-          "num_attention_heads": 1, "num_patches": 4, "patch_size": 4}  # fmt: skip
+SIGLIP2 = {"model_type": "siglip2_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+           "num_attention_heads": 1, "num_patches": 4, "patch_size": 4}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,19 @@ WRAPPERS = {
         "flat", "visual.merger.ln_q.weight",
         {"rope_parameters": ABSENT, "rope_theta": 1e6, "rms_norm_eps": ABSENT,
          "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}),
+    "gemma3": Wrapper(
+        partial(gemma.write, "three_v4"),
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "vision_config": SIGLIP,
+         "image_token_index": 2, "boi_token_index": 2, "eoi_token_index": 2, "mm_tokens_per_image": 1},
+        "inner", "multi_modal_projector.mm_soft_emb_norm.weight",
+        NO_TOKENS | dict.fromkeys(("tie_word_embeddings", "hidden_activation", "rms_norm_eps"), ABSENT)),
     "lfm2_vl": Wrapper(
         partial(lfm2.write, "plain"),
-        {"architectures": ["Lfm2VlForConditionalGeneration"], "model_type": "lfm2_vl", "vision_config": SIGLIP,
+        {"architectures": ["Lfm2VlForConditionalGeneration"], "model_type": "lfm2_vl", "vision_config": SIGLIP2,
          "image_token_id": 2, "downsample_factor": 1},
         "outer", "model.multi_modal_projector.linear_1.weight", NO_TOKENS),
 }  # fmt: skip
-SHAPES = {"linear_1": (32, 8), "proj": (32, 32), "norm": (8,), "ln_q": (8,)}  # of the other parts' tensors
+SHAPES = {"linear_1": (32, 8), "proj": (32, 32)} | dict.fromkeys(("norm", "ln_q", "mm_soft_emb_norm"), (8,))  # of parts
 
 
 def write(name: str, folder: Path, seed: int) -> None:

@@ -312,6 +312,19 @@ def test_wrong_command_lines_are_told_before_loading(tmp_path: Path, capsys: pyt
     assert answered.read_text() == "x\n"
 
 
+def test_how_many_searches_run_at_once(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, capsys: pytest.CaptureFixture[str]
+):
+    parallel = []
+    monkeypatch.setattr(batch, "load_engine", lambda args: parallel.append(args.parallel) or engine)
+    for flags in ([], ["--parallel", "64"]):
+        assert batch.main(["-q", *flags], io.BytesIO(), io.BytesIO()) == 0
+    assert parallel == [16, 64]
+    monkeypatch.undo()
+    assert batch.main(["--parallel", "0"], io.BytesIO(), io.BytesIO()) == 2
+    assert "parallel: expected an integer" in capsys.readouterr().err
+
+
 def test_two_runs_on_one_output(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, codes = tmp_path / "out", []
     inlet, to = os.pipe()

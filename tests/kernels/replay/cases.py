@@ -398,6 +398,11 @@ def tree_attention(recording: Recording) -> None:
             attention(recording, name, f, dtype, rng.choice((None, 9)), kept=kept)
     f = forest(6, [(90, 0, 33, 4), (20, 20, 0, 0)], heads=142, kv_heads=2, head_dim=8)
     attention(recording, "more heads than rows of a tile", f, torch.float32)
+    for (kind, _, dtype), (rows, cap) in itertools.product(kinds(), ((1, 0.5), (3, 50.0), (9, 2.0))):
+        f = forest(rows, [(90, 0, 20, rows), (40, 9, 0, 0)], head_dim=33)
+        for kept in (None, torch.int8):
+            name = f"{kind}, {rows} rows, cap {cap}, cache of {kept or dtype}"
+            attention(recording, name, f, dtype, 30, kept=kept, cap=cap)
     f = forest(6, [(70, 0, 33, 4)])
     f.cache.v_LGSD[..., 3] = math.nan
     attention(recording, "values of NaN", f, torch.float32)
@@ -411,13 +416,14 @@ def attention(
     window: int | None = None,
     threads: int = 2,
     kept: torch.dtype | None = None,
+    cap: float | None = None,
 ):
     (q, k, v), wide = ([x.nan_to_num(0.5), *others] for x, *others in cast(f, dtype, kept))  # the queries of padding
-    exact, plain = (tree_reference.tree_attention(*x, f.layout, 0.3, window) for x in (wide, (q, k, v)))
+    exact, plain = (tree_reference.tree_attention(*x, f.layout, 0.3, window, cap) for x in (wide, (q, k, v)))
     off = (plain.double() - exact).abs()
     absolute = 2 * off[off.isfinite()].max().item() if off.isfinite().any() else 0.0
     seen = tree_native._seen(f.layout.seen)
-    asked = tree_native.problem(q, k, seen, 0.3, window, threads)
+    asked = tree_native.problem(q, k, seen, 0.3, window, threads, cap)
     names = "positions", "starts", "seen", "runs", "branch_slots", "branch_positions", "ancestry"
     pointer = Pointer(asked, dict(zip(names, f.layout.seen, strict=True)))
     out = Expected(blank(q), exact, absolute + 4e-6, 2 * torch.finfo(dtype).eps)

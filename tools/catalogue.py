@@ -1,0 +1,145 @@
+"""Make a catalogue for `--catalogue`: `python -m tools.catalogue --model DIR --input items.jsonl --output FILE`.
+
+A line of the input is an item: {"text": TEXT} or {"token_ids": [...]}, and "id", a string or an integer (the item's
+number, from 0). A text is tokenised by itself; where outputs follow a prompt that ends without a space, let it begin
+with one.
+"""
+
+import argparse
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.app import cli
+from engine.catalogue import Built, build, write_catalogue
+from engine.demo import demo_folder
+from engine.errors import CoppiceError, UsageError, shortened
+from engine.text.tokenizer import FILES, Tokenizer
+from models.checkpoint import Checkpoint
+
+KEYS = {"id", "text", "token_ids"}
+SHOWN = 5  # repeated items that are named
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    summary, _, epilog = (__doc__ or "").partition("\n\n")
+    parser = cli.Parser("python -m tools.catalogue", summary, epilog)
+    parser.add_argument("--model", metavar="DIR", help="checkpoint folder, whose tokens items are (the bundled demo)")
+    parser.add_argument("--input", required=True, metavar="FILE", help="items as JSON Lines; -: stdin")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the catalogue; replaced if it is there")
+    parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
+    parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks")
+    args = parser.parse_args(argv)
+    return cli.run(lambda: make(args), args.verbose)
+
+
+def make(args: argparse.Namespace) -> int:
+    """Read, build, write."""
+    began = time.monotonic()
+    folder = Path(args.model or demo_folder())
+    checkpoint = Checkpoint.open(folder)
+    tokenizer = Tokenizer.load(folder) if any((folder / name).exists() for name in FILES) else None
+    eos = set(checkpoint.eos_token_ids)
+    if not eos and tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos = {tokenizer.eos_token_id}
+    vocab = tokenizer.size if tokenizer is not None else checkpoint.config["vocab_size"]
+    items = Items(tokenizer, vocab, eos)
+    items.read(args.input)
+    built = items.build()
+    fingerprint = tokenizer.fingerprint if tokenizer is not None else ""
+    write_catalogue(args.output, built, items.ids, vocab, fingerprint)
+    if not args.quiet:
+        items.report(built)
+        size, seconds = Path(args.output).stat().st_size, time.monotonic() - began
+        print(
+            f"{Path(args.output).name}: {len(built.ends):,} items of up to {max(items.lengths)} tokens, "
+            f"{len(built.tokens):,} edges, {size / 1e6:.1f} MB, {seconds:.1f} s",
+            file=sys.stderr,
+        )
+    return 0
+
+
+class Items:
+    """The items of an input.
+
+    Args:
+        tokenizer: of the model, if it has one.
+        vocab: tokens are less than this.
+        eos: tokens that end an output, and no item may have.
+
+    Attributes:
+        ids, lines, lengths: of each item its id, its line, counted from 1, and its number of tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos: set[int]):
+        self.tokenizer, self.vocab, self.eos = tokenizer, vocab, eos
+        self.ids: list[str | int] = []
+        self.lines, self.lengths, self._tokens = array("q"), array("q"), array("i")
+
+    def read(self, name: str) -> None:
+        """Read a file of items; - is stdin. Raises UsageError, which names the line."""
+        try:
+            with open(0 if name == "-" else name, "rb", closefd=name != "-") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        try:
+                            self._add(line, number)
+                        except (CoppiceError, ValueError) as error:
+                            what = error.what if isinstance(error, CoppiceError) else str(error)
+                            raise UsageError(what, where=f"{name}, line {number}") from None
+        except OSError as error:
+            raise UsageError(f"--input: {error.strerror}", where=name) from error
+        if not self.ids:
+            raise UsageError("--input: there are no items", where=name)
+
+    def _add(self, line: bytes, number: int) -> None:
+        """Add a line's item. Raises ValueError or UsageError."""
+        record = cli.parse_object(line)
+        if not record.keys() <= KEYS or ("text" in record) is ("token_ids" in record):
+            raise ValueError(f'expected "text" or "token_ids", and "id", got {", ".join(record) or "none"}')
+        identity = record.get("id", len(self.ids))
+        if type(identity) not in (str, int):
+            raise ValueError(f"id: expected a string or an integer, got {shortened(repr(identity))}")
+        tokens = self._of_text(record["text"]) if "text" in record else record["token_ids"]
+        if type(tokens) is not list or {*map(type, tokens)} != {int}:
+            raise ValueError(f"token_ids: expected a list of at least one integer, got {shortened(repr(tokens))}")
+        if min(tokens) < 0 or max(tokens) >= self.vocab:
+            raise ValueError(f"token_ids: expected ids from 0 to {self.vocab - 1}, got {shortened(repr(tokens))}")
+        if not self.eos.isdisjoint(tokens):
+            end = min(self.eos.intersection(tokens))
+            raise ValueError(f"the item has the token {end}, which ends an output; leave it out")
+        self.ids.append(identity)
+        self.lines.append(number)
+        self.lengths.append(len(tokens))
+        self._tokens.extend(tokens)
+
+    def _of_text(self, text: Any) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError("text: this checkpoint has no tokenizer; give token_ids")
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"text: expected a text, got {shortened(repr(text))}")
+        return self.tokenizer.encode(text, add_special=False)
+
+    def build(self) -> Built:
+        """The trie of all items."""
+        return build(
+            torch.frombuffer(self._tokens, dtype=torch.int32), torch.frombuffer(self.lengths, dtype=torch.int64)
+        )
+
+    def report(self, built: Built) -> None:
+        """Print which items are left out, because others have the same tokens."""
+        if built.repeats:
+            named = [f"line {self.lines[i]} (as line {self.lines[first]})" for i, first in built.repeats[:SHOWN]]
+            if (more := len(built.repeats) - SHOWN) > 0:
+                named.append(f"{more:,} more")
+            print(f"left out, as they repeat earlier items: {', '.join(named)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
