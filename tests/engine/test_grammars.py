@@ -1,5 +1,6 @@
 """Grammars as constraints: every kind of tokenizer, every search, errors. llguidance itself is not tested here."""
 
+import functools
 import json
 import random
 import re
@@ -129,6 +130,60 @@ def test_texts_that_a_tokenizer_cannot_spell(engine):
         ask(engine, Greedy(), regex="é+")
     result = ask(engine, Trie(beams=4, num_return_sequences=4), regex="(aé|b|c)d")
     assert {(o.text, o.finish_reason) for o in result.outputs} == {("bd", "eos"), ("cd", "eos"), ("a", "constraint")}
+
+
+# --- schemas ---
+
+WORDS = ["red", "grün", 'q"uote', "a\nb", 17, None, True, 2.5, "🙂", "\\", ""]
+KEYS = ["a", "tag list", "ключ", 'q"k', "x/y", "n1"]
+PATTERNS = [r"^[a-c]{2,4}$", r"^\d{3}-\d{2}$", r"^(foo|bar)+z?$", r"x{2}$", r"^[^\x00-\x60]{1,3}$"]
+MORE = {"anyOf": [{"$ref": "#/$defs/t"}, {"type": "null"}]}
+TREE = {"type": "object", "properties": {"v": {"type": "boolean"}, "next": MORE}, "required": ["v", "next"]}
+
+
+def nasty(rng, depth):
+    """A random schema of parts inside of each other."""
+    low, leaf = rng.randint(0, 2), functools.partial(nasty, rng, 0)
+    if not depth:
+        return rng.choice([
+            {"type": ["null", "boolean"]}, {"type": "integer", "minimum": -low, "maximum": 4000 + low},
+            {"type": "string", "maxLength": 1 + low}, {"enum": rng.sample(WORDS, 3)}, {"const": {"a": [low, None]}},
+            {"type": "string", "pattern": rng.choice(PATTERNS), "maxLength": 12},
+            {"type": "number", "minimum": 0, "exclusiveMaximum": 2.5},
+            {"type": "string", "format": rng.choice(["date", "time", "date-time", "uuid", "ipv4"])},
+            {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 1000}, {"$ref": "#/$defs/t"},
+        ])  # fmt: skip
+    keys, inner = rng.sample(KEYS, 3), functools.partial(nasty, rng, depth - 1)
+    return rng.choice([
+        {"type": "object", "properties": {key: inner() for key in keys}, "required": keys[:low],
+         "additionalProperties": rng.choice([False, leaf()])},
+        {"type": "array", "items": inner(), "minItems": low, "maxItems": low + 1},
+        {"anyOf": [inner(), leaf()]},
+        {"type": "array", "prefixItems": [leaf(), inner()], "items": False, "minItems": 2},
+        {"allOf": [{"type": "object", "properties": {"a": inner()}, "required": ["a"]},
+                   {"properties": {"b": leaf()}, "required": ["b"]}], "type": "object"},
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", range(4))
+def test_values_validate(depth):
+    """Whole texts are valid by another implementation of JSON schemas."""
+    jsonschema, rng = pytest.importorskip("jsonschema"), random.Random(depth)
+    tokenizer, whole = Tokenizer.load(GOLDEN / "text" / "bytelevel"), 0
+    eos = max(tokenizer.special_ids)
+    for _ in range(15):
+        schema = {"$defs": {"t": TREE}, **nasty(rng, depth)}
+        grammar = compile_grammar("json_schema", schema, tokenizer, tokenizer.size, [eos])
+        state, path, token = grammar.start([]), [], None
+        while token != eos and len(path) < 200:
+            ids = ids_of(*grammar.allowed([state]), tokenizer.size)
+            token = eos if eos in ids else rng.choice(ids)
+            path.append(token)
+            state = state if token == eos else grammar.advance(state, token)
+        if token == eos:
+            jsonschema.validate(json.loads(tokenizer.decode(path)), schema)
+            whole += 1
+    assert whole > 8
 
 
 # --- searches ---
