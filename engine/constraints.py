@@ -230,6 +230,36 @@ class Choices(Constraint):
         return [self._ids[state] for state in states]
 
 
+class AfterThought(Constraint):
+    """Another constraint, from the end of a thought on that the prompt has opened; until then no token ends the output.
+
+    Args:
+        constraint: the other one.
+        closing: token that ends the thought.
+        free_W: mask of the tokens of the thought.
+    """
+
+    def __init__(self, constraint: Constraint, closing: int, free_W: Tensor):
+        self.constraint, self.closing, self.free_W = constraint, closing, free_W
+
+    def start(self, prompt: Sequence[int]) -> State:
+        return True, self.constraint.start(prompt)
+
+    def advance(self, state: State, token: int) -> State:
+        thinks, inner = state
+        return (token != self.closing, inner) if thinks else (False, self.constraint.advance(inner, token))
+
+    def allowed(self, states: Sequence[State]) -> Sequence["Tokens | Allowed"]:
+        found = iter(self.constraint.allowed(inner) if (inner := [s for thinks, s in states if not thinks]) else ())
+        return [self.free_W if thinks else next(found) for thinks, _ in states]
+
+
+def packed(flags_V: Tensor) -> Tensor:
+    """Flags of tokens, int64 [V], as a mask, int32 [ceil(V / 32)]."""
+    flags_V = torch.nn.functional.pad(flags_V, (0, -len(flags_V) % WORD))
+    return (flags_V.view(-1, WORD) << torch.arange(WORD)).sum(1).to(torch.int32)
+
+
 def check_constraint(value: Any) -> None:
     """Check that a value is a constraint. Raises UsageError."""
     if value is not None and not isinstance(value, Constraint):

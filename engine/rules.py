@@ -6,16 +6,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.catalogue import Catalogue, Items, open_catalogue
 from engine.constrained import Constrained
-from engine.constraints import Choices, Constraint, PrefixAllowed, check_constraint
+from engine.constraints import AfterThought, Choices, Constraint, PrefixAllowed, check_constraint, packed
 from engine.contract import brief
 from engine.errors import UsageError, check_integer, check_number
+from engine.grammars import JSON_SCHEMA, KINDS, compile_grammar, source_of
 from engine.processors import Bias, Hook, Masked, NoRepeatNGram, Processor, RepetitionPenalty, Suppress
 from engine.text.tokenizer import Tokenizer
 
+ONE_OF = ("constraint", "choices", "catalogue", *KINDS, "prefix_allowed_tokens_fn")  # at most one is given
 SCORES = MODEL, RENORMALISED = ("model", "renormalised")
 MOST = 1e6  # of a penalty and of a bias
 Words = Sequence[str | Sequence[int]]
@@ -33,6 +36,10 @@ class Rules:
         constraint_scores: "model": log-probabilities of the model are edited, and not normalised again, as Hugging Face
             does in beam search; "renormalised": logits are edited, before the softmax, as it does elsewhere.
         choices: texts or token sequences of which the output must be one.
+        json_schema: a JSON schema, as an object or as JSON: the output is a JSON text that it allows. This and the two
+            next need the extra `grammar`; see `engine.grammars`.
+        regex: a regular expression that the whole output matches.
+        grammar: a grammar of the output, in Lark's form as llguidance has it, or in llama.cpp's GBNF.
         catalogue: the same for many: an `engine.Catalogue` or its file, see `tools.catalogue`. An output then has the
             id of its item.
         logit_bias: token ids -> numbers added to their log-probabilities.
@@ -56,6 +63,9 @@ class Rules:
     constraint: Constraint | None = None
     constraint_scores: str = MODEL
     choices: Words = ()
+    json_schema: Mapping[str, Any] | bool | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
     catalogue: Catalogue | str | Path | None = None
     logit_bias: Mapping[int | str, float] | None = None
     sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any] | None = None
@@ -85,9 +95,12 @@ class Rules:
             raise UsageError(f"logits_processor: expected a function, or some, got {brief(self.logits_processor)}")
         if not isinstance(self.catalogue, Catalogue | str | Path | None):
             raise UsageError(f"catalogue: expected a path or an engine.Catalogue, got {brief(self.catalogue)}")
-        alone = self.constraint, self.prefix_allowed_tokens_fn, self.catalogue
-        if sum([bool(self.choices), *(value is not None for value in alone)]) > 1:
-            raise UsageError("constraint, choices, catalogue, prefix_allowed_tokens_fn: expected at most one of them")
+        alone = {name: getattr(self, name) for name in ONE_OF} | {"choices": self.choices or None}
+        if len(given := [name for name, value in alone.items() if value is not None]) > 1:
+            raise UsageError(f"{' and '.join(given)}: expected at most one of {', '.join(ONE_OF)}")
+        for kind in KINDS:
+            if (value := getattr(self, kind)) is not None:
+                source_of(kind, value)
         self.items()
 
     def items(self) -> Catalogue | None:
@@ -112,11 +125,13 @@ class Rules:
         """
         self.check()
         ends = sorted(token for token in eos if token < vocab)
-        processors = self._processors(len(prompt), vocab, ends, tokenizer)
+        processors = self._processors(prompt, vocab, ends, tokenizer)
         renormalise = self.constraint_scores == RENORMALISED
         return Constrained(processors, renormalise, prompt, ends, limit) if processors else None
 
-    def _processors(self, prompt: int, vocab: int, ends: list[int], tokenizer: Tokenizer | None) -> list[Processor]:
+    def _processors(
+        self, prompt: Sequence[int], vocab: int, ends: list[int], tokenizer: Tokenizer | None
+    ) -> list[Processor]:
         """The processors, in Hugging Face's order."""
         made: list[Processor] = []
         if biases := self._biases(vocab):
@@ -128,10 +143,15 @@ class Rules:
         words = _sequences("bad_words", self.bad_words, vocab, tokenizer, spaced=True)
         if bans := {tuple(word): -math.inf for word in words if word not in [[end] for end in ends]}:
             made.append(Bias(bans))
-        shortest = self.min_new_tokens or self.min_length - prompt
+        shortest = self.min_new_tokens or self.min_length - len(prompt)
         if shortest > 0 and ends:
             made.append(Suppress(ends, shortest))
         if (constraint := self._constraint(vocab, ends, tokenizer)) is not None:
+            of_text = constraint is not self.constraint and self.catalogue is None
+            if of_text and tokenizer is not None and _thinks(prompt, tokenizer):
+                free_V = torch.ones(vocab, dtype=torch.int64)
+                free_V[ends] = 0
+                constraint = AfterThought(constraint, tokenizer.thought_ids[1], packed(free_V))
             made.append(Masked(constraint, vocab))
         for name, until in (("suppress_tokens", math.inf), ("begin_suppress_tokens", 1)):
             if tokens := _ids(name, getattr(self, name), vocab):
@@ -139,6 +159,9 @@ class Rules:
         return made + [Hook(function) for function in self._hooks()]
 
     def _constraint(self, vocab: int, ends: list[int], tokenizer: Tokenizer | None) -> Constraint | None:
+        for kind in KINDS:
+            if (value := getattr(self, kind)) is not None:
+                return compile_grammar(kind, value, tokenizer, vocab, ends)
         if self.choices:
             return Choices(_sequences("choices", self.choices, vocab, tokenizer), ends)
         if (catalogue := self.items()) is not None:
@@ -178,6 +201,33 @@ RULES = tuple(field.name for field in fields(Rules))
 PLAIN_RULES = tuple(
     name for name in RULES if name not in ("constraint", "catalogue", "prefix_allowed_tokens_fn", "logits_processor")
 )  # those that a batch line may have: JSON, and no files
+
+
+def _thinks(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Whether a prompt ends with the tag that opens a thought, as some chat templates write it."""
+    if len(tokenizer.thought_ids) < 2 or (opening := tokenizer.thought_ids[0]) not in prompt:
+        return False
+    after = len(prompt) - [*reversed(prompt)].index(opening)
+    return not tokenizer.decode(prompt[after:]).strip()
+
+
+def with_changes(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `Rules` after changes: one of those that exclude each other takes the place of another."""
+    excluded = ONE_OF if any(name in changes for name in ONE_OF) else ()
+    return {name: value for name, value in given.items() if name not in excluded} | dict(changes)
+
+
+def response_format(value: Any) -> dict[str, Any]:
+    """The fields of `Rules` for OpenAI's `response_format`. Raises UsageError."""
+    match value:
+        case {"type": "text", **rest} if not rest:
+            return {JSON_SCHEMA: None}
+        case {"type": "json_object", **rest} if not rest:
+            return {JSON_SCHEMA: {"type": "object"}}
+        case {"type": "json_schema", "json_schema": {"schema": dict() | bool() as schema}}:
+            return {JSON_SCHEMA: schema}
+    what = "expected type text, json_object or json_schema, the last with a json_schema that has a schema"
+    raise UsageError(f"response_format: {what}, got {brief(value)}")
 
 
 def _number(name: str, value: Any) -> float:

@@ -42,7 +42,7 @@ from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError, shortened
 from engine.prompting import TemplateOptions, chat_prompt
 from engine.requests import SearchResult
-from engine.rules import PLAIN_RULES
+from engine.rules import ONE_OF, PLAIN_RULES, response_format, with_changes
 from engine.text.thinking import Thoughts
 from engine.trace import Traces
 from models.files import lock
@@ -55,10 +55,12 @@ input, an object per line (blank lines are skipped):
   "id": a string or an integer, repeated in the answer (the record's number, from 0)
   "tools": with messages, a list of functions (JSON schemas) that the model may call
   "template": with messages, an object of variables for the chat template; "think": on, off or auto
+  "response_format": as OpenAI has it: {"type": "json_schema", "json_schema": {"schema": ...}}, "json_object" or "text"
   "params": an object that overrides the command line for this line. Keys are the flags in snake_case (search, beams,
-    max_new_tokens, stop, choices, ...), eos_token_ids, a list, and sequence_bias, a list of [[id, ...], number]; flags
-    that name files are for the command line alone. A line that changes the search does not inherit the parameters of
-    the command line that its search lacks.
+    max_new_tokens, stop, choices, ...), eos_token_ids, a list, and sequence_bias, a list of [[id, ...], number];
+    json_schema and grammar are the schema, an object, and the grammar, a text. Other flags that name files are for the
+    command line alone. A line that changes the search does not inherit the parameters of the command line that its
+    search lacks.
 
 output, an object per line:
   {"id", "outputs": [{"text", "token_ids", "logprob", "score", "finish_reason"}, ...], "stats": {...}}, best first, or
@@ -307,7 +309,7 @@ def make_request(
 
     Raises CoppiceError.
     """
-    _known(record, ["id", *PROMPTS, *TEMPLATE, "params"], "")
+    _known(record, ["id", *PROMPTS, *TEMPLATE, "response_format", "params"], "")
     given = [key for key in PROMPTS if key in record]
     if len(given) != 1:
         raise UsageError(f"expected one of prompt, messages and prompt_ids, got {' and '.join(given) or 'none'}")
@@ -317,7 +319,13 @@ def make_request(
     own_options = (*LIMITS, *PLAIN_RULES)
     known = ["search", *own_options, *dict.fromkeys(key for name in REGISTRY for key in parameters(name))]
     _known(params, known, "params.")
-    bounds = limits(args) | rules(args) | {key: params[key] for key in own_options if key in params}
+    bounds = limits(args) | {key: params[key] for key in LIMITS if key in params}
+    own_rules = {key: params[key] for key in PLAIN_RULES if key in params}
+    if "response_format" in record:
+        if other := next((key for key in ONE_OF if key in own_rules), None):
+            raise UsageError(f"response_format and params.{other}: expected at most one of them")
+        own_rules |= response_format(record["response_format"])
+    bounds |= with_changes(rules(args), own_rules)
     for key in ("stop", "choices", "bad_words"):
         if isinstance(bounds.get(key), str):
             bounds[key] = [bounds[key]]

@@ -26,7 +26,7 @@ from engine.startup import started
 from engine.text.template import THINK
 from engine.text.tokenizer import check_utf8
 from engine.version import __version__
-from models.files import open_regular
+from models.files import open_regular, read_regular
 from models.linear import FORMATS
 from search.base import REGISTRY, SHARED_PARAMS, make_search, parameters
 from search.outside import find_search, load_entry_points
@@ -34,7 +34,7 @@ from search.values import Kind, default_of, kinds, written
 
 INTERRUPTED, CLOSED_PIPE = 130, 141
 PARALLEL = 16  # searches at once, as `Engine.load` has it
-MAX_TOOLS = 16 << 20
+MAX_TOOLS = MAX_GRAMMAR = 16 << 20
 
 
 class Parser(argparse.ArgumentParser):
@@ -295,6 +295,13 @@ def add_rule_flags(parser: argparse.ArgumentParser) -> None:
         "--catalogue", metavar="FILE", help="a reply is an item of this catalogue, which tools.catalogue made"
     )
     group.add_argument(
+        "--json-schema", type=_json_file, metavar="FILE", help="replies are JSON that the schema allows; extra grammar"
+    )
+    group.add_argument("--regex", type=_text, metavar="PATTERN", help="a whole reply matches it; extra grammar")
+    group.add_argument(
+        "--grammar", type=_text_file, metavar="FILE", help="Lark or GBNF, of a whole reply; extra grammar"
+    )
+    group.add_argument(
         "--constraint-scores", choices=SCORES, help="of what is left: the model's, or made to add up to 1 (model)"
     )
     group.add_argument(
@@ -309,6 +316,27 @@ def add_rule_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--min-length", type=int, metavar="N", help="likewise, counted with the prompt (0)")
     group.add_argument("--suppress-tokens", type=_ids, metavar="ID,...", help="never these tokens")
     group.add_argument("--begin-suppress-tokens", type=_ids, metavar="ID,...", help="not first")
+
+
+def _text_file(path: str) -> str:
+    """The text of a file. An argparse type."""
+    try:
+        data = read_regular(path, MAX_GRAMMAR)
+        if len(data) > MAX_GRAMMAR:
+            raise ValueError(f"it is larger than {MAX_GRAMMAR >> 20} MB")
+        return data.decode()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error}") from None
+
+
+def _json_file(path: str) -> Any:
+    """The value of a JSON file. An argparse type."""
+    try:
+        return json.loads(_text_file(path))
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{path} is not valid JSON: {error}") from None
 
 
 def _ids(text: str) -> list[int]:

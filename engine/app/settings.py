@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import check_flag, check_integer
 from engine.requests import Search
-from engine.rules import PLAIN_RULES, Rules
+from engine.rules import PLAIN_RULES, Rules, with_changes
 from search.base import REGISTRY, make_search, parameters
 from search.outside import find_search
 from search.values import plain
@@ -65,5 +65,5 @@ class Settings:
         known = parameters(name) if isinstance(name, str) and name in REGISTRY else {}
         make_search(name, {key: value for key, value in self.params.items() if key in known} | changes)
         return dataclasses.replace(
-            self, search=name, params={**self.params, **changes}, rules={**self.rules, **rules}, **limits
+            self, search=name, params={**self.params, **changes}, rules=with_changes(self.rules, rules), **limits
         )

@@ -75,13 +75,29 @@ class Stage:
     def finish(self) -> Sequence[str]:
         return ()
 
+    def data(self, piece: str) -> str | bytes | None:
+        """What a piece stands for in the middle of a text: bytes are final; None if that depends on other pieces."""
+        return piece
+
+
+def data_of(stages: Iterable[Stage], piece: str) -> bytes | None:
+    """The bytes of a piece in the middle of a text; None if they depend on other pieces."""
+    data: str | bytes | None = piece
+    for stage in stages:
+        if isinstance(data, str):
+            data = stage.data(data)
+    return data.encode() if isinstance(data, str) else data
+
 
 class _Replace(Stage):
     def __init__(self, old: str, new: str):
         self.old, self.new = old, new
 
     def take(self, piece: str) -> Sequence[str]:
-        return (piece.replace(self.old, self.new),)
+        return (self.data(piece),)
+
+    def data(self, piece: str) -> str:
+        return piece.replace(self.old, self.new)
 
 
 class _Strip(Stage):
@@ -96,6 +112,9 @@ class _Strip(Stage):
         while len(piece) - end < self.stop and end > start and piece[end - 1] == self.content:
             end -= 1
         return (piece[start:end],)
+
+    def data(self, piece: str) -> str:
+        return self.take(piece)[0]
 
 
 class _StripFused(Stage):
@@ -122,6 +141,9 @@ class _Metaspace(Stage):
         piece, self.first = piece.replace(self.replacement, "" if self.first else " "), False
         return (piece,)
 
+    def data(self, piece: str) -> str:
+        return piece.replace(self.replacement, " ")
+
 
 class _Joined(Stage):
     """No decoder: pieces joined by spaces."""
@@ -131,6 +153,9 @@ class _Joined(Stage):
     def take(self, piece: str) -> Sequence[str]:
         piece, self.first = piece if self.first else " " + piece, False
         return (piece,)
+
+    def data(self, piece: str) -> None:
+        return None
 
 
 class _ByteFallback(Stage):
@@ -154,6 +179,10 @@ class _ByteFallback(Stage):
         except UnicodeDecodeError:
             return ("\ufffd",) * len(run)
 
+    def data(self, piece: str) -> str | bytes:
+        found = self.byte.fullmatch(piece)
+        return bytes([int(found[1], 16)]) if found else piece
+
 
 def _byte_of_char() -> dict[str, int]:
     """GPT-2's spelling of bytes: printable ones as themselves, the rest from U+0100 on."""
@@ -172,14 +201,16 @@ class _ByteLevel(Stage):
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, piece: str) -> Sequence[str]:
-        try:
-            data = bytes([BYTE_OF_CHAR[c] for c in piece])
-        except KeyError:
-            data = piece.encode()
-        return (self.utf8.decode(data),)
+        return (self.utf8.decode(self.data(piece)),)
 
     def finish(self) -> Sequence[str]:
         return (self.utf8.decode(b"", final=True),)
+
+    def data(self, piece: str) -> bytes:
+        try:
+            return bytes([BYTE_OF_CHAR[c] for c in piece])
+        except KeyError:
+            return piece.encode()
 
 
 class SentencePieces(Stage):
@@ -210,6 +241,10 @@ class SentencePieces(Stage):
     def finish(self) -> Sequence[str]:
         return (self.utf8.decode(b"", final=True),)
 
+    def data(self, piece: str) -> str | bytes:
+        found = self.byte.fullmatch(piece)
+        return bytes([int(found[1], 16)]) if found else piece.replace("▁", " ")
+
 
 def _each_byte(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeDecodeError)
@@ -232,6 +267,9 @@ class _Hold(Stage):
     def finish(self) -> Sequence[str]:
         with library_errors("the tokenizer cannot decode these tokens"):
             return (self.decoder.decode(self.pieces),)
+
+    def data(self, piece: str) -> None:
+        return None
 
 
 def _run(text: str, char: str, most: int) -> int:

@@ -21,7 +21,7 @@ import tokenizers
 
 from engine.errors import CheckpointError, UsageError
 from engine.text import tokenizer_limits
-from engine.text.detokenizer import Detokenizer
+from engine.text.detokenizer import Detokenizer, data_of
 from engine.text.pieces import Pieces
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer_files import byte_level, named_tokens, read_config, read_file
@@ -40,6 +40,7 @@ class Tokenizer:
         size: largest id + 1; ids of a model's padded vocabulary from there on have no meaning.
         bos_token_id, eos_token_id: from tokenizer_config.json and special_tokens_map.json.
         special_ids: ids that `decode` skips: of special tokens, but not of the tags around a thought.
+        thought_ids: of the tags that open and close a thought; empty if the vocabulary has none.
         special_tokens: `{"bos_token": "<s>", ...}`, for chat templates.
         special_spellings, added_spellings: spellings of special and of other added tokens.
         config: tokenizer_config.json, {} if there is none.
@@ -56,6 +57,7 @@ class Tokenizer:
         thoughts = Thoughts.find(raw, "")
         skipped = self.special_spellings - {thoughts.opening, thoughts.closing}
         self.special_ids = frozenset(vocab[content] for content in skipped)
+        self.thought_ids = tuple(vocab[tag] for tag in (thoughts.opening, thoughts.closing) if tag in vocab)
         self.bos_token_id = vocab.get(names.get("bos_token", ""))
         self.eos_token_id = vocab.get(names.get("eos_token", ""))
         self._encoder, self._added = encoder, {content: vocab[content] for content in raw}
@@ -164,6 +166,20 @@ class Tokenizer:
             piece = self._encoder.pieces[i] if 0 <= i < self.size else None
             if piece is not None and not (skip_special and i in self.special_ids):
                 yield piece
+
+    def data(self) -> list[bytes]:
+        """The bytes that each id stands for in the middle of a text; none for special tokens and ids without a piece.
+
+        Raises:
+            UsageError: they depend on the other ids, as in a vocabulary of words.
+        """
+        stages, found = [make() for make in self._encoder.stages], []
+        for i, piece in enumerate(self._encoder.pieces):
+            data = b"" if piece is None or i in self.special_ids else data_of(stages, piece)
+            if data is None:
+                raise UsageError("this tokenizer has no bytes for each token")
+            found.append(data)
+        return found
 
     def stream(self, prefix_ids: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer for the tokens that follow `prefix_ids`: its texts are `decode_continuation`, special tokens

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,34 @@ def test_constraints_of_flags_and_of_lines(run: Run):
     assert first["text"] in ("ab", "cd") and second["text"] == "xy" and second["score"] <= 0
     assert (third["token_ids"], third["finish_reason"]) == ([], "constraint")
     assert fourth["token_ids"] == [7, 7, 7, 7]
+
+
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="llguidance is not installed (extra grammar)")
+def test_grammars_of_flags_and_of_lines(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    schema, wrong = tmp_path / "schema.json", tmp_path / "wrong.json"
+    schema.write_text('{"enum": ["ab", 17]}')
+    wrong.write_text('{"enum": ')
+    lines = [
+        {"prompt": "a"},
+        {"prompt": "a", "params": {"regex": "[xy]z"}},
+        {"prompt": "a", "params": {"grammar": 'start: "p" | "q"', "search": "trie"}},
+        {"prompt": "a", "params": {"json_schema": {"type": "boolean"}}},
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": [1]}}}},
+        {"prompt": "a", "response_format": {"type": "text"}},
+        {"prompt": "a", "response_format": {"type": "text"}, "params": {"regex": "a"}},
+        {"prompt": "a", "response_format": "json"},
+        {"prompt": "a", "params": {"regex": "("}},
+    ]
+    code, answers = run(lines, "--json-schema", str(schema), "--max-new-tokens", "20")
+    texts = [answer["outputs"][0]["text"] if "outputs" in answer else answer["error"]["message"] for answer in answers]
+    assert code == 2 and texts[0] in ('"ab"', "17") and texts[1] in ("xz", "yz") and texts[2] in ("p", "q")
+    assert texts[3] in ("true", "false") and json.loads(texts[4]) == [1]
+    assert answers[5]["outputs"][0]["finish_reason"] in ("length", "eos") and "at most one" in texts[6]
+    assert "response_format: expected type" in texts[7] and "unclosed group" in texts[8]
+    for path, words in ((wrong, "is not valid JSON"), (tmp_path / "none", "cannot read")):
+        with pytest.raises(SystemExit):
+            run([], "--json-schema", str(path))
+        assert words in capsys.readouterr().err
 
 
 def test_bad_lines_do_not_disturb_the_others(run: Run, capsys: pytest.CaptureFixture[str]):

@@ -251,6 +251,11 @@ def test_constraints_are_settings():
         settings.changed({"repetition_penalty": "x"})
 
 
+def test_a_choice_takes_the_place_of_another_constraint():
+    settings = chat.Settings("greedy", {}, 10, False, (), {"json_schema": {}, "min_length": 3})
+    assert settings.changed({"choices": "x"}).rules == {"min_length": 3, "choices": ["x"]}
+
+
 def test_settings_change_all_or_nothing():
     settings = chat.Settings("trie", {"beams": 4}, 10, False, ())
     other = settings.changed(assignments('search=sample seed=3 stop="\\n\\n" ignore_eos=true'))
