@@ -31,6 +31,8 @@ class PagePool:
 
     Attributes:
         ancestors: see `ModelShape`.
+        device: of the cache and of log-probabilities. A search that reads from these after the answer makes the host
+            wait for a GPU; there it has `Evaluate.read` read what it may need.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class PagePool:
         self.bytes_per_token = shape.kv_bytes_per_token(dtype)
         slots = (pages + self.reserved) * page_size
         self.cache = _cache(shape, slots, dtype, device)
+        self.device = self.cache.k_LGSD.device
         self._copiers = [kv_copier(*group) for group in self.cache.groups]
         self._state = bytearray(bytes([USED]) * self.reserved + bytes(pages))  # the rest is FREE
         self.used_pages = 0

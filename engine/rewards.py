@@ -193,8 +193,9 @@ class ModelJudge:
         new = [node for node in paths if node not in self._score]
         try:
             if new:  # all nodes are requested, so that every evaluated node has its score
-                rows_N1 = (yield Evaluate(tree, new)).rows_NV
-                self._score.update(zip(new, rows_N1[:, 0].tolist(), strict=True))
+                scores_N = (yield Evaluate(tree, new, lambda rows_N1, _: rows_N1[:, 0].double())).numbers
+                assert scores_N is not None
+                self._score.update(zip(new, scores_N.tolist(), strict=True))
         except KVMemoryError:
             held = tree.live_branches
             self._keep(map(self._reached, texts))  # the others must be evaluated again

@@ -44,10 +44,31 @@ def check_device(*tensors: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Properties:
-    """Of a GPU: its streaming multiprocessors, and whether they have the shared memory of a data-centre card."""
+    """Of a GPU.
+
+    Args:
+        processors: streaming multiprocessors.
+        roomy: whether they have the shared memory of a data-centre card.
+        registers, shared, threads: of a multiprocessor; shared memory in bytes.
+    """
 
     processors: int
     roomy: bool
+    registers: int = 65_536
+    shared: int = 102_400
+    threads: int = 1_536
+
+    def programs(self, registers: int, shared: int, warps: int) -> int:
+        """How many programs a multiprocessor runs at once: registers go to warps by 256, and a program has 1 KiB of
+        shared memory besides its own (CUDA C++ Programming Guide, compute capabilities).
+
+        Args:
+            registers: of a thread.
+            shared: bytes of a program.
+            warps: of a program.
+        """
+        by_registers = self.registers // (-(-registers * 32 // 256) * 256 * warps)
+        return max(1, min(by_registers, self.shared // (shared + 1024), self.threads // (32 * warps)))
 
 
 @functools.cache
@@ -56,4 +77,10 @@ def properties(device: torch.device) -> Properties:
     if device.type == "cpu":
         return Properties(2, False)
     gpu = torch.cuda.get_device_properties(device)
-    return Properties(gpu.multi_processor_count, gpu.shared_memory_per_block_optin >= 160_000)
+    return Properties(
+        gpu.multi_processor_count,
+        gpu.shared_memory_per_block_optin >= 160_000,
+        gpu.regs_per_multiprocessor,
+        gpu.shared_memory_per_multiprocessor,
+        gpu.max_threads_per_multi_processor,
+    )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, register
+from search.picks import Picks
 
 
 @register("greedy")
@@ -12,11 +13,12 @@ class Greedy(Search):
 
     def run(self, task: Task) -> SearchGenerator:
         tree, tokens, logprob = task.tree, [], 0.0
+        picks = Picks(None, 0, tree.pool.device.type != "cpu")
         while True:
-            logp_NV, _ = yield Evaluate(tree, [tree.root])
-            token = int(logp_NV[0].argmax())
+            picks.take(*(yield Evaluate(tree, [tree.root], picks.read(tree, [tree.root], None))))
+            token = picks.token(0, 0)
             tokens.append(token)
-            logprob += float(logp_NV[0, token])
+            logprob += picks.logprob(0, token)
             reason = task.finish_reason(tokens)
             yield Report([token], lambda: tokens)
             if reason:

@@ -137,7 +137,8 @@ def gumbels(keys: Sequence[int], size: int, device: torch.device) -> Tensor:
     """Gumbel noise -log(-log(u)), float32 [N, size]: u is made of 32 uniform bits, out of the row's key and the token
     by integer arithmetic, the same on every device and for every size that includes the token."""
     token_V = torch.arange(size, dtype=torch.int32, device=device)
-    key_N21 = torch.tensor([_signed(key) for key in keys], dtype=torch.int32, device=device).view(-1, 2, 1)
+    key_N2 = torch.tensor([_signed(key) for key in keys], dtype=torch.int32).to(device, non_blocking=True)
+    key_N21 = key_N2.view(-1, 2, 1)
     one_N1, two_N1 = key_N21.unbind(1)
     bits_NV = mix(mix(token_V ^ one_N1).add_(two_N1)).bitwise_xor_(-1 << 31)
     uniform_NV = bits_NV.double().add_((1 << 31) + 0.5).div_(1 << 32)

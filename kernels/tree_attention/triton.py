@@ -28,13 +28,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.custom_ops import like, register
-from kernels.gpu import INTERPRETED, check_device, properties
+from kernels.gpu import INTERPRETED, Properties, check_device, properties
 from kernels.layout import TreeLayout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 128
-AT_ONCE = {16: 3, 32: 3, 64: 2, 128: 1}  # programs on one multiprocessor, by rows of the tile; larger shares cost more
+# Most programs on a multiprocessor, by rows of the tile: larger shares cost more.
+AT_ONCE = {16: 3, 32: 3, 64: 2, 128: 1}
+ROOM: dict[tuple, int] = {}  # as many as a multiprocessor has room for, by kernel
 WORD = tl.constexpr(32)
 LOG2_E = 1.4426950408889634
 
@@ -87,22 +89,32 @@ def _tree_attention(
     gpu = properties(q_THD.device)
     sizes = _sizes(T * H // G // R, D, q_THD.dtype, gpu.roomy)
     tiles = triton.cdiv(T * H // G, sizes["M"]) + R - 1  # the most that R trees can have, however tokens are spread
-    splits = gpu.processors * AT_ONCE[sizes["M"]] // (tiles * G)  # one wave of programs
-    splits = max(1, min(splits, MAX_SPLITS, triton.cdiv(P * page_size, sizes["N"]) + W // WORD.value))
+    constants = {
+        "WINDOWED": window is not None, "CAPPED": cap is not None,
+        "R2": 1 if R == 1 else max(16, triton.next_power_of_2(R)), "GROUP": H // G, "HEADS": H, "PAGE": page_size,
+        "ROW": k_GSD.shape[2], "D": D, "D2": max(16, triton.next_power_of_2(D)), **sizes,
+    }  # fmt: skip
+    trunk = T, R, W, scale / cap if cap else scale * LOG2_E, (cap or 0.0) * LOG2_E, window or 0
+    strides = q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trunk_pages_RP.stride()
+    tables = positions_T, token_starts, trunk_seen_T, trunk_pages_RP, branch_slots_RW, branch_positions_RW, ancestry_TC
+
+    def arguments(shares: Tensor, logs: Tensor) -> tuple:
+        return q_THD, k_GSD, v_GSD, shares, logs, *tables, *trunk, *strides
+
+    most = triton.cdiv(P * page_size, sizes["N"]) + W // WORD.value
+    at_once, work = AT_ONCE[sizes["M"]], (T * H // G, R, sizes["M"], G, most)
+    splits = _splits(gpu.processors * at_once, *work)
+    if splits > 1 and not INTERPRETED:
+        key = (q_THD.device, q_THD.dtype, k_GSD.dtype, *constants.values())
+        if key not in ROOM:
+            ROOM[key] = _room(gpu, arguments(*torch.empty(2, 1, device=q_THD.device)), constants)
+        splits = _splits(gpu.processors * min(at_once, ROOM[key]), *work)
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     shares_KTHD, logs_KTH = out_THD, out_THD
     if splits > 1:
         shares_KTHD = torch.empty((splits, T, H, D), dtype=torch.float32, device=q_THD.device)
         logs_KTH = torch.empty((splits, T, H), dtype=torch.float32, device=q_THD.device)
-    _attend[tiles, splits, G](
-        q_THD, k_GSD, v_GSD, shares_KTHD, logs_KTH,
-        positions_T, token_starts, trunk_seen_T, trunk_pages_RP, branch_slots_RW, branch_positions_RW, ancestry_TC,
-        T, R, W, scale / cap if cap else scale * LOG2_E, (cap or 0.0) * LOG2_E, window or 0,
-        q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trunk_pages_RP.stride(),
-        WINDOWED=window is not None, CAPPED=cap is not None, SPLIT=splits > 1,
-        R2=1 if R == 1 else max(16, triton.next_power_of_2(R)),
-        GROUP=H // G, HEADS=H, PAGE=page_size, ROW=k_GSD.shape[2], D=D, D2=max(16, triton.next_power_of_2(D)), **sizes,
-    )  # fmt: skip
+    _attend[tiles, splits, G](*arguments(shares_KTHD, logs_KTH), SPLIT=splits > 1, **constants)
     if splits > 1:
         K2 = triton.next_power_of_2(splits)
         _merge[(T * H,)](
@@ -110,6 +122,27 @@ def _tree_attention(
             D=D, D2=triton.next_power_of_2(D), K2=K2, K=min(K2, 16), num_warps=2,
         )  # fmt: skip
     return out_THD
+
+
+def _room(gpu: Properties, arguments: tuple, constants: dict[str, int]) -> int:
+    """How many programs of the kernel, which is compiled for this, a multiprocessor runs at once."""
+    kernel = _attend.warmup(*arguments, grid=(1,), SPLIT=True, **constants)
+    kernel._init_handles()
+    return gpu.programs(kernel.n_regs, kernel.metadata.shared, constants["num_warps"])
+
+
+def _splits(programs: int, rows: int, trees: int, tile: int, heads: int, most: int) -> int:
+    """Into how many shares the keys are split, so that one wave of programs does it all.
+
+    Args:
+        programs: that the GPU runs at once.
+        rows: of all trees, which are taken to have as many each.
+        tile: rows of a program.
+        heads: key/value heads.
+        most: blocks of keys.
+    """
+    tiles = trees * triton.cdiv(triton.cdiv(rows, trees), tile)
+    return max(1, min(programs // (tiles * heads), MAX_SPLITS, most))
 
 
 def _check(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, token_starts: Tensor) -> None:
@@ -126,7 +159,7 @@ def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool) -> dict[str, i
     """The shape of a program, for about so many rows per tree.
 
     Stages: a page's number is loaded a step before its keys, which five stages of the pipeline turn into two blocks in
-    flight. On an H100's multiprocessor that leaves room for as many programs as `AT_ONCE` has, or more.
+    flight. How many programs a multiprocessor has room for then is asked of the compiled kernel.
     """
     if dtype == torch.float32:  # multiplied on ordinary cores: larger tiles would not fit the registers
         return {"M": min(max(16, triton.next_power_of_2(rows)), 32), "N": 16, "num_warps": 4, "num_stages": 2}

@@ -10,16 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from torch import Tensor
-
 from engine.errors import KVMemoryError, UsageError
-from engine.sampling import Warp, draw
 from search.aded.draft_size import MAX_NODES, DraftSize
 from search.aded.drafters import MCTS, Backoff, Drafter
 from search.aded.drafting import Drafting, Planted
 from search.aded.ngrams import NGramStore, add_to_store, count, open_store, vocabulary
 from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, register
 from search.options import Sampling, check_choices, check_integers, check_numbers
+from search.picks import Picks
 from search.sample import Sample
 
 
@@ -91,25 +89,27 @@ class ADED(Search):
         if self.save is not None and Path(self.save).exists():
             open_store(self.save).check(*vocabulary(task))  # before the work is done
         drafts, prompt = Drafting(task, self._drafter(task), self._size(task)), list(tree.trunk.tokens)
+        picks = Picks(warp, self.seed or 0, tree.pool.device.type != "cpu")
+
         while reason is None:
             planted = drafts.plant(len(tokens))  # A2, A3, A4
             try:
-                logp_NV, numbers = yield Evaluate(tree, list(planted.row), planted.read)  # A5
+                answer = yield Evaluate(tree, list(planted.row), picks.read(tree, planted.row, planted.read))  # A5
             except KVMemoryError:
                 if len(planted.row) == 1:
                     raise
                 tree.keep([tree.root])
                 planted = Planted(planted.draft, {tree.root: 0})
-                logp_NV, numbers = yield Evaluate(tree, [tree.root])
+                answer = yield Evaluate(tree, [tree.root], picks.read(tree, planted.row, None))
             with drafts.verifying:
-                node, fresh, likely = tree.root, [], planted.likely(numbers)
+                node, fresh, likely = tree.root, [], planted.likely(picks.take(*answer))
                 while (i := planted.row.get(node)) is not None:  # A6
                     logps = likely[i] if i < len(likely) else {}
                     if warp is None and logps:
                         token = max(logps, key=logps.__getitem__)  # of equals the lower
                     else:
-                        token = self._pick(logp_NV[i], warp, tree.position(node) + 1)
-                    logprob += logps[token] if token in logps else float(logp_NV[i, token])
+                        token = picks.token(i, tree.position(node) + 1)
+                    logprob += logps[token] if token in logps else picks.logprob(i, token)
                     tokens.append(token)
                     fresh.append(token)
                     reason = task.finish_reason(tokens)  # A7
@@ -129,12 +129,6 @@ class ADED(Search):
         given = {field.name: getattr(self, field.name) for field in fields(Sampling)}
         given = {name: value for name, value in given.items() if value is not None}
         return Sample(**given) if given else None
-
-    def _pick(self, logp_V: Tensor, warp: Warp | None, position: int) -> int:
-        """The token that plain decoding takes after a node; None stands for greedy."""
-        if warp is None:
-            return int(logp_V.argmax())
-        return draw(warp(logp_V.unsqueeze(0)), self.seed or 0, [0], [position])[0]
 
     def _drafter(self, task: Task) -> Drafter:
         if callable(self.drafter):

@@ -14,7 +14,7 @@ the same on every path below, and so are draws.
 
 When the warp leaves few cells, lists hold them: the largest log-probabilities of each row determine these cells, and
 come to the host with the answer, so that rows are read once and never sorted. When the warp leaves many cells, a tensor
-on the host holds all cells.
+on the host holds all cells; whole rows then come from a GPU with the answer, as it would be waited for again.
 """
 
 import math
@@ -108,6 +108,8 @@ class Reader:
     def read(self, logp_NV: Tensor, _peaks_NB: Tensor | None = None) -> Tensor:
         """The numbers that `rows` takes, float64, on the device of the log-probabilities."""
         V = logp_NV.shape[1]
+        if self._whole(logp_NV):
+            return as_doubles(logp_NV)
         best_N2K = top_k(logp_NV, self._listed(V))
         if not self._has_mass(V):
             return best_N2K.view(-1)
@@ -117,11 +119,17 @@ class Reader:
     def rows(self, logp_NV: Tensor, numbers: Tensor) -> list[Row]:
         """A row for each node, from the numbers that `read` returned, on the host."""
         N, V = logp_NV.shape
+        if self._whole(logp_NV):
+            logp_NV, numbers = numbers.view(torch.float32)[: N * V].view(N, V), numbers[:0]
         k, has_mass = self._listed(V), self._has_mass(V)
         return [
             Row(found[:k], [int(token) for token in found[k : 2 * k]], k == V, found[-1] if has_mass else 0.0, logp_V)
             for found, logp_V in zip(numbers.view(N, 2 * k + has_mass).tolist(), logp_NV.unbind(), strict=True)
         ]
+
+    def _whole(self, logp_NV: Tensor) -> bool:
+        """Whether whole rows are read with the answer: all cells of them may be drawn, and a GPU has them."""
+        return not logp_NV.is_cpu and not self._listed(logp_NV.shape[1])
 
     def _listed(self, V: int) -> int:
         """The number of tokens of a row that are listed."""
@@ -199,7 +207,7 @@ class Reader:
             probs = warp_copies((logp_WV + offset_W1).view(-1), n_W1.expand_as(logp_WV).reshape(-1), warp)
         else:  # n copies equal one whose warped logarithm is greater by log n
             offsets = [beam.logprob + warp.temperature * math.log(beam.count) for beam in beams]
-            offset_W1 = torch.tensor(offsets, dtype=torch.float32, device=logp_WV.device).unsqueeze(1)
+            offset_W1 = torch.tensor(offsets, dtype=torch.float32).unsqueeze(1).to(logp_WV.device, non_blocking=True)
             score_C = (logp_WV + offset_W1).view(1, -1)
             probs = warp(score_C if self.normalised else score_C - score_C.max())[0].exp_()
             probs /= probs.sum(dtype=torch.float64)
@@ -211,6 +219,12 @@ class Reader:
             cells = [nodes[place // V] * V + place % V for place in places.tolist()]
             return Joint(V, [mass / total for mass in masses], flat[places].tolist(), cells)
         return Joint(V, probs.float(), flat.float(), None, nodes)
+
+
+def as_doubles(x: Tensor) -> Tensor:
+    """The bits of float32 numbers as float64 [n], two in one, with a zero after an odd one."""
+    flat = x.reshape(-1)
+    return torch.nn.functional.pad(flat, (0, len(flat) % 2)).view(torch.float64)
 
 
 def best_copies(cells: Sequence[Cell], k: int) -> list[Cell]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import KVMemoryError, UsageError
+from engine.requests import Read
 from engine.tree import TokenTree
 from search.base import (
     Answer,
@@ -93,13 +94,14 @@ class ULTS(Search):
         leaves = Finished(self.length_penalty, self.num_return_sequences)  # c* is the score of the last one
         used = [1] + [0] * task.max_new_tokens  # nodes evaluated per level
         rounds = dropped = 0
-        logp_NV = (yield Evaluate(tree, nodes)).rows_NV
-        delta, prior = yield from self._prior(task, logp_NV)  # U1
+        children = Children(self.children, sorted(task.eos_token_ids) if self.fixed_length else ())
+        answer = yield Evaluate(tree, nodes, children.read)
+        delta, prior = yield from self._prior(task, answer.rows_NV)  # U1
         sample = partial(self._samples, delta, task.max_new_tokens, [torch.empty(0)])
         boundary = RULES[self.select](origin, partial(leaves.bound, longest=task.max_new_tokens), sample)
         while True:
             rounds += 1
-            boundary.add(self._expand(task, delta, winners, nodes, logp_NV, leaves))  # U5
+            boundary.add(self._expand(task, delta, winners, nodes, children, answer, leaves))  # U5
             best = leaves.score_at(self.num_return_sequences - 1)
             better = boundary.exceeding(best)
             yield self._report(task, boundary, leaves, sum(used), better)
@@ -108,7 +110,7 @@ class ULTS(Search):
                 break
             winners = self._select(boundary, used, room)  # U3, U6
             try:
-                nodes, logp_NV, lost = yield from _evaluate(tree, boundary, winners, used)  # U4
+                nodes, answer, lost = yield from _evaluate(tree, boundary, winners, used, children.read)  # U4
             except KVMemoryError:
                 if not leaves.outputs:
                     raise
@@ -143,20 +145,13 @@ class ULTS(Search):
         delta: Delta,
         winners: list[tuple[Family, int]],
         nodes: list[int],
-        logp_NV: Tensor,
+        children: "Children",
+        answer: Answer,
         leaves: Finished,
     ) -> list[Family]:
         """The families of evaluated nodes; those of their children that are leaves join `leaves`."""
-        excluded_N = [0.0] * len(nodes)
-        if self.fixed_length and task.eos_token_ids:
-            eos = [token for token in sorted(task.eos_token_ids) if token < logp_NV.shape[1]]
-            logp_NV = logp_NV.index_fill(1, torch.tensor(eos, dtype=torch.int64, device=logp_NV.device), -math.inf)
-            mass_N1 = logp_NV.logsumexp(1, keepdim=True).clamp(min=-3e38)  # where no other token is possible
-            logp_NV, excluded_N = logp_NV - mass_N1, mass_N1[:, 0].tolist()
         families: list[Family] = []
-        most = min(self.children, logp_NV.shape[1])
-        rows = zip(winners, nodes, _most_probable(logp_NV, most), excluded_N, strict=True)
-        for (above, place), node, (logps, tokens), excluded in rows:
+        for (above, place), node, (logps, tokens, excluded) in zip(winners, nodes, children.of(answer), strict=True):
             level, key = above.level + 1, path_key(above.key, above.tokens[place])
             sums, excluded = [above.sums[place] + logp for logp in logps], above.excluded + excluded
             ends = self._ends(task, node, level, tokens)
@@ -165,6 +160,7 @@ class ULTS(Search):
             path = task.tree.path(node) if ends else []
             for c, reason in ends.items():
                 leaves.add([*path, tokens[c]], sums[c], reason, excluded)
+        most = min(self.children, answer.rows_NV.shape[1])
         pad = [most - len(f.tokens) for f in families]
         sums = [[s if c in f.open else -math.inf for c, s in enumerate(f.sums)] for f in families]
         sum_FC = torch.tensor([row + [-math.inf] * n for row, n in zip(sums, pad, strict=True)])
@@ -244,12 +240,12 @@ class ULTS(Search):
 
 
 def _evaluate(
-    tree: TokenTree, boundary: Boundary, winners: list[tuple[Family, int]], used: list[int]
-) -> Generator[Evaluate, Answer, tuple[list[int], Tensor, int]]:
+    tree: TokenTree, boundary: Boundary, winners: list[tuple[Family, int]], used: list[int], read: Read
+) -> Generator[Evaluate, Answer, tuple[list[int], Answer, int]]:
     """Evaluate the winners. While the pool is full, drop the least promising open subtree, in the end a winner.
 
     Returns:
-        the winners' nodes, their rows, and the number of subtrees dropped.
+        the winners' nodes, the answer, and the number of subtrees dropped.
 
     Raises:
         KVMemoryError: not even one winner fits.
@@ -261,7 +257,7 @@ def _evaluate(
             tree.keep([*(f.node for f in boundary.families), *nodes])
             boundary.shrunk = False
         try:
-            return nodes, (yield Evaluate(tree, nodes)).rows_NV, dropped
+            return nodes, (yield Evaluate(tree, nodes, read)), dropped
         except KVMemoryError:
             dropped += 1
             if least := boundary.least_promising([f for f, _ in winners]):
@@ -273,15 +269,52 @@ def _evaluate(
                 raise
 
 
-def _most_probable(logp_NV: Tensor, k: int) -> list[tuple[list[float], list[int]]]:
-    """Log-probabilities and tokens of the k best of every row, without -inf: best first, of equals the lower token."""
-    rows = []
-    for i, (logps, places) in enumerate(top_k(logp_NV, min(k + 1, logp_NV.shape[1])).tolist()):
-        tokens = list(map(int, places))
-        if len(set(logps)) < len(logps) or logps[-1] == -math.inf:  # it is not defined which of the equals top_k chose
-            token_K = (logp_NV[i] >= max(logps[-1], -3e38)).nonzero().view(-1)
-            found = zip(logp_NV[i, token_K].double().tolist(), token_K.tolist(), strict=True)
-            ranked = sorted(found, key=lambda pair: (-pair[0], pair[1]))
-            logps, tokens = [logp for logp, _ in ranked], [token for _, token in ranked]
-        rows.append((logps[:k], tokens[:k]))
-    return rows
+class Children:
+    """Reads the children of nodes: the most probable tokens after each.
+
+    Args:
+        most: children of a node.
+        excluded: tokens that are no children; the log-probabilities of the others are renormalised.
+    """
+
+    def __init__(self, most: int, excluded: Sequence[int]):
+        self.most, self.excluded = most, excluded
+
+    def read(self, logp_NV: Tensor, _peaks_NB: Tensor | None = None) -> Tensor:
+        """The numbers that `of` takes, float64, on the device of the log-probabilities."""
+        logp_NV, mass_N1 = self._renormalised(logp_NV)
+        best_N2K = top_k(logp_NV, self._listed(logp_NV))
+        return best_N2K.view(-1) if mass_N1 is None else torch.cat([best_N2K.flatten(1), mass_N1.double()], 1).view(-1)
+
+    def of(self, answer: Answer) -> list[tuple[list[float], list[int], float]]:
+        """For each node log-probabilities and tokens of its children, best first, of equals the lower token, without
+        -inf; and the logarithm of the mass that is left when tokens are excluded."""
+        logp_NV, numbers = answer
+        assert numbers is not None
+        listed, rows = self._listed(logp_NV), []
+        for i, row in enumerate(numbers.view(len(logp_NV), -1).tolist()):
+            logps, tokens, mass = row[:listed], list(map(int, row[listed : 2 * listed])), sum(row[2 * listed :])
+            if len(set(logps)) < len(logps) or logps[-1] == -math.inf:
+                found = zip(logps, tokens, strict=True)
+                if listed < logp_NV.shape[1] and logps[min(self.most, listed) - 1] == logps[-1] > -math.inf:
+                    # A tie across the border: it is not defined which of the equals top_k chose.
+                    logp_V = self._renormalised(logp_NV[i : i + 1])[0][0]
+                    token_K = (logp_V >= logps[-1]).nonzero().view(-1)
+                    found = zip(logp_V[token_K].double().tolist(), token_K.tolist(), strict=True)
+                ranked = sorted((pair for pair in found if pair[0] > -math.inf), key=lambda pair: (-pair[0], pair[1]))
+                logps, tokens = [logp for logp, _ in ranked], [token for _, token in ranked]
+            rows.append((logps[: self.most], tokens[: self.most], mass))
+        return rows
+
+    def _listed(self, logp_NV: Tensor) -> int:
+        """How many tokens are read: one past the border, and on a GPU more, which spares it most reads of a tie."""
+        return min(self.most + 1 if logp_NV.is_cpu else 2 * self.most + 1, logp_NV.shape[1])
+
+    def _renormalised(self, logp_NV: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities without the excluded tokens, and the logarithm of their sum before."""
+        if not self.excluded:
+            return logp_NV, None
+        excluded = torch.tensor([token for token in self.excluded if token < logp_NV.shape[1]], dtype=torch.int64)
+        logp_NV = logp_NV.index_fill(1, excluded.to(logp_NV.device, non_blocking=True), -math.inf)
+        mass_N1 = logp_NV.logsumexp(1, keepdim=True).clamp(min=-3e38)  # where no other token is possible
+        return logp_NV - mass_N1, mass_N1

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.errors import KVMemoryError, UsageError
 from engine.requests import Answer, Evaluate, Report, Task
-from engine.sampling import draw
+from engine.sampling import draws
 from engine.tree import TokenTree
 from models.checkpoint import write_tensors
 from models.files import read_regular, replacing
@@ -51,6 +51,18 @@ class Vectors:
         """The largest entries of a model's answers."""
         top = logp_NV.topk(min(WIDTH, logp_NV.shape[1]))
         return Vectors(top.values.float().cpu(), top.indices.cpu())
+
+    @staticmethod
+    def read(logp_NV: Tensor) -> Tensor:
+        """The numbers that `unpack` takes, float64, on the device of the answers."""
+        top = logp_NV.topk(min(WIDTH, logp_NV.shape[1]))
+        return torch.stack([top.values.double(), top.indices.double()]).view(-1)
+
+    @staticmethod
+    def unpack(numbers: Tensor, rows: int) -> "Vectors":
+        """As `of`, from the numbers that `read` returned for so many answers."""
+        logp_RK, tokens_RK = numbers.view(2, rows, -1)
+        return Vectors(logp_RK.float(), tokens_RK.long())
 
     @staticmethod
     def cat(parts: "list[Vectors]") -> "Vectors":
@@ -132,8 +144,15 @@ def gather(
     node = dict.fromkeys(range(sequences), tree.root)  # sequence -> its last node
     for _ in range(depth):
         frontier = list(dict.fromkeys(node.values()))
+        rows = [frontier.index(n) for n in node.values()]
+        positions = [tree.position(frontier[0]) + 1] * len(node)
+
+        def read(logp_NV: Tensor, _: Tensor | None, rows=rows, ids=(*node,), positions=positions) -> Tensor:
+            row_n = torch.tensor(rows).to(logp_NV.device, non_blocking=True)
+            return torch.cat([draws(logp_NV[row_n], seed, ids, positions).double(), Vectors.read(logp_NV)])
+
         try:
-            logp_NV, _ = yield Evaluate(tree, frontier)
+            numbers = (yield Evaluate(tree, frontier, read)).numbers
         except KVMemoryError:
             complete = False
             if not parts:
@@ -143,9 +162,9 @@ def gather(
             node = dict(list(node.items())[: len(node) // 2])
             tree.keep(set(node.values()))
             continue
-        parts.append(Vectors.of(logp_NV))
-        rows = [frontier.index(n) for n in node.values()]
-        tokens = draw(logp_NV[rows], seed, list(node), [tree.position(frontier[0]) + 1] * len(node))
+        assert numbers is not None
+        parts.append(Vectors.unpack(numbers[len(node) :], len(frontier)))
+        tokens = map(int, numbers[: len(node)].tolist())
         going = {i: (n, t) for (i, n), t in zip(node.items(), tokens, strict=True) if t not in eos}
         if not going:
             break

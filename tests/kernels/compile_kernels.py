@@ -1,17 +1,31 @@
-"""Compiles the Triton kernels to machine code for GPUs that need not be here. Run without TRITON_INTERPRET."""
+"""Compiles the Triton kernels to machine code for GPUs that need not be here. Run without TRITON_INTERPRET.
+
+    python -m tests.kernels.compile_kernels --write docs/kernels.md
+
+writes what the compiler says of the attention kernel into the page's table, instead of the checks.
+"""
 
 import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.gpu import Properties
 from kernels.kv_write import triton as kv_write
 from kernels.tree_attention import triton as tree_attention
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448}  # bytes that one program may have
+OTHERS = {89: 101_376, 100: 232_448, 120: 101_376}  # compiled for the table only
+GPUS = {80: "A100", 86: "A10, RTX 30", 89: "L4, L40, RTX 40", 90: "H100, H200", 100: "B200", 120: "RTX 50"}
+THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}  # of a multiprocessor
 
 
 def compile(kernel, capability, types, constants, **options):
@@ -25,12 +39,13 @@ def compile(kernel, capability, types, constants, **options):
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert compiled.metadata.shared <= SHARED[capability], (capability, constants, compiled.metadata.shared)
+    assert compiled.metadata.shared <= (SHARED | OTHERS)[capability], (capability, constants, compiled.metadata.shared)
     return compiled
 
 
 def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split=True, trees=1, int8=False):
-    sizes = tree_attention._sizes(rows, head, dtype, roomy=capability != 86)
+    roomy = (SHARED | OTHERS)[capability] >= 160_000
+    sizes = tree_attention._sizes(rows, head, dtype, roomy=roomy)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     e = NAMES[dtype]
     types = {name: "*i8" if int8 else f"*{e}" for name in ("k_ptr", "v_ptr")} | {"q_ptr": f"*{e}"}
@@ -51,6 +66,45 @@ def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split
     compiled = compile(tree_attention._attend, capability, types, constants | sizes, **options)
     if dtype != torch.float32 and capability == 90 and not head % 8 and not int8:
         assert "cp.async.cg" in compiled.asm["ptx"], "keys and values are not fetched ahead, 16 bytes at a time"
+    return compiled
+
+
+def usage(compiled):
+    """Registers of a thread, and bytes of its stack, into which registers are spilled."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return tuple(map(int, re.search(r"REG:(\d+) STACK:(\d+)", told).groups()))
+
+
+def table():
+    """Lines of Markdown."""
+    yield "| target | GPUs | rows of a tile | registers | spilled, bytes | shared memory, KiB | programs at once |"
+    yield "|---|---|---|---|---|---|---|"
+    for capability, rows in itertools.product(GPUS, (16, 32, 64, 2048)):
+        compiled = attend(capability, rows, 128, torch.bfloat16, split=rows < 2048)
+        (registers, stack), shared = usage(compiled), compiled.metadata.shared
+        gpu = Properties(1, True, 65_536, (SHARED | OTHERS)[capability] + 1024, THREADS[capability])
+        room = gpu.programs(registers, shared, compiled.metadata.num_warps)
+        yield (
+            f"| sm_{capability} | {GPUS[capability]} | {min(rows, 128)} | {registers} | {stack} "
+            f"| {shared / 1024:.0f} | {room} |"
+        )
+
+
+def write(page):
+    """Replace the table of a page."""
+    begin, end = "<!-- compiled kernels -->", "<!-- end -->"
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    lines = "\n".join(table())
+    page.write_text(f"{before}{begin}\n{lines}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+
+
+if sys.argv[1:2] == ["--write"]:
+    write(Path(sys.argv[2]))
+    sys.exit()
 
 
 for capability in SHARED:

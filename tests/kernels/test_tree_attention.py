@@ -13,6 +13,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -232,6 +233,28 @@ def test_splits_of_the_keys_do_not_show(device, monkeypatch):
         monkeypatch.setattr(triton, "properties", lambda _, n=processors: gpu.Properties(n, False))
         out = run("triton", device, q, k, v, f.layout, 0.25)[:-3]
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@needs_triton
+def test_how_many_programs_run_at_once(monkeypatch):
+    """An H100 and an A10, by what a compiled kernel takes; the keys are split for the tiles that there are."""
+    from kernels import gpu
+    from kernels.tree_attention import triton
+
+    h100, a10 = gpu.Properties(132, True, 65_536, 233_472, 2_048), gpu.Properties(72, False)
+    assert [h100.programs(138, 72_192, 4), h100.programs(200, 78_336, 4), h100.programs(189, 131_584, 8)] == [3, 2, 1]
+    assert [a10.programs(255, 33_000, 4), a10.programs(64, 90_000, 4), a10.programs(255, 200_000, 8)] == [2, 1, 1]
+
+    class Kernel:
+        n_regs, metadata = 200, SimpleNamespace(shared=78_336)
+        _init_handles = lambda self: None  # noqa: E731
+        warmup = lambda self, *arguments, grid, SPLIT, **constants: self  # noqa: E731
+
+    monkeypatch.setattr(triton, "_attend", Kernel())
+    assert triton._room(h100, (), {"num_warps": 4}) == 2
+    assert triton._splits(132 * 3, 15, 1, 16, 32, 67) == 12  # one tile for each of 32 heads
+    assert triton._splits(132 * 3, 64, 4, 16, 32, 67) == 3  # four tiles, though there might be seven
+    assert triton._splits(132 * 3, 15, 1, 16, 1, 67) == 67 and triton._splits(132, 4096, 1, 128, 32, 67) == 1
 
 
 @pytest.mark.parametrize("device", TRITON)

@@ -23,6 +23,7 @@ from engine.tree import TokenTree
 from models.config import ModelShape
 from search import ADED, Greedy, Sample
 from search.aded.drafters import Draft
+from search.picks import Picks
 
 SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 V, PROMPT = 8, [1, 2, 3]
@@ -310,7 +311,7 @@ def test_the_distribution_of_three_tokens(monkeypatch):
         for position in range(len(PROMPT), len(PROMPT) + 3):
             noise_RV = gumbels(0, range(runs), [position] * runs, v)
             drawn[id(row), position] = (Warp(**options)(row.unsqueeze(0)) + noise_RV).argmax(-1).tolist()
-    monkeypatch.setattr(ADED, "_pick", lambda self, row, warp, position: drawn[id(row), position][self.seed])
+    monkeypatch.setattr(Picks, "token", lambda self, row, position: drawn[id(self._logp_NV[row]), position][self.seed])
     draft = chains([0, 1], [0, 2], [0, 3], [1, 1], [2])
     counts = Counter()
 

@@ -14,8 +14,8 @@ from engine.errors import KVMemoryError
 from engine.pool import PagePool
 from engine.requests import Report, Task
 from engine.tree import TokenTree
-from search import ULTS
-from search.ults import _most_probable
+from search import ULTS, Answer
+from search.ults import Children
 from search.ults import prior as ults_prior
 from search.ults.boundary import RULES, Boundary
 from tools.random_checkpoint import make
@@ -300,7 +300,9 @@ def test_the_most_probable_children_of_long_rows(vocab):
     logp_NV = torch.log_softmax(torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab)), -1)
     logp_NV[1, 100:120] = logp_NV[1].max()  # equals, the last of them in
     logp_NV[2, 5:] = -math.inf
-    for row_V, (logps, tokens) in zip(logp_NV, _most_probable(logp_NV, 10), strict=True):
+    children = Children(10, ())
+    found = children.of(Answer(logp_NV, children.read(logp_NV)))
+    for row_V, (logps, tokens, _) in zip(logp_NV, found, strict=True):
         ranked = sorted((-logp, token) for token, logp in enumerate(row_V.tolist()) if logp > -math.inf)[:10]
         assert [(-logp, token) for logp, token in zip(logps, tokens, strict=True)] == ranked
 
