@@ -190,7 +190,10 @@ class Grammar(Constraint):
     def allowed(self, states: Sequence[State]) -> Sequence[Tokens]:
         masks_NW = torch.zeros(len(states), self._words, dtype=torch.int32)
         jobs, row = [(state, i) for i, state in enumerate(states)], self._words * masks_NW.element_size()
-        _executor(torch.get_num_threads()).unsafe_compute_mask_ptr(jobs, masks_NW.data_ptr(), row, len(states))
+        if len(states) == 1:  # as in a chain of forced tokens
+            states[0].unsafe_compute_mask_ptr(masks_NW.data_ptr(), row)
+        else:
+            _executor(torch.get_num_threads()).unsafe_compute_mask_ptr(jobs, masks_NW.data_ptr(), row, len(states))
         masks_NW &= self._kept_W
         for matcher, i in jobs:
             if matcher.is_error():
