@@ -407,7 +407,7 @@ WRONG = [
     ({"choices": [[1, 104]]}, "choices: expected token ids from 0 to 103, got 104"),
     ({"choices": "a"}, "choices: expected a list of texts"),
     ({"choices": [[]]}, "choices: expected texts and sequences of at least one token"),
-    ({"choices": [[1]], "constraint": Automaton(STATES)}, "at most one of them"),
+    ({"choices": [[1]], "constraint": Automaton(STATES)}, "constraint and choices: expected at most one of"),
     ({"logit_bias": {"x": 1}}, "logit_bias: expected token ids"),
     ({"logit_bias": {104: 1}}, "logit_bias: expected token ids from 0 to 103"),
     ({"logit_bias": {5: "a"}}, "logit_bias: expected a number"),
