@@ -15,7 +15,6 @@ An edge takes 8 bytes, an item 12 and its id.
 import functools
 import itertools
 import json
-import mmap
 import os
 import struct
 import zlib
@@ -31,7 +30,7 @@ from engine.constraints import Allowed, Constraint, State, Tokens
 from engine.errors import UsageError
 from engine.text.tokenizer import Tokenizer
 from models.checkpoint import buffer_of
-from models.files import open_regular, replacing
+from models.files import map_regular, replacing
 
 MAGIC, VERSION, ORDER = b"COPPICEC", 1, 0x0102
 HEADER = struct.Struct(
@@ -58,10 +57,7 @@ class Catalogue:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
-            with open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-                # A private writable mapping: torch needs writable memory, and the file does not change.
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size >= HEADER.size else b""
+            data = map_regular(path, HEADER.size)
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"the catalogue cannot be read: {getattr(error, 'strerror', None) or error}",
@@ -75,7 +71,7 @@ class Catalogue:
         if (order, version) != (ORDER, VERSION):
             raise self._refused("the catalogue is of another version or machine")
         starts = layout(self.edges, self.items)
-        whole = head == zlib.crc32(data[: HEADER.size - 4]) and size == starts[-1] + ids
+        whole = head == zlib.crc32(data[: HEADER.size - 4]) and len(data) == starts[-1] + ids
         if not whole or body != zlib.crc32(memoryview(data)[HEADER.size :]):
             raise self._refused("the catalogue is damaged: not what was written")
         self.fingerprint = fingerprint.hex() if any(fingerprint) else ""

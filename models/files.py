@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import mmap
 import os
 import secrets
 import stat
@@ -11,7 +12,7 @@ from typing import BinaryIO
 
 from kernels.files import lock, locked
 
-__all__ = ["lock", "locked", "open_regular", "read_regular", "replacing"]
+__all__ = ["lock", "locked", "map_regular", "open_regular", "read_regular", "replacing"]
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -38,6 +39,20 @@ def read_regular(path: str | Path, limit: int) -> bytes:
     """Reads a regular file of at most `limit` bytes; of a longer one, only `limit` + 1 bytes. Raises OSError."""
     with open_regular(path) as file:
         return file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read(n) allocates n bytes
+
+
+def map_regular(path: str | Path, least: int) -> mmap.mmap | bytes:
+    """Maps a regular file into memory; of one with less than `least` bytes, nothing.
+
+    The mapping is private and writable: torch needs writable memory, and the file does not change.
+
+    Raises:
+        OSError, ValueError: it cannot be read or mapped.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size < least:
+            return b""
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _check_regular(mode: int, path: str | Path) -> None:

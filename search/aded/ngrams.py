@@ -7,7 +7,6 @@ all successors of (a, b) that were left out, so that the counts after a bi-gram 
 
 import functools
 import itertools
-import mmap
 import os
 import struct
 import tempfile
@@ -23,7 +22,7 @@ from torch import Tensor
 from engine.errors import UsageError
 from engine.requests import Task
 from models.checkpoint import buffer_of
-from models.files import locked, open_regular, replacing
+from models.files import locked, map_regular, replacing
 
 BITS = 21
 REST = (1 << BITS) - 1
@@ -62,10 +61,7 @@ class NGramStore:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
-            with open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-                # A private writable mapping: torch needs writable memory, and the file does not change.
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size >= HEADER.size else b""
+            data = map_regular(path, HEADER.size)
         except (OSError, ValueError) as error:
             raise UsageError(f"the n-gram store cannot be read: {error}", where=str(path), remedy=REMEDY) from error
         if bytes(data[:8]) != MAGIC:
@@ -74,7 +70,7 @@ class NGramStore:
         _, order, version, self.vocab_size, entries, fingerprint, body, head = header
         if (order, version) != (ORDER, VERSION):
             raise UsageError("the n-gram store is of another version or machine", where=str(path), remedy=REMEDY)
-        whole = head == zlib.crc32(data[: HEADER.size - 4]) and size == HEADER.size + 12 * entries
+        whole = head == zlib.crc32(data[: HEADER.size - 4]) and len(data) == HEADER.size + 12 * entries
         if not whole or body != zlib.crc32(memoryview(data)[HEADER.size :]):
             raise UsageError("the n-gram store is damaged: not what was written", where=str(path), remedy=REMEDY)
         self.fingerprint = fingerprint.hex() if any(fingerprint) else ""
