@@ -10,9 +10,9 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 openai = pytest.importorskip("openai", reason="needs the extra test")
 
-from engine import Engine
-from engine.serve import command
-from engine.serve.http import Application
+from engine import Engine  # noqa: E402
+from engine.serve import command  # noqa: E402
+from engine.serve.http import Application  # noqa: E402
 
 
 class Server(NamedTuple):
