@@ -242,7 +242,8 @@ def test_log_probabilities_of_tokens(run: Run):
         [output] = record["outputs"]
         assert sum(output["token_logprobs"]) == pytest.approx(output["logprob"], abs=1e-4)
         assert [len(top) for top in output["top_logprobs"]] == [k] * len(output["token_ids"])
-        assert all(top[0][1] >= own for top, own in zip(output["top_logprobs"], output["token_logprobs"]) if top)
+        pairs = zip(output["top_logprobs"], output["token_logprobs"], strict=True)
+        assert all(top[0][1] >= own for top, own in pairs if top)
 
 
 def test_bad_lines_do_not_disturb_the_others(run: Run, capsys: pytest.CaptureFixture[str]):
