@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, starmap
 from typing import Any
 
 from engine.constraints import ConstraintError
@@ -108,7 +109,27 @@ class Answers:
         return {"index": index, **fields, "coppice": _about_output(output)}
 
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
-        return None
+        """The log-probabilities of an output's tokens, but for the one that ended it; None if they are not wanted."""
+        if output.token_logprobs is None:
+            return None
+        tokens = output.token_ids[: -1 if output.finish_reason == "eos" else None]
+        alternatives = output.top_logprobs or [[] for _ in tokens]
+        rows = [*zip(tokens, output.token_logprobs, alternatives, strict=False)]
+        if self.chat:
+            return {
+                "content": [self._token(t, x) | {"top_logprobs": [*starmap(self._token, top)]} for t, x, top in rows]
+            }
+        texts = [self.asked.served.spelling(token)[0] for token in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [logprob for _, logprob, _ in rows],
+            "top_logprobs": [{self.asked.served.spelling(t)[0]: x for t, x in top} for _, _, top in rows],
+            "text_offset": [0, *accumulate(map(len, texts))][: len(texts)],
+        }
+
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text, data = self.asked.served.spelling(token)
+        return {"token": text, "logprob": logprob, "bytes": data}
 
 
 def _about_output(output: Output) -> dict[str, Any]:
