@@ -57,7 +57,7 @@ class Answers:
             yield from self._text(index, output.text if j else "", last=True)
             fields: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
             fields |= {"logprobs": self._logprobs(output), "finish_reason": FINISH.get(output.finish_reason, "stop")}
-            yield self._chunk([{"index": index, **fields, "coppice": _about_output(output)}])
+            yield self._chunk([{"index": index, **fields, "coppice": self._about_output(output)}])
 
     def close(self, results: Sequence[SearchResult]) -> Iterator[dict[str, Any]]:
         """The last chunk, if it was asked for."""
@@ -106,7 +106,14 @@ class Answers:
             message = {"role": "assistant", "content": answer, "refusal": None}
             fields = {"message": message if thought is None else {**message, "reasoning_content": thought}}
         fields |= {"logprobs": self._logprobs(output), "finish_reason": FINISH.get(output.finish_reason, "stop")}
-        return {"index": index, **fields, "coppice": _about_output(output)}
+        return {"index": index, **fields, "coppice": self._about_output(output)}
+
+    def _about_output(self, output: Output) -> dict[str, Any]:
+        about: dict[str, Any] = {"logprob": output.logprob, "score": output.score}
+        about["finish_reason"] = output.finish_reason
+        if output.item is not None:
+            about["item"] = output.item
+        return about | {"token_ids": output.token_ids} if self.asked.token_ids else about
 
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
         """The log-probabilities of an output's tokens, but for the one that ended it; None if they are not wanted."""
@@ -130,11 +137,6 @@ class Answers:
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text, data = self.asked.served.spelling(token)
         return {"token": text, "logprob": logprob, "bytes": data}
-
-
-def _about_output(output: Output) -> dict[str, Any]:
-    about = {"logprob": output.logprob, "score": output.score, "finish_reason": output.finish_reason}
-    return about if output.item is None else about | {"item": output.item}
 
 
 def usage(results: Sequence[SearchResult], n: int) -> dict[str, Any]:

@@ -49,7 +49,7 @@ RENAMED = {  # names of others -> keys of a batch line's params
 }
 PLAIN_DRAWS = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # that any search may be given
 MOST_LOGPROBS = 20
-OWN = ("model", "stream", "stream_options", "trace", "catalogue", "use_beam_search")
+OWN = ("model", "stream", "stream_options", "trace", "catalogue", "use_beam_search", "return_token_ids")
 RECORD = {CHAT: ("messages", "tools", "template", "think", "response_format"), COMPLETIONS: ("response_format",)}
 
 
@@ -117,6 +117,7 @@ class Asked:
         n: outputs per prompt.
         name: of the search.
         seed: that was drawn, because none was given.
+        token_ids: whether choices have them.
         traces: one for each prompt, if traces are wanted.
     """
 
@@ -129,6 +130,7 @@ class Asked:
     include_usage: bool
     name: str
     seed: int | None
+    token_ids: bool = False
     traces: list[Trace] = field(default_factory=list)
 
 
@@ -186,10 +188,14 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
             traces.append(Trace(f"{identity}-{i}" if len(prompts) > 1 else identity))
             request = replace(request, trace=traces[-1])
         checked.append(served.lane.service.check(request))
+    if checked[0].request.logprobs is not None:
+        served.spelling(0)  # here, and not while others stream
     first = checked[0].request.search
     name = params.get("search", served.args.search)
     n = getattr(first, "num_return_sequences", 1)
-    return Asked(served, kind, checked, thoughts, n, stream, options, name, seed, traces)
+    return Asked(
+        served, kind, checked, thoughts, n, stream, options, name, seed, _flag(body, "return_token_ids"), traces
+    )
 
 
 def _refuse(body: Mapping[str, Any], kind: str) -> None:
