@@ -25,14 +25,15 @@ T = TypeVar("T")
 
 
 class Shard:
-    """The place of a process among those that compute a model together; this class is for a process alone.
+    """The place of a process among those that compute a model together; this class is for one that meets no others.
 
-    Attributes:
+    Args:
         rank, size: the number of the process, from 0, and of processes.
         local: how many of them share this machine.
     """
 
-    rank, size, local = 0, 1, 1
+    def __init__(self, rank: int = 0, size: int = 1, local: int = 1):
+        self.rank, self.size, self.local = rank, size, local
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of the tensors of all processes, which have one shape; x may be overwritten."""
