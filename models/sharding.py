@@ -19,8 +19,9 @@ from models.config import Config
 from models.errors import CheckpointError
 from models.linear import Linear
 
-UNITS = (128, 64, 32, 8)  # an MLP is cut at multiples of the largest of these that leaves each process EVEN of them
-EVEN = 8  # so that groups of quantised weights stay whole, and no process has an eighth more than others
+# An MLP is cut at multiples of one of these, so that groups of quantised weights stay whole: of the largest that leaves
+# each process EVEN of them, so that none has an eighth more than others.
+UNITS, EVEN = (128, 64, 32, 16, 8), 8
 T = TypeVar("T")
 
 
@@ -79,8 +80,17 @@ class Partition:
     vocab: range | None = None
 
     @staticmethod
-    def of(c: Config, shard: Shard, where: str) -> "Partition":
-        """The part of a process; `where` is for messages. Raises CheckpointError if heads cannot be divided."""
+    def of(c: Config, shard: Shard, where: str, even: int = EVEN) -> "Partition":
+        """The part of a process.
+
+        Args:
+            c: of the whole model.
+            where: for messages.
+            even: the least number of units of an MLP that a process gets, where there are as many.
+
+        Raises:
+            CheckpointError: heads that cannot be divided among so many processes.
+        """
         if shard.size == 1:
             return Partition(c)
         _check_heads(c, shard, where)
@@ -88,7 +98,7 @@ class Partition:
         kv = part(c.kv_heads, shard)
         if not kv:  # fewer than processes: some have the same one
             kv = range(shard.rank * c.kv_heads // shard.size, shard.rank * c.kv_heads // shard.size + 1)
-        unit = next((unit for unit in UNITS if M % unit == 0 and M // unit >= EVEN * shard.size), 1)
+        unit = next((unit for unit in UNITS if M % unit == 0 and M // unit >= even * shard.size), 1)
         inner, channels = part(M, shard, unit), part(c.width, shard)
         ends = -(-c.vocab_size // shard.size)  # equal shares but for the last, as `gather` needs
         vocab = range(shard.rank * ends, min((shard.rank + 1) * ends, c.vocab_size))

@@ -19,7 +19,7 @@ from models.grouped import GroupedLinear, GroupedWeight
 from models.linear import FORMATS, Joined, Linear, format_of
 from models.memory import trim_memory
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
-from models.sharding import Agreed, Gathered, Partition, Shard, Summed, part
+from models.sharding import EVEN, Agreed, Gathered, Partition, Shard, Summed, part
 
 LARGE = 1 << 20  # elements of a matrix
 
@@ -62,7 +62,8 @@ class Weights:
                 where=str(self.checkpoint.folder),
                 remedy="give the checkpoint that they were packed from",
             )
-        self.part = Partition.of(c, self.shard, str(self.checkpoint.folder))
+        even = 1 if self.checkpoint.quantization else EVEN  # groups that share a scale stay whole if they can
+        self.part = Partition.of(c, self.shard, str(self.checkpoint.folder), even)
         return self.part.config
 
     def vector(self, name: str, *, plus_one: bool = False, some: range | None = None) -> Tensor:
@@ -92,7 +93,7 @@ class Weights:
             ins: the inputs that it has; the processes add up its products then. None: all.
         """
         pieces = self.pieces(names, transposed, outs)
-        layer = self._linear(names, bias and ins is None, transposed, pieces, ins)
+        layer = self._linear(names, bias, transposed, pieces, ins)
         if sum(math.prod(self.shapes[f"{name}.weight"]) for name in names) >= LARGE:
             trim_memory()  # of what packing took besides
         if ins is None:
@@ -131,7 +132,8 @@ class Weights:
         pieces: Sequence[tuple[str, range | None]],
         ins: range | None,
     ) -> Linear:
-        biases = [_cut(self._read(f"{name}.bias"), some) for name, some in pieces] if bias else None
+        own = bias and ins is None  # a sum over processes gets its bias after it is made
+        biases = [_cut(self._read(f"{name}.bias"), some) for name, some in pieces] if own else None
         outs = sum(self.shapes[f"{name}.weight"][transposed] for name in names)
         quant = format_of(self.quant, outs, head=tuple(names) == (HEAD,))
         stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]

@@ -76,8 +76,8 @@ the same input and the same flags.
 A fault of a search of your own is the error of its line, with the code "search"; -v shows its traceback. A line can
 choose every search that the command line names (--search may be repeated), and loads none.
 
-torchrun --nproc-per-node N -m engine.batch ... shares the models among N processes, one per GPU where there are any: the
-first one reads the input, and writes; sizes of memory are those of each process.
+torchrun --nproc-per-node N -m engine.batch ... shares the models among N processes, one per GPU where there are any:
+the first one reads the input, and writes; sizes of memory are those of each process.
 
 exit codes: 0 every line was answered; 2 some line has an error for an answer, or wrong usage; 3 checkpoint; 4 memory;
   5 numerics; 6 another process has ended; 1 our bug; 130 interrupted; 141 closed pipe. Codes 3 to 6 are about the whole
@@ -443,12 +443,16 @@ def _open_input(args: argparse.Namespace, stdin: IO[bytes] | None) -> IO[bytes]:
 
 def _sink(args: argparse.Namespace, source: IO[bytes], stdout: IO[bytes] | None, shard: Shard) -> "Sink":
     """The output; in all processes but the first, one that writes nothing and has as many answers."""
-    if shard.rank == 0:
-        sink = Sink.open(args, source, stdout)
-    else:
-        sink = Sink(open(os.devnull, "wb", buffering=0), os.devnull)  # noqa: SIM115  (it lasts as long as the process)
+    sink = Sink(_Nowhere(), "nowhere") if shard.rank > 0 else Sink.open(args, source, stdout)
     sink.kept, sink.lines, sink.errors = shard.first(lambda: (sink.kept, sink.lines, sink.errors))
     return sink
+
+
+class _Nowhere(io.BytesIO):
+    """Keeps nothing that is written to it."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
 
 
 class Sink:
