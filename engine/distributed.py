@@ -67,7 +67,7 @@ def together(device: str = "auto", timeout: float = TIMEOUT, backend: str | None
 
     try:
         place, local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["RANK"]
+        _ = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["RANK"]
     except (KeyError, ValueError) as error:
         remedy = "start the processes by torchrun, or unset WORLD_SIZE"
         raise UsageError(f"WORLD_SIZE is {started()}, but {error} is not as torchrun sets it", remedy=remedy) from None

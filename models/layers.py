@@ -76,11 +76,9 @@ class Attention(nn.Module):
         super().__init__()
         layer, transposed = names.layer.format(index), names.transposed
         out_bias = c.attention_bias if c.out_bias is None else c.out_bias
-        options, part = {"transposed": transposed}, weights.part
-        self.qkv = weights.linear(
-            *(layer + name for name in names.qkv), bias=c.attention_bias, outs=part.qkv, **options
-        )
-        self.out = weights.linear(layer + names.out, bias=out_bias, ins=part.heads, **options)
+        qkv, part = (layer + name for name in names.qkv), weights.part
+        self.qkv = weights.linear(*qkv, bias=c.attention_bias, transposed=transposed, outs=part.qkv)
+        self.out = weights.linear(layer + names.out, bias=out_bias, transposed=transposed, ins=part.heads)
         self.q_norm = head_norm(c, weights, layer + names.q_norm, part.q_norm) if c.head_norms else None
         self.k_norm = head_norm(c, weights, layer + names.k_norm, part.k_norm) if c.head_norms else None
         self.all_heads, self.norms_last = c.head_norms == "all", c.norms_last
@@ -164,7 +162,8 @@ class MLP(nn.Module):
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()
-        layer, options = names.layer.format(index), {"bias": c.mlp_bias, "transposed": names.transposed}
+        layer = names.layer.format(index)
+        options: dict[str, Any] = {"bias": c.mlp_bias, "transposed": names.transposed}
         self.up = weights.linear(*(layer + name for name in names.up), outs=weights.part.up, **options)
         self.down = weights.linear(layer + names.down, ins=weights.part.inner, **options)
         self.activation, self.gated = c.activation, c.gated

@@ -9,12 +9,13 @@ Shape legend: N rows, E width, V vocabulary, v tokens of this process, U chosen 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.stack import Matrix
 from models.config import Config
 from models.errors import CheckpointError
 from models.linear import Linear
@@ -148,7 +149,7 @@ class Summed(nn.Module):
         bias: [out], added to the sum.
     """
 
-    matrix = None  # the native stack has no sums over processes
+    matrix: Matrix | None = None  # the native stack has no sums over processes
 
     def __init__(self, layer: Linear, bias: Tensor | None, shard: Shard):
         super().__init__()
@@ -173,7 +174,8 @@ class Gathered(nn.Module):
         outs: of all processes.
     """
 
-    bias, matrix = None, None
+    bias: Tensor | None = None
+    matrix: Matrix | None = None
 
     def __init__(self, own: Linear, tokens: range, outs: int, shard: Shard):
         super().__init__()
@@ -186,7 +188,7 @@ class Gathered(nn.Module):
         parts = self.shard.gather(F.pad(self.own(x), (0, short)).contiguous())
         return parts.movedim(0, -2).flatten(-2)[..., : self.outs].contiguous()
 
-    def rows(self, ids_U: Tensor) -> "_Chosen | None":
+    def rows(self, ids_U: Tensor) -> Any:
         """See `models.linear.Linear`."""
         own = self.own.rows((ids_U - self.tokens.start).clamp(0, len(self.tokens) - 1))
         if own is None:
@@ -227,7 +229,7 @@ class _Chosen:
 class Agreed(nn.Module):
     """A layer that every process has, see `models.linear.Linear`: all return the first one's bits."""
 
-    matrix = None
+    matrix: Matrix | None = None
 
     def __init__(self, layer: Linear, shard: Shard):
         super().__init__()
