@@ -19,6 +19,7 @@ from engine.demo import with_defaults
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError, shortened
 from engine.loading import DTYPES, KV_DTYPES
+from engine.logprobs import check_logprobs
 from engine.memory import is_out_of_memory, out_of_memory, read_size
 from engine.prompting import TemplateOptions
 from engine.rules import RULES, SCORES, Rules
@@ -275,13 +276,16 @@ def _value(kind: Kind) -> Callable[[str], Any]:
 
 
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:
-    """--max-new-tokens, --stop, --ignore-eos."""
+    """--max-new-tokens, --stop, --ignore-eos, --logprobs."""
     group = parser.add_argument_group("limits")
     group.add_argument("--max-new-tokens", type=positive, default=256, metavar="N", help="of each output (256)")
     group.add_argument(
         "--stop", type=_text, action="append", default=[], metavar="STR", help="end before this text; repeatable"
     )
     group.add_argument("--ignore-eos", action="store_true", help="no token ends an output")
+    group.add_argument(
+        "--logprobs", type=int, metavar="K", help="give each token's log-probability, and the K most probable tokens"
+    )
 
 
 def add_rule_flags(parser: argparse.ArgumentParser) -> None:
@@ -376,8 +380,10 @@ def search_params(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def limits(args: argparse.Namespace) -> dict[str, Any]:
-    """The limits as options of `engine.Request`."""
-    return {"max_new_tokens": args.max_new_tokens, "stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
+    """The limits as options of `engine.Request`. Raises UsageError."""
+    check_logprobs(args.logprobs)
+    found = {"max_new_tokens": args.max_new_tokens, "stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
+    return found if args.logprobs is None else found | {"logprobs": args.logprobs}
 
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:
