@@ -480,6 +480,7 @@ class Driver:
             runner.observer = observer
         self.waiting: list[Job] = []
         self.running: list[Job] = []
+        self.work: dict[str, Work] = {name: Work() for name in runners}  # of all searches together
         self._crowded = False  # a search was preempted: none starts before another one ends
 
     def submit(self, job: Job) -> Job:
@@ -541,6 +542,14 @@ class Driver:
         with uninterrupted():
             self._end(job, result=result)
 
+    def cancel(self, job: Job) -> None:
+        """Abandon a search, running or not; its pages return to their pools now."""
+        if job in self.waiting:
+            self.waiting.remove(job)
+        elif job in self.running:
+            with uninterrupted():
+                self._end(job)
+
     def close(self) -> None:
         """Abandon all jobs and return all pages to their pools."""
         self.waiting.clear()
@@ -588,6 +597,7 @@ class Driver:
             tokens = len(share.chunk)
             share.job.batch_load = batch.tokens - tokens, len(shares) - 1
             share.job.work.setdefault(batch.model, Work()).add(tokens, now - began)
+        self.work[batch.model].add(batch.tokens, now - began)
         return logp_NV, finite
 
     @staticmethod

@@ -410,7 +410,17 @@ class Engine:
         trunk: Trunk | None = None,
         retire: Callable[[TokenTree], None] | None = None,
     ) -> _Prepared:
-        prepared = self._prepare(request)
+        return self._start(driver, self._prepare(request), trunk, retire)
+
+    def _start(
+        self,
+        driver: Driver,
+        prepared: _Prepared,
+        trunk: Trunk | None = None,
+        retire: Callable[[TokenTree], None] | None = None,
+    ) -> _Prepared:
+        """Queue a checked request."""
+        request = prepared.request
         # `start` refers to parts of `prepared`, not to the whole: a cycle through the job would keep the model in
         # memory until the garbage collector runs. Errors are dropped for the same reason.
         ids, limit, eos, stops = prepared.ids, prepared.limit, prepared.eos, prepared.stops
