@@ -15,6 +15,7 @@ from engine import Engine
 from engine.app import batch, chat
 from engine.budget import Loading, Workload
 from engine.distributed import started
+from engine.serve import command
 from models import load_model
 from models.checkpoint import Checkpoint
 from models.errors import CheckpointError
@@ -278,5 +279,6 @@ def test_commands_of_one_process_refuse_several(monkeypatch, capsys):
     assert started() == 2
     assert chat.main(["-p", "hello"]) == 2
     assert "engine.chat runs in one process, torchrun started 2" in capsys.readouterr().err
+    assert command.main(["-q"]) == 2 and "engine.serve runs in one process" in capsys.readouterr().err
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert batch.main(["-q"]) == 2 and "not as torchrun sets it" in capsys.readouterr().err
