@@ -135,7 +135,7 @@ def application(args: argparse.Namespace, keys: Sequence[str] = ()) -> Iterator[
 
     stepper = Stepper(Metrics())
     served = [load(name, each, stepper) for name, each in each_model(args).items()]
-    limits = Limits(args.max_prompt, args.max_tokens, args.max_width, args.max_body, args.timeout)
+    limits = Limits(args.max_prompt, args.max_tokens, args.max_width, args.max_body, args.timeout, args.traces > 0)
     hosts = [*LOCAL, args.host] if is_local(args.host) else []
     stepper.start()
     try:

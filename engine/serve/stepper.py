@@ -159,8 +159,9 @@ class Lane:
                 return
             try:
                 ticket.entry = self.service.submit(checked, hear, stream=stream)
-            except CoppiceError as error:
-                hear(News(0.0, outcome=error))
+            except Exception as error:
+                ours = error if isinstance(error, CoppiceError) else CoppiceError(f"the start failed: {error}"[:500])
+                hear(News(0.0, outcome=ours))
 
         self.stepper.call(start)
         return ticket
