@@ -37,7 +37,7 @@ def alone() -> Engine:
     from engine.demo import demo_folder
 
     return Engine.load(
-        demo_folder(), kv_memory="8M", draft=demo_folder("draft"), reward=demo_folder("reward"), threads=2
+        demo_folder(), kv_memory="8M", draft=demo_folder("draft"), reward=demo_folder("reward"), threads=1
     )
 
 
