@@ -528,7 +528,7 @@ class Engine:
             if role == "draft" and beside is not None:  # it reads the same tokens
                 new = min(new, max(1, beside - len(ids) + 1))
         if self.shard.size > 1 and getattr(request.search, "save", None) is not None:
-            raise UsageError("save: processes that share a model save nothing", remedy="leave out --save")
+            raise UsageError("save: processes that share a model save nothing", remedy="leave out --aded-save")
         with attributed(type(request.search)):
             request.search.check(self.runner.vocab_size, eos)
         constrained = request.at_work(ids, new, self.runner.vocab_size, eos, self.model.tokenizer)
