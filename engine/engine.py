@@ -50,6 +50,8 @@ class Request(Rules):
         trace: records the steps of the search; each request needs its own.
         logprobs: how many alternatives are wanted beside the log-probability of each token, 0 for none, see `Output`;
             None: no log-probabilities of tokens.
+        cache_salt: only requests of the same salt share cached prefixes: with one for each user nobody finds out by the
+            time of an answer what another one asked. None: the request neither uses nor leaves any. See `Engine.load`.
     """
 
     prompt: Sequence[int] | str
@@ -62,6 +64,7 @@ class Request(Rules):
     reward: RewardFunction | None = None
     trace: Trace | None = None
     logprobs: int | None = None
+    cache_salt: str | None = ""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class Engine:
         workload: Workload | None = None,
         compile: str = "off",
         graphs: str = "on",
+        prefix_cache: str = "off",
         quant: str = "none",
         kv_dtype: str = "auto",
         chat_template: str | Path | None = None,
@@ -160,6 +164,8 @@ class Engine:
             compile: "on" runs the layers through torch.compile, on a GPU their norms, rotations and activations:
                 loading takes seconds more, steps a little less.
             graphs: "off" runs every pass kernel by kernel on a GPU, without CUDA graphs.
+            prefix_cache: "on" keeps what was evaluated in pages of the KV pools that no request needs, so that prompts
+                which begin alike are read once; without `kv_memory` or `memory` up to 1 GiB on a CPU.
             kv_dtype: of keys and values: "auto" is the model's; "int8", with a scale for each token and head, takes
                 about half the memory of bfloat16.
             quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products; "auto"
@@ -176,6 +182,8 @@ class Engine:
         """
         began = time.perf_counter()
         budget = check_arguments(folder, threads, kv_memory, compile, chat_template, parallel, draft, reward)
+        if prefix_cache not in ("on", "off"):
+            raise UsageError(f"prefix_cache: expected on or off, got {prefix_cache!r}")
         if threads is not None:
             torch.set_num_threads(threads)
         roles = {"target": folder, "draft": draft, "reward": reward}
@@ -186,6 +194,9 @@ class Engine:
             loading = Loading.of(folders, options)
             budget = allow(loading, memory, budget, workload or Workload(parallel=parallel))
         models = load_models(folders, kv_memory=budget, graphs=graphs, chat_template=chat_template, **options)
+        if prefix_cache == "on":
+            for model in models.values():
+                model.cache_prefixes(bounded=budget is None)
         target, *others = [Engine(model, parallel) for model in models.values()]
         target.companions = dict(zip([*models][1:], others, strict=True))
         if callable(reward):
@@ -445,6 +456,7 @@ class Engine:
         )
         if request.logprobs is not None:
             prepared.job.kept = Kept(self.runner, request.logprobs, constrained)
+        prepared.job.salt = request.cache_salt
         return prepared
 
     def _judge(
@@ -494,6 +506,8 @@ class Engine:
         eos = frozenset() if request.ignore_eos else frozenset(ends)
         check_stop(request.stop)
         check_logprobs(request.logprobs)
+        if not isinstance(request.cache_salt, str | None):
+            raise UsageError(f"cache_salt: expected a text or None, got {request.cache_salt!r}")
         check_messages(request.messages)
         if not isinstance(request.trace, Trace | None):
             raise UsageError(f"trace: expected a Trace, got {request.trace!r}")
