@@ -465,7 +465,9 @@ class Driver:
         tree = TokenTree(runner.pool, prompt, expected=expected, trunk=trunk, switch_length=switch)
         job.trees.append(tree)
         tree.salt = job.salt
-        tree.reuse()
+        if runner.pool.prefixes is not None:
+            tree.use_rope(switch is not None and len(prompt) > switch)
+            tree.reuse()
         if job.constrained is not None and (len(job.trees) == 1 or model == "draft"):
             job.constrained.watch(tree)
         if job.trace is not None:

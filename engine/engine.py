@@ -21,6 +21,7 @@ from engine.logprobs import Kept, check_logprobs
 from engine.memory import check_memory, is_out_of_memory, out_of_memory
 from engine.phases import PhaseObserver
 from engine.pool import PagePool
+from engine.prefix_files import load_prefix, save_prefix
 from engine.requests import Evaluate, Judge, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.rewards import Messages, Responses, RewardFunction, check_messages, make_judge
 from engine.rules import Rules
@@ -364,6 +365,16 @@ class Engine:
             yield Done(outcome)
         finally:
             driver.close()
+
+    def save_prefix(self, path: str | Path, prefix: Sequence[int] | str) -> None:
+        """Evaluate the beginning of prompts and write its keys and values to a file, see `prefix_files.save_prefix`."""
+        ids = self.tokenizer.encode(prefix) if isinstance(prefix, str) else list(prefix)
+        self._check_ids(ids)
+        save_prefix(self, path, ids)
+
+    def load_prefix(self, path: str | Path, cache_salt: str = "") -> list[int]:
+        """Keep what `save_prefix` wrote as a cached prefix; returns its tokens. See `prefix_files.load_prefix`."""
+        return load_prefix(self, path, cache_salt)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]. For checks."""

@@ -454,14 +454,13 @@ class TokenTree:
         """Take over what the pool's cache has of the trunk's tokens, but for the last, which is evaluated. Returns how
         many tokens need no evaluation any more."""
         trunk, before = self.trunk, self.trunk.cached
-        long = self.switch_length is not None and len(trunk.tokens) > self.switch_length
-        if self.pool.prefixes is None or self.salt is None or (before and trunk.long_rope != long):
+        if self.pool.prefixes is None or self.salt is None:
             return 0
-        pages, cached = self.pool.prefixes.match(trunk.tokens[:-1], (self.salt, long))
+        pages, cached = self.pool.prefixes.match(trunk.tokens[:-1], (self.salt, trunk.long_rope))
         if cached <= before:
             return 0
         trunk.share(self.pool, pages)
-        trunk.cached, trunk.long_rope = cached, long
+        trunk.cached = cached
         self.reused += cached - before
         return cached - before
 

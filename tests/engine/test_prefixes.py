@@ -1,6 +1,8 @@
 """Cached prefixes: the tokens of a cold engine, whatever ran before and beside; the pool exact; no memory lost."""
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,7 @@ from engine import Engine, KVMemoryError, Request, Session, UsageError
 from search import DSBD, Greedy, Sample, Trie
 from tools.random_checkpoint import make
 
+ROOT = Path(__file__).parents[2]
 VOCAB = 120
 SEARCHES = [Greedy(), Trie(beams=3), Sample(num_return_sequences=3, seed=4), Trie(beams=5, early_stopping=True)]
 
@@ -53,13 +56,13 @@ def requests(rng, count):
         yield Request(prompt, rng.choice(SEARCHES), rng.randint(1, 12), **options)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("tokens", [110, 4000])
 def test_random_requests_give_what_a_cold_engine_gives(folder, page_size, tokens, seed):
     """With a pool that holds one of them at a time, and with one that holds all."""
     rng = random.Random(seed)
     warm, cold = load(folder, tokens, parallel=3), load(folder, tokens, parallel=3, prefix_cache="off")
-    asked = [*requests(rng, 40)]
+    asked = [*requests(rng, 25)]
     results, expected = dict(warm.serve(asked)), dict(cold.serve(asked))
     for i, request in enumerate(asked):
         if isinstance(expected[i], KVMemoryError):
@@ -69,7 +72,7 @@ def test_random_requests_give_what_a_cold_engine_gives(folder, page_size, tokens
         assert results[i].stats["nodes_evaluated"] == expected[i].stats["nodes_evaluated"]
         assert request.cache_salt is not None or not results[i].stats["reused_tokens"]
     figures = warm.pool.prefixes.figures()
-    assert figures["hits"] > 5 and figures["reused_tokens"] > 50
+    assert figures["hits"] > 3 and figures["reused_tokens"] > 30
     exact(warm)
     warm.pool.prefixes.clear()
     assert not warm.pool.kept and not warm.pool.idle_pages
@@ -167,11 +170,7 @@ def test_companions(folder, page_size):
 @pytest.mark.parametrize("family", ["lfm2/plain", "mistral/window", "gemma/two", "phi3/longrope", "llama/plain"])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_families(family, kv_dtype, page_size):
-    from tests.engine.test_engine import GOLDEN
-
-    path = GOLDEN.parent / family
-    if not path.is_dir():
-        pytest.skip(f"no golden {family}")
+    path = ROOT / "tests/golden" / family
     warm, cold = (
         Engine.load(path, kv_memory=1 << 22, dtype="float32", kv_dtype=kv_dtype, prefix_cache=cache)
         for cache in ("on", "off")
@@ -179,20 +178,76 @@ def test_families(family, kv_dtype, page_size):
     rng = random.Random(1)
     reach = min(warm.shape.max_positions or 60, 60) - 8
     stem = [rng.randrange(3, warm.runner.vocab_size) for _ in range(reach)]
-    for _ in range(8):
+    for _ in range(6):
         prompt = stem[: rng.randint(3, reach)] + [rng.randrange(3, warm.runner.vocab_size) for _ in range(2)]
         same(*(e.generate([prompt], Trie(beams=3), max_new_tokens=6)[0] for e in (warm, cold)))
-    assert warm.pool.prefixes.figures()["hits"] >= 5
+    assert warm.pool.prefixes.figures()["hits"] >= 4
     exact(warm)
 
 
 def test_keys_that_depend_on_the_whole_sequence_are_not_kept(tmp_path):
     make(tmp_path, layers=1, width=32, mlp=48, heads=4, kv_heads=2, vocab=VOCAB, max_positions=64, seed=1)
-    import json
-
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load(tmp_path).pool.prefixes is None
     with pytest.raises(UsageError, match="prefix_cache: expected on or off, got 'yes'"):
         load(tmp_path, prefix_cache="yes")
+
+
+# --- files ---
+
+
+def test_a_prefix_in_a_file(folder, page_size, tmp_path):
+    file, prefix = tmp_path / "prefix", [5 + i % 90 for i in range(130)]
+    writer, reader, cold = load(folder), load(folder), load(folder, prefix_cache="off")
+    writer.save_prefix(file, prefix)
+    assert reader.load_prefix(file) == prefix and file.stat().st_mode & 0o777 == 0o600
+    for warm in (writer, reader):
+        [result] = warm.generate([[*prefix, 9, 8]], Trie(beams=3), max_new_tokens=6)
+        assert result.stats["reused_tokens"] == 130
+        same(result, cold.generate([[*prefix, 9, 8]], Trie(beams=3), max_new_tokens=6)[0])
+        exact(warm)
+    reader.load_prefix(file, cache_salt="a")
+    [result] = reader.generate([[*prefix, 9, 8]], Greedy(), max_new_tokens=2, cache_salt="a")
+    assert result.stats["reused_tokens"] == 130
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_convolutions_and_int8_in_a_file(kv_dtype, tmp_path):
+    path = ROOT / "tests/golden/lfm2/plain"
+    options = {"kv_memory": 1 << 22, "dtype": "float32", "kv_dtype": kv_dtype}
+    writer, reader = (Engine.load(path, prefix_cache="on", **options) for _ in range(2))
+    prefix = [3 + i % 40 for i in range(30)]
+    writer.save_prefix(tmp_path / "prefix", prefix)
+    reader.load_prefix(tmp_path / "prefix")
+    results = [e.generate([[*prefix, 9]], Trie(beams=3), max_new_tokens=5)[0] for e in (writer, reader)]
+    same(*results)
+    assert results[1].stats["reused_tokens"] == 30
+    same(results[0], Engine.load(path, **options).generate([[*prefix, 9]], Trie(beams=3), max_new_tokens=5)[0])
+
+
+def test_files_that_are_refused(folder, tmp_path):
+    file, prefix, whole = tmp_path / "prefix", [5 + i % 90 for i in range(60)], load(folder)
+    whole.save_prefix(file, prefix)
+    data = file.read_bytes()
+
+    def refused(words, engine=whole, path=file):
+        with pytest.raises(UsageError, match=words):
+            engine.load_prefix(path)
+        engine.pool.check_invariants([])
+
+    refused("another model, dtype or format", load(folder, kv_dtype="int8"))
+    refused("prefixes are not kept", load(folder, prefix_cache="off"))
+    refused("cannot be read: No such file", path=tmp_path / "none")
+    refused("cannot be read: Is a directory", path=tmp_path)
+    refused("no prefix of this version", path=folder / "model.safetensors")
+    with pytest.raises(KVMemoryError, match="full"):
+        load(folder, 40).load_prefix(file)
+    for damaged, words in ((data[:-9], "damaged"), (data[:-9] + b"x" * 9, "checksum"), (b"abc", "damaged")):
+        file.write_bytes(damaged)
+        refused(words)
+    with pytest.raises(UsageError, match="prefix cannot be written: No such file"):
+        whole.save_prefix(tmp_path / "none" / "prefix", prefix)
+    with pytest.raises(UsageError, match="token ids from 0 to 119, got 500"):
+        whole.save_prefix(file, [500])
