@@ -29,6 +29,7 @@ from engine.text.tokenizer import check_utf8
 from engine.version import __version__
 from models.files import open_regular, read_regular
 from models.linear import FORMATS
+from models.sharding import Shard
 from search.base import REGISTRY, SHARED_PARAMS, make_search, parameters
 from search.outside import find_search, load_entry_points
 from search.values import Kind, default_of, kinds, written
@@ -107,11 +108,16 @@ class Parser(argparse.ArgumentParser):
 # --- flags ---
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
+def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """--model, --draft, --reward, --dtype, --quant, --kv-dtype, --device, --compile, --graphs, --threads,
-    --chat-template, --kv-memory, --memory."""
+    --chat-template, --kv-memory, --memory; `several`: --model is repeatable."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="DIR", help="folder: config.json, safetensors, tokenizer (the bundled demo)")
+    help = "folder: config.json, safetensors, tokenizer (the bundled demo)"
+    if several:
+        help += "; repeatable, and --draft and --reward are for the first"
+        group.add_argument("--model", metavar="[NAME=]DIR", action="append", help=help)
+    else:
+        group.add_argument("--model", metavar="DIR", help=help)
     group.add_argument("--draft", metavar="DIR", help="a smaller one of the same tokenizer, to draft (the demo's)")
     group.add_argument("--reward", metavar="DIR", help="one with a scalar head, to rank (the demo's)")
     dtypes = ["auto", *(name for name in DTYPES if name != "float64")]
@@ -218,7 +224,7 @@ def _memory(text: str) -> int | str:
     return text if text == "auto" else parse_size(text)
 
 
-def add_search_flags(parser: Parser) -> None:
+def add_search_flags(parser: Parser, default: str = "greedy") -> None:
     """--search and every parameter of every search; a parameter that is not given is None, see `search_params`.
 
     The parser adds the flags of searches from outside of this project when it parses their names.
@@ -227,10 +233,10 @@ def add_search_flags(parser: Parser) -> None:
     group.add_argument(
         "--search",
         action=_SearchName,
-        default="greedy",
+        default=default,
         metavar="NAME",
         help="the algorithm; list shows all; module:Class loads one of your own, its parameters become flags; "
-        "given several times: the last one runs, all can be chosen later (greedy)",
+        f"given several times: the last one runs, all can be chosen later ({default})",
     )
     defaults: dict[str, dict[str, list[str]]] = {}  # parameter -> default -> searches
     for name, cls in REGISTRY.items():
@@ -406,8 +412,8 @@ def rules(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def load_engine(args: argparse.Namespace) -> Engine:
-    """The engine that the model flags ask for. Raises CoppiceError."""
+def load_engine(args: argparse.Namespace, shard: Shard | None = None) -> Engine:
+    """The engine that the model flags ask for, in one process or, by its place, one of several. Raises CoppiceError."""
     model, draft, reward = with_defaults(args.model, args.draft, args.reward)
     engine = Engine.load(
         model,
@@ -426,6 +432,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
         parallel=getattr(args, "parallel", PARALLEL),
         draft=draft,
         reward=reward,
+        shard=shard,
     )
     if (catalogue := getattr(args, "catalogue", None)) is not None:  # an error of the run, not of each of its lines
         open_catalogue(catalogue).check(engine.model.tokenizer, engine.runner.vocab_size)
