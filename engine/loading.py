@@ -14,7 +14,7 @@ import torch
 
 from engine.capabilities import Capabilities, Precision, explicit_precision, pick_precision, processor
 from engine.compiling import LEAST, compile_model, warm_up
-from engine.distributed import agree
+from engine.distributed import agree, least
 from engine.driver import Runner
 from engine.errors import CheckpointError, UsageError, check_integer
 from engine.fastest import Choice, fastest_format
@@ -72,7 +72,9 @@ class LoadedModel:
         """
         pool = self.runner.pool
         if self.shape.steady_length is None:
-            most = max(1, IDLE // pool.page_bytes) if bounded and pool.device.type == "cpu" else None
+            most = max(1, IDLE // pool.page_bytes) if bounded and pool.device.type == "cpu" else pool.pages
+            if (shard := getattr(self.runner.model, "shard", None)) is not None and shard.size > 1:
+                most = least(shard, most)  # pages go in all processes at once
             pool.prefixes = PrefixCache(pool, most)
 
     def need_tokenizer(self) -> Tokenizer:

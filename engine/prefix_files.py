@@ -83,6 +83,8 @@ def load_prefix(engine: "Engine", path: str | Path, salt: str = "") -> list[int]
 
 
 def _check(engine: "Engine") -> None:
+    if engine.shard.size > 1:
+        raise UsageError("a prefix in a file is for a model in one process", remedy="leave out --load-prefix")
     if engine.pool.prefixes is None:
         if engine.shape.steady_length is not None:
             raise UsageError(
