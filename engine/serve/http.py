@@ -371,9 +371,8 @@ def _error(error: CoppiceError) -> Response:
     )
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
-    """What the router raises: no such path or method."""
-    assert isinstance(error, HTTPException)
+async def _http_error(_: Request, error: Any) -> Response:
+    """What the router raises, an HTTPException: no such path or method."""
     return _error(HttpError(error.status_code, str(error.detail), code="not_found"))
 
 
