@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs, runtime
@@ -84,3 +85,34 @@ def properties(device: torch.device) -> Properties:
         gpu.shared_memory_per_multiprocessor,
         gpu.max_threads_per_multi_processor,
     )
+
+
+@triton.jit
+def dot(a, b):
+    """a b in float32, float32 itself without rounding to TF32. The interpreter multiplies bfloat16 wrongly."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """x in a dtype, rounded to nearest. The interpreter would cut bfloat16 off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, nearest, x)
+    return x.to(dtype)
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent, by a polynomial (Cephes, tanhf) where exponentials would lose digits."""
+    square = x * x
+    e = tl.exp2(-2.8853900817779268 * tl.abs(x))
+    far = (1 - e) / (1 + e)
+    y = -6.274231621e-03 * square + 2.107167298e-02
+    y = y * square - 5.385230828e-02
+    y = y * square + 1.333258612e-01
+    y = y * square - 3.333331756e-01
+    return tl.where(square < 0.3, x + x * square * y, tl.where(x < 0, -far, far))

@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 
 from kernels.gpu import Properties
 from kernels.kv_write import triton as kv_write
+from kernels.rows import triton as on_rows
 from kernels.tree_attention import triton as tree_attention
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -67,6 +68,35 @@ def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split
     if dtype != torch.float32 and capability == 90 and not head % 8 and not int8:
         assert "cp.async.cg" in compiled.asm["ptx"], "keys and values are not fetched ahead, 16 bytes at a time"
     return compiled
+
+
+def turn(capability, head, norm, int8):
+    pointers = {name for name in kv_write._turn.arg_names if name.endswith("_ptr")}
+    types = {"slots_ptr": "*i64", "eps": "fp32", "stride_kg": "i64", "stride_vg": "i64"}
+    types |= dict.fromkeys(("k_ptr", "v_ptr"), "*i8" if int8 else "*bf16")
+    types = dict.fromkeys(pointers, "*bf16") | types
+    sizes = {"H": 32, "G": 8, "D": head, "D2": head, "R": head, "NORM": norm, "LAST": False, "INT8": int8, "M": 4}
+    return compile(kv_write._turn, capability, types, sizes, num_warps=1)
+
+
+def add_norm(capability, width):
+    types = {name: "*bf16" for name in on_rows._sum.arg_names if name.endswith("_ptr")} | {
+        "scale": "fp32",
+        "eps": "fp32",
+    }
+    sizes = {"ADDENDS": 1, "NORM": 1, "OUT_NORM": 1, "SCALED": True, "E": width, "E2": width, "M": 1}
+    return compile(on_rows._sum, capability, types, sizes, num_warps=16)
+
+
+def gate(capability, width):
+    sizes = {"KIND": 3, "GATED": True, "WIDTH": width, "M": 1, "BLOCK": on_rows.BLOCK // 2}
+    return compile(on_rows._activate, capability, {"x_ptr": "*bf16", "out_ptr": "*bf16"}, sizes)
+
+
+def unspilled(compiled):
+    registers, stack = usage(compiled)
+    assert not stack, (compiled.metadata.name, registers, stack)
+    return registers
 
 
 def usage(compiled):
@@ -123,4 +153,10 @@ types = {"share_ptr": "*fp32", "log_ptr": "*fp32", "out_ptr": "*bf16"}
 compile(tree_attention._merge, 90, types, {"D": 128, "D2": 128, "K2": 16, "K": 16}, num_warps=2)
 types = {"slots_ptr": "*i64"} | {f"{name}_ptr": "*bf16" for name in ("k", "v", "new_k", "new_v")}
 compile(kv_write._write, 90, types, {"G": 32, "D": 128, "BLOCK": kv_write.BLOCK})
-compile(kv_write._write_int8, 90, types | {"k_ptr": "*i8", "v_ptr": "*i8"}, {"D": 80, "D2": 128}, num_warps=1)
+sizes = {"G": 8, "D": 80, "D2": 128, "M": 4}
+compile(kv_write._write_int8, 90, types | {"k_ptr": "*i8", "v_ptr": "*i8"}, sizes, num_warps=1)
+for capability, int8, norm in ((80, False, 0), (90, False, 1), (90, True, 2), (120, True, 0)):
+    unspilled(turn(capability, 128, norm, int8))
+for capability, width in ((80, 4096), (90, 8192)):
+    unspilled(add_norm(capability, width))
+    unspilled(gate(capability, width))
