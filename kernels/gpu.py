@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs, runtime
 
+MOST_COUNTERS = 1 << 16
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # as it stands when kernels are defined
 
 
@@ -116,3 +117,24 @@ def tanh(x):
     y = y * square + 1.333258612e-01
     y = y * square - 3.333331756e-01
     return tl.where(square < 0.3, x + x * square * y, tl.where(x < 0, -far, far))
+
+
+@functools.cache
+def counters(device: torch.device) -> Tensor:
+    """Zeros for `last_of`: kernels of a device run one after the other, and leave them as they were."""
+    return torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def last_of(count_ptr, programs):
+    """Whether this is the last of so many programs that count by one number; the number is 0 again then.
+
+    It sees what the others stored before, if it reads past the first level of cache (cache_modifier=".cg"). Barriers
+    order the stores and loads of all threads by the one that counts, as in CUDA's sample threadFenceReduction.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(count_ptr, 0)
+    tl.debug_barrier()
+    return last

@@ -73,18 +73,22 @@ class Attention(nn.Module):
         impl, (k_GSD, v_GSD) = layout.rows_impl, kept
         rows_THD = self.qkv(x_TE).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
         if impl == "triton" and not self.all_heads and (rope is not None or self.q_norm is not None):
-            heads, norms = self._split(rows_THD), (norm and norm.vectors for norm in (self.q_norm, self.k_norm))
-            turn = Turn(rope or (), *norms, self.eps, self.norms_last)
-            q_THD = rotary_write(k_GSD, v_GSD, *heads, layout.write_slots_T, turn, impl=impl)
+            q_norm, k_norm = (norm and (norm.weight, norm.bias) for norm in (self.q_norm, self.k_norm))
+            turn, (q_THD, k_TGD, v_TGD) = (
+                Turn(rope or (), q_norm, k_norm, self.eps, self.norms_last),
+                self._split(rows_THD),
+            )
+            q_THD = rotary_write(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, layout.write_slots_T, turn, impl=impl)
         else:
             q_THD, k_TGD, v_TGD = self._turned(rows_THD, rope, impl)
             kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=layout.impl)
         mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=self.scale, window=self.window, cap=self.cap)
         return self.out(mixed_THD.flatten(1))
 
-    def _split(self, rows_THD: Tensor) -> tuple[Tensor, ...]:
+    def _split(self, rows_THD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values."""
-        return rows_THD.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        q_THD, k_TGD, v_TGD = rows_THD.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        return q_THD, k_TGD, v_TGD
 
     def _turned(self, rows_THD: Tensor, rope: Rope, impl: str) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, the first two normed and rotated, each step an operator of its own."""
@@ -198,8 +202,8 @@ class Residual(nn.Module):
 
     def fused(self, x_TE: Tensor, outs: Sequence[Tensor], following: Norm | None, impl: str) -> tuple[Tensor, Tensor]:
         """The stream after one part, or two side by side, and what `following` makes of it, by one operator."""
-        vectors = [norm and (norm.weight, norm.bias) for norm in (self.sum or following, self.output)]
-        x_TE, read_TE = add_norm(x_TE, outs, *vectors, scale=self.scale, eps=self.eps, impl=impl)
+        norm, out_norm = (norm and (norm.weight, norm.bias) for norm in (self.sum or following, self.output))
+        x_TE, read_TE = add_norm(x_TE, outs, norm, out_norm, scale=self.scale, eps=self.eps, impl=impl)
         if self.sum is None:
             return x_TE, read_TE
         return read_TE, read_TE if following is None else following(read_TE, impl)

@@ -1,6 +1,6 @@
 """How many kernels a layer launches on a GPU: Triton's, and PyTorch's operators that compute or copy.
 
-Counted in the interpreter, where an operator of PyTorch counts for one, as on a GPU, but for products that cuBLAS splits.
+Counted in the interpreter; an operator of PyTorch counts for one launch, though cuBLAS may split a product into two.
 """
 
 import importlib.util
