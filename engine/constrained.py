@@ -127,8 +127,8 @@ class Constrained:
         for node, entry in found:
             if entry.row is None and entry.states is None:
                 entry.row = self.eos[0] if self.eos else 0, STUCK
-            elif entry.row is None and self.renormalise and self._alone and entry.allowed is not None:
-                entry.row = None if (token := entry.allowed.forced) is None else (token, 0.0)
+            elif entry.row is None and (token := self.certain(entry)) is not None:
+                entry.row = token, 0.0
             if entry.row is not None:
                 plan.known[node] = entry.row
             else:
@@ -227,6 +227,13 @@ class Constrained:
     def _apply(self, tree: TokenTree, nodes: Sequence[int], rows_NV: Tensor, excess_N1: Tensor | None) -> None:
         """Edit rows in place. Raises ConstraintError."""
         entries = [self._states(tree, node) for node in nodes]
+        self._rewrite(entries, rows_NV, excess_N1)
+        if self._bans:
+            self._end(tree, nodes, entries, rows_NV)
+        if self._alone and not self.renormalise:
+            self._note(entries, rows_NV)
+
+    def _rewrite(self, entries: Sequence[Known], rows_NV: Tensor, excess_N1: Tensor | None) -> None:
         if excess_N1 is not None:
             rows_NV += excess_N1
         for i, processor in enumerate(self.processors):
@@ -236,10 +243,25 @@ class Constrained:
                 processor.apply(rows_NV, [entry.states[i] for entry in entries if entry.states is not None])
         if self.renormalise:
             rows_NV -= rows_NV.logsumexp(1, keepdim=True).clamp_(min=-3e38)  # of rows without any token
-        if self._bans:
-            self._end(tree, nodes, entries, rows_NV)
-        if self._alone and not self.renormalise:
-            self._note(entries, rows_NV)
+
+    # --- rows of a path, once more ---
+
+    def along(self, tokens: Sequence[int]) -> list[Known]:
+        """The entry before each of the new tokens, without a tree."""
+        entries = [Known(tuple(p.start(self.prompt) for p in self.processors) if self._start is None else self._start)]
+        for token in tokens[:-1]:
+            entries.append(self._next(entries[-1], token))
+        if self.mask is not None:
+            self._allow(entries)
+        return entries
+
+    def rewrite(self, entries: Sequence[Known], logp_NV: Tensor, logits_NV: Tensor) -> None:
+        """Edit rows of entries in place as those were that a search was sent."""
+        self._rewrite(entries, logp_NV, logits_NV[:, :1].float() - logp_NV[:, :1] if self._logits else None)
+
+    def certain(self, entry: Known) -> int | None:
+        """The token whose probability is 1 after an entry, so that no row is evaluated; None without one."""
+        return entry.allowed.forced if self.renormalise and self._alone and entry.allowed is not None else None
 
     @staticmethod
     def _note(entries: Sequence[Known], rows_NV: Tensor) -> None:

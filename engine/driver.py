@@ -34,6 +34,7 @@ from engine.contract import (
 from engine.errors import KVMemoryError, NumericsError
 from engine.few import Few, Head
 from engine.interrupts import uninterrupted
+from engine.logprobs import Kept
 from engine.packing import Chunk, pack
 from engine.phases import PhaseObserver, observed_read, phase
 from engine.pool import PagePool
@@ -47,6 +48,7 @@ from kernels.rows import best_sums, log_softmax
 from kernels.stack import one_by_one
 
 Part = tuple[slice, Read]  # a range of the rows asked for, and the function that reads it
+Keep = tuple[slice, Callable[[Tensor], None]]  # a range of a pass's tokens, and what gets their hidden rows
 Answers = tuple[Tensor, list[bool], list[Tensor]]
 
 
@@ -105,7 +107,12 @@ class Runner:
         return torch.cat(rows)  # outside of inference mode: callers may write to it
 
     def evaluate(
-        self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Part] = (), edits: Sequence[Edit] = ()
+        self,
+        chunks: Sequence[Chunk],
+        asked: Sequence[int],
+        reads: Sequence[Part] = (),
+        edits: Sequence[Edit] = (),
+        keeps: Sequence[Keep] = (),
     ) -> Answers:
         """One forward pass.
 
@@ -114,12 +121,13 @@ class Runner:
             asked: rows of the pass whose next-token log-probabilities are wanted.
             reads: functions that read ranges of these rows, see `Evaluate`.
             edits: functions that edit ranges of these rows before they are read.
+            keeps: functions that get the hidden rows of ranges of the pass's tokens, and must copy what they keep.
 
         Returns:
             float32 log-probabilities [len(asked), V] (scores [len(asked), 1] of a scalar-head model), for each row
             whether all of its logits were finite, and the numbers of each read, on the host.
         """
-        rows_NE = self._rows(chunks, asked)
+        rows_NE = self._rows(chunks, asked, keeps)
         if not asked:
             return torch.empty(0, 0), [], []
         answers = self.answer(rows_NE, edits) if edits else self.answer(rows_NE)
@@ -127,21 +135,23 @@ class Runner:
             return self.fetch(*answers, reads)
 
     def evaluate_few(
-        self, chunks: Sequence[Chunk], asked: Sequence[int], parts: Sequence[Few]
+        self, chunks: Sequence[Chunk], asked: Sequence[int], parts: Sequence[Few], keeps: Sequence[Keep] = ()
     ) -> tuple[list[Tensor], list[bool]]:
         """One forward pass on a CPU, for log-probabilities of few tokens alone; see `Head.logps`.
 
         Args:
-            chunks, asked: as of `evaluate`.
+            chunks, asked, keeps: as of `evaluate`.
             parts: the tokens, of the rows asked for, in their order.
         """
-        rows_NE = self._rows(chunks, asked)
+        rows_NE = self._rows(chunks, asked, keeps)
         with phase(self.observer, "logits"):
             return self.head.logps(rows_NE, parts)
 
-    def _rows(self, chunks: Sequence[Chunk], asked: Sequence[int]) -> Tensor:
+    def _rows(self, chunks: Sequence[Chunk], asked: Sequence[int], keeps: Sequence[Keep]) -> Tensor:
         """Hidden rows of the tokens asked for."""
         hidden_TE = self.forward(chunks)
+        for rows, keep in keeps:
+            keep(hidden_TE[rows])
         if len(asked) == len(hidden_TE):
             return hidden_TE
         return hidden_TE[torch.tensor(asked, dtype=torch.int64).to(self.device, non_blocking=True)]
@@ -240,6 +250,7 @@ class Job:
     started: float = 0.0
     prefilled: float = 0.0
     constrained: Constrained | None = None
+    kept: Kept | None = None  # of a request that wants log-probabilities of tokens
     search: Search | None = None  # a search that is not this project's is checked more closely; None is trusted
     fault: Exception | None = None  # raised by a function of a Report or an Evaluate; it ends the job at its next step
 
@@ -382,6 +393,7 @@ class Batch:
     reads: list[Part] = field(default_factory=list)
     readers: list[Share] = field(default_factory=list)  # the owner of each read
     edits: list[Edit] = field(default_factory=list)
+    keeps: list[Keep] = field(default_factory=list)
 
     def add(self, job: Job, chunk: Chunk) -> None:
         """Add a request's tokens."""
@@ -405,6 +417,10 @@ class Batch:
             edit = pending.constrained.edit(chunk.tree, nodes, rows)
             self.edits.append(edit._replace(apply=guarded_edit(edit.apply, partial(setattr, job, "fault"))))
         self.tokens += len(chunk)
+        if job.kept is not None and chunk.tree is job.trees[0]:
+            count, keep = job.kept.wanted(chunk.tree, chunk.trunk_tokens, chunk.nodes)
+            if count:
+                self.keeps.append((slice(self.tokens - count, self.tokens), keep))
         self.shares.append(share)
 
 
@@ -430,6 +446,7 @@ class Driver:
             runner.observer = observer
         self.waiting: list[Job] = []
         self.running: list[Job] = []
+        self.work: dict[str, Work] = {name: Work() for name in runners}  # of all searches together
         self._crowded = False  # a search was preempted: none starts before another one ends
 
     def submit(self, job: Job) -> Job:
@@ -490,6 +507,14 @@ class Driver:
         with uninterrupted():
             self._end(job, result=result)
 
+    def cancel(self, job: Job) -> None:
+        """Abandon a search, running or not; its pages return to their pools now."""
+        if job in self.waiting:
+            self.waiting.remove(job)
+        elif job in self.running:
+            with uninterrupted():
+                self._end(job)
+
     def close(self) -> None:
         """Abandon all jobs and return all pages to their pools."""
         self.waiting.clear()
@@ -537,6 +562,7 @@ class Driver:
             tokens = len(share.chunk)
             share.job.batch_load = batch.tokens - tokens, len(shares) - 1
             share.job.work.setdefault(batch.model, Work()).add(tokens, now - began)
+        self.work[batch.model].add(batch.tokens, now - began)
         return logp_NV, finite
 
     @staticmethod
@@ -546,12 +572,12 @@ class Driver:
         chunks, answered = [share.chunk for share in batch.shares], [share for share in batch.shares if share.nodes]
         few = [share.few for share in answered] if runner.device.type == "cpu" else []
         if parts := [part for part in few if part is not None] if None not in few else []:
-            logps, finite = runner.evaluate_few(chunks, asked, parts)
+            logps, finite = runner.evaluate_few(chunks, asked, parts, batch.keeps)
             with phase(runner.observer, "search"):
                 for share, part, logp_M in zip(answered, parts, logps, strict=True):
                     share.take_few(part, logp_M)
             return torch.empty(0, 0), finite
-        logp_NV, finite, numbers = runner.evaluate(chunks, asked, batch.reads, batch.edits)
+        logp_NV, finite, numbers = runner.evaluate(chunks, asked, batch.reads, batch.edits, batch.keeps)
         for share, read in zip(batch.readers, numbers, strict=True):
             share.take(read, logp_NV)
         return logp_NV, finite
@@ -757,6 +783,8 @@ class Driver:
         job.work, job.fault = {}, None
         if job.constrained is not None:
             job.constrained.restart()
+        if job.kept is not None:
+            job.kept.restart()
         job.prefilled = 0.0
         if job.trace is not None:
             job.trace.restart()

@@ -17,6 +17,7 @@ from engine.contract import attributed, check_search, search_error
 from engine.driver import Driver, Job
 from engine.errors import CoppiceError, UsageError, check_flag, check_integer
 from engine.loading import LoadedModel, check_arguments, check_companion, load_models
+from engine.logprobs import Kept, check_logprobs
 from engine.memory import check_memory, is_out_of_memory, out_of_memory
 from engine.phases import PhaseObserver
 from engine.pool import PagePool
@@ -47,6 +48,8 @@ class Request(Rules):
         reward: (prompt, texts) -> scores, instead of a reward model. The prompt is `messages`, if there are any, else
             its text.
         trace: records the steps of the search; each request needs its own.
+        logprobs: how many alternatives are wanted beside the log-probability of each token, 0 for none, see `Output`;
+            None: no log-probabilities of tokens.
     """
 
     prompt: Sequence[int] | str
@@ -58,6 +61,7 @@ class Request(Rules):
     messages: Messages | None = None
     reward: RewardFunction | None = None
     trace: Trace | None = None
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -399,7 +403,17 @@ class Engine:
         trunk: Trunk | None = None,
         retire: Callable[[TokenTree], None] | None = None,
     ) -> _Prepared:
-        prepared = self._prepare(request)
+        return self._start(driver, self._prepare(request), trunk, retire)
+
+    def _start(
+        self,
+        driver: Driver,
+        prepared: _Prepared,
+        trunk: Trunk | None = None,
+        retire: Callable[[TokenTree], None] | None = None,
+    ) -> _Prepared:
+        """Queue a checked request."""
+        request = prepared.request
         # `start` refers to parts of `prepared`, not to the whole: a cycle through the job would keep the model in
         # memory until the garbage collector runs. Errors are dropped for the same reason.
         ids, limit, eos, stops = prepared.ids, prepared.limit, prepared.eos, prepared.stops
@@ -439,6 +453,8 @@ class Engine:
         prepared.job = driver.submit(
             Job(start, retire=retire, trace=request.trace, search=request.search, constrained=constrained)
         )
+        if request.logprobs is not None:
+            prepared.job.kept = Kept(self.runner, request.logprobs, constrained)
         return prepared
 
     def _judge(
@@ -487,6 +503,7 @@ class Engine:
         check_flag("ignore_eos", request.ignore_eos)
         eos = frozenset() if request.ignore_eos else frozenset(ends)
         check_stop(request.stop)
+        check_logprobs(request.logprobs)
         check_messages(request.messages)
         if not isinstance(request.trace, Trace | None):
             raise UsageError(f"trace: expected a Trace, got {request.trace!r}")
@@ -537,24 +554,34 @@ class Engine:
     def _outcome(self, prepared: _Prepared) -> SearchResult | CoppiceError:
         job = prepared.job
         cause, job.error = job.error, None  # its traceback refers to the job
-        if isinstance(cause, CoppiceError):
-            return cause
         if cause is not None:
-            if not is_out_of_memory(cause):
-                return search_error(type(prepared.request.search), cause)
-            error = out_of_memory()
-            error.__cause__ = cause
-            return error
+            return self._reported(prepared, cause)
         assert job.result is not None
         result = job.result
         if prepared.constrained is not None:
             prepared.constrained.settle(result, "reward" in prepared.request.search.models)
+        try:
+            if job.kept is not None:
+                result.outputs = job.kept.fill(result.outputs)
+        except Exception as failure:
+            return self._reported(prepared, failure)
         try:
             result.outputs = [replace(o, text=self._text(o, prepared.stops)) for o in result.outputs]
         except CoppiceError as error:  # the tokenizer cannot decode these tokens
             return error
         result.stats["new_tokens"] = len(result.outputs[0].token_ids)
         return result
+
+    @staticmethod
+    def _reported(prepared: _Prepared, cause: BaseException) -> CoppiceError:
+        """The error to report for what ended a request."""
+        if isinstance(cause, CoppiceError):
+            return cause
+        if not is_out_of_memory(cause):
+            return search_error(type(prepared.request.search), cause)
+        error = out_of_memory()
+        error.__cause__ = cause
+        return error
 
     def _text(self, output: Output, stops: StopStrings | None) -> str:
         if self.model.tokenizer is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.compiling import LEAST
 from engine.constrained import Edit
-from engine.driver import Answers, Part, Runner
+from engine.driver import Answers, Keep, Part, Runner
 from engine.errors import UsageError
 from engine.gpu import check_triton
 from engine.packing import Chunk, Pass, pack
@@ -106,7 +106,7 @@ class GraphRunner(Runner):
         self.record = record or _Recorder()
         self._steps: dict[tuple[int, int, int], _Step] = {}  # the least recently used first
         self._told: set[str] = set()
-        self._outputs: tuple[Tensor, ...] = ()  # results of `answer`, with the rows of the largest bucket
+        self._outputs: tuple[Tensor, ...] = ()  # results of `answer`, hidden rows: as many as the largest bucket has
         on_gpu = self.device.type == "cuda"
         self.allowed = (torch.cuda.get_device_properties(self.device).total_memory if on_gpu else MEMORY) // SHARE
         rows = self.allowed // (model.shape.vocab_size * torch.float32.itemsize)
@@ -122,12 +122,17 @@ class GraphRunner(Runner):
 
     @torch.inference_mode()
     def evaluate(
-        self, chunks: Sequence[Chunk], asked: Sequence[int], reads: Sequence[Part] = (), edits: Sequence[Edit] = ()
+        self,
+        chunks: Sequence[Chunk],
+        asked: Sequence[int],
+        reads: Sequence[Part] = (),
+        edits: Sequence[Edit] = (),
+        keeps: Sequence[Keep] = (),
     ) -> Answers:
         """As `Runner.evaluate`."""
         if reason := self._unfit(chunks, asked, edits):
             self._tell(logging.INFO, reason)
-            return super().evaluate(chunks, asked, reads, edits)
+            return super().evaluate(chunks, asked, reads, edits, keeps)
         options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
         options |= {"token_buckets": self.tokens, "word_buckets": WORDS, "tree_buckets": TREES}
         with phase(self.observer, "pack"):
@@ -135,7 +140,9 @@ class GraphRunner(Runner):
         step = self._step(p)
         step(p, asked)
         rows_N = step.rows_T[: len(asked)]
-        logp_NV, finite_N = (x.index_select(0, rows_N) for x in self._outputs)  # copies: the next pass fills the same
+        logp_NV, finite_N = (x.index_select(0, rows_N) for x in self._outputs[:2])  # copies: the next pass fills them
+        for rows, keep in keeps:
+            keep(self._outputs[2][rows])
         if edits:
             self.edited(logp_NV, finite_N, edits)
         with phase(self.observer, "fetch"):
@@ -184,7 +191,7 @@ class GraphRunner(Runner):
         """The recorded part of a pass."""
         with phase(self.observer, "forward"):
             hidden_TE = self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
-        results = self.answer(hidden_TE)[:2]  # there are no peaks
+        results = *self.answer(hidden_TE)[:2], hidden_TE  # there are no peaks
         if not self._outputs:
             self._outputs = tuple(x.new_empty(self.tokens[-1], *x.shape[1:]) for x in results)
         for place, result in zip(self._outputs, results, strict=True):

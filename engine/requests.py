@@ -96,6 +96,10 @@ class Output:
         text: the tokens as text, stop string cut off; filled in by the engine.
         item: the id of the item of a catalogue that the output is; None without a catalogue, or if a limit cut the
             output before the end of an item. Filled in by the engine.
+        token_logprobs: the log-probability of each token, in the rows that the search was sent, which add up to
+            `logprob`; None at a token after a sequence that the search did not evaluate. These and the next are filled
+            in by the engine for a request with `logprobs`, else None.
+        top_logprobs: at each token's place the most probable tokens and their log-probabilities, best first.
     """
 
     token_ids: list[int]
@@ -104,6 +108,8 @@ class Output:
     finish_reason: str
     text: str = ""
     item: str | int | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 @dataclass
@@ -118,8 +124,9 @@ class SearchResult:
         keys = ("text", "token_ids", "logprob", "score", "finish_reason")
         outputs = [{key: getattr(output, key) for key in keys} for output in self.outputs]
         for output, record in zip(self.outputs, outputs, strict=True):
-            if output.item is not None:
-                record["item"] = output.item
+            for key in ("item", "token_logprobs", "top_logprobs"):
+                if (value := getattr(output, key)) is not None:
+                    record[key] = value
         if thoughts is not None:
             outputs = [_parted(output, thoughts) for output in outputs]
         return {"id": id, "outputs": outputs, "stats": self.stats}

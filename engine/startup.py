@@ -14,7 +14,8 @@ if starting and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 METAS = "torch._meta_registrations"  # shapes of results without data, for the compiler: 21 MB
-lean = starting and not {"engine.chat", "engine.batch"}.isdisjoint(sys.orig_argv) and "torch" not in sys.modules
+COMMANDS = {"engine.chat", "engine.batch", "engine.serve"}
+lean = starting and not COMMANDS.isdisjoint(sys.orig_argv) and "torch" not in sys.modules
 if lean:
     sys.modules[METAS] = ModuleType(METAS)
 

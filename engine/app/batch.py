@@ -65,7 +65,8 @@ input, an object per line (blank lines are skipped):
 output, an object per line:
   {"id", "outputs": [{"text", "token_ids", "logprob", "score", "finish_reason"}, ...], "stats": {...}}, best first, or
   with "reasoning" beside "text" where the model wrote a thought before the answer to messages, with "item", the item's
-  id, where there is a --catalogue, or
+  id, where there is a --catalogue, with "token_logprobs" ([logprob, ...]) and "top_logprobs" ([[[id, logprob], ...],
+  ...]) where there is --logprobs, or
   {"id", "error": {"code", "message"}}; the run goes on after it.
 
 --resume keeps what FILE has, errors included, cuts off a torn last line, and goes on with the next record. Give it
@@ -80,7 +81,7 @@ exit codes: 0 every line was answered; 2 some line has an error for an answer, o
 MAX_LINE = 64 << 20
 PROMPTS = ("prompt", "messages", "prompt_ids")
 TEMPLATE = ("tools", "template", "think")
-LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids")
+LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids", "logprobs")
 READ_AHEAD = 64  # lines of a pipe
 
 

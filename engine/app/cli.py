@@ -19,6 +19,7 @@ from engine.demo import with_defaults
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError, shortened
 from engine.loading import DTYPES, KV_DTYPES
+from engine.logprobs import check_logprobs
 from engine.memory import is_out_of_memory, out_of_memory, read_size
 from engine.prompting import TemplateOptions
 from engine.rules import RULES, SCORES, Rules
@@ -106,11 +107,16 @@ class Parser(argparse.ArgumentParser):
 # --- flags ---
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
+def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """--model, --draft, --reward, --dtype, --quant, --kv-dtype, --device, --compile, --graphs, --threads,
-    --chat-template, --kv-memory, --memory."""
+    --chat-template, --kv-memory, --memory; `several`: --model is repeatable."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="DIR", help="folder: config.json, safetensors, tokenizer (the bundled demo)")
+    help = "folder: config.json, safetensors, tokenizer (the bundled demo)"
+    if several:
+        help += "; repeatable, and --draft and --reward are for the first"
+        group.add_argument("--model", metavar="[NAME=]DIR", action="append", help=help)
+    else:
+        group.add_argument("--model", metavar="DIR", help=help)
     group.add_argument("--draft", metavar="DIR", help="a smaller one of the same tokenizer, to draft (the demo's)")
     group.add_argument("--reward", metavar="DIR", help="one with a scalar head, to rank (the demo's)")
     dtypes = ["auto", *(name for name in DTYPES if name != "float64")]
@@ -205,7 +211,7 @@ def _memory(text: str) -> int | str:
     return text if text == "auto" else parse_size(text)
 
 
-def add_search_flags(parser: Parser) -> None:
+def add_search_flags(parser: Parser, default: str = "greedy") -> None:
     """--search and every parameter of every search; a parameter that is not given is None, see `search_params`.
 
     The parser adds the flags of searches from outside of this project when it parses their names.
@@ -214,10 +220,10 @@ def add_search_flags(parser: Parser) -> None:
     group.add_argument(
         "--search",
         action=_SearchName,
-        default="greedy",
+        default=default,
         metavar="NAME",
         help="the algorithm; list shows all; module:Class loads one of your own, its parameters become flags; "
-        "given several times: the last one runs, all can be chosen later (greedy)",
+        f"given several times: the last one runs, all can be chosen later ({default})",
     )
     defaults: dict[str, dict[str, list[str]]] = {}  # parameter -> default -> searches
     for name, cls in REGISTRY.items():
@@ -274,13 +280,16 @@ def _value(kind: Kind) -> Callable[[str], Any]:
 
 
 def add_limit_flags(parser: argparse.ArgumentParser) -> None:
-    """--max-new-tokens, --stop, --ignore-eos."""
+    """--max-new-tokens, --stop, --ignore-eos, --logprobs."""
     group = parser.add_argument_group("limits")
     group.add_argument("--max-new-tokens", type=positive, default=256, metavar="N", help="of each output (256)")
     group.add_argument(
         "--stop", type=_text, action="append", default=[], metavar="STR", help="end before this text; repeatable"
     )
     group.add_argument("--ignore-eos", action="store_true", help="no token ends an output")
+    group.add_argument(
+        "--logprobs", type=int, metavar="K", help="give each token's log-probability, and the K most probable tokens"
+    )
 
 
 def add_rule_flags(parser: argparse.ArgumentParser) -> None:
@@ -375,8 +384,10 @@ def search_params(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def limits(args: argparse.Namespace) -> dict[str, Any]:
-    """The limits as options of `engine.Request`."""
-    return {"max_new_tokens": args.max_new_tokens, "stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
+    """The limits as options of `engine.Request`. Raises UsageError."""
+    check_logprobs(args.logprobs)
+    found = {"max_new_tokens": args.max_new_tokens, "stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
+    return found if args.logprobs is None else found | {"logprobs": args.logprobs}
 
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:

@@ -22,12 +22,14 @@ from engine.engine import Done, Engine, Event, Prefill, Progress, Text
 from engine.errors import CoppiceError, UsageError
 from engine.requests import Output, Report, Search, SearchResult
 from engine.text.thinking import Thoughts, ThoughtStream
+from engine.text.tokenizer import Tokenizer
 from engine.trace import Traces
 
 STATUS_DELAY = 0.3  # seconds without settled text before the state of the beams is shown
 MAX_SHOWN = 8  # candidates under the text
 SEVERAL = {"beams": "beams", "n": "utterances", "num_return_sequences": "sequences"}  # field of a search -> its word
 QUOTES = '"""'
+CONTEXT = 8  # tokens before one, from which a decoder knows whether a space starts it
 NAMED = 60  # characters of a prompt that become the name of its trace
 
 Candidates = Sequence[tuple[float | None, Sequence[int]]]  # scores and tokens, best first
@@ -157,6 +159,8 @@ class Dialog:
             used = result.stats["prompt_tokens"] + len(best.token_ids)
             why = f"the context of {used} tokens is full" if full else f"max_new_tokens {settings.max_new_tokens}"
             self.screen.hint(f"[stopped: {why}]")
+        if best.token_logprobs is not None and not self.as_json:
+            self.screen.note(token_table(best, self.engine.tokenizer))
         if self.stats:
             self.screen.note(figures(result, self.engine.capabilities))
 
@@ -406,6 +410,20 @@ class Watch:
             return Label("", remark, [candidate(s, text) for (s, _), text in zip(candidates, texts, strict=True)])
         text = self.engine.tokenizer.decode(best)
         return Label(text[len(shown) :] if text.startswith(shown) else "", remark)
+
+
+def token_table(output: Output, tokenizer: Tokenizer) -> str:
+    """The log-probability of each token, a line each, and the most probable tokens at its place."""
+    tokens, lines = output.token_ids, []
+
+    def entry(place: int, token: int, logp: float | None) -> str:
+        text = tokenizer.decode_continuation(tokens[max(0, place - CONTEXT) : place], [token])
+        return f"{'-' if logp is None else f'{logp:.4f}':>10}  {json.dumps(text, ensure_ascii=False)}"
+
+    rows = zip(tokens, output.token_logprobs or [], output.top_logprobs or [], strict=True)
+    for place, (token, logp, top) in enumerate(rows):
+        lines.append("".join([entry(place, token, logp), *(f"  {entry(place, *other).lstrip()}" for other in top)]))
+    return "\n".join(lines)
 
 
 def candidate(score: float | None, text: str) -> str:

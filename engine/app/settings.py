@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import check_flag, check_integer
+from engine.logprobs import check_logprobs
 from engine.requests import Search
 from engine.rules import PLAIN_RULES, Rules, with_changes
 from search.base import REGISTRY, make_search, parameters
 from search.outside import find_search
 from search.values import plain
 
-LIMITS = ("max_new_tokens", "ignore_eos", "stop")
+LIMITS = ("max_new_tokens", "ignore_eos", "stop", "logprobs")
 TEXTS = ("choices", "bad_words")  # lists of texts, for which one text may be given
 
 
@@ -29,6 +30,7 @@ class Settings:
     ignore_eos: bool
     stop: tuple[str, ...]
     rules: Mapping[str, Any] = field(default_factory=dict)
+    logprobs: int | None = None
 
     def configuration(self) -> Search:
         """The search's configuration. Raises UsageError."""
@@ -54,6 +56,7 @@ class Settings:
         limits = {key: changes.pop(key) for key in LIMITS if key in changes}
         check_integer("max_new_tokens", limits.get("max_new_tokens", 1), 1)
         check_flag("ignore_eos", limits.get("ignore_eos", False))
+        check_logprobs(limits.get("logprobs"))
         if "stop" in limits:
             stop = limits["stop"]
             limits["stop"] = tuple(stop) if isinstance(stop, list) else (str(stop),) if stop != "" else ()

@@ -24,12 +24,12 @@ PARTS = Path(__file__).parent  # trace_page.html, .css, .js
 
 def page(requests: Sequence[dict[str, Any]], left_out: int = 0) -> str:
     """The HTML page of requests, given as `Trace.record`; `left_out` is the number of earlier ones without a record."""
-    style, script = ((PARTS / f"trace_page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    style, script = parts()
     names = [f"{len(requests)} requests"] if len(requests) != 1 else [requests[0]["search"], str(requests[0]["name"])]
     title = " · ".join(["coppice", *filter(None, names)])
     # The text of a model is data: escaped as JSON, in an element that no browser executes. The policy allows the page's
     # own script and style alone, and no connections.
-    policy = f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'"
+    policy = f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'"
     policy += "; base-uri 'none'; form-action 'none'"
     values = {
         "mark": FORMAT,
@@ -39,11 +39,18 @@ def page(requests: Sequence[dict[str, Any]], left_out: int = 0) -> str:
         "script": script,
         "data": _json(requests, left_out).translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"}),
     }
-    parts = (PARTS / "trace_page.html").read_text(encoding="utf-8").split("@@")
-    return "".join(part if i % 2 == 0 else values[part] for i, part in enumerate(parts))
+    pieces = (PARTS / "trace_page.html").read_text(encoding="utf-8").split("@@")
+    return "".join(piece if i % 2 == 0 else values[piece] for i, piece in enumerate(pieces))
 
 
-def _digest(text: str) -> str:
+def parts() -> tuple[str, str]:
+    """The style and the script of the page."""
+    style, script = ((PARTS / f"trace_page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    return style, script
+
+
+def digest(text: str) -> str:
+    """How a policy names an inline style or script that a browser may use."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

@@ -28,8 +28,8 @@ def engine():
     return Engine.load(ROOT / "target", device="cpu", draft=ROOT / "draft", reward=ROOT / "reward", kv_memory=1 << 26)
 
 
-def ask(engine, search):
-    [result] = engine.generate(["Once upon a time there was"], search, max_new_tokens=10, ignore_eos=True)
+def ask(engine, search, **options):
+    [result] = engine.generate(["Once upon a time there was"], search, max_new_tokens=10, ignore_eos=True, **options)
     return [output.token_ids for output in result.outputs]
 
 
@@ -57,7 +57,7 @@ def test_one_wait_per_pass(name, engine, monkeypatch, tmp_path):
     for each in (engine, *engine.companions.values()):
         monkeypatch.setattr(each.pool, "device", DEVICE)
     with Device():
-        found = ask(engine, search)
+        found = ask(engine, search, logprobs=2)
     assert found == expected
     assert len(passes) >= 5 and sum(Device.waits.values()) <= 1.05 * len(passes), (len(passes), Device.waits)
 

@@ -234,6 +234,18 @@ def test_grammars_of_flags_and_of_lines(run: Run, tmp_path: Path, capsys: pytest
         assert words in capsys.readouterr().err
 
 
+def test_log_probabilities_of_tokens(run: Run):
+    lines = [{"prompt": "ab"}, {"prompt": "ab", "params": {"logprobs": 0, "search": "greedy"}}]
+    code, records = run([*lines, {"prompt": "ab", "params": {"logprobs": -1}}], "--logprobs", "2", "--search", "trie")
+    assert code == 2 and "logprobs: expected an integer from 0" in records[2]["error"]["message"]
+    for record, k in zip(records[:2], (2, 0), strict=True):
+        [output] = record["outputs"]
+        assert sum(output["token_logprobs"]) == pytest.approx(output["logprob"], abs=1e-4)
+        assert [len(top) for top in output["top_logprobs"]] == [k] * len(output["token_ids"])
+        pairs = zip(output["top_logprobs"], output["token_logprobs"], strict=True)
+        assert all(top[0][1] >= own for top, own in pairs if top)
+
+
 def test_bad_lines_do_not_disturb_the_others(run: Run, capsys: pytest.CaptureFixture[str]):
     lines = []
     for line, _ in BAD:  # each between two good ones and a blank

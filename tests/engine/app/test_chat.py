@@ -110,10 +110,20 @@ def test_stats_go_to_stderr(command, base):
     assert code == 0 and "forward passes" in err and "forward passes" not in out
 
 
+def test_log_probabilities_go_to_stderr(command, base):
+    code, out, err = command(
+        "--model", base, "--max-new-tokens", "4", "--logprobs", "2", "--ignore-eos", piped=b"Hello"
+    )
+    assert code == 0 and len(err.splitlines()) == 4 and all(line.count("-") >= 3 for line in err.splitlines())
+    code, out, err = command("--model", base, "--max-new-tokens", "4", "--logprobs", "2", "--json", piped=b"Hello")
+    assert code == 0 and "top_logprobs" in json.loads(out)["outputs"][0] and not err
+
+
 @pytest.mark.parametrize(
     "argv, code, words",
     [
         (["--search", "greedy", "--beams", "4"], 2, "no such parameter"),
+        (["--logprobs", "-1"], 2, "logprobs: expected an integer from 0 to 1024"),
         (["--max-new-tokens", "0"], 2, "max-new-tokens"),
         (["--system", "Be brief"], 2, "no chat template"),
         (["--search", "trie", "--beams", "999"], 2, "beams"),

@@ -1,0 +1,187 @@
+"""What OpenAI's clients read: completions, chunks of streams, usage, errors."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from engine.constraints import ConstraintError
+from engine.errors import CoppiceError, KVMemoryError, UsageError
+from engine.memory import is_out_of_memory
+from engine.requests import Output, SearchResult
+from engine.serve.fields import CHAT, Asked
+from engine.serve.stepper import Busy
+from engine.text.thinking import Thoughts, ThoughtStream
+
+FINISH = {"eos": "stop", "stop": "stop", "constraint": "stop", "length": "length"}
+
+
+class Answers:
+    """Writes the answers to one request.
+
+    Args:
+        identity: the id of the completion.
+        asked: the request.
+    """
+
+    def __init__(self, identity: str, asked: Asked):
+        self.asked, self.identity, self.created = asked, identity, int(time.time())
+        self.chat = asked.kind == CHAT
+        self._streams: dict[int, ThoughtStream] = {}
+        self._begun: set[int] = set()
+
+    def whole(self, results: Sequence[SearchResult]) -> dict[str, Any]:
+        """The answer without a stream."""
+        choices = [
+            self._choice(i * self.asked.n + j, output)
+            for i, result in enumerate(results)
+            for j, output in enumerate(result.outputs[: self.asked.n])
+        ]
+        return self._head("chat.completion" if self.chat else "text_completion") | {
+            "choices": choices,
+            "usage": usage(results, self.asked.n),
+            "coppice": self._about(results),
+        }
+
+    # --- streams ---
+
+    def text(self, prompt: int, text: str) -> Iterator[dict[str, Any]]:
+        """Chunks for further text of the best output of a prompt."""
+        yield from self._text(prompt * self.asked.n, text)
+
+    def end(self, prompt: int, result: SearchResult) -> Iterator[dict[str, Any]]:
+        """Chunks for the rest: the best output's end, and the other outputs."""
+        for j, output in enumerate(result.outputs[: self.asked.n]):
+            index = prompt * self.asked.n + j
+            yield from self._text(index, output.text if j else "", last=True)
+            fields: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
+            fields |= {"logprobs": self._logprobs(output), "finish_reason": FINISH.get(output.finish_reason, "stop")}
+            yield self._chunk([{"index": index, **fields, "coppice": _about_output(output)}])
+
+    def close(self, results: Sequence[SearchResult]) -> Iterator[dict[str, Any]]:
+        """The last chunk, if it was asked for."""
+        if self.asked.include_usage:
+            yield self._chunk([]) | {"usage": usage(results, self.asked.n), "coppice": self._about(results)}
+
+    def _text(self, index: int, text: str, last: bool = False) -> Iterator[dict[str, Any]]:
+        if not self.chat:
+            if text:
+                yield self._chunk([{"index": index, "text": text, "logprobs": None, "finish_reason": None}])
+            return
+        stream = self._streams.setdefault(index, ThoughtStream(self.asked.thoughts or Thoughts()))
+        for part, inside in [*stream.push(text), *(stream.finish() if last else ())]:
+            yield self._delta(index, {"reasoning_content" if inside else "content": part})
+        if last and index not in self._begun:
+            yield self._delta(index, {"content": ""})
+
+    def _delta(self, index: int, delta: dict[str, str]) -> dict[str, Any]:
+        if index not in self._begun:
+            self._begun.add(index)
+            delta = {"role": "assistant", **delta}
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = self._head("chat.completion.chunk" if self.chat else "text_completion") | {"choices": choices}
+        return chunk | ({"usage": None} if self.asked.include_usage else {})
+
+    # --- parts ---
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.identity, "object": kind, "created": self.created, "model": self.asked.served.name}
+
+    def _about(self, results: Sequence[SearchResult]) -> dict[str, Any]:
+        """What OpenAI's answers lack: the search, the drawn seed, figures, where traces are."""
+        about: dict[str, Any] = {"search": self.asked.name, "stats": [result.stats for result in results]}
+        if self.asked.seed is not None:
+            about["seed"] = self.asked.seed
+        if self.asked.traces:
+            about["traces"] = [f"/trace/{trace.name}" for trace in self.asked.traces]
+        return about
+
+    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+        fields: dict[str, Any] = {"text": output.text}
+        if self.chat:
+            thought, answer = (self.asked.thoughts or Thoughts()).split(output.text)
+            message = {"role": "assistant", "content": answer, "refusal": None}
+            fields = {"message": message if thought is None else {**message, "reasoning_content": thought}}
+        fields |= {"logprobs": self._logprobs(output), "finish_reason": FINISH.get(output.finish_reason, "stop")}
+        return {"index": index, **fields, "coppice": _about_output(output)}
+
+    def _logprobs(self, output: Output) -> dict[str, Any] | None:
+        return None
+
+
+def _about_output(output: Output) -> dict[str, Any]:
+    about = {"logprob": output.logprob, "score": output.score, "finish_reason": output.finish_reason}
+    return about if output.item is None else about | {"item": output.item}
+
+
+def usage(results: Sequence[SearchResult], n: int) -> dict[str, Any]:
+    """Tokens of prompts and outputs."""
+    prompt = sum(result.stats["prompt_tokens"] for result in results)
+    new = sum(len(output.token_ids) for result in results for output in result.outputs[:n])
+    reused = sum(result.stats["reused_tokens"] for result in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": reused},
+    }
+
+
+def event(data: dict[str, Any] | str) -> bytes:
+    """A server-sent event."""
+    return b"data: " + (data.encode() if isinstance(data, str) else encoded(data)) + b"\n\n"
+
+
+def encoded(data: dict[str, Any]) -> bytes:
+    """JSON; a number that JSON does not have becomes null, a lone surrogate an escape."""
+    try:
+        text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(json.loads(json.dumps(data), parse_constant=lambda _: None), separators=(",", ":"))
+    return text.encode(errors="backslashreplace")
+
+
+# --- errors ---
+
+
+class HttpError(CoppiceError):
+    """An error of HTTP rather than of the engine."""
+
+    def __init__(self, status: int, what: str, *, code: str, remedy: str = ""):
+        super().__init__(what, remedy=remedy)
+        self.status, self.code = status, code
+
+
+def status_of(error: CoppiceError) -> int:
+    """The HTTP status of an error."""
+    if isinstance(error, HttpError):
+        return error.status
+    if isinstance(error, Busy):
+        return 429
+    if error.__cause__ is not None and is_out_of_memory(error.__cause__):
+        return 503
+    return 400 if isinstance(error, UsageError | KVMemoryError | ConstraintError) else 500
+
+
+def error_body(error: CoppiceError) -> dict[str, Any]:
+    """An error as OpenAI's clients read it. Where a fault of the server lies is for its log alone."""
+    status = status_of(error)
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    parts = (error.what,) if status >= 500 else (error.what, error.where, error.remedy)
+    message = "; ".join(part.removeprefix("params.") for part in parts if part)
+    name = message.partition(": ")[0]
+    param = name if status == 400 and name.replace("_", "").replace("[", "").replace("]", "").isalnum() else None
+    return {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
+
+
+def error_headers(error: CoppiceError) -> dict[str, str]:
+    """Headers that tell clients whether and when to try again."""
+    status = status_of(error)
+    if isinstance(error, Busy):
+        return {"retry-after": str(error.seconds)}
+    if status == 401:
+        return {"www-authenticate": "Bearer"}
+    return {"retry-after": "1"} if status == 503 else {"x-should-retry": "false"} if status >= 500 else {}

@@ -1,0 +1,289 @@
+"""The bodies of OpenAI's requests, with the parameters of every search besides, as requests of the engine."""
+
+import argparse
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.app.batch import make_request
+from engine.app.cli import template_options
+from engine.catalogue import Catalogue
+from engine.contract import slots_of
+from engine.engine import Request
+from engine.errors import UsageError, check_flag, check_integer, shortened
+from engine.prompting import TemplateOptions
+from engine.requests import Search
+from engine.serve.stepper import Lane
+from engine.service import Checked
+from engine.text.thinking import Thoughts
+from engine.trace import Trace
+from search.base import REGISTRY, parameters
+from search.options import Sampling
+
+CHAT, COMPLETIONS = "chat", "completions"
+# Fields that change no token.
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+# Fields of which one value alone can be served -> those values, and what to use instead.
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "frequency_penalty": ((0,), "repetition_penalty and no_repeat_ngram_size are there"),
+    "presence_penalty": ((0,), "repetition_penalty and no_repeat_ngram_size are there"),
+    "echo": ((False,), "the prompt is known to who sends it"),
+    "best_of": ((1,), "search bon with bon_n ranks samples by a reward model"),
+    "suffix": ((), "put it into the prompt"),
+    "functions": (([],), "tools go to the chat template"),
+    "function_call": (("none", "auto"), "tools go to the chat template"),
+    "tool_choice": (("none", "auto"), "response_format fixes the form of a reply"),
+    "modalities": ((["text"],), ""),
+    "audio": ((), ""),
+    "prediction": ((), "search aded drafts by itself"),
+    "web_search_options": ((), ""),
+}
+RENAMED = {  # names of others -> keys of a batch line's params
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "n": "num_return_sequences",
+    "beam_width": "beams",
+}
+PLAIN_DRAWS = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # that any search may be given
+OWN = ("model", "stream", "stream_options", "trace", "catalogue", "use_beam_search")
+RECORD = {CHAT: ("messages", "tools", "template", "think", "response_format"), COMPLETIONS: ("response_format",)}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for.
+
+    Args:
+        prompt: tokens of a prompt; None: the model's context.
+        new_tokens: new tokens of an output.
+        width: sequences that a search keeps at once; see `width_of`.
+        body: bytes.
+        seconds: until a request is answered.
+    """
+
+    prompt: int | None = None
+    new_tokens: int = 4096
+    width: int = 64
+    body: int = 4 << 20
+    seconds: float = 600.0
+
+
+@dataclass
+class Served:
+    """A model that is served.
+
+    Args:
+        name: by which requests choose it.
+        lane: where its requests run.
+        args: the command line: gives what a request lacks.
+        catalogues: by the names that requests use.
+    """
+
+    name: str
+    lane: Lane
+    args: argparse.Namespace
+    catalogues: Mapping[str, Catalogue] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.engine = self.lane.service.engine
+        self.template: TemplateOptions = template_options(self.args)
+        self.created = int(time.time())
+
+
+@dataclass
+class Asked:
+    """A checked request of a client: one prompt or several.
+
+    Attributes:
+        checked: a request of the engine for each prompt.
+        thoughts: how replies write what they think; None where there is no chat template.
+        n: outputs per prompt.
+        name: of the search.
+        seed: that was drawn, because none was given.
+        traces: one for each prompt, if traces are wanted.
+    """
+
+    served: Served
+    kind: str
+    checked: list[Checked]
+    thoughts: Thoughts | None
+    n: int
+    stream: bool
+    include_usage: bool
+    name: str
+    seed: int | None
+    traces: list[Trace] = field(default_factory=list)
+
+
+def prompts_of(body: Mapping[str, Any], kind: str) -> list[Any]:
+    """The prompts: one conversation; of completions a text, a list of token ids, or a list of those."""
+    if kind == CHAT:
+        return [_messages(body.get("messages"))]
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and not all(type(token) is int for token in prompt):
+        return prompt
+    return [prompt]
+
+
+def read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str) -> Asked:
+    """As `_read`, with errors that name fields as the client did."""
+    try:
+        return _read(body, kind, served, limits, identity)
+    except UsageError as error:
+        for theirs, ours in RENAMED.items():
+            if theirs in body and error.what.startswith(f"{ours}:"):
+                what = theirs + error.what.removeprefix(ours)
+                raise UsageError(what, where=error.where, remedy=error.remedy) from None
+        raise
+
+
+def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str) -> Asked:
+    """Check a body, and make the requests that it asks for.
+
+    Args:
+        body: the JSON object, without keys whose value is null.
+        kind: CHAT or COMPLETIONS.
+        identity: names the traces.
+
+    Raises:
+        CoppiceError: a field is unknown, refused, malformed or above a limit.
+    """
+    _refuse(body, kind)
+    params = _params(body, served, kind)
+    base = {key: body[key] for key in RECORD[kind] if key in body} | {"params": params}
+    if kind == CHAT and "chat_template_kwargs" in body:
+        base["template"] = body["chat_template_kwargs"]
+    stream, options = _flag(body, "stream"), _options(body)
+    checked, traces, thoughts, seed = [], [], None, None
+    prompts = prompts_of(body, kind)
+    for i, prompt in enumerate(prompts):
+        key = "messages" if kind == CHAT else "prompt_ids" if isinstance(prompt, list) else "prompt"
+        request, thoughts = make_request(base | {key: prompt}, served.engine, served.args, served.template)
+        if isinstance(request.search, Sampling) and "seed" not in params and getattr(served.args, "seed", None) is None:
+            seed = secrets.randbits(63) if seed is None else seed
+            request = replace(request, search=replace(request.search, seed=seed))
+        _limit(request, limits)
+        if "catalogue" in body:
+            request = replace(request, catalogue=_catalogue(body["catalogue"], served.catalogues))
+        if _flag(body, "trace"):
+            traces.append(Trace(f"{identity}-{i}" if len(prompts) > 1 else identity))
+            request = replace(request, trace=traces[-1])
+        checked.append(served.lane.service.check(request))
+    first = checked[0].request.search
+    name = params.get("search", served.args.search)
+    n = getattr(first, "num_return_sequences", 1)
+    return Asked(served, kind, checked, thoughts, n, stream, options, name, seed, traces)
+
+
+def _refuse(body: Mapping[str, Any], kind: str) -> None:
+    """Raises UsageError for what cannot be served."""
+    for key, (fine, remedy) in REFUSED.items():
+        if key in body and not any(value == body[key] for value in fine):
+            allowed = f"expected {' or '.join(map(repr, fine))}" if fine else "it cannot be served"
+            raise UsageError(f"{key}: {allowed}, got {shortened(repr(body[key]))}", remedy=remedy)
+    other = ("prompt",) if kind == CHAT else ("messages", "tools", "template", "think", "chat_template_kwargs")
+    if wrong := next((key for key in other if key in body), None):
+        where = "/v1/completions" if kind == CHAT else "/v1/chat/completions"
+        raise UsageError(f"{wrong}: it belongs to {where}")
+
+
+def _params(body: Mapping[str, Any], served: Served, kind: str) -> dict[str, Any]:
+    """The `params` of a batch line. Raises UsageError."""
+    others = {*IGNORED, *REFUSED, *OWN, *RECORD[kind], "prompt", "chat_template_kwargs", *_LOGPROBS}
+    params: dict[str, Any] = {}
+    for key, value in body.items():
+        if key in others:
+            continue
+        name = RENAMED.get(key, key)
+        if name in params and params[name] != value:
+            raise UsageError(f"{key}: it contradicts another field that means {name}")
+        params[name] = value
+    wide = _flag(body, "use_beam_search") or "beam_width" in body
+    if wide:
+        params.setdefault("beams", params.get("num_return_sequences", 1))
+    name = params.get("search", served.args.search)
+    if "search" not in params and "beams" in params and (wide or "beams" not in parameters(name)):
+        name = params["search"] = "trie"
+    if isinstance(name, str) and name in REGISTRY:
+        _drop_plain(params, name)
+    return params
+
+
+def _drop_plain(params: dict[str, Any], name: str) -> None:
+    """Leave out what clients send always and what means nothing to this search."""
+    known = parameters(name)
+    for key, plain in PLAIN_DRAWS.items():
+        if key in params and key not in known and params[key] in plain and not isinstance(params[key], bool):
+            del params[key]
+    if "seed" in params and "seed" not in known:  # the same output with any
+        check_integer("seed", params.pop("seed"), 0)
+    if params.get("num_return_sequences") == 1 and "num_return_sequences" not in known:
+        del params["num_return_sequences"]
+
+
+def _flag(body: Mapping[str, Any], key: str) -> bool:
+    check_flag(key, value := body.get(key, False))
+    return value
+
+
+def _options(body: Mapping[str, Any]) -> bool:
+    """Whether a stream ends with its usage. Raises UsageError."""
+    match body.get("stream_options", {}):
+        case {"include_usage": bool() as wanted}:
+            return wanted
+        case dict() as options if "include_usage" not in options:
+            return False
+    raise UsageError(f"stream_options: expected an object, got {shortened(repr(body['stream_options']))}")
+
+
+def _catalogue(name: Any, known: Mapping[str, Catalogue]) -> Catalogue:
+    if not isinstance(name, str) or name not in known:
+        names = f"one of {', '.join(known)}" if known else "none: the server was started without --catalogue"
+        raise UsageError(f"catalogue: expected {names}, got {shortened(repr(name))}")
+    return known[name]
+
+
+def _limit(request: Request, limits: Limits) -> None:
+    """Raises UsageError."""
+    prompt = len(request.prompt)  # tokens, by now
+    if limits.prompt is not None and prompt > limits.prompt:
+        raise UsageError(f"the prompt has {prompt} tokens, this server takes {limits.prompt}", remedy="shorten it")
+    if request.max_new_tokens > limits.new_tokens:
+        raise UsageError(f"max_tokens: expected at most {limits.new_tokens}, got {request.max_new_tokens}")
+    if (width := width_of(request.search)) > limits.width:
+        raise UsageError(f"the search keeps {width} sequences at once, this server at most {limits.width}")
+
+
+def width_of(search: Search) -> int:
+    """How many sequences a search keeps at once at most, by its `slots`."""
+    new = 1025
+    return max(1, -(-(slots_of(search, 1, new)[1] - 1) // (new - 1)))
+
+
+def _messages(messages: Any) -> Any:
+    """Messages whose contents are texts: of contents in parts, the parts' texts. Raises UsageError."""
+    if not isinstance(messages, list):
+        return messages
+    return [_message(i, m) if isinstance(m, dict) else m for i, m in enumerate(messages)]
+
+
+def _message(i: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.get("role") == "developer":
+        message["role"] = "system"
+    parts = message.get("content")
+    if isinstance(parts, list):
+        if wrong := next((part for part in parts if not _is_text(part)), None):
+            raise UsageError(f"messages[{i}].content: expected parts of type text, got {shortened(repr(wrong))}")
+        message["content"] = "".join(part["text"] for part in parts)
+    return message
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+_LOGPROBS: Sequence[str] = ("logprobs", "top_logprobs")

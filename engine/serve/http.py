@@ -1,0 +1,384 @@
+"""The HTTP side: routes, who may use them, bodies and their limits, streams, clients that leave."""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import re
+import secrets
+import sys
+import traceback
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.app import trace_page
+from engine.app.batch import parse_record
+from engine.errors import CoppiceError, UsageError
+from engine.requests import SearchResult
+from engine.serve.answers import Answers, HttpError, encoded, error_body, error_headers, event, status_of
+from engine.serve.fields import CHAT, COMPLETIONS, Limits, Served, prompts_of, read
+from engine.serve.stepper import Stepper, Ticket
+from engine.trace import Trace
+
+OPEN = ("/", "/health")  # that need no key: they tell nothing
+LOCAL = ("localhost", "127.0.0.1", "::1")
+BODY_SECONDS = 30.0  # for the whole of a body
+BODIES = 16  # bodies of the largest size that are held at once
+PING_SECONDS = 10.0  # a stream without text says that it lives
+STALL_SECONDS = 120.0  # a client that reads nothing for so long is gone
+CLOSED = 499  # of a response that nobody reads
+PAGE = Path(__file__).parent / "page.html"
+
+
+class Application:
+    """The ASGI application.
+
+    Args:
+        served: the models, by name; the first is asked where a request names none and there is no other.
+        stepper: runs their requests.
+        limits: of every request.
+        keys: bearer keys, of which a client needs one; none: no key is needed.
+        hosts: names in the header Host, so that no other site's name leads here; empty: any.
+        traces: how many traces are kept.
+        verbose: tracebacks on stderr.
+    """
+
+    def __init__(
+        self,
+        served: Sequence[Served],
+        stepper: Stepper,
+        limits: Limits,
+        *,
+        keys: Sequence[str] = (),
+        hosts: Sequence[str] = LOCAL,
+        traces: int = 32,
+        verbose: bool = False,
+    ):
+        self.served = {one.name: one for one in served}
+        self.stepper, self.limits, self.kept, self.verbose = stepper, limits, traces, verbose
+        self.traces: OrderedDict[str, Trace] = OrderedDict()
+        self._bytes = 0  # of bodies that are held
+        get = {
+            "/": self.page,
+            "/health": self.health,
+            "/metrics": self.metrics,
+            "/v1/models": self.models,
+            "/v1/models/{name:path}": self.model,
+            "/trace/{name}": self.trace,
+        }
+        post = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHAT}
+        routes = [Route(path, self._handled(work), methods=["GET"]) for path, work in get.items()]
+        routes += [
+            Route(path, self._handled(partial(self.complete, kind)), methods=["POST"]) for path, kind in post.items()
+        ]
+        inner = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+        self._app = Guard(inner, keys, hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    # --- small answers ---
+
+    async def page(self, _: Request) -> Response:
+        text = PAGE.read_text(encoding="utf-8")
+        return HTMLResponse(text, headers={"content-security-policy": _policy(text)})
+
+    async def health(self, _: Request) -> Response:
+        alive = self.stepper.alive
+        return JSONResponse({"status": "ok" if alive else "failed"}, 200 if alive else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        known = {name: one.lane.figures() for name, one in self.served.items()}
+        return PlainTextResponse(self.stepper.metrics.text(known), media_type="text/plain; version=0.0.4")
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model(one) for one in self.served.values()]})
+
+    async def model(self, request: Request) -> Response:
+        return JSONResponse(_model(self._find(request.path_params["name"])))
+
+    async def trace(self, request: Request) -> Response:
+        trace = self.traces.get(name := request.path_params["name"])
+        if trace is None or trace.record is None:
+            what = "there is no such trace" if trace is None else "the search still runs"
+            raise HttpError(404, what, code="not_found", remedy=f'ask with "trace": true; {self.kept} are kept')
+        if request.query_params.get("format") == "json":
+            return JSONResponse(trace.record)
+        return HTMLResponse(await asyncio.to_thread(trace_page.page, [trace.record]), headers={"x-trace": name})
+
+    # --- completions ---
+
+    async def complete(self, kind: str, request: Request) -> Response:
+        """Answer a request for completions, as a whole or as a stream."""
+        data = await self._body(request)
+        body = {key: value for key, value in (await self._parsed(data)).items() if value is not None}
+        served = self._find(body.get("model"))
+        identity = ("chatcmpl-" if kind == CHAT else "cmpl-") + secrets.token_urlsafe(16)
+        if (count := len(prompts_of(body, kind))) > served.lane.places:
+            raise UsageError(f"prompt: this server takes {served.lane.places} prompts at once, got {count}")
+        with served.lane.place(count):
+            work = partial(read, body, kind, served, self.limits, identity)
+            asked = await self.stepper.check(work)
+            tickets = [served.lane.submit(checked, asked.stream) for checked in asked.checked]
+        self._keep(asked.traces)
+        answers = Answers(identity, asked)
+        if asked.stream:
+            return Events(answers, tickets, self.limits.seconds, self._log)
+        return await self._whole(request, answers, tickets)
+
+    async def _whole(self, request: Request, answers: Answers, tickets: Sequence[Ticket]) -> Response:
+        work = asyncio.ensure_future(asyncio.gather(*(ticket.result() for ticket in tickets)))
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                left = await _until(work, request.receive)
+        except TimeoutError:
+            raise _late(self.limits.seconds) from None
+        finally:
+            work.cancel()
+            _cancel(tickets)
+        return Response(status_code=CLOSED) if left else _json(answers.whole(work.result()))
+
+    def _find(self, name: Any) -> Served:
+        """The model of a name. Raises HttpError."""
+        if name is None and len(self.served) == 1:
+            return next(iter(self.served.values()))
+        if not isinstance(name, str) or name not in self.served:
+            what = f"model: expected {' or '.join(self.served)}, got {str(name)[:80]!r}"
+            raise HttpError(404, what, code="model_not_found")
+        return self.served[name]
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, within limits of size and time. Raises HttpError."""
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            # A page of another site can send no such request without asking, which is refused.
+            remedy = "Content-Type: application/json"
+            raise HttpError(415, "the body is no JSON by its header", code="usage", remedy=remedy)
+        large = HttpError(413, f"the body has more than {self.limits.body} bytes", code="body_too_large")
+        if int(request.headers.get("content-length", 0)) > self.limits.body:
+            raise large
+        data = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    data += part
+                    self._bytes += len(part)
+                    if len(data) > self.limits.body:
+                        raise large
+                    if self._bytes > BODIES * self.limits.body:
+                        raise HttpError(503, "too many large bodies at once", code="overloaded")
+        except TimeoutError:
+            raise HttpError(408, f"the body took more than {BODY_SECONDS:g} s", code="timeout") from None
+        finally:
+            self._bytes -= len(data)
+        return bytes(data)
+
+    async def _parsed(self, data: bytes) -> dict[str, Any]:
+        return parse_record(data) if len(data) < 1 << 16 else await self.stepper.check(partial(parse_record, data))
+
+    def _keep(self, traces: Sequence[Trace]) -> None:
+        self.traces.update((str(trace.name), trace) for trace in traces)
+        while len(self.traces) > self.kept:
+            self.traces.popitem(last=False)
+
+    # --- errors ---
+
+    def _handled(self, work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """An endpoint whose errors are OpenAI's JSON."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await work(request)
+            except ClientDisconnect:
+                return Response(status_code=CLOSED)
+            except Exception as error:
+                return _error(self._log(error))
+
+        return handle
+
+    def _log(self, error: Exception) -> CoppiceError:
+        """The error for the client; one of the server is reported on stderr."""
+        ours = error if isinstance(error, CoppiceError) else CoppiceError(f"the server failed: {type(error).__name__}")
+        if status_of(ours) >= 500 and not isinstance(error, HttpError):
+            with contextlib.suppress(OSError):
+                if self.verbose or ours is not error:
+                    traceback.print_exception(error)
+                else:
+                    print(f"error: {error}", file=sys.stderr)
+        return ours
+
+
+class Events(Response):
+    """A stream of server-sent events. It ends the searches when the client leaves, and waits for no reader."""
+
+    def __init__(
+        self, answers: Answers, tickets: Sequence[Ticket], seconds: float, log: Callable[[Exception], CoppiceError]
+    ):
+        super().__init__()
+        self.answers, self.tickets, self.seconds, self.log = answers, tickets, seconds, log
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        raw = [(key.encode(), value.encode()) for key, value in headers.items()]
+        work = asyncio.ensure_future(self._run(send))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": raw})
+            await _until(work, receive)
+        finally:
+            work.cancel()
+            _cancel(self.tickets)
+            with contextlib.suppress(asyncio.CancelledError, OSError, TimeoutError):
+                await work
+
+    async def _run(self, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self.seconds):
+                await self._follow(send)
+        except TimeoutError:
+            await self._put(send, event(error_body(_late(self.seconds))))
+        except OSError:
+            return
+        except Exception as error:
+            await self._put(send, event(error_body(self.log(error))))
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _follow(self, send: Send) -> None:
+        """Send everything, of several prompts as it comes."""
+        parts = [asyncio.ensure_future(self._one(i, ticket, send)) for i, ticket in enumerate(self.tickets)]
+        try:
+            results = await asyncio.gather(*parts)
+        finally:
+            for part in parts:
+                part.cancel()
+        for chunk in self.answers.close(results):
+            await self._put(send, event(chunk))
+        await self._put(send, event("[DONE]"))
+
+    async def _one(self, i: int, ticket: Ticket, send: Send) -> SearchResult:
+        while True:
+            try:
+                text = await asyncio.wait_for(ticket.more(), PING_SECONDS)
+            except TimeoutError:
+                await self._put(send, b": the search runs\n\n")
+                continue
+            if not text:
+                break
+            await self._put(send, b"".join(map(event, self.answers.text(i, text))))
+        result = await ticket.result()
+        await self._put(send, b"".join(map(event, self.answers.end(i, result))))
+        return result
+
+    async def _put(self, send: Send, data: bytes) -> None:
+        async with self._turn:
+            if data:
+                part = {"type": "http.response.body", "body": data, "more_body": True}
+                try:
+                    await asyncio.wait_for(send(part), STALL_SECONDS)
+                except TimeoutError:
+                    raise ConnectionError("the client reads nothing") from None
+
+
+class Guard:
+    """Refuses requests with a foreign Host, and without a key."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], hosts: Sequence[str]):
+        self.app, self.hosts = app, frozenset(hosts)
+        self.keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = {key: value.decode("latin-1") for key, value in scope["headers"]}
+        error = None
+        if self.hosts and _host(headers.get(b"host", "")) not in self.hosts:
+            error = HttpError(403, "the header Host names another server", code="wrong_host")
+        elif self.keys and scope["path"] not in OPEN and not self._knows(headers.get(b"authorization", "")):
+            error = HttpError(401, "the bearer key is missing or wrong", code="invalid_api_key")
+        await (_error(error) if error is not None else self.app)(scope, receive, send)
+
+    def _knows(self, value: str) -> bool:
+        """Whether the header has one of the keys; takes as long for every value."""
+        kind, _, key = value.partition(" ")
+        given, known = hashlib.sha256(key.strip().encode("latin-1")).digest(), False
+        for digest in self.keys:
+            known |= hmac.compare_digest(given, digest)
+        return known and kind.lower() == "bearer"
+
+
+def _host(value: str) -> str:
+    """The name in a header Host, without the port."""
+    if value.startswith("["):
+        return value[1:].partition("]")[0]
+    return value.partition(":")[0].lower()
+
+
+async def _until(work: "asyncio.Future[Any]", receive: Receive) -> bool:
+    """Wait for a future; True: the client left before. Raises what the future raises."""
+    watcher = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({work, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
+    if not work.done():
+        return True
+    work.result()
+    return False
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _cancel(tickets: Sequence[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.lane.cancel(ticket)
+
+
+def _late(seconds: float) -> HttpError:
+    return HttpError(504, f"the request took more than {seconds:g} s", code="timeout", remedy="fewer tokens or beams")
+
+
+def _json(data: Mapping[str, Any]) -> Response:
+    return Response(encoded(dict(data)), media_type="application/json")
+
+
+def _error(error: CoppiceError) -> Response:
+    return Response(
+        encoded(error_body(error)), status_of(error), headers=error_headers(error), media_type="application/json"
+    )
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    """What the router raises: no such path or method."""
+    assert isinstance(error, HTTPException)
+    return _error(HttpError(error.status_code, str(error.detail), code="not_found"))
+
+
+def _model(one: Served) -> dict[str, Any]:
+    shape = one.engine.shape
+    about = {"id": one.name, "object": "model", "created": one.created, "owned_by": "coppice"}
+    return about if shape.max_positions is None else about | {"max_model_len": shape.max_positions}
+
+
+def _policy(page: str) -> str:
+    """The page's own script and style, and those of the trace that it shows, are all that a browser may use."""
+    found = [re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S) for tag in ("style", "script")]
+    styles, scripts = (
+        " ".join(f"'{trace_page.digest(text)}'" for text in [*own, other])
+        for own, other in zip(found, trace_page.parts(), strict=True)
+    )
+    return (
+        f"default-src 'none'; connect-src 'self'; script-src {scripts}; style-src {styles}; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )

@@ -1,0 +1,268 @@
+"""One thread steps the drivers of all models; the event loop sends it requests and hears what became of them."""
+
+import asyncio
+import contextlib
+import math
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from engine.errors import CoppiceError
+from engine.requests import SearchResult
+from engine.serve.metrics import Metrics
+from engine.service import Checked, Entry, News, Outcome, Service
+
+T = TypeVar("T")
+
+
+class Busy(CoppiceError):
+    """The queue is full; `seconds` is when to ask again."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, seconds: int):
+        super().__init__("the queue is full", remedy=f"try again in {seconds} s")
+        self.seconds = seconds
+
+
+class Ticket:
+    """A request on its way, as the event loop sees it.
+
+    Attributes:
+        outcome: the result or the error; None while it runs.
+    """
+
+    def __init__(self, lane: "Lane"):
+        self.lane = lane
+        self.outcome: Outcome | None = None
+        self.entry: Entry | None = None  # belongs to the stepping thread
+        self.gone = False  # likewise: cancelled before it was submitted
+        self.asked, self.began, self.spoke = time.perf_counter(), 0.0, 0.0
+        self._text = ""
+        self._changed = asyncio.Event()
+
+    def hear(self, news: News) -> None:
+        """Take what a step did. Text that is not fetched yet grows in one place: a slow reader costs no more."""
+        now = time.perf_counter()
+        if not self.began:
+            self.began = news.began or now
+            self.lane.started(self)
+        if news.text and not self.spoke:
+            self.spoke = now
+        self._text += news.text
+        if news.outcome is not None:
+            self.outcome = news.outcome
+            self.lane.ended(self)
+        self._changed.set()
+
+    async def more(self) -> str:
+        """The text since the last call, as soon as there is any; "" at the end, when there is an outcome."""
+        while not self._text and self.outcome is None:
+            self._changed.clear()
+            await self._changed.wait()
+        text, self._text = self._text, ""
+        return text
+
+    async def result(self) -> SearchResult:
+        """The result, at the end. Raises the error that ended the request."""
+        while self.outcome is None:
+            self._changed.clear()
+            await self._changed.wait()
+        if isinstance(self.outcome, CoppiceError):
+            raise self.outcome
+        return self.outcome
+
+
+class Lane:
+    """The requests of one model, counted by the event loop; they run in its `Service`.
+
+    Args:
+        name: the model's, for metrics.
+        service: used by the stepping thread, but for `check`.
+        queue: most requests that wait, besides those that run.
+    """
+
+    def __init__(self, name: str, service: Service, queue: int, stepper: "Stepper"):
+        self.name, self.service, self.queue, self.stepper = name, service, queue, stepper
+        self.open: set[Ticket] = set()
+        self.held = 0  # places of requests that are still being checked
+        self._seconds: deque[float] = deque(maxlen=32)  # that the latest requests took once they ran
+
+    @property
+    def places(self) -> int:
+        """Most requests that run or wait."""
+        return self.queue + self.service.engine.parallel
+
+    @property
+    def running(self) -> int:
+        return sum(1 for ticket in self.open if ticket.began)
+
+    @property
+    def waiting(self) -> int:
+        return len(self.open) - self.running + self.held
+
+    @contextlib.contextmanager
+    def place(self, count: int):
+        """Hold places for requests while they are checked. Raises Busy."""
+        self.require(count)
+        self.held += count
+        try:
+            yield
+        finally:
+            self.held -= count
+
+    def require(self, count: int) -> None:
+        """Raises Busy if there is no room for as many requests."""
+        if len(self.open) + self.held + count > self.places:
+            self.stepper.metrics.count("requests_refused", self.name)
+            raise Busy(self.wait())
+
+    def wait(self) -> int:
+        """Seconds until a place should be free: by the time that the latest requests took."""
+        each = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
+        return min(60, max(1, math.ceil(each / self.service.engine.parallel)))
+
+    def figures(self) -> dict[str, float]:
+        """Counters and gauges of the model; read while another thread changes them."""
+        driver, pool = self.service.driver, self.service.engine.pool
+        work = driver.work["target"]
+        return {
+            "requests_running": self.running,
+            "requests_waiting": self.waiting,
+            "cache_pages": pool.pages,
+            "cache_pages_used": pool.used_pages,
+            "forward_passes": work.passes,
+            "evaluated_tokens": work.tokens,
+            "forward_seconds": work.seconds,
+        }
+
+    def submit(self, checked: Checked, stream: bool) -> Ticket:
+        """Queue a request."""
+        ticket = Ticket(self)
+        self.open.add(ticket)
+        loop = asyncio.get_running_loop()
+
+        def hear(news: News) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(ticket.hear, news)
+
+        def start() -> None:
+            if ticket.gone:
+                return
+            try:
+                ticket.entry = self.service.submit(checked, hear, stream=stream)
+            except CoppiceError as error:
+                hear(News(0.0, outcome=error))
+
+        self.stepper.call(start)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Abandon a request: its pages are free before the next step."""
+        if ticket.outcome is not None or ticket not in self.open:
+            return
+        self.open.discard(ticket)
+        self.stepper.metrics.count("requests_cancelled", self.name)
+
+        def stop() -> None:
+            ticket.gone = True
+            if ticket.entry is not None:
+                self.service.cancel(ticket.entry)
+
+        self.stepper.call(stop)
+
+    def started(self, ticket: Ticket) -> None:
+        """A search has begun."""
+        self.stepper.metrics.observe("queue_seconds", self.name, ticket.began - ticket.asked)
+
+    def ended(self, ticket: Ticket) -> None:
+        """There is an outcome."""
+        if ticket not in self.open:  # it was cancelled in the meantime
+            return
+        self.open.discard(ticket)
+        now, metrics = time.perf_counter(), self.stepper.metrics
+        self._seconds.append(now - ticket.began)
+        metrics.observe("request_seconds", self.name, now - ticket.asked)
+        if ticket.spoke:
+            metrics.observe("first_text_seconds", self.name, ticket.spoke - ticket.asked)
+        if isinstance(ticket.outcome, SearchResult):
+            metrics.count("requests_completed", self.name)
+            metrics.add("prompt_tokens", self.name, ticket.outcome.stats["prompt_tokens"])
+            metrics.add("reused_tokens", self.name, ticket.outcome.stats["reused_tokens"])
+            metrics.add("new_tokens", self.name, sum(len(o.token_ids) for o in ticket.outcome.outputs))
+        else:
+            metrics.count("requests_failed", self.name)
+
+
+class Stepper:
+    """The thread that steps, and one that checks requests: a long prompt or a grammar delays no step.
+
+    Args:
+        metrics: counts what happens.
+    """
+
+    def __init__(self, metrics: Metrics):
+        self.metrics = metrics
+        self.lanes: dict[str, Lane] = {}
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._checks = ThreadPoolExecutor(1, "check")
+        self._threads = torch.get_num_threads()  # a new thread would begin with the library's number
+        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+
+    def add(self, name: str, service: Service, queue: int) -> Lane:
+        """Add a model, before `start`."""
+        self.lanes[name] = Lane(name, service, queue, self)
+        return self.lanes[name]
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread still steps."""
+        return self._thread.is_alive()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Have the stepping thread call a function before its next step."""
+        self._calls.put(function)
+
+    async def check(self, function: Callable[[], T]) -> T:
+        """What a function returns that the checking thread calls; it may raise."""
+        return await asyncio.get_running_loop().run_in_executor(self._checks, function)
+
+    def stop(self) -> None:
+        """Abandon what runs, return all pages, end the threads."""
+        self._checks.shutdown(wait=False, cancel_futures=True)
+        if self._thread.is_alive():
+            self._calls.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        services = [lane.service for lane in self.lanes.values()]
+        while True:
+            busy = [service for service in services if service.busy]
+            try:
+                while True:
+                    call = self._calls.get(block=not busy)
+                    if call is None:
+                        for service in services:
+                            service.close()
+                        return
+                    call()
+                    busy = busy or [service for service in services if service.busy]
+            except queue.Empty:
+                pass
+            except Exception:
+                traceback.print_exc(file=sys.stderr)
+            for service in services:
+                if service.busy:
+                    service.step()

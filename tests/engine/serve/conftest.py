@@ -1,0 +1,56 @@
+"""Servers of the demo model in this process, and the official client."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
+openai = pytest.importorskip("openai", reason="needs the extra test")
+
+from engine import Engine  # noqa: E402
+from engine.serve import command  # noqa: E402
+from engine.serve.http import Application  # noqa: E402
+
+
+class Server(NamedTuple):
+    """A server that runs, and a client that tries once."""
+
+    app: Application
+    url: str
+    client: Any
+
+    @property
+    def engine(self) -> Engine:
+        return next(iter(self.app.served.values())).engine
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+
+@contextmanager
+def serving(*flags: str, keys: tuple[str, ...] = ()) -> Iterator[Server]:
+    args = command.make_parser().parse_args(["--kv-memory", "8M", "--threads", "2", "-q", *flags])
+    command.check(args)
+    with command.application(args, keys) as app, command.background(app) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=keys[0] if keys else "none", max_retries=0) as client:
+            yield Server(app, url, client)
+        for one in app.served.values():
+            one.engine.pool.check_invariants()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A server that tests share: none of them changes it."""
+    with serving("--max-body", "100K", "--max-tokens", "300", "--max-width", "16") as server:
+        yield server
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Server]]:
+    """Start a server with flags of its own; it ends with the test."""
+    with ExitStack() as stack:
+        yield lambda *flags, **options: stack.enter_context(serving(*flags, **options))

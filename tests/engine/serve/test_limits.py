@@ -1,0 +1,418 @@
+"""What a server refuses, whom it lets go, and what is left in the cache: nothing."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from engine.errors import UsageError
+from engine.serve import command, http
+
+openai = pytest.importorskip("openai", reason="needs the extra test")
+
+FOX = [{"role": "user", "content": "Tell me a story about a fox."}]
+KEY = "a-key-of-some-length"
+HTTP = httpx2.Client(timeout=60, verify=False)
+
+
+def post(url: str, body, path="/v1/chat/completions", **options) -> httpx2.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"} | options.pop("headers", {})
+    return HTTP.post(url + path, content=content, headers=headers, **options)
+
+
+def raw(port: int, body: dict, path="/v1/chat/completions") -> socket.socket:
+    """A connection that has sent a request and reads nothing."""
+    data = json.dumps(body).encode()
+    peer = socket.create_connection(("127.0.0.1", port), timeout=30)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    peer.sendall(head.encode() + b"\r\n\r\n" + data)
+    return peer
+
+
+def until(reached, seconds=20.0) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+def long(**fields) -> dict:
+    """A request that takes a while."""
+    return {"messages": FOX, "max_tokens": 300, "ignore_eos": True, "seed": 1} | fields
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed():
+    """The connections end before the servers that tests share."""
+    yield
+    HTTP.close()
+
+
+# --- bodies ---
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "malformed JSON"),
+        (b"{", "malformed JSON"),
+        (b"[]", "expected a JSON object"),
+        (b'{"messages": NaN}', "NaN is not a JSON number"),
+        (b'{"n": 1, "n": 2}', "occurs twice"),
+        (b'{"model": "\xff"}', "not valid UTF-8"),
+        (b"[" * 50_000, "nested too deep"),
+        (b'{"seed": ' + b"9" * 4000 + b"}", "out of range"),
+        (b'{"prompt": "\\ud800"}', "lone surrogate"),
+    ],
+)
+def test_broken_bodies(server, body, message):
+    reply = post(server.url, body, "/v1/completions")
+    assert reply.status_code == 400, reply.text
+    assert message in reply.json()["error"]["message"]
+
+
+def test_bodies_of_the_wrong_size_or_kind(server):
+    large = json.dumps({"prompt": "x" * 200_000}).encode()
+    assert post(server.url, large).status_code == 413
+    reply = HTTP.post(
+        server.url + "/v1/completions",
+        content=iter([large[:60_000], large[60_000:]]),
+        headers={"content-type": "application/json"},
+    )
+    assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
+    plain = post(server.url, {"prompt": "x"}, headers={"content-type": "text/plain"})
+    assert plain.status_code == 415, "another site's page may send this without asking"
+    assert HTTP.get(server.url + "/v1/completions").status_code == 405
+    assert HTTP.get(server.url + "/../../etc/passwd").status_code == 404
+
+
+def test_a_body_that_does_not_come(start, monkeypatch):
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.1)
+    server = start()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as peer:
+        peer.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        peer.sendall(b"Content-Length: 100\r\n\r\n{")
+        assert peer.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+# --- who may ask ---
+
+
+def test_keys(start):
+    server = start(keys=(KEY, "another-key-of-mine"))
+    assert server.client.models.list().data
+    wrong = ["none", KEY[:-1], KEY + "x", "Ä" * 20]
+    for headers in ({}, *({"authorization": f"Bearer {key}".encode()} for key in wrong), {"authorization": KEY}):
+        for path in ("/v1/models", "/metrics", "/trace/x", "/nope"):
+            reply = HTTP.get(server.url + path, headers=headers)
+            assert reply.status_code == 401 and reply.headers["www-authenticate"] == "Bearer"
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0).models.list()
+    assert HTTP.get(server.url + "/health").json() == {"status": "ok"}
+    assert "script" in HTTP.get(server.url + "/").text
+
+
+def test_another_sites_name_does_not_lead_here(server):
+    """A page of that site could read the answers."""
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", ""):
+        assert HTTP.get(server.url + "/health", headers={"host": host}).status_code == 403
+    for host in ("localhost", "127.0.0.1:1", "[::1]:8000"):
+        assert HTTP.get(server.url + "/health", headers={"host": host}).status_code == 200
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    (file := tmp_path / "keys").write_text(f"{KEY}\n\n  {KEY}2 \n")
+    assert command.read_keys(str(file)) == [KEY, f"{KEY}2"]
+    monkeypatch.setenv(command.KEY, KEY)
+    assert command.read_keys(None) == [KEY]
+    for text in ("short", "", "ä" * 20):
+        file.write_text(text)
+        with pytest.raises(UsageError):
+            command.read_keys(str(file))
+    with pytest.raises(UsageError, match="cannot read the keys"):
+        command.read_keys(str(tmp_path / "nope"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--host", "0.0.0.0"], "other machines need a key"),
+        (["--port", "70000"], "--port: expected an integer"),
+        (["--timeout", "0"], "--timeout: expected seconds"),
+        (["--catalogue", "x"], "--catalogue: expected NAME=FILE"),
+        (["--model", "a=x", "--model", "a=y", "--port", "0"], "two models have the name 'a'"),
+        (["--model", "x", "--model", "y", "--memory", "1G", "--port", "0"], "--memory is for one model"),
+        (["--beams", "3"], "the search 'sample' has no such parameter"),
+    ],
+)
+def test_wrong_command_lines(capsys, monkeypatch, flags, message):
+    monkeypatch.delenv(command.KEY, raising=False)
+    assert command.main(["--port", "0", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_taken_port_and_a_missing_package(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert command.main(["--port", str(taken.getsockname()[1])]) == 2
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="needs the package no_such_package"):
+        command.library("no_such_package")
+
+
+# --- clients that leave, clients that read nothing ---
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_frees_the_pages_within_a_step(start, monkeypatch, stream):
+    server = start()
+    pool, driver = server.engine.pool, server.app.served["demo"].lane.service.driver
+    steps: list[int] = []
+    peer = raw(server.port, long(stream=stream, beams=8))
+    until(lambda: pool.used_pages > 20)
+    cancel = driver.cancel
+    monkeypatch.setattr(driver, "cancel", lambda job: (steps.append(driver.work["target"].passes), cancel(job)))
+    left = time.monotonic()
+    peer.close()
+    until(lambda: pool.used_pages == 0)
+    assert time.monotonic() - left < 5
+    assert len(steps) == 1 and driver.work["target"].passes == steps[0], "it went on"
+    until(lambda: "requests_cancelled_total{" in (text := HTTP.get(server.url + "/metrics").text) and " 1" in text)
+    assert server.client.completions.create(model="demo", prompt="Once", max_tokens=2).choices[0].text
+
+
+def test_who_leaves_the_queue_never_runs(start):
+    server = start("--parallel", "1")
+    lane = server.app.served["demo"].lane
+    first = raw(server.port, long())
+    until(lambda: lane.running == 1)
+    second = raw(server.port, long())
+    until(lambda: len(lane.open) == 2)
+    second.close()
+    until(lambda: len(lane.open) == 1)
+    first.close()
+    until(lambda: not lane.open and server.engine.pool.used_pages == 0)
+    assert lane.figures()["forward_passes"] < 300
+
+
+def test_a_slow_reader_holds_no_pages(start):
+    server = start()
+    peer = raw(server.port, long(stream=True, beams=4, n=4, max_tokens=150))
+    lane = server.app.served["demo"].lane
+    until(lambda: lane.open)
+    until(lambda: not lane.open)
+    assert server.engine.pool.used_pages == 0
+    data = b""
+    while b"[DONE]" not in data:
+        part = peer.recv(1 << 16)
+        assert part
+        data += part
+    peer.close()
+
+
+def test_sixty_clients_that_leave_at_any_moment(start):
+    server = start("--parallel", "8", "--queue", "100")
+
+    def visit(i: int) -> None:
+        peer = raw(server.port, long(stream=i % 2 == 0, **({"beams": 1 + i % 7} if i % 3 else {})))
+        time.sleep(i % 13 / 40)
+        peer.close()
+
+    with ThreadPoolExecutor(16) as pool:
+        [*pool.map(visit, range(60))]
+    lane = server.app.served["demo"].lane
+    until(lambda: not lane.open and not lane.held and not server.engine.pool.used_pages and not lane.service.entries)
+    assert not lane.service.driver.busy
+    server.engine.pool.check_invariants([])
+
+
+# --- queues, memory, time ---
+
+
+def test_a_full_queue_is_429_with_a_time(start):
+    server = start("--parallel", "1", "--queue", "1")
+    lane = server.app.served["demo"].lane
+    peers = [raw(server.port, long())]
+    until(lambda: lane.running == 1)
+    peers.append(raw(server.port, long(max_tokens=5)))
+    until(lambda: len(lane.open) == 2)
+    with pytest.raises(openai.RateLimitError) as caught:
+        server.client.completions.create(model="demo", prompt="x", max_tokens=2)
+    assert caught.value.body["code"] == "rate_limit_exceeded" and lane.waiting == 1
+    assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+    patient = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=8)
+    peers[0].close()
+    assert patient.completions.create(model="demo", prompt="Once", max_tokens=2).choices[0].text
+    peers[1].close()
+    many = post(server.url, {"prompt": ["x"] * 3}, "/v1/completions")
+    assert many.status_code == 400 and "2 prompts at once" in many.text
+
+
+def test_a_full_cache_means_waiting(start):
+    server = start("--kv-memory", "600K", "--parallel", "6")
+    with ThreadPoolExecutor(6) as pool:
+        replies = [*pool.map(lambda _: post(server.url, long(max_tokens=40, beams=3)), range(6))]
+    assert [reply.status_code for reply in replies] == [200] * 6
+    assert len({reply.json()["choices"][0]["message"]["content"] for reply in replies}) == 1
+    large = post(server.url, long(beams=60))
+    assert large.status_code == 400 and large.json()["error"]["code"] == "memory"
+    assert server.engine.pool.used_pages == 0
+
+
+def test_time_is_limited(start):
+    server = start("--timeout", "0.2")
+    reply = post(server.url, long(beams=40))
+    assert reply.status_code == 504 and reply.headers["x-should-retry"] == "false"
+    with pytest.raises(openai.APIError, match=r"more than 0\.2 s"):
+        [*server.client.chat.completions.create(model="demo", messages=FOX, max_tokens=300, stream=True,
+                                                extra_body={"beams": 40, "ignore_eos": True})]  # fmt: skip
+    until(lambda: server.engine.pool.used_pages == 0)
+
+
+def test_a_pass_that_fails_ends_what_ran_and_not_the_server(start, monkeypatch, capsys):
+    server = start()
+    forward = server.engine.runner.forward
+
+    def broken(chunks):
+        monkeypatch.setattr(server.engine.runner, "forward", forward)
+        raise RuntimeError("the device is lost, in /some/file.cpp")
+
+    monkeypatch.setattr(server.engine.runner, "forward", broken)
+    reply = post(server.url, long())
+    assert reply.status_code == 500 and reply.json()["error"]["type"] == "server_error"
+    assert "the device is lost" in capsys.readouterr().err
+    assert post(server.url, long(max_tokens=3)).status_code == 200
+    assert server.engine.pool.used_pages == 0 and server.app.stepper.alive
+
+
+def test_where_a_fault_lies_is_not_for_clients():
+    from engine.errors import CheckpointError
+    from engine.serve.answers import error_body, status_of
+
+    error = CheckpointError("the chat template fails", where="/secret/template.jinja: line 3")
+    assert status_of(error) == 500 and "secret" not in json.dumps(error_body(error))
+
+
+# --- the end ---
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGTERM") or sys.platform == "win32", reason="needs POSIX signals")
+def test_sigterm_drains(tmp_path):
+    """A process of its own: the request under way is answered to its end, no new one is taken, the exit code is 0."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine.serve", "--port", "0", "--kv-memory", "8M"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stderr is not None
+    try:
+        lines = iter(process.stderr.readline, "")
+        port = int(next(found[1] for line in lines if (found := re.search(r"serving on .*:(\d+)$", line))))
+        peer = raw(port, long(stream=True, beams=6))
+        assert peer.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        process.send_signal(signal.SIGTERM)
+        data = b""
+        while part := peer.recv(1 << 16):
+            data += part
+        peer.close()
+        assert b"[DONE]" in data
+        assert process.wait(30) == 0
+        with pytest.raises(OSError):
+            raw(port, long())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+# --- traces, figures, models ---
+
+
+def test_traces(start):
+    server = start("--traces", "2")
+    body = {"prompt": ["Once", "The"], "max_tokens": 4, "beams": 2, "trace": True}
+    first = post(server.url, body, "/v1/completions").json()["coppice"]["traces"]
+    assert len(first) == 2
+    page = HTTP.get(server.url + first[0])
+    assert page.text.startswith("<!doctype html><!-- coppice trace") and "script-src 'sha256-" in page.text
+    assert HTTP.get(server.url + first[1] + "?format=json").json()["search"] == "Trie"
+    [second] = post(server.url, body | {"prompt": "A"}, "/v1/completions").json()["coppice"]["traces"]
+    assert [HTTP.get(server.url + path).status_code for path in (*first, second)] == [404, 200, 200]
+    reply = post(server.url, {"prompt": "A", "max_tokens": 2}, "/v1/completions").json()
+    assert "traces" not in reply["coppice"]
+    assert HTTP.get(f"{server.url}/trace/{reply['id']}").status_code == 404
+
+
+def test_metrics(start):
+    server = start()
+    post(server.url, {"prompt": "Once", "max_tokens": 4}, "/v1/completions")
+    text = HTTP.get(server.url + "/metrics").text
+    lines = text.splitlines()
+    sample = re.compile(r'coppice_\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? [0-9.e+-]+')
+    assert all(line.startswith("# ") or sample.fullmatch(line) for line in lines)
+    assert 'coppice_requests_completed_total{model="demo"} 1' in lines
+    assert 'coppice_new_tokens_total{model="demo"} 4' in lines
+    assert 'coppice_request_seconds_bucket{model="demo",le="+Inf"} 1' in lines
+    assert 'coppice_cache_pages_used{model="demo"} 0' in lines
+    kinds = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(kinds) == len(set(kinds)) > 12
+
+
+def test_several_models(start):
+    from engine.demo import demo_folder
+
+    server = start("--model", f"big={demo_folder()}", "--model", f"small={demo_folder('draft')}")
+    assert [model.id for model in server.client.models.list()] == ["big", "small"]
+    found = [post(server.url, {"model": name, "prompt": "Once upon", "temperature": 0, "max_tokens": 20},
+                  "/v1/completions").json() for name in ("big", "small")]  # fmt: skip
+    assert found[0]["choices"][0]["text"] != found[1]["choices"][0]["text"]
+    assert [reply["model"] for reply in found] == ["big", "small"]
+    missing = post(server.url, {"prompt": "Once"}, "/v1/completions")
+    assert missing.status_code == 404 and "big or small" in missing.text
+    assert sum(one.engine.pool.pages * one.engine.pool.page_bytes for one in server.app.served.values()) <= 8 << 20
+
+
+def test_catalogues_have_names(start, tmp_path):
+    from tools import catalogue
+
+    (items := tmp_path / "items.jsonl").write_text('{"id": 7, "text": "red"}\n{"id": 9, "text": "green"}\n')
+    assert catalogue.main(["--input", str(items), "--output", str(tmp_path / "items.cat"), "-q"]) == 0
+    server = start("--catalogue", f"colours={tmp_path / 'items.cat'}")
+    body = {"messages": FOX, "beams": 2, "n": 2, "catalogue": "colours"}
+    choices = post(server.url, body).json()["choices"]
+    assert {choice["coppice"]["item"] for choice in choices} == {7, 9}
+    wrong = post(server.url, body | {"catalogue": str(tmp_path / "items.cat")})
+    assert wrong.status_code == 400 and "expected one of colours" in wrong.text
+
+
+def test_thoughts_come_apart_from_the_answer(server):
+    from engine.requests import Output, SearchResult
+    from engine.serve.answers import Answers
+    from engine.serve.fields import CHAT, Asked
+    from engine.text.thinking import Thoughts
+
+    asked = Asked(server.app.served["demo"], CHAT, [], Thoughts("<think>", "</think>"), 1, True, False, "greedy", None)
+    answers = Answers("x", asked)
+    text = "<think>2 and 2</think>\n\nIt is 4."
+    chunks = [chunk for i in range(0, len(text), 3) for chunk in answers.text(0, text[i : i + 3])]
+    result = SearchResult([Output([1], -1.0, -1.0, "eos", text)], {"prompt_tokens": 1, "reused_tokens": 0})
+    chunks += answers.end(0, result)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "2 and 2"
+    assert "".join(delta.get("content", "") for delta in deltas) == "It is 4."
+    message = answers.whole([result])["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("2 and 2", "It is 4.")

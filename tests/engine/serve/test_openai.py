@@ -1,0 +1,238 @@
+"""The official client of OpenAI against the server: what it reads is what the engine computes."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from engine import Engine
+from engine.prompting import chat_prompt
+from search import Greedy, Sample, Trie
+from search.base import make_search
+
+openai = pytest.importorskip("openai", reason="needs the extra test")
+
+FOX = [{"role": "user", "content": "Tell me a story about a fox."}]
+HOT = [{"role": "user", "content": "What is the opposite of hot?"}]
+
+
+def texts(engine: Engine, search: Any, prompt: Any, tokens: int) -> list[str]:
+    """The outputs of the engine alone."""
+    options = {}
+    if not isinstance(prompt, str):
+        rendered = chat_prompt(engine, prompt)
+        prompt, options = rendered.ids, {"eos_token_ids": rendered.eos_token_ids}
+    with_engine = Engine(engine.model, parallel=1)
+    with_engine.companions, with_engine.reward = engine.companions, engine.reward
+    [result] = with_engine.generate([prompt], search, max_new_tokens=tokens, **options)
+    return [output.text for output in result.outputs]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Engine:
+    """The same model in an engine of its own."""
+    from engine.demo import demo_folder
+
+    return Engine.load(
+        demo_folder(), kv_memory="8M", draft=demo_folder("draft"), reward=demo_folder("reward"), threads=2
+    )
+
+
+def ask(server, messages=FOX, tokens=24, **fields):
+    extra = {key: fields.pop(key) for key in [*fields] if key not in STANDARD}
+    return server.client.chat.completions.create(
+        model="demo", messages=messages, max_tokens=tokens, extra_body=extra, **fields
+    )
+
+
+STANDARD = ("stream", "stream_options", "n", "temperature", "top_p", "seed", "stop", "response_format", "logit_bias")
+
+
+def test_models(server):
+    [model] = server.client.models.list().data
+    assert (model.id, model.object, model.owned_by) == ("demo", "model", "coppice")
+    assert server.client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError, match="expected demo, got 'gpt-4'"):
+        server.client.models.retrieve("gpt-4")
+
+
+def test_chat(server, alone):
+    reply = ask(server, HOT, temperature=0)
+    [choice] = reply.choices
+    assert [choice.message.content] == texts(alone, Greedy(), HOT, 24) == ["Cold is the opposite of hot."]
+    assert (choice.index, choice.finish_reason, choice.message.role) == (0, "stop", "assistant")
+    ids = chat_prompt(alone, HOT).ids
+    assert reply.usage.prompt_tokens == len(ids) and reply.usage.completion_tokens == 10
+    assert reply.usage.total_tokens == len(ids) + 10 and reply.id.startswith("chatcmpl-")
+    assert reply.coppice["search"] == "sample" and reply.coppice["stats"][0]["new_tokens"] == 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "search"),
+    [
+        ({"search": "trie", "beams": 4, "n": 3}, Trie(4, num_return_sequences=3)),
+        ({"beams": 3}, Trie(3)),
+        ({"use_beam_search": True, "n": 3, "temperature": 0}, Trie(3, num_return_sequences=3)),
+        ({"beam_width": 5, "n": 2, "temperature": 1, "top_p": 1, "seed": 3}, Trie(5, num_return_sequences=2)),
+        ({"seed": 7, "n": 2, "temperature": 0.8}, Sample(temperature=0.8, seed=7, num_return_sequences=2)),
+        ({"search": "ults", "ults_k_max": 4}, make_search("ults", {"ults_k_max": 4})),
+        ({"search": "sbon", "sbon_n": 4, "seed": 1}, make_search("sbon", {"sbon_n": 4, "seed": 1})),
+        ({"search": "speculative", "seed": 1}, make_search("speculative", {"seed": 1})),
+    ],
+)
+def test_searches_and_their_other_names(server, alone, fields, search):
+    reply = ask(server, **fields)
+    assert [choice.message.content for choice in reply.choices] == texts(alone, search, FOX, 24)
+    assert [choice.index for choice in reply.choices] == [*range(len(reply.choices))]
+
+
+def test_a_seed_is_drawn_and_named(server, alone):
+    replies = [ask(server, temperature=1.5) for _ in range(2)]
+    seeds = [reply.coppice["seed"] for reply in replies]
+    assert seeds[0] != seeds[1]
+    search = Sample(temperature=1.5, seed=seeds[0])
+    assert [replies[0].choices[0].message.content] == texts(alone, search, FOX, 24)
+
+
+def test_a_stream_carries_settled_text_while_beams_compete(server, alone):
+    chunks = [*ask(server, stream=True, n=2, beams=4, tokens=32, stream_options={"include_usage": True}, trace=True)]
+    found = ["", ""]
+    for chunk in chunks[:-1]:
+        assert chunk.usage is None
+        [choice] = chunk.choices
+        found[choice.index] += choice.delta.content or ""
+    assert found == texts(alone, Trie(4, num_return_sequences=2), FOX, 32)
+    first = [chunk for chunk in chunks[:-1] if chunk.choices[0].index == 0]
+    assert len(first) > 2 and first[0].choices[0].delta.role == "assistant", "text came in one piece"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1] if chunk.choices[0].finish_reason] == ["length"] * 2
+    assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == 64
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[-1].coppice["traces"] == [f"/trace/{chunks[0].id}"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_of_texts_and_token_ids(server, alone, stream):
+    ids = alone.tokenizer.encode("Once upon")
+    for prompt, plain in {"The opposite of hot is": ["The opposite of hot is"], "ids": ["Once upon"]}.items():
+        given = ids if prompt == "ids" else prompt
+        expected = [text for p in plain for text in texts(alone, Greedy(), p, 6)]
+        assert complete(server, given, stream) == expected
+    expected = [text for p in ("Once upon", "The opposite") for text in texts(alone, Greedy(), p, 6)]
+    assert complete(server, ["Once upon", "The opposite"], stream) == expected
+    assert complete(server, [ids, alone.tokenizer.encode("The opposite")], stream) == expected
+
+
+def complete(server, prompt, stream: bool) -> list[str]:
+    reply = server.client.completions.create(model="demo", prompt=prompt, max_tokens=6, temperature=0, stream=stream)
+    if not stream:
+        return [choice.text for choice in reply.choices]
+    found: dict[int, str] = {}
+    for chunk in reply:
+        for choice in chunk.choices:
+            found[choice.index] = found.get(choice.index, "") + choice.text
+    return [found[i] for i in sorted(found)]
+
+
+def test_stop_bias_and_rules(server):
+    assert ask(server, HOT, temperature=0, stop="opp").choices[0].message.content == "Cold is the "
+    assert ask(server, HOT, temperature=0, stop=["zz", "is"]).choices[0].finish_reason == "stop"
+    cold = server.engine.tokenizer.encode("Cold", add_special=False)[0]
+    reply = ask(server, HOT, temperature=0, logit_bias={str(cold): -100})
+    assert not reply.choices[0].message.content.startswith("Cold")
+    assert ask(server, HOT, choices=["warm", "mild"], beams=2).choices[0].message.content in ("warm", "mild")
+
+
+def test_json(server):
+    pytest.importorskip("llguidance", reason="needs the extra grammar")
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    for fields in ({"beams": 3}, {"temperature": 0}):
+        text = ask(server, HOT, tokens=100, response_format=form, **fields).choices[0].message.content
+        assert json.loads(text)["a"] in "xy"
+    chunks = ask(server, HOT, tokens=100, response_format=form, beams=2, stream=True)
+    assert json.loads("".join(chunk.choices[0].delta.content or "" for chunk in chunks))["a"] in "xy"
+    reply = ask(server, HOT, response_format={"type": "json_object"}, temperature=0, tokens=60)
+    assert reply.choices[0].message.content.lstrip().startswith("{")
+
+
+def test_contents_in_parts_and_developers(server):
+    parts = [{"type": "text", "text": "What is the opposite"}, {"type": "text", "text": " of hot?"}]
+    messages: Any = [{"role": "user", "content": parts}]
+    assert ask(server, messages, temperature=0).choices[0].message.content == "Cold is the opposite of hot."
+    image = [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content: expected parts of type text"):
+        ask(server, [{"role": "user", "content": image}])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"n": 0}, "n", "n: expected an integer from 1"),
+        ({"n": 3, "beams": 2}, "n", "n: expected an integer from 1 to 2, got 3"),
+        ({"n": 2, "search": "greedy"}, "n", "'greedy' has no such parameter"),
+        ({"beam": 2}, "beam", "did you mean beams"),
+        ({"temperature": 0.7, "beams": 2}, "temperature", "has no such parameter"),
+        ({"temperature": "hot"}, "temperature", "expected"),
+        ({"frequency_penalty": 1.5}, "frequency_penalty", "repetition_penalty"),
+        ({"echo": True}, "echo", "echo: expected False"),
+        ({"best_of": 4}, "best_of", "search bon"),
+        ({"tool_choice": "required"}, "tool_choice", "response_format"),
+        ({"prompt": "x"}, "prompt", "belongs to /v1/completions"),
+        ({"stream_options": 3}, "stream_options", "expected an object"),
+        ({"stream_options": {"include_usage": 3}}, "stream_options", "expected an object"),
+        ({"stream": "yes"}, "stream", "expected true or false"),
+        ({"search": "nope"}, "search", "search: expected one of sample"),
+        ({"search": "os:system"}, "search", "search: expected one of sample"),
+        ({"ults_prior": "secret.json", "search": "ults"}, "ults_prior", "command line only"),
+        ({"aded_store": "secret", "search": "aded"}, "aded_store", "command line only"),
+        ({"catalogue": "secret.cat"}, "catalogue", "without --catalogue"),
+        ({"response_format": {"type": "xml"}}, "response_format", "expected type text"),
+        ({"regex": "a", "choices": ["a"]}, None, "at most one of"),
+        ({"beams": 17}, None, "keeps 17 sequences at once, this server at most 16"),
+        ({"search": "bon", "bon_n": 100}, None, "keeps 100 sequences"),
+        ({"max_tokens": 301}, "max_tokens", "expected at most 300"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "contradicts"),
+        ({"messages": []}, "messages", "at least one message"),
+        ({"messages": [{"role": "user"}]}, None, "expected a string, got none"),
+        ({"messages": [{"role": "user", "content": "a " * 3000}]}, None, "context holds 512"),
+        ({"template": {"nope": 1}}, None, "nope"),
+    ],
+)
+def test_errors(server, fields, param, message):
+    body = {"model": "demo", "messages": FOX} | fields
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.client.post("/chat/completions", cast_to=object, body=body)
+    error = caught.value.body
+    assert message in error["message"] and error["type"] == "invalid_request_error", error
+    assert error["param"] == param and error["code"] == "usage", error
+
+
+def test_a_stream_refuses_before_it_begins(server):
+    with pytest.raises(openai.BadRequestError, match="search: expected one of"):
+        ask(server, stream=True, search="nope")
+    with pytest.raises(openai.NotFoundError, match="model: expected demo"):
+        server.client.chat.completions.create(model="other", messages=FOX)
+
+
+def test_many_kinds_and_widths_share_passes_and_give_what_they_give_alone(server, alone):
+    asked = [
+        ({"beams": 2 + i % 5}, Trie(2 + i % 5))
+        if i % 3 == 0
+        else ({"seed": i, "temperature": 0.9}, Sample(seed=i, temperature=0.9))
+        if i % 3 == 1
+        else ({"search": "ults", "ults_k_max": 3}, make_search("ults", {"ults_k_max": 3}))
+        for i in range(12)
+    ]
+    before = server.app.served["demo"].lane.figures()["forward_passes"]
+    with ThreadPoolExecutor(12) as pool:
+        replies = [*pool.map(lambda fields: ask(server, tokens=16, **fields), [fields for fields, _ in asked])]
+    for reply, (_, search) in zip(replies, asked, strict=True):
+        assert [reply.choices[0].message.content] == texts(alone, search, FOX, 16)
+    passes = server.app.served["demo"].lane.figures()["forward_passes"] - before
+    assert passes < sum(reply.coppice["stats"][0]["forward_passes"] for reply in replies) / 2
