@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from kernels.linear.reference import unpacked
 from models.checkpoint import Checkpoint
+from models.coded import CodedLinear, has_codes, of_packed
 from models.config import HEAD
 from models.floats import PackedLinear, has_kernels
 from models.grouped import GroupedLinear, GroupedWeight
@@ -72,6 +73,11 @@ class Weights:
             return Joined([self.linear(name, bias=bias, transposed=transposed) for name in names])
         if grouped:
             layer: Linear = GroupedLinear([w for w in grouped if w], biases, dtype=self.dtype, device=self.device)
+            layer.names = stored
+            return layer
+        codes = of_packed(packed, self.device) if packed and has_codes(self.dtype, self.device) else None
+        if codes:
+            layer = CodedLinear([codes], biases, dtype=self.dtype, device=self.device)
             layer.names = stored
             return layer
         if packed:

@@ -64,12 +64,12 @@ def linear(x: Tensor, matrix: Codes, bias: Tensor | None = None) -> Tensor:
 
 
 def shape(matrix: Codes, rows: int) -> dict[str, int]:
-    """The shape of a program, for so many rows."""
+    """The shape of a program, for so many rows: few are bound by memory, of which as much as fits is on its way."""
     M = min(max(16, triton.next_power_of_2(rows)), 64)
     K = BLOCK
     while matrix.kind != "int4" and matrix.size != matrix.width and matrix.size % K:
         K //= 2
-    return {"M": M, "N": 128 if INTERPRETED else 64, "K": K, "num_warps": 4, "num_stages": 4}
+    return {"M": M, "N": 128 if INTERPRETED else 64, "K": K, "num_warps": 4, "num_stages": 6 if M == 16 else 3}
 
 
 def _splits(processors: int, tiles: int, blocks: int) -> int:
