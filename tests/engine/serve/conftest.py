@@ -6,19 +6,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs the extra serve")
-pytest.importorskip("uvicorn", reason="needs the extra serve")
-openai = pytest.importorskip("openai", reason="needs the extra test")
-
-from engine import Engine  # noqa: E402
-from engine.serve import command  # noqa: E402
-from engine.serve.http import Application  # noqa: E402
+from engine import Engine
+from engine.serve import command
 
 
 class Server(NamedTuple):
     """A server that runs, and a client that tries once."""
 
-    app: Application
+    app: Any  # an `engine.serve.http.Application`
     url: str
     client: Any
 
@@ -33,6 +28,7 @@ class Server(NamedTuple):
 
 @contextmanager
 def serving(*flags: str, keys: tuple[str, ...] = ()) -> Iterator[Server]:
+    openai = pytest.importorskip("openai", reason="needs the extra test")
     args = command.make_parser().parse_args(["--kv-memory", "8M", "--threads", "2", "-q", *flags])
     command.check(args)
     with command.application(args, keys) as app, command.background(app) as url:

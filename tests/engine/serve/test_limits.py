@@ -12,20 +12,22 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx2
 import pytest
 
 from engine.errors import UsageError
-from engine.serve import command, http
+from engine.serve import command
 
+pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
 openai = pytest.importorskip("openai", reason="needs the extra test")
+httpx2 = pytest.importorskip("httpx2", reason="needs the extra test")
 
 FOX = [{"role": "user", "content": "Tell me a story about a fox."}]
 KEY = "a-key-of-some-length"
 HTTP = httpx2.Client(timeout=60, verify=False)
 
 
-def post(url: str, body, path="/v1/chat/completions", **options) -> httpx2.Response:
+def post(url: str, body, path="/v1/chat/completions", **options):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"} | options.pop("headers", {})
     return HTTP.post(url + path, content=content, headers=headers, **options)
@@ -99,6 +101,8 @@ def test_bodies_of_the_wrong_size_or_kind(server):
 
 
 def test_a_body_that_does_not_come(start, monkeypatch):
+    from engine.serve import http
+
     monkeypatch.setattr(http, "BODY_SECONDS", 0.1)
     server = start()
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as peer:

@@ -11,6 +11,8 @@ from engine.prompting import chat_prompt
 from search import Greedy, Sample, Trie
 from search.base import make_search
 
+pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
 openai = pytest.importorskip("openai", reason="needs the extra test")
 
 FOX = [{"role": "user", "content": "Tell me a story about a fox."}]
