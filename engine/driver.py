@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from engine.best import Best, Found, merged, of_entries, of_rows
+from engine.best import Best, Found, merged, of_all, of_entries, of_rows, of_shards
 from engine.constrained import Constrained, Edit, Plan
 from engine.constraints import ConstraintError
 from engine.contract import (
@@ -46,6 +46,7 @@ from engine.trace import Trace
 from engine.tree import TokenTree
 from kernels.rows import best_sums, log_softmax
 from kernels.stack import one_by_one
+from models.sharding import Gathered
 
 Part = tuple[slice, Read]  # a range of the rows asked for, and the function that reads it
 Keep = tuple[slice, Callable[[Tensor], None]]  # a range of a pass's tokens, and what gets their hidden rows
@@ -146,6 +147,32 @@ class Runner:
         rows_NE = self._rows(chunks, asked, keeps)
         with phase(self.observer, "logits"):
             return self.head.logps(rows_NE, parts)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows have to be gathered from several processes; the best sums of rows do not."""
+        return isinstance(getattr(self.model, "head", None), Gathered)
+
+    def evaluate_best(
+        self, chunks: Sequence[Chunk], asked: Sequence[int], bests: Sequence[Best], keeps: Sequence[Keep] = ()
+    ) -> tuple[list[Found], list[bool]]:
+        """One forward pass, for the best sums of rows that nobody gathers; and for each row whether it is finite.
+
+        Args:
+            chunks, asked, keeps: as of `evaluate`.
+            bests: what is wanted, of the rows asked for, in their order.
+        """
+        rows_NE, head, V = self._rows(chunks, asked, keeps), self.model.head, self.model.shape.vocab_size
+        with phase(self.observer, "logits"):
+            logits_Nv = self.model.logits(rows_NE, head.own)
+        with phase(self.observer, "log-softmax"):
+            logp_Nv, finite_N = head.log_softmax(logits_Nv, self.vocab_size)
+        with phase(self.observer, "fetch"):
+            founds, v = [], len(head.tokens)
+            for part_Nv, best in zip(logp_Nv.split([len(best.sums) for best in bests]), bests, strict=True):
+                values, places = of_all(part_Nv, None, best)
+                founds.append(Found(values, places // v * V + places % v + head.tokens.start))
+            return of_shards(head.shard, founds, bests), finite_N.tolist()
 
     def _rows(self, chunks: Sequence[Chunk], asked: Sequence[int], keeps: Sequence[Keep]) -> Tensor:
         """Hidden rows of the tokens asked for."""
@@ -360,6 +387,14 @@ class Share:
             return None
         return pending.constrained.few(self.chunk.tree, self.nodes)
 
+    @property
+    def best(self) -> Best | None:
+        """What is wanted of its rows, if that is all that they are for."""
+        pending = self.pending
+        if self.job.trace is not None or pending.constrained is not None or pending.parts is None:
+            return None
+        return pending.best_of(self.nodes)
+
     def take(self, numbers: Tensor, logp_NV: Tensor) -> None:
         """Take what a read of its rows returned."""
         if self.pending.parts is None:
@@ -484,8 +519,9 @@ class Driver:
     def step(self) -> None:
         """Start searches, evaluate once per model, resume every search whose answer is complete."""
         watch = partial(phase, self.observer)
-        compiled = any(runner.token_buckets for runner in self.runners.values())  # for one number of threads
-        with uninterrupted(), contextlib.nullcontext() if compiled else MACHINE.limited(), watch("step"):
+        # What is compiled is so for one number of threads; processes that share a model have to round alike.
+        steady = any(runner.token_buckets or runner.gathers for runner in self.runners.values())
+        with uninterrupted(), contextlib.nullcontext() if steady else MACHINE.limited(), watch("step"):
             try:
                 with watch("admit"):
                     self._admit()
@@ -567,7 +603,8 @@ class Driver:
 
     @staticmethod
     def _evaluate(batch: Batch) -> tuple[Tensor, list[bool]]:
-        """As `_run`; no rows if only the few tokens that constraints allow were evaluated."""
+        """As `_run`; no rows if only the few tokens that constraints allow were evaluated, or only the best sums of
+        rows that would have to be gathered."""
         runner, asked = batch.runner, batch.asked
         chunks, answered = [share.chunk for share in batch.shares], [share for share in batch.shares if share.nodes]
         few = [share.few for share in answered] if runner.device.type == "cpu" else []
@@ -576,6 +613,12 @@ class Driver:
             with phase(runner.observer, "search"):
                 for share, part, logp_M in zip(answered, parts, logps, strict=True):
                     share.take_few(part, logp_M)
+            return torch.empty(0, 0), finite
+        bests = [share.best for share in answered] if runner.gathers else []
+        if wanted := [best for best in bests if best is not None] if None not in bests else []:
+            founds, finite = runner.evaluate_best(chunks, asked, wanted, batch.keeps)
+            for share, found in zip(answered, founds, strict=True):
+                share.pending.found(found, share.nodes)
             return torch.empty(0, 0), finite
         logp_NV, finite, numbers = runner.evaluate(chunks, asked, batch.reads, batch.edits, batch.keeps)
         for share, read in zip(batch.readers, numbers, strict=True):

@@ -30,6 +30,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.trace import Trace
 from engine.tree import TokenTree
 from models.memory import release_libraries, trim_memory
+from models.sharding import Shard
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Engine:
         self.template, self.eos_token_ids = model.template, model.eos_token_ids
         self.model_key, self.start_token = model.key, model.start_token  # see `Task`
         self.capabilities = model.capabilities
+        self.shard = getattr(model.runner.model, "shard", Shard())  # the place of this process
         self.companions: dict[str, Engine] = {}
         self.reward: RewardFunction | None = None  # instead of a model
         self.observer: PhaseObserver | None = None  # is notified of the phases of each step
@@ -143,6 +145,7 @@ class Engine:
         parallel: int = 16,
         draft: str | Path | None = None,
         reward: str | Path | RewardFunction | None = None,
+        shard: Shard | None = None,
     ) -> "Engine":
         """Load a Hugging Face checkpoint folder.
 
@@ -168,9 +171,11 @@ class Engine:
             parallel: most searches at once.
             draft: folder of a smaller model of the same tokenizer, for searches that draft.
             reward: folder of a model with a scalar head, for searches that rank; or a function, see `Request`.
+            shard: the place of this process among several that share the models, companions too, see
+                `engine.distributed.together`; all load alike and get the same requests. Memory is that of each.
 
         Raises:
-            CheckpointError: the folder has no supported checkpoint.
+            CheckpointError: the folder has no supported checkpoint, or heads that cannot be divided.
             KVMemoryError: kv_memory is less than one page.
             UsageError: an argument out of range, or a `memory` that cannot hold the model: with the sum.
         """
@@ -183,9 +188,11 @@ class Engine:
         options = {"dtype": dtype, "device": device, "compile": compile, "quant": quant, "kv_dtype": kv_dtype}
         release_libraries()
         if memory is not None:
-            loading = Loading.of(folders, options)
+            loading = Loading.of(folders, options | {"shard": shard or Shard()})
             budget = allow(loading, memory, budget, workload or Workload(parallel=parallel))
-        models = load_models(folders, kv_memory=budget, graphs=graphs, chat_template=chat_template, **options)
+        models = load_models(
+            folders, kv_memory=budget, graphs=graphs, chat_template=chat_template, shard=shard, **options
+        )
         target, *others = [Engine(model, parallel) for model in models.values()]
         target.companions = dict(zip([*models][1:], others, strict=True))
         if callable(reward):
@@ -436,7 +443,8 @@ class Engine:
                     hits_stop,
                     lambda model, prompt: driver.open_tree(job, model, prompt),
                     self.model.tokenizer,
-                    lambda tokens: self.runner.time.charge(tokens, *job.batch_load),
+                    # Measured times would part processes that share the model.
+                    None if self.shard.size > 1 else lambda tokens: self.runner.time.charge(tokens, *job.batch_load),
                     model_key=self.model_key,
                     start_token=self.start_token,
                     judge=self._judge(driver, job, request, ids, eos, stops),
@@ -519,6 +527,8 @@ class Engine:
             beside = self.companions[role].shape.max_positions
             if role == "draft" and beside is not None:  # it reads the same tokens
                 new = min(new, max(1, beside - len(ids) + 1))
+        if self.shard.size > 1 and getattr(request.search, "save", None) is not None:
+            raise UsageError("save: processes that share a model save nothing", remedy="leave out --save")
         with attributed(type(request.search)):
             request.search.check(self.runner.vocab_size, eos)
         constrained = request.at_work(ids, new, self.runner.vocab_size, eos, self.model.tokenizer)

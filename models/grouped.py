@@ -4,7 +4,7 @@ Shape legend: O outputs, I inputs (the width of a row), G groups of a row.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -66,6 +66,30 @@ class GroupedWeight:
     def kinship(self) -> tuple[str, int, int, float | None]:
         """What weights have to share to be one matrix, besides their order."""
         return self.kind, self.shape[1], self.group, self.levels
+
+    def part(self, outs: range | None, ins: range | None) -> "GroupedWeight":
+        """Some outputs and inputs of it; None: all. Raises ValueError for inputs that are not those of whole groups."""
+        first, (rows, width), group, some = 0, self.shape, self.group, slice(None)
+        if outs is not None:
+            first, rows = outs.start, len(outs)
+        if ins is not None:
+            if self.order_I is not None:
+                raise ValueError("its inputs have an order of their own (desc_act)")
+            if group == width:
+                group = len(ins)
+            elif ins.start % group or (ins.stop % group and ins.stop != width):
+                raise ValueError(f"inputs {ins.start} to {ins.stop} are no whole groups of {group}")
+            else:
+                some = slice(ins.start // group, -(-ins.stop // group))
+            width = len(ins)
+        columns = slice(None) if ins is None else slice(ins.start, ins.stop)
+
+        def read(start: int, stop: int) -> GroupedRows:
+            codes_OI, scale_OG, zero_OG = self.rows(first + start, first + stop)
+            zero_OG = None if zero_OG is None else zero_OG[:, some]
+            return GroupedRows(codes_OI[:, columns].contiguous(), scale_OG[:, some], zero_OG)
+
+        return replace(self, shape=(rows, width), group=group, rows=read) if outs or ins else self
 
     def floats(self, first: int = 0, last: int | None = None) -> Tensor:
         """Rows [first, last) as float32, their columns in the order of the inputs."""

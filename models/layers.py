@@ -29,14 +29,15 @@ class Norm(nn.Module):
     Args:
         c, weights: of the model.
         name: of its vectors; a norm that is not `affine` has ones and zeros for them.
+        some: elements of the vectors; None: all.
     """
 
-    def __init__(self, c: Config, weights: Weights, name: str):
+    def __init__(self, c: Config, weights: Weights, name: str, some: range | None = None):
         super().__init__()
         self.eps = c.norm_eps
         self.bias: Tensor | None = None
         if c.affine:
-            self.weight = weights.vector(f"{name}.weight", plus_one=c.plus_one)
+            self.weight = weights.vector(f"{name}.weight", plus_one=c.plus_one, some=some)
             self.bias = None if c.rms else weights.vector(f"{name}.bias")
         else:
             self.weight = torch.ones(c.width, dtype=weights.dtype, device=weights.device)
@@ -54,6 +55,20 @@ class Norm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps, impl=impl)
 
 
+class DividedNorm(Norm):
+    """An RMSNorm of rows of which each process has a part; the mean is that of the whole row."""
+
+    def __init__(self, c: Config, weights: Weights, name: str, some: range):
+        super().__init__(c, weights, name, some)
+        self.shard = weights.shard
+
+    def forward(self, x: Tensor, impl: str) -> Tensor:
+        """[..., elements of this process] -> the same."""
+        x_float = x.float()
+        mean = self.shard.sum(x_float.square().mean(-1, keepdim=True)) / self.shard.size  # all parts are of one size
+        return (x_float * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype)
+
+
 class Attention(nn.Module):
     """Attention of tokens to the trunks and branches they descend from, their keys and values written first."""
 
@@ -61,10 +76,11 @@ class Attention(nn.Module):
         super().__init__()
         layer, transposed = names.layer.format(index), names.transposed
         out_bias = c.attention_bias if c.out_bias is None else c.out_bias
-        self.qkv = weights.linear(*(layer + name for name in names.qkv), bias=c.attention_bias, transposed=transposed)
-        self.out = weights.linear(layer + names.out, bias=out_bias, transposed=transposed)
-        self.q_norm = Norm(c, weights, layer + names.q_norm) if c.head_norms else None
-        self.k_norm = Norm(c, weights, layer + names.k_norm) if c.head_norms else None
+        qkv, part = (layer + name for name in names.qkv), weights.part
+        self.qkv = weights.linear(*qkv, bias=c.attention_bias, transposed=transposed, outs=part.qkv)
+        self.out = weights.linear(layer + names.out, bias=out_bias, transposed=transposed, ins=part.heads)
+        self.q_norm = head_norm(c, weights, layer + names.q_norm, part.q_norm) if c.head_norms else None
+        self.k_norm = head_norm(c, weights, layer + names.k_norm, part.k_norm) if c.head_norms else None
         self.all_heads, self.norms_last, self.eps = c.head_norms == "all", c.norms_last, c.norm_eps
         self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
         self.scale, self.window, self.cap = c.scale(index), c.window(index), c.attention_cap
@@ -125,15 +141,22 @@ class Attention(nn.Module):
         return norm(x_THD.flatten(1), impl).view(x_THD.shape) if self.all_heads else norm(x_THD, impl)
 
 
+def head_norm(c: Config, weights: Weights, name: str, some: range | None) -> Norm:
+    """The norm of each head, or of all of them, of which this process has `some` elements."""
+    return Norm(c, weights, name) if some is None else DividedNorm(c, weights, name, some)
+
+
 class ShortConv(nn.Module):
     """A gated short convolution over the ancestors of tokens, in the place of attention; its inputs are kept."""
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()
         (into, conv, out), bias = (names.layer.format(index) + name for name in names.conv), c.conv_bias
-        self.into, self.out = weights.linear(into, bias=bias), weights.linear(out, bias=bias)
-        self.weight_KE = weights.vector(f"{conv}.weight").squeeze(1).T.contiguous()
-        self.bias_E = weights.vector(f"{conv}.bias") if bias else None
+        some = weights.part.channels
+        self.into = weights.linear(into, bias=bias, outs=weights.part.into)
+        self.out = weights.linear(out, bias=bias, ins=some)
+        self.weight_KE = weights.vector(f"{conv}.weight", some=some).squeeze(1).T.contiguous()
+        self.bias_E = weights.vector(f"{conv}.bias", some=some) if bias else None
 
     def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
         [rows_1SE], ancestors_TN = kept, layout.ancestors_TN
@@ -158,9 +181,10 @@ class MLP(nn.Module):
 
     def __init__(self, c: Config, names: Names, weights: Weights, index: int):
         super().__init__()
-        layer, options = names.layer.format(index), {"bias": c.mlp_bias, "transposed": names.transposed}
-        self.up = weights.linear(*(layer + name for name in names.up), **options)
-        self.down = weights.linear(layer + names.down, **options)
+        layer = names.layer.format(index)
+        options: dict[str, Any] = {"bias": c.mlp_bias, "transposed": names.transposed}
+        self.up = weights.linear(*(layer + name for name in names.up), outs=weights.part.up, **options)
+        self.down = weights.linear(layer + names.down, ins=weights.part.inner, **options)
         self.activation, self.gated = c.activation, c.gated
 
     def forward(self, x_TE: Tensor, impl: str) -> Tensor:

@@ -37,6 +37,7 @@ from engine.app.cli import (
     template_options,
 )
 from engine.app.trace_page import check_target, saving
+from engine.distributed import shared, together
 from engine.driver import Driver
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError, shortened
@@ -46,6 +47,7 @@ from engine.rules import ONE_OF, PLAIN_RULES, response_format, with_changes
 from engine.text.thinking import Thoughts
 from engine.trace import Traces
 from models.files import lock
+from models.sharding import Shard
 from search.base import REGISTRY, make_search, parameters, paths
 
 DESCRIPTION = "Answer prompts: JSON Lines in, JSON Lines out, in input order, each line as soon as it is ready."
@@ -75,14 +77,19 @@ the same input and the same flags.
 A fault of a search of your own is the error of its line, with the code "search"; -v shows its traceback. A line can
 choose every search that the command line names (--search may be repeated), and loads none.
 
+torchrun --nproc-per-node N -m engine.batch ... shares the models among N processes, one per GPU where there are any:
+the first one reads the input, and writes; sizes of memory are those of each process.
+
 exit codes: 0 every line was answered; 2 some line has an error for an answer, or wrong usage; 3 checkpoint; 4 memory;
-  5 numerics; 1 our bug; 130 interrupted; 141 closed pipe. Codes 3 to 5 are about the whole run, not about a line.
+  5 numerics; 6 another process has ended; 1 our bug; 130 interrupted; 141 closed pipe. Codes 3 to 6 are about the whole
+  run, not about a line. torchrun itself returns 1 for each of them.
 """
 MAX_LINE = 64 << 20
 PROMPTS = ("prompt", "messages", "prompt_ids")
 TEMPLATE = ("tools", "template", "think")
 LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids", "logprobs")
 READ_AHEAD = 64  # lines of a pipe
+AWAKE = 30.0  # seconds after which an idle reader of a pipe says so, to processes that wait for it
 
 
 def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> int:
@@ -101,21 +108,31 @@ def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdo
     add_trace_flag(group, "one page, on which the latest lines can be chosen by their ids")
     add_verbosity_flags(parser)
     args = parser.parse_args(argv)
-    return run(lambda: batch(args, stdin, stdout), args.verbose)
+
+    def whole() -> int:
+        with together(args.device) as shard:
+            return batch(args, stdin, stdout, shard)
+
+    return run(whole, args.verbose)
 
 
-def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] | None) -> int:
-    """Serve the input to its end. Raises CoppiceError for errors of the whole run."""
+def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] | None, shard: Shard) -> int:
+    """Serve the input to its end. Raises CoppiceError for errors of the whole run.
+
+    Of processes that share the models the first one reads and writes; all others get what it read.
+    """
     make_search(args.search, search_params(args))  # checks the command line before anything is loaded
     rules(args)
     traces = None
     if args.trace is not None:
         check_target(args.trace, args.input, args.output)
         traces = Traces()
-    source = _open_input(args, stdin)
+    if shard.rank > 0:
+        args = argparse.Namespace(**{**vars(args), "quiet": True, "trace": None})
+    source = _open_input(args, stdin) if shard.rank == 0 else io.BytesIO()
     # A pipe stays open until the process ends: closing it would wait for the thread that reads it.
-    with source if source.seekable() else nullcontext(), closing(Sink.open(args, source, stdout)) as sink:
-        engine = load_engine(args)
+    with source if source.seekable() else nullcontext(), closing(_sink(args, source, stdout, shard)) as sink:
+        engine = load_engine(args, shard)
         meter = Meter(engine, args, source)
         records = Records(source, engine, args, sink.kept, traces)
         try:
@@ -185,7 +202,7 @@ class Records:
         return self._places.pop(i)
 
     def __iter__(self) -> Iterator[Request | CoppiceError | None]:
-        for number, line in read_lines(self.source, lambda: bool(self._places)):
+        for number, line in shared(self.engine.shard, lambda: read_lines(self.source, lambda: bool(self._places))):
             if line is None:
                 yield None
                 continue
@@ -222,7 +239,8 @@ class Records:
 
 
 def read_lines(source: IO[bytes], busy: Callable[[], bool]) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines of the input. For a pipe also (0, None) whenever it has no line at the moment and `busy()`."""
+    """Numbered lines of the input. For a pipe also (0, None) whenever it has no line at the moment and `busy()`, and
+    every `AWAKE` seconds."""
     lines = enumerate(iter(lambda: _line(source), b""), 1)
     if source.seekable():
         yield from ((number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line) for number, line in lines)
@@ -240,7 +258,7 @@ def read_lines(source: IO[bytes], busy: Callable[[], bool]) -> Iterator[tuple[in
     threading.Thread(target=read, name="input", daemon=True).start()
     while True:
         try:
-            item = waiting.get(block=not busy())
+            item = waiting.get(block=not busy(), timeout=AWAKE)
         except queue.Empty:
             yield 0, None
             continue
@@ -422,6 +440,20 @@ def _open_input(args: argparse.Namespace, stdin: IO[bytes] | None) -> IO[bytes]:
         print("JSON Lines are read from the terminal; Ctrl-D ends them", file=sys.stderr)
     # Not sys.stdin: a thread that waits there holds a lock that the interpreter takes when it ends.
     return open(sys.stdin.fileno(), "rb", closefd=False)
+
+
+def _sink(args: argparse.Namespace, source: IO[bytes], stdout: IO[bytes] | None, shard: Shard) -> "Sink":
+    """The output; in all processes but the first, one that writes nothing and has as many answers."""
+    sink = Sink(_Nowhere(), "nowhere") if shard.rank > 0 else Sink.open(args, source, stdout)
+    sink.kept, sink.lines, sink.errors = shard.first(lambda: (sink.kept, sink.lines, sink.errors))
+    return sink
+
+
+class _Nowhere(io.BytesIO):
+    """Keeps nothing that is written to it."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
 
 
 class Sink:

@@ -20,11 +20,13 @@ from engine.budget import Loading, table
 from engine.capabilities import dtype_name
 from engine.conversation import OVERFLOW, Conversation
 from engine.demo import BANNER, demo_folder, is_demo
+from engine.distributed import check_alone
 from engine.engine import Engine
 from engine.errors import UsageError
 from engine.trace import Traces
 from engine.version import __version__
 from models.checkpoint import Checkpoint
+from models.sharding import Shard
 from search.base import make_search
 from search.trie import Trie
 
@@ -87,6 +89,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens that --plan counts, --max-new-tokens of them the reply's (the model's context)",
     )
+    group.add_argument(
+        "--processes",
+        type=cli.positive,
+        default=1,
+        metavar="N",
+        help="that share the model, for --plan; it counts what each takes (1)",
+    )
     group = parser.add_argument_group("chat")
     prompts = group.add_mutually_exclusive_group()
     prompts.add_argument(
@@ -132,6 +141,7 @@ def chat(args: argparse.Namespace) -> int:
     if args.plan is not None:
         print(plan(args))
         return 0
+    check_alone("engine.chat")
     make_search(args.search, cli.search_params(args))
     settings = Settings(args.search, cli.search_params(args), **cli.limits(args), rules=cli.rules(args))
     if sys.stdout is None:
@@ -178,8 +188,8 @@ def chat(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> str:
     """The table of `--plan`. Raises CoppiceError."""
     given = {"dtype": args.dtype, "device": args.device}
-    context = args.context
-    return table(Loading({"target": args.plan}, **given), lambda beams: Trie(beams=beams), context, args.max_new_tokens)
+    context, loading = args.context, Loading({"target": args.plan}, **given, shard=Shard(0, args.processes))
+    return table(loading, lambda beams: Trie(beams=beams), context, args.max_new_tokens)
 
 
 def make_screen(args: argparse.Namespace) -> Screen:

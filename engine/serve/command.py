@@ -30,6 +30,7 @@ from engine.app.cli import (
 )
 from engine.catalogue import open_catalogue
 from engine.demo import is_demo
+from engine.distributed import check_alone
 from engine.errors import UsageError
 from engine.serve.fields import Limits, Served
 from engine.serve.metrics import Metrics
@@ -110,6 +111,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def serve(args: argparse.Namespace) -> int:
     """Load the models, and serve until a signal ends it. Raises CoppiceError."""
+    check_alone("engine.serve")
     library("starlette")
     library("uvicorn")
     make_search(args.search, search_params(args))  # checks the command line before anything is loaded

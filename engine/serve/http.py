@@ -138,6 +138,7 @@ class Application:
 
     async def _whole(self, request: Request, answers: Answers, tickets: Sequence[Ticket]) -> Response:
         work = asyncio.ensure_future(asyncio.gather(*(ticket.result() for ticket in tickets)))
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks who has left
         try:
             async with asyncio.timeout(self.limits.seconds):
                 left = await _until(work, request.receive)
