@@ -9,7 +9,7 @@ from kernels import checks
 from kernels.cpp import watched, why_not
 from kernels.kv_write import native, reference
 from kernels.kv_write import torch as plain
-from kernels.kv_write.reference import Turn
+from kernels.kv_write.turn import Turn
 
 Copier = Callable[[Sequence[int], Sequence[int]], None]
 IMPLEMENTATIONS = ("reference", "torch", "cpp", "triton")

@@ -1,31 +1,12 @@
 """The definition of a KV write: row by row."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from kernels.kv_int8 import quantise
+from kernels.kv_write.turn import Turn
 from kernels.rows import layer_norm, rms_norm, rotary
-from kernels.rows.reference import Vectors
-
-
-class Turn(NamedTuple):
-    """What happens to heads of queries and keys before keys are written.
-
-    Args:
-        angles: cos_TR and sin_TR of keys and queries, see `kernels.rows.rotary`; those of queries besides, if they are
-            others; (): nothing is rotated.
-        q_norm, k_norm: of each head by itself, weight and bias [D], the bias None for an RMSNorm; both or None.
-        eps: of the norms.
-        norms_last: heads are normed after they are rotated, not before.
-    """
-
-    angles: tuple[Tensor, ...] = ()
-    q_norm: Vectors | None = None
-    k_norm: Vectors | None = None
-    eps: float = 0.0
-    norms_last: bool = False
+from kernels.rows.checks import Vectors
 
 
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:

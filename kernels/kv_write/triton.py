@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.custom_ops import nothing, register
 from kernels.gpu import INTERPRETED, cast, check_device
 from kernels.kv_int8 import LEAST, PER_STEP
-from kernels.kv_write.reference import Turn
+from kernels.kv_write.turn import Turn
 
 BLOCK = 1024
 HEADS = 64 if INTERPRETED.value else 4  # of a program: an interpreted one costs the same however many it has

@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.checks import expect
 from kernels.cpp import watched, why_not
 from kernels.rows import checks, native, reference
-from kernels.rows.reference import Vectors
+from kernels.rows.checks import Vectors
 
 IN_TRITON = frozenset(["rms_norm", "layer_norm", "add_norm", "activation", "activation_mul"])
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.rows.checks import SPAN
+from kernels.rows.checks import SPAN, Vectors
 
 ACTIVATIONS = {
     "relu": F.relu,
@@ -18,7 +18,6 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "tanh": torch.tanh,
 }
-Vectors = tuple[Tensor, Tensor | None]  # of a norm: its weight, and the bias of a LayerNorm
 LINES = 16  # see `top_k`: this many make reading and sorting cost least together
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu import INTERPRETED, cast, check_device, tanh
-from kernels.rows.reference import Vectors
+from kernels.rows.checks import Vectors
 
 BLOCK = 1024
 ROWS = 16 if INTERPRETED.value else 1  # of a program: an interpreted program costs the same however many it has
