@@ -224,7 +224,8 @@ class Runner:
         """The first place of NaN or Inf in a pass: the chunk is evaluated once more, layer by layer."""
         bad: list[str] = []
 
-        def watch(name: str, x: Tensor) -> None:
+        def watch(name: str, x: Tensor | tuple[Tensor, ...]) -> None:
+            x = x[0] if isinstance(x, tuple) else x  # the stream
             if not bad and not torch.isfinite(x).all():
                 bad.append(name)
 

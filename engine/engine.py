@@ -172,8 +172,8 @@ class Engine:
                 which begin alike are read once; without `kv_memory` or `memory` up to 1 GiB on a CPU.
             kv_dtype: of keys and values: "auto" is the model's; "int8", with a scale for each token and head, takes
                 about half the memory of bfloat16.
-            quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products; "auto"
-                does so where int8 is measured to be faster.
+            quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products or on a
+                GPU; "auto" does so where int8 is measured to be faster, on a CPU.
             chat_template: a template file, "none" for plain completion, None for the checkpoint's own.
             parallel: most searches at once.
             draft: folder of a smaller model of the same tokenizer, for searches that draft.
