@@ -23,6 +23,7 @@ from engine.app.cli import (
     Parser,
     add_limit_flags,
     add_model_flags,
+    add_prefix_flags,
     add_rule_flags,
     add_search_flags,
     add_template_flags,
@@ -96,6 +97,7 @@ def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdo
     """Run the command line, with `stdin` and `stdout` instead of the process's if given. Returns the exit code."""
     parser = Parser("python -m engine.batch", DESCRIPTION, EPILOG)
     add_request_flags(parser)
+    add_prefix_flags(parser)
     group = parser.add_argument_group("batch")
     group.add_argument("--input", default="-", metavar="FILE", help="- is stdin (-)")
     group.add_argument("--output", default="-", metavar="FILE", help="must be new or empty; - is stdout (-)")
@@ -660,6 +662,9 @@ class Meter:
         seconds = time.monotonic() - self.began
         text = f"{self.done} lines, {self.tokens} new tokens in {seconds:.1f} s ({self.tokens / seconds:.0f} tokens/s)"
         before = f"; {kept} lines were there before" if kept else ""
+        prefixes = self.engine.pool.prefixes
+        if prefixes is not None and prefixes.reused_tokens:
+            before += f"; {prefixes.reused_tokens} of {prefixes.asked_tokens} prompt tokens were cached"
         print(f"{text}, KV peak {self.peak / 1e6:.1f} MB{before}", file=sys.stderr)
 
 
