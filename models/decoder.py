@@ -5,7 +5,7 @@ Shape legend: T tokens of a pass, N asked rows, E width, P positions, D rotated 
 
 import re
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,10 +108,18 @@ class Decoder(nn.Module):
         tables = [rotary.cos_sin(positions_T, spans_T, x_TE.dtype) for rotary in self.rotaries]
         if self.stack is not None and self.stack.takes(layout):
             return self.stack(x_TE, tables, cache, layout)
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
+        together = layout.rows_impl == "triton"  # a layer's last sum and the norm that follows it
+        layers = cast(Sequence[Layer], self.layers)
+        norms = [*(layer.attention_residual.input for layer in layers), self.norm]
+        read_TE = norms[0](x_TE, layout.rows_impl) if together and norms[0] is not None else x_TE
+        for i, layer in enumerate(layers):
             rope: Rope = None if layer.table is None else tables[layer.table]
-            x_TE = layer(x_TE, rope, cache.layers[i], layout)
+            if together:
+                x_TE, read_TE = layer(x_TE, rope, cache.layers[i], layout, (read_TE, norms[i + 1]))
+            else:
+                x_TE = layer(x_TE, rope, cache.layers[i], layout)
+        if together:
+            return read_TE
         return x_TE if self.norm is None else self.norm(x_TE, layout.rows_impl)
 
     def logits(self, hidden_NE: Tensor, head: Linear | None = None) -> Tensor:

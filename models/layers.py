@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from kernels import stack
-from kernels.kv_write import kv_write
+from kernels.kv_write import Turn, kv_write, rotary_write
 from kernels.layout import TreeLayout
-from kernels.rows import activation, activation_mul, layer_norm, rms_norm, rotary
+from kernels.rows import activation, activation_mul, add_norm, layer_norm, rms_norm, rotary
 from kernels.short_conv import short_conv
 from kernels.tree_attention import tree_attention
 from models.config import Config, Names
@@ -81,29 +81,48 @@ class Attention(nn.Module):
         self.out = weights.linear(layer + names.out, bias=out_bias, transposed=transposed, ins=part.heads)
         self.q_norm = head_norm(c, weights, layer + names.q_norm, part.q_norm) if c.head_norms else None
         self.k_norm = head_norm(c, weights, layer + names.k_norm, part.k_norm) if c.head_norms else None
-        self.all_heads, self.norms_last = c.head_norms == "all", c.norms_last
+        self.all_heads, self.norms_last, self.eps = c.head_norms == "all", c.norms_last, c.norm_eps
         self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
         self.scale, self.window, self.cap = c.scale(index), c.window(index), c.attention_cap
 
     def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
-        H, G, impl, (k_GSD, v_GSD) = self.heads, self.kv_heads, layout.rows_impl, kept
-        rows_THD = self.qkv(x_TE).unflatten(-1, (H + 2 * G, self.head_dim))
+        impl, (k_GSD, v_GSD) = layout.rows_impl, kept
+        rows_THD = self.qkv(x_TE).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
+        if impl == "triton" and not self.all_heads and (rope is not None or self.q_norm is not None):
+            q_norm, k_norm = (norm and (norm.weight, norm.bias) for norm in (self.q_norm, self.k_norm))
+            turn, (q_THD, k_TGD, v_TGD) = (
+                Turn(rope or (), q_norm, k_norm, self.eps, self.norms_last),
+                self._split(rows_THD),
+            )
+            q_THD = rotary_write(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, layout.write_slots_T, turn, impl=impl)
+        else:
+            q_THD, k_TGD, v_TGD = self._turned(rows_THD, rope, impl)
+            kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=layout.impl)
+        mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=self.scale, window=self.window, cap=self.cap)
+        return self.out(mixed_THD.flatten(1))
+
+    def _split(self, rows_THD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values."""
+        q_THD, k_TGD, v_TGD = rows_THD.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        return q_THD, k_TGD, v_TGD
+
+    def _turned(self, rows_THD: Tensor, rope: Rope, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, the first two normed and rotated, each step an operator of its own."""
+        H, G = self.heads, self.kv_heads
         if self.q_norm is None and (rope is None or len(rope) == 2):
             turned_THD, v_TGD = rows_THD.split([H + G, G], 1)
             if rope is not None:
                 turned_THD = rotary(turned_THD, *rope, impl=impl)
             q_THD, k_TGD = turned_THD.split([H, G], 1)
-        else:
-            q_THD, k_TGD, v_TGD = rows_THD.split([H, G, G], 1)
-            if not self.norms_last:
-                q_THD, k_TGD = self._normed(q_THD, self.q_norm, impl), self._normed(k_TGD, self.k_norm, impl)
-            if rope is not None:
-                q_THD, k_TGD = rotary(q_THD, *rope[-2:], impl=impl), rotary(k_TGD, *rope[:2], impl=impl)
-            if self.norms_last:
-                q_THD, k_TGD = self._normed(q_THD, self.q_norm, impl), self._normed(k_TGD, self.k_norm, impl)
-        kv_write(k_GSD, v_GSD, k_TGD, v_TGD, layout.write_slots_T, impl=layout.impl)
-        mixed_THD = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=self.scale, window=self.window, cap=self.cap)
-        return self.out(mixed_THD.flatten(1))
+            return q_THD, k_TGD, v_TGD
+        q_THD, k_TGD, v_TGD = self._split(rows_THD)
+        if not self.norms_last:
+            q_THD, k_TGD = self._normed(q_THD, self.q_norm, impl), self._normed(k_TGD, self.k_norm, impl)
+        if rope is not None:
+            q_THD, k_TGD = rotary(q_THD, *rope[-2:], impl=impl), rotary(k_TGD, *rope[:2], impl=impl)
+        if self.norms_last:
+            q_THD, k_TGD = self._normed(q_THD, self.q_norm, impl), self._normed(k_TGD, self.k_norm, impl)
+        return q_THD, k_TGD, v_TGD
 
     @property
     def matrices(self) -> tuple[stack.Matrix | None, stack.Matrix | None]:
@@ -183,7 +202,7 @@ class Residual(nn.Module):
         self.input = Norm(c, weights, name) if "input" in c.norms else None
         self.output = Norm(c, weights, out_name) if "output" in c.norms else None
         self.sum = Norm(c, weights, name) if "sum" in c.norms else None
-        self.scale = c.residual_scale
+        self.scale, self.eps = c.residual_scale, c.norm_eps
 
     @property
     def norms(self) -> stack.Norms:
@@ -204,6 +223,14 @@ class Residual(nn.Module):
         """The stream after the part."""
         x_TE = x_TE + self.leave(out_TE, impl)
         return x_TE if self.sum is None else self.sum(x_TE, impl)
+
+    def fused(self, x_TE: Tensor, outs: Sequence[Tensor], following: Norm | None, impl: str) -> tuple[Tensor, Tensor]:
+        """The stream after one part, or two side by side, and what `following` makes of it, by one operator."""
+        norm, out_norm = (norm and (norm.weight, norm.bias) for norm in (self.sum or following, self.output))
+        x_TE, read_TE = add_norm(x_TE, outs, norm, out_norm, scale=self.scale, eps=self.eps, impl=impl)
+        if self.sum is None:
+            return x_TE, read_TE
+        return read_TE, read_TE if following is None else following(read_TE, impl)
 
 
 class Layer(nn.Module):
@@ -237,10 +264,30 @@ class Layer(nn.Module):
             **self.attention.described(),
         )
 
-    def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
+    def forward(
+        self,
+        x_TE: Tensor,
+        rope: Rope,
+        kept: Sequence[Tensor],
+        layout: TreeLayout,
+        ahead: tuple[Tensor, Norm | None] | None = None,
+    ) -> Any:
+        """The stream after this layer.
+
+        Args:
+            ahead: what attention reads, and the norm that follows the layer, None if none does: sums and norms are
+                computed together, and the result is the stream and what the next layer reads.
+        """
         # Not the modules' calls, which take microseconds per layer.
         attend, feed, cache, impl = self.attention.forward, self.mlp.forward, (kept, layout), layout.rows_impl
         attending, feeding = self.attention_residual, self.mlp_residual
+        if ahead is not None:
+            read_TE, following = ahead
+            out_TE = attend(read_TE, rope, *cache)
+            if feeding is None:
+                return attending.fused(x_TE, [out_TE, feed(read_TE, impl)], following, impl)
+            x_TE, read_TE = attending.fused(x_TE, [out_TE], feeding.input, impl)
+            return feeding.fused(x_TE, [feed(read_TE, impl)], following, impl)
         read_TE = attending.read(x_TE, impl)
         if feeding is None:
             added_TE = attending.leave(attend(read_TE, rope, *cache), impl)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from kernels.linear.reference import unpacked
 from models.checkpoint import Checkpoint
+from models.coded import CodedLinear, has_codes, of_packed
 from models.config import HEAD, Config
 from models.errors import CheckpointError
 from models.floats import PackedLinear, blocks, has_kernels
@@ -144,6 +145,11 @@ class Weights:
             return Joined([self._linear((piece[0],), bias, transposed, [piece], ins) for piece in pieces])
         if grouped:
             layer: Linear = GroupedLinear([w for w in grouped if w], biases, dtype=self.dtype, device=self.device)
+            layer.names = stored
+            return layer
+        codes = of_packed(packed, self.device) if packed and has_codes(self.dtype, self.device) else None
+        if codes:
+            layer = CodedLinear([codes], biases, dtype=self.dtype, device=self.device)
             layer.names = stored
             return layer
         if packed:

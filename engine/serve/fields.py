@@ -148,10 +148,10 @@ def prompts_of(body: Mapping[str, Any], kind: str) -> list[Any]:
     return [prompt]
 
 
-def read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str) -> Asked:
+def read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str, salt: str = "") -> Asked:
     """As `_read`, with errors that name fields as the client did."""
     try:
-        return _read(body, kind, served, limits, identity)
+        return _read(body, kind, served, limits, identity, salt)
     except UsageError as error:
         for theirs, ours in RENAMED.items():
             if theirs in body and error.what.startswith(f"{ours}:"):
@@ -160,13 +160,14 @@ def read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identi
         raise
 
 
-def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str) -> Asked:
+def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str, salt: str) -> Asked:
     """Check a body, and make the requests that it asks for.
 
     Args:
         body: the JSON object, without keys whose value is null.
         kind: CHAT or COMPLETIONS.
         identity: names the traces.
+        salt: of cached prefixes.
 
     Raises:
         CoppiceError: a field is unknown, refused, malformed or above a limit.
@@ -185,6 +186,7 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
         if isinstance(request.search, Sampling) and "seed" not in params and getattr(served.args, "seed", None) is None:
             seed = secrets.randbits(63) if seed is None else seed
             request = replace(request, search=replace(request.search, seed=seed))
+        request = replace(request, cache_salt=salt)
         _limit(request, limits)
         if "catalogue" in body:
             request = replace(request, catalogue=_catalogue(body["catalogue"], served.catalogues))
