@@ -21,7 +21,7 @@ from kernels.rows import window_max, window_wins
 from search.ults.delta import Delta
 
 NOTHING = torch.empty(0)
-AT_ONCE = 8  # families whose samples are drawn together
+AT_ONCE = 64  # families whose samples are drawn together
 
 
 @dataclass(eq=False)
@@ -259,7 +259,10 @@ class Flat(Boundary):
     def winners(self, most: int) -> Iterator[tuple[Family, int]]:
         best_N = self._update()
         best_N = best_N.masked_fill(best_N <= self.bar, math.inf)  # there the best leaf wins
-        won_R, row_R = _wins(self._best_RN[: len(self._families)], best_N).sort(descending=True, stable=True)
+        rows, samples = len(self._families), len(best_N)
+        start_1R = torch.arange(0, rows * samples, samples).unsqueeze(0)
+        won_1R = window_wins(self._best_RN.view(-1), start_1R, torch.zeros(1, rows), best_N)
+        won_R, row_R = won_1R[0].sort(descending=True, stable=True)
         ranked = [(-won, row) for won, row in zip(won_R.tolist(), row_R.tolist(), strict=True) if won]
         groups = _groups(ranked, max(2, min(most, AT_ONCE)))
         group = next(groups, None)
