@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.rows import best_sums
+from models.sharding import Shard
 
 
 class Best(NamedTuple):
@@ -77,6 +78,22 @@ def merged(parts: Sequence[Found], k: int) -> Found:
     if len(parts) == 1:
         return parts[0]
     return _sorted(torch.cat([part.values for part in parts]), torch.cat([part.places for part in parts]), k)
+
+
+def of_shards(shard: Shard, founds: Sequence[Found], bests: Sequence[Best]) -> list[Found]:
+    """What is wanted of rows of which each process has a part; places are those of the whole."""
+    own = torch.full((2 * sum(best.k for best in bests),), -math.inf, dtype=torch.float64)
+    at = 0
+    for found, best in zip(founds, bests, strict=True):
+        own[at : at + len(found.values)] = found.values
+        own[at + best.k : at + best.k + len(found.places)] = found.places
+        at += 2 * best.k
+    parts, whole = shard.gather(own).split([2 * best.k for best in bests], 1), []
+    for part, best in zip(parts, bests, strict=True):
+        values, places = (x.flatten() for x in part.split(best.k, 1))
+        there = values > -math.inf
+        whole.append(_sorted(values[there].float(), places[there].long(), best.k))
+    return whole
 
 
 def of_all(rows_NV: Tensor, peaks_NB: Tensor | None, best: Best) -> Found:

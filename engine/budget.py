@@ -4,7 +4,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from kernels.layout import NULL_SLOT, TRASH_SLOT
 from models.checkpoint import Checkpoint
 from models.linear import FORMATS
 from models.memory import release_libraries
+from models.sharding import Shard
 from models.sizes import ModelSize, measure
 
 TOKENS = 256  # of a pass, see `Runner`
@@ -105,13 +106,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Loading:
-    """How models are to be loaded: arguments of `Engine.load`, by role for folders."""
+    """How models are to be loaded: arguments of `Engine.load`, by role for folders.
+
+    Plans are those of one process; of several that share the models, of the one whose place is `shard`.
+    """
 
     folders: Mapping[str, str | Path]
     dtype: str = "auto"
     device: str = "auto"
     quant: str = "none"
     kv_dtype: str = "auto"
+    shard: Shard = field(default_factory=Shard)
 
     @staticmethod
     def of(folders: Mapping[str, str | Path], options: Mapping[str, Any]) -> "Loading":
@@ -137,7 +142,8 @@ class Loading:
             checkpoint = Checkpoint.open(folder)
             precision = pick_dtype(self.dtype, checkpoint, device)
             quant = pick_quant(self.quant, checkpoint, precision.dtype, device).name
-            size, name = measure(checkpoint, precision.dtype, device, quant), role if len(self.folders) > 1 else ""
+            size = measure(checkpoint, precision.dtype, device, quant, self.shard)
+            name = role if len(self.folders) > 1 else ""
             format = f" ({quant})" if quant != "none" else ""
             lines[f"{name} weights{format}".strip()] = size.weights
             lines[f"{name} tokenizer".strip()] = _tokenizer(Path(folder))
@@ -289,7 +295,8 @@ def read_memory(text: Any, loading: Loading, threads: int) -> int:
         if type(text) is not int or not 0 < text < 1 << 63:
             raise ValueError
         return text
-    limits = [total_memory(), *cgroup_limits(), *_address_space(loading, threads)]
+    together = min(total_memory(), *cgroup_limits(), sys.maxsize) // loading.shard.local
+    limits = [together, *_address_space(loading, threads)]
     return min(limits) * 31 // 32  # the system keeps page tables and the like for a process
 
 
@@ -353,7 +360,7 @@ def table(loading: Loading, search_of: Any, context: int | None, new: int) -> st
     precision = pick_dtype(loading.dtype, checkpoint, device)
     own = checkpoint.packing or checkpoint.quantization
     quants = [pick_quant("none", checkpoint, precision.dtype, device).name] if own else [*FORMATS_SHOWN]
-    size = measure(checkpoint, precision.dtype, device, quants[0])
+    size = measure(checkpoint, precision.dtype, device, quants[0], loading.shard)
     reach = size.shape.max_positions
     context = min(context or reach or 4096, reach or context or 4096)
     new = min(new, context - 1) or 1
@@ -382,4 +389,6 @@ def table(loading: Loading, search_of: Any, context: int | None, new: int) -> st
     ]
     title = f"{checkpoint.folder.resolve().name}: {precision}; a prompt of {context - new} tokens, {new} new ones"
     notes = "runtime: Python, torch, kernels, tokenizer; tokens: the most that all beams can hold; nothing was read."
+    if loading.shard.size > 1:
+        title += f"; each of {loading.shard.size} processes"
     return "\n".join([title, "", *lines, "", notes])

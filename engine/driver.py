@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from engine.best import Best, Found, merged, of_entries, of_rows
+from engine.best import Best, Found, merged, of_all, of_entries, of_rows, of_shards
 from engine.constrained import Constrained, Edit, Plan
 from engine.constraints import ConstraintError
 from engine.contract import (
@@ -46,6 +46,7 @@ from engine.trace import Trace
 from engine.tree import TokenTree
 from kernels.rows import best_sums, log_softmax
 from kernels.stack import one_by_one
+from models.sharding import Gathered
 
 Part = tuple[slice, Read]  # a range of the rows asked for, and the function that reads it
 Keep = tuple[slice, Callable[[Tensor], None]]  # a range of a pass's tokens, and what gets their hidden rows
@@ -147,6 +148,32 @@ class Runner:
         with phase(self.observer, "logits"):
             return self.head.logps(rows_NE, parts)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether rows have to be gathered from several processes; the best sums of rows do not."""
+        return isinstance(getattr(self.model, "head", None), Gathered)
+
+    def evaluate_best(
+        self, chunks: Sequence[Chunk], asked: Sequence[int], bests: Sequence[Best], keeps: Sequence[Keep] = ()
+    ) -> tuple[list[Found], list[bool]]:
+        """One forward pass, for the best sums of rows that nobody gathers; and for each row whether it is finite.
+
+        Args:
+            chunks, asked, keeps: as of `evaluate`.
+            bests: what is wanted, of the rows asked for, in their order.
+        """
+        rows_NE, head, V = self._rows(chunks, asked, keeps), self.model.head, self.model.shape.vocab_size
+        with phase(self.observer, "logits"):
+            logits_Nv = self.model.logits(rows_NE, head.own)
+        with phase(self.observer, "log-softmax"):
+            logp_Nv, finite_N = head.log_softmax(logits_Nv, self.vocab_size)
+        with phase(self.observer, "fetch"):
+            founds, v = [], len(head.tokens)
+            for part_Nv, best in zip(logp_Nv.split([len(best.sums) for best in bests]), bests, strict=True):
+                values, places = of_all(part_Nv, None, best)
+                founds.append(Found(values, places // v * V + places % v + head.tokens.start))
+            return of_shards(head.shard, founds, bests), finite_N.tolist()
+
     def _rows(self, chunks: Sequence[Chunk], asked: Sequence[int], keeps: Sequence[Keep]) -> Tensor:
         """Hidden rows of the tokens asked for."""
         hidden_TE = self.forward(chunks)
@@ -197,7 +224,8 @@ class Runner:
         """The first place of NaN or Inf in a pass: the chunk is evaluated once more, layer by layer."""
         bad: list[str] = []
 
-        def watch(name: str, x: Tensor) -> None:
+        def watch(name: str, x: Tensor | tuple[Tensor, ...]) -> None:
+            x = x[0] if isinstance(x, tuple) else x  # the stream
             if not bad and not torch.isfinite(x).all():
                 bad.append(name)
 
@@ -249,6 +277,7 @@ class Job:
     started: float = 0.0
     prefilled: float = 0.0
     constrained: Constrained | None = None
+    salt: str | None = None  # of cached prefixes, see `TokenTree`
     kept: Kept | None = None  # of a request that wants log-probabilities of tokens
     search: Search | None = None  # a search that is not this project's is checked more closely; None is trusted
     fault: Exception | None = None  # raised by a function of a Report or an Evaluate; it ends the job at its next step
@@ -359,6 +388,14 @@ class Share:
             return None
         return pending.constrained.few(self.chunk.tree, self.nodes)
 
+    @property
+    def best(self) -> Best | None:
+        """What is wanted of its rows, if that is all that they are for."""
+        pending = self.pending
+        if self.job.trace is not None or pending.constrained is not None or pending.parts is None:
+            return None
+        return pending.best_of(self.nodes)
+
     def take(self, numbers: Tensor, logp_NV: Tensor) -> None:
         """Take what a read of its rows returned."""
         if self.pending.parts is None:
@@ -464,6 +501,10 @@ class Driver:
         switch = runner.model.shape.switch_length
         tree = TokenTree(runner.pool, prompt, expected=expected, trunk=trunk, switch_length=switch)
         job.trees.append(tree)
+        tree.salt = job.salt
+        if runner.pool.prefixes is not None:
+            tree.use_rope(switch is not None and len(prompt) > switch)
+            tree.reuse()
         if job.constrained is not None and (len(job.trees) == 1 or model == "draft"):
             job.constrained.watch(tree)
         if job.trace is not None:
@@ -472,8 +513,11 @@ class Driver:
 
     def spare(self, job: Job, pool: PagePool) -> int:
         """How many more pages of a pool a search could take if this driver ran no other."""
-        others = [tree for other in self.running if other is not job for tree in other.trees]
-        return pool.free_pages + sum(tree.page_count for tree in others if tree.pool is pool)
+        others = [t for other in self.running if other is not job for t in other.trees if t.pool is pool]
+        if pool.prefixes is None:
+            return pool.free_pages + sum(tree.page_count for tree in others)
+        held = {page for tree in others for page in tree.pages_held}  # each once, though several trees may hold it
+        return pool.free_pages + len(held.difference(*(tree.pages_held for tree in job.trees if tree.pool is pool)))
 
     @property
     def busy(self) -> bool:
@@ -483,8 +527,9 @@ class Driver:
     def step(self) -> None:
         """Start searches, evaluate once per model, resume every search whose answer is complete."""
         watch = partial(phase, self.observer)
-        compiled = any(runner.token_buckets for runner in self.runners.values())  # for one number of threads
-        with uninterrupted(), contextlib.nullcontext() if compiled else MACHINE.limited(), watch("step"):
+        # What is compiled is so for one number of threads; processes that share a model have to round alike.
+        steady = any(runner.token_buckets or runner.gathers for runner in self.runners.values())
+        with uninterrupted(), contextlib.nullcontext() if steady else MACHINE.limited(), watch("step"):
             try:
                 with watch("admit"):
                     self._admit()
@@ -499,6 +544,8 @@ class Driver:
             except KeyboardInterrupt:  # a tree may have slots that are allocated and were not written
                 for job in self.running:
                     job.retire = None
+                    for tree in job.trees:
+                        tree.salt = None
                 raise
 
     def stop(self, job: Job, result: SearchResult) -> None:
@@ -566,7 +613,8 @@ class Driver:
 
     @staticmethod
     def _evaluate(batch: Batch) -> tuple[Tensor, list[bool]]:
-        """As `_run`; no rows if only the few tokens that constraints allow were evaluated."""
+        """As `_run`; no rows if only the few tokens that constraints allow were evaluated, or only the best sums of
+        rows that would have to be gathered."""
         runner, asked = batch.runner, batch.asked
         chunks, answered = [share.chunk for share in batch.shares], [share for share in batch.shares if share.nodes]
         few = [share.few for share in answered] if runner.device.type == "cpu" else []
@@ -575,6 +623,12 @@ class Driver:
             with phase(runner.observer, "search"):
                 for share, part, logp_M in zip(answered, parts, logps, strict=True):
                     share.take_few(part, logp_M)
+            return torch.empty(0, 0), finite
+        bests = [share.best for share in answered] if runner.gathers else []
+        if wanted := [best for best in bests if best is not None] if None not in bests else []:
+            founds, finite = runner.evaluate_best(chunks, asked, wanted, batch.keeps)
+            for share, found in zip(answered, founds, strict=True):
+                share.pending.found(found, share.nodes)
             return torch.empty(0, 0), finite
         logp_NV, finite, numbers = runner.evaluate(chunks, asked, batch.reads, batch.edits, batch.keeps)
         for share, read in zip(batch.readers, numbers, strict=True):
@@ -588,6 +642,9 @@ class Driver:
             if not all(finite[share.rows]):
                 self._resume(job, error=self._not_finite(batch.runner, share))
                 continue
+            tree = share.chunk.tree
+            if share.chunk.trunk_tokens > 1 and tree.trunk.cached <= tree.prompt_length:
+                tree.save(whole=True)  # others that wait with the same prompt need not read it
             if share.nodes:
                 pending.answered += share.nodes
                 if pending.parts is None:
@@ -604,6 +661,8 @@ class Driver:
     @staticmethod
     def _not_finite(runner: Runner, share: Share) -> NumericsError:
         request = share.pending.request
+        if runner.pool.prefixes is not None:  # it may be the keys and values that are not finite
+            runner.pool.prefixes.clear()
         position = request.tree.position(request.nodes[0]) + 1
         return NumericsError(
             "the model computed NaN or Inf",
@@ -616,6 +675,8 @@ class Driver:
         pending = job.pending
         assert pending is not None
         tree = pending.request.tree
+        if pending.trunk_left > 1 and tree.trunk.cached < tree.prompt_length - 1 and job.trace is None:
+            pending.trunk_left -= tree.reuse()  # another request may have read the same since
         trunk = min(pending.trunk_left, room)
         nodes = pending.nodes_left[: room - trunk] if trunk == pending.trunk_left else []
         while True:
@@ -751,21 +812,34 @@ class Driver:
                 result.stats = self._stats(job) | result.stats
             if job.trace is not None:
                 job.trace.finish(result, error)
-            if job.retire and job.trees and error is None:
-                tree = job.trees[0]
-                best = result.outputs[0].token_ids if result is not None else job.settled
-                with contextlib.suppress(MemoryError, RuntimeError):  # no memory for the copy: the trunk as it was
-                    tree.keep([tree.descend(best)])  # the evaluated part of the answer joins the trunk
-                job.retire(tree)
+            if job.trees and error is None:
+                self._leave(job, job.settled if result is None else result.outputs[0].token_ids)
         finally:
             for tree in job.trees:
                 tree.release()
+                if tree.pool.prefixes is not None:
+                    tree.pool.prefixes.trim()
             job.result, job.error, job.pending = result, error, None
             # The report's functions refer to the search, and it to its job: a cycle, which keeps the model in memory.
             job.generator, job.report = None, Report(info=job.report.info)
             if job in self.running:
                 self.running.remove(job)
             self._crowded = False
+
+    @staticmethod
+    def _leave(job: Job, best: Sequence[int]) -> None:
+        """Leave the trunks of a search that has ended to the caches of prefixes, and the target's to `Job.retire`."""
+        tree, prefixes = job.trees[0], job.trees[0].pool.prefixes
+        caches = prefixes is not None and tree.salt is not None
+        if job.retire or caches:
+            with contextlib.suppress(MemoryError, RuntimeError):  # no memory for the copy: the trunk as it was
+                tree.keep([tree.descend(best)])  # the evaluated part of the answer joins the trunk
+        if prefixes is not None and caches:
+            prefixes.note(tree.prompt_length, tree.reused)
+        for each in job.trees:
+            each.save()
+        if job.retire:
+            job.retire(tree)
 
     def _preempt(self, job: Job) -> None:
         """Free the pages of a search for those before it; it starts again, to the same result, when one has ended."""

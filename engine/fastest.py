@@ -60,6 +60,8 @@ def fastest_dtype(own: torch.dtype, device: torch.device) -> Choice:
 
 def fastest_format(own: torch.dtype, dtype: torch.dtype, device: torch.device) -> Choice:
     """Returns the format, a key of `FORMATS`, for weights of dtype `own` in a model that computes in `dtype`."""
+    if device.type != "cpu":
+        return Choice("none")  # what rounds least; the others are there to be asked for
     names = [name for name in AUTO_FORMATS if FORMATS[name].why_not(device) is None]
     ways = {name: lambda name=name: timed(FORMATS[name], own, dtype, device) for name in names}
     return choose(f"format {own} {dtype}", ways)

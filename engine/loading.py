@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.capabilities import Capabilities, Precision, explicit_precision, pick_precision
+from engine.capabilities import Capabilities, Precision, explicit_precision, pick_precision, processor
 from engine.compiling import LEAST, compile_model, warm_up
+from engine.distributed import agree, least
 from engine.driver import Runner
 from engine.errors import CheckpointError, UsageError, check_integer
 from engine.fastest import Choice, fastest_format
@@ -20,6 +22,7 @@ from engine.gpu import check_gpu
 from engine.graphs import GraphRunner, make_runner
 from engine.memory import make_pools, read_size, total_memory
 from engine.pool import PagePool
+from engine.prefixes import PrefixCache
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import FILES, Tokenizer
 from models import load_model
@@ -28,9 +31,12 @@ from models.config import ModelShape
 from models.floats import has_products
 from models.linear import FORMATS
 from models.memory import trim_memory
+from models.sharding import Shard
+from models.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 KV_DTYPES = ("auto", "int8")
+IDLE = 1 << 30  # bytes of cached prefixes that no request uses, where nobody has said how large the pool is
 SAMPLED, PIECE = 16, 1 << 14  # places of a weights file that are hashed, and bytes read at each
 
 
@@ -57,6 +63,19 @@ class LoadedModel:
     capabilities: Capabilities = field(default_factory=Capabilities)
     key: str = ""
     start_token: int = 0
+
+    def cache_prefixes(self, bounded: bool) -> None:
+        """Keep prefixes of requests in the pool, except where keys depend on how long their sequence was in the end.
+
+        Args:
+            bounded: on a CPU at most `IDLE` bytes: memory of its pool is taken only when it is written to.
+        """
+        pool = self.runner.pool
+        if self.shape.steady_length is None:
+            most = max(1, IDLE // pool.page_bytes) if bounded and pool.device.type == "cpu" else pool.pages
+            if (shard := getattr(self.runner.model, "shard", None)) is not None and shard.size > 1:
+                most = least(shard, most)  # pages go in all processes at once
+            pool.prefixes = PrefixCache(pool, most)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises CheckpointError if there is none."""
@@ -97,14 +116,15 @@ class _Weights:
         quant: str,
         compile: str,
         kv_dtype: str,
+        shard: Shard,
     ) -> "_Weights":
         checkpoint = Checkpoint.open(folder)
-        precision = pick_dtype(dtype, checkpoint, device)
-        kept = pick_quant(quant, checkpoint, precision.dtype, device)
+        precision = shard.first(lambda: pick_dtype(dtype, checkpoint, device))
+        kept = shard.first(lambda: pick_quant(quant, checkpoint, precision.dtype, device))
         tokenizer = Tokenizer.load(folder) if any((Path(folder) / name).exists() for name in FILES) else None
         template = load_template(folder, chat_template, tokenizer)
         trim_memory()  # of the parsed files: a third of what a tokenizer took
-        model = load_model(checkpoint, precision.dtype, device, kept.name)
+        model = load_model(checkpoint, precision.dtype, device, kept.name, partial(Weights, shard=shard))
         compiled = compile == "on" and compile_model(model, device)
         return _Weights(Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template, kv_dtype)
 
@@ -130,6 +150,8 @@ class _Weights:
                 runner.token_buckets = runner.word_buckets = LEAST
             if not warm_up(self.model, lambda: runner.logits([start] * 5)):
                 runner.rows = None
+        key = model_key(self.checkpoint, self.precision.dtype, self.quant.name, self.kv_dtype)
+        agree(self.model.shard, "checkpoint, formats or processor", f"{key}, {runner.impl}, {processor()}")
         return LoadedModel(
             runner,
             shape,
@@ -138,7 +160,7 @@ class _Weights:
             eos,
             self.folder.resolve().name,
             self._capabilities(runner),
-            model_key(self.checkpoint, self.precision.dtype, self.quant.name, self.kv_dtype),
+            key if self.model.shard.size == 1 else "",  # files that some processes find and others do not part them
             start,
         )
 
@@ -148,6 +170,8 @@ class _Weights:
         found = Capabilities.of(
             self.model, self.precision, self.quant, runner.device, runner.impl, self.kv_dtype, graphs
         )
+        if (size := self.model.shard.size) > 1:
+            found = replace(found, paths=f"{found.paths}; one of {size} processes that share the model")
         if not (left_out := self.checkpoint.left_out):
             return found
         parts = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in left_out.items())
@@ -166,6 +190,7 @@ def load_models(
     kv_dtype: str,
     graphs: str,
     chat_template: str | Path | None,
+    shard: Shard | None = None,
 ) -> dict[str, LoadedModel]:
     """Load models by role, with pools of as many tokens each; arguments and errors as of `Engine.load`.
 
@@ -178,14 +203,18 @@ def load_models(
         raise UsageError(f"kv_dtype: expected {' or '.join(KV_DTYPES)}, got {kv_dtype!r}")
     if graphs not in ("on", "off"):
         raise UsageError(f"graphs: expected on or off, got {graphs!r}")
+    shard = shard or Shard()
+    if shard.size > 1 and compile == "on":
+        raise UsageError("compile: a model that processes share is not compiled", remedy="leave out --compile on")
+    template = {"target": chat_template}
     parts = {
-        role: _Weights.load(folder, dtype, where, chat_template if role == "target" else None, quant, compile, kv_dtype)
+        role: _Weights.load(folder, dtype, where, template.get(role), quant, compile, kv_dtype, shard)
         for role, folder in folders.items()
     }
-    pools = make_pools([(part.model.shape, part.cache_dtype) for part in parts.values()], where, kv_memory)
-    models = {
-        role: part.with_pool(pool, graphs == "on") for (role, part), pool in zip(parts.items(), pools, strict=True)
-    }
+    caches = [(part.model.shape, part.cache_dtype) for part in parts.values()]
+    recorded = graphs == "on" and shard.size == 1
+    pools = make_pools(caches, where, kv_memory, shard)
+    models = {role: part.with_pool(pool, recorded) for (role, part), pool in zip(parts.items(), pools, strict=True)}
     for role in list(models)[1:]:
         check_companion(role, models["target"], models[role])
     return models

@@ -12,20 +12,25 @@ from typing import Any
 import torch
 
 from engine.contract import slots_of
+from engine.distributed import least
 from engine.errors import KVMemoryError
 from engine.pool import PagePool
 from engine.requests import Search
 from models.config import ModelShape
+from models.sharding import Shard
 
 PAGE_SIZE = {"cpu": 1, "cuda": 16}  # tokens; single ones waste nothing, larger ones suit a GPU's memory
 MAX_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
 
 
 def make_pools(
-    models: Sequence[tuple[ModelShape, torch.dtype]], device: torch.device, kv_memory: int | None
+    models: Sequence[tuple[ModelShape, torch.dtype]],
+    device: torch.device,
+    kv_memory: int | None,
+    shard: Shard | None = None,
 ) -> list[PagePool]:
     """Make a pool for each model, all of the same number of tokens, of `kv_memory` bytes together; None: up to half of
-    the free memory. The dtypes are those of keys and values.
+    the free memory. The dtypes are those of keys and values. Processes that share the models have pools of one size.
 
     Raises:
         KVMemoryError: the bytes do not hold a page for each model, or the machine does not have them.
@@ -40,8 +45,10 @@ def make_pools(
                 remedy=f"give at least {size_text(page_bytes)}",
             )
     else:
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+        here = shard.local if shard is not None else 1
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() // here
         pages = max(1, min(free // 2 // page_bytes, MAX_TOKENS // size))
+    pages = least(shard, pages) if shard is not None else pages
     try:
         return [PagePool(shape, pages, size, dtype, device) for shape, dtype in models]
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:

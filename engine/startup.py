@@ -5,6 +5,7 @@ and torch leaves out what only its compiler needs.
 that import the engine.
 """
 
+import contextlib
 import signal
 import sys
 from types import ModuleType
@@ -29,6 +30,12 @@ except ImportError as error:
     sys.exit(status)
 if lean:
     del sys.modules[METAS]  # whoever imports it later gets the real one
+    with contextlib.suppress(ImportError, AttributeError):  # not in every version of torch
+        # A module that was left out with it makes torch.Generator() possible, by this line.
+        import torch
+        from torch._opaque_base import OpaqueBaseMeta
+
+        torch._C._set_generator_metaclass(OpaqueBaseMeta)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def started() -> None:

@@ -7,6 +7,7 @@ what only it cannot do, for example a dtype that C++ does not have.
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,6 +103,26 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     expect("slots_T", slots_T, torch.int64, slots_T.shape[:1] or (1,), device)
     expect("k_TGD", k_TGD, dtype, (slots_T.shape[0], G, D), device, contiguous=False)
     expect("v_TGD", v_TGD, dtype, (slots_T.shape[0], G, D), device, contiguous=False)
+
+
+def turn(q_THD: Tensor, k_TGD: Tensor, turn: Any) -> None:
+    """Raises ValueError for queries, or a `kernels.kv_write.Turn`, that do not fit the keys."""
+    (T, _, D), dtype, device = k_TGD.shape, k_TGD.dtype, k_TGD.device
+    floats("q_THD", q_THD, 3)
+    expect("q_THD", q_THD, dtype, (T, q_THD.shape[1], D), device, contiguous=False)
+    if len(turn.angles) not in (0, 2, 4):
+        raise ValueError(f"angles: expected none, 2 or 4, got {len(turn.angles)}")
+    for x in turn.angles:
+        R = x.shape[-1]
+        if R % 2 or R > D:
+            raise ValueError(f"angles: expected an even number of columns, at most {D}, got {R}")
+        expect("angles", x, dtype, (T, turn.angles[0].shape[-1]), device, contiguous=False)
+    if (turn.q_norm is None) != (turn.k_norm is None):
+        raise ValueError("q_norm, k_norm: expected both or none")
+    for name, norm in (("q_norm", turn.q_norm), ("k_norm", turn.k_norm)):
+        for x in norm or ():
+            if x is not None:
+                expect(name, x, dtype, (D,), device)
 
 
 def short_conv(

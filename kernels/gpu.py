@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from importlib import metadata
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs, runtime
 
+MOST_COUNTERS = 1 << 16
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # as it stands when kernels are defined
 
 
@@ -84,3 +86,55 @@ def properties(device: torch.device) -> Properties:
         gpu.shared_memory_per_multiprocessor,
         gpu.max_threads_per_multi_processor,
     )
+
+
+@triton.jit
+def dot(a, b):
+    """a b in float32, float32 itself without rounding to TF32. The interpreter multiplies bfloat16 wrongly."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """x in a dtype, rounded to nearest. The interpreter would cut bfloat16 off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, nearest, x)
+    return x.to(dtype)
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent, by a polynomial (Cephes, tanhf) where exponentials would lose digits."""
+    square = x * x
+    e = tl.exp2(-2.8853900817779268 * tl.abs(x))
+    far = (1 - e) / (1 + e)
+    y = -6.274231621e-03 * square + 2.107167298e-02
+    y = y * square - 5.385230828e-02
+    y = y * square + 1.333258612e-01
+    y = y * square - 3.333331756e-01
+    return tl.where(square < 0.3, x + x * square * y, tl.where(x < 0, -far, far))
+
+
+@functools.cache
+def counters(device: torch.device) -> Tensor:
+    """Zeros for `last_of`: kernels of a device run one after the other, and leave them as they were."""
+    return torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def last_of(count_ptr, programs):
+    """Whether this is the last of so many programs that count by one number; the number is 0 again then.
+
+    It sees what the others stored before, if it reads past the first level of cache (cache_modifier=".cg"). Barriers
+    order the stores and loads of all threads by the one that counts, as in CUDA's sample threadFenceReduction.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(count_ptr, 0)
+    tl.debug_barrier()
+    return last

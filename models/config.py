@@ -45,6 +45,7 @@ class Config:
         attention_cap: scores of attention become cap * tanh(score / cap).
         taps: of the short convolution that a layer has in the place of attention, 0: it has attention; empty: all have.
         conv_bias: convolutions and the matrices around them have biases.
+        conv_width: channels of convolutions; 0: `width` of them.
         embedding_width: of the embedding, where matrices lead from it to `width` and back.
         embedding_scale: factor of the embedding; `rounded_scale`: it is rounded to the model's dtype first.
         residual_scale: factor of what attention and MLP add to the stream.
@@ -83,6 +84,7 @@ class Config:
     attention_cap: float | None = None
     taps: tuple[int, ...] = ()
     conv_bias: bool = False
+    conv_width: int = 0
     embedding_width: int | None = None
     embedding_scale: float = 1.0
     rounded_scale: bool = False
@@ -111,7 +113,7 @@ class Config:
     def kept(self, layer: int) -> Kept:
         """What a layer keeps of each token."""
         if self.taps and self.taps[layer]:
-            return Kept(1, self.width, pair=False)
+            return Kept(1, self.conv_width or self.width, pair=False)
         return Kept(self.kv_heads, self.head_dim)
 
 

@@ -5,7 +5,7 @@ Shape legend: T tokens of a pass, N asked rows, E width, P positions, D rotated 
 
 import re
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ class Decoder(nn.Module):
         default_eos_token_ids: where no file of the checkpoint has any.
         ignored: tensors that a checkpoint may hold besides.
         base: begins the names of a save of the whole model; a save of the model without its head lacks it.
+        config, shape: of this process's part of the model, see `models.sharding`.
+        shard: the place of this process among those that compute the model.
         rotaries: the rotary tables, as `Config.table` numbers them.
         stack: all layers as one call, on a CPU; None where that has no operators.
     """
@@ -65,12 +67,13 @@ class Decoder(nn.Module):
             CheckpointError: wrong fields or tensors; before any tensor is read.
         """
         super().__init__()
-        self.config, names = (c := self.read(checkpoint.fields)), self.names
+        c, names = self.read(checkpoint.fields), self.names
         tied = {f"{HEAD}.weight": f"{names.embedding}.weight"} if c.tied and not c.scores else {}
         shapes = names.tensors(c)
         stored = checkpoint.check(shapes, ignore=self.ignored, tied=tied, base=self.base, kinds=names.kinds(c))
         weights = reader(checkpoint, stored, shapes, dtype, device, quant)
-        self.shape = ModelShape.of(c)
+        self.config = c = weights.divide(c)
+        self.shape, self.shard = ModelShape.of(c), weights.shard
         self.embedding = weights.embedding(f"{names.embedding}.weight")
         scale = c.embedding_scale
         self.embedding_scale = torch.tensor(scale, dtype=dtype).item() if c.rounded_scale else scale
@@ -80,7 +83,7 @@ class Decoder(nn.Module):
         self.project_in, self.project_out = (weights.linear(name) if name else None for name in projected)
         self.layers = nn.ModuleList(Layer(c, names, weights, i) for i in range(c.layers))
         self.norm = Norm(c, weights, names.norm) if c.final_norm else None
-        self.head = weights.linear(SCORE) if c.scores else weights.linear(HEAD, bias=c.head_bias)
+        self.head = weights.head(SCORE) if c.scores else weights.head(HEAD, bias=c.head_bias)
         self.stack = self._stack()
 
     def forward(
@@ -105,17 +108,25 @@ class Decoder(nn.Module):
         tables = [rotary.cos_sin(positions_T, spans_T, x_TE.dtype) for rotary in self.rotaries]
         if self.stack is not None and self.stack.takes(layout):
             return self.stack(x_TE, tables, cache, layout)
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
+        together = layout.rows_impl == "triton"  # a layer's last sum and the norm that follows it
+        layers = cast(Sequence[Layer], self.layers)
+        norms = [*(layer.attention_residual.input for layer in layers), self.norm]
+        read_TE = norms[0](x_TE, layout.rows_impl) if together and norms[0] is not None else x_TE
+        for i, layer in enumerate(layers):
             rope: Rope = None if layer.table is None else tables[layer.table]
-            x_TE = layer(x_TE, rope, cache.layers[i], layout)
+            if together:
+                x_TE, read_TE = layer(x_TE, rope, cache.layers[i], layout, (read_TE, norms[i + 1]))
+            else:
+                x_TE = layer(x_TE, rope, cache.layers[i], layout)
+        if together:
+            return read_TE
         return x_TE if self.norm is None else self.norm(x_TE, layout.rows_impl)
 
     def logits(self, hidden_NE: Tensor, head: Linear | None = None) -> Tensor:
         """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype.
 
         Args:
-            head: some rows of the head, for logits of their tokens alone.
+            head: some rows of the head, or this process's part of it, for logits of their tokens alone.
         """
         rows_NE = hidden_NE if self.project_out is None else self.project_out(hidden_NE)
         c, logits_NV = self.config, (head or self.head)(rows_NE)

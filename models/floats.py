@@ -128,6 +128,7 @@ class FloatLinear(PackedLinear):
         weights = list(weights)
         self.out_features = sum(w.shape[0] for w in weights)
         self.blocked = False  # by oneDNN
+        self.joined = device.type != "cpu"  # the bias to the product, in one launch
         self.weights: list[Tensor] = []
         if has_kernels(dtype, device):
             own, width = stored_dtype({w.dtype for w in weights}, dtype), weights[0].shape[1]
@@ -162,6 +163,8 @@ class FloatLinear(PackedLinear):
             # Opaque to the compiler, which would take the packed weight for a plain one.
             run = torch.ops.coppice.blocked_linear if watched() else blocked_linear
             return run(x, self.weights[0], self.bias, self.out_features)
+        if self.joined:
+            return F.linear(x, self.weights[0], self.bias)
         y = (
             F.linear(x, self.weights[0])
             if len(self.weights) == 1

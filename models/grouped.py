@@ -4,17 +4,19 @@ Shape legend: O outputs, I inputs (the width of a row), G groups of a row.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.linear import Packed, linear, pack_groups
+from kernels.linear.codes import Codes, pack_codes, takes
 from kernels.linear.panels import ZEROS, GroupKind
 from kernels.linear.reference import quantize
+from models.coded import CodedLinear, has_codes, warn_of_floats
 from models.floats import FloatLinear, PackedLinear, has_kernels
 
 CHUNK = 1 << 21  # weights of which there are codes or floats at once
@@ -65,6 +67,30 @@ class GroupedWeight:
         """What weights have to share to be one matrix, besides their order."""
         return self.kind, self.shape[1], self.group, self.levels
 
+    def part(self, outs: range | None, ins: range | None) -> "GroupedWeight":
+        """Some outputs and inputs of it; None: all. Raises ValueError for inputs that are not those of whole groups."""
+        first, (rows, width), group, some = 0, self.shape, self.group, slice(None)
+        if outs is not None:
+            first, rows = outs.start, len(outs)
+        if ins is not None:
+            if self.order_I is not None:
+                raise ValueError("its inputs have an order of their own (desc_act)")
+            if group == width:
+                group = len(ins)
+            elif ins.start % group or (ins.stop % group and ins.stop != width):
+                raise ValueError(f"inputs {ins.start} to {ins.stop} are no whole groups of {group}")
+            else:
+                some = slice(ins.start // group, -(-ins.stop // group))
+            width = len(ins)
+        columns = slice(None) if ins is None else slice(ins.start, ins.stop)
+
+        def read(start: int, stop: int) -> GroupedRows:
+            codes_OI, scale_OG, zero_OG = self.rows(first + start, first + stop)
+            zero_OG = None if zero_OG is None else zero_OG[:, some]
+            return GroupedRows(codes_OI[:, columns].contiguous(), scale_OG[:, some], zero_OG)
+
+        return replace(self, shape=(rows, width), group=group, rows=read) if outs or ins else self
+
     def floats(self, first: int = 0, last: int | None = None) -> Tensor:
         """Rows [first, last) as float32, their columns in the order of the inputs."""
         codes_OI, scale_OG, zero_OG = self.rows(first, self.shape[0] if last is None else last)
@@ -87,8 +113,9 @@ def _spread(x_OG: Tensor, group: int, width: int) -> Tensor:
 class GroupedLinear(PackedLinear):
     """y = x W^T + b of weights in groups, see `models.linear.Linear`.
 
-    Where there are C++ kernels, weights of one kind are packed into one matrix, as they are. Elsewhere on a CPU every
-    product makes floats of a few rows at a time, which is slow; on a device the weights become floats once.
+    Where there are C++ kernels, and on a GPU, weights of one kind are packed into one matrix, as they are. Elsewhere on
+    a CPU every product makes floats of a few rows at a time, which is slow. Groups of a size that a GPU's kernel does
+    not have become floats once, with a warning.
 
     Args:
         weights: of equal widths.
@@ -105,8 +132,7 @@ class GroupedLinear(PackedLinear):
         super().__init__(None, biases, dtype=dtype, device=device)
         self.weights, self.parts, self.whole = [*weights], [], None
         if device.type != "cpu":
-            floats = (weight.floats() for weight in weights)
-            self.whole, self.weights = FloatLinear(floats, dtype=dtype, device=device), []
+            self.whole, self.weights = _on_device(weights, biases, dtype, device), []
         elif has_kernels(torch.float32, device):
             self.parts = [_packed(alike) for alike in _alike(weights)]
             self.packed = self.parts[0] if len(self.parts) == 1 else None
@@ -117,8 +143,8 @@ class GroupedLinear(PackedLinear):
         if self.packed:
             return super().forward(x)
         if self.whole:
-            y = self.whole(x)
-        elif self.parts:
+            return self.whole(x)
+        if self.parts:
             y = torch.cat([linear(x.float(), part) for part in self.parts], -1).to(x.dtype)
         else:
             y = torch.cat([_product(x.float(), weight) for weight in self.weights], -1).to(x.dtype)
@@ -141,16 +167,39 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and one.equal(other))
 
 
+def _on_device(
+    weights: Sequence[GroupedWeight], biases: Sequence[Tensor] | None, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """A layer on a GPU; on other devices, and of groups that have no product, one of floats."""
+    refused = next((w for w in weights if not takes(w.kind, w.group, w.shape[1])), None)
+    if refused is None and has_codes(dtype, device):
+        return CodedLinear([_codes(w, device) for w in _alike(weights)], biases, dtype=dtype, device=device)
+    if refused is not None:
+        warn_of_floats(refused.kind, refused.group, dtype)
+    return FloatLinear((weight.floats() for weight in weights), biases, dtype=dtype, device=device)
+
+
 def _packed(weights: Sequence[GroupedWeight]) -> Packed:
     """One matrix of weights that are alike."""
     first, outs, width = weights[0], sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     order_I = None if first.order_I is None else first.order_I.to(torch.int32)
-    step = max(1, CHUNK // width)
+    panels, groups = pack_groups(_blocks(weights), first.kind, outs, width, first.group)
+    return Packed(panels, outs, width, groups=groups, order_I=order_I, levels=first.levels or 0)
+
+
+def _codes(weights: Sequence[GroupedWeight], device: torch.device) -> Codes:
+    """The same on a GPU."""
+    first, outs, width = weights[0], sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    return pack_codes(_blocks(weights), first.kind, outs, width, first.group, first.order_I, device)
+
+
+def _blocks(weights: Sequence[GroupedWeight]) -> Iterator[GroupedRows]:
+    """Rows of weights that are alike, below each other."""
+    step = max(1, CHUNK // weights[0].shape[1])
     blocks = (
         weight.rows(at, min(at + step, weight.shape[0])) for weight in weights for at in range(0, weight.shape[0], step)
     )
-    panels, groups = pack_groups(_with_zeros(blocks, weights), first.kind, outs, width, first.group)
-    return Packed(panels, outs, width, groups=groups, order_I=order_I, levels=first.levels or 0)
+    return _with_zeros(blocks, weights)
 
 
 def _with_zeros(blocks: Iterable[GroupedRows], weights: Sequence[GroupedWeight]) -> Iterator[GroupedRows]:

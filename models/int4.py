@@ -1,4 +1,5 @@
-"""Int4 linear layers: weights quantised in groups when loaded, activations rounded to int8 per token as they come."""
+"""Int4 linear layers: weights quantised in groups when loaded, activations rounded to int8 per token as they come, on a
+CPU; on a GPU they keep their dtype."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear.panels import shape
+from models import coded
 from models.floats import PackedLinear, has_kernels
 from models.grouped import GroupedLinear, GroupedRows, GroupedWeight
 from models.memory import is_mapped, let_go
@@ -47,13 +49,16 @@ class Int4(NamedTuple):
     def why_not(self, device: torch.device) -> str | None:
         """What int4 layers lack on this machine; None: nothing."""
         if device.type != "cpu":
-            return "int4 weights run on a CPU only"
+            return coded.why_not(device)
         return None if has_kernels(torch.float32, device) else "int4 weights need the C++ kernels"
 
     def bytes(self, outs: int, width: int, own: set[torch.dtype], dtype: torch.dtype, device: torch.device) -> int:
         """Bytes of a packed matrix, see `models.linear.Format`."""
+        scales = self.groups(width) * torch.float16.itemsize * (1 + self.zeros)
+        if device.type != "cpu":
+            return coded.code_bytes("int4", outs, width, scales)
         panels, steps, lanes, word = shape("int4", outs, width)
-        return panels * lanes * (steps * word + self.groups(width) * 2 * (1 + self.zeros))
+        return panels * lanes * (steps * word + scales)
 
     def group(self, width: int) -> int:
         """Elements of a group in rows of this width: all where they are no multiple of 8."""

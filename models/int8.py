@@ -13,6 +13,8 @@ from torch import Tensor
 from kernels.cpp import watched
 from kernels.linear import Packed, pack
 from kernels.linear.reference import quantize as quantize_rows
+from models import coded
+from models.coded import CodedLinear, of_int8
 from models.floats import PackedLinear, blocks, has_kernels, panel_bytes
 
 
@@ -28,7 +30,7 @@ def _exact() -> bool:
 class Int8Linear(PackedLinear):
     """y = x W^T + b with W as int8 times a scale per row, see `models.linear.Linear`.
 
-    x is rounded to 255 steps, each row by its own largest magnitude.
+    x is rounded to 255 steps, each row by its own largest magnitude; on a GPU it is not rounded.
     """
 
     def __init__(
@@ -43,8 +45,11 @@ class Int8Linear(PackedLinear):
         weights = [*weights]
         outs, width = sum(len(w) for w in weights), weights[0].shape[1]
         scale_O = torch.empty(outs)
-        rows = quantized(weights, scale_O)
-        if has_kernels(torch.float32, device):
+        rows, self.whole = quantized(weights, scale_O), None
+        if device.type != "cpu":
+            parts = [of_int8(rows, scale_O, outs, width, device)]
+            self.whole = CodedLinear(parts, biases, dtype=dtype, device=device)
+        elif has_kernels(torch.float32, device):
             panels = pack(rows, torch.int8, outs, width)
             self.packed = Packed(panels, outs, width, scale_O.div_(127))
         else:
@@ -56,7 +61,7 @@ class Int8Linear(PackedLinear):
     def why_not(device: torch.device) -> str | None:
         """What int8 linear layers lack on this machine; None: nothing."""
         if device.type != "cpu":
-            return "int8 weights run on a CPU only"
+            return coded.why_not(device)
         if has_kernels(torch.float32, device):
             return None
         if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qlinear_pointwise"):
@@ -70,12 +75,16 @@ class Int8Linear(PackedLinear):
     @staticmethod
     def bytes(outs: int, width: int, own: set[torch.dtype], dtype: torch.dtype, device: torch.device) -> int:
         """See `models.linear.Format`."""
+        if device.type != "cpu":
+            return coded.code_bytes("int8", outs, width, torch.float32.itemsize)
         if has_kernels(torch.float32, device):
             return panel_bytes(torch.int8, outs, width) + outs * torch.float32.itemsize
         return outs * (width + torch.float32.itemsize + torch.int32.itemsize)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
+        if self.whole:
+            return self.whole(x)
         if self.packed:
             return super().forward(x)
         run = torch.ops.coppice.int8_linear if watched() else int8_linear

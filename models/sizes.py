@@ -15,6 +15,7 @@ from models.config import HEAD, Config, ModelShape
 from models.floats import has_kernels
 from models.linear import FORMATS, format_of
 from models.packed import PREFIXES
+from models.sharding import Shard, part
 from models.weights import Weights
 
 
@@ -39,12 +40,17 @@ class ModelSize:
         return self.matrices + self.vectors
 
 
-def measure(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = "none") -> ModelSize:
-    """Count the bytes of a model; no weights are read. See `load_model` for arguments and errors."""
+def measure(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = "none", shard: Shard | None = None
+) -> ModelSize:
+    """Count the bytes of a model, or of a process's part of it; no weights are read.
+
+    See `load_model` for arguments and errors.
+    """
     found: list[Sizes] = []
 
     def reader(*arguments: Any) -> Sizes:
-        found.append(Sizes(*arguments))
+        found.append(Sizes(*arguments, shard=shard))
         return found[-1]
 
     model = load_model(checkpoint, dtype, device, quant, reader)
@@ -55,26 +61,42 @@ class Sizes(Weights):
     """In the place of `Weights`: reads nothing and counts the bytes of what it is asked for."""
 
     matrices = vectors = 0
+    _share = 1.0  # of a matrix that this process has
 
-    def vector(self, name: str, *, plus_one: bool = False) -> Tensor:
+    def vector(self, name: str, *, plus_one: bool = False, some: range | None = None) -> Tensor:
         """A vector without data."""
-        vector = torch.empty(self.shapes[name], dtype=self.dtype, device="meta")
+        first, *others = self.shapes[name]
+        vector = torch.empty(first if some is None else len(some), *others, dtype=self.dtype, device="meta")
         self.vectors += vector.nbytes
         return vector
 
-    def linear(self, *names: str, bias: bool = False, transposed: bool = False) -> Any:
+    def linear(
+        self,
+        *names: str,
+        bias: bool = False,
+        transposed: bool = False,
+        outs: Sequence[range] | None = None,
+        ins: range | None = None,
+    ) -> Any:
         """A linear layer without a matrix."""
-        outs = [self.shapes[f"{name}.weight"][transposed] for name in names]
+        all_outs = {name: self.shapes[f"{name}.weight"][transposed] for name in names}
         width = self.shapes[f"{names[0]}.weight"][not transposed]
+        own = dict.fromkeys(names, 0)
+        for name, some in self.pieces(names, transposed, outs):
+            own[name] += all_outs[name] if some is None else len(some)
         stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
-        self.vectors += sum(outs) * self.dtype.itemsize * bias
-        self.matrices += self._bytes(stored, outs, width, head=names == (HEAD,))
+        self.vectors += sum(own.values()) * self.dtype.itemsize * bias
+        self._share = sum(own.values()) / sum(all_outs.values()) * (1 if ins is None else len(ins) / width)
+        self.matrices += self._bytes(
+            stored, [*own.values()], width if ins is None else len(ins), head=tuple(names) == (HEAD,)
+        )
         return _Nothing(stored)
 
     def embedding(self, name: str) -> Any:
         """Rows that are read from the file on a CPU, and resident elsewhere."""
         if self.device.type != "cpu":
-            self.vectors += math.prod(self.shapes[name]) * self.dtype.itemsize
+            rows, width = self.shapes[name]
+            self.vectors += len(part(rows, self.shard)) * width * self.dtype.itemsize
         return nn.Identity()
 
     def _bytes(self, stored: Sequence[str], outs: Sequence[int], width: int, *, head: bool = False) -> int:
@@ -98,7 +120,7 @@ class Sizes(Weights):
         module, tensors = name.removesuffix(".weight"), self.checkpoint.tensors
         parts = [info for part, info in tensors.items() if part.rpartition(".")[0] == module]
         stored = sum(math.prod(info.shape) * info.dtype.itemsize for info in parts)
-        return stored * (-(-outs // PIECE) * PIECE) // outs
+        return int(stored * self._share) * (-(-outs // PIECE) * PIECE) // outs
 
 
 class _Nothing(nn.Module):

@@ -23,6 +23,7 @@ from engine.app.cli import (
     Parser,
     add_limit_flags,
     add_model_flags,
+    add_prefix_flags,
     add_rule_flags,
     add_search_flags,
     add_template_flags,
@@ -37,6 +38,7 @@ from engine.app.cli import (
     template_options,
 )
 from engine.app.trace_page import check_target, saving
+from engine.distributed import shared, together
 from engine.driver import Driver
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError, shortened
@@ -46,6 +48,7 @@ from engine.rules import ONE_OF, PLAIN_RULES, response_format, with_changes
 from engine.text.thinking import Thoughts
 from engine.trace import Traces
 from models.files import lock
+from models.sharding import Shard
 from search.base import REGISTRY, make_search, parameters, paths
 
 DESCRIPTION = "Answer prompts: JSON Lines in, JSON Lines out, in input order, each line as soon as it is ready."
@@ -75,24 +78,26 @@ the same input and the same flags.
 A fault of a search of your own is the error of its line, with the code "search"; -v shows its traceback. A line can
 choose every search that the command line names (--search may be repeated), and loads none.
 
+torchrun --nproc-per-node N -m engine.batch ... shares the models among N processes, one per GPU where there are any:
+the first one reads the input, and writes; sizes of memory are those of each process.
+
 exit codes: 0 every line was answered; 2 some line has an error for an answer, or wrong usage; 3 checkpoint; 4 memory;
-  5 numerics; 1 our bug; 130 interrupted; 141 closed pipe. Codes 3 to 5 are about the whole run, not about a line.
+  5 numerics; 6 another process has ended; 1 our bug; 130 interrupted; 141 closed pipe. Codes 3 to 6 are about the whole
+  run, not about a line. torchrun itself returns 1 for each of them.
 """
 MAX_LINE = 64 << 20
 PROMPTS = ("prompt", "messages", "prompt_ids")
 TEMPLATE = ("tools", "template", "think")
 LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids", "logprobs")
 READ_AHEAD = 64  # lines of a pipe
+AWAKE = 30.0  # seconds after which an idle reader of a pipe says so, to processes that wait for it
 
 
 def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> int:
     """Run the command line, with `stdin` and `stdout` instead of the process's if given. Returns the exit code."""
     parser = Parser("python -m engine.batch", DESCRIPTION, EPILOG)
-    add_model_flags(parser)
-    add_template_flags(parser)
-    add_search_flags(parser)
-    add_limit_flags(parser)
-    add_rule_flags(parser)
+    add_request_flags(parser)
+    add_prefix_flags(parser)
     group = parser.add_argument_group("batch")
     group.add_argument("--input", default="-", metavar="FILE", help="- is stdin (-)")
     group.add_argument("--output", default="-", metavar="FILE", help="must be new or empty; - is stdout (-)")
@@ -101,20 +106,40 @@ def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdo
     add_trace_flag(group, "one page, on which the latest lines can be chosen by their ids")
     add_verbosity_flags(parser)
     args = parser.parse_args(argv)
-    return run(lambda: batch(args, stdin, stdout), args.verbose)
+
+    def whole() -> int:
+        with together(args.device) as shard:
+            return batch(args, stdin, stdout, shard)
+
+    return run(whole, args.verbose)
 
 
-def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] | None) -> int:
-    """Serve the input to its end. Raises CoppiceError for errors of the whole run."""
+def add_request_flags(parser: Parser) -> None:
+    """The flags of everything that answers lines."""
+    add_model_flags(parser)
+    add_template_flags(parser)
+    add_search_flags(parser)
+    add_limit_flags(parser)
+    add_rule_flags(parser)
+
+
+def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] | None, shard: Shard) -> int:
+    """Serve the input to its end. Raises CoppiceError for errors of the whole run.
+
+    Of processes that share the models the first one reads and writes; all others get what it read.
+    """
     make_search(args.search, search_params(args))  # checks the command line before anything is loaded
     rules(args)
     traces = None
     if args.trace is not None:
         check_target(args.trace, args.input, args.output)
         traces = Traces()
-    source = _open_input(args, stdin)
+    args = argparse.Namespace(**{**vars(args), "shard": shard})
+    if shard.rank > 0:
+        args.quiet, args.trace = True, None
+    source = _open_input(args, stdin) if shard.rank == 0 else io.BytesIO()
     # A pipe stays open until the process ends: closing it would wait for the thread that reads it.
-    with source if source.seekable() else nullcontext(), closing(Sink.open(args, source, stdout)) as sink:
+    with source if source.seekable() else nullcontext(), closing(_sink(args, source, stdout, shard)) as sink:
         engine = load_engine(args)
         meter = Meter(engine, args, source)
         records = Records(source, engine, args, sink.kept, traces)
@@ -185,21 +210,14 @@ class Records:
         return self._places.pop(i)
 
     def __iter__(self) -> Iterator[Request | CoppiceError | None]:
-        for number, line in read_lines(self.source, lambda: bool(self._places)):
+        for number, line in shared(self.engine.shard, lambda: read_lines(self.source, lambda: bool(self._places))):
             if line is None:
                 yield None
                 continue
             if not line.strip():
                 continue
             index, self.index = self.index, self.index + 1
-            record, error = None, None
-            try:
-                record = parse_record(line)
-            except UsageError as fault:
-                error = fault
-            identity = index if record is None else record.get("id", index)
-            if not _is_id(identity):
-                error, identity = UsageError(f"id: expected a string or an integer, got {_show(identity)}"), index
+            record, identity, error = identified(line, index)
             if index < len(self.kept):
                 if identity != self.kept[index]:
                     raise UsageError(
@@ -212,7 +230,7 @@ class Records:
             try:
                 request = error
                 if request is None:
-                    request, thoughts = make_request(record or {}, self.engine, self.args, self.options)
+                    request, thoughts = make_request(record, self.engine, self.args, self.options)
                     self._places[index - len(self.kept)] = replace(place, thoughts=thoughts)
                 if self.traces and isinstance(request, Request):
                     request = replace(request, trace=self.traces.new(identity))
@@ -222,7 +240,8 @@ class Records:
 
 
 def read_lines(source: IO[bytes], busy: Callable[[], bool]) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines of the input. For a pipe also (0, None) whenever it has no line at the moment and `busy()`."""
+    """Numbered lines of the input. For a pipe also (0, None) whenever it has no line at the moment and `busy()`, and
+    every `AWAKE` seconds."""
     lines = enumerate(iter(lambda: _line(source), b""), 1)
     if source.seekable():
         yield from ((number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line) for number, line in lines)
@@ -240,7 +259,7 @@ def read_lines(source: IO[bytes], busy: Callable[[], bool]) -> Iterator[tuple[in
     threading.Thread(target=read, name="input", daemon=True).start()
     while True:
         try:
-            item = waiting.get(block=not busy())
+            item = waiting.get(block=not busy(), timeout=AWAKE)
         except queue.Empty:
             yield 0, None
             continue
@@ -272,6 +291,18 @@ def parse_record(line: bytes) -> dict[str, Any]:
         return parse_object(line, **hooks)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def identified(line: bytes, index: int) -> tuple[dict[str, Any], str | int, UsageError | None]:
+    """A record, its id, which is its number if it has none, and what is wrong with it."""
+    try:
+        record = parse_record(line)
+    except UsageError as error:
+        return {}, index, error
+    identity = record.get("id", index)
+    if not _is_id(identity):
+        return record, index, UsageError(f"id: expected a string or an integer, got {_show(identity)}")
+    return record, identity, None
 
 
 def _no_constant(name: str) -> float:
@@ -405,6 +436,11 @@ def answer(place: Place, outcome: SearchResult | CoppiceError) -> dict[str, Any]
     return outcome.record(place.id, place.thoughts)
 
 
+def encoded(record: dict[str, Any]) -> bytes:
+    """A record as JSON on one line; a lone surrogate (of an id) becomes an escape of JSON, as in the input."""
+    return json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
+
+
 # --- files ---
 
 
@@ -422,6 +458,20 @@ def _open_input(args: argparse.Namespace, stdin: IO[bytes] | None) -> IO[bytes]:
         print("JSON Lines are read from the terminal; Ctrl-D ends them", file=sys.stderr)
     # Not sys.stdin: a thread that waits there holds a lock that the interpreter takes when it ends.
     return open(sys.stdin.fileno(), "rb", closefd=False)
+
+
+def _sink(args: argparse.Namespace, source: IO[bytes], stdout: IO[bytes] | None, shard: Shard) -> "Sink":
+    """The output; in all processes but the first, one that writes nothing and has as many answers."""
+    sink = Sink(_Nowhere(), "nowhere") if shard.rank > 0 else Sink.open(args, source, stdout)
+    sink.kept, sink.lines, sink.errors = shard.first(lambda: (sink.kept, sink.lines, sink.errors))
+    return sink
+
+
+class _Nowhere(io.BytesIO):
+    """Keeps nothing that is written to it."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
 
 
 class Sink:
@@ -516,9 +566,7 @@ class Sink:
         self._held[i] = record
         while self._next in self._held:
             record = self._held.pop(self._next)
-            # A lone surrogate (of an id) becomes an escape of JSON, as in the input.
-            line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
-            self._write(line + b"\n")
+            self._write(encoded(record) + b"\n")
             self._next += 1
             self.lines += 1
             self.errors += "error" in record
@@ -614,6 +662,9 @@ class Meter:
         seconds = time.monotonic() - self.began
         text = f"{self.done} lines, {self.tokens} new tokens in {seconds:.1f} s ({self.tokens / seconds:.0f} tokens/s)"
         before = f"; {kept} lines were there before" if kept else ""
+        prefixes = self.engine.pool.prefixes
+        if prefixes is not None and prefixes.reused_tokens:
+            before += f"; {prefixes.reused_tokens} of {prefixes.asked_tokens} prompt tokens were cached"
         print(f"{text}, KV peak {self.peak / 1e6:.1f} MB{before}", file=sys.stderr)
 
 

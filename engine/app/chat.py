@@ -20,11 +20,14 @@ from engine.budget import Loading, table
 from engine.capabilities import dtype_name
 from engine.conversation import OVERFLOW, Conversation
 from engine.demo import BANNER, demo_folder, is_demo
+from engine.distributed import check_alone
 from engine.engine import Engine
 from engine.errors import UsageError
 from engine.trace import Traces
+from engine.tree import shared_length
 from engine.version import __version__
 from models.checkpoint import Checkpoint
+from models.sharding import Shard
 from search.base import make_search
 from search.trie import Trie
 
@@ -73,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
         "5 numerics, 130 interrupted, 141 closed pipe",
     )
     cli.add_model_flags(parser)
+    cli.add_prefix_flags(parser)
     cli.add_template_flags(parser)
     cli.add_search_flags(parser)
     cli.add_limit_flags(parser)
@@ -86,6 +90,13 @@ def parser() -> argparse.ArgumentParser:
         type=cli.positive,
         metavar="N",
         help="tokens that --plan counts, --max-new-tokens of them the reply's (the model's context)",
+    )
+    group.add_argument(
+        "--processes",
+        type=cli.positive,
+        default=1,
+        metavar="N",
+        help="that share the model, for --plan; it counts what each takes (1)",
     )
     group = parser.add_argument_group("chat")
     prompts = group.add_mutually_exclusive_group()
@@ -102,6 +113,12 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--load", metavar="FILE", help="go on with a saved conversation")
     group.add_argument("--save", metavar="FILE", type=Path, help="save the conversation after every turn")
+    group.add_argument(
+        "--save-prefix",
+        metavar="FILE",
+        help="write what all conversations with this --system begin with, or without a chat template the one prompt, "
+        "for --load-prefix",
+    )
     group.add_argument("--show-beams", action="store_true", help="the live candidates under the text, on a terminal")
     group.add_argument("--stats", action="store_true", help="figures after each reply, on stderr")
     group.add_argument("--json", action="store_true", help="replies as JSON lines, as engine.batch writes them")
@@ -132,6 +149,7 @@ def chat(args: argparse.Namespace) -> int:
     if args.plan is not None:
         print(plan(args))
         return 0
+    check_alone("engine.chat")
     make_search(args.search, cli.search_params(args))
     settings = Settings(args.search, cli.search_params(args), **cli.limits(args), rules=cli.rules(args))
     if sys.stdout is None:
@@ -147,6 +165,8 @@ def chat(args: argparse.Namespace) -> int:
     screen = make_screen(args)
     engine = load(args, screen)
     conversation = Conversation(engine, args.system, args.on_overflow, options)
+    if args.save_prefix is not None:
+        engine.save_prefix(args.save_prefix, common_prefix(conversation, prompt))
     with Interrupt() as interrupt, contextlib.closing(conversation.session):
         dialog = Dialog(
             conversation,
@@ -175,11 +195,26 @@ def chat(args: argparse.Namespace) -> int:
         return dialog.converse()
 
 
+def common_prefix(conversation: Conversation, prompt: str | None) -> list[int]:
+    """The tokens that every conversation begins with; without a chat template those of the one prompt.
+
+    Raises UsageError.
+    """
+    if conversation.engine.template is None:
+        if prompt is None:
+            raise UsageError("--save-prefix: without a chat template it needs -p or --prompt-file")
+        return conversation.prompt_ids(prompt)
+    one, other = (conversation.prompt_ids(text) for text in ("a", "1"))
+    if not (shared := shared_length(one, other)):
+        raise UsageError("--save-prefix: conversations with this template have no common beginning")
+    return one[:shared]
+
+
 def plan(args: argparse.Namespace) -> str:
     """The table of `--plan`. Raises CoppiceError."""
     given = {"dtype": args.dtype, "device": args.device}
-    context = args.context
-    return table(Loading({"target": args.plan}, **given), lambda beams: Trie(beams=beams), context, args.max_new_tokens)
+    context, loading = args.context, Loading({"target": args.plan}, **given, shard=Shard(0, args.processes))
+    return table(loading, lambda beams: Trie(beams=beams), context, args.max_new_tokens)
 
 
 def make_screen(args: argparse.Namespace) -> Screen:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, starmap
 from typing import Any
 
 from engine.constraints import ConstraintError
@@ -56,7 +57,7 @@ class Answers:
             yield from self._text(index, output.text if j else "", last=True)
             fields: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
             fields |= {"logprobs": self._logprobs(output), "finish_reason": FINISH.get(output.finish_reason, "stop")}
-            yield self._chunk([{"index": index, **fields, "coppice": _about_output(output)}])
+            yield self._chunk([{"index": index, **fields, "coppice": self._about_output(output)}])
 
     def close(self, results: Sequence[SearchResult]) -> Iterator[dict[str, Any]]:
         """The last chunk, if it was asked for."""
@@ -105,15 +106,37 @@ class Answers:
             message = {"role": "assistant", "content": answer, "refusal": None}
             fields = {"message": message if thought is None else {**message, "reasoning_content": thought}}
         fields |= {"logprobs": self._logprobs(output), "finish_reason": FINISH.get(output.finish_reason, "stop")}
-        return {"index": index, **fields, "coppice": _about_output(output)}
+        return {"index": index, **fields, "coppice": self._about_output(output)}
+
+    def _about_output(self, output: Output) -> dict[str, Any]:
+        about: dict[str, Any] = {"logprob": output.logprob, "score": output.score}
+        about["finish_reason"] = output.finish_reason
+        if output.item is not None:
+            about["item"] = output.item
+        return about | {"token_ids": output.token_ids} if self.asked.token_ids else about
 
     def _logprobs(self, output: Output) -> dict[str, Any] | None:
-        return None
+        """The log-probabilities of an output's tokens, but for the one that ended it; None if they are not wanted."""
+        if output.token_logprobs is None:
+            return None
+        tokens = output.token_ids[: -1 if output.finish_reason == "eos" else None]
+        alternatives = output.top_logprobs or [[] for _ in tokens]
+        rows = [*zip(tokens, output.token_logprobs, alternatives, strict=False)]
+        if self.chat:
+            return {
+                "content": [self._token(t, x) | {"top_logprobs": [*starmap(self._token, top)]} for t, x, top in rows]
+            }
+        texts = [self.asked.served.spelling(token)[0] for token in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [logprob for _, logprob, _ in rows],
+            "top_logprobs": [{self.asked.served.spelling(t)[0]: x for t, x in top} for _, _, top in rows],
+            "text_offset": [0, *accumulate(map(len, texts))][: len(texts)],
+        }
 
-
-def _about_output(output: Output) -> dict[str, Any]:
-    about = {"logprob": output.logprob, "score": output.score, "finish_reason": output.finish_reason}
-    return about if output.item is None else about | {"item": output.item}
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text, data = self.asked.served.spelling(token)
+        return {"token": text, "logprob": logprob, "bytes": data}
 
 
 def usage(results: Sequence[SearchResult], n: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import argparse
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from engine.requests import Search
 from engine.serve.stepper import Lane
 from engine.service import Checked
 from engine.text.thinking import Thoughts
-from engine.trace import Trace
+from engine.trace import ANCHOR, Trace, token_text
 from search.base import REGISTRY, parameters
 from search.options import Sampling
 
@@ -48,7 +48,8 @@ RENAMED = {  # names of others -> keys of a batch line's params
     "beam_width": "beams",
 }
 PLAIN_DRAWS = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # that any search may be given
-OWN = ("model", "stream", "stream_options", "trace", "catalogue", "use_beam_search")
+MOST_LOGPROBS = 20
+OWN = ("model", "stream", "stream_options", "trace", "catalogue", "use_beam_search", "return_token_ids")
 RECORD = {CHAT: ("messages", "tools", "template", "think", "response_format"), COMPLETIONS: ("response_format",)}
 
 
@@ -91,6 +92,19 @@ class Served:
         self.engine = self.lane.service.engine
         self.template: TemplateOptions = template_options(self.args)
         self.created = int(time.time())
+        self._bytes: list[bytes] | None = None
+
+    def spelling(self, token: int) -> tuple[str, list[int]]:
+        """A token's text in the middle of a text, and its bytes, which may be a part of a character."""
+        tokenizer = self.engine.tokenizer
+        if self._bytes is None:
+            try:
+                self._bytes = tokenizer.data()
+            except UsageError:  # they depend on the tokens around
+                self._bytes = []
+        text = token_text(tokenizer, tokenizer.encode(ANCHOR, add_special=False), token)
+        data = self._bytes[token] if token < len(self._bytes) else b""
+        return text, [*(data or text.encode())]
 
 
 @dataclass
@@ -103,6 +117,7 @@ class Asked:
         n: outputs per prompt.
         name: of the search.
         seed: that was drawn, because none was given.
+        token_ids: whether choices have them.
         traces: one for each prompt, if traces are wanted.
     """
 
@@ -115,6 +130,7 @@ class Asked:
     include_usage: bool
     name: str
     seed: int | None
+    token_ids: bool = False
     traces: list[Trace] = field(default_factory=list)
 
 
@@ -128,10 +144,10 @@ def prompts_of(body: Mapping[str, Any], kind: str) -> list[Any]:
     return [prompt]
 
 
-def read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str) -> Asked:
+def read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str, salt: str = "") -> Asked:
     """As `_read`, with errors that name fields as the client did."""
     try:
-        return _read(body, kind, served, limits, identity)
+        return _read(body, kind, served, limits, identity, salt)
     except UsageError as error:
         for theirs, ours in RENAMED.items():
             if theirs in body and error.what.startswith(f"{ours}:"):
@@ -140,13 +156,14 @@ def read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identi
         raise
 
 
-def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str) -> Asked:
+def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str, salt: str) -> Asked:
     """Check a body, and make the requests that it asks for.
 
     Args:
         body: the JSON object, without keys whose value is null.
         kind: CHAT or COMPLETIONS.
         identity: names the traces.
+        salt: of cached prefixes.
 
     Raises:
         CoppiceError: a field is unknown, refused, malformed or above a limit.
@@ -165,6 +182,7 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
         if isinstance(request.search, Sampling) and "seed" not in params and getattr(served.args, "seed", None) is None:
             seed = secrets.randbits(63) if seed is None else seed
             request = replace(request, search=replace(request.search, seed=seed))
+        request = replace(request, cache_salt=salt)
         _limit(request, limits)
         if "catalogue" in body:
             request = replace(request, catalogue=_catalogue(body["catalogue"], served.catalogues))
@@ -172,10 +190,14 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
             traces.append(Trace(f"{identity}-{i}" if len(prompts) > 1 else identity))
             request = replace(request, trace=traces[-1])
         checked.append(served.lane.service.check(request))
+    if checked[0].request.logprobs is not None:
+        served.spelling(0)  # here, and not while others stream
     first = checked[0].request.search
     name = params.get("search", served.args.search)
     n = getattr(first, "num_return_sequences", 1)
-    return Asked(served, kind, checked, thoughts, n, stream, options, name, seed, traces)
+    return Asked(
+        served, kind, checked, thoughts, n, stream, options, name, seed, _flag(body, "return_token_ids"), traces
+    )
 
 
 def _refuse(body: Mapping[str, Any], kind: str) -> None:
@@ -192,8 +214,8 @@ def _refuse(body: Mapping[str, Any], kind: str) -> None:
 
 def _params(body: Mapping[str, Any], served: Served, kind: str) -> dict[str, Any]:
     """The `params` of a batch line. Raises UsageError."""
-    others = {*IGNORED, *REFUSED, *OWN, *RECORD[kind], "prompt", "chat_template_kwargs", *_LOGPROBS}
-    params: dict[str, Any] = {}
+    others = {*IGNORED, *REFUSED, *OWN, *RECORD[kind], "prompt", "chat_template_kwargs", "logprobs", "top_logprobs"}
+    params: dict[str, Any] = {} if (wanted := _logprobs(body, kind)) is None else {"logprobs": wanted}
     for key, value in body.items():
         if key in others:
             continue
@@ -227,6 +249,21 @@ def _drop_plain(params: dict[str, Any], name: str) -> None:
 def _flag(body: Mapping[str, Any], key: str) -> bool:
     check_flag(key, value := body.get(key, False))
     return value
+
+
+def _logprobs(body: Mapping[str, Any], kind: str) -> int | None:
+    """How many alternatives are wanted beside the log-probability of each token; None: none of these numbers."""
+    if kind == COMPLETIONS:
+        if "top_logprobs" in body:
+            raise UsageError("top_logprobs: it belongs to /v1/chat/completions; here logprobs is the number")
+        if "logprobs" in body:
+            check_integer("logprobs", body["logprobs"], 0, MOST_LOGPROBS)
+        return body.get("logprobs")
+    wanted, top = _flag(body, "logprobs"), body.get("top_logprobs", 0)
+    check_integer("top_logprobs", top, 0, MOST_LOGPROBS)
+    if top and not wanted:
+        raise UsageError("top_logprobs: it needs logprobs: true")
+    return top if wanted else None
 
 
 def _options(body: Mapping[str, Any]) -> bool:
@@ -284,6 +321,3 @@ def _message(i: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-_LOGPROBS: Sequence[str] = ("logprobs", "top_logprobs")

@@ -9,6 +9,7 @@ from kernels import checks
 from kernels.cpp import watched, why_not
 from kernels.kv_write import native, reference
 from kernels.kv_write import torch as plain
+from kernels.kv_write.turn import Turn
 
 Copier = Callable[[Sequence[int], Sequence[int]], None]
 IMPLEMENTATIONS = ("reference", "torch", "cpp", "triton")
@@ -48,6 +49,44 @@ def kv_write(
     else:
         run = ops.coppice.kv_write_torch if compiler.is_compiling() else plain.kv_write
     run(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
+
+
+def rotary_write(
+    k_GSD: Tensor,
+    v_GSD: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    slots_T: Tensor,
+    turn: Turn,
+    *,
+    impl: str = "reference",
+) -> Tensor:
+    """Norm and rotate heads of queries and keys, and store keys and values as `kv_write` does.
+
+    Args:
+        k_GSD, v_GSD, k_TGD, v_TGD, slots_T: see `kv_write`.
+        q_THD: queries, in the dtype of k_TGD; any strides.
+        turn: norms and angles.
+        impl: "reference" (the definition) or "triton" (one launch); elsewhere the parts are operators of their own.
+
+    Returns:
+        the queries, [T, H, D].
+
+    Raises:
+        ValueError: as `kv_write`.
+    """
+    if impl not in ("reference", "triton"):
+        raise ValueError(f"impl: expected reference or triton, got {impl!r}")
+    checks.kv_write(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
+    checks.turn(q_THD, k_TGD, turn)
+    if slots_T.is_cpu:
+        checks.within("slots_T", slots_T.tolist(), k_GSD.shape[1])
+    if impl == "reference":
+        return reference.rotary_write(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, slots_T, turn)
+    from kernels.kv_write import triton  # absent on some machines, and slow to import
+
+    return triton.rotary_write(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, slots_T, turn)
 
 
 def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor | None = None) -> Copier:

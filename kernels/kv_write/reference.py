@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 
 from kernels.kv_int8 import quantise
+from kernels.kv_write.turn import Turn
+from kernels.rows import layer_norm, rms_norm, rotary
+from kernels.rows.checks import Vectors
 
 
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:
@@ -13,3 +16,24 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     for t, slot in enumerate(slots_T.tolist()):
         k_GSD[:, slot] = k_TGD[t]
         v_GSD[:, slot] = v_TGD[t]
+
+
+def rotary_write(
+    k_GSD: Tensor, v_GSD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, turn: Turn
+) -> Tensor:
+    """See the front for arguments."""
+
+    def turned(x_THD: Tensor, norm: Vectors | None, angles: tuple[Tensor, ...]) -> Tensor:
+        for rotated in (turn.norms_last, not turn.norms_last):
+            if rotated and angles:
+                x_THD = rotary(x_THD, *angles, impl="torch")
+            if not rotated and norm is not None:
+                weight_D, bias_D = norm
+                if bias_D is None:
+                    x_THD = rms_norm(x_THD, weight_D, turn.eps, impl="torch")
+                else:
+                    x_THD = layer_norm(x_THD, weight_D, bias_D, turn.eps, impl="torch")
+        return x_THD
+
+    kv_write(k_GSD, v_GSD, turned(k_TGD, turn.k_norm, turn.angles[:2]), v_TGD, slots_T)
+    return turned(q_THD, turn.q_norm, turn.angles[-2:])

@@ -1,5 +1,5 @@
 """KV writes on a GPU: one launch for keys and values, a program per token and block of its row, or, into an int8 cache,
-per token and head."""
+per few heads. Norms of heads and rotations are part of the launch where the caller has some."""
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false
 # (what triton.jit takes and gives is no function to a type checker)
@@ -10,10 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.custom_ops import nothing, register
-from kernels.gpu import check_device
+from kernels.gpu import INTERPRETED, cast, check_device
 from kernels.kv_int8 import LEAST, PER_STEP
+from kernels.kv_write.turn import Turn
 
 BLOCK = 1024
+HEADS = 64 if INTERPRETED.value else 4  # of a program: an interpreted one costs the same however many it has
 PER_STEP, LEAST = tl.constexpr(PER_STEP), tl.constexpr(LEAST)
 
 
@@ -29,14 +31,44 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
         k_TGD, v_TGD = k_TGD.contiguous(), v_TGD.contiguous()
     strides = k_TGD.stride(0), k_TGD.stride(1), v_TGD.stride(0), v_TGD.stride(1)
     if k_GSD.dtype == torch.int8:
-        sizes = {"D": D, "D2": triton.next_power_of_2(D), "num_warps": 1}
-        _write_int8[T, G](k_GSD, v_GSD, k_TGD, v_TGD, slots_T, k_GSD.stride(0), v_GSD.stride(0), *strides, **sizes)
+        sizes = {"G": G, "D": D, "D2": triton.next_power_of_2(D), "M": HEADS, "num_warps": 1}
+        written = k_GSD, v_GSD, k_TGD, v_TGD, slots_T, T, k_GSD.stride(0), v_GSD.stride(0)
+        _write_int8[(triton.cdiv(T * G, HEADS),)](*written, *strides, **sizes)
         return
     _write[T, triton.cdiv(G * D, BLOCK)](
         k_GSD, v_GSD, k_TGD, v_TGD, slots_T,
         k_GSD.stride(0), v_GSD.stride(0), *strides,
         G=G, D=D, BLOCK=BLOCK,
     )  # fmt: skip
+
+
+def rotary_write(
+    k_GSD: Tensor, v_GSD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, turn: Turn
+) -> Tensor:
+    """See the front for arguments.
+
+    Raises:
+        ValueError: tensors that the kernel cannot reach.
+    """
+    check_device(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, slots_T)
+    (T, H, D), G = q_THD.shape, k_TGD.shape[1]
+    q_THD, k_TGD, v_TGD = (x if x.stride(2) == 1 else x.contiguous() for x in (q_THD, k_TGD, v_TGD))
+    angles = [x.contiguous() for x in turn.angles] or [slots_T, slots_T]
+    norms, kind = [], 0
+    for norm in (turn.q_norm, turn.k_norm):
+        if norm is not None:
+            kind = 1 if norm[1] is None else 2
+        weight_D, bias_D = norm or (slots_T, None)
+        norms += [weight_D, slots_T if bias_D is None else bias_D]
+    out_THD = torch.empty(T, H, D, dtype=q_THD.dtype, device=q_THD.device)
+    strides = (x.stride(i) for x in (q_THD, k_TGD, v_TGD) for i in (0, 1))
+    _turn[(triton.cdiv(T * (H + 2 * G), HEADS),)](
+        q_THD, k_TGD, v_TGD, *angles[:2], *angles[-2:], *norms, k_GSD, v_GSD, out_THD, slots_T, T,
+        *strides, k_GSD.stride(0), v_GSD.stride(0), turn.eps,
+        H=H, G=G, D=D, D2=triton.next_power_of_2(D), R=turn.angles[0].shape[1] if turn.angles else 0,
+        NORM=kind, LAST=turn.norms_last, INT8=k_GSD.dtype == torch.int8, M=HEADS, num_warps=1,
+    )  # fmt: skip
+    return out_THD
 
 
 @triton.jit
@@ -56,38 +88,145 @@ def _write(
     tl.store(v_ptr + g * stride_vg + at, v, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _write_int8(
-    k_ptr, v_ptr, new_k_ptr, new_v_ptr, slots_ptr,
+    k_ptr, v_ptr, new_k_ptr, new_v_ptr, slots_ptr, T,
     stride_kg, stride_vg, stride_nkt, stride_nkg, stride_nvt, stride_nvg,
-    D: tl.constexpr, D2: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """One token's keys and values of one head."""
-    t, g = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    at = tl.load(slots_ptr + t) * (D + 2)
-    _quantise(new_k_ptr + t * stride_nkt + g * stride_nkg, k_ptr + g * stride_kg + at, D, D2)
-    _quantise(new_v_ptr + t * stride_nvt + g * stride_nvg, v_ptr + g * stride_vg + at, D, D2)
+    """M rows of keys and as many of values, heads of a token in a row."""
+    n_M = tl.program_id(0) * M + tl.arange(0, M)
+    t_M, g_M, real_M = (n_M // G).to(tl.int64), (n_M % G).to(tl.int64), n_M < T * G
+    d_D = tl.arange(0, D2)
+    read_MD = real_M[:, None] & (d_D < D)[None, :]
+    slot_M = tl.load(slots_ptr + t_M, mask=real_M, other=0)
+    k_MD = tl.load(new_k_ptr + (t_M * stride_nkt + g_M * stride_nkg)[:, None] + d_D[None, :], mask=read_MD, other=0.0)
+    v_MD = tl.load(new_v_ptr + (t_M * stride_nvt + g_M * stride_nvg)[:, None] + d_D[None, :], mask=read_MD, other=0.0)
+    _store_int8(k_MD, k_ptr, g_M * stride_kg + slot_M * (D + 2), real_M, D, D2)
+    _store_int8(v_MD, v_ptr, g_M * stride_vg + slot_M * (D + 2), real_M, D, D2)
 
 
 @triton.jit
-def _quantise(x_ptr, row_ptr, D: tl.constexpr, D2: tl.constexpr):
-    """One row, as `kernels.kv_int8` defines it; of numbers as bits, magnitudes have the order of the numbers."""
+def _store_int8(x_MD, cache_ptr, at_M, real_M, D: tl.constexpr, D2: tl.constexpr):
+    """Rows, as `kernels.kv_int8` defines them; of numbers as bits, magnitudes have the order of the numbers."""
+    x_MD = x_MD.to(tl.float32)
+    most_M = tl.max(x_MD.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    finite_M = most_M < 0x7F800000
+    x_MD, most_M = tl.where(finite_M[:, None], x_MD, 0.0), tl.where(finite_M, most_M, 0)
+    exact_M = most_M.to(tl.float32, bitcast=True) * PER_STEP
+    bits_M = exact_M.to(tl.int32, bitcast=True)
+    bits_M = tl.where(exact_M < LEAST, 0, (bits_M + 0x7FFF + ((bits_M >> 16) & 1)) >> 16)  # of the nearest bfloat16
+    scale_M = (bits_M << 16).to(tl.float32, bitcast=True)
+    inverse_M = tl.where(bits_M == 0, 0.0, tl.div_rn(1.0, tl.where(bits_M == 0, 1.0, scale_M)))
+    q_MD = tl.minimum(tl.maximum(x_MD * inverse_M[:, None], -127.0), 127.0)
+    q_MD = (q_MD + 12582912.0) - 12582912.0  # 1.5 * 2^23: a sum with it has no fraction
     d_D = tl.arange(0, D2)
-    x_D = tl.load(x_ptr + d_D, mask=d_D < D, other=0.0).to(tl.float32)
-    most = tl.max(x_D.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    finite = most < 0x7F800000
-    x_D, most = tl.where(finite, x_D, 0.0), tl.where(finite, most, 0)
-    exact = most.to(tl.float32, bitcast=True) * PER_STEP
-    bits = exact.to(tl.int32, bitcast=True)
-    bits = tl.where(exact < LEAST, 0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)  # of the nearest bfloat16
-    scale = (bits << 16).to(tl.float32, bitcast=True)
-    inverse = tl.where(bits == 0, 0.0, tl.div_rn(1.0, tl.where(bits == 0, 1.0, scale)))
-    q_D = tl.minimum(tl.maximum(x_D * inverse, -127.0), 127.0)
-    q_D = (q_D + 12582912.0) - 12582912.0  # 1.5 * 2^23: a sum with it has no fraction
-    tl.store(row_ptr + d_D, q_D.to(tl.int8), mask=d_D < D)
-    bits = tl.where(finite, bits, 0x7F80)
-    tl.store(row_ptr + D, bits.to(tl.int8))
-    tl.store(row_ptr + D + 1, (bits >> 8).to(tl.int8))
+    tl.store(cache_ptr + at_M[:, None] + d_D[None, :], q_MD.to(tl.int8), mask=real_M[:, None] & (d_D < D)[None, :])
+    bits_M = tl.where(finite_M, bits_M, 0x7F80)
+    tl.store(cache_ptr + at_M + D, bits_M.to(tl.int8), mask=real_M)
+    tl.store(cache_ptr + at_M + (D + 1), (bits_M >> 8).to(tl.int8), mask=real_M)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _turn(
+    q_ptr, new_k_ptr, new_v_ptr, cos_ptr, sin_ptr, q_cos_ptr, q_sin_ptr,
+    q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr, k_ptr, v_ptr, out_ptr, slots_ptr, T,
+    stride_qt, stride_qh, stride_nkt, stride_nkg, stride_nvt, stride_nvg, stride_kg, stride_vg, eps,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, R: tl.constexpr,
+    NORM: tl.constexpr, LAST: tl.constexpr, INT8: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """M heads: of a token those of queries, of keys, of values in a row. Every step is rounded to the dtype."""
+    n_M = tl.program_id(0) * M + tl.arange(0, M)
+    t_M, h_M, real_M = (n_M // (H + 2 * G)).to(tl.int64), (n_M % (H + 2 * G)).to(tl.int64), n_M < T * (H + 2 * G)
+    q_M, v_M = real_M & (h_M < H), real_M & (h_M >= H + G)
+    k_M = real_M & (h_M >= H) & (h_M < H + G)
+    g_M = tl.where(k_M, h_M - H, tl.where(v_M, h_M - H - G, 0))
+    d_D = tl.arange(0, D2)
+    real_D, turned_D = d_D < D, d_D < R
+    other_D = tl.where(d_D < R // 2, d_D + R // 2, d_D - R // 2)  # the element that a rotated one is paired with
+    at_q_M, at_k_M = t_M * stride_qt + h_M * stride_qh, t_M * stride_nkt + g_M * stride_nkg
+    x_MD = _pick(q_ptr, at_q_M, q_M, new_k_ptr, at_k_M, k_M, d_D, real_D).to(tl.float32)
+    y_MD = _pick(q_ptr, at_q_M, q_M, new_k_ptr, at_k_M, k_M, other_D, turned_D).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    if NORM > 0 and not LAST:
+        mean_M, inverse_M = _moments(x_MD, real_D, eps, D, NORM)
+        x_MD = _normed(
+            x_MD, d_D, real_D, q_M, mean_M, inverse_M, q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr, NORM, dtype
+        )
+        y_MD = _normed(
+            y_MD,
+            other_D,
+            turned_D,
+            q_M,
+            mean_M,
+            inverse_M,
+            q_weight_ptr,
+            q_bias_ptr,
+            k_weight_ptr,
+            k_bias_ptr,
+            NORM,
+            dtype,
+        )
+    if R > 0:
+        at_M, row_M = t_M * R, q_M | k_M
+        cos_MD = _pick(q_cos_ptr, at_M, q_M, cos_ptr, at_M, row_M & ~q_M, d_D, turned_D).to(tl.float32)
+        sin_MD = _pick(q_sin_ptr, at_M, q_M, sin_ptr, at_M, row_M & ~q_M, d_D, turned_D).to(tl.float32)
+        sin_MD = tl.where((d_D < R // 2)[None, :], -sin_MD, sin_MD)
+        x_MD = tl.where(turned_D[None, :], x_MD * cos_MD + y_MD * sin_MD, x_MD)
+        x_MD = cast(x_MD, dtype).to(tl.float32)
+    if NORM > 0 and LAST:
+        mean_M, inverse_M = _moments(x_MD, real_D, eps, D, NORM)
+        x_MD = _normed(
+            x_MD, d_D, real_D, q_M, mean_M, inverse_M, q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr, NORM, dtype
+        )
+    x_MD = cast(x_MD, dtype)
+    tl.store(out_ptr + ((t_M * H + h_M) * D)[:, None] + d_D[None, :], x_MD, mask=q_M[:, None] & real_D[None, :])
+    written_MD = tl.load(
+        new_v_ptr + (t_M * stride_nvt + g_M * stride_nvg)[:, None] + d_D[None, :],
+        mask=v_M[:, None] & real_D[None, :], other=0.0,
+    )  # fmt: skip
+    slot_M = tl.load(slots_ptr + t_M, mask=real_M, other=0)
+    if INT8:
+        _store_int8(x_MD, k_ptr, g_M * stride_kg + slot_M * (D + 2), k_M, D, D2)
+        _store_int8(written_MD, v_ptr, g_M * stride_vg + slot_M * (D + 2), v_M, D, D2)
+    else:
+        at_MD = (slot_M * D)[:, None] + d_D[None, :]
+        tl.store(k_ptr + (g_M * stride_kg)[:, None] + at_MD, x_MD, mask=k_M[:, None] & real_D[None, :])
+        tl.store(v_ptr + (g_M * stride_vg)[:, None] + at_MD, written_MD, mask=v_M[:, None] & real_D[None, :])
+
+
+@triton.jit
+def _pick(one_ptr, at_one_M, one_M, two_ptr, at_two_M, two_M, d_D, real_D):
+    """Elements of rows of one tensor, or of another; 0 elsewhere."""
+    one_MD = tl.load(one_ptr + at_one_M[:, None] + d_D[None, :], mask=one_M[:, None] & real_D[None, :], other=0.0)
+    two_MD = tl.load(two_ptr + at_two_M[:, None] + d_D[None, :], mask=two_M[:, None] & real_D[None, :], other=0.0)
+    return tl.where(one_M[:, None], one_MD, two_MD)
+
+
+@triton.jit
+def _moments(x_MD, real_D, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """The mean of rows, 0 for an RMSNorm, and the inverse of their deviation from that."""
+    mean_M = tl.sum(x_MD, 1) * 0
+    if NORM == 2:
+        mean_M = tl.sum(x_MD, 1) / D
+    far_MD = tl.where(real_D[None, :], x_MD - mean_M[:, None], 0.0)
+    return mean_M, 1 / tl.sqrt(tl.sum(far_MD * far_MD, 1) / D + eps)
+
+
+@triton.jit
+def _normed(
+    x_MD, d_D, real_D, q_M, mean_M, inverse_M, q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr,
+    NORM: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Elements d of rows after their norm."""
+    q_D = tl.load(q_weight_ptr + d_D, mask=real_D, other=0.0).to(tl.float32)
+    k_D = tl.load(k_weight_ptr + d_D, mask=real_D, other=0.0).to(tl.float32)
+    y_MD = (x_MD - mean_M[:, None]) * inverse_M[:, None] * tl.where(q_M[:, None], q_D[None, :], k_D[None, :])
+    if NORM == 2:
+        q_D = tl.load(q_bias_ptr + d_D, mask=real_D, other=0.0).to(tl.float32)
+        k_D = tl.load(k_bias_ptr + d_D, mask=real_D, other=0.0).to(tl.float32)
+        y_MD += tl.where(q_M[:, None], q_D[None, :], k_D[None, :])
+    return cast(tl.where(real_D[None, :], y_MD, 0.0), dtype).to(tl.float32)
 
 
 register("kv_write_triton", kv_write, nothing, mutates=("k_GSD", "v_GSD"))

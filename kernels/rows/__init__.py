@@ -1,7 +1,8 @@
 """Operators on rows, between the matrix products of a layer and after the last one: the front that picks.
 
 All take `impl`, the implementation of the pass (see `kernels.tree_attention`): "cpp" is C++, eager on a CPU, one pass
-over the rows for each operator; "compiled" is what torch.compile makes of PyTorch's, once for each operator, dtype and
+over the rows for each operator; "triton" has kernels for a GPU of norms, activations and gates, with a launch each;
+"compiled" is what torch.compile makes of PyTorch's, once for each operator, dtype and
 number of dimensions, for passes of two tokens or more; anything else is PyTorch, which a compiler can fuse. From
 `top_k` on, None chooses "cpp" for float32 on a CPU where there are C++ kernels, else PyTorch.
 
@@ -16,13 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.checks import expect
 from kernels.cpp import watched, why_not
 from kernels.rows import checks, native, reference
+from kernels.rows.checks import Vectors
+
+IN_TRITON = frozenset(["rms_norm", "layer_norm", "add_norm", "activation", "activation_mul"])
 
 
 def _pick(name: str, impl: str) -> Callable[..., Any]:
     if impl == "compiled":
         return compiled(name)
+    if impl == "triton" and name in IN_TRITON and not torch.compiler.is_compiling():
+        from kernels.rows import triton  # absent on some machines, and slow to import
+
+        return getattr(triton, name)
     if impl != "cpp":
         return getattr(reference, name)
     if not watched():
@@ -61,6 +70,42 @@ def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float, *, im
     if _checked():
         checks.vectors(x_NE, weight_E=weight_E, bias_E=bias_E)
     return _pick("layer_norm", impl)(x_NE, weight_E, bias_E, eps)
+
+
+def add_norm(
+    x_NE: Tensor,
+    addends: Sequence[Tensor],
+    norm: Vectors | None,
+    out_norm: Vectors | None = None,
+    *,
+    scale: float = 1.0,
+    eps: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """The stream after what parts of a layer add to it, and what the next part reads: x + the addends, each by way of
+    `out_norm` and times `scale`, and the norm of this sum. Two addends are added to each other first.
+
+    Every step is rounded to the dtype.
+
+    Args:
+        x_NE: the stream.
+        addends: one, or two of layers whose parts read the same; like x.
+        norm, out_norm: weight and bias, the bias None for an RMSNorm (see `rms_norm`, `layer_norm`); None: no norm.
+        impl: "triton", or anything else for PyTorch.
+
+    Returns:
+        Both like x; the same tensor if there is no norm.
+    """
+    if _checked():
+        if not 1 <= len(addends) <= 2:
+            raise ValueError(f"addends: expected one or two, got {len(addends)}")
+        for norms in (norm, out_norm):
+            named = {} if norms is None else {"weight_E": norms[0]}
+            checks.vectors(x_NE, **named, **({} if norms is None or norms[1] is None else {"bias_E": norms[1]}))
+        for addend in addends:
+            expect("addends", addend, x_NE.dtype, x_NE.shape, x_NE.device, contiguous=False)
+    run = _pick("add_norm", "torch" if impl in ("cpp", "compiled") else impl)
+    return run(x_NE, addends, norm, out_norm, scale, eps)
 
 
 def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, impl: str) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels.checks import expect, floats, within
 
 ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh"  # C++ numbers them in this order
+Vectors = tuple[Tensor, Tensor | None]  # of a norm: its weight, and the bias of a LayerNorm
 SPAN = 128  # elements of a row whose largest is a peak
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.rows.checks import SPAN
+from kernels.rows.checks import SPAN, Vectors
 
 ACTIVATIONS = {
     "relu": F.relu,
@@ -29,6 +29,25 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float) -> Tensor:
     """See the front for arguments."""
     return F.layer_norm(x_NE, weight_E.shape, weight_E, bias_E, eps)
+
+
+def add_norm(
+    x_NE: Tensor, addends: Sequence[Tensor], norm: Vectors | None, out_norm: Vectors | None, scale: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See the front for arguments."""
+
+    def normed(x: Tensor, vectors: Vectors | None) -> Tensor:
+        if vectors is None:
+            return x
+        weight_E, bias_E = vectors
+        return rms_norm(x, weight_E, eps) if bias_E is None else layer_norm(x, weight_E, bias_E, eps)
+
+    left = [normed(y_NE, out_norm) for y_NE in addends]
+    if scale != 1.0:
+        left = [y_NE * scale for y_NE in left]
+    if left:
+        x_NE = x_NE + (left[0] if len(left) == 1 else left[0] + left[1])
+    return x_NE, normed(x_NE, norm)
 
 
 def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:

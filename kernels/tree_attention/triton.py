@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.custom_ops import like, register
-from kernels.gpu import INTERPRETED, Properties, check_device, properties
+from kernels.gpu import INTERPRETED, Properties, cast, check_device, dot, properties, tanh
 from kernels.layout import TreeLayout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -264,7 +264,7 @@ def _attend(
         real_M = real_M & some_M  # a share of nothing is not read
     tl.store(
         share_ptr + line_M[:, None] * D + d_D[None, :],
-        _cast(out_MD, share_ptr.dtype.element_ty),
+        cast(out_MD, share_ptr.dtype.element_ty),
         mask=real_M[:, None] & (d_D < D)[None, :],
     )
 
@@ -281,32 +281,19 @@ def _fold(
     k_ND = tl.load(k_ptr + at_ND, mask=live_ND, other=0)
     v_ND = tl.load(v_ptr + at_ND, mask=live_ND, other=0)
     if ROW > D:  # int8, which all of q's dtypes hold; their scales may be too small for float16, the values are not
-        k_ND = _cast(k_ND.to(tl.float32), q_MD.dtype)
-        v_ND = _cast(v_ND.to(tl.float32) * _scales(v_ptr + slot_N * ROW + D, live_N)[:, None], q_MD.dtype)
-    score_MN = _dot(q_MD, tl.trans(k_ND)) * scale
+        k_ND = cast(k_ND.to(tl.float32), q_MD.dtype)
+        v_ND = cast(v_ND.to(tl.float32) * _scales(v_ptr + slot_N * ROW + D, live_N)[:, None], q_MD.dtype)
+    score_MN = dot(q_MD, tl.trans(k_ND)) * scale
     if ROW > D:
         score_MN *= _scales(k_ptr + slot_N * ROW + D, live_N)[None, :]
     if CAPPED:
-        score_MN = _tanh(score_MN) * cap
+        score_MN = tanh(score_MN) * cap
     score_MN = tl.where(visible_MN, score_MN, float("-inf"))
     new_M = tl.maximum(top_M, tl.max(score_MN, 1))
     base_M = tl.where(new_M == float("-inf"), 0.0, new_M)
     p_MN = tl.exp2(score_MN - base_M[:, None])
     fade_M = tl.exp2(top_M - base_M)
-    return new_M, sum_M * fade_M + tl.sum(p_MN, 1), acc_MD * fade_M[:, None] + _dot(_cast(p_MN, v_ND.dtype), v_ND)
-
-
-@triton.jit
-def _tanh(x):
-    """The hyperbolic tangent, by a polynomial (Cephes, tanhf) where exponentials would lose digits."""
-    square = x * x
-    e = tl.exp2(-2.8853900817779268 * tl.abs(x))
-    far = (1 - e) / (1 + e)
-    y = -6.274231621e-03 * square + 2.107167298e-02
-    y = y * square - 5.385230828e-02
-    y = y * square + 1.333258612e-01
-    y = y * square - 3.333331756e-01
-    return tl.where(square < 0.3, x + x * square * y, tl.where(x < 0, -far, far))
+    return new_M, sum_M * fade_M + tl.sum(p_MN, 1), acc_MD * fade_M[:, None] + dot(cast(p_MN, v_ND.dtype), v_ND)
 
 
 @triton.jit
@@ -315,24 +302,6 @@ def _scales(byte_N, live_N):
     low_N = tl.load(byte_N, mask=live_N, other=0).to(tl.int32) & 255
     high_N = tl.load(byte_N + 1, mask=live_N, other=0).to(tl.int32)
     return ((high_N << 24) | (low_N << 16)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _dot(a, b):
-    """a b in float32, float32 itself without rounding to TF32. The interpreter multiplies bfloat16 wrongly."""
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
-def _cast(x, dtype: tl.constexpr):
-    """x in a dtype, rounded to nearest. The interpreter would cut bfloat16 off."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-        x = tl.where(x == x, nearest, x)
-    return x.to(dtype)
 
 
 @triton.jit
@@ -357,7 +326,7 @@ def _merge(
         total += tl.sum(weight_K)
         acc_D += tl.sum(weight_K[:, None] * share_KD, 0)
     out_D = acc_D / tl.where(total == 0, 1.0, total)
-    tl.store(out_ptr + line * D + d_D, _cast(out_D, out_ptr.dtype.element_ty), mask=d_D < D)
+    tl.store(out_ptr + line * D + d_D, cast(out_D, out_ptr.dtype.element_ty), mask=d_D < D)
 
 
 register("tree_attention_triton", _tree_attention, like)

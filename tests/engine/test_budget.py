@@ -224,6 +224,7 @@ def test_plan_and_workload():
 def test_a_command_line_imports_less_of_torch():
     """What only torch's compiler needs is left out, and there for whoever asks."""
     code = "import engine.startup as s, sys, torch; print(s.lean, s.METAS in sys.modules)\n"
+    code += "torch.Generator(); import torch._prims.rng_prims; torch.Generator()\n"  # as searches that draw ahead do
     code += "import torch._meta_registrations as m; print(hasattr(m, '__file__'))"
     run = f"import sys; sys.argv = ['-m']; sys.orig_argv = ['python', '-m', 'engine.chat']; exec({code!r})"
     done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=120)

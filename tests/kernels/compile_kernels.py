@@ -19,6 +19,9 @@ from triton.compiler import ASTSource
 
 from kernels.gpu import Properties
 from kernels.kv_write import triton as kv_write
+from kernels.linear import triton as products
+from kernels.linear.codes import Codes
+from kernels.rows import triton as on_rows
 from kernels.tree_attention import triton as tree_attention
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -67,6 +70,48 @@ def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split
     if dtype != torch.float32 and capability == 90 and not head % 8 and not int8:
         assert "cp.async.cg" in compiled.asm["ptx"], "keys and values are not fetched ahead, 16 bytes at a time"
     return compiled
+
+
+def turn(capability, head, norm, int8):
+    pointers = {name for name in kv_write._turn.arg_names if name.endswith("_ptr")}
+    types = {"slots_ptr": "*i64", "eps": "fp32", "stride_kg": "i64", "stride_vg": "i64"}
+    types |= dict.fromkeys(("k_ptr", "v_ptr"), "*i8" if int8 else "*bf16")
+    types = dict.fromkeys(pointers, "*bf16") | types
+    sizes = {"H": 32, "G": 8, "D": head, "D2": head, "R": head, "NORM": norm, "LAST": False, "INT8": int8, "M": 4}
+    return compile(kv_write._turn, capability, types, sizes, num_warps=1)
+
+
+def product(capability, kind, rows, dtype=torch.bfloat16, group=128, **more):
+    """An int8 matrix is a group a row; of few rows the width is split."""
+    matrix = Codes({4: "int4", 5: "int8", 6: "float8"}[kind], group, 4096, 4096, *torch.empty(2, 1))
+    types = {name: f"*{NAMES[dtype]}" for name in products._product.arg_names if name.endswith("_ptr")}
+    types |= {"codes_ptr": "*u8", "scale_ptr": "*fp16", "zero_ptr": "*fp16", "order_ptr": "*i64"}
+    types |= {"part_ptr": "*fp32" if rows <= 16 else f"*{NAMES[dtype]}", "count_ptr": "*i32"}
+    sizes = products.shape(matrix, rows)
+    options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
+    constants = {"OUTS": 4096, "WIDTH": 4096, "BYTES": 2048 if kind == 4 else 4096, "GROUP": group, "KIND": kind}
+    constants |= {"ZEROS": False, "ORDERED": False, "BIAS": True, "SPLIT": rows <= 16} | more
+    return compile(products._product, capability, types, constants | sizes, **options)
+
+
+def add_norm(capability, width):
+    types = {name: "*bf16" for name in on_rows._sum.arg_names if name.endswith("_ptr")} | {
+        "scale": "fp32",
+        "eps": "fp32",
+    }
+    sizes = {"ADDENDS": 1, "NORM": 1, "OUT_NORM": 1, "SCALED": True, "E": width, "E2": width, "M": 1}
+    return compile(on_rows._sum, capability, types, sizes, num_warps=16)
+
+
+def gate(capability, width):
+    sizes = {"KIND": 3, "GATED": True, "WIDTH": width, "M": 1, "BLOCK": on_rows.BLOCK // 2}
+    return compile(on_rows._activate, capability, {"x_ptr": "*bf16", "out_ptr": "*bf16"}, sizes)
+
+
+def unspilled(compiled, most=0):
+    registers, stack = usage(compiled)
+    assert stack <= most, (compiled.metadata.name, registers, stack)
+    return registers
 
 
 def usage(compiled):
@@ -123,4 +168,17 @@ types = {"share_ptr": "*fp32", "log_ptr": "*fp32", "out_ptr": "*bf16"}
 compile(tree_attention._merge, 90, types, {"D": 128, "D2": 128, "K2": 16, "K": 16}, num_warps=2)
 types = {"slots_ptr": "*i64"} | {f"{name}_ptr": "*bf16" for name in ("k", "v", "new_k", "new_v")}
 compile(kv_write._write, 90, types, {"G": 32, "D": 128, "BLOCK": kv_write.BLOCK})
-compile(kv_write._write_int8, 90, types | {"k_ptr": "*i8", "v_ptr": "*i8"}, {"D": 80, "D2": 128}, num_warps=1)
+sizes = {"G": 8, "D": 80, "D2": 128, "M": 4}
+compile(kv_write._write_int8, 90, types | {"k_ptr": "*i8", "v_ptr": "*i8"}, sizes, num_warps=1)
+for capability, int8, norm in ((80, False, 0), (90, False, 1), (90, True, 2), (120, True, 0)):
+    unspilled(turn(capability, 128, norm, int8))
+for capability, width in ((80, 4096), (90, 8192)):
+    unspilled(add_norm(capability, width))
+    unspilled(gate(capability, width))
+AROUND = 8  # bytes that ptxas spills around a loop with registers to spare
+for capability, (kind, group, rows) in itertools.product((80, 90), ((4, 32, 16), (5, 4096, 64), (6, 128, 16))):
+    unspilled(product(capability, kind, rows, group=group), AROUND)
+unspilled(product(120, 4, 64, ZEROS=True))
+unspilled(product(90, 5, 16, group=4096, ZEROS=True), AROUND)
+unspilled(product(90, 4, 16, ORDERED=True), AROUND)
+unspilled(product(86, 4, 16, torch.float32))

@@ -54,8 +54,8 @@ def note_answers(engine, monkeypatch):
     """The log-probabilities that a model gives from now on, by sequence."""
     found, evaluate = {}, engine.runner.evaluate
 
-    def noted(chunks, asked, reads=(), edits=()):
-        answers, rows = evaluate(chunks, asked, reads, edits), []
+    def noted(chunks, asked, reads=(), edits=(), keeps=()):
+        answers, rows = evaluate(chunks, asked, reads, edits, keeps), []
         for chunk in chunks:
             tree, end = chunk.tree, chunk.tree.trunk.cached
             rows += [tuple(tree.trunk.tokens[: i + 1]) for i in range(end - chunk.trunk_tokens, end)]

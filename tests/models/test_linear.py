@@ -1,5 +1,6 @@
 """The registry of weight formats: one more is a class and an entry, and everybody knows it."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,9 @@ def test_a_format_of_ones_own(monkeypatch):
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_has_what_the_engine_asks_for(name):
     kind = FORMATS[name]
-    assert name == "none" or kind.why_not(CUDA)
+    assert name == "none" or kind.why_not(torch.device("meta"))
+    if importlib.util.find_spec("triton"):
+        assert kind.why_not(CUDA) is None and kind.bytes(100, 64, {torch.float32}, torch.float16, CUDA) <= 100 * 128
     if kind.why_not(CPU):
         pytest.skip(str(kind.why_not(CPU)))
     weight_OI = torch.randn(6, 8)

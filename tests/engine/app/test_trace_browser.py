@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 import urllib.request
 from base64 import b64decode
 from collections.abc import Iterator
@@ -292,3 +293,34 @@ def test_thousands_of_nodes(browser: Browser, records: dict[str, Any], tmp_path:
         assert browser.run(timed % act) < 1000, act
     browser.run("fit()")
     assert browser.run(COLOURS, ".tree canvas")[1] > 0.01
+
+
+def test_the_servers_page_chats_with_the_tree_beside_it(browser: Browser):
+    """With a key, and under a policy that allows the scripts of both pages alone."""
+    pytest.importorskip("starlette", reason="needs the extra serve")
+    pytest.importorskip("uvicorn", reason="needs the extra serve")
+    from engine.serve import command
+
+    args = command.make_parser().parse_args(["--kv-memory", "8M", "--threads", "2", "-q"])
+    with command.application(args, ["a-key-of-some-length"]) as app, command.background(app) as url:
+        browser.ask("POST", "/url", {"url": url})
+        browser.type("#key", "a-key-of-some-length\ue007")
+        wait_until(lambda: browser.text("#model") == "demo")
+        browser.type("#text", "What is the opposite of hot?\ue007")
+        wait_until(lambda: browser.run("return document.querySelector('#tree').srcdoc.length") > 1000)
+        assert browser.text("#turns") == "What is the opposite of hot?Cold is the opposite of hot."
+        frame = browser.ask("POST", "/element", {"using": "css selector", "value": "#tree"})
+        browser.ask("POST", "/frame", {"id": frame})
+        wait_until(lambda: browser.run("return document.documentElement.dataset.ready") == "true")
+        assert "Trie" in browser.text("#title")
+        browser.ask("POST", "/frame", {"id": None})
+        assert not [fault for fault in browser.faults() if "401" not in fault]
+        browser.ask("POST", "/url", {"url": "about:blank"})
+
+
+def wait_until(reached, seconds: float = 30.0) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)

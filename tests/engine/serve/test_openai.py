@@ -48,7 +48,19 @@ def ask(server, messages=FOX, tokens=24, **fields):
     )
 
 
-STANDARD = ("stream", "stream_options", "n", "temperature", "top_p", "seed", "stop", "response_format", "logit_bias")
+STANDARD = (
+    "logprobs",
+    "top_logprobs",
+    "stream",
+    "stream_options",
+    "n",
+    "temperature",
+    "top_p",
+    "seed",
+    "stop",
+    "response_format",
+    "logit_bias",
+)
 
 
 def test_models(server):
@@ -172,6 +184,30 @@ def test_contents_in_parts_and_developers(server):
         ask(server, [{"role": "user", "content": image}])
 
 
+@pytest.mark.parametrize("fields", [{"beams": 3}, {"seed": 2}, {"search": "ults"}])
+def test_logprobs(server, fields):
+    reply = ask(server, HOT, logprobs=True, top_logprobs=2, **fields)
+    [choice] = reply.choices
+    found = choice.logprobs.content
+    assert "".join(one.token for one in found) == choice.message.content
+    assert b"".join(bytes(one.bytes) for one in found).decode() == choice.message.content
+    assert sum(one.logprob for one in found) >= choice.coppice["logprob"] - 1e-4, "the end counts, and is left out"
+    assert all(len(one.top_logprobs) == 2 and one.logprob <= one.top_logprobs[0].logprob + 1e-5 for one in found)
+    chunks = [*ask(server, HOT, logprobs=True, top_logprobs=2, stream=True, **fields)]
+    [last] = [chunk for chunk in chunks if chunk.choices[0].logprobs is not None]
+    assert last.choices[0].finish_reason == "stop" and last.choices[0].logprobs.content == found
+
+
+def test_logprobs_of_completions(server):
+    ids = {"model": "demo", "prompt": "The opposite of hot is", "max_tokens": 8, "temperature": 0}
+    [choice] = server.client.completions.create(logprobs=3, **ids).choices
+    found = choice.logprobs
+    assert "".join(found.tokens) == choice.text and found.text_offset[:2] == [0, len(found.tokens[0])]
+    assert len(found.token_logprobs) == len(found.top_logprobs) == len(found.tokens)
+    assert found.top_logprobs[0][found.tokens[0]] == found.token_logprobs[0] == max(found.top_logprobs[0].values())
+    assert server.client.completions.create(**ids).choices[0].logprobs is None
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -200,6 +236,9 @@ def test_contents_in_parts_and_developers(server):
         ({"search": "bon", "bon_n": 100}, None, "keeps 100 sequences"),
         ({"max_tokens": 301}, "max_tokens", "expected at most 300"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "contradicts"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+        ({"logprobs": 3}, "logprobs", "expected true or false"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": [{"role": "user"}]}, None, "expected a string, got none"),
         ({"messages": [{"role": "user", "content": "a " * 3000}]}, None, "context holds 512"),
@@ -238,3 +277,21 @@ def test_many_kinds_and_widths_share_passes_and_give_what_they_give_alone(server
         assert [reply.choices[0].message.content] == texts(alone, search, FOX, 16)
     passes = server.app.served["demo"].lane.figures()["forward_passes"] - before
     assert passes < sum(reply.coppice["stats"][0]["forward_passes"] for reply in replies) / 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_litellm(server, stream):
+    """The proxy that many programs have between them and OpenAI."""
+    litellm = pytest.importorskip("litellm", reason="needs litellm, in an environment that has torch too")
+    options = {"model": "openai/demo", "api_base": f"{server.url}/v1", "api_key": "none", "temperature": 0}
+    reply = litellm.completion(messages=HOT, max_tokens=24, stream=stream, extra_body={"beams": 2}, **options)
+    text = reply.choices[0].message.content if not stream else ""
+    for chunk in reply if stream else ():
+        text += chunk.choices[0].delta.content or ""
+    assert text == "Cold is the opposite of hot."
+
+
+def test_langchain(server):
+    chat = pytest.importorskip("langchain_openai", reason="needs langchain-openai").ChatOpenAI
+    model = chat(model="demo", base_url=f"{server.url}/v1", api_key="none", temperature=0, max_tokens=24)
+    assert model.invoke("What is the opposite of hot?").content == "Cold is the opposite of hot."

@@ -1,0 +1,25 @@
+"""What happens to the heads of queries and keys between their product and the cache."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kernels.rows.checks import Vectors
+
+
+class Turn(NamedTuple):
+    """What happens to heads of queries and keys before keys are written.
+
+    Args:
+        angles: cos_TR and sin_TR of keys and queries, see `kernels.rows.rotary`; those of queries besides, if they are
+            others; (): nothing is rotated.
+        q_norm, k_norm: of each head by itself, weight and bias [D], the bias None for an RMSNorm; both or None.
+        eps: of the norms.
+        norms_last: heads are normed after they are rotated, not before.
+    """
+
+    angles: tuple[Tensor, ...] = ()
+    q_norm: Vectors | None = None
+    k_norm: Vectors | None = None
+    eps: float = 0.0
+    norms_last: bool = False

@@ -1,0 +1,129 @@
+"""Matrices of small numbers as a GPU reads them, rows one after the other: the layout, and its definition in PyTorch.
+
+    int4    a byte has elements i (low half) and i + 32 of a block of 64
+    int8    number - 128, two's complement
+    float8  e4m3
+
+Rows are padded to whole blocks of 64 elements. Scales lie by group, so that a program reads those of its outputs side
+by side. Shape legend: O outputs, B bytes of a row, G groups of a row.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.linear.panels import ZEROS, GroupKind
+
+BLOCK = 64
+HALF = BLOCK // 2
+STEPS = {"int4": HALF, "int8": 16, "float8": 16}  # what the size of groups is a multiple of, unless a row is one group
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A matrix [outs, width]: (number - zero) * scale.
+
+    Args:
+        kind: see `kernels.linear.panels.Groups`.
+        size: elements of a row that share a scale; see `STEPS`.
+        codes_OB: uint8, contiguous.
+        scale_GO, zero_GO: float16 or float32; zero None: that of `ZEROS`.
+        order_I: int64: the elements of x, in the order in which a row multiplies them; None: as they are.
+    """
+
+    kind: GroupKind
+    size: int
+    outs: int
+    width: int
+    codes_OB: Tensor
+    scale_GO: Tensor
+    zero_GO: Tensor | None = None
+    order_I: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> "Codes":
+        """The same on a device."""
+        tensors = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
+
+
+def takes(kind: GroupKind, size: int, width: int) -> bool:
+    """Whether groups are of a size that products can have."""
+    return size == width or size % STEPS[kind] == 0
+
+
+def row_bytes(kind: GroupKind, width: int) -> int:
+    """Bytes of a row."""
+    return -(-width // BLOCK) * (HALF if kind == "int4" else BLOCK)
+
+
+def pack_codes(
+    blocks: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+    kind: GroupKind,
+    outs: int,
+    width: int,
+    size: int,
+    order_I: Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> Codes:
+    """A matrix that comes in blocks of rows; one block at a time is on the host.
+
+    Args:
+        blocks: codes [any, width], uint8; scales and zeros (or None, in all blocks) [any, groups], float32. `outs` rows
+            together.
+        kind, size, order_I: see `Codes`.
+        outs, width: of the matrix.
+
+    Raises:
+        ValueError: groups of a size that products cannot have.
+    """
+    if not takes(kind, size, width):
+        raise ValueError(f"size: expected a multiple of {STEPS[kind]}, or the width {width}, got {size}")
+    codes_OB = torch.empty(outs, row_bytes(kind, width), dtype=torch.uint8, device=device)
+    scales, zeros, first = [], [], 0
+    for codes_NI, scale_NG, zero_NG in blocks:
+        codes_OB[first : first + len(codes_NI)] = _row(codes_NI, kind).to(device)
+        scales.append(scale_NG)
+        zeros += [] if zero_NG is None else [zero_NG]
+        first += len(codes_NI)
+    kept = [torch.cat(parts) for parts in (scales, zeros) if parts]
+    half = all(x.half().float().equal(x) for x in kept)
+    laid = [x.T.to(torch.float16 if half else torch.float32).contiguous().to(device) for x in kept]
+    order_I = None if order_I is None else order_I.to(device, torch.int64)
+    return Codes(kind, size, outs, width, codes_OB, laid[0], laid[1] if zeros else None, order_I)
+
+
+def _row(codes_NI: Tensor, kind: GroupKind) -> Tensor:
+    """Rows of numbers as bytes."""
+    codes_NI = F.pad(codes_NI, (0, -codes_NI.shape[1] % BLOCK))
+    if kind != "int4":
+        return codes_NI ^ 128 if kind == "int8" else codes_NI
+    low, high = codes_NI.view(len(codes_NI), -1, 2, HALF).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def unpacked(matrix: Codes) -> Tensor:
+    """The elements, float32 [outs, width], columns as those of x."""
+    codes_OB, size, width = matrix.codes_OB, matrix.size, matrix.width
+    if matrix.kind == "int4":
+        numbers = torch.stack([*(x.view(matrix.outs, -1, HALF) for x in (codes_OB & 15, codes_OB >> 4))], 2).flatten(1)
+    else:
+        numbers = codes_OB.view(torch.float8_e4m3fn) if matrix.kind == "float8" else codes_OB ^ 128
+
+    def spread(x_GO: Tensor) -> Tensor:
+        return x_GO.T.float().repeat_interleave(size, 1)[:, :width]
+
+    numbers_OI = numbers.float()[:, :width]
+    numbers_OI -= ZEROS[matrix.kind] if matrix.zero_GO is None else spread(matrix.zero_GO)
+    numbers_OI *= spread(matrix.scale_GO)
+    if matrix.order_I is None:
+        return numbers_OI
+    return torch.empty_like(numbers_OI).index_copy_(1, matrix.order_I, numbers_OI)
+
+
+def linear(x: Tensor, matrix: Codes, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, the definition: rounded to the dtype of x at the end."""
+    y = F.linear(x.double(), unpacked(matrix).double())
+    return (y if bias is None else y + bias).to(x.dtype)

@@ -1,0 +1,181 @@
+"""Products of rows with small numbers in groups on a GPU: x keeps its dtype, the numbers become it in registers.
+
+A program takes M rows, N outputs and a share of the width, whose sums the last program of a tile to arrive adds up, in
+order. Numbers are whole, or of few bits, so that bfloat16 and float16 hold them as they are; each block of at most a
+group is multiplied on matrix units into float32, and only then by its scale. A zero counts by the sum of x over the
+block. So nothing of the matrix is rounded.
+
+Shapes besides those of `kernels.linear.codes`: T rows, M, N and K rows, outputs and elements of x in a block.
+"""
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
+# pyright: reportIndexIssue=false, reportGeneralTypeIssues=false
+# (what triton.jit takes and gives is no function to a type checker)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu import INTERPRETED, cast, check_device, counters, dot, last_of, properties
+from kernels.linear.codes import BLOCK, HALF, Codes, takes
+
+NUMBERS = {"int4": 4, "int8": 5, "float8": 6}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_SPLITS = 8
+WAVES = 2  # programs for each multiprocessor that splits of the width aim at
+HALF_BLOCK = tl.constexpr(HALF)
+
+
+def linear(x: Tensor, matrix: Codes, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b.
+
+    Args:
+        x: [..., width], float16, bfloat16 or float32.
+        matrix: on the same device.
+        bias: [outs] or None, contiguous, in the dtype of x.
+
+    Raises:
+        ValueError: tensors that do not fit together, or that the kernel cannot reach.
+    """
+    check_device(x, matrix.codes_OB, matrix.scale_GO)
+    if x.dtype not in DTYPES or x.shape[-1] != matrix.width:
+        raise ValueError(f"x: expected floats of a width of {matrix.width}, got {list(x.shape)}, {x.dtype}")
+    if bias is not None and (bias.shape != (matrix.outs,) or bias.dtype != x.dtype):
+        raise ValueError(f"bias: expected {x.dtype} [{matrix.outs}], got {bias.dtype} {list(bias.shape)}")
+    if not takes(matrix.kind, matrix.size, matrix.width):
+        raise ValueError(f"matrix: groups of {matrix.size} {matrix.kind} in rows of {matrix.width} have no product")
+    x_TI = x.reshape(-1, matrix.width)
+    x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+    T, outs = len(x_TI), matrix.outs
+    out = torch.empty(*x.shape[:-1], outs, dtype=x.dtype, device=x.device)
+    sizes = shape(matrix, T)
+    grid = triton.cdiv(outs, sizes["N"]), triton.cdiv(T, sizes["M"])
+    splits = _splits(properties(x.device).processors, grid[0] * grid[1], triton.cdiv(matrix.width, sizes["K"]))
+    parts = torch.empty(splits, T, outs, dtype=torch.float32, device=x.device) if splits > 1 else out
+    zero, order = matrix.zero_GO, matrix.order_I
+    _product[*grid, splits](
+        x_TI, matrix.codes_OB, matrix.scale_GO, matrix.scale_GO if zero is None else zero,
+        matrix.codes_OB if order is None else order, out if bias is None else bias, out, parts, counters(x.device),
+        T, x_TI.stride(0),
+        OUTS=outs, WIDTH=matrix.width, BYTES=matrix.codes_OB.shape[1], GROUP=matrix.size, KIND=NUMBERS[matrix.kind],
+        ZEROS=zero is not None, ORDERED=order is not None, BIAS=bias is not None, SPLIT=splits > 1, **sizes,
+    )  # fmt: skip
+    return out
+
+
+def shape(matrix: Codes, rows: int) -> dict[str, int]:
+    """The shape of a program, for so many rows: few are bound by memory, of which as much as fits is on its way."""
+    M = min(max(16, triton.next_power_of_2(rows)), 64)
+    K = BLOCK
+    while matrix.kind != "int4" and matrix.size != matrix.width and matrix.size % K:
+        K //= 2
+    return {"M": M, "N": 128 if INTERPRETED else 64, "K": K, "num_warps": 4, "num_stages": 6 if M == 16 else 3}
+
+
+def _splits(processors: int, tiles: int, blocks: int) -> int:
+    """Into how many shares the width is split: of four blocks or more each."""
+    return max(1, min(WAVES * processors // tiles, MAX_SPLITS, blocks // 4))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _product(
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, order_ptr, bias_ptr, out_ptr, part_ptr, count_ptr,
+    T, stride_xt,
+    OUTS: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    ZEROS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """M rows, N outputs, one share of the width."""
+    n_N = tl.program_id(0) * N + tl.arange(0, N)
+    t_M = tl.program_id(1) * M + tl.arange(0, M)
+    real_N, real_M = n_N < OUTS, t_M < T
+    x_ptrs = x_ptr + t_M.to(tl.int64) * stride_xt
+    code_ptrs = codes_ptr + n_N.to(tl.int64) * BYTES
+    STEPS: tl.constexpr = (WIDTH + K - 1) // K
+    share = tl.cdiv(STEPS, tl.num_programs(2))
+    begin = tl.program_id(2) * share
+    acc_MN = tl.zeros([M, N], tl.float32)
+    for step in range(begin, tl.minimum(begin + share, STEPS)):
+        first = step * K
+        if KIND == 4:
+            byte_NB = tl.load(
+                code_ptrs[:, None] + (tl.arange(0, HALF_BLOCK) + first // 2)[None, :],
+                mask=real_N[:, None],
+                other=0,
+            )
+            acc_MN = _add(
+                acc_MN, byte_NB & 15, x_ptrs, real_M, scale_ptr, zero_ptr, order_ptr, n_N, real_N, first,
+                OUTS, WIDTH, GROUP, KIND, ZEROS, ORDERED, HALF_BLOCK,
+            )  # fmt: skip
+            acc_MN = _add(
+                acc_MN, byte_NB >> 4, x_ptrs, real_M, scale_ptr, zero_ptr, order_ptr, n_N, real_N, first + HALF_BLOCK,
+                OUTS, WIDTH, GROUP, KIND, ZEROS, ORDERED, HALF_BLOCK,
+            )  # fmt: skip
+        else:
+            byte_NK = tl.load(code_ptrs[:, None] + (tl.arange(0, K) + first)[None, :], mask=real_N[:, None], other=0)
+            acc_MN = _add(
+                acc_MN, byte_NK, x_ptrs, real_M, scale_ptr, zero_ptr, order_ptr, n_N, real_N, first,
+                OUTS, WIDTH, GROUP, KIND, ZEROS, ORDERED, K,
+            )  # fmt: skip
+    if GROUP >= WIDTH:
+        acc_MN *= tl.load(scale_ptr + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
+
+    real_MN = real_M[:, None] & real_N[None, :]
+    at_MN = t_M[:, None].to(tl.int64) * OUTS + n_N[None, :]
+    last = True
+    if SPLIT:
+        tl.store(part_ptr + tl.program_id(2) * T * OUTS + at_MN, acc_MN, mask=real_MN)
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        last = last_of(count_ptr + tile, tl.num_programs(2))
+    if last:
+        if SPLIT:
+            acc_MN = tl.zeros([M, N], tl.float32)
+            for split in range(0, tl.num_programs(2)):
+                part_ptrs = part_ptr + split * T * OUTS + at_MN
+                acc_MN += tl.load(part_ptrs, mask=real_MN, other=0.0, cache_modifier=".cg")
+        if BIAS:
+            acc_MN += tl.load(bias_ptr + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
+        tl.store(out_ptr + at_MN, cast(acc_MN, out_ptr.dtype.element_ty), mask=real_MN)
+
+
+@triton.jit
+def _add(
+    acc_MN, byte_NK, x_ptrs, real_M, scale_ptr, zero_ptr, order_ptr, n_N, real_N, first,
+    OUTS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    ZEROS: tl.constexpr, ORDERED: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Take one block into the sums. Past the end of a row x is 0."""
+    i_K = tl.arange(0, K) + first
+    at_K = i_K
+    if ORDERED:
+        at_K = tl.load(order_ptr + i_K, mask=i_K < WIDTH, other=0)
+    x_MK = tl.load(x_ptrs[:, None] + at_K[None, :], mask=real_M[:, None] & (i_K < WIDTH)[None, :], other=0.0)
+    WHOLE: tl.constexpr = GROUP >= WIDTH
+    group = 0
+    if not WHOLE:
+        group = tl.minimum(first, WIDTH - 1) // GROUP
+    if KIND == 6:
+        number_NK = _float8(byte_NK)
+    elif KIND == 5:
+        number_NK = byte_NK.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        number_NK = byte_NK.to(tl.float32)
+        if not ZEROS:
+            number_NK -= 8.0
+    part_MN = dot(x_MK, tl.trans(cast(number_NK, x_MK.dtype)))
+    if ZEROS:
+        zero_N = tl.load(zero_ptr + group * OUTS + n_N, mask=real_N, other=0.0).to(tl.float32)
+        if KIND == 5:
+            zero_N -= 128.0
+        part_MN -= tl.sum(x_MK.to(tl.float32), 1)[:, None] * zero_N[None, :]
+    if not WHOLE:
+        part_MN *= tl.load(scale_ptr + group * OUTS + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
+    return acc_MN + part_MN
+
+
+@triton.jit
+def _float8(byte):
+    """e4m3 as float32, by way of float16, whose exponents begin 8 lower: processors before sm_89 have no conversion."""
+    bits = byte.to(tl.int32)
+    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)

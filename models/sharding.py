@@ -1,0 +1,245 @@
+"""Tensor parallelism: several processes compute one model, each with a part of every large matrix.
+
+Matrices that read the stream between layers are cut by outputs: each process has some heads, and a part of the MLP's
+inner width. Those that write to it are cut by inputs, so that their products are parts of a sum (Shoeybi et al., 2019,
+"Megatron-LM", section 3). The head is cut by tokens. Norms of the stream, which are small, are in every process.
+
+Shape legend: N rows, E width, V vocabulary, v tokens of this process, U chosen tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kernels.stack import Matrix
+from models.config import Config
+from models.errors import CheckpointError
+from models.linear import Linear
+
+# An MLP is cut at multiples of one of these, so that groups of quantised weights stay whole: of the largest that leaves
+# each process EVEN of them, so that none has an eighth more than others.
+UNITS, EVEN = (128, 64, 32, 16, 8), 8
+T = TypeVar("T")
+
+
+class Shard:
+    """The place of a process among those that compute a model together; this class is for one that meets no others.
+
+    Args:
+        rank, size: the number of the process, from 0, and of processes.
+        local: how many of them share this machine.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, local: int = 1):
+        self.rank, self.size, self.local = rank, size, local
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of the tensors of all processes, which have one shape; x may be overwritten."""
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The tensors of all processes, which have one shape, by rank: [size, *x.shape]."""
+        return x.unsqueeze(0)
+
+    def first(self, make: Callable[[], T]) -> T:
+        """What `make` returns in the first process, which alone calls it; so that measured numbers are the same."""
+        return make()
+
+
+def part(total: int, shard: Shard, unit: int = 1) -> range:
+    """An even share of a number of things, in whole units, which divide the number."""
+    units = total // unit
+    return range(units * shard.rank // shard.size * unit, units * (shard.rank + 1) // shard.size * unit)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What a process has of a model. Ranges are None where it has all.
+
+    Args:
+        config: of this part: heads, widths of MLP and convolutions are those of the process.
+        qkv, up, into: outputs of matrices that lie below each other.
+        heads, inner, channels: inputs of the matrix after attention, after the MLP's activation, after a convolution;
+            `channels` are also those of its own weights.
+        q_norm, k_norm: elements of norms that read all heads as one row.
+        vocab: tokens of the head; None also where the head is so small that every process has it.
+    """
+
+    config: Config
+    qkv: Sequence[range] | None = None
+    up: Sequence[range] | None = None
+    into: Sequence[range] | None = None
+    heads: range | None = None
+    inner: range | None = None
+    channels: range | None = None
+    q_norm: range | None = None
+    k_norm: range | None = None
+    vocab: range | None = None
+
+    @staticmethod
+    def of(c: Config, shard: Shard, where: str, even: int = EVEN) -> "Partition":
+        """The part of a process.
+
+        Args:
+            c: of the whole model.
+            where: for messages.
+            even: the least number of units of an MLP that a process gets, where there are as many.
+
+        Raises:
+            CheckpointError: heads that cannot be divided among so many processes.
+        """
+        if shard.size == 1:
+            return Partition(c)
+        _check_heads(c, shard, where)
+        D, M, heads = c.head_dim, c.mlp_width, part(c.heads, shard)
+        kv = part(c.kv_heads, shard)
+        if not kv:  # fewer than processes: some have the same one
+            kv = range(shard.rank * c.kv_heads // shard.size, shard.rank * c.kv_heads // shard.size + 1)
+        unit = next((unit for unit in UNITS if M % unit == 0 and M // unit >= even * shard.size), 1)
+        inner, channels = part(M, shard, unit), part(c.width, shard)
+        ends = -(-c.vocab_size // shard.size)  # equal shares but for the last, as `gather` needs
+        vocab = range(shard.rank * ends, min((shard.rank + 1) * ends, c.vocab_size))
+        q_norm, k_norm = _times(heads, D), _times(kv, D)
+        return Partition(
+            replace(c, heads=len(heads), kv_heads=len(kv), mlp_width=len(inner), conv_width=len(channels)),
+            qkv=(q_norm, _after(k_norm, c.heads * D), _after(k_norm, (c.heads + c.kv_heads) * D)),
+            up=(inner, _after(inner, M)) if c.gated else (inner,),
+            into=[_after(channels, i * c.width) for i in range(3)],
+            heads=q_norm,
+            inner=inner,
+            channels=channels,
+            q_norm=q_norm if c.head_norms == "all" else None,
+            k_norm=k_norm if c.head_norms == "all" else None,
+            vocab=None if c.scores or c.vocab_size < shard.size**2 else vocab,
+        )
+
+
+def _check_heads(c: Config, shard: Shard, where: str) -> None:
+    """Raises CheckpointError if a model cannot be divided among so many processes."""
+
+    def fits(size: int) -> bool:
+        return c.heads % size == 0 and (c.kv_heads % size == 0 or size % c.kv_heads == 0)
+
+    if not fits(shard.size) or min(c.mlp_width, c.width) < shard.size:
+        able = ", ".join(str(size) for size in range(1, c.heads + 1) if fits(size))
+        raise CheckpointError(
+            f"{c.heads} heads with {c.kv_heads} of keys and values cannot be divided among {shard.size} processes",
+            where=where,
+            remedy=f"start one of {able} processes",
+        )
+
+
+def _times(some: range, factor: int) -> range:
+    return range(some.start * factor, some.stop * factor)
+
+
+def _after(some: range, first: int) -> range:
+    return range(some.start + first, some.stop + first)
+
+
+class Summed(nn.Module):
+    """A linear layer of some inputs, see `models.linear.Linear`: the processes add up their products.
+
+    Args:
+        layer: without a bias.
+        bias: [out], added to the sum.
+    """
+
+    matrix: Matrix | None = None  # the native stack has no sums over processes
+
+    def __init__(self, layer: Linear, bias: Tensor | None, shard: Shard):
+        super().__init__()
+        self.layer, self.bias, self.shard = layer, bias, shard
+        self.names = layer.names
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs of this process] -> [..., out]."""
+        y = self.shard.sum(self.layer(x))
+        return y if self.bias is None else y + self.bias
+
+    def rows(self, ids_U: Tensor) -> None:
+        """See `models.linear.Linear`."""
+
+
+class Gathered(nn.Module):
+    """The head, of which every process has some tokens, see `models.linear.Linear`: whole rows are gathered.
+
+    Args:
+        own: the layer of this process.
+        tokens: that it has; the first process has as many as any.
+        outs: of all processes.
+    """
+
+    bias: Tensor | None = None
+    matrix: Matrix | None = None
+
+    def __init__(self, own: Linear, tokens: range, outs: int, shard: Shard):
+        super().__init__()
+        self.own, self.tokens, self.outs, self.shard = own, tokens, outs, shard
+        self.names = own.names
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., E] -> [..., V]."""
+        short = -(-self.outs // self.shard.size) - len(self.tokens)
+        parts = self.shard.gather(F.pad(self.own(x), (0, short)).contiguous())
+        return parts.movedim(0, -2).flatten(-2)[..., : self.outs].contiguous()
+
+    def rows(self, ids_U: Tensor) -> Any:
+        """See `models.linear.Linear`."""
+        own = self.own.rows((ids_U - self.tokens.start).clamp(0, len(self.tokens) - 1))
+        if own is None:
+            return None
+        return _Chosen(own, (ids_U >= self.tokens.start) & (ids_U < self.tokens.stop), self.shard)
+
+    def log_softmax(self, logits_Nv: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities over the whole vocabulary of this process's logits; no rows over it are made.
+
+        Args:
+            logits_Nv: of `own`.
+            size: tokens that exist; log-probabilities of later ones are -inf.
+
+        Returns:
+            float32 [N, v]; and for each row whether the logits of all processes are finite, bool [N].
+        """
+        x_Nv = logits_Nv.float()
+        finite_N = torch.isfinite(x_Nv.sum(-1)).float()
+        parts = self.shard.gather(torch.stack([x_Nv.logsumexp(-1), finite_N]))
+        logp_Nv = x_Nv - parts[:, 0].logsumexp(0).unsqueeze(1)
+        logp_Nv[:, max(0, size - self.tokens.start) :] = float("-inf")
+        return logp_Nv, parts[:, 1].amin(0) == 1
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Some tokens of a head: each process computes those that it has, and zeros in the place of the others."""
+
+    own: Linear
+    mine_U: Tensor
+    shard: Shard
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, E] -> [N, U]."""
+        return self.shard.sum(torch.where(self.mine_U, self.own(x), 0))
+
+
+class Agreed(nn.Module):
+    """A layer that every process has, see `models.linear.Linear`: all return the first one's bits."""
+
+    matrix: Matrix | None = None
+
+    def __init__(self, layer: Linear, shard: Shard):
+        super().__init__()
+        self.layer, self.shard = layer, shard
+        self.names, self.bias = layer.names, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        y = self.layer(x)
+        return self.shard.sum(y if self.shard.rank == 0 else torch.zeros_like(y))
+
+    def rows(self, ids_U: Tensor) -> None:
+        """See `models.linear.Linear`."""

@@ -1,0 +1,142 @@
+"""Matrices of small numbers as a GPU has them: the layout against numbers by hand, products against the definition."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from kernels.linear import codes
+from kernels.linear.codes import Codes, pack_codes, takes, unpacked
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled on this machine's GPU")
+on_gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+DEVICES = pytest.mark.parametrize("device", [
+    pytest.param("cpu", marks=(needs_triton, interpreted), id="interpreted"), pytest.param("cuda", marks=on_gpu),
+])  # fmt: skip
+FORMATS = [  # kind, group, zeros, outs, width, whether columns have another order
+    ("int4", 32, False, 70, 96, False),
+    ("int4", 128, True, 130, 200, False),
+    ("int4", 64, True, 48, 512, True),
+    ("int4", 40, False, 5, 40, False),
+    ("int8", 1000, False, 33, 1000, False),
+    ("int8", 16, True, 20, 72, False),
+    ("int8", 128, False, 20, 300, True),
+    ("float8", 64, False, 65, 128, False),
+    ("float8", 77, False, 8, 77, False),
+]
+
+
+def draw(kind, size, zeros, outs, width, ordered, seed=0):
+    """Numbers, scales and zeros, and the elements that they stand for in float64, columns as those of x."""
+    random = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 16 if kind == "int4" else 256, (outs, width), generator=random, dtype=torch.uint8)
+    if kind == "float8":
+        numbers[(numbers & 127) == 127] = 0
+    groups = -(-width // size)
+    scale = (torch.rand(outs, groups, generator=random) / 8 + 0.01).half().float()
+    middle = {"int4": 8.0, "int8": 128.0, "float8": 0.0}[kind]
+    zero = (torch.rand(outs, groups, generator=random) * 2 * middle).half().float() if zeros else None
+    value = numbers.view(torch.float8_e4m3fn).double() if kind == "float8" else numbers.double()
+    wide = [x.double().repeat_interleave(size, 1)[:, :width] for x in (scale, zero if zeros else middle + 0 * scale)]
+    exact, order = (value - wide[1]) * wide[0], torch.randperm(width, generator=random) if ordered else None
+    if ordered:
+        exact = exact[:, order.argsort()]
+    return (numbers, scale, zero), exact, order
+
+
+def packed(made, kind, size, outs, width, order):
+    blocks = zip(*(x.split(7) if x is not None else [None] * -(-outs // 7) for x in made), strict=True)
+    return pack_codes(blocks, kind, outs, width, size, order)
+
+
+@pytest.mark.parametrize(("kind", "size", "zeros", "outs", "width", "ordered"), FORMATS)
+def test_elements(kind, size, zeros, outs, width, ordered):
+    made, exact, order = draw(kind, size, zeros, outs, width, ordered)
+    matrix = packed(made, kind, size, outs, width, order)
+    torch.testing.assert_close(unpacked(matrix).double(), exact, rtol=1e-6, atol=1e-6)
+    assert matrix.scale_GO.dtype == torch.float16 and matrix.codes_OB.shape[1] == codes.row_bytes(kind, width)
+
+
+def test_bytes_by_hand():
+    numbers = torch.arange(64, dtype=torch.uint8).remainder(16).view(1, 64)
+    scale = torch.full((1, 2), 0.1)
+    matrix = pack_codes([(numbers, scale, None)], "int4", 1, 64, 32)
+    assert matrix.codes_OB[0, :3].tolist() == [0, 0x11, 0x22] and matrix.codes_OB.shape == (1, 32)
+    assert matrix.scale_GO.dtype == torch.float32  # a tenth is none of float16
+    eight = pack_codes([(torch.tensor([[0, 128, 255]], dtype=torch.uint8), scale[:, :1], None)], "int8", 1, 3, 3)
+    assert eight.codes_OB[0, :3].view(torch.int8).tolist() == [-128, 0, 127]
+    assert takes("int4", 32, 64) and takes("int4", 24, 24) and not takes("int4", 48, 96) and takes("int8", 48, 96)
+    with pytest.raises(ValueError, match="expected a multiple of 16, or the width 64, got 24"):
+        pack_codes([], "int8", 1, 64, 24)
+
+
+@needs_triton
+@DEVICES
+@pytest.mark.parametrize(("kind", "size", "zeros", "outs", "width", "ordered"), FORMATS)
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 3), (torch.bfloat16, 18), (torch.float16, 1)], ids=str)
+def test_products(kind, size, zeros, outs, width, ordered, dtype, rows, device):
+    """The error is at most twice that of PyTorch's product in the dtype, as weights are not rounded at all."""
+    from kernels.linear import triton
+
+    made, exact, order = draw(kind, size, zeros, outs, width, ordered)
+    matrix = packed(made, kind, size, outs, width, order).to(device)
+    random = torch.Generator().manual_seed(1)
+    x, bias = torch.randn(rows, 2 * width, generator=random).to(dtype), torch.randn(outs, generator=random).to(dtype)
+    x = x[:, width:]
+    right = x.double() @ exact.T + bias.double()
+    plain = (torch.nn.functional.linear(x, exact.to(dtype), bias).double() - right).abs()
+    found = triton.linear(x.to(device), matrix, bias.to(device))
+    assert found.dtype == dtype and found.shape == (rows, outs)
+    error, step = (found.cpu().double() - right).abs(), torch.finfo(dtype).eps * right.abs().max()
+    assert error.max() <= 2 * plain.max() + step / 2
+    assert error.square().mean().sqrt() <= 2 * plain.square().mean().sqrt() + step / 8
+    without = triton.linear(x.to(device).view(rows, 1, width), matrix)
+    assert without.shape == (rows, 1, outs)
+    torch.testing.assert_close(
+        without.view(rows, outs).cpu().double(), right - bias.double(), rtol=0.02, atol=float(step)
+    )
+
+
+@needs_triton
+@DEVICES
+@pytest.mark.parametrize("splits", [1, 2, 5, 8])
+def test_splits_do_not_show(splits, device, monkeypatch):
+    """Whatever their number, and twice: counters are as they were."""
+    from kernels.linear import triton
+
+    monkeypatch.setattr(triton, "_splits", lambda *_: splits)
+    made, exact, _ = draw("int4", 32, False, 150, 400, False)
+    matrix, x = packed(made, "int4", 32, 150, 400, None).to(device), torch.randn(20, 400)
+    for _ in range(2):
+        found = triton.linear(x.to(device), matrix).cpu()
+        torch.testing.assert_close(found.double(), x.double() @ exact.T, rtol=1e-5, atol=1e-3)
+    assert not triton.counters(x.to(device).device).any()
+
+
+@needs_triton
+def test_how_the_width_is_split():
+    from kernels.linear import triton
+
+    assert triton._splits(132, 64, 64) == 4 and triton._splits(132, 500, 64) == 1
+    assert triton._splits(132, 1, 1000) == 8 and triton._splits(132, 16, 9) == 2
+
+
+@needs_triton
+def test_what_is_refused():
+    from kernels.linear import triton
+
+    made, *_ = draw("int8", 16, False, 4, 32, False)
+    matrix = packed(made, "int8", 16, 4, 32, None)
+    device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    x = torch.zeros(2, 32, device=device)
+    for arguments, message in (
+        ((x[:, :16], matrix), "width of 32"),
+        ((x.double(), matrix), "float64"),
+        ((x, matrix, torch.zeros(3, device=device)), r"bias: expected torch.float32 \[4\]"),
+        ((x, Codes("int8", 24, 4, 32, matrix.codes_OB, matrix.scale_GO)), "have no product"),
+    ):
+        x, of, *bias = arguments
+        with pytest.raises(ValueError, match=message):
+            triton.linear(x, of.to(device), *bias)

@@ -1,0 +1,165 @@
+"""Operators on rows in Triton against the definitions: the error is at most twice that of plain PyTorch in the same
+dtype, both measured against float64. Interpreted where there is no GPU, and compiled by `make gpu`."""
+
+import importlib.util
+import itertools
+import math
+import os
+
+import pytest
+import torch
+
+from kernels import rows
+from kernels.kv_int8 import dequantise
+from kernels.kv_write import Turn, rotary_write
+from kernels.rows import reference
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled on this machine's GPU")
+on_gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+DEVICES = pytest.mark.parametrize("device", [
+    pytest.param("cpu", marks=(needs_triton, interpreted), id="interpreted"), pytest.param("cuda", marks=on_gpu),
+])  # fmt: skip
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def no_worse(found, plain, exact):
+    """Largest error and root mean square; or a step of rounding, where plain PyTorch is luckier than that."""
+    assert found.dtype == plain.dtype and found.shape == plain.shape and not found.isnan().any()
+    error, allowed = ((x.cpu().double() - exact).abs() for x in (found, plain))
+    step = torch.finfo(found.dtype).eps * exact.abs().max() / 2
+    assert error.max() <= 2 * allowed.max() + step
+    assert error.square().mean().sqrt() <= 2 * allowed.square().mean().sqrt() + step / 8
+
+
+def vectors(kind, width, dtype, seed):
+    if kind == "none":
+        return None
+    return 1 + draw(width, dtype=dtype, seed=seed) / 4, draw(
+        width, dtype=dtype, seed=seed + 1
+    ) if kind == "ln" else None
+
+
+def moved(x, device, dtype=None):
+    """Tensors on a device, perhaps as another dtype, wherever they stand in tuples."""
+    if isinstance(x, torch.Tensor):
+        return x.to(device, dtype)
+    return type(x)(moved(y, device, dtype) for y in x) if isinstance(x, tuple) else x
+
+
+@DEVICES
+@DTYPES
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (18, 100), (5, 1024)])
+@pytest.mark.parametrize(("addends", "kind", "out_kind", "scale"), [
+    (1, "rms", "none", 1.0), (2, "ln", "none", 1.0), (1, "none", "none", 0.22), (1, "rms", "rms", 1.0),
+    (2, "rms", "ln", 3.0),
+])  # fmt: skip
+def test_add_norm(count, width, addends, kind, out_kind, scale, dtype, device):
+    x, *more = (draw(count, 2 * width, dtype=dtype, seed=i)[:, :width] for i in range(1 + addends))
+    norm, out_norm = vectors(kind, width, dtype, 5), vectors(out_kind, width, dtype, 7)
+    run = lambda impl, where, dtype: rows.add_norm(  # noqa: E731
+        moved(x, where, dtype), moved(tuple(more), where, dtype), moved(norm, where, dtype),
+        moved(out_norm, where, dtype), scale=scale, eps=1e-5, impl=impl)  # fmt: skip
+    for found, plain, exact in zip(*(run(*how) for how in (("triton", device, None), ("torch", "cpu", None),
+                                                           ("torch", "cpu", torch.float64))), strict=True):  # fmt: skip
+        no_worse(found, plain, exact)
+
+
+@DEVICES
+@DTYPES
+@pytest.mark.parametrize("shape", [(17, 33), (3, 2, 40)], ids=str)
+def test_norms(shape, dtype, device):
+    x = draw(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., : shape[-1]] * 3 + 1
+    weight, bias = vectors("ln", shape[-1], dtype, 3)
+    for name, of in (("rms_norm", (weight,)), ("layer_norm", (weight, bias))):
+        found = getattr(rows, name)(*moved((x, *of), device), 1e-6, impl="triton")
+        plain, exact = (getattr(reference, name)(*moved((x, *of), "cpu", kind), 1e-6) for kind in (None, torch.float64))
+        no_worse(found, plain, exact)
+
+
+@DEVICES
+@DTYPES
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (18, 600)])
+def test_activations(name, count, width, dtype, device):
+    x = draw(count, 2 * width, dtype=dtype) * 4
+    x[0, 0] = 200
+    x[-1, -1] = -200
+    for run, plain in ((rows.activation, reference.activation), (rows.activation_mul, reference.activation_mul)):
+        found = run(x.to(device), name, impl="triton")
+        no_worse(found, plain(x, name), plain(x.double(), name))
+    bad = rows.activation(torch.full((1, 2), math.nan, device=device), name, impl="triton")
+    assert bad.isnan().all()
+
+
+TURNS = [
+    ("none", False, 8, 2),
+    ("rms", False, 8, 2),
+    ("rms", True, 8, 2),
+    ("ln", False, 4, 2),
+    ("rms", False, 8, 4),
+    ("rms", False, 0, 0),
+]
+
+
+@DEVICES
+@DTYPES
+@pytest.mark.parametrize("kept", [None, torch.int8], ids=["as keys", "int8"])
+@pytest.mark.parametrize(("kind", "last", "dims", "tables"), TURNS)
+def test_heads_are_normed_rotated_and_written(kind, last, dims, tables, kept, dtype, device):
+    """Rows are views of one product, as they are in a layer; 3 query heads to a key/value head, of an odd size."""
+    (T, H, G, D), dims = (7, 6, 2, 24), 3 * dims
+    split = lambda x: x.split([H, G, G], 1)  # noqa: E731
+    x = draw(T, H + 2 * G, D, dtype=dtype)
+    angles = tuple(draw(T, max(dims // 2, 1), seed=9 + i).repeat(1, 2).cos().to(dtype) for i in range(tables))
+    norms = vectors(kind, D, dtype, 3), vectors(kind, D, dtype, 5)
+    slots = torch.tensor([4, 9, 2, 1, 7, 3, 11])
+
+    def run(impl, where, own, as_int8=kept):
+        caches = [
+            torch.full((G, 12, D + 2 * (as_int8 is not None)), 5, dtype=as_int8 or own, device=where) for _ in "kv"
+        ]
+        turn = Turn(moved(angles, where, own), *(moved(norm, where, own) for norm in norms), 1e-5, last)
+        q = rotary_write(*caches, *split(x.to(where, own)), slots.to(where), turn, impl=impl)
+        return q, *caches
+
+    found, plain = run("triton", device, dtype), run("reference", "cpu", dtype)
+    exact = run("reference", "cpu", torch.float64, None)
+    no_worse(found[0], plain[0], exact[0])
+    for got, want, right in zip(found[1:], plain[1:], exact[1:], strict=True):
+        got = got.cpu()
+        untouched = [s for s in range(12) if s not in slots.tolist()]
+        assert got[:, untouched].eq(5).all()
+        if kept is None:
+            no_worse(got[:, slots], want[:, slots], right[:, slots])
+        else:
+            step = right[:, slots].abs().amax(-1, keepdim=True) / 127
+            assert ((dequantise(got) - right)[:, slots].abs() <= step * 0.52 + 3 * torch.finfo(dtype).eps).all()
+    assert found[2].cpu().equal(plain[2]), "values are written as they are"
+
+
+def test_fronts_check_their_arguments():
+    x, w = torch.zeros(2, 8), torch.ones(8)
+    for addends, norm, message in (
+        ((), None, "one or two"),
+        ((x[:, :4],), None, "addends"),
+        ((x,), (w[:4], None), "weight_E"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rows.add_norm(x, addends, norm, eps=1e-5, impl="torch")
+    q, cache, slots = torch.zeros(2, 2, 8), torch.zeros(2, 4, 8), torch.tensor([2, 3])
+    cos = torch.ones(2, 8)
+    short = w[:4], None
+    for turn, message in ((Turn((cos,)), "angles"), (Turn((cos[:, :3], cos[:, :3])), "even number"),
+                          (Turn(q_norm=(w, None)), "both or none"), (Turn((), short, short), "q_norm")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            rotary_write(cache, cache.clone(), q, q, q, slots, turn)
+    with pytest.raises(ValueError, match="reference or triton"):
+        rotary_write(cache, cache.clone(), q, q, q, slots, Turn(), impl="cpp")
+    with pytest.raises(ValueError, match="slots_T: expected slots from 0 to 3, got 8"):
+        rotary_write(cache, cache.clone(), q, q, q, slots + 6, Turn())
+    assert all(a.equal(b) for a, b in itertools.pairwise([rows.add_norm(x, [x], None, eps=0.0, impl="torch")[0], x]))
