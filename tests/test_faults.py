@@ -83,8 +83,8 @@ class Commands:
 
     def use(self, engine: Engine) -> None:
         """Answer with this engine instead of loading one."""
-        self.patch.setattr(chat.cli, "load_engine", lambda args: engine)
-        self.patch.setattr(batch, "load_engine", lambda args: engine)
+        self.patch.setattr(chat.cli, "load_engine", lambda args, shard=None: engine)
+        self.patch.setattr(batch, "load_engine", lambda args, shard=None: engine)
 
     def chat(self, *argv: str | Path, typed: str = "") -> tuple[int, str, str]:
         streams = {"stdin": Terminal(typed), "stdout": io.StringIO(), "stderr": io.StringIO()}
