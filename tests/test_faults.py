@@ -532,7 +532,7 @@ import io, re, resource, sys
 from engine.app import batch
 from engine.engine import Engine
 engine = Engine.load(sys.argv[1], threads=1, kv_memory=1 << 20)
-batch.load_engine = lambda args: engine
+batch.load_engine = lambda args, shard=None: engine
 wide, small = (b'{"prompt": "a", "params": {"search": "trie", "beams": %d, "max_new_tokens": 3}}' % n for n in (600, 2))
 limit = resource.getrlimit(resource.RLIMIT_AS)
 status = open("/proc/self/status").read()
