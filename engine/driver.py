@@ -277,6 +277,7 @@ class Job:
     started: float = 0.0
     prefilled: float = 0.0
     constrained: Constrained | None = None
+    salt: str | None = None  # of cached prefixes, see `TokenTree`
     kept: Kept | None = None  # of a request that wants log-probabilities of tokens
     search: Search | None = None  # a search that is not this project's is checked more closely; None is trusted
     fault: Exception | None = None  # raised by a function of a Report or an Evaluate; it ends the job at its next step
@@ -500,6 +501,10 @@ class Driver:
         switch = runner.model.shape.switch_length
         tree = TokenTree(runner.pool, prompt, expected=expected, trunk=trunk, switch_length=switch)
         job.trees.append(tree)
+        tree.salt = job.salt
+        if runner.pool.prefixes is not None:
+            tree.use_rope(switch is not None and len(prompt) > switch)
+            tree.reuse()
         if job.constrained is not None and (len(job.trees) == 1 or model == "draft"):
             job.constrained.watch(tree)
         if job.trace is not None:
@@ -508,8 +513,11 @@ class Driver:
 
     def spare(self, job: Job, pool: PagePool) -> int:
         """How many more pages of a pool a search could take if this driver ran no other."""
-        others = [tree for other in self.running if other is not job for tree in other.trees]
-        return pool.free_pages + sum(tree.page_count for tree in others if tree.pool is pool)
+        others = [t for other in self.running if other is not job for t in other.trees if t.pool is pool]
+        if pool.prefixes is None:
+            return pool.free_pages + sum(tree.page_count for tree in others)
+        held = {page for tree in others for page in tree.pages_held}  # each once, though several trees may hold it
+        return pool.free_pages + len(held.difference(*(tree.pages_held for tree in job.trees if tree.pool is pool)))
 
     @property
     def busy(self) -> bool:
@@ -536,6 +544,8 @@ class Driver:
             except KeyboardInterrupt:  # a tree may have slots that are allocated and were not written
                 for job in self.running:
                     job.retire = None
+                    for tree in job.trees:
+                        tree.salt = None
                 raise
 
     def stop(self, job: Job, result: SearchResult) -> None:
@@ -632,6 +642,9 @@ class Driver:
             if not all(finite[share.rows]):
                 self._resume(job, error=self._not_finite(batch.runner, share))
                 continue
+            tree = share.chunk.tree
+            if share.chunk.trunk_tokens > 1 and tree.trunk.cached <= tree.prompt_length:
+                tree.save(whole=True)  # others that wait with the same prompt need not read it
             if share.nodes:
                 pending.answered += share.nodes
                 if pending.parts is None:
@@ -648,6 +661,8 @@ class Driver:
     @staticmethod
     def _not_finite(runner: Runner, share: Share) -> NumericsError:
         request = share.pending.request
+        if runner.pool.prefixes is not None:  # it may be the keys and values that are not finite
+            runner.pool.prefixes.clear()
         position = request.tree.position(request.nodes[0]) + 1
         return NumericsError(
             "the model computed NaN or Inf",
@@ -660,6 +675,8 @@ class Driver:
         pending = job.pending
         assert pending is not None
         tree = pending.request.tree
+        if pending.trunk_left > 1 and tree.trunk.cached < tree.prompt_length - 1 and job.trace is None:
+            pending.trunk_left -= tree.reuse()  # another request may have read the same since
         trunk = min(pending.trunk_left, room)
         nodes = pending.nodes_left[: room - trunk] if trunk == pending.trunk_left else []
         while True:
@@ -795,21 +812,34 @@ class Driver:
                 result.stats = self._stats(job) | result.stats
             if job.trace is not None:
                 job.trace.finish(result, error)
-            if job.retire and job.trees and error is None:
-                tree = job.trees[0]
-                best = result.outputs[0].token_ids if result is not None else job.settled
-                with contextlib.suppress(MemoryError, RuntimeError):  # no memory for the copy: the trunk as it was
-                    tree.keep([tree.descend(best)])  # the evaluated part of the answer joins the trunk
-                job.retire(tree)
+            if job.trees and error is None:
+                self._leave(job, job.settled if result is None else result.outputs[0].token_ids)
         finally:
             for tree in job.trees:
                 tree.release()
+                if tree.pool.prefixes is not None:
+                    tree.pool.prefixes.trim()
             job.result, job.error, job.pending = result, error, None
             # The report's functions refer to the search, and it to its job: a cycle, which keeps the model in memory.
             job.generator, job.report = None, Report(info=job.report.info)
             if job in self.running:
                 self.running.remove(job)
             self._crowded = False
+
+    @staticmethod
+    def _leave(job: Job, best: Sequence[int]) -> None:
+        """Leave the trunks of a search that has ended to the caches of prefixes, and the target's to `Job.retire`."""
+        tree, prefixes = job.trees[0], job.trees[0].pool.prefixes
+        caches = prefixes is not None and tree.salt is not None
+        if job.retire or caches:
+            with contextlib.suppress(MemoryError, RuntimeError):  # no memory for the copy: the trunk as it was
+                tree.keep([tree.descend(best)])  # the evaluated part of the answer joins the trunk
+        if prefixes is not None and caches:
+            prefixes.note(tree.prompt_length, tree.reused)
+        for each in job.trees:
+            each.save()
+        if job.retire:
+            job.retire(tree)
 
     def _preempt(self, job: Job) -> None:
         """Free the pages of a search for those before it; it starts again, to the same result, when one has ended."""

@@ -21,6 +21,7 @@ from engine.logprobs import Kept, check_logprobs
 from engine.memory import check_memory, is_out_of_memory, out_of_memory
 from engine.phases import PhaseObserver
 from engine.pool import PagePool
+from engine.prefix_files import load_prefix, save_prefix
 from engine.requests import Evaluate, Judge, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.rewards import Messages, Responses, RewardFunction, check_messages, make_judge
 from engine.rules import Rules
@@ -51,6 +52,8 @@ class Request(Rules):
         trace: records the steps of the search; each request needs its own.
         logprobs: how many alternatives are wanted beside the log-probability of each token, 0 for none, see `Output`;
             None: no log-probabilities of tokens.
+        cache_salt: only requests of the same salt share cached prefixes: with one for each user nobody finds out by the
+            time of an answer what another one asked. None: the request neither uses nor leaves any. See `Engine.load`.
     """
 
     prompt: Sequence[int] | str
@@ -63,6 +66,7 @@ class Request(Rules):
     reward: RewardFunction | None = None
     trace: Trace | None = None
     logprobs: int | None = None
+    cache_salt: str | None = ""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ class Engine:
         workload: Workload | None = None,
         compile: str = "off",
         graphs: str = "on",
+        prefix_cache: str = "off",
         quant: str = "none",
         kv_dtype: str = "auto",
         chat_template: str | Path | None = None,
@@ -163,6 +168,8 @@ class Engine:
             compile: "on" runs the layers through torch.compile, on a GPU their norms, rotations and activations:
                 loading takes seconds more, steps a little less.
             graphs: "off" runs every pass kernel by kernel on a GPU, without CUDA graphs.
+            prefix_cache: "on" keeps what was evaluated in pages of the KV pools that no request needs, so that prompts
+                which begin alike are read once; without `kv_memory` or `memory` up to 1 GiB on a CPU.
             kv_dtype: of keys and values: "auto" is the model's; "int8", with a scale for each token and head, takes
                 about half the memory of bfloat16.
             quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products or on a
@@ -181,6 +188,8 @@ class Engine:
         """
         began = time.perf_counter()
         budget = check_arguments(folder, threads, kv_memory, compile, chat_template, parallel, draft, reward)
+        if prefix_cache not in ("on", "off"):
+            raise UsageError(f"prefix_cache: expected on or off, got {prefix_cache!r}")
         if threads is not None:
             torch.set_num_threads(threads)
         roles = {"target": folder, "draft": draft, "reward": reward}
@@ -193,6 +202,9 @@ class Engine:
         models = load_models(
             folders, kv_memory=budget, graphs=graphs, chat_template=chat_template, shard=shard, **options
         )
+        if prefix_cache == "on":
+            for model in models.values():
+                model.cache_prefixes(bounded=budget is None)
         target, *others = [Engine(model, parallel) for model in models.values()]
         target.companions = dict(zip([*models][1:], others, strict=True))
         if callable(reward):
@@ -361,6 +373,23 @@ class Engine:
         finally:
             driver.close()
 
+    def save_prefix(self, path: str | Path, prefix: Sequence[int] | str) -> None:
+        """Evaluate the beginning of prompts and write its keys and values to a file, see `prefix_files.save_prefix`."""
+        self._check_whole("save_prefix")
+        ids = self.tokenizer.encode(prefix) if isinstance(prefix, str) else list(prefix)
+        self._check_ids(ids)
+        save_prefix(self, path, ids)
+
+    def load_prefix(self, path: str | Path, cache_salt: str = "") -> list[int]:
+        """Keep what `save_prefix` wrote as a cached prefix; returns its tokens. See `prefix_files.load_prefix`."""
+        self._check_whole("load_prefix")
+        return load_prefix(self, path, cache_salt)
+
+    def _check_whole(self, name: str) -> None:
+        """Refuse files of keys and values where each process has some heads of them. Raises UsageError."""
+        if self.shard.size > 1:
+            raise UsageError(f"{name}: processes that share a model have a part of it each", remedy="use one process")
+
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]. For checks."""
         self._check_ids(ids)
@@ -463,6 +492,7 @@ class Engine:
         )
         if request.logprobs is not None:
             prepared.job.kept = Kept(self.runner, request.logprobs, constrained)
+        prepared.job.salt = request.cache_salt
         return prepared
 
     def _judge(
@@ -512,6 +542,8 @@ class Engine:
         eos = frozenset() if request.ignore_eos else frozenset(ends)
         check_stop(request.stop)
         check_logprobs(request.logprobs)
+        if not isinstance(request.cache_salt, str | None):
+            raise UsageError(f"cache_salt: expected a text or None, got {request.cache_salt!r}")
         check_messages(request.messages)
         if not isinstance(request.trace, Trace | None):
             raise UsageError(f"trace: expected a Trace, got {request.trace!r}")
@@ -528,7 +560,7 @@ class Engine:
             if role == "draft" and beside is not None:  # it reads the same tokens
                 new = min(new, max(1, beside - len(ids) + 1))
         if self.shard.size > 1 and getattr(request.search, "save", None) is not None:
-            raise UsageError("save: processes that share a model save nothing", remedy="leave out --save")
+            raise UsageError("save: processes that share a model save nothing", remedy="leave out --aded-save")
         with attributed(type(request.search)):
             request.search.check(self.runner.vocab_size, eos)
         constrained = request.at_work(ids, new, self.runner.vocab_size, eos, self.model.tokenizer)

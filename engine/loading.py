@@ -14,7 +14,7 @@ import torch
 
 from engine.capabilities import Capabilities, Precision, explicit_precision, pick_precision, processor
 from engine.compiling import LEAST, compile_model, warm_up
-from engine.distributed import agree
+from engine.distributed import agree, least
 from engine.driver import Runner
 from engine.errors import CheckpointError, UsageError, check_integer
 from engine.fastest import Choice, fastest_format
@@ -22,6 +22,7 @@ from engine.gpu import check_gpu
 from engine.graphs import GraphRunner, make_runner
 from engine.memory import make_pools, read_size, total_memory
 from engine.pool import PagePool
+from engine.prefixes import PrefixCache
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import FILES, Tokenizer
 from models import load_model
@@ -35,6 +36,7 @@ from models.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 KV_DTYPES = ("auto", "int8")
+IDLE = 1 << 30  # bytes of cached prefixes that no request uses, where nobody has said how large the pool is
 SAMPLED, PIECE = 16, 1 << 14  # places of a weights file that are hashed, and bytes read at each
 
 
@@ -61,6 +63,19 @@ class LoadedModel:
     capabilities: Capabilities = field(default_factory=Capabilities)
     key: str = ""
     start_token: int = 0
+
+    def cache_prefixes(self, bounded: bool) -> None:
+        """Keep prefixes of requests in the pool, except where keys depend on how long their sequence was in the end.
+
+        Args:
+            bounded: on a CPU at most `IDLE` bytes: memory of its pool is taken only when it is written to.
+        """
+        pool = self.runner.pool
+        if self.shape.steady_length is None:
+            most = max(1, IDLE // pool.page_bytes) if bounded and pool.device.type == "cpu" else pool.pages
+            if (shard := getattr(self.runner.model, "shard", None)) is not None and shard.size > 1:
+                most = least(shard, most)  # pages go in all processes at once
+            pool.prefixes = PrefixCache(pool, most)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises CheckpointError if there is none."""

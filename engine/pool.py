@@ -4,17 +4,18 @@ import math
 import mmap
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.errors import KVMemoryError
+from engine.prefixes import PrefixCache
 from kernels.kv_write import kv_copier
 from kernels.layout import NULL_SLOT, TRASH_SLOT, Kept, KVCache
 from models.config import ModelShape
 
-FREE, CLAIMED, USED = 0, 1, 2
+FREE, CLAIMED, USED, IDLE = 0, 1, 2, 3
 
 
 class PagePool:
@@ -29,7 +30,12 @@ class PagePool:
         page_size: slots per page.
         dtype, device: of keys and values; int8: see `kernels.kv_int8`.
 
+    Several trees may hold a page, which none of them writes to then. A page of `prefixes` that no tree holds is idle:
+    it counts as free, and goes when a page is wanted and no other is left.
+
     Attributes:
+        prefixes: cached prefixes; None: none are kept.
+        kept: pages of these, held by trees or idle.
         ancestors: see `ModelShape`.
         device: of the cache and of log-probabilities. A search that reads from these after the answer makes the host
             wait for a GPU; there it has `Evaluate.read` read what it may need.
@@ -55,10 +61,14 @@ class PagePool:
         self.device = self.cache.k_LGSD.device
         self._copiers = [kv_copier(*group) for group in self.cache.groups]
         self._state = bytearray(bytes([USED]) * self.reserved + bytes(pages))  # the rest is FREE
-        self.used_pages = 0
+        self.used_pages = self.idle_pages = 0
+        self.prefixes: PrefixCache | None = None
+        self.kept: set[int] = set()
+        self._others: Counter[int] = Counter()  # page -> trees that hold it besides the first
 
     @property
     def free_pages(self) -> int:
+        """Pages that no tree holds."""
         return self.pages - self.used_pages
 
     @property
@@ -80,8 +90,16 @@ class PagePool:
         return first, end - first
 
     def is_free(self, page: int) -> bool:
-        """Whether a page may be taken, claimed or not."""
-        return 0 <= page < len(self._state) and self._state[page] != USED
+        """Whether a page may be wished for, claimed or not."""
+        return 0 <= page < len(self._state) and self._state[page] in (FREE, CLAIMED)
+
+    def is_idle(self, page: int) -> bool:
+        """Whether a page of a cached prefix is held by no tree."""
+        return self._state[page] == IDLE
+
+    def is_shared(self, page: int) -> bool:
+        """Whether anything but one tree has a page, which must not be written to then."""
+        return page in self.kept or page in self._others
 
     def unclaim(self, pages: range) -> None:
         """Withdraw a wish."""
@@ -99,6 +117,10 @@ class PagePool:
         page = wish if wish is not None and self.is_free(wish) else self._state.rfind(FREE)
         if page < 0:
             page = self._state.rfind(CLAIMED)
+        if page < 0:
+            assert self.prefixes is not None
+            self.prefixes.evict()
+            page = self._state.find(FREE)
         self._state[page] = USED
         self.used_pages += 1
         return page
@@ -107,8 +129,37 @@ class PagePool:
         """Give pages back."""
         for page in pages:
             assert page >= self.reserved and self._state[page] == USED, f"page {page} is not in use"
-            self._state[page] = FREE
-        self.used_pages -= len(pages)
+            if page in self._others:
+                self._others[page] -= 1
+                if not self._others[page]:
+                    del self._others[page]
+                continue
+            self._state[page] = IDLE if page in self.kept else FREE
+            self.idle_pages += page in self.kept
+            self.used_pages -= 1
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Take pages that others have as well."""
+        for page in pages:
+            if self._state[page] == IDLE:
+                self._state[page] = USED
+                self.idle_pages -= 1
+                self.used_pages += 1
+            else:
+                assert self._state[page] == USED, f"page {page} is not in use"
+                self._others[page] += 1
+
+    def keep(self, pages: Iterable[int]) -> None:
+        """Keep pages that trees hold when these give them back."""
+        self.kept.update(pages)
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """Keep pages no longer."""
+        for page in pages:
+            self.kept.remove(page)
+            if self._state[page] == IDLE:
+                self._state[page] = FREE
+                self.idle_pages -= 1
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy what slots keep to others."""
@@ -119,7 +170,12 @@ class PagePool:
         """The books add up; with `held`, exactly these pages are in use."""
         used = [p for p in range(self.reserved, len(self._state)) if self._state[p] == USED]
         assert len(used) == self.used_pages, (len(used), self.used_pages)
-        assert held is None or used == sorted(held), (used, sorted(held))
+        idle = [p for p in range(self.reserved, len(self._state)) if self._state[p] == IDLE]
+        assert len(idle) == self.idle_pages and self.kept.issuperset(idle) and self.kept <= {*used, *idle}
+        assert held is None or used == sorted({*held}), (used, sorted(held))
+        assert held is None or Counter(held) - Counter(used) == self._others
+        if self.prefixes is not None:
+            self.prefixes.check_invariants()
 
 
 def _cache(shape: ModelShape, slots: int, dtype: torch.dtype, device: torch.device | str) -> KVCache:

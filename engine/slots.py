@@ -21,21 +21,52 @@ class Trunk:
 
     def reserve(self, pool: PagePool, tokens: int, first: int) -> None:
         """Take pages for `tokens` tokens, from `first` on if those are free. Raises KVMemoryError."""
-        before = len(self.pages)
+        before, wish = len(self.pages), first
         try:
             while len(self.pages) * pool.page_size < tokens:
-                wish = self.pages[-1] + 1 if self.pages else first
                 if not pool.is_free(wish):
                     wish, _ = pool.roomiest()
                 page = pool.take(wish)
-                self.pages.append(page)
-                if self.runs and sum(self.runs[-1]) == page:
-                    self.runs[-1][1] += 1
-                else:
-                    self.runs.append([page, 1])
+                self._append(page)
+                wish = page + 1
         except KVMemoryError:
             self.trim(pool, before)
             raise
+
+    def _append(self, page: int) -> None:
+        self.pages.append(page)
+        if self.runs and sum(self.runs[-1]) == page:
+            self.runs[-1][1] += 1
+        else:
+            self.runs.append([page, 1])
+
+    def share(self, pool: PagePool, pages: Sequence[int]) -> None:
+        """Hold pages that others have as well, in place of the first ones."""
+        old = self.pages
+        pool.hold(page for i, page in enumerate(pages) if i >= len(old) or old[i] != page)
+        pool.give(*(page for page, other in zip(old, pages, strict=False) if page != other))
+        self.pages, self.runs = [], []
+        for page in [*pages, *old[len(pages) :]]:
+            self._append(page)
+
+    def own_end(self, pool: PagePool) -> None:
+        """Have the last page alone, with what it keeps: more is to be written to it. Raises KVMemoryError."""
+        old, size = self.pages[-1], pool.page_size
+        if not pool.is_shared(old):
+            return
+        pool.give(old)  # it may be the only one that can be taken; what it keeps is there until a pass writes to it
+        try:
+            new = pool.take()
+        except KVMemoryError:
+            pool.hold([old])
+            raise
+        if new != old:
+            pool.copy([*range(old * size, (old + 1) * size)], [*range(new * size, (new + 1) * size)])
+        self.runs[-1][1] -= 1
+        if not self.runs[-1][1]:
+            self.runs.pop()
+        self.pages.pop()
+        self._append(new)
 
     def trim(self, pool: PagePool, pages: int) -> None:
         """Give all but the first pages back."""

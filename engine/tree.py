@@ -46,6 +46,7 @@ class TokenTree:
 
     Attributes:
         observer: is called after every change; None by default.
+        salt: of cached prefixes, see `PrefixCache`; None, by default: the tree neither takes over any nor leaves any.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class TokenTree:
             raise ValueError("expected a prompt of at least one token")
         self.pool, self.switch_length = pool, switch_length
         self.observer: TreeObserver | None = None
+        self.salt: str | None = None
         self.prompt_length = len(prompt)
         self.trunk = Trunk(list(prompt))
         if trunk is not None:
@@ -310,7 +312,7 @@ class TokenTree:
         if not source:
             return
         start, trunk, size = len(self.trunk.tokens), self.trunk, self.pool.page_size
-        trunk.reserve(self.pool, start + len(source), self._claim.start)
+        trunk.reserve(self.pool, start + len(source), self._next_page())
         moves = [(s, t) for i, s in enumerate(source) if s != (t := trunk.slot(start + i, size))]
         if moves:
             self.pool.copy([s for s, _ in moves], [t for _, t in moves])
@@ -369,7 +371,9 @@ class TokenTree:
         for node in self._spent:
             self._bits.pop(node, None)
         try:
-            trunk.reserve(self.pool, start + trunk_tokens, self._claim.start)
+            if trunk_tokens and start % size:
+                trunk.own_end(self.pool)
+            trunk.reserve(self.pool, start + trunk_tokens, self._next_page())
             wish = None
             for node in nodes:
                 position = self._position[node]
@@ -389,6 +393,11 @@ class TokenTree:
         if self.observer is not None:
             self.observer.allocated(self, trunk_tokens, nodes, in_pool)
         return [trunk.slot(start + i, size) for i in range(trunk_tokens)] + in_pool
+
+    def _next_page(self) -> int:
+        """Where the trunk goes on: after its last page, or where the claim begins if that page is another tree's."""
+        pages = self.trunk.pages
+        return pages[-1] + 1 if pages and (not self._claim or pages[-1] in self._claim) else self._claim.start
 
     def _note_peaks(self) -> None:
         self.peak_live = max(self.peak_live, self.live_tokens)
@@ -438,6 +447,37 @@ class TokenTree:
             runs.append((first * size, min(pages * size, left)))
             left -= pages * size
         return runs
+
+    # --- cached prefixes ---
+
+    def reuse(self) -> int:
+        """Take over what the pool's cache has of the trunk's tokens, but for the last, which is evaluated. Returns how
+        many tokens need no evaluation any more."""
+        trunk, before = self.trunk, self.trunk.cached
+        if self.pool.prefixes is None or self.salt is None:
+            return 0
+        pages, cached = self.pool.prefixes.match(trunk.tokens[:-1], (self.salt, trunk.long_rope))
+        if cached <= before:
+            return 0
+        trunk.share(self.pool, pages)
+        trunk.cached = cached
+        self.reused += cached - before
+        return cached - before
+
+    def save(self, whole: bool = False) -> None:
+        """Give the pool's cache what is evaluated of the trunk, and hold its pages where it has the same.
+
+        Args:
+            whole: only pages that are full, as the tree goes on.
+        """
+        trunk, size = self.trunk, self.pool.page_size
+        cached = trunk.cached - trunk.cached % size if whole else trunk.cached
+        if self.pool.prefixes is None or self.salt is None:
+            return
+        pages = trunk.pages[: -(-cached // size)]
+        found = self.pool.prefixes.insert(trunk.tokens[:cached], pages, (self.salt, trunk.long_rope))
+        if found != pages[: len(found)]:
+            trunk.share(self.pool, found)
 
     # --- the end ---
 

@@ -82,3 +82,15 @@ def test_compiled_operators_in_graphs():
         got = compiled.generate(prompts, Trie(beams=4), max_new_tokens=12)
         assert [r.outputs[0].token_ids for r in got] == [r.outputs[0].token_ids for r in want]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0  # loading compiled all there is
+
+
+def test_cached_prefixes_in_pages_of_16_tokens():
+    warm, cold = (Engine.load(GOLDEN / "gqa", dtype="float32", device="cuda", prefix_cache=x) for x in ("on", "off"))
+    stem = [5 + i % 50 for i in range(41)]
+    for length in (41, 20, 33, 41):
+        prompt = [*stem[:length], 3, length]
+        results = [e.generate([prompt], Trie(beams=3), max_new_tokens=8, logprobs=2)[0] for e in (warm, cold)]
+        assert [r.outputs[0].token_ids for r in results] == [results[1].outputs[0].token_ids] * 2
+        assert sum(results[0].outputs[0].token_logprobs) == pytest.approx(results[1].outputs[0].logprob, abs=1e-2)
+    assert results[0].stats["reused_tokens"] == 42
+    warm.pool.check_invariants([])

@@ -24,6 +24,7 @@ from engine.distributed import check_alone
 from engine.engine import Engine
 from engine.errors import UsageError
 from engine.trace import Traces
+from engine.tree import shared_length
 from engine.version import __version__
 from models.checkpoint import Checkpoint
 from models.sharding import Shard
@@ -75,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
         "5 numerics, 130 interrupted, 141 closed pipe",
     )
     cli.add_model_flags(parser)
+    cli.add_prefix_flags(parser)
     cli.add_template_flags(parser)
     cli.add_search_flags(parser)
     cli.add_limit_flags(parser)
@@ -111,6 +113,12 @@ def parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--load", metavar="FILE", help="go on with a saved conversation")
     group.add_argument("--save", metavar="FILE", type=Path, help="save the conversation after every turn")
+    group.add_argument(
+        "--save-prefix",
+        metavar="FILE",
+        help="write what all conversations with this --system begin with, or without a chat template the one prompt, "
+        "for --load-prefix",
+    )
     group.add_argument("--show-beams", action="store_true", help="the live candidates under the text, on a terminal")
     group.add_argument("--stats", action="store_true", help="figures after each reply, on stderr")
     group.add_argument("--json", action="store_true", help="replies as JSON lines, as engine.batch writes them")
@@ -157,6 +165,8 @@ def chat(args: argparse.Namespace) -> int:
     screen = make_screen(args)
     engine = load(args, screen)
     conversation = Conversation(engine, args.system, args.on_overflow, options)
+    if args.save_prefix is not None:
+        engine.save_prefix(args.save_prefix, common_prefix(conversation, prompt))
     with Interrupt() as interrupt, contextlib.closing(conversation.session):
         dialog = Dialog(
             conversation,
@@ -183,6 +193,21 @@ def chat(args: argparse.Namespace) -> int:
         if saved is not None:
             tell_loaded(dialog, saved)
         return dialog.converse()
+
+
+def common_prefix(conversation: Conversation, prompt: str | None) -> list[int]:
+    """The tokens that every conversation begins with; without a chat template those of the one prompt.
+
+    Raises UsageError.
+    """
+    if conversation.engine.template is None:
+        if prompt is None:
+            raise UsageError("--save-prefix: without a chat template it needs -p or --prompt-file")
+        return conversation.prompt_ids(prompt)
+    one, other = (conversation.prompt_ids(text) for text in ("a", "1"))
+    if not (shared := shared_length(one, other)):
+        raise UsageError("--save-prefix: conversations with this template have no common beginning")
+    return one[:shared]
 
 
 def plan(args: argparse.Namespace) -> str:

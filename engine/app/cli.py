@@ -29,7 +29,6 @@ from engine.text.tokenizer import check_utf8
 from engine.version import __version__
 from models.files import open_regular, read_regular
 from models.linear import FORMATS
-from models.sharding import Shard
 from search.base import REGISTRY, SHARED_PARAMS, make_search, parameters
 from search.outside import find_search, load_entry_points
 from search.values import Kind, default_of, kinds, written
@@ -156,6 +155,18 @@ def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> N
         help="of the whole process: what the weights and the rest leave goes to the KV caches; auto: the least of the "
         "limits that it runs under (no limit)",
     )
+
+
+def add_prefix_flags(parser: argparse.ArgumentParser) -> None:
+    """--prefix-cache, --load-prefix."""
+    group = parser.add_argument_group("cached prefixes", "Prompts that begin alike are read once.")
+    group.add_argument(
+        "--prefix-cache",
+        choices=["on", "off"],
+        default="on",
+        help="keep what was read in pages of the KV cache that nothing else needs (on)",
+    )
+    group.add_argument("--load-prefix", metavar="FILE", help="the beginning of prompts, which --save-prefix wrote")
 
 
 def add_template_flags(parser: argparse.ArgumentParser) -> None:
@@ -400,8 +411,8 @@ def rules(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def load_engine(args: argparse.Namespace, shard: Shard | None = None) -> Engine:
-    """The engine that the model flags ask for, in one process or, by its place, one of several. Raises CoppiceError."""
+def load_engine(args: argparse.Namespace) -> Engine:
+    """The engine that the model flags ask for; with `args.shard`, in one of several processes. Raises CoppiceError."""
     model, draft, reward = with_defaults(args.model, args.draft, args.reward)
     engine = Engine.load(
         model,
@@ -413,16 +424,19 @@ def load_engine(args: argparse.Namespace, shard: Shard | None = None) -> Engine:
         workload=_workload(args) if args.memory is not None else None,
         compile=args.compile,
         graphs=args.graphs,
+        prefix_cache=getattr(args, "prefix_cache", "off"),
         quant=args.quant,
         kv_dtype=args.kv_dtype,
         chat_template=args.chat_template,
         parallel=getattr(args, "parallel", PARALLEL),
         draft=draft,
         reward=reward,
-        shard=shard,
+        shard=getattr(args, "shard", None),
     )
     if (catalogue := getattr(args, "catalogue", None)) is not None:  # an error of the run, not of each of its lines
         open_catalogue(catalogue).check(engine.model.tokenizer, engine.runner.vocab_size)
+    if (prefix := getattr(args, "load_prefix", None)) is not None:
+        engine.load_prefix(prefix)
     return engine
 
 

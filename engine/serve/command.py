@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import copy
 import importlib
+import itertools
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from engine.app.cli import (
     Parser,
     add_limit_flags,
     add_model_flags,
+    add_prefix_flags,
     add_search_flags,
     add_template_flags,
     add_verbosity_flags,
@@ -72,6 +74,7 @@ def make_parser() -> Parser:
     """The flags."""
     parser = Parser("python -m engine.serve", DESCRIPTION, EPILOG)
     add_model_flags(parser, several=True)
+    add_prefix_flags(parser)
     add_template_flags(parser)
     add_search_flags(parser, "sample")
     add_limit_flags(parser)
@@ -131,11 +134,14 @@ def serve(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def application(args: argparse.Namespace, keys: Sequence[str] = ()) -> Iterator["Application"]:
     """The models of the flags, loaded, as an ASGI application; at the end of the block its threads end."""
-    from engine.serve.http import LOCAL, Application
+    from engine.serve.http import LOCAL, Application, salt_of
 
     stepper = Stepper(Metrics())
     served = [load(name, each, stepper) for name, each in each_model(args).items()]
-    limits = Limits(args.max_prompt, args.max_tokens, args.max_width, args.max_body, args.timeout)
+    if args.load_prefix is not None:
+        for one, key in itertools.product(served, keys):
+            one.engine.load_prefix(args.load_prefix, salt_of(key.encode()))
+    limits = Limits(args.max_prompt, args.max_tokens, args.max_width, args.max_body, args.timeout, args.traces > 0)
     hosts = [*LOCAL, args.host] if is_local(args.host) else []
     stepper.start()
     try:

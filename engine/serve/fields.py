@@ -49,6 +49,8 @@ RENAMED = {  # names of others -> keys of a batch line's params
 }
 PLAIN_DRAWS = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # that any search may be given
 MOST_LOGPROBS = 20
+MOST_STRINGS = 256  # of a list that every step goes through
+TRACED = 5000  # nodes of a trace
 OWN = ("model", "stream", "stream_options", "trace", "catalogue", "use_beam_search", "return_token_ids")
 RECORD = {CHAT: ("messages", "tools", "template", "think", "response_format"), COMPLETIONS: ("response_format",)}
 
@@ -63,6 +65,7 @@ class Limits:
         width: sequences that a search keeps at once; see `width_of`.
         body: bytes.
         seconds: until a request is answered.
+        traces: whether traces are kept.
     """
 
     prompt: int | None = None
@@ -70,6 +73,7 @@ class Limits:
     width: int = 64
     body: int = 4 << 20
     seconds: float = 600.0
+    traces: bool = True
 
 
 @dataclass
@@ -144,10 +148,10 @@ def prompts_of(body: Mapping[str, Any], kind: str) -> list[Any]:
     return [prompt]
 
 
-def read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str) -> Asked:
+def read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str, salt: str = "") -> Asked:
     """As `_read`, with errors that name fields as the client did."""
     try:
-        return _read(body, kind, served, limits, identity)
+        return _read(body, kind, served, limits, identity, salt)
     except UsageError as error:
         for theirs, ours in RENAMED.items():
             if theirs in body and error.what.startswith(f"{ours}:"):
@@ -156,13 +160,14 @@ def read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identi
         raise
 
 
-def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str) -> Asked:
+def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str, salt: str) -> Asked:
     """Check a body, and make the requests that it asks for.
 
     Args:
         body: the JSON object, without keys whose value is null.
         kind: CHAT or COMPLETIONS.
         identity: names the traces.
+        salt: of cached prefixes.
 
     Raises:
         CoppiceError: a field is unknown, refused, malformed or above a limit.
@@ -181,11 +186,14 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
         if isinstance(request.search, Sampling) and "seed" not in params and getattr(served.args, "seed", None) is None:
             seed = secrets.randbits(63) if seed is None else seed
             request = replace(request, search=replace(request.search, seed=seed))
+        request = replace(request, cache_salt=salt)
         _limit(request, limits)
         if "catalogue" in body:
             request = replace(request, catalogue=_catalogue(body["catalogue"], served.catalogues))
         if _flag(body, "trace"):
-            traces.append(Trace(f"{identity}-{i}" if len(prompts) > 1 else identity))
+            if not limits.traces:
+                raise UsageError("trace: this server keeps none")
+            traces.append(Trace(f"{identity}-{i}" if len(prompts) > 1 else identity, TRACED))
             request = replace(request, trace=traces[-1])
         checked.append(served.lane.service.check(request))
     if checked[0].request.logprobs is not None:
@@ -288,6 +296,9 @@ def _limit(request: Request, limits: Limits) -> None:
         raise UsageError(f"the prompt has {prompt} tokens, this server takes {limits.prompt}", remedy="shorten it")
     if request.max_new_tokens > limits.new_tokens:
         raise UsageError(f"max_tokens: expected at most {limits.new_tokens}, got {request.max_new_tokens}")
+    for name in ("stop", "bad_words", "sequence_bias"):
+        if len(given := getattr(request, name) or ()) > MOST_STRINGS:
+            raise UsageError(f"{name}: expected at most {MOST_STRINGS}, got {len(given)}")
     if (width := width_of(request.search)) > limits.width:
         raise UsageError(f"the search keeps {width} sequences at once, this server at most {limits.width}")
 

@@ -27,9 +27,10 @@ from engine.errors import CoppiceError, UsageError
 from engine.requests import SearchResult
 from engine.serve.answers import Answers, HttpError, encoded, error_body, error_headers, event, status_of
 from engine.serve.fields import CHAT, COMPLETIONS, Limits, Served, prompts_of, read
-from engine.serve.stepper import Stepper, Ticket
+from engine.serve.stepper import Abandoned, Stepper, Ticket
 from engine.trace import Trace
 
+SALT = "coppice.salt"  # of cached prefixes, in the scope of a request
 OPEN = ("/", "/health")  # that need no key: they tell nothing
 LOCAL = ("localhost", "127.0.0.1", "::1")
 BODY_SECONDS = 30.0  # for the whole of a body
@@ -127,7 +128,7 @@ class Application:
         if (count := len(prompts_of(body, kind))) > served.lane.places:
             raise UsageError(f"prompt: this server takes {served.lane.places} prompts at once, got {count}")
         with served.lane.place(count):
-            work = partial(read, body, kind, served, self.limits, identity)
+            work = partial(read, body, kind, served, self.limits, identity, request.scope.get(SALT, ""))
             asked = await self.stepper.check(work)
             tickets = [served.lane.submit(checked, asked.stream) for checked in asked.checked]
         self._keep(asked.traces)
@@ -247,7 +248,7 @@ class Events(Response):
                 await self._follow(send)
         except TimeoutError:
             await self._put(send, event(error_body(_late(self.seconds))))
-        except OSError:
+        except (OSError, Abandoned):
             return
         except Exception as error:
             await self._put(send, event(error_body(self.log(error))))
@@ -268,7 +269,8 @@ class Events(Response):
     async def _one(self, i: int, ticket: Ticket, send: Send) -> SearchResult:
         while True:
             try:
-                text = await asyncio.wait_for(ticket.more(), PING_SECONDS)
+                async with asyncio.timeout(PING_SECONDS):
+                    text = await ticket.more()
             except TimeoutError:
                 await self._put(send, b": the search runs\n\n")
                 continue
@@ -284,13 +286,19 @@ class Events(Response):
             if data:
                 part = {"type": "http.response.body", "body": data, "more_body": True}
                 try:
-                    await asyncio.wait_for(send(part), STALL_SECONDS)
+                    async with asyncio.timeout(STALL_SECONDS):
+                        await send(part)
                 except TimeoutError:
                     raise ConnectionError("the client reads nothing") from None
 
 
+def salt_of(key: bytes) -> str:
+    """What keeps the cached prefixes of a key's bearer apart from those of others."""
+    return hashlib.sha256(key).hexdigest()
+
+
 class Guard:
-    """Refuses requests with a foreign Host, and without a key."""
+    """Refuses requests with a foreign Host, and without a key; gives those with a key their salt."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], hosts: Sequence[str]):
         self.app, self.hosts = app, frozenset(hosts)
@@ -305,6 +313,11 @@ class Guard:
             error = HttpError(403, "the header Host names another server", code="wrong_host")
         elif self.keys and scope["path"] not in OPEN and not self._knows(headers.get(b"authorization", "")):
             error = HttpError(401, "the bearer key is missing or wrong", code="invalid_api_key")
+        elif self.keys:
+            scope = {
+                **scope,
+                SALT: salt_of(headers.get(b"authorization", "").partition(" ")[2].strip().encode("latin-1")),
+            }
         await (_error(error) if error is not None else self.app)(scope, receive, send)
 
     def _knows(self, value: str) -> bool:
@@ -360,9 +373,8 @@ def _error(error: CoppiceError) -> Response:
     )
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
-    """What the router raises: no such path or method."""
-    assert isinstance(error, HTTPException)
+async def _http_error(_: Request, error: Any) -> Response:
+    """What the router raises, an HTTPException: no such path or method."""
     return _error(HttpError(error.status_code, str(error.detail), code="not_found"))
 
 

@@ -74,6 +74,14 @@ def test_cache_compares_with_the_float32_cache(model, capsys, tmp_path):
     assert "same best token" in page.read_text()
 
 
+def test_prefixes_compares_with_cold_prompts(model, capsys, tmp_path):
+    command = ["prefixes", "--model", model, "--document", "40", "--questions", "5", "--cold", "2", "--threads", "1"]
+    assert main([*command, "--save", str(tmp_path / "page.md")]) == 0
+    [row] = last_line(capsys)["results"]
+    assert (row["model"], row["same"], row["compared"]) == ("tiny", 2, 2) and row["warm"] > 0 < row["cold"]
+    assert "one cached" in (tmp_path / "page.md").read_text()
+
+
 @pytest.mark.skipif(bool(Int4().why_not(torch.device("cpu"))), reason="int4 weights need the C++ kernels")
 def test_quant_compares_with_float32_weights(model, capsys, tmp_path):
     page = tmp_path / "page.md"

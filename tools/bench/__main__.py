@@ -5,7 +5,23 @@ import sys
 from collections.abc import Sequence
 
 from engine.app import cli
-from tools.bench import aded, cache, chat, dsbd, gpu, kv, memory, papers, peers, quant, sbon, serve, speed, ults
+from tools.bench import (
+    aded,
+    cache,
+    chat,
+    dsbd,
+    gpu,
+    kv,
+    memory,
+    papers,
+    peers,
+    prefixes,
+    quant,
+    sbon,
+    serve,
+    speed,
+    ults,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     parser.add_argument("-v", "--verbose", action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (kv, memory, cache, quant, peers, speed, gpu, chat, papers, ults, sbon, aded, dsbd, serve):
+    for command in (kv, memory, cache, prefixes, quant, peers, speed, gpu, chat, papers, ults, sbon, aded, dsbd, serve):
         command.add_parser(commands)
     args = parser.parse_args(words)
 

@@ -143,6 +143,7 @@ def requests(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def serving(args: argparse.Namespace) -> Iterator[int]:
     """A server in a process of its own; gives its port. SIGTERM ends it, with the exit code 0."""
     command = [sys.executable, "-m", "engine.serve", "--port", "0", "--kv-memory", f"{args.kv_memory}M"]
+    command += ["--prefix-cache", "off"]  # prompts repeat
     command += ["--model", args.model] if args.model else []
     command += ["--threads", str(args.threads)] if args.threads else []
     command += ["--dtype", args.dtype, "--queue", str(max(64, args.leavers + args.clients)), "--timeout", "3600"]

@@ -246,6 +246,21 @@ def test_log_probabilities_of_tokens(run: Run):
         assert all(top[0][1] >= own for top, own in pairs if top)
 
 
+def test_lines_that_begin_alike_are_read_once(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": "x" * 60 + str(i)}) + "\n" for i in range(6)))
+    reused = {}
+    for cache in ("on", "off"):
+        argv = ["--model", str(folder), "--input", str(lines), "--parallel", "1", "--max-new-tokens", "3", "-v"]
+        assert batch.main([*argv, "--prefix-cache", cache]) == 0
+        out, err = capsys.readouterr()
+        records = [json.loads(line) for line in out.splitlines()]
+        reused[cache] = [record["stats"]["reused_tokens"] for record in records], [tokens(r) for r in records]
+        assert ("prompt tokens were cached" in err) == (cache == "on")
+    assert reused["off"][0] == [0] * 6 and reused["on"][0][0] == 0 and min(reused["on"][0][1:]) >= 60
+    assert reused["on"][1] == reused["off"][1]
+
+
 def test_bad_lines_do_not_disturb_the_others(run: Run, capsys: pytest.CaptureFixture[str]):
     lines = []
     for line, _ in BAD:  # each between two good ones and a blank

@@ -110,6 +110,18 @@ def test_stats_go_to_stderr(command, base):
     assert code == 0 and "forward passes" in err and "forward passes" not in out
 
 
+def test_a_prefix_in_a_file(command, base, tmp_path):
+    file, argv = str(tmp_path / "prefix"), ["--max-new-tokens", "4", "--json"]
+    code, _, err = command("--model", base, *argv, "--save-prefix", file, "--prefix-cache", "on", piped=b"Hello there")
+    assert (code, err) == (0, "")
+    code, warm, err = command("--model", base, *argv, "--load-prefix", file, piped=b"Hello there you")
+    assert (code, err) == (0, "") and json.loads(warm)["stats"]["reused_tokens"] >= 8
+    code, _, err = command("--model", base, *argv, "--load-prefix", file, "--prefix-cache", "off", piped=b"Hello")
+    assert code == 2 and "prefixes are not kept" in err
+    code, _, err = command("--model", base, "--load-prefix", base / "config.json", piped=b"Hello")
+    assert code == 2 and "no prefix" in err
+
+
 def test_log_probabilities_go_to_stderr(command, base):
     code, out, err = command(
         "--model", base, "--max-new-tokens", "4", "--logprobs", "2", "--ignore-eos", piped=b"Hello"

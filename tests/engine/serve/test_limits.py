@@ -128,6 +128,22 @@ def test_keys(start):
     assert "script" in HTTP.get(server.url + "/").text
 
 
+def test_keys_share_no_cached_prefixes(start, tmp_path):
+    keys, prompt, file = (KEY, "another-key-of-mine"), "Once upon a time there was a little girl", tmp_path / "prefix"
+    server = start(keys=keys)
+    server.engine.save_prefix(file, "The dog and the cat went to the park to play")
+
+    def cached(server, key, text=prompt):
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+            reply = client.completions.create(model="demo", prompt=text, max_tokens=3, extra_body={"search": "greedy"})
+        return reply.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached(server, key) > 0 for key in (KEY, KEY, keys[1], keys[1])] == [False, True, False, True]
+    assert cached(start(), "none") == 0 and cached(start("--prefix-cache", "off"), "none") == 0
+    server = start("--load-prefix", str(file), keys=keys)
+    assert all(cached(server, key, "The dog and the cat went to the park to play ball") > 5 for key in keys)
+
+
 def test_another_sites_name_does_not_lead_here(server):
     """A page of that site could read the answers."""
     for host in ("evil.example", "evil.example:8000", "localhost.evil.example", ""):

@@ -1,0 +1,74 @@
+"""What cached prefixes save: the time of prompts for many questions on one document, with the cache and without."""
+
+import argparse
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from engine import Engine, SearchResult
+from engine.demo import demo_folder, is_demo
+from search import Trie
+from tools.bench.flags import add_numbers, add_run_flags
+from tools.bench.measure import progress
+from tools.bench.report import finish, rows_table, stamp
+
+LEGEND = """Token ids of documents and questions are random. *prompt*: the seconds to the first log-probabilities, of
+all questions one after another, the first included, which reads the document; cold, without the cache, the mean of a
+few of the same questions, spread over all, times their number. *same*: of these, how many have the same tokens."""
+
+COLUMNS = {
+    "model": "{model}", "document": "{document}", "questions": "{questions}", "prompt, cold": "{cold:.1f} s",
+    "prompt, cached": "{warm:.2f} s", "ratio": "{ratio:.1f}", "one cold": "{cold_one:.3f} s",
+    "one cached": "{warm_one:.3f} s", "same": "{same} of {compared}",
+}  # fmt: skip
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("prefixes", help="what cached prefixes save", description=__doc__)
+    parser.add_argument("--model", metavar="DIR", help="(the demo)")
+    add_numbers(parser, document=(460, "tokens"), questions=100, cold=(10, "questions that are answered cold"))
+    add_numbers(parser, beams=4, new_tokens=4, seed=0)
+    add_run_flags(parser, "benchmarks", "auto", run)
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Measure and report."""
+    folder, made, rng = Path(args.model or demo_folder()), stamp(argv), random.Random(args.seed)
+    options = {"dtype": args.dtype, "threads": args.threads, "kv_memory": "1G"}
+    warm, cold = (Engine.load(folder, prefix_cache=cache, **options) for cache in ("on", "off"))
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(10, warm.runner.vocab_size) for _ in range(count)]
+
+    def ask(engine: Engine, question: Sequence[int]) -> SearchResult:
+        prompt = [*document, *question]
+        [result] = engine.generate([prompt], Trie(args.beams), max_new_tokens=args.new_tokens, ignore_eos=True)
+        return result
+
+    document, questions = tokens(args.document), [tokens(rng.randint(8, 20)) for _ in range(args.questions)]
+    ask(cold, questions[0])  # kernels are loaded, memory is there
+    cached, plain = [ask(warm, questions[0])], {}
+    for i, question in enumerate(questions):  # in turns, so that both have the machine at its slow and fast times
+        progress(f"question {i + 1} of {args.questions}")
+        cached += [ask(warm, question)] if i else []
+        if i % -(-args.questions // args.cold) == 0:
+            plain[i] = ask(cold, question)
+    times, cold_one = [result.stats["prefill_seconds"] for result in cached], mean(map(_prompt, plain.values()))
+    row = {
+        "model": "demo" if is_demo(folder) else folder.resolve().name, "document": args.document,
+        "questions": args.questions, "cold": cold_one * args.questions, "warm": sum(times),
+        "ratio": cold_one * args.questions / sum(times), "cold_one": cold_one, "warm_one": mean(times[1:]),
+        "same": sum(_ids(cached[i]) == _ids(result) for i, result in plain.items()), "compared": len(plain),
+    }  # fmt: skip
+    finish("prefixes", made, f"{rows_table([row], COLUMNS)}\n\n{LEGEND}", result := {"results": [row]}, args.save)
+    return result
+
+
+def _prompt(result: SearchResult) -> float:
+    return result.stats["prefill_seconds"]
+
+
+def _ids(result: SearchResult) -> list[list[int]]:
+    return [output.token_ids for output in result.outputs]
