@@ -375,13 +375,20 @@ class Engine:
 
     def save_prefix(self, path: str | Path, prefix: Sequence[int] | str) -> None:
         """Evaluate the beginning of prompts and write its keys and values to a file, see `prefix_files.save_prefix`."""
+        self._check_whole("save_prefix")
         ids = self.tokenizer.encode(prefix) if isinstance(prefix, str) else list(prefix)
         self._check_ids(ids)
         save_prefix(self, path, ids)
 
     def load_prefix(self, path: str | Path, cache_salt: str = "") -> list[int]:
         """Keep what `save_prefix` wrote as a cached prefix; returns its tokens. See `prefix_files.load_prefix`."""
+        self._check_whole("load_prefix")
         return load_prefix(self, path, cache_salt)
+
+    def _check_whole(self, name: str) -> None:
+        """Refuse files of keys and values where each process has some heads of them. Raises UsageError."""
+        if self.shard.size > 1:
+            raise UsageError(f"{name}: processes that share a model have a part of it each", remedy="use one process")
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]. For checks."""
@@ -553,7 +560,7 @@ class Engine:
             if role == "draft" and beside is not None:  # it reads the same tokens
                 new = min(new, max(1, beside - len(ids) + 1))
         if self.shard.size > 1 and getattr(request.search, "save", None) is not None:
-            raise UsageError("save: processes that share a model save nothing", remedy="leave out --save")
+            raise UsageError("save: processes that share a model save nothing", remedy="leave out --aded-save")
         with attributed(type(request.search)):
             request.search.check(self.runner.vocab_size, eos)
         constrained = request.at_work(ids, new, self.runner.vocab_size, eos, self.model.tokenizer)

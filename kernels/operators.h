@@ -56,6 +56,15 @@ void coppice_at_least(const float* x, const float* peaks, double* out, int64_t r
 void coppice_gumbel_argmax(int64_t threads, const float* logp, const uint32_t* keys, int64_t* tokens, int64_t rows,
                            int64_t width);
 
+// `starts` and `sums` [rows, windows]; samples are tape[start + i] + sum, windows with a sum of -inf count for nothing.
+// `out` [rows, width]: the largest of each row.
+void coppice_window_max(int64_t threads, const float* tape, const int64_t* starts, const float* sums, float* out,
+                        int64_t rows, int64_t windows, int64_t width);
+
+// `out` [rows, windows]: in how many of its samples a window is at least `best` [width].
+void coppice_window_wins(int64_t threads, const float* tape, const int64_t* starts, const float* sums,
+                         const float* best, int64_t* out, int64_t rows, int64_t windows, int64_t width);
+
 // --- linear ---
 
 // A packed matrix [outs, width]. `kind` is that of its elements: 3 for int8, 4 for int4, 5 for uint8, 6 for float8. The

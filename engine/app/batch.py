@@ -96,12 +96,8 @@ AWAKE = 30.0  # seconds after which an idle reader of a pipe says so, to process
 def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> int:
     """Run the command line, with `stdin` and `stdout` instead of the process's if given. Returns the exit code."""
     parser = Parser("python -m engine.batch", DESCRIPTION, EPILOG)
-    add_model_flags(parser)
+    add_request_flags(parser)
     add_prefix_flags(parser)
-    add_template_flags(parser)
-    add_search_flags(parser)
-    add_limit_flags(parser)
-    add_rule_flags(parser)
     group = parser.add_argument_group("batch")
     group.add_argument("--input", default="-", metavar="FILE", help="- is stdin (-)")
     group.add_argument("--output", default="-", metavar="FILE", help="must be new or empty; - is stdout (-)")
@@ -118,6 +114,15 @@ def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdo
     return run(whole, args.verbose)
 
 
+def add_request_flags(parser: Parser) -> None:
+    """The flags of everything that answers lines."""
+    add_model_flags(parser)
+    add_template_flags(parser)
+    add_search_flags(parser)
+    add_limit_flags(parser)
+    add_rule_flags(parser)
+
+
 def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] | None, shard: Shard) -> int:
     """Serve the input to its end. Raises CoppiceError for errors of the whole run.
 
@@ -129,12 +134,13 @@ def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] |
     if args.trace is not None:
         check_target(args.trace, args.input, args.output)
         traces = Traces()
+    args = argparse.Namespace(**{**vars(args), "shard": shard})
     if shard.rank > 0:
-        args = argparse.Namespace(**{**vars(args), "quiet": True, "trace": None})
+        args.quiet, args.trace = True, None
     source = _open_input(args, stdin) if shard.rank == 0 else io.BytesIO()
     # A pipe stays open until the process ends: closing it would wait for the thread that reads it.
     with source if source.seekable() else nullcontext(), closing(_sink(args, source, stdout, shard)) as sink:
-        engine = load_engine(args, shard)
+        engine = load_engine(args)
         meter = Meter(engine, args, source)
         records = Records(source, engine, args, sink.kept, traces)
         try:
@@ -211,14 +217,7 @@ class Records:
             if not line.strip():
                 continue
             index, self.index = self.index, self.index + 1
-            record, error = None, None
-            try:
-                record = parse_record(line)
-            except UsageError as fault:
-                error = fault
-            identity = index if record is None else record.get("id", index)
-            if not _is_id(identity):
-                error, identity = UsageError(f"id: expected a string or an integer, got {_show(identity)}"), index
+            record, identity, error = identified(line, index)
             if index < len(self.kept):
                 if identity != self.kept[index]:
                     raise UsageError(
@@ -231,7 +230,7 @@ class Records:
             try:
                 request = error
                 if request is None:
-                    request, thoughts = make_request(record or {}, self.engine, self.args, self.options)
+                    request, thoughts = make_request(record, self.engine, self.args, self.options)
                     self._places[index - len(self.kept)] = replace(place, thoughts=thoughts)
                 if self.traces and isinstance(request, Request):
                     request = replace(request, trace=self.traces.new(identity))
@@ -292,6 +291,18 @@ def parse_record(line: bytes) -> dict[str, Any]:
         return parse_object(line, **hooks)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def identified(line: bytes, index: int) -> tuple[dict[str, Any], str | int, UsageError | None]:
+    """A record, its id, which is its number if it has none, and what is wrong with it."""
+    try:
+        record = parse_record(line)
+    except UsageError as error:
+        return {}, index, error
+    identity = record.get("id", index)
+    if not _is_id(identity):
+        return record, index, UsageError(f"id: expected a string or an integer, got {_show(identity)}")
+    return record, identity, None
 
 
 def _no_constant(name: str) -> float:
@@ -425,6 +436,11 @@ def answer(place: Place, outcome: SearchResult | CoppiceError) -> dict[str, Any]
     return outcome.record(place.id, place.thoughts)
 
 
+def encoded(record: dict[str, Any]) -> bytes:
+    """A record as JSON on one line; a lone surrogate (of an id) becomes an escape of JSON, as in the input."""
+    return json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
+
+
 # --- files ---
 
 
@@ -550,9 +566,7 @@ class Sink:
         self._held[i] = record
         while self._next in self._held:
             record = self._held.pop(self._next)
-            # A lone surrogate (of an id) becomes an escape of JSON, as in the input.
-            line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
-            self._write(line + b"\n")
+            self._write(encoded(record) + b"\n")
             self._next += 1
             self.lines += 1
             self.errors += "error" in record

@@ -29,7 +29,6 @@ from engine.text.tokenizer import check_utf8
 from engine.version import __version__
 from models.files import open_regular, read_regular
 from models.linear import FORMATS
-from models.sharding import Shard
 from search.base import REGISTRY, SHARED_PARAMS, make_search, parameters
 from search.outside import find_search, load_entry_points
 from search.values import Kind, default_of, kinds, written
@@ -412,8 +411,8 @@ def rules(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def load_engine(args: argparse.Namespace, shard: Shard | None = None) -> Engine:
-    """The engine that the model flags ask for, in one process or, by its place, one of several. Raises CoppiceError."""
+def load_engine(args: argparse.Namespace) -> Engine:
+    """The engine that the model flags ask for; with `args.shard`, in one of several processes. Raises CoppiceError."""
     model, draft, reward = with_defaults(args.model, args.draft, args.reward)
     engine = Engine.load(
         model,
@@ -432,7 +431,7 @@ def load_engine(args: argparse.Namespace, shard: Shard | None = None) -> Engine:
         parallel=getattr(args, "parallel", PARALLEL),
         draft=draft,
         reward=reward,
-        shard=shard,
+        shard=getattr(args, "shard", None),
     )
     if (catalogue := getattr(args, "catalogue", None)) is not None:  # an error of the run, not of each of its lines
         open_catalogue(catalogue).check(engine.model.tokenizer, engine.runner.vocab_size)

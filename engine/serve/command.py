@@ -141,7 +141,7 @@ def application(args: argparse.Namespace, keys: Sequence[str] = ()) -> Iterator[
     if args.load_prefix is not None:
         for one, key in itertools.product(served, keys):
             one.engine.load_prefix(args.load_prefix, salt_of(key.encode()))
-    limits = Limits(args.max_prompt, args.max_tokens, args.max_width, args.max_body, args.timeout)
+    limits = Limits(args.max_prompt, args.max_tokens, args.max_width, args.max_body, args.timeout, args.traces > 0)
     hosts = [*LOCAL, args.host] if is_local(args.host) else []
     stepper.start()
     try:

@@ -49,6 +49,8 @@ RENAMED = {  # names of others -> keys of a batch line's params
 }
 PLAIN_DRAWS = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # that any search may be given
 MOST_LOGPROBS = 20
+MOST_STRINGS = 256  # of a list that every step goes through
+TRACED = 5000  # nodes of a trace
 OWN = ("model", "stream", "stream_options", "trace", "catalogue", "use_beam_search", "return_token_ids")
 RECORD = {CHAT: ("messages", "tools", "template", "think", "response_format"), COMPLETIONS: ("response_format",)}
 
@@ -63,6 +65,7 @@ class Limits:
         width: sequences that a search keeps at once; see `width_of`.
         body: bytes.
         seconds: until a request is answered.
+        traces: whether traces are kept.
     """
 
     prompt: int | None = None
@@ -70,6 +73,7 @@ class Limits:
     width: int = 64
     body: int = 4 << 20
     seconds: float = 600.0
+    traces: bool = True
 
 
 @dataclass
@@ -187,7 +191,9 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
         if "catalogue" in body:
             request = replace(request, catalogue=_catalogue(body["catalogue"], served.catalogues))
         if _flag(body, "trace"):
-            traces.append(Trace(f"{identity}-{i}" if len(prompts) > 1 else identity))
+            if not limits.traces:
+                raise UsageError("trace: this server keeps none")
+            traces.append(Trace(f"{identity}-{i}" if len(prompts) > 1 else identity, TRACED))
             request = replace(request, trace=traces[-1])
         checked.append(served.lane.service.check(request))
     if checked[0].request.logprobs is not None:
@@ -290,6 +296,9 @@ def _limit(request: Request, limits: Limits) -> None:
         raise UsageError(f"the prompt has {prompt} tokens, this server takes {limits.prompt}", remedy="shorten it")
     if request.max_new_tokens > limits.new_tokens:
         raise UsageError(f"max_tokens: expected at most {limits.new_tokens}, got {request.max_new_tokens}")
+    for name in ("stop", "bad_words", "sequence_bias"):
+        if len(given := getattr(request, name) or ()) > MOST_STRINGS:
+            raise UsageError(f"{name}: expected at most {MOST_STRINGS}, got {len(given)}")
     if (width := width_of(request.search)) > limits.width:
         raise UsageError(f"the search keeps {width} sequences at once, this server at most {limits.width}")
 

@@ -27,7 +27,7 @@ from engine.errors import CoppiceError, UsageError
 from engine.requests import SearchResult
 from engine.serve.answers import Answers, HttpError, encoded, error_body, error_headers, event, status_of
 from engine.serve.fields import CHAT, COMPLETIONS, Limits, Served, prompts_of, read
-from engine.serve.stepper import Stepper, Ticket
+from engine.serve.stepper import Abandoned, Stepper, Ticket
 from engine.trace import Trace
 
 SALT = "coppice.salt"  # of cached prefixes, in the scope of a request
@@ -248,7 +248,7 @@ class Events(Response):
                 await self._follow(send)
         except TimeoutError:
             await self._put(send, event(error_body(_late(self.seconds))))
-        except OSError:
+        except (OSError, Abandoned):
             return
         except Exception as error:
             await self._put(send, event(error_body(self.log(error))))
@@ -269,7 +269,8 @@ class Events(Response):
     async def _one(self, i: int, ticket: Ticket, send: Send) -> SearchResult:
         while True:
             try:
-                text = await asyncio.wait_for(ticket.more(), PING_SECONDS)
+                async with asyncio.timeout(PING_SECONDS):
+                    text = await ticket.more()
             except TimeoutError:
                 await self._put(send, b": the search runs\n\n")
                 continue
@@ -285,7 +286,8 @@ class Events(Response):
             if data:
                 part = {"type": "http.response.body", "body": data, "more_body": True}
                 try:
-                    await asyncio.wait_for(send(part), STALL_SECONDS)
+                    async with asyncio.timeout(STALL_SECONDS):
+                        await send(part)
                 except TimeoutError:
                     raise ConnectionError("the client reads nothing") from None
 

@@ -33,6 +33,10 @@ class Busy(CoppiceError):
         self.seconds = seconds
 
 
+class Abandoned(CoppiceError):
+    """The client left, or the time was up."""
+
+
 class Ticket:
     """A request on its way, as the event loop sees it.
 
@@ -58,9 +62,14 @@ class Ticket:
         if news.text and not self.spoke:
             self.spoke = now
         self._text += news.text
-        if news.outcome is not None:
+        if news.outcome is not None and self.outcome is None:
             self.outcome = news.outcome
             self.lane.ended(self)
+        self._changed.set()
+
+    def abandon(self) -> None:
+        """Nobody waits any more; who still does hears it."""
+        self.outcome = Abandoned("the request was abandoned")
         self._changed.set()
 
     async def more(self) -> str:
@@ -159,8 +168,9 @@ class Lane:
                 return
             try:
                 ticket.entry = self.service.submit(checked, hear, stream=stream)
-            except CoppiceError as error:
-                hear(News(0.0, outcome=error))
+            except Exception as error:
+                ours = error if isinstance(error, CoppiceError) else CoppiceError(f"the start failed: {error}"[:500])
+                hear(News(0.0, outcome=ours))
 
         self.stepper.call(start)
         return ticket
@@ -170,6 +180,7 @@ class Lane:
         if ticket.outcome is not None or ticket not in self.open:
             return
         self.open.discard(ticket)
+        ticket.abandon()
         self.stepper.metrics.count("requests_cancelled", self.name)
 
         def stop() -> None:

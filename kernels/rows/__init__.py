@@ -232,5 +232,31 @@ def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int], *, impl: str | None = No
     return _pick("gumbel_argmax", impl or _best(logp_NV))(logp_NV, keys)
 
 
+def window_max(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, width: int, *, impl: str | None = None) -> Tensor:
+    """The largest sample of each row, float32 [R, N]: sample n of a window is tape[start + n] + sum.
+
+    Args:
+        tape_P: float32, random numbers that windows share.
+        start_RW: int64, where on the tape each window begins.
+        sum_RW: float32; a window with -inf counts for nothing.
+        width: N, the samples of a window.
+    """
+    if _checked():
+        checks.windows(tape_P, start_RW, sum_RW, width)
+    return _pick("window_max", impl or _best(tape_P))(tape_P, start_RW, sum_RW, width)
+
+
+def window_wins(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, best_N: Tensor, *, impl: str | None = None) -> Tensor:
+    """The number of samples in which each window is at least as large as the best, int64 [R, W]; see `window_max`.
+
+    Args:
+        best_N: float32; inf where no window can win.
+    """
+    if _checked():
+        checks.windows(tape_P, start_RW, sum_RW, len(best_N))
+        checks.expect("best_N", best_N, torch.float32, (len(best_N),), tape_P.device)
+    return _pick("window_wins", impl or _best(tape_P))(tape_P, start_RW, sum_RW, best_N)
+
+
 def _best(x: Tensor) -> str:
     return "cpp" if x.is_cpu and x.dtype == torch.float32 and not why_not() else "torch"

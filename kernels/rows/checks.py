@@ -71,3 +71,15 @@ def keys(logp_NV: Tensor, keys: Sequence[int]) -> None:
     if len(keys) != 2 * len(logp_NV):
         raise ValueError(f"keys: expected {2 * len(logp_NV)} keys for {len(logp_NV)} rows, got {len(keys)}")
     within("keys", keys, 1 << 32, "numbers")
+
+
+def windows(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, width: int) -> None:
+    """A tape, the starts of windows on it, and a sum for each of them."""
+    floats("tape_P", tape_P, 1)
+    expect("sum_RW", sum_RW, torch.float32, start_RW.shape, tape_P.device)
+    expect("start_RW", start_RW, torch.int64, sum_RW.shape, tape_P.device)
+    if start_RW.dim() != 2 or not 1 <= width <= len(tape_P):
+        raise ValueError(f"width: expected windows [rows, windows] of 1 to {len(tape_P)} samples, got {width}")
+    if start_RW.numel():
+        least, most = map(int, start_RW.aminmax())
+        within("start_RW", [least, most], len(tape_P) - width + 1, "starts")

@@ -378,3 +378,30 @@ extern "C" void coppice_gumbel_argmax(int64_t threads, const float* logp, const 
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * width > MAX_SERIAL)
     for (int64_t r = 0; r < rows; r++) tokens[r] = gumbel_argmax(logp + r * width, width, keys[2 * r], keys[2 * r + 1]);
 }
+
+extern "C" void coppice_window_max(int64_t threads, const float* tape, const int64_t* starts, const float* sums,
+                                   float* out, int64_t rows, int64_t windows, int64_t width) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * windows * width > 4 * MAX_SERIAL)
+    for (int64_t r = 0; r < rows; r++)
+        each(width, [&](int64_t i, auto n) {
+            Floats most = all(-INFINITY);
+            for (int64_t w = r * windows; w < (r + 1) * windows; w++)
+                if (sums[w] > -INFINITY) most = larger(load(tape + starts[w] + i, n) + sums[w], most);
+            store(most, out + r * width + i, n);
+        });
+}
+
+extern "C" void coppice_window_wins(int64_t threads, const float* tape, const int64_t* starts, const float* sums,
+                                    const float* best, int64_t* out, int64_t rows, int64_t windows, int64_t width) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * windows * width > 4 * MAX_SERIAL)
+    for (int64_t w = 0; w < rows * windows; w++) {
+        Ints won{};
+        each(width, [&](int64_t i, auto n) {
+            Ints above = load(tape + starts[w] + i, n) + sums[w] >= load(best + i, n);
+            for (int lane = n; lane < LANES; lane++) above[lane] = 0;
+            won -= above;
+        });
+        out[w] = 0;
+        for (int lane = 0; lane < LANES && sums[w] > -INFINITY; lane++) out[w] += won[lane];
+    }
+}

@@ -112,6 +112,24 @@ def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int]) -> Tensor:
     return out_N
 
 
+def window_max(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, width: int) -> Tensor:
+    """See the front for arguments."""
+    native(tape_P, torch.float32)
+    tape_P, out_RN = tape_P.contiguous(), _samples(tape_P, start_RW, sum_RW, width)
+    pointers = [x.data_ptr() for x in (tape_P, start_RW, sum_RW, out_RN)]
+    function("window_max")(torch.get_num_threads(), *pointers, *start_RW.shape, width)
+    return out_RN
+
+
+def window_wins(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, best_N: Tensor) -> Tensor:
+    """See the front for arguments."""
+    native(tape_P, torch.float32)
+    tape_P, best_N, out_RW = tape_P.contiguous(), best_N.contiguous(), torch.empty_like(start_RW)
+    pointers = [x.data_ptr() for x in (tape_P, start_RW, sum_RW, best_N, out_RW)]
+    function("window_wins")(torch.get_num_threads(), *pointers, *start_RW.shape, len(best_N))
+    return out_RW
+
+
 def _pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
@@ -137,6 +155,10 @@ def _sums_like(logp_NV: Tensor, _sums: Sequence[float], k: int, _peaks_NB: Tenso
     return logp_NV.new_empty(2 * min(k, logp_NV.numel()) + 1, dtype=torch.float64)
 
 
+def _samples(tape_P: Tensor, start_RW: Tensor, _sum_RW: Tensor, width: int) -> Tensor:
+    return tape_P.new_empty(len(start_RW), width)
+
+
 register("rms_norm", rms_norm, like)
 register("layer_norm", layer_norm, like)
 register("rotary", rotary, like)
@@ -147,3 +169,5 @@ register("top_k", top_k, _pairs)
 register("best_sums", best_sums, _sums_like)
 register("at_least", at_least, lambda x_NV, _least, k, _peaks_NB=None: _pairs(x_NV, k))
 register("gumbel_argmax", gumbel_argmax, lambda x_NV, _keys: x_NV.new_empty(len(x_NV), dtype=torch.int64))
+register("window_max", window_max, _samples)
+register("window_wins", window_wins, lambda _tape_P, start_RW, _sum_RW, _best_N: torch.empty_like(start_RW))

@@ -152,6 +152,23 @@ def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int]) -> Tensor:
     return (logp_NV + gumbels(keys, logp_NV.shape[1], logp_NV.device)).argmax(-1)
 
 
+def window_max(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, width: int) -> Tensor:
+    """See the front for arguments."""
+    return window_samples(tape_P, start_RW, sum_RW, width).amax(1)
+
+
+def window_wins(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, best_N: Tensor) -> Tensor:
+    """See the front for arguments."""
+    sample_RWN = window_samples(tape_P, start_RW, sum_RW, len(best_N))
+    return ((sample_RWN >= best_N) & (sum_RW > -torch.inf).unsqueeze(2)).sum(2)
+
+
+def window_samples(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, width: int) -> Tensor:
+    """All samples, float32 [R, W, N]."""
+    windows = tape_P.as_strided((len(tape_P) - width + 1, width), (1, 1))
+    return windows[start_RW.view(-1)].view(*start_RW.shape, width) + sum_RW.unsqueeze(2)
+
+
 def gumbels(keys: Sequence[int], size: int, device: torch.device) -> Tensor:
     """Gumbel noise -log(-log(u)), float32 [N, size]: u is made of 32 uniform bits, out of the row's key and the token
     by integer arithmetic, the same on every device and for every size that includes the token."""

@@ -34,7 +34,7 @@ from search.base import (
 )
 from search.finished import Candidate, Finished
 from search.options import MAX_PENALTY, MAX_SEED, check_choices, check_integers, check_numbers
-from search.ults.boundary import RULES, Boundary, Family
+from search.ults.boundary import RULES, Boundary, Family, Samples
 from search.ults.delta import Delta, fit, path_key
 from search.ults.prior import Vectors, dirichlet, own_vectors
 
@@ -97,8 +97,8 @@ class ULTS(Search):
         children = Children(self.children, sorted(task.eos_token_ids) if self.fixed_length else ())
         answer = yield Evaluate(tree, nodes, children.read)
         delta, prior = yield from self._prior(task, answer.rows_NV)  # U1
-        sample = partial(self._samples, delta, task.max_new_tokens, [torch.empty(0)])
-        boundary = RULES[self.select](origin, partial(leaves.bound, longest=task.max_new_tokens), sample)
+        samples = Samples(delta, self.length_penalty, task.max_new_tokens)
+        boundary = RULES[self.select](origin, partial(leaves.bound, longest=task.max_new_tokens), samples)
         while True:
             rounds += 1
             boundary.add(self._expand(task, delta, winners, nodes, children, answer, leaves))  # U5
@@ -182,21 +182,6 @@ class ULTS(Search):
         if not task.eos_token_ids.isdisjoint(tokens):
             ends |= {c: "eos" for c, token in enumerate(tokens) if token in task.eos_token_ids}
         return ends
-
-    def _samples(self, delta: Delta, depth: int, scratch: list[Tensor], families: Sequence[Family]) -> Tensor:
-        """The samples v = c * Delta [F, C, N] of every open child, in logarithms; -inf for the others."""
-        sum_FC, place_FC = torch.stack([f.sum_C for f in families]), torch.stack([f.place_C for f in families])
-        F, C = sum_FC.shape
-        if len(scratch[0]) < F * C:
-            scratch[0] = torch.empty(F * C, self.samples)
-        value_CN, length_CN = delta.draws(place_FC.view(-1), scratch[0][: F * C])
-        value_CN += sum_FC.view(-1, 1)
-        if length_CN is not None:
-            level_C = torch.tensor([f.level for f in families]).repeat_interleave(C)
-            value_CN /= (level_C.unsqueeze(1) + length_CN) ** self.length_penalty
-        elif self.length_penalty:
-            value_CN /= depth**self.length_penalty
-        return value_CN.view(F, C, -1)
 
     def _prior(self, task: Task, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Delta, str]]:
         """The distributions of Delta, and the source of the softmax vectors that they are computed from."""

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.rows import window_max, window_wins
+from search.ults.delta import Delta
+
 NOTHING = torch.empty(0)
-AT_ONCE = 8  # families whose samples are drawn together
+AT_ONCE = 64  # families whose samples are drawn together
 
 
 @dataclass(eq=False)
@@ -69,14 +72,55 @@ class Family:
         return Family(-1, 0, key, None, 0, [token], [0.0], 0.0, set(), value_CN=torch.zeros(1, samples))
 
 
+class Samples:
+    """The posterior samples v = c * Delta of open children, in logarithms; divided by length ** penalty.
+
+    Args:
+        delta: the distributions of Delta.
+        penalty: of the length.
+        depth: the length of all leaves, unless `delta` has lengths.
+    """
+
+    def __init__(self, delta: Delta, penalty: float, depth: int):
+        self.delta, self.penalty, self.depth = delta, penalty, depth
+        self._tape_P = delta.log_LP.view(-1)
+        self._scratch = NOTHING
+
+    def of(self, families: Sequence[Family]) -> Tensor:
+        """The samples [F, C, N] of families, -inf for children that are not open; the next call overwrites them."""
+        place_FC, sum_FC = _stacked(families)
+        F, C = sum_FC.shape
+        if len(self._scratch) < F * C:
+            self._scratch = torch.empty(F * C, self.delta.samples)
+        value_CN, length_CN = self.delta.draws(place_FC.view(-1), self._scratch[: F * C])
+        value_CN += sum_FC.view(-1, 1)
+        if length_CN is not None:
+            level_C = torch.tensor([f.level for f in families]).repeat_interleave(C)
+            value_CN /= (level_C.unsqueeze(1) + length_CN) ** self.penalty
+        elif self.penalty:
+            value_CN /= self.depth**self.penalty
+        return value_CN.view(F, C, -1)
+
+    def best(self, families: Sequence[Family]) -> Tensor:
+        """The largest samples [F, N] of families."""
+        if self.penalty:
+            return self.of(families).amax(1)
+        return window_max(self._tape_P, *_stacked(families), self.delta.samples)
+
+    def wins(self, families: Sequence[Family], best_N: Tensor) -> list[list[int]]:
+        """In how many samples each child of families is the best of all."""
+        if self.penalty:
+            return _wins(self.of(families), best_N).tolist()
+        return window_wins(self._tape_P, *_stacked(families), best_N).tolist()
+
+
 class Boundary(ABC):
     """All open nodes. A subclass (a rule) defines their order, and the samples of the best open node.
 
     Args:
         origin: the family whose only child is the root.
         ceiling: (log-likelihood of a path, its level) -> the best score of any continuation.
-        sample: returns the posterior samples [F, C, N] of families, -inf for children that are not open; the next call
-            overwrites them.
+        samples: the posterior samples of open children.
 
     Attributes:
         families: families with open children, in the order in which they were added.
@@ -88,9 +132,9 @@ class Boundary(ABC):
         self,
         origin: Family,
         ceiling: Callable[[float, int], float],
-        sample: Callable[[Sequence[Family]], Tensor],
+        samples: Samples,
     ):
-        self.origin, self.ceiling, self.sample = origin, ceiling, sample
+        self.origin, self.ceiling, self.samples = origin, ceiling, samples
         self.families: dict[Family, None] = {}
         self.shrunk = False
         self.bar = -math.inf
@@ -150,12 +194,12 @@ class Boundary(ABC):
                 inner.add(above)
                 above = above.parent
         tips = [f for f in self.families if f not in inner]
-        return min(tips, key=lambda f: float(self.sample([f])[0].amax(0).mean()), default=None)
+        return min(tips, key=lambda f: float(self.samples.best([f]).mean()), default=None)
 
     @torch.inference_mode()
     def leaders(self, most: int) -> list[tuple[float, Family, int]]:
         """The most probable open node of each family, by the mean of its samples, best first: (mean, family, child)."""
-        found = [(float(self.sample([f])[0, min(f.open)].mean()), f, min(f.open)) for f in self.families]
+        found = [(float(self.samples.of([f])[0, min(f.open)].mean()), f, min(f.open)) for f in self.families]
         return sorted(found, key=lambda leader: -leader[0])[:most]
 
     @abstractmethod
@@ -207,7 +251,7 @@ class Flat(Boundary):
             self._best_RN = torch.cat([self._best_RN, torch.full_like(self._best_RN, -math.inf)])
         for some in _groups([f for f in self._changed if f in self.families], AT_ONCE):
             rows_F = torch.tensor([self._rows[f] for f in some])
-            self._best_RN.index_copy_(0, rows_F, self.sample(some).amax(1))
+            self._best_RN.index_copy_(0, rows_F, self.samples.best(some))
         self._changed.clear()
         self._best_N = self._best_RN[: max(1, len(self._families))].amax(0)
         return self._best_N
@@ -215,7 +259,10 @@ class Flat(Boundary):
     def winners(self, most: int) -> Iterator[tuple[Family, int]]:
         best_N = self._update()
         best_N = best_N.masked_fill(best_N <= self.bar, math.inf)  # there the best leaf wins
-        won_R, row_R = _wins(self._best_RN[: len(self._families)], best_N).sort(descending=True, stable=True)
+        rows, samples = len(self._families), len(best_N)
+        start_1R = torch.arange(0, rows * samples, samples).unsqueeze(0)
+        won_1R = window_wins(self._best_RN.view(-1), start_1R, torch.zeros(1, rows), best_N)
+        won_R, row_R = won_1R[0].sort(descending=True, stable=True)
         ranked = [(-won, row) for won, row in zip(won_R.tolist(), row_R.tolist(), strict=True) if won]
         groups = _groups(ranked, max(2, min(most, AT_ONCE)))
         group = next(groups, None)
@@ -224,7 +271,7 @@ class Flat(Boundary):
             # The wins of a family bound those of its children: it is expanded unless a queued node has more wins.
             if group and (not queue or group[0][0] <= queue[0][0]):
                 rows = [row for _, row in group]
-                wins_FC = _wins(self.sample([self._families[row] for row in rows]), best_N).tolist()
+                wins_FC = self.samples.wins([self._families[row] for row in rows], best_N)
                 for row, wins_C in zip(rows, wins_FC, strict=True):
                     for child, won in enumerate(wins_C):
                         if won:
@@ -242,7 +289,7 @@ class Recursive(Boundary):
 
     def add(self, families: Sequence[Family]) -> None:
         super().add(families)
-        for family, value_CN in zip(families, self.sample(families), strict=True):
+        for family, value_CN in zip(families, self.samples.of(families), strict=True):
             family.value_CN = value_CN.clone()
 
     def close(self, family: Family, children: Collection[int]) -> None:
@@ -311,6 +358,11 @@ class Posterior(Recursive):
     @staticmethod
     def carried(value_CN: Tensor, best_N: Tensor, winner: int) -> Tensor:
         return best_N
+
+
+def _stacked(families: Sequence[Family]) -> tuple[Tensor, Tensor]:
+    """Where on the tapes the children's samples begin, int64 [F, C], and their log-likelihoods [F, C]."""
+    return torch.stack([f.place_C for f in families]), torch.stack([f.sum_C for f in families])
 
 
 def _wins(value_RN: Tensor, best_N: Tensor) -> Tensor:

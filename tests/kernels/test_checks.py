@@ -353,6 +353,7 @@ def test_a_stack_refuses_what_convolutions_do_not_take():
 # --- rows ---
 
 X, W, HEADS, COS = torch.randn(3, 8), torch.ones(8), torch.randn(3, 2, 8), torch.ones(3, 4)
+STARTS, SUMS = torch.tensor([[0, 6]]), torch.zeros(1, 2)
 BAD_ROWS = {
     "rms_norm, weight": lambda impl: rows.rms_norm(X, W[:7], 1e-5, impl=impl),
     "rms_norm, dtype": lambda impl: rows.rms_norm(X, W.double(), 1e-5, impl=impl),
@@ -391,6 +392,13 @@ BAD_ROWS = {
     "gumbel_argmax, keys": lambda impl: rows.gumbel_argmax(X, [1] * 5, impl=impl),
     "gumbel_argmax, large keys": lambda impl: rows.gumbel_argmax(X, [1] * 5 + [1 << 32], impl=impl),
     "gumbel_argmax, small keys": lambda impl: rows.gumbel_argmax(X, [1] * 5 + [-1], impl=impl),
+    "window_max, width": lambda impl: rows.window_max(X[0], STARTS, SUMS, 9, impl=impl),
+    "window_max, start": lambda impl: rows.window_max(X[0], STARTS, SUMS, 7, impl=impl),
+    "window_max, start below 0": lambda impl: rows.window_max(X[0], STARTS - 1, SUMS, 2, impl=impl),
+    "window_max, starts": lambda impl: rows.window_max(X[0], STARTS.int(), SUMS, 2, impl=impl),
+    "window_max, tape": lambda impl: rows.window_max(X, STARTS, SUMS, 2, impl=impl),
+    "window_wins, sums": lambda impl: rows.window_wins(X[0], STARTS, SUMS.double(), X[0, :2], impl=impl),
+    "window_wins, best": lambda impl: rows.window_wins(X[0], STARTS, SUMS, X[0, :2].double(), impl=impl),
 }
 
 

@@ -165,6 +165,7 @@ def test_16_bits_are_converted_as_pytorch_does(dtype):
 
 def test_cpp_refuses_what_it_cannot_do():
     x, weight, cos = draw(2, 8), draw(8), draw(2, 8)
+    windows = torch.tensor([[0, 5]]), torch.zeros(1, 2)
     for run in (
         lambda: rows.rms_norm(x.double(), weight.double(), 1e-5, impl="cpp"),
         lambda: rows.layer_norm(x.double(), weight.double(), weight.double(), 1e-5, impl="cpp"),
@@ -176,6 +177,8 @@ def test_cpp_refuses_what_it_cannot_do():
         lambda: rows.at_least(x.double(), 0.5, 2, impl="cpp"),
         lambda: rows.best_sums(x.double(), [0.0, 0.0], 2, impl="cpp"),
         lambda: rows.gumbel_argmax(x.double(), [1, 2, 3, 4], impl="cpp"),
+        lambda: rows.window_max(x[0].double(), *windows, 3, impl="cpp"),
+        lambda: rows.window_wins(x[0].double(), *windows, x[0, :3], impl="cpp"),
     ):
         with pytest.raises(ValueError, match="impl 'cpp': expected float32"):
             run()
@@ -284,6 +287,32 @@ def test_gumbel_argmax(width, scale):
         rows.gumbel_argmax(logp, keys[1:], impl="cpp")
 
 
+@pytest.mark.parametrize("width", [1, 7, 8, 16, 33, 1000])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (40, 20), (2, 0), (0, 4)])
+def test_windows(width, shape):
+    """The largest sample of a row, and how often each window has the best."""
+    generator = torch.Generator().manual_seed(width)
+    tape = draw(3000, 1).view(-1) * 3
+    starts = torch.randint(3000 - width + 1, shape, generator=generator)
+    sums = (draw(shape[0] * shape[1], 1).view(shape) * 2).masked_fill(draw(*shape, seed=1) > 1, -math.inf)
+    if shape[1]:
+        found = rows.window_max(tape, starts, sums, width, impl="cpp")
+        assert found.equal(rows.window_max(tape, starts, sums, width, impl="torch"))
+        for row, values in enumerate(found):
+            windows = [tape[s : s + width] + x for s, x in zip(starts[row].tolist(), sums[row], strict=True)]
+            assert values.equal(torch.stack(windows).amax(0))
+        best = found.amax(0) if len(found) else torch.zeros(width)
+        best[::3] = math.inf
+    else:
+        best = torch.zeros(width)
+    wins = rows.window_wins(tape, starts, sums, best, impl="cpp")
+    assert wins.equal(rows.window_wins(tape, starts, sums, best, impl="torch"))
+    assert not wins.numel() or int(wins.sum()) >= int((best < math.inf).sum())
+    assert not wins[sums == -math.inf].any()
+    none = torch.full_like(best, -math.inf)
+    assert rows.window_wins(tape, starts, sums, none, impl="cpp").equal((sums > -math.inf) * width)
+
+
 def test_top_k_of_other_rows_is_pytorchs(monkeypatch):
     x = draw(2, 40)
     assert rows.top_k(x.double(), 3)[:, 0].equal(x.double().topk(3).values)
@@ -304,6 +333,8 @@ def test_custom_ops():
     calls["best_sums"] = (x, [0.0, 1.0, 2.0, 3.0, 4.0], 3, reference.peaks(x))
     calls["log_softmax"] = (x, 15)
     calls["gumbel_argmax"] = (x, list(range(10)))
+    windows = x.view(-1), torch.tensor([[0, 9], [70, 3]]), torch.zeros(2, 2)
+    calls |= {"window_max": (*windows, 10), "window_wins": (*windows, torch.zeros(10))}
     for name, arguments in calls.items():
         torch.library.opcheck(getattr(torch.ops.coppice, name).default, arguments)
     with torch.profiler.profile() as seen:

@@ -275,7 +275,7 @@ def test_samples_do_not_depend_on_the_order_of_evaluation(monkeypatch):
             while above.parent is not None:
                 path.append(above.parent.tokens[above.place])
                 above = above.parent
-            seen.setdefault(tuple(path[::-1][1:]), []).append(self.sample([family])[0].clone())
+            seen.setdefault(tuple(path[::-1][1:]), []).append(self.samples.of([family])[0].clone())
         add(self, families)
 
     monkeypatch.setattr(Boundary, "add", note)

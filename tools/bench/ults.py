@@ -4,6 +4,7 @@ import argparse
 import itertools
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from tools.ults_prior import Collect
 
 ALPHAS, EPSILONS = (0.1, 0.2, 0.5, 0.8), (0.05, 0.1, 0.3)
 LIMIT_MS, NODES_RATIO = 0.3, 0.75  # targets
+WIDE_RATIO, OWN_SHARE = 0.7, 0.03  # of the time of wide beams; of a pass
 
 
 def add_parser(commands: Any) -> None:
@@ -60,6 +62,23 @@ def add_parser(commands: Any) -> None:
     model.add_argument("--select", nargs="+", default=["flat", "descendant"])
     model.add_argument("--prior", help="auto, dirichlet or a file (vectors of other prompts drawn from the model)")
     add_run_flags(model, "ults", "float32", run_model)
+
+    wide = parts.add_parser("wide", help="the nodes and the time for the log-likelihood of wide beams")
+    add_flags(wide)
+    add_numbers(
+        wide,
+        prompts=(8, "drawn from the model itself"),
+        prompt_tokens=32,
+        depths=([20], "new tokens; end-of-sequence is a token like the others"),
+        beams=[32, 64, 128],
+        k_max=[80, 160],
+        batches=[32, 64],
+        children=20,
+        samples=1000,
+        epsilon=0.1,
+    )
+    wide.add_argument("--fit", nargs="+", default=["beta", "pools"], help="beta pools")
+    add_run_flags(wide, "ults", "float32", run_wide)
 
 
 # --- toy trees ---
@@ -233,13 +252,20 @@ def beside_beams(rows: Sequence[dict[str, Any]]) -> None:
         row["break_even"] = max(0.0, row["passes"] - row["depth"]) / saved if saved > 0 else None
 
 
-def gather(engine: Engine, prompt_tokens: int, depth: int, seed: int, folder: Path, vectors: int = 1000) -> Path:
-    """Gather a prior of 1000 vectors, as in the paper, from other prompts."""
+def gather(
+    engine: Engine,
+    prompt_tokens: int,
+    depth: int,
+    seed: int,
+    folder: Path,
+    vectors: int = 1000,
+    without: Callable[[Search], Search] = WithoutEos,
+) -> Path:
+    """Gather a prior of 1000 vectors, as in the paper, from other prompts; `without` wraps the search that does."""
     found: list[Vectors] = []
     prompts = draw_prompts(engine, -(-vectors // depth), prompt_tokens, seed)
     for i, prompt in enumerate(prompts):
-        collect = WithoutEos(Collect(found, 1, i))
-        engine.generate([prompt], collect, max_new_tokens=depth)
+        engine.generate([prompt], without(Collect(found, 1, i)), max_new_tokens=depth)
     path = folder / f"prior-{depth}.safetensors"
     Vectors.cat(found).save(path)
     return path
@@ -318,6 +344,114 @@ def draw_model(figure: Any, rows: list[dict[str, Any]], depths: Sequence[int]) -
             plot_curves(axis, mine, key, label, f"{depth} tokens", xscale="log")
         row[0].set_ylabel("mean log-likelihood")
     axes[0][0].legend(fontsize=8)
+
+
+# --- wide beams ---
+
+
+class OwnTime:
+    """Adds up the seconds of a search itself and those of whole steps; an observer of phases."""
+
+    def __init__(self):
+        self.search = self.step = 0.0
+        self._began: list[tuple[str, float]] = []
+
+    def begin(self, phase: str, batch: object) -> None:
+        self._began.append((phase, time.perf_counter()))
+
+    def end(self, phase: str) -> None:
+        name, began = self._began.pop()
+        if name in ("search", "step"):
+            setattr(self, name, getattr(self, name) + time.perf_counter() - began)
+
+
+def run_wide(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Mean log-likelihood, nodes and seconds of wide beams and of ULTS, and its own time per round."""
+    made, rows = stamp(argv), []
+    with checkpoint(args) as (folder, name), tempfile.TemporaryDirectory() as scratch:
+        engine = Engine.load(folder, dtype=args.dtype, threads=args.threads)
+        prompts = draw_prompts(engine, args.prompts, args.prompt_tokens, args.seed)
+        for depth in args.depths:
+            seed, folder_of = args.seed + 1, Path(scratch)
+            prior = str(gather(engine, args.prompt_tokens, depth, seed, folder_of, without=lambda search: search))
+            searches: list[tuple[dict[str, Any], Search]] = [
+                ({"search": "beam", "k": k}, Trie(beams=k, length_penalty=0.0)) for k in args.beams
+            ]
+            for fit, batch, k in itertools.product(args.fit, args.batches, args.k_max):
+                search = ULTS(batch=batch, k_max=k, children=args.children, samples=args.samples,
+                              epsilon=args.epsilon, fit=fit, prior=prior)  # fmt: skip
+                searches.append(({"search": f"{fit}, batch {batch}", "batch": batch, "k": k}, search))
+            rows += wide_rows(engine, prompts, searches, depth)
+    short = "demo" if is_demo(folder) else engine.name
+    body = wide_report(short if is_demo(folder) else name, engine, rows, args)
+    finish(f"ults-wide-{short}", made, body, {"model": name, "results": rows}, args.save)
+    return {"results": rows}
+
+
+def wide_rows(
+    engine: Engine, prompts: Sequence[list[int]], searches: Sequence[tuple[dict[str, Any], Search]], depth: int
+) -> list[dict[str, Any]]:
+    """Run searches in turn on every prompt; returns their rows with their figures, beside those of the beams."""
+
+    def run(search: Search, i: int) -> tuple[SearchResult, OwnTime]:
+        engine.observer = own = OwnTime()
+        try:
+            [result] = engine.generate([prompts[i]], search, max_new_tokens=depth, ignore_eos=True)
+        finally:
+            engine.observer = None
+        return result, own
+
+    for _, search in searches:
+        run(search, 0)  # beliefs are fitted once a process
+    found = in_turn({i: partial(run, s) for i, (_, s) in enumerate(searches)}, len(prompts), what="prompt")
+    rows = []
+    for i, (row, _) in enumerate(searches):
+        figures = figures_of([result for result, _ in found[i]])
+        own = sum(own.search for _, own in found[i])
+        figures["own_ms"] = own / len(prompts) / figures["passes"] * 1e3
+        figures["own_of_pass"] = own / sum(own.step - own.search for _, own in found[i])
+        rows.append({"depth": depth, **row, **figures})
+    beams = [row for row in rows if row["search"] == "beam"]
+    for row in rows:
+        if row["search"] != "beam":
+            row["beside"] = [
+                {"k": beam["k"], "nodes": row["nodes"] / beam["nodes"], "ms": row["ms"] / beam["ms"]}
+                for beam in beams if row["value"] >= beam["value"]
+            ]  # fmt: skip
+    return rows
+
+
+def wide_report(name: str, engine: Engine, rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    parts = [
+        f"{name}, {engine.runner.device.type}, {args.prompts} prompts of {args.prompt_tokens} tokens drawn from the "
+        f"model, end-of-sequence ignored, rule flat, epsilon {args.epsilon}, {args.children} children, {args.samples} "
+        "samples, prior: softmax vectors of other such prompts. Means over prompts; ms from the first "
+        "log-probabilities to the end, the median. *Own*: the search's time per pass, and its share of the rest of a "
+        "step."
+    ]
+    for depth in args.depths:
+        shown = [r for r in rows if r["depth"] == depth]
+        parts += [f"Depth {depth}:", rows_table(shown, {
+            "search": "{search}", "k": "{k}", "log-likelihood": "{value:.3f}", "s.e.": "{value_error:.3f}",
+            "nodes": "{nodes:.1f}", "passes": "{passes:.1f}", "ms": "{ms:.1f}", "own ms": "{own_ms:.2f}",
+            "own of pass": "{own_of_pass:.1%}"})]  # fmt: skip
+        for beam in (r for r in shown if r["search"] == "beam"):
+            reached = [(r, b) for r in shown for b in r.get("beside", []) if b["k"] == beam["k"]]
+            parts.append(wide_text(beam["k"], reached))
+    return "\n\n".join(parts)
+
+
+def wide_text(k: int, reached: Sequence[tuple[dict[str, Any], dict[str, float]]]) -> str:
+    """The settings that reach the log-likelihood of k beams with the fewest nodes, and in the least time."""
+    if not reached:
+        return f"{k} beams: no setting reaches their log-likelihood."
+    row, least = min(reached, key=lambda pair: pair[1]["nodes"])
+    fast, quick = min(reached, key=lambda pair: pair[1]["ms"])
+    return (
+        f"{k} beams: {row['search']}, k {row['k']} reaches their log-likelihood with {least['nodes']:.0%} of their "
+        f"nodes; {fast['search']}, k {fast['k']} in {quick['ms']:.0%} of their time (target: {WIDE_RATIO:.0%}, with at "
+        f"most {OWN_SHARE:.0%} of a pass for the search itself; here {fast['own_of_pass']:.1%})."
+    )
 
 
 # --- both ---

@@ -301,7 +301,7 @@ def test_the_servers_page_chats_with_the_tree_beside_it(browser: Browser):
     pytest.importorskip("uvicorn", reason="needs the extra serve")
     from engine.serve import command
 
-    args = command.make_parser().parse_args(["--kv-memory", "8M", "--threads", "2", "-q"])
+    args = command.make_parser().parse_args(["--kv-memory", "8M", "--threads", "1", "-q"])
     with command.application(args, ["a-key-of-some-length"]) as app, command.background(app) as url:
         browser.ask("POST", "/url", {"url": url})
         browser.type("#key", "a-key-of-some-length\ue007")

@@ -37,7 +37,7 @@ def alone() -> Engine:
     from engine.demo import demo_folder
 
     return Engine.load(
-        demo_folder(), kv_memory="8M", draft=demo_folder("draft"), reward=demo_folder("reward"), threads=2
+        demo_folder(), kv_memory="8M", draft=demo_folder("draft"), reward=demo_folder("reward"), threads=1
     )
 
 
@@ -236,6 +236,7 @@ def test_logprobs_of_completions(server):
         ({"search": "bon", "bon_n": 100}, None, "keeps 100 sequences"),
         ({"max_tokens": 301}, "max_tokens", "expected at most 300"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "contradicts"),
+        ({"stop": ["x"] * 257}, "stop", "expected at most 256, got 257"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
         ({"logprobs": 3}, "logprobs", "expected true or false"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),

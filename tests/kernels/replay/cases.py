@@ -36,7 +36,7 @@ STRANGE = math.nan, math.inf, -math.inf
 def record() -> Recording:
     """Returns all cases."""
     recording = Recording()
-    rows = norms, rotary, halves, gates, log_softmax, best, draws
+    rows = norms, rotary, halves, gates, log_softmax, best, draws, windows
     for add in (*rows, linear, grouped, kv_write, kv_write_int8, kv_copy, short_conv, layouts, tree_attention):
         torch.manual_seed(0)
         add(recording)
@@ -213,6 +213,19 @@ def draws(recording: Recording) -> None:
         tokens = reference.gumbel_argmax(logp, keys.tolist())
         words, out = keys.to(torch.int32), Expected(torch.full((20,), -1), tokens)
         recording.add(f"{width}, scale {scale}", "gumbel_argmax", 2, logp, words, out, 20, width)
+
+
+def windows(recording: Recording) -> None:
+    for width, (few, many) in itertools.product((1, 7, 16, 100), ((1, 1), (5, 20))):
+        tape, sums = draw(1, 500, scale=3).view(-1), draw(few, many)
+        sums[0, 1:2] = -math.inf
+        starts = torch.randint(500 - width + 1, (few, many))
+        most = reference.window_max(tape, starts, sums, width)
+        best = most.amax(0)
+        out, count = Expected(torch.zeros_like(most), most), reference.window_wins(tape, starts, sums, best)
+        recording.add(f"{few} x {many} x {width}", "window_max", 2, tape, starts, sums, out, few, many, width)
+        out = Expected(torch.full_like(count, -1), count)
+        recording.add(f"{few} x {many} x {width}", "window_wins", 2, tape, starts, sums, best, out, few, many, width)
 
 
 def linear(recording: Recording) -> None:

@@ -1,0 +1,116 @@
+"""A worker: a loaded model that answers blocks of lines, exactly as `engine.batch` answers them."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from engine.app.batch import DESCRIPTION, Place, add_request_flags, answer, encoded, identified, make_request
+from engine.app.cli import PARALLEL, Parser, add_verbosity_flags, load_engine, positive, template_options
+from engine.engine import Request
+from engine.errors import CoppiceError, UsageError
+from engine.requests import Search
+
+
+class Worker:
+    """An actor of Ray Data's `map_batches`, which calls it with one block of lines after another.
+
+    A model that cannot be loaded is the answer to every block: the run ends with its error, and is not tried again.
+
+    Args:
+        flags: as of `python -m tools.fleet`.
+    """
+
+    def __init__(self, flags: Sequence[str]):
+        self.args = make_parser().parse_args(flags)
+        self.args.threads = self.args.threads or 1
+        self.fault: CoppiceError | None = None
+        try:
+            self.engine = load_engine(self.args)
+            self.options = template_options(self.args)
+        except CoppiceError as error:
+            self.fault = error
+
+    def __call__(self, block: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Answer lines.
+
+        Args:
+            block: the columns of `tools.fleet.store.Line`.
+
+        Returns:
+            columns: "record"; "answer", JSON; "pid", of this process; "fault", the error that ends the run, or "", and
+            "code", its exit code.
+        """
+        records = [int(record) for record in block["record"]]
+        if self.fault is not None:
+            return _columns(records, [b""] * len(records), str(self.fault), self.fault.exit_code)
+        places: list[Place] = []
+        lines = zip(records, map(int, block["number"]), map(bytes, block["line"]), strict=True)
+        answers = [b""] * len(records)
+        try:
+            for i, outcome in self.engine.serve(self._requests(lines, places)):
+                answers[i] = encoded(answer(places[i], outcome))
+        except CoppiceError as error:  # of the run, not of a line: no memory, say
+            return _columns(records, answers, str(error), error.exit_code)
+        return _columns(records, answers)
+
+    def _requests(self, lines: Iterator[tuple[int, int, bytes]], places: list[Place]) -> Iterator[Any]:
+        """The requests of lines, or their errors; the place of each is added first."""
+        for record, number, line in lines:
+            found, identity, wrong = identified(line, record)
+            request: Request | CoppiceError | None = wrong
+            thoughts = None
+            if wrong is None:
+                try:
+                    request, thoughts = make_request(found, self.engine, self.args, self.options)
+                except CoppiceError as error:
+                    request = error
+            places.append(Place(identity, number, thoughts))
+            yield request
+
+
+def _columns(records: list[int], answers: list[bytes], fault: str = "", code: int = 0) -> dict[str, list[Any]]:
+    count = len(records)
+    own = {"pid": [os.getpid()] * count, "fault": [fault] * count, "code": [code] * count}
+    return {"record": records, "answer": answers, **own}
+
+
+EPILOG = """\
+The input is that of engine.batch, a file; so are its flags. DIR gets answers.jsonl when all lines are answered, in the
+order of the input. A run that ended early goes on when the same command is started again. A worker that dies is
+replaced, and its lines are given to another: nothing is lost, nothing is answered twice.
+
+One machine without --address; --address HOST:PORT (or auto) is a Ray cluster, whose machines all have coppice and the
+model's folder at the same path. Each worker has --threads threads (1) and, with --device cuda, a GPU.
+
+exit codes: as of engine.batch; 6 a worker ended too often, or Ray cannot be reached.
+"""
+
+
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("python -m tools.fleet", f"{DESCRIPTION} By workers, each with a model.", EPILOG)
+    add_request_flags(parser)
+    group = parser.add_argument_group("fleet")
+    group.add_argument("--input", required=True, metavar="FILE", help="JSON Lines")
+    group.add_argument("--output", required=True, metavar="DIR", help="a new folder, or that of a run to go on with")
+    group.add_argument("--workers", type=positive, default=1, metavar="N", help="processes with a model (1)")
+    group.add_argument("--address", metavar="HOST:PORT", help="of a Ray cluster (this machine alone)")
+    group.add_argument(
+        "--parallel", type=int, default=PARALLEL, metavar="N", help="searches of a worker at once (%(default)s)"
+    )
+    group.add_argument("--block", type=positive, metavar="N", help="lines at a time (by their number, 128 at most)")
+    add_verbosity_flags(parser)
+    return parser
+
+
+def depended_on(args: Any) -> list[str]:
+    """The flags that answers depend on, in an order of their own."""
+    others = {"input", "output", "workers", "address", "block", "quiet", "verbose", "threads", "parallel"}
+    others |= {"kv_memory", "memory", "device", "compile", "graphs"}
+    return sorted(f"{name}={value!r}" for name, value in vars(args).items() if name not in others)
+
+
+def check_search(search: Search) -> None:
+    """Refuse a search that writes files. Raises UsageError."""
+    if getattr(search, "save", None) is not None:
+        raise UsageError("save: workers save nothing", remedy="leave out --aded-save")
