@@ -90,10 +90,31 @@ def properties(device: torch.device) -> Properties:
 
 @triton.jit
 def dot(a, b):
-    """a b in float32, float32 itself without rounding to TF32. The interpreter multiplies bfloat16 wrongly."""
+    """a b in float32. Of float32 itself both are sums of two TF32 numbers, 22 bits, and only the product of the smaller
+    parts is left out (tf32x3): matrix units take these, and the registers of ordinary products would be spilled. The
+    interpreter does so by hand, and multiplies bfloat16 wrongly unless it is float32."""
     if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+        if a.dtype == tl.float32:
+            high_a, high_b = _tf32(a), _tf32(b)
+            low_a, low_b = _tf32(_rest(a, high_a)), _tf32(_rest(b, high_b))
+            return tl.dot(high_a, high_b) + (tl.dot(low_a, high_b) + tl.dot(high_a, low_b))
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def _tf32(x):
+    """The nearest number of 11 bits, for the interpreter; what is not finite stays."""
+    bits = x.to(tl.int32, bitcast=True)
+    nearest = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where((bits & 0x7F800000) == 0x7F800000, x, nearest)
+
+
+@triton.jit
+def _rest(x, high):
+    """What TF32 leaves of x; nothing of what is not finite."""
+    finite = (x.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+    return tl.where(finite, tl.where(finite, x, 0.0) - tl.where(finite, high, 0.0), 0.0)
 
 
 @triton.jit

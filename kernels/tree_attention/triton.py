@@ -161,8 +161,9 @@ def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool) -> dict[str, i
     Stages: a page's number is loaded a step before its keys, which five stages of the pipeline turn into two blocks in
     flight. How many programs a multiprocessor has room for then is asked of the compiled kernel.
     """
-    if dtype == torch.float32:  # multiplied on ordinary cores: larger tiles would not fit the registers
-        return {"M": min(max(16, triton.next_power_of_2(rows)), 32), "N": 16, "num_warps": 4, "num_stages": 2}
+    if dtype == torch.float32:  # each number is two in the registers of the products
+        M = min(max(16, triton.next_power_of_2(rows)), 32 if head <= 64 else 16)
+        return {"M": M, "N": 16, "num_warps": 4, "num_stages": 2}
     M = min(max(16, triton.next_power_of_2(rows)), 128 if head <= 128 else 32)
     N = 32 if M == 64 or head > 128 else 64
     return {"M": M, "N": N, "num_warps": 8 if M == 128 else 4, "num_stages": 5 if roomy else 2}
@@ -231,7 +232,19 @@ def _attend(
     acc_MD = tl.zeros([M, D2], tl.float32)
     k_ptr += g * stride_kg
     v_ptr += g * stride_vg
-    for n in range(lo + begin * N, tl.minimum(lo + end * N, hi), N):
+    first_n, last_n = lo + begin * N, tl.minimum(lo + end * N, hi)
+    if not WINDOWED:  # whole blocks, seen by all rows that see any key: without a mask of keys
+        least = tl.min(tl.where(real_M & (seen_M > 0), seen_M, hi))
+        whole = tl.maximum(tl.minimum(least // N * N, last_n), first_n)
+        for n in range(first_n, whole, N):
+            n_N = n + tl.arange(0, N)
+            page_N = tl.load(pages_ptr + tree * stride_pr + (n_N // PAGE) * stride_pp)
+            top_M, sum_M, acc_MD = _fold(
+                q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, n_N >= 0, seen_M[:, None] > 0, scale,
+                cap, top_M, sum_M, acc_MD, CAPPED, False, ROW, D, D2,
+            )  # fmt: skip
+        first_n = whole
+    for n in range(first_n, last_n, N):
         n_N = n + tl.arange(0, N)
         live_N = n_N < hi
         page_N = tl.load(pages_ptr + tree * stride_pr + (n_N // PAGE) * stride_pp, mask=live_N, other=0)
@@ -240,7 +253,7 @@ def _attend(
             visible_MN &= n_N[None, :] >= oldest_M[:, None]
         top_M, sum_M, acc_MD = _fold(
             q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, live_N, visible_MN, scale,
-            cap, top_M, sum_M, acc_MD, CAPPED, ROW, D, D2,
+            cap, top_M, sum_M, acc_MD, CAPPED, True, ROW, D, D2,
         )  # fmt: skip
     for w in range(tl.maximum(begin - trunk_blocks, 0), end - trunk_blocks):
         word_M = tl.load(words_ptr + t_M * (W // WORD) + w, mask=real_M, other=0)
@@ -251,8 +264,9 @@ def _attend(
             if WINDOWED:
                 visible_MN &= tl.load(places_ptr + tree * W + w_N)[None, :] >= oldest_M[:, None]
             top_M, sum_M, acc_MD = _fold(
-                q_MD, k_ptr, v_ptr, slot_N, w_N < W, visible_MN, scale, cap, top_M, sum_M, acc_MD, CAPPED, ROW, D, D2
-            )
+                q_MD, k_ptr, v_ptr, slot_N, w_N < W, visible_MN, scale,
+                cap, top_M, sum_M, acc_MD, CAPPED, True, ROW, D, D2,
+            )  # fmt: skip
 
     some_M = sum_M != 0  # NaN counts
     sum_M = tl.where(some_M, sum_M, 1.0)
@@ -272,14 +286,17 @@ def _attend(
 @triton.jit
 def _fold(
     q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale, cap, top_M, sum_M, acc_MD,
-    CAPPED: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
+    CAPPED: tl.constexpr, MASKED: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
 ):  # fmt: skip
-    """Take one more block of keys and values into the running maximum, sum and output."""
+    """Take one more block of keys and values into the running maximum, sum and output; unless MASKED all are live."""
     d_D = tl.arange(0, D2)
     at_ND = slot_N[:, None] * ROW + d_D[None, :]
-    live_ND = live_N[:, None] & (d_D < D)[None, :]
-    k_ND = tl.load(k_ptr + at_ND, mask=live_ND, other=0)
-    v_ND = tl.load(v_ptr + at_ND, mask=live_ND, other=0)
+    if MASKED or D < D2:
+        live_ND = (live_N if MASKED else slot_N >= 0)[:, None] & (d_D < D)[None, :]
+        k_ND = tl.load(k_ptr + at_ND, mask=live_ND, other=0)
+        v_ND = tl.load(v_ptr + at_ND, mask=live_ND, other=0)
+    else:
+        k_ND, v_ND = tl.load(k_ptr + at_ND), tl.load(v_ptr + at_ND)
     if ROW > D:  # int8, which all of q's dtypes hold; their scales may be too small for float16, the values are not
         k_ND = cast(k_ND.to(tl.float32), q_MD.dtype)
         v_ND = cast(v_ND.to(tl.float32) * _scales(v_ptr + slot_N * ROW + D, live_N)[:, None], q_MD.dtype)

@@ -160,7 +160,8 @@ attend(90, 16, 96, torch.bfloat16)
 attend(90, 16, 256, torch.bfloat16, windowed=True, capped=True)
 attend(90, 16, 33, torch.float16)
 attend(90, 2048, 256, torch.bfloat16, split=False)
-attend(90, 16, 128, torch.float32)
+for rows in (16, 2048):
+    unspilled(attend(90, rows, 128, torch.float32, split=rows < 2048))
 for capability, dtype in itertools.product(SHARED, NAMES):
     attend(capability, 16, 64, dtype, int8=True)
 attend(90, 2048, 128, torch.bfloat16, split=False, int8=True)

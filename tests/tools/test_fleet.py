@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -190,3 +191,42 @@ def test_a_worker_that_is_killed_loses_nothing(tmp_path):
     assert sorted(row["record"] for row in rows) == [*range(64)]
     assert batch.main([*flags, "--output", str(tmp_path / "batch"), "-q"]) == 0
     assert answers(out / ANSWERS) == answers(tmp_path / "batch")
+
+
+SERVE = """
+import json, sys, urllib.request
+import ray
+from ray import serve
+sys.path.insert(0, sys.argv[1])
+import service
+paths = {"env_vars": {"PYTHONPATH": sys.argv[2]}}
+ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env=paths)
+serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[3])})
+serve.run(service.app, route_prefix="/")
+body = json.dumps({"prompt": "Once upon a time", "max_tokens": 6, "search": "trie", "beams": 3}).encode()
+url = f"http://127.0.0.1:{sys.argv[3]}/v1/completions"
+request = urllib.request.Request(url, data=body, headers={"content-type": "application/json"})
+print("answer:", urllib.request.urlopen(request, timeout=120).read().decode(), flush=True)
+serve.shutdown()
+"""
+
+
+@pytest.mark.skipif(not RAY or importlib.util.find_spec("fastapi") is None, reason="needs ray[serve]")
+def test_the_server_under_ray_serve(tmp_path):
+    """The page's example, with one replica."""
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    code = next(block for block in page.split("```python\n")[1:] if "serve.ingress" in block).partition("```")[0]
+    (tmp_path / "service.py").write_text(code.replace("num_replicas=2", "num_replicas=1"))
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    slow = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60"}
+    environment = os.environ | slow | {"PYTHONPATH": paths, "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE, str(tmp_path), paths, str(port)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert "answer: " in done.stdout, done.stderr[-4000:]
+    found = json.loads(done.stdout.partition("answer: ")[2].splitlines()[0])
+    assert found["choices"][0]["text"] and found["usage"]["completion_tokens"] == 6
