@@ -72,10 +72,10 @@ def add_parser(commands: Any) -> None:
         depths=([20], "new tokens; end-of-sequence is a token like the others"),
         beams=[32, 64, 128],
         k_max=[80, 160],
-        batches=[32, 64],
+        batches=[16, 64],
         children=20,
         samples=1000,
-        epsilon=0.1,
+        epsilon=0.02,
     )
     wide.add_argument("--fit", nargs="+", default=["beta", "pools"], help="beta pools")
     add_run_flags(wide, "ults", "float32", run_wide)
