@@ -83,8 +83,8 @@ class Commands:
 
     def use(self, engine: Engine) -> None:
         """Answer with this engine instead of loading one."""
-        self.patch.setattr(chat.cli, "load_engine", lambda args: engine)
-        self.patch.setattr(batch, "load_engine", lambda args: engine)
+        self.patch.setattr(chat.cli, "load_engine", lambda args, shard=None: engine)
+        self.patch.setattr(batch, "load_engine", lambda args, shard=None: engine)
 
     def chat(self, *argv: str | Path, typed: str = "") -> tuple[int, str, str]:
         streams = {"stdin": Terminal(typed), "stdout": io.StringIO(), "stderr": io.StringIO()}
@@ -532,7 +532,7 @@ import io, re, resource, sys
 from engine.app import batch
 from engine.engine import Engine
 engine = Engine.load(sys.argv[1], threads=1, kv_memory=1 << 20)
-batch.load_engine = lambda args: engine
+batch.load_engine = lambda args, shard=None: engine
 wide, small = (b'{"prompt": "a", "params": {"search": "trie", "beams": %d, "max_new_tokens": 3}}' % n for n in (600, 2))
 limit = resource.getrlimit(resource.RLIMIT_AS)
 status = open("/proc/self/status").read()

@@ -240,7 +240,7 @@ def engine(models: list[tuple[Path, dict[str, Any]]], tmp_path_factory: pytest.T
 @settings(QUICK, max_examples=200)
 @given(data=st.data())
 def test_batch_lines(engine: Engine, monkeypatch: pytest.MonkeyPatch, data: st.DataObject):
-    monkeypatch.setattr(batch, "load_engine", lambda args: engine)
+    monkeypatch.setattr(batch, "load_engine", lambda args, shard=None: engine)
     one = st.sampled_from(LINES).flatmap(lambda line: mutated(line) | damaged(dump(line)))
     lines = [dump(line).replace(b"\n", b" ") for line in data.draw(st.lists(one, min_size=1, max_size=4), "lines")]
     good = b'{"id": "good", "prompt": "ab"}'

@@ -434,7 +434,7 @@ def test_a_batch_goes_on_after_a_fault(
         "    def run(self, task):\n        yield Evaluate(task.tree, [task.tree.root])\n        raise KeyError('x')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(batch, "load_engine", lambda args: engine)
+    monkeypatch.setattr(batch, "load_engine", lambda args, shard=None: engine)
     monkeypatch.setitem(REGISTRY, "faulty", None)  # taken away again when the test has ended
     del REGISTRY["faulty"]
     lines = [{"prompt": "a"}, {"prompt": "a", "params": {"search": "greedy"}}]

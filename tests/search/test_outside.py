@@ -105,7 +105,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def answer(engine: Engine, monkeypatch: pytest.MonkeyPatch, lines: list[Any], *flags: str) -> list[dict[str, Any]]:
-    monkeypatch.setattr(batch, "load_engine", lambda args: engine)
+    monkeypatch.setattr(batch, "load_engine", lambda args, shard=None: engine)
     out, source = io.BytesIO(), io.BytesIO("".join(json.dumps(line) + "\n" for line in lines).encode())
     batch.main(["--max-new-tokens", "3", *flags], source, out)
     return [json.loads(line) for line in out.getvalue().splitlines()]
@@ -190,7 +190,7 @@ def test_flags(refused: Callable[..., str], capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_chat_knows_it(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(cli, "load_engine", lambda args: engine)
+    monkeypatch.setattr(cli, "load_engine", lambda args, shard=None: engine)
     monkeypatch.setattr(sys, "stdin", None)
     code = chat.main(["--search", "own:Count_Up", "--count-up-start", "70", "-p", "a", "--json", "--max-new-tokens=2"])
     assert code == 0 and json.loads(capsys.readouterr().out)["outputs"][0]["token_ids"] == [70, 71]

@@ -62,7 +62,7 @@ class Run:
 
 @pytest.fixture
 def run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(batch, "load_engine", lambda args: engine)
+    monkeypatch.setattr(batch, "load_engine", lambda args, shard=None: engine)
     return Run(engine)
 
 
@@ -291,7 +291,7 @@ def test_nothing_byte_order_mark_and_no_end(run: Run):
 
 def test_memory_of_a_line(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
     small = Engine.load(folder, threads=1, kv_memory=32 * 256)
-    monkeypatch.setattr(batch, "load_engine", lambda args: small)
+    monkeypatch.setattr(batch, "load_engine", lambda args, shard=None: small)
     heavy = {"prompt": "ab", "params": {"search": "trie", "beams": 100}}
     code, records = run([{"prompt": "a"}, heavy, {"prompt": "a"}])
     assert code == 2 and said(records[0]) == said(records[2])
@@ -305,7 +305,7 @@ def test_numbers_that_are_none(folder: Path, tmp_path: Path, run: Run, monkeypat
     weights["model.embed_tokens.weight"][7] = torch.nan
     save_file(weights, tmp_path / "model.safetensors")
     broken = Engine.load(tmp_path, threads=1, kv_memory=1 << 20)
-    monkeypatch.setattr(batch, "load_engine", lambda args: broken)
+    monkeypatch.setattr(batch, "load_engine", lambda args, shard=None: broken)
     code, records = run([{"prompt_ids": [5]}, {"prompt_ids": [7]}, {"prompt_ids": [5]}])
     assert code == 2 and records[1]["error"]["code"] == "numerics" and "outputs" in records[2]
 
@@ -343,7 +343,7 @@ def test_how_many_searches_run_at_once(
     monkeypatch: pytest.MonkeyPatch, engine: Engine, capsys: pytest.CaptureFixture[str]
 ):
     parallel = []
-    monkeypatch.setattr(batch, "load_engine", lambda args: parallel.append(args.parallel) or engine)
+    monkeypatch.setattr(batch, "load_engine", lambda args, shard=None: parallel.append(args.parallel) or engine)
     for flags in ([], ["--parallel", "64"]):
         assert batch.main(["-q", *flags], io.BytesIO(), io.BytesIO()) == 0
     assert parallel == [16, 64]
@@ -423,7 +423,7 @@ def test_a_tokenizer_that_fails_on_one_prompt(folder: Path, tmp_path: Path, monk
     spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, spec["pre_tokenizer"]]}
     file.write_text(json.dumps(spec))
     engine = Engine.load(tmp_path / "model", threads=1, kv_memory=1 << 20)
-    monkeypatch.setattr(batch, "load_engine", lambda args: engine)
+    monkeypatch.setattr(batch, "load_engine", lambda args, shard=None: engine)
     code, records = Run(engine)([{"prompt": "a"}, {"prompt": "ab" * 50 + "c"}, {"prompt": "a"}])
     assert code == 2 and records[1]["error"]["code"] == "checkpoint"
     assert records[1]["error"]["message"].startswith("line 2: the tokenizer is refused: ")

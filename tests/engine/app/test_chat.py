@@ -118,7 +118,7 @@ def test_a_prefix_in_a_file(command, base, tmp_path):
     assert (code, err) == (0, "") and json.loads(warm)["stats"]["reused_tokens"] >= 8
     code, _, err = command("--model", base, *argv, "--load-prefix", file, "--prefix-cache", "off", piped=b"Hello")
     assert code == 2 and "prefixes are not kept" in err
-    code, _, err = command("--model", base, "--load-prefix", base / "config.json", piped=b"Hello")
+    code, _, err = command("--model", base, "--load-prefix", f"{base}/config.json", piped=b"Hello")
     assert code == 2 and "no prefix" in err
 
 

@@ -240,7 +240,7 @@ def test_the_command_think(command, folder):
 
 @pytest.fixture
 def run(engine, monkeypatch):
-    monkeypatch.setattr(batch, "load_engine", lambda args: engine)
+    monkeypatch.setattr(batch, "load_engine", lambda args, shard=None: engine)
 
     def run(*lines, flags=()):
         out = io.BytesIO()

@@ -172,7 +172,7 @@ def loaded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The command lines take this engine; how often they asked for it."""
     asked: list[int] = []
     for module in (cli, batch):
-        monkeypatch.setattr(module, "load_engine", lambda args: asked.append(1) or engine)
+        monkeypatch.setattr(module, "load_engine", lambda args, shard=None: asked.append(1) or engine)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     return asked
 
