@@ -1,5 +1,6 @@
 """The budget of a process: predictions beside the truth, refusals, limits of control groups."""
 
+import gc
 import json
 import resource
 import subprocess
@@ -31,6 +32,7 @@ from models import FAMILIES, load_model
 from models.checkpoint import Checkpoint
 from models.floats import has_kernels
 from models.linear import FORMATS
+from models.memory import trim_memory
 from models.sizes import measure
 from search import Greedy, Trie
 from tools import random_checkpoint
@@ -196,6 +198,8 @@ def test_other_budgets_are_refused(checkpoint, given):
 
 
 def test_load_takes_it(checkpoint):
+    gc.collect()  # what other tests left would go in between
+    trim_memory()
     need = Loading({"target": checkpoint}).plan(Workload(parallel=16)).fixed
     engine = Engine.load(checkpoint, memory=need + 30 * MB, threads=2)
     assert 0 < engine.pool.pages * engine.pool.page_bytes <= 40 * MB

@@ -16,6 +16,7 @@ from engine.graphs import GraphRunner
 from engine.loading import LoadedModel
 from engine.pool import PagePool
 from kernels import cpp, rows
+from models.sharding import Shard
 from search import Greedy, Sample, Trie
 
 ROOT = Path(__file__).parents[2]
@@ -163,8 +164,11 @@ def test_on_a_gpu_a_compiler_that_fails_is_left_out(monkeypatch):
     """As on a CPU; the runner then takes the operators as they are."""
     from engine import loading
 
-    monkeypatch.setattr(loading, "make_runner", lambda *_, **options: SimpleNamespace(
-        rows="compiled" if options["compiled"] else None, device=torch.device("cuda"), logits=fails))  # fmt: skip
+    def make_runner(*_, compiled, **options):
+        rows = "compiled" if compiled else None
+        return SimpleNamespace(rows=rows, impl="triton", device=torch.device("cuda"), logits=fails)
+
+    monkeypatch.setattr(loading, "make_runner", make_runner)
 
     def fails(ids):
         raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, RuntimeError("exit 1"), None)
@@ -172,6 +176,6 @@ def test_on_a_gpu_a_compiler_that_fails_is_left_out(monkeypatch):
     monkeypatch.setattr(loading._Weights, "_capabilities", lambda *_: None)
     monkeypatch.setattr(loading, "compile_model", lambda *_: True)
     device = torch.device("cpu")
-    weights = loading._Weights.load(MODEL, "float32", device, None, "none", "on", "auto")
+    weights = loading._Weights.load(MODEL, "float32", device, None, "none", "on", "auto", Shard())
     with pytest.warns(UserWarning, match="--compile on has no effect"):
         assert weights.with_pool(None, True).runner.rows is None

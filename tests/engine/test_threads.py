@@ -1,6 +1,7 @@
 """Threads of a step: as many as cores that other programs leave, and torch's own number again afterwards."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from search import Greedy
 def machine(monkeypatch):
     """Two cores whose time the test spends."""
     spent = {"now": 0.0, "all": 0.0, "own": 0.0}
-    monkeypatch.setattr(threads.time, "monotonic", lambda: spent["now"])
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: spent["now"]))
 
     def spend(seconds: float, own: float, others: float) -> None:
         spent["now"] += seconds

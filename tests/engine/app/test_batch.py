@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -565,7 +566,7 @@ def test_progress(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert "2 lines, 12 new tokens in" in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     clock = iter(range(10**6))
-    monkeypatch.setattr(batch.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(batch, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert run(b"", "--input", path)[0] == 0
     err = capsys.readouterr().err
     assert "\r0/2 lines, " in err and "tokens/s, KV 0.0 MB\x1b[K" in err and err.count("\n") == 4

@@ -38,9 +38,9 @@ def serving(*flags: str, keys: tuple[str, ...] = ()) -> Iterator[Server]:
             one.engine.pool.check_invariants()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # others may replace the clock of the process, which the server needs
 def server() -> Iterator[Server]:
-    """A server that tests share: none of them changes it."""
+    """A server that the tests of a file share: none of them changes it."""
     with serving("--max-body", "100K", "--max-tokens", "300", "--max-width", "16") as server:
         yield server
 
