@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -240,7 +241,7 @@ def leaving(port: int, bodies: Sequence[dict[str, Any]], clients: int, draw: Ran
             time.sleep(seconds)
 
     with ThreadPoolExecutor(64) as pool:
-        [*pool.map(visit, moments)]
+        deque(pool.map(visit, moments), 0)  # raises what a visit raised
     end = time.monotonic() + 60
     while time.monotonic() < end:
         found = figures(port)
