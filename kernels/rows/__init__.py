@@ -1,10 +1,11 @@
 """Operators on rows, between the matrix products of a layer and after the last one: the front that picks.
 
 All take `impl`, the implementation of the pass (see `kernels.tree_attention`): "cpp" is C++, eager on a CPU, one pass
-over the rows for each operator; "triton" has kernels for a GPU of norms, activations and gates, with a launch each;
-"compiled" is what torch.compile makes of PyTorch's, once for each operator, dtype and
+over the rows for each operator; "triton" has kernels for a GPU of norms, activations and gates, with a launch each, of
+log_softmax and of best sums; "compiled" is what torch.compile makes of PyTorch's, once for each operator, dtype and
 number of dimensions, for passes of two tokens or more; anything else is PyTorch, which a compiler can fuse. From
-`top_k` on, None chooses "cpp" for float32 on a CPU where there are C++ kernels, else PyTorch.
+`top_k` on, None chooses "cpp" for float32 on a CPU where there are C++ kernels, "triton" for float32 on a GPU where
+triton is installed, else PyTorch.
 
 All raise ValueError for tensors that do not fit together, the same for every implementation, and with impl "cpp" for
 dtypes and devices that C++ does not have.
@@ -12,6 +13,7 @@ dtypes and devices that C++ does not have.
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,9 +22,9 @@ from torch import Tensor
 from kernels.checks import expect
 from kernels.cpp import watched, why_not
 from kernels.rows import checks, native, reference
-from kernels.rows.checks import Vectors
+from kernels.rows.checks import Vectors, Wanted
 
-IN_TRITON = frozenset(["rms_norm", "layer_norm", "add_norm", "activation", "activation_mul"])
+IN_TRITON = frozenset(["rms_norm", "layer_norm", "add_norm", "activation", "activation_mul", "log_softmax"])
 
 
 def _pick(name: str, impl: str) -> Callable[..., Any]:
@@ -178,25 +180,60 @@ def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
 
 
 def best_sums(
-    logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor | None = None, *, impl: str | None = None
+    logp_NV: Tensor,
+    sums: Sequence[float] | Tensor,
+    k: int,
+    peaks_NB: Tensor | None = None,
+    *,
+    impl: str | None = None,
 ) -> Tensor:
     """The k largest elements of all rows after adding a number to each row in float32.
 
     Args:
         logp_NV: float32.
-        sums: the number of each row.
+        sums: the number of each row; a tensor is float32 on their device.
         k: more than there are elements gives all of them.
         peaks_NB: of these rows, without the sums, if they are known.
 
     Returns:
         float64 [2 * k + 1], so that the host reads all at once: the values, best first; their indices in the flattened
         rows; the best value that was left out. If some values are equal to the last, it is unspecified which of them
-        PyTorch returned. C++ breaks ties by the lower index, so that its last number is inf.
+        PyTorch returned. C++ and Triton break ties by the lower index, so that their last number is inf. Triton leaves
+        2^31 elements or more to PyTorch. With NaN among the elements the result is undefined.
     """
     if _checked():
         checks.sums(logp_NV, sums, k)
         checks.peaks(logp_NV, peaks_NB)
-    return _pick("best_sums", impl or _best(logp_NV))(logp_NV, sums, k, peaks_NB)
+    impl = impl or _best(logp_NV)
+    if impl == "triton":
+        return best_sums_of(logp_NV, [Wanted(slice(0, len(logp_NV)), sums, k)], peaks_NB, impl=impl)[0]
+    if impl == "cpp" and isinstance(sums, Tensor):
+        sums = sums.tolist()
+    return _pick("best_sums", impl)(logp_NV, sums, k, peaks_NB)
+
+
+def best_sums_of(
+    logp_NV: Tensor, wanted: Sequence[Wanted], peaks_NB: Tensor | None = None, *, impl: str | None = None
+) -> list[Tensor]:
+    """`best_sums` of ranges of rows, with indices in the flattened range; Triton finds all of them in one launch.
+
+    Args:
+        wanted: at least one.
+        logp_NV, peaks_NB: see `best_sums`.
+    """
+    impl, (N, V) = impl or _best(logp_NV), logp_NV.shape
+    for rows, sums, k in wanted:
+        checks.sums(logp_NV[rows], sums, k)
+    if impl == "triton" and N * V < 1 << 31 and not torch.compiler.is_compiling():
+        from kernels.rows import triton  # absent on some machines, and slow to import
+
+        checks.peaks(logp_NV, peaks_NB)
+        return triton.best_sums_of(logp_NV, wanted, peaks_NB)
+    impl = "torch" if impl == "triton" else impl
+    return [
+        best_sums(logp_NV[rows], sums, k, None if peaks_NB is None else peaks_NB[rows], impl=impl)
+        for rows, sums, k in wanted
+    ]
 
 
 def at_least(
@@ -259,4 +296,13 @@ def window_wins(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, best_N: Tensor
 
 
 def _best(x: Tensor) -> str:
-    return "cpp" if x.is_cpu and x.dtype == torch.float32 and not why_not() else "torch"
+    if x.dtype != torch.float32:
+        return "torch"
+    if x.is_cuda:
+        return "triton" if _has_triton() else "torch"
+    return "cpp" if x.is_cpu and not why_not() else "torch"
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -1,6 +1,7 @@
 """What the operators on rows refuse, whatever the implementation; see the front for arguments."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,20 @@ from kernels.checks import expect, floats, within
 ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu", "quick_gelu", "tanh"  # C++ numbers them in this order
 Vectors = tuple[Tensor, Tensor | None]  # of a norm: its weight, and the bias of a LayerNorm
 SPAN = 128  # elements of a row whose largest is a peak
+
+
+class Wanted(NamedTuple):
+    """Best sums that are wanted of a range of rows, see `kernels.rows.best_sums`.
+
+    Args:
+        rows: with a start and an end.
+        sums: numbers, or float32 on the device of the rows.
+        k: how many.
+    """
+
+    rows: slice
+    sums: Sequence[float] | Tensor
+    k: int
 
 
 def vectors(x_NE: Tensor, **vectors: Tensor) -> None:
@@ -56,9 +71,11 @@ def peaks(x_NV: Tensor, peaks_NB: Tensor | None) -> None:
         expect("peaks_NB", peaks_NB, torch.float32, (len(x_NV), -(-x_NV.shape[1] // SPAN)), x_NV.device)
 
 
-def sums(logp_NV: Tensor, sums: Sequence[float], k: int) -> None:
+def sums(logp_NV: Tensor, sums: Sequence[float] | Tensor, k: int) -> None:
     """Rows, a sum for each of them, and a number of values."""
     floats("logp_NV", logp_NV, 2)
+    if isinstance(sums, Tensor):
+        expect("sums", sums, torch.float32, sums.shape[:1] or (1,), logp_NV.device)
     if len(sums) != len(logp_NV) or not len(sums):
         raise ValueError(f"sums: expected one for each of {len(logp_NV)} rows, and one or more, got {len(sums)}")
     if k < 1:

@@ -125,10 +125,10 @@ def _line_starts(width: int, device: torch.device) -> Tensor:
     return torch.arange(0, LINES * width, width, device=device).unsqueeze(1)
 
 
-def best_sums(logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor | None = None) -> Tensor:
+def best_sums(logp_NV: Tensor, sums: Sequence[float] | Tensor, k: int, peaks_NB: Tensor | None = None) -> Tensor:
     """See the front for arguments."""
     N, V = logp_NV.shape
-    sums_N = torch.tensor(sums, dtype=torch.float32).to(logp_NV.device, non_blocking=True)
+    sums_N = torch.as_tensor(sums, dtype=torch.float32).to(logp_NV.device, non_blocking=True)
     k = min(k, N * V)
     # The k best lie in the k blocks with the largest maxima, so most of the vocabulary is read once and never sorted.
     block = next((b for b in range(512, 15, -1) if V % b == 0), 0)

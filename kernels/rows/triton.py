@@ -1,4 +1,5 @@
-"""Operators on rows on a GPU, one launch each: norms, the norm of a sum, activations, gates."""
+"""Operators on rows on a GPU: norms, the norm of a sum, activations, gates and the best sums, one launch each;
+log-probabilities, two."""
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportGeneralTypeIssues=false
 # (what triton.jit takes and gives is no function to a type checker)
@@ -11,9 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu import INTERPRETED, cast, check_device, tanh
-from kernels.rows.checks import Vectors
+from kernels.rows import leaders
+from kernels.rows.checks import SPAN, Vectors, Wanted
 
 BLOCK = 1024
+WIDE = 4096  # elements of a row of logits that a program takes
 ROWS = 16 if INTERPRETED.value else 1  # of a program: an interpreted program costs the same however many it has
 NUMBERS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "quick_gelu": 4, "tanh": 5}
 
@@ -43,6 +46,44 @@ def activation(x_NM: Tensor, name: str) -> Tensor:
 def activation_mul(x_NM: Tensor, name: str) -> Tensor:
     """See the front for arguments."""
     return _gate(x_NM, name, gated=True)
+
+
+def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See the front for arguments; two launches, so that a few rows keep a GPU busy."""
+    check_device(x_NV)
+    x_NV = _rows(x_NV)
+    (N, V), device = x_NV.shape, x_NV.device
+    grid = triton.cdiv(N, ROWS), triton.cdiv(V, WIDE)
+    part_3NC = torch.empty(3, N, grid[1], dtype=torch.float32, device=device)
+    logp_NV = torch.empty(N, V, dtype=torch.float32, device=device)
+    finite_N = torch.empty(N, dtype=torch.bool, device=device)
+    peaks_NB = torch.empty(N, triton.cdiv(V, SPAN), dtype=torch.float32, device=device)
+    _mass[grid](x_NV, part_3NC, N, x_NV.stride(0), V=V, M=ROWS, WIDE=WIDE)
+    _log_softmax[grid](
+        x_NV, part_3NC, logp_NV, finite_N.view(torch.uint8), peaks_NB, N, x_NV.stride(0),
+        V=V, END=size, SPAN=SPAN, C=grid[1], C2=triton.next_power_of_2(grid[1]), M=ROWS, WIDE=WIDE,
+    )  # fmt: skip
+    return logp_NV, finite_N, peaks_NB
+
+
+def best_sums_of(logp_NV: Tensor, wanted: Sequence[Wanted], peaks_NB: Tensor | None) -> list[Tensor]:
+    """See the front for arguments; one launch, and another one where peaks are not known."""
+    check_device(logp_NV)
+    (N, V), device = logp_NV.shape, logp_NV.device
+    logp_NV = _rows(logp_NV)
+    ranges = [(rows.start, rows.stop) for rows, _, _ in wanted]
+    counts = [min(k, (end - first) * V) for (first, end), (_, _, k) in zip(ranges, wanted, strict=True)]
+    if peaks_NB is None:
+        peaks_NB = torch.empty(N, triton.cdiv(V, SPAN), dtype=torch.float32, device=device)
+        grid = triton.cdiv(N, ROWS), triton.cdiv(V, WIDE)
+        _peaks[grid](logp_NV, peaks_NB, N, logp_NV.stride(0), V=V, SPAN=SPAN, M=ROWS, WIDE=WIDE)
+    if all(isinstance(sums, Tensor) for _, sums, _ in wanted):
+        sums_M = torch.cat([sums for _, sums, _ in wanted])
+    else:
+        flat = [x for _, sums, _ in wanted for x in (sums.tolist() if isinstance(sums, Tensor) else sums)]
+        sums_M = torch.tensor(flat, dtype=torch.float32).to(device, non_blocking=True)
+    out = leaders.best_sums(logp_NV, ranges, sums_M, counts, peaks_NB)
+    return list(out.split([2 * k + 1 for k in counts]))
 
 
 def _add_norm(
@@ -142,6 +183,78 @@ def _norm(x_ME, weight_ptr, bias_ptr, e_E, eps, NORM: tl.constexpr, E: tl.conste
     if NORM == 2:
         y_ME += tl.load(bias_ptr + e_E, mask=e_E < E, other=0.0).to(tl.float32)[None, :]
     return y_ME
+
+
+@triton.jit(do_not_specialize=["N"])
+def _mass(x_ptr, part_ptr, N, stride_xn, V: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr):
+    """Of a piece of M rows: the largest, the sum of exponentials below it, and whether all are finite, 1 or 0."""
+    n_M = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    v_W = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    x_MW, real_MW = _piece(x_ptr, n_M, v_W, N, stride_xn, V)
+    finite_MW = (x_MW.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+    x_MW = tl.where(finite_MW, x_MW, float("-inf"))
+    top_M = tl.max(x_MW, 1)
+    mass_M = tl.sum(tl.exp(x_MW - tl.where(top_M == float("-inf"), 0.0, top_M)[:, None]), 1)
+    finite_M = tl.min(tl.where(real_MW & (finite_MW == 0), 0.0, 1.0), 1)
+    C = tl.num_programs(1)
+    at_M, size = n_M * C + tl.program_id(1), N.to(tl.int64) * C
+    tl.store(part_ptr + at_M, top_M, mask=n_M < N)
+    tl.store(part_ptr + size + at_M, mass_M, mask=n_M < N)
+    tl.store(part_ptr + 2 * size + at_M, finite_M, mask=n_M < N)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _log_softmax(
+    x_ptr, part_ptr, out_ptr, finite_ptr, peaks_ptr, N, stride_xn,
+    V: tl.constexpr, END: tl.constexpr, SPAN: tl.constexpr, C: tl.constexpr, C2: tl.constexpr,
+    M: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A piece of M rows, of which `_mass` has seen all pieces; a row that is not finite becomes NaN."""
+    n_M = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    c_C = tl.arange(0, C2)
+    real_MC = (n_M < N)[:, None] & (c_C < C)[None, :]
+    at_MC, size = n_M[:, None] * C + c_C[None, :], N.to(tl.int64) * C
+    top_MC = tl.load(part_ptr + at_MC, mask=real_MC, other=float("-inf"))
+    mass_MC = tl.load(part_ptr + size + at_MC, mask=real_MC, other=0.0)
+    finite_M = tl.min(tl.load(part_ptr + 2 * size + at_MC, mask=real_MC, other=1.0), 1) > 0
+    if tl.program_id(1) == 0:
+        tl.store(finite_ptr + n_M, finite_M.to(tl.uint8), mask=n_M < N)
+    finite_M &= n_M < N
+    top_M = tl.max(top_MC, 1)
+    top_M = tl.where(top_M == float("-inf"), 0.0, top_M)
+    mass_M = tl.where(finite_M, tl.sum(mass_MC * tl.exp(top_MC - top_M[:, None]), 1), 1.0)
+    v_W = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    x_MW, real_MW = _piece(x_ptr, n_M, v_W, N, stride_xn, V)
+    x_MW = tl.where(finite_M[:, None], x_MW, 0.0)
+    x_MW = tl.where((v_W < END)[None, :], x_MW - top_M[:, None] - tl.log(mass_M)[:, None], float("-inf"))
+    out_MW = tl.where(finite_M[:, None], x_MW, float("nan"))
+    tl.store(out_ptr + n_M[:, None] * V + v_W[None, :], out_MW, mask=real_MW)
+    _store_peaks(x_MW, peaks_ptr, n_M, N, V, SPAN, M, WIDE)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _peaks(x_ptr, peaks_ptr, N, stride_xn, V: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr):
+    """Peaks of a piece of M rows."""
+    n_M = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    x_MW, _ = _piece(x_ptr, n_M, tl.program_id(1) * WIDE + tl.arange(0, WIDE), N, stride_xn, V)
+    _store_peaks(x_MW, peaks_ptr, n_M, N, V, SPAN, M, WIDE)
+
+
+@triton.jit
+def _piece(x_ptr, n_M, v_W, N, stride_xn, V: tl.constexpr):
+    """Elements v of rows n in float32, -inf where there are none; and where there are some."""
+    real_MW = (n_M < N)[:, None] & (v_W < V)[None, :]
+    at_MW = n_M[:, None] * stride_xn + v_W[None, :]
+    return tl.load(x_ptr + at_MW, mask=real_MW, other=float("-inf")).to(tl.float32), real_MW
+
+
+@triton.jit
+def _store_peaks(x_MW, peaks_ptr, n_M, N, V: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr):
+    """The largest of each `SPAN` elements of this program's piece."""
+    B: tl.constexpr = (V + SPAN - 1) // SPAN
+    b_P = tl.program_id(1) * (WIDE // SPAN) + tl.arange(0, WIDE // SPAN)
+    peaks_MP = tl.max(tl.reshape(x_MW, [M, WIDE // SPAN, SPAN]), 2)
+    tl.store(peaks_ptr + n_M[:, None] * B + b_P[None, :], peaks_MP, mask=(n_M < N)[:, None] & (b_P < B)[None, :])
 
 
 @triton.jit(do_not_specialize=["N"])

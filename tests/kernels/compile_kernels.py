@@ -21,6 +21,7 @@ from kernels.gpu import Properties
 from kernels.kv_write import triton as kv_write
 from kernels.linear import triton as products
 from kernels.linear.codes import Codes
+from kernels.rows import leaders
 from kernels.rows import triton as on_rows
 from kernels.tree_attention import triton as tree_attention
 
@@ -108,6 +109,23 @@ def gate(capability, width):
     return compile(on_rows._activate, capability, {"x_ptr": "*bf16", "out_ptr": "*bf16"}, sizes)
 
 
+def log_softmax(capability, width):
+    e, f, blocks = {"x_ptr": "*bf16"}, {"part_ptr": "*fp32"}, -(-width // on_rows.WIDE)
+    sizes = {"V": width, "M": 1, "WIDE": on_rows.WIDE}
+    yield compile(on_rows._mass, capability, e | f, sizes)
+    types = e | f | {"out_ptr": "*fp32", "peaks_ptr": "*fp32", "finite_ptr": "*u8"}
+    more = {"END": width - 9, "SPAN": on_rows.SPAN, "C": blocks, "C2": triton.next_power_of_2(blocks)}
+    yield compile(on_rows._log_softmax, capability, types, sizes | more)
+    yield compile(on_rows._peaks, capability, {"x_ptr": "*fp32", "peaks_ptr": "*fp32"}, sizes | {"SPAN": on_rows.SPAN})
+
+
+def best_sums(capability, group):
+    types = {f"{name}_ptr": "*fp32" for name in ("logp", "peaks", "sums")} | {"out_ptr": "*fp64"}
+    types |= {f"{name}_ptr": "*i32" for name in ("table", "work", "count")}
+    sizes = {"LOG_GROUP": group.bit_length() - 1, "LOG_SPAN": 7, "TILE": leaders.TILE, "RANKED": 256}
+    return compile(leaders._leaders, capability, types, sizes, **leaders.OPTIONS)
+
+
 def unspilled(compiled, most=0):
     registers, stack = usage(compiled)
     assert stack <= most, (compiled.metadata.name, registers, stack)
@@ -176,6 +194,11 @@ for capability, int8, norm in ((80, False, 0), (90, False, 1), (90, True, 2), (1
 for capability, width in ((80, 4096), (90, 8192)):
     unspilled(add_norm(capability, width))
     unspilled(gate(capability, width))
+for capability in GPUS:
+    for compiled in (*log_softmax(capability, 128_256), best_sums(capability, 16)):
+        unspilled(compiled)
+for group in (1, 64):
+    unspilled(best_sums(90, group))
 AROUND = 8  # bytes that ptxas spills around a loop with registers to spare
 for capability, (kind, group, rows) in itertools.product((80, 90), ((4, 32, 16), (5, 4096, 64), (6, 128, 16))):
     unspilled(product(capability, kind, rows, group=group), AROUND)

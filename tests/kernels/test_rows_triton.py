@@ -13,6 +13,7 @@ from kernels import rows
 from kernels.kv_int8 import dequantise
 from kernels.kv_write import Turn, rotary_write
 from kernels.rows import reference
+from kernels.rows.checks import Wanted
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled on this machine's GPU")
@@ -94,6 +95,82 @@ def test_activations(name, count, width, dtype, device):
         no_worse(found, plain(x, name), plain(x.double(), name))
     bad = rows.activation(torch.full((1, 2), math.nan, device=device), name, impl="triton")
     assert bad.isnan().all()
+
+
+@DEVICES
+@DTYPES
+@pytest.mark.parametrize(("count", "width", "size"), [(1, 100, 97), (18, 4500, 4400), (2, 129, 129)])
+def test_log_softmax(count, width, size, dtype, device):
+    x = draw(count, width + 3, dtype=dtype)[:, :width] * 5
+    x[-1] += 500
+    found, finite, peaks = rows.log_softmax(x.to(device), size, impl="triton")
+    assert finite.dtype == torch.bool and finite.all() and (found[:, size:] == -math.inf).all()
+    assert peaks.equal(reference.peaks(found)), "of what was stored, bit by bit"
+    no_worse(found[:, :size], reference.log_softmax(x, size)[0][:, :size], x.double().log_softmax(-1)[:, :size])
+
+
+@DEVICES
+@pytest.mark.parametrize("place", [0, 4499])
+def test_log_softmax_tells_rows_that_are_not_finite(place, device):
+    x = draw(5, 4500).to(device)
+    expected = rows.log_softmax(x, 4400, impl="triton")
+    for row, bad in enumerate((math.nan, math.inf, -math.inf)):
+        x[row + 1, place] = bad
+    found, finite, peaks = rows.log_softmax(x, 4400, impl="triton")
+    assert finite.tolist() == [True, False, False, False, True]
+    assert found[finite].equal(expected[0][finite]) and peaks[finite].equal(expected[2][finite])
+
+
+def ranked(x, sums, k):
+    """The definition: the largest first, of equal ones the first."""
+    values, places = (x + torch.tensor(sums).unsqueeze(1)).view(-1).sort(descending=True, stable=True)
+    return torch.cat([values[:k].double(), places[:k].double(), torch.tensor([math.inf])])
+
+
+SHAPES = [
+    (1, 1, 1, 2048),
+    (1, 100, 40, 2048),
+    (33, 129, 7, 2048),
+    (15, 300, 600, 2048),
+    (2, 9, 30, 128),
+    (33, 1000, 1, 128),  # by groups of blocks; the others of this tile by several tiles of blocks, and both
+    (33, 1000, 40, 128),
+    (5, 70000, 20, 128),
+]
+
+
+@DEVICES
+@pytest.mark.parametrize("many", [False, True], ids=["few ties", "many ties"])
+@pytest.mark.parametrize(("count", "width", "k", "tile"), SHAPES)
+def test_best_sums(count, width, k, tile, many, device, monkeypatch):
+    """Bit by bit, in the order of places among equals, whether peaks are known or not."""
+    monkeypatch.setattr("kernels.rows.leaders.TILE", tile)
+    x = draw(count, width)
+    x = x.round() if many else x
+    x[-1, width // 2 :] = -math.inf
+    sums = (draw(count, seed=1) * 2).round().tolist()
+    if count == 33:
+        sums[5:30] = [-math.inf] * 25
+    told = rows.best_sums(x.to(device), sums, k, None if many else reference.peaks(x).to(device), impl="triton")
+    assert told.cpu().equal(ranked(x, sums, k))
+
+
+@DEVICES
+def test_best_sums_of_several_ranges(device):
+    """Of rows with NaN anything, in its own range alone."""
+    x, sums = draw(9, 300).round(), draw(9, seed=1).round()
+    x[4] = math.nan
+    wanted = [Wanted(slice(0, 3), sums[:3].tolist(), 20), Wanted(slice(3, 5), [0.0, 1.0], 700)]
+    wanted += [Wanted(slice(5, 9), sums[5:].to(device), 3), Wanted(slice(1, 2), [-0.0], 40)]
+    expected = [ranked(x[rows], torch.as_tensor(sums).tolist(), k) for rows, sums, k in wanted]
+    for some in (wanted, wanted[2:3]):
+        told = rows.best_sums_of(x.to(device), some, reference.peaks(x).to(device), impl="triton")
+        assert [len(each) for each in told] == [2 * min(each.k, len(each.sums) * 300) + 1 for each in some]
+        for each, found in zip(some, told, strict=True):
+            if each.rows.start != 3:
+                assert found.cpu().equal(expected[wanted.index(each)])
+    rest = rows.best_sums_of(x, wanted, impl="torch")
+    assert all(len(found) == len(right) for found, right in zip(rest, expected, strict=True))
 
 
 TURNS = [
