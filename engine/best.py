@@ -27,6 +27,18 @@ class Best(NamedTuple):
     k: int
 
 
+class Next(NamedTuple):
+    """What a search will most likely ask for after its best sums: new nodes for the first of them that do not end.
+
+    Attributes:
+        width: how many nodes.
+        ends: tokens that end a sequence.
+    """
+
+    width: int
+    ends: frozenset[int]
+
+
 class Found(NamedTuple):
     """Finite sums, best first, and their places in the flattened rows: row * V + token; float32 and int64, on a CPU."""
 

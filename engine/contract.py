@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.best import Best
+from engine.best import Best, Next
 from engine.errors import CoppiceError, SearchError, UsageError, shortened
 from engine.requests import Evaluate, Output, Report, Search, SearchResult
 from engine.tree import TokenTree
@@ -153,6 +153,8 @@ def request_fault(
         return f"Evaluate.read: expected a function or None, got {brief(request.read)}"
     if request.best is not None and (request.read is not None or not _is_best(request.best, nodes)):
         return f"Evaluate.best: expected Best, of a number for each node, and no read, got {brief(request.best)}"
+    if request.next is not None and (request.best is None or not _is_next(request.next)):
+        return f"Evaluate.next: expected Next, of a positive width and a set of tokens, got {brief(request.next)}"
     if tree not in trees:
         got = "a tree of another run" if isinstance(tree, TokenTree) else brief(tree)
         return f"Evaluate.tree: expected task.tree or a tree that task.open_tree returned, got {got}"
@@ -176,6 +178,10 @@ def request_fault(
 
 def _is_best(best: Any, nodes: Any) -> bool:
     return isinstance(best, Best) and len(best.sums) == len(nodes) and type(best.k) is int and best.k > 0
+
+
+def _is_next(next: Any) -> bool:
+    return isinstance(next, Next) and type(next.width) is int and next.width > 0 and isinstance(next.ends, frozenset)
 
 
 def tokens_fault(request: Evaluate, vocab_size: int, max_positions: int | None) -> str:

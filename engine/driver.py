@@ -8,7 +8,7 @@ again later; a search that is alone gets KVMemoryError.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from engine.best import Best, Found, merged, of_all, of_entries, of_rows, of_shards
+from engine.ahead import Choice, Fill, Guess, choose
+from engine.best import Best, Found, Next, merged, of_all, of_entries, of_rows, of_shards
 from engine.constrained import Constrained, Edit, Plan
 from engine.constraints import ConstraintError
 from engine.contract import (
@@ -35,13 +36,13 @@ from engine.errors import KVMemoryError, NumericsError
 from engine.few import Few, Head
 from engine.interrupts import uninterrupted
 from engine.logprobs import Kept
-from engine.packing import Chunk, pack
+from engine.packing import Blank, Chunk, Pass, pack
 from engine.phases import PhaseObserver, observed_read, phase
 from engine.pool import PagePool
 from engine.requests import Answer, Evaluate, Read, Report, Search, SearchGenerator, SearchResult
 from engine.slots import Trunk
 from engine.threads import MACHINE
-from engine.timing import PassTime
+from engine.timing import Overlap, PassTime
 from engine.trace import Trace
 from engine.tree import TokenTree
 from kernels.rows import best_sums, log_softmax
@@ -51,6 +52,78 @@ from models.sharding import Gathered
 Part = tuple[slice, Read]  # a range of the rows asked for, and the function that reads it
 Keep = tuple[slice, Callable[[Tensor], None]]  # a range of a pass's tokens, and what gets their hidden rows
 Answers = tuple[Tensor, list[bool], list[Tensor]]
+Ready = Callable[[Pass], None]  # gets a pass's inputs on the device
+
+
+class Inputs:
+    """The inputs of a pass on the device, what is written into them there, and when a GPU began with it."""
+
+    def __init__(self, device: torch.device, fill: Ready | None):
+        self.fill = fill
+        self.ancestry_TC = torch.empty(0, 0)
+        self.begun = _now() if device.type == "cuda" else None
+
+    def __call__(self, inputs: Pass) -> None:
+        self.ancestry_TC = inputs.layout.ancestry_TC
+        if self.fill is not None:
+            self.fill(inputs)
+
+
+def _now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class Launched:
+    """A pass that a GPU has begun with; on a CPU it is done.
+
+    Args:
+        logp_NV, finite_N, numbers: see `Runner.evaluate`, on the device.
+        inputs: of the pass, on a GPU; to be read before the next pass of the runner is launched.
+
+    Attributes:
+        waited: seconds that the host waited.
+    """
+
+    def __init__(
+        self,
+        logp_NV: Tensor,
+        finite_N: Tensor | None,
+        numbers: list[Tensor],
+        inputs: Inputs | None,
+    ):
+        self.logp_NV, self.finite_N, self.numbers, self.inputs = logp_NV, finite_N, numbers, inputs
+        self.told: Tensor | None = None
+        self.waited = 0.0
+        self.done: torch.cuda.Event | None = None
+        if numbers and finite_N is not None:
+            told = torch.cat([finite_N.double(), *numbers])
+            if told.is_cuda:
+                self.told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
+                self.done = _now()
+            else:
+                self.told = told
+
+    def land(self) -> Answers:
+        """The answers of the pass; the only time in a step that the host waits for a GPU."""
+        if self.finite_N is None:
+            return self.logp_NV, [], []
+        if self.told is None:
+            return self.logp_NV, self.finite_N.tolist(), []
+        began = time.perf_counter()
+        if self.done is not None:
+            self.done.synchronize()
+        told = self.told.cpu()
+        self.waited = time.perf_counter() - began
+        finite_N, *numbers = told.split([len(self.finite_N), *(len(part) for part in self.numbers)])
+        return self.logp_NV, [x == 1 for x in finite_N.tolist()], numbers
+
+    @property
+    def seconds(self) -> float:
+        """Of the device, once it has landed; 0 on a CPU."""
+        begun = None if self.inputs is None else self.inputs.begun
+        return 0.0 if begun is None or self.done is None else begun.elapsed_time(self.done) / 1000
 
 
 class Runner:
@@ -81,16 +154,23 @@ class Runner:
         self.model, self.pool, self.vocab_size, self.budget = model, pool, vocab_size, budget
         self.impl, self.rows, self.token_buckets, self.word_buckets = impl, rows, token_buckets, word_buckets
         self.device, self.dtype = pool.cache.k_LGSD.device, dtype or pool.cache.k_LGSD.dtype
+        self.asynchronous = self.device.type == "cuda"
         self.head = Head(model, vocab_size, impl)
-        self.time = PassTime()
+        self.time, self.overlap = PassTime(), Overlap()
         self.observer: PhaseObserver | None = None
 
-    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Pack and run the model: hidden rows of every token of the pass."""
+    def forward(self, chunks: Sequence[Chunk], ready: Ready | None = None) -> Tensor:
+        """Pack and run the model: hidden rows of every token of the pass.
+
+        Args:
+            ready: is called with the inputs when they are on the device.
+        """
         options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
         options |= {"token_buckets": self.token_buckets, "word_buckets": self.word_buckets}
         with phase(self.observer, "pack"):
             p = pack(chunks, self.pool.page_size, self.device, **options)
+        if ready is not None:
+            ready(p)
         with phase(self.observer, "forward"):
             return self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
 
@@ -128,12 +208,36 @@ class Runner:
             float32 log-probabilities [len(asked), V] (scores [len(asked), 1] of a scalar-head model), for each row
             whether all of its logits were finite, and the numbers of each read, on the host.
         """
-        rows_NE = self._rows(chunks, asked, keeps)
+        return self.launch(chunks, asked, reads, edits, keeps).land()
+
+    def launch(
+        self,
+        chunks: Sequence[Chunk],
+        asked: Sequence[int],
+        reads: Sequence[Part] = (),
+        edits: Sequence[Edit] = (),
+        keeps: Sequence[Keep] = (),
+        fill: Ready | None = None,
+    ) -> Launched:
+        """As `evaluate`, but a GPU is not waited for.
+
+        Args:
+            fill: writes what only the device knows into the inputs, see `engine.ahead`.
+        """
+        inputs = Inputs(self.device, fill) if self.asynchronous else None
+        rows_NE = self._rows(chunks, asked, keeps, inputs)
         if not asked:
-            return torch.empty(0, 0), [], []
+            return Launched(torch.empty(0, 0), None, [], inputs)
         answers = self.answer(rows_NE, edits) if edits else self.answer(rows_NE)
+        return self.read(*answers, reads, inputs)
+
+    def read(
+        self, logp_NV: Tensor, finite_N: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part], inputs: "Inputs | None"
+    ) -> Launched:
+        """The reads of a pass that is launched."""
         with phase(self.observer, "fetch"):
-            return self.fetch(*answers, reads)
+            made = [read(logp_NV[rows], None if peaks_NB is None else peaks_NB[rows]) for rows, read in reads]
+            return Launched(logp_NV, finite_N, made, inputs)
 
     def evaluate_few(
         self, chunks: Sequence[Chunk], asked: Sequence[int], parts: Sequence[Few], keeps: Sequence[Keep] = ()
@@ -174,24 +278,16 @@ class Runner:
                 founds.append(Found(values, places // v * V + places % v + head.tokens.start))
             return of_shards(head.shard, founds, bests), finite_N.tolist()
 
-    def _rows(self, chunks: Sequence[Chunk], asked: Sequence[int], keeps: Sequence[Keep]) -> Tensor:
+    def _rows(
+        self, chunks: Sequence[Chunk], asked: Sequence[int], keeps: Sequence[Keep], ready: Ready | None = None
+    ) -> Tensor:
         """Hidden rows of the tokens asked for."""
-        hidden_TE = self.forward(chunks)
+        hidden_TE = self.forward(chunks) if ready is None else self.forward(chunks, ready)
         for rows, keep in keeps:
             keep(hidden_TE[rows])
         if len(asked) == len(hidden_TE):
             return hidden_TE
         return hidden_TE[torch.tensor(asked, dtype=torch.int64).to(self.device, non_blocking=True)]
-
-    @staticmethod
-    def fetch(logp_NV: Tensor, finite_N: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part]) -> Answers:
-        """Copy the numbers that the host needs; the only time in a step that it waits for a GPU."""
-        if not reads:
-            return logp_NV, finite_N.tolist(), []
-        made = (read(logp_NV[rows], peaks_NB[rows] if peaks_NB is not None else None) for rows, read in reads)
-        parts = [finite_N.double(), *made]
-        finite_N, *numbers = torch.cat(parts).cpu().split([len(part) for part in parts])
-        return logp_NV, [x == 1 for x in finite_N.tolist()], numbers
 
     def answer(self, hidden_NE: Tensor, edits: Sequence[Edit] = ()) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities (or scores) of hidden rows, whether each row is finite, and peaks, on the device.
@@ -289,6 +385,15 @@ class Job:
     def done(self) -> bool:
         return self.result is not None or self.error is not None
 
+    @property
+    def next(self) -> Next | None:
+        """What will most likely be asked for after the present request, if nothing but its answer decides that."""
+        pending, others = self.pending, (self.trace, self.kept)
+        if pending is None or pending.constrained is not None or any(other is not None for other in others):
+            return None
+        tree = pending.request.tree
+        return pending.request.next if tree.switch_length is None and not tree.pool.ancestors else None
+
 
 @dataclass
 class Pending:
@@ -350,6 +455,13 @@ class Pending:
         self.trunk_allocated = 0  # by earlier passes of this request
         self.nodes_allocated: list[int] = []
 
+    def allocated(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
+        """The next tokens have slots now."""
+        self.trunk_left -= trunk_tokens
+        self.trunk_allocated += trunk_tokens
+        self.nodes_allocated += nodes
+        self.nodes_left = self.nodes_left[len(nodes) :]
+
     @property
     def left(self) -> int:
         return self.trunk_left + len(self.nodes_left)
@@ -379,6 +491,51 @@ class Share:
     chunk: Chunk
     nodes: list[int]
     rows: slice
+    numbers: Tensor | None = None  # of its best sums, as they came from the device
+
+    @property
+    def next(self) -> Next | None:
+        """As `Job.next`, if this pass is the whole of a request whose nodes are equally deep."""
+        next, pending, tree = self.job.next, self.pending, self.chunk.tree
+        if next is None or pending.parts is None or pending.left or pending.by_rope:
+            return None
+        if self.nodes != list(pending.request.nodes) or len({tree.position(node) for node in self.nodes}) > 1:
+            return None
+        return None if next.width == 1 and tree.live_branches else next
+
+    def guess(self, numbers: Tensor, asked: Sequence[int]) -> Guess | None:
+        """What its search will most likely ask for next, with slots; None if it cannot. Raises KVMemoryError.
+
+        Args:
+            numbers: of its best sums.
+            asked: the tokens of the pass that have its rows.
+        """
+        next, best, tree = self.next, self.pending.request.best, self.chunk.tree
+        if next is None or best is None or len(numbers) // 2 < next.width:
+            return None
+        position = tree.position(self.nodes[0]) + 1
+        slots, branches = tree.reserve(next.width, position)
+        return Guess(next, best.k, asked, Blank(tree, int(not branches), branches, slots, position))
+
+    def follows(self, guess: Guess, rows: slice) -> "Share | None":
+        """The search's next request as a share of a guessed pass, with its rows there; None if the guess was wrong."""
+        pending, tree = self.job.pending, guess.chunk.tree
+        if pending is None or pending.request.tree is not tree or pending.parts is None or self.numbers is None:
+            return None
+        best, nodes = pending.request.best, list(pending.request.nodes)
+        sums, chosen = guess.picked(self.numbers, self.pending.width)
+        if best is None or best.k != guess.k or list(best.sums) != sums:
+            return None
+        parents = [(self.nodes[row], token) for row, token in chosen]
+        if [(tree.parent(node), tree.token(node)) for node in nodes] != parents:
+            return None
+        branches = nodes if guess.chunk.nodes else []
+        if (pending.trunk_left, pending.nodes_left) != (guess.chunk.trunk_tokens, branches):
+            return None
+        tree.adopt(pending.nodes_left)
+        chunk = Chunk(tree, pending.trunk_left, pending.nodes_left, guess.chunk.slots)
+        pending.allocated(chunk.trunk_tokens, chunk.nodes)
+        return Share(self.job, pending, chunk, nodes, rows)
 
     @property
     def few(self) -> Few | None:
@@ -401,6 +558,7 @@ class Share:
         if self.pending.parts is None:
             self.pending.numbers = numbers
         else:
+            self.numbers = numbers
             found = of_rows(numbers, logp_NV[self.rows], self.pending.best_of(self.nodes))
             self.pending.found(found, self.nodes)
 
@@ -427,9 +585,11 @@ class Batch:
     tokens: int = 0
     asked: list[int] = field(default_factory=list)  # tokens whose rows are wanted
     reads: list[Part] = field(default_factory=list)
-    readers: list[Share] = field(default_factory=list)  # the owner of each read
+    readers: list[Share | None] = field(default_factory=list)  # the owner of each read; None: its search has left
     edits: list[Edit] = field(default_factory=list)
     keeps: list[Keep] = field(default_factory=list)
+    launched: Launched | None = None
+    guesses: list[tuple[Share, Guess, slice]] = field(default_factory=list)  # shares of the pass before, rows of this
 
     def add(self, job: Job, chunk: Chunk) -> None:
         """Add a request's tokens."""
@@ -459,8 +619,34 @@ class Batch:
                 self.keeps.append((slice(self.tokens - count, self.tokens), keep))
         self.shares.append(share)
 
+    def guess(self, share: Share, guess: Guess, choice: Choice) -> None:
+        """Add what a search will most likely ask for after a share; `Driver._adopt` compares."""
+        rows = slice(self.tokens, self.tokens + len(guess.chunk))
+        self.guesses.append((share, guess, rows))
+        self.asked += range(rows.start, rows.stop)
+        self.reads.append((rows, partial(_read_best, choice.sums_n, guess.k)))
+        self.tokens += len(guess.chunk)
 
-def _read_best(sums: Sequence[float], k: int, rows_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
+    def take(self, logp_NV: Tensor, finite: list[bool], numbers: Sequence[Tensor]) -> tuple[Tensor, list[bool]]:
+        """Give the numbers of the answer to the requests that read them; the rows, and whether they are finite."""
+        for share, read in zip(self.readers, numbers, strict=True):
+            if share is not None:
+                share.take(read, logp_NV)
+        return logp_NV, finite
+
+    def give_up(self) -> None:
+        """Give the slots of all guesses back."""
+        for _, guess, _ in self.guesses:
+            guess.chunk.tree.give_up()
+
+    def leave(self, running: Sequence[Job]) -> bool:
+        """Take out the searches that have ended or begun anew since the pass was launched; whether any is left."""
+        self.shares = [s for s in self.shares if s.job in running and s.job.pending is s.pending]
+        self.readers = [s if s in self.shares else None for s in self.readers]
+        return bool(self.shares)
+
+
+def _read_best(sums: Sequence[float] | Tensor, k: int, rows_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
     """An `Evaluate.read`, for a `best`."""
     if not rows_NV.is_cpu:
         k *= 2  # so that a tie across the border hardly costs another wait
@@ -484,6 +670,8 @@ class Driver:
         self.running: list[Job] = []
         self.work: dict[str, Work] = {name: Work() for name in runners}  # of all searches together
         self._crowded = False  # a search was preempted: none starts before another one ends
+        self._landed = 0.0  # when the latest answer of a GPU was read
+        self.flying: dict[str, Batch] = {}  # by model: a pass that a GPU has begun with
 
     def submit(self, job: Job) -> Job:
         """Queue a search."""
@@ -534,19 +722,41 @@ class Driver:
                 with watch("admit"):
                     self._admit()
                 for name, runner in self.runners.items():
-                    with watch("schedule"):
-                        batch = self._schedule(name, runner)
-                    if batch.shares:
-                        with watch("run", batch):
-                            rows = self._run(batch)
-                        with watch("commit", batch):
-                            self._commit(batch, *rows)
+                    self._turn(name, runner)
             except KeyboardInterrupt:  # a tree may have slots that are allocated and were not written
                 for job in self.running:
                     job.retire = None
                     for tree in job.trees:
                         tree.salt = None
                 raise
+
+    def _turn(self, model: str, runner: Runner) -> None:
+        """Evaluate one pass of a model; on a GPU, begin with the next one before the answer of this one is read."""
+        watch, batch, after = partial(phase, self.observer), self.flying.pop(model, None), None
+        began = time.perf_counter()
+        if batch is None or not batch.leave(self.running):
+            batch = self._begun(model, runner)
+        try:
+            if batch.launched is not None:
+                after = self._look_ahead(batch) or self._beside(batch)
+                batch.leave(self.running)
+            if batch.shares:
+                with watch("run", batch) if batch.launched is None else watch("wait"):
+                    rows = self._run(batch)
+                with watch("commit", batch):
+                    self._commit(batch, *rows)
+                    if after is not None:
+                        self._adopt(after)
+        except BaseException:
+            for job in self.running:
+                for tree in job.trees:
+                    tree.give_up()
+            raise
+        if after is not None and after.shares:
+            self.flying[model] = after
+        if batch.launched is not None and batch.shares and batch.launched.seconds:
+            host = time.perf_counter() - began - batch.launched.waited
+            runner.overlap.note(host, batch.launched.seconds, len(batch.shares))
 
     def stop(self, job: Job, result: SearchResult) -> None:
         """End a search early, with this result."""
@@ -564,6 +774,7 @@ class Driver:
     def close(self) -> None:
         """Abandon all jobs and return all pages to their pools."""
         self.waiting.clear()
+        self.flying.clear()
         with uninterrupted(), contextlib.ExitStack() as stack:  # ends all jobs even if one of them raises
             for job in self.running:
                 stack.callback(self._end, job)
@@ -575,13 +786,73 @@ class Driver:
         while self.waiting and len(self.running) < self.parallel and not self._crowded:
             self._begin(self.waiting.pop(0))
 
-    def _schedule(self, model: str, runner: Runner) -> Batch:
+    def _begun(self, model: str, runner: Runner, beside: Batch | None = None) -> Batch:
+        """A model's next pass; a GPU has begun with it.
+
+        Args:
+            beside: a pass under way, whose searches wait for it.
+        """
+        with phase(self.observer, "schedule"):
+            batch = self._schedule(model, runner, beside)
+        if batch.shares and runner.asynchronous:
+            with phase(self.observer, "run", batch), self._kept_in_order(batch):
+                chunks = [share.chunk for share in batch.shares]
+                batch.launched = runner.launch(chunks, batch.asked, batch.reads, batch.edits, batch.keeps)
+        return batch
+
+    def _look_ahead(self, batch: Batch) -> Batch | None:
+        """Launch what the searches will most likely ask for after a pass; None unless all that run have told."""
+        runner, launched, nexts = batch.runner, batch.launched, [share.next for share in batch.shares]
+        after = Batch(batch.model, runner, time.perf_counter())
+        assert launched is not None and launched.inputs is not None, "a CPU does not look ahead"
+        if len(nexts) < len(self.running) or sum(next.width if next else math.inf for next in nexts) > runner.budget:
+            return None
+        choices = []
+        try:
+            for share, numbers in zip(batch.readers, launched.numbers, strict=True):
+                if share is not None and (guess := share.guess(numbers, batch.asked[share.rows])) is not None:
+                    choices.append(choose(numbers, guess, share.pending.width))
+                    after.guess(share, guess, choices[-1])
+        except KVMemoryError:
+            choices.clear()
+        if len(choices) < len(batch.shares):
+            after.give_up()
+            return None
+        guesses = [guess for _, guess, _ in after.guesses]
+        with phase(self.observer, "run", after):
+            fill = Fill(guesses, choices, launched.inputs.ancestry_TC)
+            after.launched = runner.launch([guess.chunk for guess in guesses], after.asked, after.reads, fill=fill)
+        return after
+
+    def _adopt(self, after: Batch) -> None:
+        """Keep the part of a pass that was guessed right, now that the searches have asked."""
+        for before, guess, rows in after.guesses:
+            share = before.follows(guess, rows) if before.job in self.running else None
+            after.readers.append(share)
+            if share is None:
+                guess.chunk.tree.give_up()
+            else:
+                after.shares.append(share)
+
+    def _beside(self, batch: Batch) -> Batch | None:
+        """Launch a pass of the searches that wait for none, if that hides the host's work; see `Overlap`."""
+        if not batch.runner.overlap.helps(len(self.running)):
+            return None
+        other = self._begun(batch.model, batch.runner, batch)
+        return other if other.shares else None
+
+    def _schedule(self, model: str, runner: Runner, beside: Batch | None = None) -> Batch:
         """Choose the tokens of a model's next pass, and take slots for them.
 
         Short requests come first: others decode while a long prompt fills the rest of the budget.
         """
         batch = Batch(model, runner, time.perf_counter())
         jobs = [job for job in self.running if job.pending and job.pending.request.tree.pool is runner.pool]
+        if beside is not None:
+            under_way = {id(share.job) for share in beside.shares}
+            jobs = [job for job in jobs if id(job) not in under_way]
+        elif runner.overlap.helps(len(jobs)) and not all(job.next for job in jobs):
+            jobs = jobs[: -(-len(jobs) // 2)]  # the others take turns with these
         room, chosen = runner.budget, []
         for job in sorted(jobs, key=lambda job: job.pending.left if job.pending else 0):
             if room and job in self.running and (chunk := self._allocate(job, room)) is not None:
@@ -595,13 +866,12 @@ class Driver:
     def _run(self, batch: Batch) -> tuple[Tensor, list[bool]]:
         """Evaluate a batch: rows, and whether each is finite. If that fails, its slots are released."""
         shares, runner, began = batch.shares, batch.runner, time.perf_counter()
-        try:
+        with self._kept_in_order(batch):
             logp_NV, finite = self._evaluate(batch)
-        except BaseException:
-            for chunk in (share.chunk for share in shares):
-                chunk.tree.release_slots(chunk.trunk_tokens, chunk.nodes)
-            raise
         now = time.perf_counter()
+        if batch.launched is not None:
+            began = batch.began = max(batch.began, self._landed)
+            self._landed = now
         if all(share.chunk.trunk_tokens <= 1 for share in shares):  # `PassTime` excludes prompts
             runner.time.note(batch.tokens, now - batch.began)
         for share in shares:
@@ -612,10 +882,23 @@ class Driver:
         return logp_NV, finite
 
     @staticmethod
+    @contextlib.contextmanager
+    def _kept_in_order(batch: Batch) -> Iterator[None]:
+        """Releases the slots of a pass that fails."""
+        try:
+            yield
+        except BaseException:
+            for chunk in (share.chunk for share in batch.shares):
+                chunk.tree.release_slots(chunk.trunk_tokens, chunk.nodes)
+            raise
+
+    @staticmethod
     def _evaluate(batch: Batch) -> tuple[Tensor, list[bool]]:
         """As `_run`; no rows if only the few tokens that constraints allow were evaluated, or only the best sums of
         rows that would have to be gathered."""
         runner, asked = batch.runner, batch.asked
+        if batch.launched is not None:
+            return batch.take(*batch.launched.land())
         chunks, answered = [share.chunk for share in batch.shares], [share for share in batch.shares if share.nodes]
         few = [share.few for share in answered] if runner.device.type == "cpu" else []
         if parts := [part for part in few if part is not None] if None not in few else []:
@@ -630,10 +913,7 @@ class Driver:
             for share, found in zip(answered, founds, strict=True):
                 share.pending.found(found, share.nodes)
             return torch.empty(0, 0), finite
-        logp_NV, finite, numbers = runner.evaluate(chunks, asked, batch.reads, batch.edits, batch.keeps)
-        for share, read in zip(batch.readers, numbers, strict=True):
-            share.take(read, logp_NV)
-        return logp_NV, finite
+        return batch.take(*runner.evaluate(chunks, asked, batch.reads, batch.edits, batch.keeps))
 
     def _commit(self, batch: Batch, logp_NV: Tensor, finite: list[bool]) -> None:
         """Distribute the rows; resume each search whose request is complete."""
@@ -694,10 +974,7 @@ class Driver:
                 self._preempt(youngest)
                 if youngest is job:
                     return None
-        pending.trunk_left -= trunk
-        pending.trunk_allocated += trunk
-        pending.nodes_allocated += nodes
-        del pending.nodes_left[: len(nodes)]
+        pending.allocated(trunk, nodes)
         return Chunk(tree, trunk, nodes, slots)
 
     # --- the life of a job ---

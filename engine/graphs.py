@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.compiling import LEAST
 from engine.constrained import Edit
-from engine.driver import Answers, Keep, Part, Runner
+from engine.driver import Inputs, Keep, Launched, Part, Ready, Runner
 from engine.errors import UsageError
 from engine.gpu import check_triton
 from engine.packing import Chunk, Pass, pack
@@ -117,36 +117,38 @@ class GraphRunner(Runner):
             + self.tokens[-1] * (5 * 2 + 1 + 2 * pool.ancestors + WORDS[-1])
             + TREES[-1] * (WORDS[-1] * WORD * 3 + pool.pages)
         )
-        self.host = torch.empty(most, dtype=torch.int32, pin_memory=on_gpu)
+        self.host = torch.empty(2, most, dtype=torch.int32, pin_memory=on_gpu)  # taken in turn: a pass may be under way
+        self.copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
         self.memory = torch.empty(most, dtype=torch.int32, device=self.device)
 
     @torch.inference_mode()
-    def evaluate(
+    def launch(
         self,
         chunks: Sequence[Chunk],
         asked: Sequence[int],
         reads: Sequence[Part] = (),
         edits: Sequence[Edit] = (),
         keeps: Sequence[Keep] = (),
-    ) -> Answers:
-        """As `Runner.evaluate`."""
+        fill: Ready | None = None,
+    ) -> Launched:
+        """As `Runner.launch`."""
         if reason := self._unfit(chunks, asked, edits):
             self._tell(logging.INFO, reason)
-            return super().evaluate(chunks, asked, reads, edits, keeps)
+            return super().launch(chunks, asked, reads, edits, keeps, fill)
         options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
         options |= {"token_buckets": self.tokens, "word_buckets": WORDS, "tree_buckets": TREES}
         with phase(self.observer, "pack"):
             p = pack(chunks, self.pool.page_size, **options)
-        step = self._step(p)
-        step(p, asked)
+        inputs, step = Inputs(self.device, fill) if self.asynchronous else None, self._step(p)
+        step(p, asked, inputs)
         rows_N = step.rows_T[: len(asked)]
         logp_NV, finite_N = (x.index_select(0, rows_N) for x in self._outputs[:2])  # copies: the next pass fills them
         for rows, keep in keeps:
             keep(self._outputs[2][rows])
         if edits:
             self.edited(logp_NV, finite_N, edits)
-        with phase(self.observer, "fetch"):
-            return self.fetch(logp_NV, finite_N, None, reads)  # after which the host's memory may be written again
+        return self.read(logp_NV, finite_N, None, reads, inputs)
 
     def _step(self, p: Pass) -> "_Step":
         """The step of a pass's bucket, which becomes the most recently used one."""
@@ -156,6 +158,20 @@ class GraphRunner(Runner):
             del self._steps[next(iter(self._steps))]
         self._steps[key] = step
         return step
+
+    def turn(self) -> int:
+        """The part of the host's memory that may be written now."""
+        self._turn ^= 1
+        if (event := self.copied[self._turn]) is not None:
+            event.synchronize()
+        return self._turn
+
+    def copy(self, turn: int, size: int) -> None:
+        """Copy a part of the host's memory to the device."""
+        self.memory[:size].copy_(self.host[turn, :size], non_blocking=True)
+        if self.memory.is_cuda:
+            event = self.copied[turn] = torch.cuda.Event()
+            event.record()
 
     def _tell(self, level: int, reason: str) -> None:
         """Log once why something runs without a graph."""
@@ -210,18 +226,20 @@ class _Step:
         for x in fields:
             self.starts.append(at)
             at += -(-x.numel() * x.itemsize // 16) * 4  # aligned, as kernels like it
-        self.host = [_view(runner.host, at, x) for at, x in zip(self.starts, fields, strict=True)]
+        self.hosts = [[_view(host, at, x) for at, x in zip(self.starts, fields, strict=True)] for host in runner.host]
         device = [_view(runner.memory, at, x) for at, x in zip(self.starts, fields, strict=True)]
         self.inputs, self.rows_T = _rebuild(like, device)
 
-    def __call__(self, p: Pass, asked: Sequence[int]) -> None:
+    def __call__(self, p: Pass, asked: Sequence[int], ready: Ready | None) -> None:
         rows_T = torch.tensor([*asked, *[0] * (len(p.tokens_T) - len(asked))])
         *fields, pages_PR = _fields(p, rows_T)
-        for there, x in zip(self.host, fields, strict=False):
+        turn = self.runner.turn()
+        for there, x in zip(self.hosts[turn], fields, strict=False):
             there.copy_(x)
-        self.host[-1][: len(pages_PR)] = pages_PR
-        end = self.starts[-1] + pages_PR.numel()
-        self.runner.memory[:end].copy_(self.runner.host[:end], non_blocking=True)
+        self.hosts[turn][-1][: len(pages_PR)] = pages_PR
+        self.runner.copy(turn, self.starts[-1] + pages_PR.numel())
+        if ready is not None:
+            ready(self.inputs)
         if not self.warm:
             self.warm = True
             self.runner.run(self.inputs)

@@ -24,6 +24,37 @@ class Chunk:
         """Tokens."""
         return self.trunk_tokens + len(self.nodes)
 
+    @property
+    def cached(self) -> int:
+        """Tokens of the trunk that are evaluated after this pass."""
+        return self.tree.trunk.cached
+
+    def columns(self) -> tuple[list[int], list[int], list[int]]:
+        """Tokens, positions and ancestry bits."""
+        tree, nodes, end = self.tree, self.nodes, self.cached
+        first = end - self.trunk_tokens
+        tokens = tree.trunk.tokens[first:end] + [tree.token(n) for n in nodes]
+        positions = [*range(first, end), *[tree.position(n) for n in nodes]]
+        return tokens, positions, [0] * self.trunk_tokens + [tree.ancestry(n) for n in nodes]
+
+
+@dataclass(frozen=True)
+class Blank(Chunk):
+    """As a chunk of tokens that only the device knows; `nodes` are their branch slots, see `TokenTree.reserve`.
+
+    Tokens are 0, and the bits of ancestry their own alone.
+    """
+
+    position: int
+
+    @property
+    def cached(self) -> int:
+        return self.tree.trunk.cached + self.trunk_tokens
+
+    def columns(self) -> tuple[list[int], list[int], list[int]]:
+        bits = [0] * self.trunk_tokens + [1 << slot for slot in self.nodes]
+        return [0] * len(self), [self.position] * len(self), bits
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -72,26 +103,29 @@ def pack(
     columns.pad(bucket(len(columns.tokens), token_buckets) - len(columns.tokens))
     empty = bucket(len(chunks), tree_buckets) - len(chunks)
     tables = [chunk.tree.branch_table() if chunk.nodes else NO_TABLE for chunk in chunks] + [NO_TABLE] * empty
-    runs = [(r, slot, length) for r, c in enumerate(chunks) for slot, length in c.tree.trunk_runs()]
+    runs = [(r, slot, length) for r, c in enumerate(chunks) for slot, length in c.tree.trunk_runs(c.cached)]
     C = bucket(-(-max(len(t) for t, _ in tables) // WORD), word_buckets)
     ancestry = array("i", b"".join(b.to_bytes(C * 4, "little") for b in columns.bits))
+    ancestors_TN = tensor_of(array("q", columns.ancestors)).view(-1, ancestors) if ancestors else None
     layout = TreeLayout(
-        positions_T=_tensor(array("q", columns.positions)),
-        write_slots_T=_tensor(array("q", columns.slots)),
-        token_starts=_tensor(array("i", columns.starts + columns.starts[-1:] * empty)),
-        trunk_seen_T=_tensor(array("i", columns.seen)),
+        positions_T=tensor_of(array("q", columns.positions)),
+        write_slots_T=tensor_of(array("q", columns.slots)),
+        token_starts=tensor_of(array("i", columns.starts + columns.starts[-1:] * empty)),
+        trunk_seen_T=tensor_of(array("i", columns.seen)),
         trunk_pages_RP=_pages([chunk.tree.trunk.runs for chunk in chunks] + [[]] * empty),
-        trunk_len_R=_tensor(array("i", [c.tree.trunk.cached for c in chunks] + [0] * empty)),
-        trunk_runs=_tensor(array("i", [x for run in runs for x in run])).view(-1, 3),
+        trunk_len_R=tensor_of(array("i", [c.cached for c in chunks] + [0] * empty)),
+        trunk_runs=tensor_of(array("i", [x for run in runs for x in run])).view(-1, 3),
         branch_slots_RW=_rows([slots for slots, _ in tables], C * WORD, NULL_SLOT, torch.int64),
         branch_positions_RW=_rows([positions for _, positions in tables], C * WORD, 0, torch.int32),
-        ancestry_TC=_tensor(ancestry).view(len(columns.bits), C),
+        ancestry_TC=tensor_of(ancestry).view(len(columns.bits), C),
         page_size=page_size,
         impl=impl,
         rows=rows,
-        ancestors_TN=_tensor(array("q", columns.ancestors)).view(-1, ancestors) if ancestors else None,
+        ancestors_TN=ancestors_TN,
     ).to(device)
-    tokens_T, spans_T = (_tensor(array("q", x)).to(device, non_blocking=True) for x in (columns.tokens, columns.spans))
+    tokens_T, spans_T = (
+        tensor_of(array("q", x)).to(device, non_blocking=True) for x in (columns.tokens, columns.spans)
+    )
     return Pass(tokens_T, spans_T, layout)
 
 
@@ -111,20 +145,17 @@ class _Tokens:
 
     def add(self, chunk: Chunk) -> None:
         """Add the tokens of one tree."""
-        tree, nodes = chunk.tree, chunk.nodes
-        end = tree.trunk.cached  # this pass's trunk tokens included
+        tree, nodes, end = chunk.tree, chunk.nodes, chunk.cached
         first = end - chunk.trunk_tokens
-        self.tokens += tree.trunk.tokens[first:end]
-        self.tokens += [tree.token(n) for n in nodes]
-        positions = [*range(first, end), *[tree.position(n) for n in nodes]]
+        tokens, positions, bits = chunk.columns()
+        self.tokens += tokens
         self.positions += positions
+        self.bits += bits
         shortest = max(tree.prompt_length, tree.least_span)
         self.spans += [max(shortest, p + 1) for p in positions]
         self.slots += chunk.slots
         self.seen += range(first + 1, end + 1)
         self.seen += [end] * len(nodes)
-        self.bits += [0] * chunk.trunk_tokens
-        self.bits += [tree.ancestry(n) for n in nodes]
         self.starts.append(len(self.tokens))
         if self.reach:
             size, reach = tree.pool.page_size, self.reach
@@ -143,7 +174,7 @@ class _Tokens:
         self.starts[-1] += count
 
 
-def _tensor(numbers: array) -> Tensor:
+def tensor_of(numbers: array) -> Tensor:
     """An array of "q" or "i" as int64 or int32 without a copy, which is faster than `torch.tensor` of a list."""
     dtype = torch.int64 if numbers.typecode == "q" else torch.int32
     return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
@@ -165,5 +196,5 @@ def _rows(columns: Sequence[array], width: int, filler: int, dtype: torch.dtype)
     rows = torch.full((len(columns), width), filler, dtype=dtype)
     for row, column in zip(rows if width else (), columns, strict=False):
         if column:
-            row[: len(column)] = _tensor(column)
+            row[: len(column)] = tensor_of(column)
     return rows

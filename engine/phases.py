@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class PhaseObserver(Protocol):
     """An object that `Engine.observer` notifies of the phases of each step. Phases nest:
 
-    - "step" contains "admit", "schedule", "run" and "commit", see `Driver.step`;
+    - "step" contains "admit", "schedule", "run" and "commit", see `Driver.step`, and on a GPU "wait": for the answer of
+      a pass that an earlier "run" launched;
     - "run" contains "pack", "forward", "logits", "log-softmax" and "fetch", see `Runner.evaluate`; of a CUDA graph the
       three in the middle occur only while it is recorded;
     - "search", inside any of them, is the time of a search's generator and of its `Evaluate.read`.
@@ -23,7 +24,10 @@ class PhaseObserver(Protocol):
     """
 
     def begin(self, phase: str, batch: "Batch | None") -> None:
-        """A phase begins; `batch` is that of "run" and "commit", None in all other phases."""
+        """A phase begins; `batch` is that of "run" and "commit", None in all other phases.
+
+        The batch of a "run" that looks ahead has no shares yet.
+        """
 
     def end(self, phase: str) -> None:
         """The phase that began last ends, possibly by an exception."""

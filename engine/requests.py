@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from engine.best import Best, of_all
+from engine.best import Best, Next, of_all
 from engine.pool import PagePool
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
@@ -52,12 +52,15 @@ class Evaluate:
             device; the driver brings the numbers of all searches to the host at once.
         best: the best sums are wanted, and no rows, which need not exist then: `numbers` are the sums that are finite,
             best first, and as many places, row * V + token. Of equal sums the lower place comes first. Not with `read`.
+        next: of a request with `best`, what the search will most likely ask for next, if it says: a GPU begins with it
+            before the answer has reached the host. It changes no answer.
     """
 
     tree: TokenTree
     nodes: Sequence[int]
     read: Read | None = None
     best: Best | None = None
+    next: Next | None = None
 
     def answer(self, rows_NV: Tensor, peaks_NB: Tensor | None = None) -> Answer:
         """The answer that consists of these rows, and of what `read` returns for them; or of their best sums."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from engine.errors import KVMemoryError
 from engine.pool import PagePool
 
+FREE, RESERVED = -1, -2  # in the place of a node
+
 
 @dataclass
 class Trunk:
@@ -98,8 +100,8 @@ class BranchSlots:
     """Slots of branch nodes. Slot s lies in the tree's page s // page_size; pages are taken from the pool as needed.
 
     Attributes:
-        count: slots in use.
-        owner: the node that has each slot; -1 where it is free.
+        count: slots that nodes have.
+        owner: the node that has each slot; -1 where it is free, -2 where it is reserved.
         table: of each slot, its slot in the pool (int64) and its token's position (int32); 0 where it is free.
     """
 
@@ -137,6 +139,22 @@ class BranchSlots:
         self.table[0][slot], self.table[1][slot] = self.pages[i] * size + slot % size, position
         return slot
 
+    def reserve(self, position: int) -> int:
+        """A slot for a node that is not known yet, as of `take`; `assign` or `give_up` ends this."""
+        slot = self.take(RESERVED, position, None)
+        self.count -= 1
+        return slot
+
+    def assign(self, slot: int, node: int) -> None:
+        """A reserved slot becomes a node's."""
+        self.owner[slot] = node
+        self.count += 1
+
+    def give_up(self, slots: Sequence[int]) -> None:
+        """Give reserved slots back."""
+        self.count += len(slots)
+        self.release(slots)
+
     def _add_page(self, wish: int | None) -> int:
         """Take a page; returns its first slot, the others are free."""
         page, size = self.pool.take(wish), self.size
@@ -147,7 +165,7 @@ class BranchSlots:
             i = len(self.pages)
             self.pages.append(page)
             self.load.append(0)
-            self.owner.extend([-1] * size)
+            self.owner.extend([FREE] * size)
             for column in self.table:
                 column.extend([0] * size)
         for s in range(i * size + 1, (i + 1) * size):
@@ -160,7 +178,7 @@ class BranchSlots:
             return
         size, owner, load, (places, positions) = self.size, self.owner, self.load, self.table
         for slot in slots:
-            owner[slot] = -1
+            owner[slot] = FREE
             places[slot] = positions[slot] = 0
             load[slot // size] -= 1
         self.count -= len(slots)
@@ -201,9 +219,10 @@ class BranchSlots:
         size = self.size
         assert sorted(self.lost) == [i for i, page in enumerate(self.pages) if page < 0]
         for s, node in enumerate(self.owner):
-            assert self.table[0][s] == (self.pages[s // size] * size + s % size if node >= 0 else 0)
-            assert node >= 0 or self.table[1][s] == 0
-        assert self.count == sum(node >= 0 for node in self.owner) == sum(self.load)
+            assert self.table[0][s] == (self.pages[s // size] * size + s % size if node != FREE else 0)
+            assert node != FREE or self.table[1][s] == 0
+        reserved = self.owner.count(RESERVED)
+        assert self.count == sum(node >= 0 for node in self.owner) == sum(self.load) - reserved
         assert len(self.owner) == len(self.table[0]) == len(self.table[1]) == size * len(self.pages)
-        assert sorted(self.free) == [s for s, n in enumerate(self.owner) if n < 0 and self.pages[s // size] >= 0]
+        assert sorted(self.free) == [s for s, n in enumerate(self.owner) if n == FREE and self.pages[s // size] >= 0]
         assert all((page >= 0) == (load > 0) for page, load in zip(self.pages, self.load, strict=True))

@@ -1,6 +1,30 @@
-"""The time of a forward pass on this machine, learned from measured passes."""
+"""The times of passes on this machine, learned from those that were measured."""
 
 from bisect import bisect_left, bisect_right
+
+
+class Overlap:
+    """Whether searches in two halves, one on a GPU while the host works on the other, are faster than all at once.
+
+    A pass of half of the tokens may take as long as one of all, so it pays where the host's work takes longer than a
+    pass. Seconds are moving averages.
+    """
+
+    RATE = 0.1  # weight of a new measurement
+
+    def __init__(self):
+        self.host = self.device = 0.0  # for one search; of a pass
+
+    def note(self, host: float, device: float, searches: int) -> None:
+        """Record the seconds of the host and of the device for a pass of so many searches."""
+        if not self.device:
+            self.host, self.device = host / searches, device
+        self.host += self.RATE * (host / searches - self.host)
+        self.device += self.RATE * (device - self.device)
+
+    def helps(self, searches: int) -> bool:
+        """Whether halves are faster for so many searches."""
+        return searches > 1 and self.device > 0 and self.host * searches > self.device
 
 
 class PassTime:

@@ -81,6 +81,7 @@ class TokenTree:
         self._leaves: dict[int, None] = {0: None}  # ordered, so that nothing depends on hashing
         self.root = 0
         self.slots = BranchSlots(pool)
+        self._reserved: list[int] | None = None  # branch slots, see `reserve`
         self._paths_length = len(prompt)  # sum of the leaves' path lengths
         self.peak_live = self.peak_unshared = self.peak_pages = 0
 
@@ -223,7 +224,7 @@ class TokenTree:
                 raise ValueError(f"node {node} is not live: it was dropped by an earlier keep()")
         if not kept:
             raise ValueError("expected at least one node to keep")
-        if len(kept) == 1:
+        if len(kept) == 1 and not self._reserved:
             self._keep_path(*kept)
         else:
             self._promote(kept, self._prune(kept))
@@ -368,8 +369,7 @@ class TokenTree:
             KVMemoryError: the pool is full; nothing was taken.
         """
         trunk, start, slots, taken, size = self.trunk, self.trunk.cached, self.slots, [], self.pool.page_size
-        for node in self._spent:
-            self._bits.pop(node, None)
+        self._forget_spent()
         try:
             if trunk_tokens and start % size:
                 trunk.own_end(self.pool)
@@ -381,8 +381,7 @@ class TokenTree:
                     wish = trunk.pages[-1] + 1 + position - len(trunk.pages)
                     wish = wish if wish in self._claim else None
                 taken.append(slot := slots.take(node, position, wish))
-                self._slot[node] = slot
-                self._bits[node] = self.ancestry(self._parent[node]) | 1 << slot
+                self._place(node, slot)
         except KVMemoryError:
             self._release(0, nodes[: len(taken)])
             raise
@@ -393,6 +392,60 @@ class TokenTree:
         if self.observer is not None:
             self.observer.allocated(self, trunk_tokens, nodes, in_pool)
         return [trunk.slot(start + i, size) for i in range(trunk_tokens)] + in_pool
+
+    def _place(self, node: int, slot: int) -> None:
+        self._slot[node] = slot
+        self._bits[node] = self.ancestry(self._parent[node]) | 1 << slot
+
+    def _forget_spent(self) -> None:
+        for node in self._spent:
+            self._bits.pop(node, None)
+
+    # --- for looking ahead ---
+
+    def reserve(self, count: int, position: int) -> tuple[list[int], list[int]]:
+        """Take slots for nodes at a position that are not known yet; for a single one, of a tree without branches, the
+        trunk's next. `adopt` or `give_up` ends this.
+
+        Returns:
+            their slots in the pool, and their branch slots; none of the trunk's next.
+
+        Raises:
+            KVMemoryError: the pool is full; nothing was taken.
+        """
+        assert self._reserved is None
+        trunk, size, self._reserved = self.trunk, self.pool.page_size, []
+        try:
+            if count == 1 and not self.slots.count:
+                if trunk.cached % size:
+                    trunk.own_end(self.pool)
+                trunk.reserve(self.pool, trunk.cached + 1, self._next_page())
+                return [trunk.slot(trunk.cached, size)], []
+            for _ in range(count):
+                self._reserved.append(self.slots.reserve(position))
+        except KVMemoryError:
+            self.give_up()
+            raise
+        return [self.slots.table[0][slot] for slot in self._reserved], self._reserved
+
+    def adopt(self, nodes: Sequence[int]) -> None:
+        """The reserved slots become those of new nodes, in order; without branches, of the trunk's next token."""
+        assert self._reserved is not None and len(nodes) == len(self._reserved)
+        self._forget_spent()
+        for node, slot in zip(nodes, self._reserved, strict=True):
+            self.slots.assign(slot, node)
+            self._place(node, slot)
+        self._spent = [self._parent[node] for node in nodes]
+        self.trunk.cached += not nodes
+        self._reserved = None
+        self._note_peaks()
+
+    def give_up(self) -> None:
+        """Give the reserved slots back, if there are any."""
+        if self._reserved is not None:
+            self.slots.give_up(self._reserved)
+            self.trunk.truncate(self.pool, self.trunk.cached)
+            self._reserved = None
 
     def _next_page(self) -> int:
         """Where the trunk goes on: after its last page, or where the claim begins if that page is another tree's."""
@@ -439,9 +492,9 @@ class TokenTree:
             node = self._parent[node]
         return found + self.trunk.latest(self._position[node] + 1, count - len(found), self.pool.page_size)
 
-    def trunk_runs(self) -> list[tuple[int, int]]:
-        """(first slot, length) of each contiguous piece of the evaluated trunk, in order."""
-        size, left = self.pool.page_size, self.trunk.cached
+    def trunk_runs(self, tokens: int | None = None) -> list[tuple[int, int]]:
+        """(first slot, length) of each contiguous piece of the trunk's first tokens, in order; None: all evaluated."""
+        size, left = self.pool.page_size, self.trunk.cached if tokens is None else tokens
         runs = []
         for first, pages in self.trunk.runs:
             runs.append((first * size, min(pages * size, left)))
@@ -494,6 +547,7 @@ class TokenTree:
         self.trunk.release(self.pool)
 
     def _drop_branches(self) -> None:
+        self.give_up()
         self.slots.release_all()
         self.pool.unclaim(self._claim)
         self._claim = range(0)

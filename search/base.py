@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from engine.best import Best
+from engine.best import Best, Next
 from engine.contract import attributed, is_ours
 from engine.errors import UsageError
 from engine.requests import Answer, Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task  # noqa: F401
@@ -160,7 +160,7 @@ def make_search(name: str, params: dict[str, Any]) -> Search:
 
 
 def evaluate_best(
-    tree: TokenTree, nodes: Sequence[int], scores: list[float], k: int
+    tree: TokenTree, nodes: Sequence[int], scores: list[float], k: int, next: Next | None = None
 ) -> Generator[Evaluate, Any, tuple[list[float], list[int], list[int]]]:
     """Evaluate nodes and find the k best sums of score and log-probability, exactly; call it with `yield from`.
 
@@ -169,11 +169,12 @@ def evaluate_best(
         nodes: the frontier, of N nodes.
         scores: of the N nodes, added to the log-probabilities in float32.
         k: how many sums are wanted; fewer are returned if fewer are finite.
+        next: see `Evaluate`.
 
     Returns:
         sums, rows, tokens: the greatest sum first, of equal sums the lower row, then the lower token.
     """
-    rows_0V, numbers = yield Evaluate(tree, nodes, best=Best(scores, k))
+    rows_0V, numbers = yield Evaluate(tree, nodes, best=Best(scores, k), next=next)
     sums, places = numbers.view(2, -1)
     rows, tokens = places.long() // (V := rows_0V.shape[1]), places.long() % V
     return sums.tolist(), rows.tolist(), tokens.tolist()

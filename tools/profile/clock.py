@@ -27,7 +27,7 @@ SEARCH, TEXT, DRIVER = "search", "text and events", "driver"
 LINEAR, HEAD, FORWARD = "linear layers", "head", "rest of the forward pass"
 MODEL_PARTS = {"forward": FORWARD, "linear": LINEAR, "logits": HEAD}
 PARTS = {"step": DRIVER, "run": DRIVER, "pack": "packing", "log-softmax": "log-probabilities",
-         "fetch": "answers to the host"}  # fmt: skip
+         "fetch": "answers to the host", "wait": "wait for the device"}  # fmt: skip
 
 
 @dataclass
@@ -68,8 +68,10 @@ class Watch:
 
     def begin(self, phase: str, batch: Batch | None = None) -> None:
         """See `PhaseObserver`."""
-        if phase == "run" and batch is not None:
-            self.note(batch)
+        if batch is not None:
+            self.role = batch.model
+            if phase == "commit":
+                self.note(batch)
         if self.parts or phase == "step":
             part = PARTS.get(phase, phase) if phase not in MODEL_PARTS else f"{self.role}: {MODEL_PARTS[phase]}"
             if self.labels:
@@ -102,8 +104,8 @@ class Watch:
         self.last = now
 
     def note(self, batch: Batch) -> None:
-        """Note what a forward pass evaluates and what the caches hold."""
-        step, self.role = self.steps[-1], batch.model
+        """Note what a forward pass evaluated and what the caches hold."""
+        step = self.steps[-1]
         for share in batch.shares:
             step.nodes[batch.model] += len(share.chunk)
             step.reads_prompt |= share.chunk.trunk_tokens > 1
