@@ -274,7 +274,7 @@ def _view(memory: Tensor, at: int, like: Tensor) -> Tensor:
 
 
 class _Recorder:
-    """Records CUDA graphs that share their memory, as no two of them run at once.
+    """Records CUDA graphs that share their memory, as no two of them run at once. Other threads may use the device.
 
     Attributes:
         used: bytes of the device that recording took, which are kept when a graph goes: later ones use them again.
@@ -286,10 +286,15 @@ class _Recorder:
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # recording begins with this: only what it takes is counted
         free, _ = torch.cuda.mem_get_info()
+        here = torch.cuda.current_stream()  # where a capture that fails would leave its own
         try:
-            with torch.cuda.graph(graph, pool=self.pool):
+            with torch.cuda.stream(here), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 run()
+        except BaseException:
+            self.pool = torch.cuda.graph_pool_handle()  # the old one may be taken to be still in a capture
+            raise
         finally:
             self.used += max(0, free - torch.cuda.mem_get_info()[0])
         return graph.replay

@@ -4,6 +4,7 @@ Without a GPU the graph is a stand-in that runs the function again; that real on
 (tests/test_gpu.py).
 """
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -12,6 +13,7 @@ import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from safetensors.torch import load_file
 from engine import Engine
 from engine.driver import Runner
 from engine.errors import UsageError
-from engine.graphs import TOKENS, TREES, WORDS, GraphRunner, make_runner
+from engine.graphs import TOKENS, TREES, WORDS, GraphRunner, _Recorder, make_runner
 from engine.loading import LoadedModel
 from engine.packing import Chunk, pack
 from engine.pool import PagePool
@@ -230,6 +232,57 @@ def test_graphs_can_be_switched_off(monkeypatch):
         assert type(off) is Runner and off.impl == "triton" and off.budget == 2048
     with pytest.raises(UsageError, match="graphs: expected on or off, got 'maybe'"):
         Engine.load(GOLDEN / "plain", graphs="maybe")
+
+
+class Cuda:
+    """Stands in for what a recorder uses of torch.cuda: a device of 100 bytes of which 30 lie in torch's cache."""
+
+    def __init__(self):
+        self.stream_now, self.taken, self.cached, self.pools = "main", 10, 30, 0
+        self.failing = False
+
+    def mem_get_info(self):
+        return 100 - self.taken - self.cached, 100
+
+    def empty_cache(self):
+        self.cached = 0
+
+    def graph_pool_handle(self):
+        self.pools += 1
+        return self.pools
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.stream_now = self.stream_now, stream
+        try:
+            yield
+        finally:
+            self.stream_now = before
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool, capture_error_mode):
+        self.empty_cache()
+        before, self.stream_now = self.stream_now, "capture"
+        yield
+        if self.failing:
+            raise RuntimeError("operation not permitted")  # torch leaves the stream as it is then
+        self.taken += 5
+        self.stream_now = before
+
+
+def test_what_recording_takes_and_leaves(monkeypatch):
+    cuda = Cuda()
+    for name in ("mem_get_info", "empty_cache", "graph_pool_handle", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: cuda.stream_now)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: "replayed"))
+    recorder = _Recorder()
+    assert recorder(lambda: None)() == "replayed" and recorder.used == 5 and recorder.pool == 1
+    cuda.failing = True
+    with pytest.raises(RuntimeError, match="not permitted"):
+        recorder(lambda: None)
+    assert cuda.stream_now == "main" and recorder.pool == 2
 
 
 @needs_interpreter
