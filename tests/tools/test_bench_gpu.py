@@ -1,6 +1,13 @@
-"""The GPU benchmark: what of it needs no GPU."""
+"""The GPU benchmark: its stages on tiny shapes and a CPU, with stand-ins for what only a GPU has."""
 
+import argparse
+import contextlib
 import dataclasses
+import importlib.util
+import json
+import os
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +16,17 @@ from torch.nn import functional as F
 from engine.pool import PagePool
 from kernels.tree_attention import tree_attention
 from models.config import ModelShape
-from tools.bench import gpu
+from tools.bench import device, gpu, gpu_stages, peers
 from tools.bench.__main__ import main
+from tools.kernels.scenes import scene
+
+needs_interpreter = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs triton, and no GPU",
+)
+TINY = {"vocab_size": 70, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+COMMAND = ["gpu", "--prefix", "20", "--queries", "2", "--beams", "3", "--searches", "3", "--prompt", "5"]
+COMMAND += ["--wide", "5", "--new-tokens", "6", "--runs", "1"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -22,7 +38,7 @@ def test_without_a_gpu_it_says_so(capsys):
 def test_rivals_are_given_the_same_attention():
     pool = PagePool(ModelShape(1, 2, 8, 1, None), 40, 16)
     k_GSD, v_GSD = pool.cache.k_LGSD[0].normal_(), pool.cache.v_LGSD[0].normal_()
-    s = gpu.scene(pool, 100, 7)
+    s = scene(pool, 100, 7)
     q_THD = torch.randn(7, 2, 8)
     layout = dataclasses.replace(s.layout, impl="reference")
     ours = tree_attention(q_THD, k_GSD, v_GSD, layout, scale=8**-0.5)
@@ -30,3 +46,90 @@ def test_rivals_are_given_the_same_attention():
     theirs = F.scaled_dot_product_attention(q_THD.transpose(0, 1)[None], k, v, attn_mask=s.visible_QS)
     torch.testing.assert_close(ours, theirs[0].transpose(0, 1))
     assert len(s.slots_S) == 100 + 2 * 7 and s.visible_QS.sum() == 7 * (100 + 2)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A GPU whose events are the clock, whose graphs call again and whose kernels are a list. Runs the command."""
+
+    def times_of(work, runs):
+        times = []
+        for _ in range(runs):
+            begin = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - begin)
+        return times
+
+    def recorded(calls):
+        return lambda: [call() for call in calls]
+
+    def kernel(name, start, end):
+        of = SimpleNamespace(name="CUDA" if name else "CPU")
+        return SimpleNamespace(name=name, device_type=of, time_range=SimpleNamespace(start=start, end=end))
+
+    ran = [kernel("early", 0, 9), kernel("", 0, 99), kernel("early", 9, 10), kernel("a", 10, 14), kernel("b", 20, 22)]
+    profiled = contextlib.nullcontext(SimpleNamespace(events=lambda: ran))
+    found = {"seconds": 1, "steps_per_second": {"max": 0.001}, "versions": {"transformers": "9"}}
+    settings = {"is_available": True, "get_device_name": "stand-in", "memory_allocated": 0, "max_memory_allocated": 0}
+    for name, value in (settings | {"reset_peak_memory_stats": None, "empty_cache": None}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(device, "times_of", times_of)
+    monkeypatch.setattr(device, "recorded", recorded)
+    monkeypatch.setattr(device, "copy_bandwidth", lambda runs: 1e9)
+    monkeypatch.setattr(device, "flex_attention", lambda *_: 1 / 0)
+    monkeypatch.setattr(gpu_stages, "ROWS", (2,))
+    monkeypatch.setattr(gpu_stages, "RUNS", 1)
+    monkeypatch.setattr(gpu_stages, "COLD", 0)
+    monkeypatch.setattr(gpu_stages, "profile", lambda activities: profiled)
+    monkeypatch.setattr(peers, "measure", lambda *_: found | {"growth_bytes": {"median": 1}})
+
+    def make(args):
+        small = TINY | {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
+        return gpu_stages.Setting(args, torch.device("cpu"), TINY, small)
+
+    def run(*words):
+        parser = argparse.ArgumentParser()
+        gpu.add_parser(parser.add_subparsers())
+        return gpu.run(parser.parse_args([*COMMAND, *words]), [*COMMAND, *words], make)
+
+    return run
+
+
+@needs_interpreter
+def test_every_stage_finds_its_figures(stand_in, capsys, tmp_path):
+    page = tmp_path / "page.md"
+    results = stand_in("--save", str(page))
+    assert list(results) == list(gpu_stages.STAGES)
+    notes = [note for result in results.values() for note in result["notes"]]
+    assert notes == ["FlexAttention: ZeroDivisionError: division by zero"] * 2
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [line["bench"] for line in lines] == [f"gpu-{name}" for name in results]
+    assert all(f"<!-- bench:gpu-{name} -->" in page.read_text() for name in results)
+    for name, result in results.items():
+        assert result["rows"] and all("of_floor" not in row or row["of_floor"] > 0 for row in result["rows"]), name
+    targets = {target["name"]: target for result in results.values() for target in result["targets"]}
+    unmet = [name for name, target in targets.items() if target["value"] is None]
+    assert len(targets) == 9 and unmet == ["attention, least x FlexAttention"]
+    assert all(row["difference"] < 0.05 for row in results["attention"]["rows"])
+    assert targets["3 beams, prompt 20, x transformers"]["met"] and targets["beams of Qwen3-0.6B's shape"]["met"]
+    assert {row["searches"]: row["bytes"] for row in results["searches"]["rows"]}.keys() == {1, 3}
+    plain, small, smaller = (row["gigabytes"] for row in results["weights"]["rows"])
+    assert plain > small > smaller
+
+
+@needs_interpreter
+def test_what_fails_or_comes_too_late_is_said(stand_in, capsys, monkeypatch):
+    monkeypatch.setattr(gpu_stages, "decode", lambda *_: 1 / 0)
+    found = stand_in("--stages", "steps", "where", "products", "--seconds", "0")
+    assert found["steps"]["rows"] == [] and found["steps"]["targets"][0]["met"] is None
+    assert {note.partition(": ")[2] for note in found["steps"]["notes"]} == {"the stage's time is over"}
+    assert found["where"]["notes"] == ["where: ZeroDivisionError: division by zero"]
+    assert len(found["products"]["notes"]) == 4
+    assert "not measured" in capsys.readouterr().err
+
+
+def test_kernels_by_time():
+    ran = [("warm", 0, 5), ("warm", 5, 9), ("warm", 9, 10), ("b", 20, 22), ("a", 10, 14), ("a", 21, 23)]
+    rows, busy, gaps = gpu_stages.by_kernel(ran)
+    assert [(row["kernel"], row["launches"], row["microseconds"]) for row in rows] == [("a", 2, 3), ("b", 1, 2)]
+    assert rows[0]["share"] == 6 / 8 and busy == 1 - 6 / 13 and gaps == [(6, "a")]

@@ -10,7 +10,7 @@ import torch
 from kernels.layout import TreeLayout
 from models.checkpoint import Checkpoint
 from models.linear import FORMATS
-from tools.bench import gpu
+from tools.bench import device as on_gpu
 
 BYTES = 1 << 28  # read to measure the bandwidth: more than any cache holds
 GEMM = (512, 2048, 4096)  # rows, in, out
@@ -58,8 +58,8 @@ def measure(device: torch.device, kinds: Iterable[str]) -> tuple[float, dict[str
     rates = {}
     for kind in kinds:
         x = torch.randn(8192, 8192, device=device).to(getattr(torch, kind))
-        rates[kind] = 2 * 8192**3 / gpu.seconds_of(lambda x=x: x @ x, 20)
-    return gpu.copy_bandwidth(20), rates
+        rates[kind] = 2 * 8192**3 / on_gpu.seconds_of(lambda x=x: x @ x, 20)
+    return on_gpu.copy_bandwidth(20), rates
 
 
 @dataclass(frozen=True)

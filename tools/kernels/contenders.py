@@ -20,7 +20,7 @@ from kernels.cpp import why_not as why_no_cpp
 from kernels.kv_write import kv_write
 from kernels.layout import TreeLayout
 from kernels.tree_attention import tree_attention
-from tools.bench.gpu import flex_attention
+from tools.bench.device import flex_attention
 from tools.kernels.scenes import Scene
 
 OPERATORS = ("tree_attention", "kv_write")

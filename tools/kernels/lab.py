@@ -16,7 +16,8 @@ from kernels.kv_write import reference as reference_write
 from kernels.layout import TRASH_SLOT, TreeLayout
 from kernels.tree_attention import reference as reference_attention
 from models.config import ModelShape
-from tools.bench import gpu, limits
+from tools.bench import limits
+from tools.bench.device import recorded, times_of
 from tools.bench.measure import spread
 from tools.kernels.contenders import PACKED, Contender, check_result, packed
 from tools.kernels.scenes import Scene, Trap, scene, traps
@@ -189,8 +190,8 @@ class Lab:
         if not contender.timed:
             return None
         if self.device.type == "cuda":
-            work = gpu.recorded(calls) if can_be_recorded(calls[0]) else lambda: [call() for call in calls]
-            return spread([seconds / len(calls) for seconds in gpu.times_of(work, 20)])
+            work = recorded(calls) if can_be_recorded(calls[0]) else lambda: [call() for call in calls]
+            return spread([seconds / len(calls) for seconds in times_of(work, 20)])
         times: list[float] = []
         for i in range(1001):
             begin = time.perf_counter()

@@ -1,0 +1,54 @@
+"""Times of work on a GPU, by events; what it copies per second; FlexAttention to compare with."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def seconds_of(work: Callable[[], object], runs: int) -> float:
+    """Median time of work on the device."""
+    return statistics.median(times_of(work, runs))
+
+
+def times_of(work: Callable[[], object], runs: int) -> list[float]:
+    """Seconds of each run of work on the device, by events."""
+    times = []
+    for _ in range(runs + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return times[3:]
+
+
+def copy_bandwidth(runs: int, size: int = 1 << 31) -> float:
+    """Bytes per second of a copy on the device, read and written ones counted."""
+    source = torch.empty(size, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds_of(lambda: target.copy_(source), runs)
+
+
+def recorded(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """All calls as one CUDA graph."""
+    for call in calls[:2]:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def flex_attention(q_1HTD: Tensor, visible_QS: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """FlexAttention, compiled, with its block mask made beforehand."""
+    from torch.nn.attention import flex_attention as flex
+
+    blocks = flex.create_block_mask(
+        lambda b, h, q, k: visible_QS[q, k], None, None, *visible_QS.shape, device=visible_QS.device
+    )
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    return lambda k, v: compiled(q_1HTD, k, v, block_mask=blocks, enable_gqa=True)  # type: ignore[return-value]
