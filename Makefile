@@ -53,6 +53,7 @@ lint: .venv/.installed-dev
 	@$(PY) -m ruff check .
 	@$(PY) -m pyright --pythonpath $(PY)
 
+# Most of the tests' time is Triton's compiler, whence the processes.
 # A machine with a GPU often has its own torch and no way to install another: .venv first, then PYTHON as it is.
 gpu:
 	@set -e; py=$(PY); \
@@ -63,9 +64,8 @@ gpu:
 	name=$$($$py -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")'); \
 	if [ -z "$$name" ]; then echo "no GPU here: nothing to do"; exit 0; fi; \
 	echo "GPU: $$name"; \
-	$$py -m pytest -m gpu tests $(ARGS) || [ $$? -eq 5 ]; \
-	$$py -m tools.bench kv --random; \
-	$$py -m tools.bench peers --random; \
+	$$py -m pytest -m gpu $$(grep -rl --include='*.py' 'mark\.gpu' tests) -p no:benchmark \
+		$$($$py -c 'import xdist' 2>/dev/null && echo --numprocesses 8 --dist worksteal) $(ARGS); \
 	$$py -m tools.bench gpu
 
 .venv/.installed: pyproject.toml constraints.txt

@@ -15,6 +15,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 GOLDEN = Path(__file__).parent / "golden" / "llama"
+FAMILIES = [  # of each a variant with windows, layers without rotation, or whatever else is its own
+    *("gemma/one", "gemma/two", "gemma/three", "gpt2/plain", "granite/plain", "hunyuan/plain", "lfm2/bias"),
+    *("mistral/ministral3", "olmo/olmo3", "opt/plain", "phi/plain", "phi3/plain", "qwen2/windows", "qwen3/windows"),
+    *("smollm3/windows", "stablelm/parallel"),
+]
 
 
 @pytest.mark.parametrize("variant", ["gqa", "dynamic", "llama3"])
@@ -29,6 +34,31 @@ def test_cuda_equals_cpu(variant):
         got = cuda.generate(prompts, search, max_new_tokens=20)
         assert [[o.token_ids for o in r.outputs] for r in got] == [[o.token_ids for o in r.outputs] for r in want]
     cuda.pool.check_invariants([])
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_families_equal_cpu(variant):
+    """Logits of a prompt, and a search in graphs."""
+    folder, ids = GOLDEN.parent / variant, [5 + i % 50 for i in range(41)]
+    cpu, cuda = (Engine.load(folder, dtype="float32", device=device) for device in ("cpu", "cuda"))
+    torch.testing.assert_close(cuda.logits(ids).cpu(), cpu.logits(ids), atol=1e-3, rtol=1e-3)
+    [want], [got] = (e.generate([ids], Trie(beams=3), max_new_tokens=6, ignore_eos=True) for e in (cpu, cuda))
+    assert got.outputs[0].logprob == pytest.approx(want.outputs[0].logprob, abs=1e-2)
+
+
+def test_an_int8_cache_equals_that_of_a_cpu():
+    cpu, cuda = (Engine.load(GOLDEN / "gqa", dtype="float32", kv_dtype="int8", device=d) for d in ("cpu", "cuda"))
+    ids = list(range(5, 60))
+    torch.testing.assert_close(cuda.logits(ids).cpu(), cpu.logits(ids), atol=5e-3, rtol=5e-3)
+
+
+def test_many_trees_and_wide_beams_equal_cpu():
+    """Passes of 20 trees, and one of 64 beams, which take other buckets and other tiles."""
+    cpu, cuda = (Engine.load(GOLDEN / "gqa", dtype="float32", device=d, parallel=20) for d in ("cpu", "cuda"))
+    for prompts, beams in (([[5 + i, 9, 20 + i] for i in range(20)], 3), ([list(range(5, 60))], 64)):
+        want, got = (e.generate(prompts, Trie(beams=beams), max_new_tokens=10, ignore_eos=True) for e in (cpu, cuda))
+        assert [r.outputs[0].token_ids for r in got] == [r.outputs[0].token_ids for r in want]
+    assert {trees for _, _, trees in cuda.runner._steps} >= {1, 32}
 
 
 def test_steps_come_from_graphs():

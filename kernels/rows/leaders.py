@@ -68,7 +68,7 @@ def _table(
         candidates = max(groups, min(k, groups) * group, blocks * SPAN)
         lines.append([first, rows, k, sums, outs, works, candidates])
         sums, outs, works = sums + rows, outs + 2 * k + 1, works + 2 * (k + candidates)
-    return torch.tensor(lines, dtype=torch.int32).to(device), outs, works
+    return torch.tensor(lines, dtype=torch.int32).to(device, non_blocking=True), outs, works
 
 
 @triton.jit(do_not_specialize=["V", "B"])

@@ -18,8 +18,10 @@ from kernels.short_conv import short_conv
 from models.config import ModelShape
 from tests.kernels.test_checks import refusals
 
+on_gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 FAST = ["torch", *([] if cpp.why_not() else ["cpp"]), *(["triton"] if INTERPRETED else [])]
+ANYWHERE = [*FAST, pytest.param("cuda", marks=on_gpu)]  # by Triton
 SLOTS = 60
 
 
@@ -46,11 +48,14 @@ def arguments(seed=0, tokens=9, width=37, taps=3, dtype=torch.float32, kept=None
 
 
 def run(impl, options):
+    if impl == "cuda":
+        moved = {name: x if x is None else x.cuda() for name, x in options.items()}
+        return [x.cpu() for x in run("triton", moved)]
     rows = options["rows_SE"].clone()
     return short_conv(**options | {"rows_SE": rows}, impl=impl), rows
 
 
-@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("impl", ANYWHERE)
 @pytest.mark.parametrize(
     ("dtype", "kept"),
     [(torch.float32, None), (torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16)],
@@ -79,7 +84,7 @@ def test_the_definition_is_a_convolution():
     torch.testing.assert_close(run("reference", options)[0].double(), c * mixed.T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("impl", ANYWHERE)
 def test_padding_harms_nobody(impl):
     """Padding tokens of NaN share a slot that nobody reads."""
     options = arguments(3)
