@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, register
-from search.picks import Picks
+from search.base import Next, Output, Report, Search, SearchGenerator, SearchResult, Task, evaluate_best, register
 
 
 @register("greedy")
@@ -13,12 +12,11 @@ class Greedy(Search):
 
     def run(self, task: Task) -> SearchGenerator:
         tree, tokens, logprob = task.tree, [], 0.0
-        picks = Picks(None, 0, tree.pool.device.type != "cpu")
+        following = Next(1, task.eos_token_ids)
         while True:
-            picks.take(*(yield Evaluate(tree, [tree.root], picks.read(tree, [tree.root], None))))
-            token = picks.token(0, 0)
+            [logp], _, [token] = yield from evaluate_best(tree, [tree.root], [0.0], 1, following)
             tokens.append(token)
-            logprob += picks.logprob(0, token)
+            logprob += logp
             reason = task.finish_reason(tokens)
             yield Report([token], lambda: tokens)
             if reason:

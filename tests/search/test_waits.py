@@ -1,5 +1,6 @@
 """What a GPU is waited for: one answer for each pass, whatever the search, and the tokens of a CPU."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from engine import Engine
 from engine.driver import Runner
+from engine.packing import Blank
 from search.base import REGISTRY, make_search
 from tests.search.device import DEVICE, Device, OnDevice
 
@@ -36,7 +38,7 @@ def ask(engine, search, **options):
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 def test_one_wait_per_pass(name, engine, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # the priors of ULTS
-    search, passes = make_search(name, OPTIONS.get(name, {})), []
+    search, passes, guessed = make_search(name, OPTIONS.get(name, {})), [], []
     expected = ask(engine, search)
     for path in tmp_path.rglob("*.safetensors"):
         path.unlink()  # gathered again
@@ -48,18 +50,29 @@ def test_one_wait_per_pass(name, engine, monkeypatch, tmp_path):
             found = real(self, hidden_NE, *edits)[:2]
         return *(OnDevice(x.clone()) for x in found), None  # a GPU computes no peaks
 
-    def forward(self, chunks, real=Runner.forward):
+    def forward(self, chunks, ready, real=Runner.forward):
+        guessed.extend(chunk for chunk in chunks if isinstance(chunk, Blank))
+
+        def wrapped(p):
+            layout = replace(p.layout, ancestry_TC=OnDevice(p.layout.ancestry_TC))
+            ready(replace(p, tokens_T=OnDevice(p.tokens_T), layout=layout))
+
         with _disable_current_modes():
-            return real(self, chunks)
+            return real(self, chunks, wrapped)
 
     monkeypatch.setattr(Runner, "answer", answer)
     monkeypatch.setattr(Runner, "forward", forward)
     for each in (engine, *engine.companions.values()):
         monkeypatch.setattr(each.pool, "device", DEVICE)
-    with Device():
-        found = ask(engine, search, logprobs=2)
-    assert found == expected
-    assert len(passes) >= 5 and sum(Device.waits.values()) <= 1.05 * len(passes), (len(passes), Device.waits)
+        monkeypatch.setattr(each.runner, "asynchronous", True)
+    for options in ({"logprobs": 2}, {}):  # the former look at hidden rows, and do not look ahead
+        passes.clear()
+        guessed.clear()
+        with Device():
+            found = ask(engine, search, **options)
+        assert found == expected
+        assert len(passes) >= 5 and sum(Device.waits.values()) <= 1.05 * len(passes), (len(passes), Device.waits)
+        assert bool(guessed) == (name in ("greedy", "trie") and not options)
 
 
 def test_what_counts_as_a_wait():
