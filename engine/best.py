@@ -54,18 +54,17 @@ def of_rows(numbers: Tensor, rows_NV: Tensor, best: Best) -> Found:
     """What is wanted of rows.
 
     Args:
-        numbers: returned by `best_sums`, on the host; for as many sums as are wanted, or for more.
+        numbers: returned by `best_sums`, on the host.
         rows_NV: the rows, for the case that PyTorch left open which of several equal sums it chose.
     """
     k = len(numbers) // 2
-    border = min(k, best.k)
     values, places = numbers[:k].float(), numbers[k : 2 * k].long()
-    if math.isinf(numbers[-1]) and numbers[-1] > 0:  # C++ has sorted them and broken ties
+    if math.isinf(numbers[-1]) and numbers[-1] > 0:  # C++ and Triton have sorted them and broken ties
         return _finite(values, places)
-    if k and numbers[-1] == numbers[border - 1] > -math.inf:
+    if k and numbers[-1] == numbers[k - 1] > -math.inf:
         sums_N = torch.tensor(best.sums, dtype=torch.float32).to(rows_NV.device, non_blocking=True)
         sums_NV = rows_NV + sums_N.unsqueeze(1)
-        places = (sums_NV.view(-1) >= numbers[border - 1]).nonzero().view(-1)
+        places = (sums_NV.view(-1) >= numbers[k - 1]).nonzero().view(-1)
         values, places = sums_NV.view(-1)[places].cpu(), places.cpu()
     return _sorted(values, places, best.k)
 

@@ -45,11 +45,12 @@ from engine.threads import MACHINE
 from engine.timing import Overlap, PassTime
 from engine.trace import Trace
 from engine.tree import TokenTree
-from kernels.rows import best_sums, log_softmax
+from kernels.rows import best_sums_of, log_softmax
+from kernels.rows.checks import Wanted
 from kernels.stack import one_by_one
 from models.sharding import Gathered
 
-Part = tuple[slice, Read]  # a range of the rows asked for, and the function that reads it
+Part = tuple[slice, Read | Wanted]  # a range of the rows asked for, and what reads it, or what is wanted of it
 Keep = tuple[slice, Callable[[Tensor], None]]  # a range of a pass's tokens, and what gets their hidden rows
 Answers = tuple[Tensor, list[bool], list[Tensor]]
 Ready = Callable[[Pass], None]  # gets a pass's inputs on the device
@@ -200,7 +201,7 @@ class Runner:
         Args:
             chunks: parts of trees whose slots are allocated.
             asked: rows of the pass whose next-token log-probabilities are wanted.
-            reads: functions that read ranges of these rows, see `Evaluate`.
+            reads: functions that read ranges of these rows, or best sums that are wanted of them, see `Evaluate`.
             edits: functions that edit ranges of these rows before they are read.
             keeps: functions that get the hidden rows of ranges of the pass's tokens, and must copy what they keep.
 
@@ -236,7 +237,12 @@ class Runner:
     ) -> Launched:
         """The reads of a pass that is launched."""
         with phase(self.observer, "fetch"):
-            made = [read(logp_NV[rows], None if peaks_NB is None else peaks_NB[rows]) for rows, read in reads]
+            sums, made = iter(self._sums(logp_NV, peaks_NB, reads)), []
+            for rows, read in reads:
+                if isinstance(read, Wanted):
+                    made.append(next(sums))
+                else:
+                    made.append(read(logp_NV[rows], None if peaks_NB is None else peaks_NB[rows]))
             return Launched(logp_NV, finite_N, made, inputs)
 
     def evaluate_few(
@@ -288,6 +294,14 @@ class Runner:
         if len(asked) == len(hidden_TE):
             return hidden_TE
         return hidden_TE[torch.tensor(asked, dtype=torch.int64).to(self.device, non_blocking=True)]
+
+    def _sums(self, logp_NV: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part]) -> list[Tensor]:
+        """The best sums that are wanted of a pass, all searches' by one launch on a GPU; on the device."""
+        wanted = [read for _, read in reads if isinstance(read, Wanted)]
+        if not wanted:
+            return []
+        with phase(self.observer, "search"):
+            return best_sums_of(logp_NV, wanted, peaks_NB, impl="triton" if self.impl == "triton" else None)
 
     def answer(self, hidden_NE: Tensor, edits: Sequence[Edit] = ()) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities (or scores) of hidden rows, whether each row is finite, and peaks, on the device.
@@ -600,10 +614,10 @@ class Batch:
         wanted = [(first + i, n) for i, n in enumerate([*last, *chunk.nodes]) if n in pending.asked]
         rows, nodes = slice(len(self.asked), len(self.asked) + len(wanted)), [n for _, n in wanted]
         self.asked += [i for i, _ in wanted]
-        share, read = Share(job, pending, chunk, nodes, rows), pending.request.read
+        share = Share(job, pending, chunk, nodes, rows)
+        read: Read | Wanted | None = pending.request.read
         if pending.parts is not None and nodes:
-            read, observer = partial(_read_best, *pending.best_of(nodes)), self.runner.observer
-            read = read if observer is None else observed_read(observer, read)
+            read = Wanted(rows, *pending.best_of(nodes))
         elif nodes != list(pending.request.nodes):  # not all of it in this pass
             read = None
         if read is not None:
@@ -624,7 +638,7 @@ class Batch:
         rows = slice(self.tokens, self.tokens + len(guess.chunk))
         self.guesses.append((share, guess, rows))
         self.asked += range(rows.start, rows.stop)
-        self.reads.append((rows, partial(_read_best, choice.sums_n, guess.k)))
+        self.reads.append((rows, Wanted(rows, choice.sums_n, guess.k)))
         self.tokens += len(guess.chunk)
 
     def take(self, logp_NV: Tensor, finite: list[bool], numbers: Sequence[Tensor]) -> tuple[Tensor, list[bool]]:
@@ -644,13 +658,6 @@ class Batch:
         self.shares = [s for s in self.shares if s.job in running and s.job.pending is s.pending]
         self.readers = [s if s in self.shares else None for s in self.readers]
         return bool(self.shares)
-
-
-def _read_best(sums: Sequence[float] | Tensor, k: int, rows_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
-    """An `Evaluate.read`, for a `best`."""
-    if not rows_NV.is_cpu:
-        k *= 2  # so that a tie across the border hardly costs another wait
-    return best_sums(rows_NV, sums, k, peaks_NB)
 
 
 class Driver:

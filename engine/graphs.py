@@ -14,6 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +107,7 @@ class GraphRunner(Runner):
         self.record = record or _Recorder()
         self._steps: dict[tuple[int, int, int], _Step] = {}  # the least recently used first
         self._told: set[str] = set()
-        self._outputs: tuple[Tensor, ...] = ()  # results of `answer`, hidden rows: as many as the largest bucket has
+        self._outputs: tuple[Any, ...] = ()  # results of `answer`, hidden rows: as many as the largest bucket has
         on_gpu = self.device.type == "cuda"
         self.allowed = (torch.cuda.get_device_properties(self.device).total_memory if on_gpu else MEMORY) // SHARE
         rows = self.allowed // (model.shape.vocab_size * torch.float32.itemsize)
@@ -143,12 +144,15 @@ class GraphRunner(Runner):
         inputs, step = Inputs(self.device, fill) if self.asynchronous else None, self._step(p)
         step(p, asked, inputs)
         rows_N = step.rows_T[: len(asked)]
-        logp_NV, finite_N = (x.index_select(0, rows_N) for x in self._outputs[:2])  # copies: the next pass fills them
+        *results, peaks_NB, hidden_TE = self._outputs
+        logp_NV, finite_N = (x.index_select(0, rows_N) for x in results)  # copies: the next pass fills them
         for rows, keep in keeps:
-            keep(self._outputs[2][rows])
+            keep(hidden_TE[rows])
         if edits:
-            self.edited(logp_NV, finite_N, edits)
-        return self.read(logp_NV, finite_N, None, reads, inputs)
+            logp_NV, finite_N, peaks_NB = self.edited(logp_NV, finite_N, edits)
+        elif peaks_NB is not None:
+            peaks_NB = peaks_NB.index_select(0, rows_N)
+        return self.read(logp_NV, finite_N, peaks_NB, reads, inputs)
 
     def _step(self, p: Pass) -> "_Step":
         """The step of a pass's bucket, which becomes the most recently used one."""
@@ -207,11 +211,13 @@ class GraphRunner(Runner):
         """The recorded part of a pass."""
         with phase(self.observer, "forward"):
             hidden_TE = self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
-        results = *self.answer(hidden_TE)[:2], hidden_TE  # there are no peaks
+        results = *self.answer(hidden_TE), hidden_TE
         if not self._outputs:
-            self._outputs = tuple(x.new_empty(self.tokens[-1], *x.shape[1:]) for x in results)
+            most = self.tokens[-1]
+            self._outputs = tuple(x if x is None else x.new_empty(most, *x.shape[1:]) for x in results)
         for place, result in zip(self._outputs, results, strict=True):
-            place[: len(result)] = result
+            if result is not None:  # peaks may be unknown
+                place[: len(result)] = result
 
 
 class _Step:

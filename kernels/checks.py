@@ -119,10 +119,10 @@ def turn(q_THD: Tensor, k_TGD: Tensor, turn: Any) -> None:
         expect("angles", x, dtype, (T, turn.angles[0].shape[-1]), device, contiguous=False)
     if (turn.q_norm is None) != (turn.k_norm is None):
         raise ValueError("q_norm, k_norm: expected both or none")
-    for name, norm in (("q_norm", turn.q_norm), ("k_norm", turn.k_norm)):
+    for name, norm, heads in (("q_norm", turn.q_norm, q_THD.shape[1]), ("k_norm", turn.k_norm, k_TGD.shape[1])):
         for x in norm or ():
             if x is not None:
-                expect(name, x, dtype, (D,), device)
+                expect(name, x, dtype, (D * heads if turn.all_heads else D,), device)
 
 
 def short_conv(

@@ -88,12 +88,11 @@ class Attention(nn.Module):
     def forward(self, x_TE: Tensor, rope: Rope, kept: Sequence[Tensor], layout: TreeLayout) -> Tensor:
         impl, (k_GSD, v_GSD) = layout.rows_impl, kept
         rows_THD = self.qkv(x_TE).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
-        if impl == "triton" and not self.all_heads and (rope is not None or self.q_norm is not None):
+        turned = rope is not None or self.q_norm is not None
+        if impl == "triton" and turned and not isinstance(self.q_norm, DividedNorm):
             q_norm, k_norm = (norm and (norm.weight, norm.bias) for norm in (self.q_norm, self.k_norm))
-            turn, (q_THD, k_TGD, v_TGD) = (
-                Turn(rope or (), q_norm, k_norm, self.eps, self.norms_last),
-                self._split(rows_THD),
-            )
+            turn = Turn(rope or (), q_norm, k_norm, self.eps, self.norms_last, self.all_heads)
+            q_THD, k_TGD, v_TGD = self._split(rows_THD)
             q_THD = rotary_write(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, layout.write_slots_T, turn, impl=impl)
         else:
             q_THD, k_TGD, v_TGD = self._turned(rows_THD, rope, impl)

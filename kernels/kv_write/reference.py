@@ -28,11 +28,13 @@ def rotary_write(
             if rotated and angles:
                 x_THD = rotary(x_THD, *angles, impl="torch")
             if not rotated and norm is not None:
-                weight_D, bias_D = norm
-                if bias_D is None:
-                    x_THD = rms_norm(x_THD, weight_D, turn.eps, impl="torch")
+                weight, bias = norm
+                rows = x_THD.flatten(1) if turn.all_heads else x_THD
+                if bias is None:
+                    rows = rms_norm(rows, weight, turn.eps, impl="torch")
                 else:
-                    x_THD = layer_norm(x_THD, weight_D, bias_D, turn.eps, impl="torch")
+                    rows = layer_norm(rows, weight, bias, turn.eps, impl="torch")
+                x_THD = rows.view(x_THD.shape)
         return x_THD
 
     kv_write(k_GSD, v_GSD, turned(k_TGD, turn.k_norm, turn.angles[:2]), v_TGD, slots_T)

@@ -62,13 +62,20 @@ def rotary_write(
         norms += [weight_D, slots_T if bias_D is None else bias_D]
     out_THD = torch.empty(T, H, D, dtype=q_THD.dtype, device=q_THD.device)
     strides = (x.stride(i) for x in (q_THD, k_TGD, v_TGD) for i in (0, 1))
-    _turn[(triton.cdiv(T * (H + 2 * G), HEADS),)](
+    whole, D2 = turn.all_heads and kind > 0, triton.next_power_of_2(D)
+    M = triton.next_power_of_2(max(H, G)) if whole else HEADS
+    _turn[(T, 3) if whole else (triton.cdiv(T * (H + 2 * G), HEADS),)](
         q_THD, k_TGD, v_TGD, *angles[:2], *angles[-2:], *norms, k_GSD, v_GSD, out_THD, slots_T, T,
         *strides, k_GSD.stride(0), v_GSD.stride(0), turn.eps,
-        H=H, G=G, D=D, D2=triton.next_power_of_2(D), R=turn.angles[0].shape[1] if turn.angles else 0,
-        NORM=kind, LAST=turn.norms_last, INT8=k_GSD.dtype == torch.int8, M=HEADS, num_warps=1,
+        H=H, G=G, D=D, D2=D2, R=turn.angles[0].shape[1] if turn.angles else 0, NORM=kind, LAST=turn.norms_last,
+        ALL=whole, INT8=k_GSD.dtype == torch.int8, M=M, num_warps=warps(M * D2) if whole else 1,
     )  # fmt: skip
     return out_THD
+
+
+def warps(elements: int) -> int:
+    """Of a program that has the heads of a token: 16 elements for each thread."""
+    return min(max(elements // 512, 1), 16)
 
 
 @triton.jit
@@ -133,11 +140,17 @@ def _turn(
     q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr, k_ptr, v_ptr, out_ptr, slots_ptr, T,
     stride_qt, stride_qh, stride_nkt, stride_nkg, stride_nvt, stride_nvg, stride_kg, stride_vg, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, R: tl.constexpr,
-    NORM: tl.constexpr, LAST: tl.constexpr, INT8: tl.constexpr, M: tl.constexpr,
+    NORM: tl.constexpr, LAST: tl.constexpr, ALL: tl.constexpr, INT8: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """M heads: of a token those of queries, of keys, of values in a row. Every step is rounded to the dtype."""
+    """M heads: of a token those of queries, of keys, of values in a row; or all those of queries, keys or values of one
+    token. Every step is rounded to the dtype."""
     n_M = tl.program_id(0) * M + tl.arange(0, M)
     t_M, h_M, real_M = (n_M // (H + 2 * G)).to(tl.int64), (n_M % (H + 2 * G)).to(tl.int64), n_M < T * (H + 2 * G)
+    if ALL:
+        kind = tl.program_id(1)
+        t_M = (tl.program_id(0) + tl.arange(0, M) * 0).to(tl.int64)
+        h_M = tl.arange(0, M).to(tl.int64) + tl.where(kind == 0, 0, H + tl.where(kind == 1, 0, G))
+        real_M = tl.arange(0, M) < tl.where(kind == 0, H, G)
     q_M, v_M = real_M & (h_M < H), real_M & (h_M >= H + G)
     k_M = real_M & (h_M >= H) & (h_M < H + G)
     g_M = tl.where(k_M, h_M - H, tl.where(v_M, h_M - H - G, 0))
@@ -148,25 +161,11 @@ def _turn(
     x_MD = _pick(q_ptr, at_q_M, q_M, new_k_ptr, at_k_M, k_M, d_D, real_D).to(tl.float32)
     y_MD = _pick(q_ptr, at_q_M, q_M, new_k_ptr, at_k_M, k_M, other_D, turned_D).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
+    norms = q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr
     if NORM > 0 and not LAST:
-        mean_M, inverse_M = _moments(x_MD, real_D, eps, D, NORM)
-        x_MD = _normed(
-            x_MD, d_D, real_D, q_M, mean_M, inverse_M, q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr, NORM, dtype
-        )
-        y_MD = _normed(
-            y_MD,
-            other_D,
-            turned_D,
-            q_M,
-            mean_M,
-            inverse_M,
-            q_weight_ptr,
-            q_bias_ptr,
-            k_weight_ptr,
-            k_bias_ptr,
-            NORM,
-            dtype,
-        )
+        mean_M, inverse_M = _moments(x_MD, real_D, q_M | k_M, eps, D, NORM, ALL)
+        x_MD = _normed(x_MD, d_D, real_D, q_M, k_M, h_M, g_M, mean_M, inverse_M, norms, D, NORM, ALL, dtype)
+        y_MD = _normed(y_MD, other_D, turned_D, q_M, k_M, h_M, g_M, mean_M, inverse_M, norms, D, NORM, ALL, dtype)
     if R > 0:
         at_M, row_M = t_M * R, q_M | k_M
         cos_MD = _pick(q_cos_ptr, at_M, q_M, cos_ptr, at_M, row_M & ~q_M, d_D, turned_D).to(tl.float32)
@@ -175,10 +174,8 @@ def _turn(
         x_MD = tl.where(turned_D[None, :], x_MD * cos_MD + y_MD * sin_MD, x_MD)
         x_MD = cast(x_MD, dtype).to(tl.float32)
     if NORM > 0 and LAST:
-        mean_M, inverse_M = _moments(x_MD, real_D, eps, D, NORM)
-        x_MD = _normed(
-            x_MD, d_D, real_D, q_M, mean_M, inverse_M, q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr, NORM, dtype
-        )
+        mean_M, inverse_M = _moments(x_MD, real_D, q_M | k_M, eps, D, NORM, ALL)
+        x_MD = _normed(x_MD, d_D, real_D, q_M, k_M, h_M, g_M, mean_M, inverse_M, norms, D, NORM, ALL, dtype)
     x_MD = cast(x_MD, dtype)
     tl.store(out_ptr + ((t_M * H + h_M) * D)[:, None] + d_D[None, :], x_MD, mask=q_M[:, None] & real_D[None, :])
     written_MD = tl.load(
@@ -204,29 +201,51 @@ def _pick(one_ptr, at_one_M, one_M, two_ptr, at_two_M, two_M, d_D, real_D):
 
 
 @triton.jit
-def _moments(x_MD, real_D, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """The mean of rows, 0 for an RMSNorm, and the inverse of their deviation from that."""
+def _moments(x_MD, real_D, row_M, eps, D: tl.constexpr, NORM: tl.constexpr, ALL: tl.constexpr):
+    """The mean of rows, or of all of them, 0 for an RMSNorm, and the inverse of their deviation from that."""
+    share = 1 / D
+    if ALL:
+        share = 1 / (tl.maximum(tl.sum(row_M.to(tl.int32), 0), 1) * D).to(tl.float32)
     mean_M = tl.sum(x_MD, 1) * 0
     if NORM == 2:
-        mean_M = tl.sum(x_MD, 1) / D
-    far_MD = tl.where(real_D[None, :], x_MD - mean_M[:, None], 0.0)
-    return mean_M, 1 / tl.sqrt(tl.sum(far_MD * far_MD, 1) / D + eps)
+        mean_M = _total(x_MD, ALL) * share
+    far_MD = tl.where(row_M[:, None] & real_D[None, :], x_MD - mean_M[:, None], 0.0)
+    return mean_M, 1 / tl.sqrt(_total(far_MD * far_MD, ALL) * share + eps)
+
+
+@triton.jit
+def _total(x_MD, ALL: tl.constexpr):
+    """The sum of each row, or of all of them for each."""
+    sum_M = tl.sum(x_MD, 1)
+    if ALL:
+        sum_M = sum_M * 0 + tl.sum(sum_M, 0)
+    return sum_M
 
 
 @triton.jit
 def _normed(
-    x_MD, d_D, real_D, q_M, mean_M, inverse_M, q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr,
-    NORM: tl.constexpr, dtype: tl.constexpr,
+    x_MD, d_D, real_D, q_M, k_M, h_M, g_M, mean_M, inverse_M, norms,
+    D: tl.constexpr, NORM: tl.constexpr, ALL: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Elements d of rows after their norm."""
-    q_D = tl.load(q_weight_ptr + d_D, mask=real_D, other=0.0).to(tl.float32)
-    k_D = tl.load(k_weight_ptr + d_D, mask=real_D, other=0.0).to(tl.float32)
-    y_MD = (x_MD - mean_M[:, None]) * inverse_M[:, None] * tl.where(q_M[:, None], q_D[None, :], k_D[None, :])
+    q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr = norms
+    y_MD = (x_MD - mean_M[:, None]) * inverse_M[:, None]
+    y_MD *= _vector(q_weight_ptr, k_weight_ptr, d_D, real_D, q_M, k_M, h_M, g_M, D, ALL)
     if NORM == 2:
-        q_D = tl.load(q_bias_ptr + d_D, mask=real_D, other=0.0).to(tl.float32)
-        k_D = tl.load(k_bias_ptr + d_D, mask=real_D, other=0.0).to(tl.float32)
-        y_MD += tl.where(q_M[:, None], q_D[None, :], k_D[None, :])
+        y_MD += _vector(q_bias_ptr, k_bias_ptr, d_D, real_D, q_M, k_M, h_M, g_M, D, ALL)
     return cast(tl.where(real_D[None, :], y_MD, 0.0), dtype).to(tl.float32)
+
+
+@triton.jit
+def _vector(q_ptr, k_ptr, d_D, real_D, q_M, k_M, h_M, g_M, D: tl.constexpr, ALL: tl.constexpr):
+    """Elements d of a norm's vector for each row."""
+    if ALL:
+        x_MD = _pick(q_ptr, h_M * D, q_M, k_ptr, g_M * D, k_M, d_D, real_D).to(tl.float32)
+    else:
+        q_D = tl.load(q_ptr + d_D, mask=real_D, other=0.0).to(tl.float32)
+        k_D = tl.load(k_ptr + d_D, mask=real_D, other=0.0).to(tl.float32)
+        x_MD = tl.where(q_M[:, None], q_D[None, :], k_D[None, :])
+    return x_MD
 
 
 register("kv_write_triton", kv_write, nothing, mutates=("k_GSD", "v_GSD"))

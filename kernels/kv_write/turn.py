@@ -16,6 +16,7 @@ class Turn(NamedTuple):
         q_norm, k_norm: of each head by itself, weight and bias [D], the bias None for an RMSNorm; both or None.
         eps: of the norms.
         norms_last: heads are normed after they are rotated, not before.
+        all_heads: those of queries are normed as one row, and those of keys; vectors are as long, [H * D] and [G * D].
     """
 
     angles: tuple[Tensor, ...] = ()
@@ -23,3 +24,4 @@ class Turn(NamedTuple):
     k_norm: Vectors | None = None
     eps: float = 0.0
     norms_last: bool = False
+    all_heads: bool = False

@@ -77,11 +77,12 @@ def best_sums_of(logp_NV: Tensor, wanted: Sequence[Wanted], peaks_NB: Tensor | N
         peaks_NB = torch.empty(N, triton.cdiv(V, SPAN), dtype=torch.float32, device=device)
         grid = triton.cdiv(N, ROWS), triton.cdiv(V, WIDE)
         _peaks[grid](logp_NV, peaks_NB, N, logp_NV.stride(0), V=V, SPAN=SPAN, M=ROWS, WIDE=WIDE)
-    if all(isinstance(sums, Tensor) for _, sums, _ in wanted):
-        sums_M = torch.cat([sums for _, sums, _ in wanted])
-    else:
-        flat = [x for _, sums, _ in wanted for x in (sums.tolist() if isinstance(sums, Tensor) else sums)]
-        sums_M = torch.tensor(flat, dtype=torch.float32).to(device, non_blocking=True)
+    lists = [x for _, sums, _ in wanted if not isinstance(sums, Tensor) for x in sums]
+    given_M, parts, at = torch.tensor(lists, dtype=torch.float32).to(device, non_blocking=True), [], 0
+    for _, sums, _ in wanted:
+        parts.append(sums if isinstance(sums, Tensor) else given_M[at : at + len(sums)])
+        at += 0 if isinstance(sums, Tensor) else len(sums)
+    sums_M = given_M if at == sum(map(len, parts)) else torch.cat(parts)
     out = leaders.best_sums(logp_NV, ranges, sums_M, counts, peaks_NB)
     return list(out.split([2 * k + 1 for k in counts]))
 

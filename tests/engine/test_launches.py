@@ -112,5 +112,4 @@ def test_launches_of_a_layer(name, launches):
     """The page has the numbers, by operators of PyTorch and by Triton's, each one that is not needed found out."""
     one_by_one, together = (of_a_layer(MODELS[name], rows, launches) for rows in ("torch", None))
     assert f"| {name} | {one_by_one.total()} | {together.total()} |" in DOCS.read_text(encoding="utf-8")
-    if name != "OLMo 2":  # whose norms of all heads stand between the product and the rotation
-        assert not [operator for operator in together if operator.startswith("aten")]
+    assert not [operator for operator in together if operator.startswith("aten")]

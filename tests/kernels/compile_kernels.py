@@ -73,13 +73,16 @@ def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split
     return compiled
 
 
-def turn(capability, head, norm, int8):
+def turn(capability, head, norm, int8, heads=0):
+    """`heads`: of so many query heads all are normed as one row."""
     pointers = {name for name in kv_write._turn.arg_names if name.endswith("_ptr")}
     types = {"slots_ptr": "*i64", "eps": "fp32", "stride_kg": "i64", "stride_vg": "i64"}
     types |= dict.fromkeys(("k_ptr", "v_ptr"), "*i8" if int8 else "*bf16")
     types = dict.fromkeys(pointers, "*bf16") | types
-    sizes = {"H": 32, "G": 8, "D": head, "D2": head, "R": head, "NORM": norm, "LAST": False, "INT8": int8, "M": 4}
-    return compile(kv_write._turn, capability, types, sizes, num_warps=1)
+    sizes = {"H": heads or 32, "G": 8, "D": head, "D2": head, "R": head, "NORM": norm, "LAST": False, "INT8": int8}
+    sizes |= {"M": triton.next_power_of_2(heads) if heads else 4, "ALL": heads > 0}
+    warps = kv_write.warps(sizes["M"] * head) if heads else 1
+    return compile(kv_write._turn, capability, types, sizes, num_warps=warps)
 
 
 def product(capability, kind, rows, dtype=torch.bfloat16, group=128, **more):
@@ -191,6 +194,8 @@ sizes = {"G": 8, "D": 80, "D2": 128, "M": 4}
 compile(kv_write._write_int8, 90, types | {"k_ptr": "*i8", "v_ptr": "*i8"}, sizes, num_warps=1)
 for capability, int8, norm in ((80, False, 0), (90, False, 1), (90, True, 2), (120, True, 0)):
     unspilled(turn(capability, 128, norm, int8))
+for capability, heads in itertools.product(GPUS, (16, 40)):
+    unspilled(turn(capability, 128, 1, int8=False, heads=heads))
 for capability, width in ((80, 4096), (90, 8192)):
     unspilled(add_norm(capability, width))
     unspilled(gate(capability, width))

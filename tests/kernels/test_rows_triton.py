@@ -173,34 +173,36 @@ def test_best_sums_of_several_ranges(device):
     assert all(len(found) == len(right) for found, right in zip(rest, expected, strict=True))
 
 
-TURNS = [
-    ("none", False, 8, 2),
-    ("rms", False, 8, 2),
-    ("rms", True, 8, 2),
-    ("ln", False, 4, 2),
-    ("rms", False, 8, 4),
-    ("rms", False, 0, 0),
+TURNS = [  # norms, after the rotation, rotated thirds of dims, tables of angles, of all heads
+    ("none", False, 8, 2, False),
+    ("rms", False, 8, 2, False),
+    ("rms", True, 8, 2, False),
+    ("ln", False, 4, 2, False),
+    ("rms", False, 8, 4, False),
+    ("rms", False, 0, 0, False),
+    ("rms", False, 8, 2, True),
+    ("ln", True, 4, 4, True),
 ]
 
 
 @DEVICES
 @DTYPES
 @pytest.mark.parametrize("kept", [None, torch.int8], ids=["as keys", "int8"])
-@pytest.mark.parametrize(("kind", "last", "dims", "tables"), TURNS)
-def test_heads_are_normed_rotated_and_written(kind, last, dims, tables, kept, dtype, device):
+@pytest.mark.parametrize(("kind", "last", "dims", "tables", "whole"), TURNS)
+def test_heads_are_normed_rotated_and_written(kind, last, dims, tables, whole, kept, dtype, device):
     """Rows are views of one product, as they are in a layer; 3 query heads to a key/value head, of an odd size."""
     (T, H, G, D), dims = (7, 6, 2, 24), 3 * dims
     split = lambda x: x.split([H, G, G], 1)  # noqa: E731
     x = draw(T, H + 2 * G, D, dtype=dtype)
     angles = tuple(draw(T, max(dims // 2, 1), seed=9 + i).repeat(1, 2).cos().to(dtype) for i in range(tables))
-    norms = vectors(kind, D, dtype, 3), vectors(kind, D, dtype, 5)
+    norms = tuple(vectors(kind, D * (heads if whole else 1), dtype, i) for heads, i in ((H, 3), (G, 5)))
     slots = torch.tensor([4, 9, 2, 1, 7, 3, 11])
 
     def run(impl, where, own, as_int8=kept):
         caches = [
             torch.full((G, 12, D + 2 * (as_int8 is not None)), 5, dtype=as_int8 or own, device=where) for _ in "kv"
         ]
-        turn = Turn(moved(angles, where, own), *(moved(norm, where, own) for norm in norms), 1e-5, last)
+        turn = Turn(moved(angles, where, own), *(moved(norm, where, own) for norm in norms), 1e-5, last, whole)
         q = rotary_write(*caches, *split(x.to(where, own)), slots.to(where), turn, impl=impl)
         return q, *caches
 

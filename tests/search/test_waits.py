@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from engine import Engine
 from engine.driver import Runner
 from engine.packing import Blank
+from kernels.rows import best_sums_of
 from search.base import REGISTRY, make_search
-from tests.search.device import DEVICE, Device, OnDevice
+from tests.search.device import DEVICE, Device, OnDevice, bare
 
 ROOT = Path(__file__).parents[2] / "models" / "demo"
 OPTIONS = {
@@ -47,8 +48,13 @@ def test_one_wait_per_pass(name, engine, monkeypatch, tmp_path):
     def answer(self, hidden_NE, *edits):
         passes.append(len(hidden_NE))
         with _disable_current_modes():
-            found = real(self, hidden_NE, *edits)[:2]
-        return *(OnDevice(x.clone()) for x in found), None  # a GPU computes no peaks
+            return tuple(x if x is None else OnDevice(x.clone()) for x in real(self, hidden_NE, *edits))
+
+    def best(logp_NV, wanted, peaks_NB, *, impl=None, real=best_sums_of):
+        """A GPU's kernel breaks ties, as that of a CPU does."""
+        with _disable_current_modes():
+            wanted = [each._replace(sums=bare(each.sums)) for each in wanted]
+            return [OnDevice(x) for x in real(bare(logp_NV), wanted, bare(peaks_NB))]
 
     def forward(self, chunks, ready, real=Runner.forward):
         guessed.extend(chunk for chunk in chunks if isinstance(chunk, Blank))
@@ -62,6 +68,7 @@ def test_one_wait_per_pass(name, engine, monkeypatch, tmp_path):
 
     monkeypatch.setattr(Runner, "answer", answer)
     monkeypatch.setattr(Runner, "forward", forward)
+    monkeypatch.setattr("engine.driver.best_sums_of", best)
     for each in (engine, *engine.companions.values()):
         monkeypatch.setattr(each.pool, "device", DEVICE)
         monkeypatch.setattr(each.runner, "asynchronous", True)
