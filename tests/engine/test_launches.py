@@ -18,12 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from engine import Engine
 from engine.packing import Chunk, pack
 from engine.tree import TokenTree
+from kernels.rows import best_sums_of, log_softmax
+from kernels.rows.checks import Wanted
 from models.floats import FloatLinear
 
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs triton, and no GPU", allow_module_level=True)
 
 from triton.runtime.interpreter import GridExecutor
+
+from kernels.gpu import counters
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DOCS = Path(__file__).parents[2] / "docs/kernels.md"
@@ -113,3 +117,18 @@ def test_launches_of_a_layer(name, launches):
     one_by_one, together = (of_a_layer(MODELS[name], rows, launches) for rows in ("torch", None))
     assert f"| {name} | {one_by_one.total()} | {together.total()} |" in DOCS.read_text(encoding="utf-8")
     assert not [operator for operator in together if operator.startswith("aten")]
+
+
+def test_launches_after_the_last_layer(launches):
+    """Of log-probabilities, and of the best sums of three searches."""
+    logits_NV = torch.randn(6, 5000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    counters(logits_NV.device)  # made once per process
+    with torch.inference_mode(), launches:
+        logp_NV, _, peaks_NB = log_softmax(logits_NV, 4990, impl="triton")
+        assert peaks_NB is not None
+        wanted = [Wanted(slice(0, 1), [0.0], 4), Wanted(slice(1, 4), [0.5] * 3, 9), Wanted(slice(4, 6), [0.0] * 2, 4)]
+        best_sums_of(logp_NV, wanted, peaks_NB, impl="triton")
+    assert {name: count for name, count in launches.found.items() if name[0] == "_"} == {
+        "_mass": 1, "_log_softmax": 1, "_leaders": 1,
+    }  # fmt: skip
+    assert launches.found.total() == 3, launches.found
