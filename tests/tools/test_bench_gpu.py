@@ -99,7 +99,7 @@ def stand_in(monkeypatch):
 def test_every_stage_finds_its_figures(stand_in, capsys, tmp_path):
     page = tmp_path / "page.md"
     results = stand_in("--save", str(page))
-    assert list(results) == list(gpu_stages.STAGES)
+    assert list(results) == [name for name in gpu_stages.STAGES if name != "tune"]
     notes = [note for result in results.values() for note in result["notes"]]
     assert notes == ["FlexAttention: ZeroDivisionError: division by zero"] * 2
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
@@ -126,6 +126,15 @@ def test_what_fails_or_comes_too_late_is_said(stand_in, capsys, monkeypatch):
     assert found["where"]["notes"] == ["where: ZeroDivisionError: division by zero"]
     assert len(found["products"]["notes"]) == 4
     assert "not measured" in capsys.readouterr().err
+
+
+@needs_interpreter
+def test_programs_of_other_shapes_are_tried(stand_in, monkeypatch):
+    monkeypatch.setattr(gpu_stages, "OPTIONS", ({"N": 32}, {"N": 128}, {"M": -1}))
+    found = stand_in("--stages", "tune")["tune"]
+    shapes = [(row["queries"], row["shape"]) for row in found["rows"]]
+    assert sorted(shapes) == [(q, shape) for q in (2, 3) for shape in ("N 128", "N 32", "as it is")]
+    assert [shape for _, shape in shapes[::3]] == ["as it is"] * 2 and len(found["notes"]) == 2
 
 
 def test_kernels_by_time():

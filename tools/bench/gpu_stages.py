@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -68,6 +69,10 @@ QWEN3_06B = {
     "max_position_embeddings": 40960,
 }
 ROWS = (1, 16, 32, 64, 256)  # of products
+OPTIONS = tuple(  # of programs of tree attention
+    {"N": keys, "num_warps": warps, "num_stages": stages}
+    for keys, warps, stages in itertools.product((32, 64, 128), (4, 8), (3, 5, 7))
+)
 SMALL = ("int8", "int4")  # formats of weights
 RUNS = 3  # of searches, after one that warms up
 GROUP = 32  # elements of an int4 matrix that share a scale
@@ -149,7 +154,7 @@ class Setting:
         try:
             return work()
         except Exception as error:
-            traceback.print_exc()
+            traceback.print_exc(limit=-6)
             self.note(name, error)
             return None
 
@@ -220,16 +225,20 @@ def attention(s: Setting) -> Found:
     }, ATTENTION, targets)  # fmt: skip
 
 
-def attend(s: Setting, prefix: int, queries: int) -> dict[str, Any]:
+def attend(s: Setting, prefix: int, queries: int, kv_heads: int | None = None, rivals: bool = True) -> dict[str, Any]:
     """One shape of tree attention."""
     L, H, runs = s.large["num_hidden_layers"], s.large["num_attention_heads"], s.args.runs
-    D = s.large["hidden_size"] // H
-    pool = PagePool(ModelShape(L, H, D, 1, None), prefix // PAGE + queries, PAGE, torch.bfloat16, s.device)
+    D, G = s.large["hidden_size"] // H, kv_heads or H
+    pool = PagePool(ModelShape(L, G, D, 1, None), prefix // PAGE + queries, PAGE, torch.bfloat16, s.device)
     k_LGSD, v_LGSD = pool.cache.k_LGSD.normal_(), pool.cache.v_LGSD.normal_()
     tree = scene(pool, prefix, queries, word_buckets=WORDS)
     q_THD = torch.randn(queries, H, D, dtype=torch.bfloat16, device=s.device)
     ours = [lambda i=i: tree_attention(q_THD, k_LGSD[i], v_LGSD[i], tree.layout, scale=D**-0.5) for i in range(L)]
-    seconds, moved = on_gpu.seconds_of(on_gpu.recorded(ours), runs) / L, 2 * H * D * 2 * len(tree.slots_S)
+    seconds, moved = on_gpu.seconds_of(on_gpu.recorded(ours), runs) / L, 2 * G * D * 2 * len(tree.slots_S)
+    row = {"prefix": prefix, "queries": queries, "seconds": seconds, "bytes": moved, "rate": moved / seconds}
+    row["of_copy"] = row["rate"] / s.copy
+    if not rivals:
+        return row
     packed = [(k_LGSD[i, :, tree.slots_S][None], v_LGSD[i, :, tree.slots_S][None]) for i in range(L)]
     q_1HTD, mask = q_THD.transpose(0, 1)[None].contiguous(), tree.visible_QS
 
@@ -240,10 +249,34 @@ def attend(s: Setting, prefix: int, queries: int) -> dict[str, Any]:
         rival = make_rival()
         return on_gpu.seconds_of(on_gpu.recorded([partial(rival, k, v) for k, v in packed]), runs) / L / seconds
 
-    row = {"prefix": prefix, "queries": queries, "seconds": seconds, "bytes": moved, "rate": moved / seconds}
-    row |= {"of_copy": moved / seconds / s.copy, "x_sdpa": s.attempt("SDPA", lambda: times_over(lambda: sdpa))}
+    row["x_sdpa"] = s.attempt("SDPA", lambda: times_over(lambda: sdpa))
     row["x_flex"] = s.attempt("FlexAttention", lambda: times_over(lambda: on_gpu.flex_attention(q_1HTD, mask)))
     return row | {"difference": float((ours[0]() - sdpa(*packed[0])[0].transpose(0, 1)).abs().max())}
+
+
+def tune(s: Setting) -> Found:
+    """Tree attention by the blocks of keys, warps and stages of its programs: those as they are, and the best."""
+    from kernels.tree_attention import triton  # absent on some machines
+
+    usual, H = triton._sizes, s.large["num_attention_heads"]
+
+    def case(group: int, queries: int, option: dict[str, int]) -> dict[str, Any]:
+        with mock.patch.object(triton, "_sizes", lambda *asked: usual(*asked) | option), torch.inference_mode():
+            row = attend(s, s.args.prefix[0], queries, H // group, rivals=False)
+        return row | {"group": group, "option": option}
+
+    rows = []
+    for group, queries in itertools.product((1, 4), sorted({*s.args.queries, s.args.beams})):
+        if H % group == 0:
+            found = s.rows((f"group {group}, {queries} queries, {option}", partial(case, group, queries, option))
+                           for option in ({}, *OPTIONS))  # fmt: skip
+            rows += [*found[:1], *sorted(found[1:], key=lambda row: row["seconds"])[:4]]
+    for row in rows:
+        row["shape"] = ", ".join(f"{name} {value}" for name, value in row["option"].items()) or "as it is"
+    return Found(s.heading, rows, {
+        "heads to a key": "{group}", "queries": "{queries}", "program": "{shape}", "us": "{seconds:us.1f}",
+        "of copy": "{of_copy:.2f}",
+    }, ATTENTION)  # fmt: skip
 
 
 def products(s: Setting) -> Found:
@@ -379,9 +412,7 @@ def tokens_of(prompt: int, beams: int, new_tokens: int) -> int:
     return prompt + (beams + 1) * (new_tokens + PAGE)
 
 
-def decode(
-    s: Setting, made: Made, engine: Engine, prompt: int, beams: int, searches: int = 1
-) -> dict[str, Any]:
+def decode(s: Setting, made: Made, engine: Engine, prompt: int, beams: int, searches: int = 1) -> dict[str, Any]:
     """A step of all searches while all of them decode: the median of some runs, after one that records the graphs."""
     draw, new = torch.Generator().manual_seed(0), s.args.new_tokens
     ids = torch.randint(5, engine.shape.vocab_size, (searches, prompt), generator=draw).tolist()
@@ -508,14 +539,14 @@ def transformers(s: Setting) -> Found:
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         more = {"device": s.device.type, "config": s.large}
         spec = peers.spec("transformers", "", "bfloat16", beams, cores(), scratch, **more)
-        found = peers.measure(sys.executable, spec, ids, new, 2)
+        found = s.attempt("transformers", lambda: peers.measure(sys.executable, spec, ids, new, 2)) or {}
     rows, ratio = [ours], None
     if "seconds" in found:
         seconds = 1 / found["steps_per_second"]["max"]
         ratio = seconds / ours["seconds"]
         name = f"transformers {found['versions']['transformers']}"
         rows.append(ours | {"engine": name, "seconds": seconds, "growth": peers.growth(found)})
-    else:
+    elif found:
         s.note("transformers", peers.outcome(found))
     return Found(s.heading, rows, {
         "engine": "{engine}", "prompt": "{prompt}", "beams": "{beams}", "ms per step": "{seconds:ms.2f}",
@@ -583,6 +614,7 @@ class Stage(NamedTuple):
 
 STAGES = {
     "attention": Stage(attention, "tree attention, FlexAttention, SDPA"),
+    "tune": Stage(tune, "tree attention by its programs' shapes", False),
     "products": Stage(products, "matrices in bfloat16, 8 and 4 bits"),
     "steps": Stage(steps, "a step of one beam and of many"),
     "searches": Stage(searches, "many searches at once"),
