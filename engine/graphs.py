@@ -39,6 +39,7 @@ SHARE = 64  # log-probabilities may take 1/64 of the device's memory, graphs as 
 MEMORY = 1 << 35
 LAYOUT = ("positions_T", "write_slots_T", "trunk_seen_T", "ancestry_TC", "token_starts", "trunk_len_R")
 LAYOUT += (
+    "branch_len_R",
     "branch_slots_RW",
     "branch_positions_RW",
     "ancestors_TN",

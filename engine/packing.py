@@ -115,6 +115,7 @@ def pack(
         trunk_pages_RP=_pages([chunk.tree.trunk.runs for chunk in chunks] + [[]] * empty),
         trunk_len_R=tensor_of(array("i", [c.cached for c in chunks] + [0] * empty)),
         trunk_runs=tensor_of(array("i", [x for run in runs for x in run])).view(-1, 3),
+        branch_len_R=tensor_of(array("i", [len(slots) for slots, _ in tables])),
         branch_slots_RW=_rows([slots for slots, _ in tables], C * WORD, NULL_SLOT, torch.int64),
         branch_positions_RW=_rows([positions for _, positions in tables], C * WORD, 0, torch.int32),
         ancestry_TC=tensor_of(ancestry).view(len(columns.bits), C),

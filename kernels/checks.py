@@ -168,6 +168,7 @@ def tensors(layout: TreeLayout, device: torch.device) -> None:
     seen_tensors(layout.seen, T, device)
     expect("write_slots_T", layout.write_slots_T, torch.int64, (T,), device)
     expect("trunk_len_R", layout.trunk_len_R, torch.int32, (R,), device)
+    expect("branch_len_R", layout.branch_len_R, torch.int32, (R,), device)
     expect("trunk_pages_RP", pages, torch.int32, (R, pages.shape[-1]), device, contiguous=False)
 
 

@@ -37,6 +37,7 @@ class TreeLayout:
     trunk_len_R: Tensor  # int32
     trunk_runs: Tensor  # int32 [n, 3], on the host: (tree, first slot, length) of each piece; not read by "triton"
     branch_slots_RW: Tensor  # int64, holes and padding are NULL_SLOT
+    branch_len_R: Tensor  # int32, the places of each row of branch_slots_RW before its padding
     branch_positions_RW: Tensor  # int32, position of the token in each branch slot (sliding windows)
     ancestry_TC: Tensor  # int32 words, bit i: this token sees branch slot i of its tree
     page_size: int

@@ -1,26 +1,36 @@
-"""Flash attention over token trees on a GPU: one kernel for prefill and decode, and one that merges splits of the keys.
+"""Flash attention over token trees on a GPU: one kernel for prefill and decode.
 
-A program takes a tile of M rows, one key/value head and one split of the keys. Rows are the queries of one tree times
+A program takes a tile of M rows, one key/value head and a share of the keys. Rows are the queries of one tree times
 the query heads that share the key/value head, so that a key is read once however many beams and heads look at it; what
 tiles share they read side by side, from the L2 cache. Keys come in blocks of N: first the trunk, through its page
 table, masked by length alone, then the branch slots, gathered and masked by ancestry bits::
 
               lo             hi   branch slots
-    keys      [ n n n n n n n ]  [ n n ]         blocks of N, dealt out to the splits in order
+    keys      [ n n n n n n n ]  [ n n ]         blocks of N, dealt out to the shares of a tile in order
     rows  M   row i: token first + i // group, query head g * group + i % group
 
-Where tiles are few, keys are split over programs; each leaves its share of the output, normalised, with the logarithm
-of the sum of its exponentials, by which the second kernel weighs the shares. Logarithms are to base 2 throughout.
-Everything that changes from step to step is read from tensors, so that the launch can be part of a CUDA graph.
+Where tiles are few, they are cut into shares of nearly as many blocks, whatever the lengths of their trees, so that
+about as many are made as the GPU runs programs at once::
+
+    programs  [ tree 0: head 0: share 0: tiles | share 1: tiles | head 1: ... ][ tree 1: ... ][ none ]
+
+How many programs there are depends on shapes alone; what each of them does it finds out from the lengths of the trees,
+by a sum over them (`_shares`). So everything that changes from step to step is read from tensors, and the launch can be
+part of a CUDA graph. A program leaves its share of the output, normalised, with the logarithm of the sum of its
+exponentials, by which shares are weighed. The last program of a tile to arrive merges them, in the order of keys; where
+a few tiles have all programs, one program would read shares for longer than a launch takes, and a second kernel of many
+programs does it. Logarithms are to base 2 throughout.
 
 Of an int8 cache a row is D int8 and a bfloat16 (kernels/kv_int8.py): rows begin at even addresses only, so they are
 fetched two bytes at a time.
 
-Shapes besides those of `kernels.layout`: M rows of a tile, N keys of a block, H query heads, K splits.
+Shapes besides those of `kernels.layout`: M rows of a tile, N keys of a block, H query heads, K shares, B rows.
 """
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportGeneralTypeIssues=false
 # (what triton.jit takes and gives is no function to a type checker)
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -28,15 +38,17 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.custom_ops import like, register
-from kernels.gpu import INTERPRETED, Properties, cast, check_device, dot, properties, tanh
+from kernels.gpu import INTERPRETED, Properties, cast, check_device, counters, dot, last_of, properties, tanh
 from kernels.layout import TreeLayout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-MAX_SPLITS = 128
-# Most programs on a multiprocessor, by rows of the tile: larger shares cost more.
-AT_ONCE = {16: 3, 32: 3, 64: 2, 128: 1}
-ROOM: dict[tuple, int] = {}  # as many as a multiprocessor has room for, by kernel
+WAVES = 4  # so many times the programs that run at once even out trees of all lengths by themselves
+ROOM: dict[tuple, int] = {}  # how many programs a multiprocessor has room for, by kernel
+WHOLE, LAST, LATER = (tl.constexpr(i) for i in range(3))  # tiles are not cut; who merges their shares
+ALONE = 1 << 16  # bytes that a program merges in less time than the launch of another kernel takes
+LEAST = tl.constexpr(2)  # blocks of a share: fewer are sooner done than merged
+MOST = tl.constexpr(1 << 18)  # bytes that the last program of a tile merges
 WORD = tl.constexpr(32)
 LOG2_E = 1.4426950408889634
 
@@ -61,8 +73,9 @@ def tree_attention(
 def operands(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, layout: TreeLayout) -> tuple:
     """The arguments of the custom operator that come before scale and window."""
     trunk = layout.positions_T, layout.token_starts, layout.trunk_seen_T, layout.trunk_pages_RP
+    lengths = layout.trunk_len_R, layout.branch_len_R
     branches = layout.branch_slots_RW, layout.branch_positions_RW, layout.ancestry_TC
-    return q_THD, k_GSD, v_GSD, *trunk, *branches, layout.page_size
+    return q_THD, k_GSD, v_GSD, *trunk, *lengths, *branches, layout.page_size
 
 
 def _tree_attention(
@@ -73,6 +86,8 @@ def _tree_attention(
     token_starts: Tensor,
     trunk_seen_T: Tensor,
     trunk_pages_RP: Tensor,
+    trunk_len_R: Tensor,
+    branch_len_R: Tensor,
     branch_slots_RW: Tensor,
     branch_positions_RW: Tensor,
     ancestry_TC: Tensor,
@@ -85,64 +100,74 @@ def _tree_attention(
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
     T, H, D = q_THD.shape
-    G, (R, P), W = k_GSD.shape[0], trunk_pages_RP.shape, branch_slots_RW.shape[1]
+    G, R, W = k_GSD.shape[0], len(trunk_len_R), branch_slots_RW.shape[1]
     gpu = properties(q_THD.device)
     sizes = _sizes(T * H // G // R, D, q_THD.dtype, gpu.roomy)
-    tiles = triton.cdiv(T * H // G, sizes["M"]) + R - 1  # the most that R trees can have, however tokens are spread
+    M, D2 = sizes["M"], max(16, triton.next_power_of_2(D))
     constants = {
         "WINDOWED": window is not None, "CAPPED": cap is not None,
         "R2": 1 if R == 1 else max(16, triton.next_power_of_2(R)), "GROUP": H // G, "HEADS": H, "PAGE": page_size,
-        "ROW": k_GSD.shape[2], "D": D, "D2": max(16, triton.next_power_of_2(D)), **sizes,
+        "ROW": k_GSD.shape[2], "D": D, "D2": D2, **sizes,
     }  # fmt: skip
-    trunk = T, R, W, scale / cap if cap else scale * LOG2_E, (cap or 0.0) * LOG2_E, window or 0
+    plain = T, R, W, scale / cap if cap else scale * LOG2_E, (cap or 0.0) * LOG2_E, window or 0
     strides = q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trunk_pages_RP.stride()
-    tables = positions_T, token_starts, trunk_seen_T, trunk_pages_RP, branch_slots_RW, branch_positions_RW, ancestry_TC
+    lengths = token_starts, trunk_len_R, branch_len_R
+    tables = positions_T, trunk_seen_T, trunk_pages_RP, branch_slots_RW, branch_positions_RW, ancestry_TC
 
-    def arguments(shares: Tensor, logs: Tensor) -> tuple:
-        return q_THD, k_GSD, v_GSD, shares, logs, *tables, *trunk, *strides
+    def arguments(out: Tensor, shares: Tensor, logs: Tensor, counts: Tensor) -> tuple:
+        return q_THD, k_GSD, v_GSD, out, shares, logs, counts, *lengths, *tables, *plain, *strides
 
-    most = triton.cdiv(P * page_size, sizes["N"]) + W // WORD.value
-    at_once, work = AT_ONCE[sizes["M"]], (T * H // G, R, sizes["M"], G, most)
-    splits = _splits(gpu.processors * at_once, *work)
-    if splits > 1 and not INTERPRETED:
-        key = (q_THD.device, q_THD.dtype, k_GSD.dtype, *constants.values())
+    def room(split: int) -> int:
+        if INTERPRETED:
+            return 2
+        key = (q_THD.device, q_THD.dtype, k_GSD.dtype, split, *constants.values())
         if key not in ROOM:
-            ROOM[key] = _room(gpu, arguments(*torch.empty(2, 1, device=q_THD.device)), constants)
-        splits = _splits(gpu.processors * min(at_once, ROOM[key]), *work)
+            share, log = torch.empty(2, 1, device=q_THD.device)
+            ROOM[key] = _room(gpu, arguments(q_THD, share, log, counters(q_THD.device)), split, constants)
+        return ROOM[key]
+
+    programs, split = _grid(gpu.processors, room, T * H // G, R, G, M, D2)
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
-    shares_KTHD, logs_KTH = out_THD, out_THD
-    if splits > 1:
-        shares_KTHD = torch.empty((splits, T, H, D), dtype=torch.float32, device=q_THD.device)
-        logs_KTH = torch.empty((splits, T, H), dtype=torch.float32, device=q_THD.device)
-    _attend[tiles, splits, G](*arguments(shares_KTHD, logs_KTH), SPLIT=splits > 1, **constants)
-    if splits > 1:
-        K2 = triton.next_power_of_2(splits)
-        _merge[(T * H,)](
-            shares_KTHD, logs_KTH, out_THD, T * H, splits,
-            D=D, D2=triton.next_power_of_2(D), K2=K2, K=min(K2, 16), num_warps=2,
-        )  # fmt: skip
+    if split == WHOLE:
+        _attend[(programs,)](*arguments(out_THD, out_THD, out_THD, out_THD), SPLIT=WHOLE, **constants)
+        return out_THD
+    shares = torch.empty((programs, M, D), dtype=torch.float32, device=q_THD.device)
+    logs = torch.empty((programs, M), dtype=torch.float32, device=q_THD.device)
+    _attend[(programs,)](*arguments(out_THD, shares, logs, counters(q_THD.device)), SPLIT=split, **constants)
+    if split == LATER:
+        kept = {name: constants[name] for name in ("WINDOWED", "R2", "GROUP", "HEADS", "D", "D2", "M", "N")}
+        _merge[(T * H,)](out_THD, shares, logs, *lengths, programs, R, W, window or 0, K=16, num_warps=2, **kept)
     return out_THD
 
 
-def _room(gpu: Properties, arguments: tuple, constants: dict[str, int]) -> int:
+def _room(gpu: Properties, arguments: tuple, split: int, constants: dict[str, int]) -> int:
     """How many programs of the kernel, which is compiled for this, a multiprocessor runs at once."""
-    kernel = _attend.warmup(*arguments, grid=(1,), SPLIT=True, **constants)
+    kernel = _attend.warmup(*arguments, grid=(1,), SPLIT=split, **constants)
     kernel._init_handles()
     return gpu.programs(kernel.n_regs, kernel.metadata.shared, constants["num_warps"])
 
 
-def _splits(programs: int, rows: int, trees: int, tile: int, heads: int, most: int) -> int:
-    """Into how many shares the keys are split, so that one wave of programs does it all.
+def _grid(
+    processors: int, room: Callable[[int], int], rows: int, trees: int, heads: int, tile: int, head: int
+) -> tuple[int, int]:
+    """How many programs there are, and whether and where shares of tiles are merged.
 
     Args:
-        programs: that the GPU runs at once.
-        rows: of all trees, which are taken to have as many each.
-        tile: rows of a program.
+        processors: of the GPU.
+        room: how many programs of a kernel a processor has room for.
+        rows: of all trees.
         heads: key/value heads.
-        most: blocks of keys.
+        tile: rows of a program.
+        head: the size of a head.
     """
-    tiles = trees * triton.cdiv(triton.cdiv(rows, trees), tile)
-    return max(1, min(programs // (tiles * heads), MAX_SPLITS, most))
+    most = (triton.cdiv(rows, tile) + trees - 1) * heads  # tiles, however rows are spread
+    even = trees * triton.cdiv(triton.cdiv(rows, trees), tile) * heads  # if they are spread evenly
+    waves = WAVES if trees > 1 else 1
+    if even >= waves * processors * (256 // tile):  # more than there can be room for
+        return most, WHOLE
+    split = LATER if processors // even * tile * head * 4 > ALONE else LAST
+    programs = processors * room(split)
+    return (most, WHOLE) if even >= waves * programs else (max(most, programs), split)
 
 
 def _check(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, token_starts: Tensor) -> None:
@@ -169,31 +194,100 @@ def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool) -> dict[str, i
     return {"M": M, "N": N, "num_warps": 8 if M == 128 else 4, "num_stages": 5 if roomy else 2}
 
 
+@triton.jit
+def _keys(tokens, trunk, branches, W, window, WINDOWED: tl.constexpr, N: tl.constexpr):
+    """The first key that any token of a tree may see, the blocks of its trunk from there, and all blocks of a tile.
+
+    Args:
+        tokens: of the tree; a trunk's last ones are among them, and no other stands before its end.
+    """
+    lo = trunk * 0
+    if WINDOWED:
+        lo = tl.maximum(trunk - tokens - window + 1, 0) // N * N
+    trunk_blocks = (trunk - lo + N - 1) // N
+    return lo, trunk_blocks, tl.maximum(trunk_blocks + (tl.minimum(branches, W) + WORD - 1) // WORD, 1)
+
+
+@triton.jit
+def _shares(
+    programs, starts_ptr, lengths_ptr, branches_ptr, R, W, window,
+    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
+    D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Where the programs of each tree end, and how many blocks a share has at most.
+
+    A tile of b blocks has b / size shares, rounded up. With size = all blocks / (programs - tiles) all tiles have at
+    most as many as there are programs.
+    """
+    r_R = tl.arange(0, R2)
+    real_R = r_R < R
+    tokens_R = tl.load(starts_ptr + r_R + 1, mask=real_R, other=0) - tl.load(starts_ptr + r_R, mask=real_R, other=0)
+    trunk_R = tl.load(lengths_ptr + r_R, mask=real_R, other=0)
+    branches_R = tl.load(branches_ptr + r_R, mask=real_R, other=0)
+    _, _, blocks_R = _keys(tokens_R, trunk_R, branches_R, W, window, WINDOWED, N)
+    tiles_R = (tokens_R * GROUP + M - 1) // M * G
+    size = 1 << 30
+    if SPLIT != WHOLE:
+        spare = tl.maximum(programs - tl.sum(tiles_R), 1)
+        size = tl.maximum((tl.sum(tiles_R * blocks_R) + spare - 1) // spare, LEAST)
+        if SPLIT == LAST:
+            SHARES: tl.constexpr = MOST // (M * D2 * 4)
+            size = tl.maximum(size, (tl.max(tl.where(tiles_R > 0, blocks_R, 0)) + SHARES - 1) // SHARES)
+    return tl.cumsum(tiles_R * ((blocks_R + size - 1) // size)), size
+
+
+@triton.jit
+def _task(
+    program, programs, starts_ptr, lengths_ptr, branches_ptr, R, W, window,
+    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
+    D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """What a program does.
+
+    Returns:
+        its tree (R: it has nothing to do); its tile, and of how many; the head; its share, and of how many; the tree's
+        first key and blocks of the trunk, as of `_keys`; the first of its blocks, and the end of them.
+    """
+    end_R, size = _shares(
+        programs, starts_ptr, lengths_ptr, branches_ptr, R, W, window, WINDOWED, SPLIT, R2, GROUP, G, D2, M, N
+    )
+    before_R = end_R <= program
+    at = program - tl.max(tl.where(before_R, end_R, 0))
+    tree = tl.minimum(tl.sum(before_R.to(tl.int32)), R)
+    real = tree < R
+    tokens = tl.load(starts_ptr + tree + 1, mask=real, other=1) - tl.load(starts_ptr + tree, mask=real, other=0)
+    trunk = tl.load(lengths_ptr + tree, mask=real, other=0)
+    branches = tl.load(branches_ptr + tree, mask=real, other=0)
+    lo, trunk_blocks, blocks = _keys(tokens, trunk, branches, W, window, WINDOWED, N)
+    tiles, shares = (tokens * GROUP + M - 1) // M, (blocks + size - 1) // size
+    split, length = at // tiles % shares, (blocks + shares - 1) // shares
+    begin = split * length
+    end = tl.minimum(begin + length, blocks)
+    return tree, at % tiles, tiles, at // (tiles * shares), split, shares, lo, trunk_blocks, begin, end
+
+
 @triton.jit(do_not_specialize=["T", "R", "window", "stride_pr", "stride_pp"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, share_ptr, log_ptr,
-    positions_ptr, starts_ptr, seen_ptr, pages_ptr, slots_ptr, places_ptr, words_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, share_ptr, log_ptr, count_ptr, starts_ptr, lengths_ptr, branches_ptr,
+    positions_ptr, seen_ptr, pages_ptr, slots_ptr, places_ptr, words_ptr,
     T, R, W, scale, cap, window,
     stride_qt, stride_qh, stride_kg, stride_vg, stride_pr, stride_pp,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr,
     HEADS: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows, one split of the keys, one key/value head."""
-    tile, split, g = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-
-    # Tree r's tiles begin at starts[r] * GROUP // M + r: gaps, which return at once, instead of a running sum.
-    tree = 0
-    if R2 > 1:
-        r_R = tl.arange(0, R2)
-        begin_R = tl.load(starts_ptr + r_R, mask=r_R < R, other=0) * GROUP // M + r_R
-        tree = tl.sum(((begin_R <= tile) & (r_R < R)).to(tl.int32)) - 1
+    """One tile of rows, one share of the keys, one key/value head."""
+    program = tl.program_id(0)
+    tree, tile, tiles, g, split, shares, lo, trunk_blocks, begin, end = _task(
+        program, tl.num_programs(0), starts_ptr, lengths_ptr, branches_ptr, R, W, window,
+        WINDOWED, SPLIT, R2, GROUP, HEADS // GROUP, D2, M, N,
+    )  # fmt: skip
+    if tree >= R:
+        return
+    g = g.to(tl.int64)
     first = tl.load(starts_ptr + tree)
     rows = (tl.load(starts_ptr + tree + 1) - first) * GROUP
-    row = (tile - first * GROUP // M - tree) * M
-    if row >= rows:
-        return
-    row_M = row + tl.arange(0, M)
+    row_M = tile * M + tl.arange(0, M)
     real_M = row_M < rows
     t_M = first + row_M // GROUP
     head_M = g * GROUP + row_M % GROUP
@@ -205,34 +299,30 @@ def _attend(
     )
     seen_M = tl.load(seen_ptr + t_M, mask=real_M, other=0)
     oldest_M = seen_M  # the first position inside the window
-    lo, hi = 0, tl.max(seen_M)
+    hi = tl.max(seen_M)
+    first_n, last_n = lo + begin * N, tl.minimum(lo + tl.minimum(end, trunk_blocks) * N, hi)
     if WINDOWED:
         oldest_M = (tl.load(positions_ptr + t_M, mask=real_M, other=0) - window + 1).to(tl.int32)
-        lo = tl.maximum(tl.min(tl.where(seen_M > 0, oldest_M, hi)), 0) // N * N
+        first_n = tl.maximum(first_n, tl.min(tl.where(seen_M > 0, oldest_M, hi)) // N * N)
 
-    words = 0  # up to the last one in which a row of this tile sees a slot
+    # The share's words, up to the last one in which a row of this tile sees a slot.
+    first_w, last_w = tl.maximum(begin - trunk_blocks, 0), tl.maximum(end - trunk_blocks, 0)
+    words = 0
     AHEAD: tl.constexpr = 2048 // M  # words that are read at once
-    for c in range(0, W // WORD, AHEAD):
+    for c in range(first_w, last_w, AHEAD):
         c_C = c + tl.arange(0, AHEAD)
         word_MC = tl.load(
             words_ptr + t_M[:, None] * (W // WORD) + c_C[None, :],
-            mask=real_M[:, None] & (c_C < W // WORD)[None, :],
+            mask=real_M[:, None] & (c_C < last_w)[None, :],
             other=0,
         )
         words = tl.maximum(words, tl.max(tl.where(word_MC != 0, c_C[None, :] + 1, 0)))
-
-    trunk_blocks = tl.cdiv(tl.maximum(hi - lo, 0), N)
-    blocks = trunk_blocks + words
-    share = tl.cdiv(blocks, tl.num_programs(1))
-    begin = split * share
-    end = tl.minimum(begin + share, blocks)
 
     top_M = tl.full([M], float("-inf"), tl.float32)
     sum_M = tl.zeros([M], tl.float32)
     acc_MD = tl.zeros([M, D2], tl.float32)
     k_ptr += g * stride_kg
     v_ptr += g * stride_vg
-    first_n, last_n = lo + begin * N, tl.minimum(lo + end * N, hi)
     if not WINDOWED:  # whole blocks, seen by all rows that see any key: without a mask of keys
         least = tl.min(tl.where(real_M & (seen_M > 0), seen_M, hi))
         whole = tl.maximum(tl.minimum(least // N * N, last_n), first_n)
@@ -255,7 +345,7 @@ def _attend(
             q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, live_N, visible_MN, scale,
             cap, top_M, sum_M, acc_MD, CAPPED, True, ROW, D, D2,
         )  # fmt: skip
-    for w in range(tl.maximum(begin - trunk_blocks, 0), end - trunk_blocks):
+    for w in range(first_w, words):
         word_M = tl.load(words_ptr + t_M * (W // WORD) + w, mask=real_M, other=0)
         if tl.max((word_M != 0).to(tl.int32)) > 0:
             w_N = w * WORD + tl.arange(0, WORD)
@@ -268,18 +358,31 @@ def _attend(
                 cap, top_M, sum_M, acc_MD, CAPPED, True, ROW, D, D2,
             )  # fmt: skip
 
-    some_M = sum_M != 0  # NaN counts
-    sum_M = tl.where(some_M, sum_M, 1.0)
+    sum_M = tl.where(sum_M != 0, sum_M, 1.0)  # NaN stays
     out_MD = acc_MD / sum_M[:, None]
     line_M = t_M.to(tl.int64) * HEADS + head_M
-    if SPLIT:
-        line_M += split.to(tl.int64) * T * HEADS
-        tl.store(log_ptr + line_M, top_M + tl.log2(sum_M), mask=real_M)  # -inf where nothing was seen
-        real_M = real_M & some_M  # a share of nothing is not read
+    _store(out_ptr, line_M, real_M & (shares == 1), out_MD, D, D2)
+    if SPLIT != WHOLE:  # noqa: SIM102 (known when it is compiled, unlike the next)
+        if shares > 1:
+            share_M = program.to(tl.int64) * M + tl.arange(0, M)
+            tl.store(log_ptr + share_M, top_M + tl.log2(sum_M), mask=real_M)  # -inf where nothing was seen
+            _store(share_ptr, share_M, real_M, out_MD, D, D2)
+            if SPLIT == LAST:
+                head = program - split * tiles  # that has the first share
+                if last_of(count_ptr + head, shares):
+                    first_M = share_M - split * tiles * M
+                    out_MD = _merged(share_ptr, log_ptr, first_M, real_M, tiles * M, shares, D, D2, 1)
+                    _store(out_ptr, line_M, real_M, out_MD, D, D2)
+
+
+@triton.jit
+def _store(out_ptr, line_B, real_B, out_BD, D: tl.constexpr, D2: tl.constexpr):
+    """Rows of the output, or of shares."""
+    d_D = tl.arange(0, D2)
     tl.store(
-        share_ptr + line_M[:, None] * D + d_D[None, :],
-        cast(out_MD, share_ptr.dtype.element_ty),
-        mask=real_M[:, None] & (d_D < D)[None, :],
+        out_ptr + line_B[:, None] * D + d_D[None, :],
+        cast(out_BD, out_ptr.dtype.element_ty),
+        mask=real_B[:, None] & (d_D < D)[None, :],
     )
 
 
@@ -322,28 +425,64 @@ def _scales(byte_N, live_N):
 
 
 @triton.jit
-def _merge(
-    share_ptr, log_ptr, out_ptr, lines, splits,
-    D: tl.constexpr, D2: tl.constexpr, K2: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """One row of the output from its shares, each weighed by its part of the sum of exponentials."""
-    line = tl.program_id(0).to(tl.int64)
-    k_K2 = tl.arange(0, K2)
-    top = tl.max(tl.load(log_ptr + k_K2 * lines + line, mask=k_K2 < splits, other=float("-inf")))
-    base = tl.where(top == float("-inf"), 0.0, top)
+def _merged(share_ptr, log_ptr, line_B, real_B, step, shares, D: tl.constexpr, D2: tl.constexpr, K: tl.constexpr):
+    """Rows of the output from their shares, each weighed by its part of the sum of exponentials, K shares at a time.
+
+    Args:
+        line_B: the rows of the first share.
+        step: rows from one share to the next.
+    """
     d_D = tl.arange(0, D2)
-    total = 0.0
-    acc_D = tl.zeros([D2], tl.float32)
-    for k in range(0, splits, K):
+    top_B = tl.full(line_B.shape, float("-inf"), tl.float32)
+    sum_B = tl.zeros(line_B.shape, tl.float32)
+    acc_BD = tl.zeros([line_B.shape[0], D2], tl.float32)
+    for k in range(0, shares, K):
         k_K = k + tl.arange(0, K)
-        log_K = tl.load(log_ptr + k_K * lines + line, mask=k_K < splits, other=float("-inf"))
-        weight_K = tl.exp2(log_K - base)
-        read_KD = (log_K != float("-inf"))[:, None] & (d_D < D)[None, :]
-        share_KD = tl.load(share_ptr + (k_K[:, None] * lines + line) * D + d_D[None, :], mask=read_KD, other=0.0)
-        total += tl.sum(weight_K)
-        acc_D += tl.sum(weight_K[:, None] * share_KD, 0)
-    out_D = acc_D / tl.where(total == 0, 1.0, total)
-    tl.store(out_ptr + line * D + d_D, cast(out_D, out_ptr.dtype.element_ty), mask=d_D < D)
+        line_KB = k_K[:, None] * step + line_B[None, :]
+        real_KB = (k_K < shares)[:, None] & real_B[None, :]
+        log_KB = tl.load(log_ptr + line_KB, mask=real_KB, other=float("-inf"), cache_modifier=".cg")
+        share_KBD = tl.load(
+            share_ptr + line_KB[:, :, None] * D + d_D[None, None, :],
+            mask=real_KB[:, :, None] & (d_D < D)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_B = tl.maximum(top_B, tl.max(log_KB, 0))
+        base_B = tl.where(new_B == float("-inf"), 0.0, new_B)
+        weight_KB = tl.exp2(log_KB - base_B[None, :])
+        fade_B = tl.exp2(top_B - base_B)
+        top_B, sum_B = new_B, sum_B * fade_B + tl.sum(weight_KB, 0)
+        acc_BD = acc_BD * fade_B[:, None] + tl.sum(weight_KB[:, :, None] * share_KBD, 0)
+    return acc_BD / tl.where(sum_B == 0, 1.0, sum_B)[:, None]
+
+
+@triton.jit(do_not_specialize=["programs", "R", "window"])
+def _merge(
+    out_ptr, share_ptr, log_ptr, starts_ptr, lengths_ptr, branches_ptr, programs, R, W, window,
+    WINDOWED: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """One row of the output, if its tile was cut into shares."""
+    line = tl.program_id(0)
+    t, head = line // HEADS, line % HEADS
+    end_R, size = _shares(
+        programs, starts_ptr, lengths_ptr, branches_ptr, R, W, window,
+        WINDOWED, LATER, R2, GROUP, HEADS // GROUP, D2, M, N,
+    )  # fmt: skip
+    r_R = tl.arange(0, R2)
+    tree = tl.sum(((tl.load(starts_ptr + r_R, mask=r_R < R, other=0) <= t) & (r_R < R)).to(tl.int32)) - 1
+    first = tl.load(starts_ptr + tree)
+    tokens = tl.load(starts_ptr + tree + 1) - first
+    _, _, blocks = _keys(tokens, tl.load(lengths_ptr + tree), tl.load(branches_ptr + tree), W, window, WINDOWED, N)
+    shares, tiles = (blocks + size - 1) // size, (tokens * GROUP + M - 1) // M
+    if shares > 1:
+        row = (t - first) * GROUP + head % GROUP
+        begin = tl.max(tl.where(r_R < tree, end_R, 0))
+        program = begin + head // GROUP * shares * tiles + row // M
+        share_B = tl.full([1], program.to(tl.int64) * M + row % M, tl.int64)
+        real_B = share_B >= 0
+        out_BD = _merged(share_ptr, log_ptr, share_B, real_B, tiles * M, shares, D, D2, K)
+        _store(out_ptr, tl.full([1], line, tl.int64), real_B, out_BD, D, D2)
 
 
 register("tree_attention_triton", _tree_attention, like)

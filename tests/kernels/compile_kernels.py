@@ -24,6 +24,7 @@ from kernels.linear.codes import Codes
 from kernels.rows import leaders
 from kernels.rows import triton as on_rows
 from kernels.tree_attention import triton as tree_attention
+from kernels.tree_attention.triton import LAST, WHOLE
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448}  # bytes that one program may have
@@ -47,15 +48,16 @@ def compile(kernel, capability, types, constants, **options):
     return compiled
 
 
-def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split=True, trees=1, int8=False):
+def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split=LAST, trees=1, int8=False):
     roomy = (SHARED | OTHERS)[capability] >= 160_000
     sizes = tree_attention._sizes(rows, head, dtype, roomy=roomy)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     e = NAMES[dtype]
     types = {name: "*i8" if int8 else f"*{e}" for name in ("k_ptr", "v_ptr")} | {"q_ptr": f"*{e}"}
-    types |= {"share_ptr": "*fp32" if split else f"*{e}", "log_ptr": "*fp32", "scale": "fp32", "cap": "fp32"}
+    types |= {"out_ptr": f"*{e}", "share_ptr": "*fp32", "log_ptr": "*fp32", "scale": "fp32", "cap": "fp32"}
     types |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "stride_kg": "i64", "stride_vg": "i64"}
-    types |= {f"{name}_ptr": "*i32" for name in ("starts", "seen", "pages", "places", "words")}
+    lengths = "count", "starts", "lengths", "branches"
+    types |= {f"{name}_ptr": "*i32" for name in (*lengths, "seen", "pages", "places", "words")}
     constants = {
         "WINDOWED": windowed,
         "CAPPED": capped,
@@ -150,7 +152,7 @@ def table():
     yield "| target | GPUs | rows of a tile | registers | spilled, bytes | shared memory, KiB | programs at once |"
     yield "|---|---|---|---|---|---|---|"
     for capability, rows in itertools.product(GPUS, (16, 32, 64, 2048)):
-        compiled = attend(capability, rows, 128, torch.bfloat16, split=rows < 2048)
+        compiled = attend(capability, rows, 128, torch.bfloat16, split=LAST if rows < 2048 else WHOLE)
         (registers, stack), shared = usage(compiled), compiled.metadata.shared
         gpu = Properties(1, True, 65_536, (SHARED | OTHERS)[capability] + 1024, THREADS[capability])
         room = gpu.programs(registers, shared, compiled.metadata.num_warps)
@@ -175,19 +177,21 @@ if sys.argv[1:2] == ["--write"]:
 
 for capability in SHARED:
     for rows, head in itertools.product((16, 64, 2048), (64, 128)):
-        attend(capability, rows, head, torch.bfloat16, split=rows < 2048)
+        attend(capability, rows, head, torch.bfloat16, split=LAST if rows < 2048 else WHOLE)
 attend(90, 16, 80, torch.float16, windowed=True, trees=16)
 attend(90, 16, 96, torch.bfloat16)
 attend(90, 16, 256, torch.bfloat16, windowed=True, capped=True)
 attend(90, 16, 33, torch.float16)
-attend(90, 2048, 256, torch.bfloat16, split=False)
+attend(90, 2048, 256, torch.bfloat16, split=WHOLE)
 for rows in (16, 2048):
-    unspilled(attend(90, rows, 128, torch.float32, split=rows < 2048))
+    unspilled(attend(90, rows, 128, torch.float32, split=LAST if rows < 2048 else WHOLE))
 for capability, dtype in itertools.product(SHARED, NAMES):
     attend(capability, 16, 64, dtype, int8=True)
-attend(90, 2048, 128, torch.bfloat16, split=False, int8=True)
+attend(90, 2048, 128, torch.bfloat16, split=WHOLE, int8=True)
 types = {"share_ptr": "*fp32", "log_ptr": "*fp32", "out_ptr": "*bf16"}
-compile(tree_attention._merge, 90, types, {"D": 128, "D2": 128, "K2": 16, "K": 16}, num_warps=2)
+types |= {f"{name}_ptr": "*i32" for name in ("starts", "lengths", "branches")}
+sizes = {"WINDOWED": True, "R2": 16, "GROUP": 4, "HEADS": 32, "D": 128, "D2": 128, "M": 64, "N": 32, "K": 16}
+unspilled(compile(tree_attention._merge, 90, types, sizes, num_warps=2))
 types = {"slots_ptr": "*i64"} | {f"{name}_ptr": "*bf16" for name in ("k", "v", "new_k", "new_v")}
 compile(kv_write._write, 90, types, {"G": 32, "D": 128, "BLOCK": kv_write.BLOCK})
 sizes = {"G": 8, "D": 80, "D2": 128, "M": 4}

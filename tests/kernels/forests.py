@@ -86,6 +86,7 @@ def forest(seed, trees, *, heads=4, kv_heads=2, head_dim=16, page=16, words=None
         trunk_pages_RP=torch.tensor([p + [0] * (P - len(p)) for p in trunk_pages], dtype=torch.int32),
         trunk_len_R=torch.tensor(lengths, dtype=torch.int32),
         trunk_runs=torch.tensor(runs, dtype=torch.int32).view(-1, 3),
+        branch_len_R=torch.tensor([width for _, _, width, _ in trees], dtype=torch.int32),
         branch_slots_RW=torch.tensor(tables, dtype=torch.int64).view(len(trees), W),
         branch_positions_RW=torch.tensor(places, dtype=torch.int32).view(len(trees), W),
         ancestry_TC=torch.frombuffer(packed or bytearray(4), dtype=torch.int32)[: T * C].view(T, C),

@@ -129,6 +129,7 @@ def attention_arguments(**changes):
         trunk_pages_RP=torch.tensor([[2, 0], [3, 5]], dtype=torch.int32),
         trunk_len_R=torch.tensor([3, 5], dtype=torch.int32),
         trunk_runs=torch.tensor([[0, 8, 3], [1, 12, 4], [1, 20, 1]], dtype=torch.int32),
+        branch_len_R=torch.tensor([0, 2], dtype=torch.int32),
         branch_slots_RW=torch.tensor([[0] * 32, [16, 17] + [0] * 30]),
         branch_positions_RW=torch.tensor([[0] * 32, [5, 5] + [0] * 30], dtype=torch.int32),
         ancestry_TC=torch.tensor([[0], [0], [0], [1], [2]], dtype=torch.int32),
@@ -152,6 +153,7 @@ def put(*place_and_value):
     return change
 
 
+LENGTHS = "trunk_len_R", "branch_len_R"
 BAD_ATTENTION = {
     "queries of another dtype": ("q_THD", lambda x: x.double()),
     "queries of a head size of their own": ("q_THD", lambda x: x[..., :3]),
@@ -166,7 +168,7 @@ BAD_ATTENTION = {
     "a window before the token": ("window", lambda _: -1),
     **{
         f"{name}, {what}": (name, spoil)
-        for name in ("positions_T", "write_slots_T", "token_starts", "trunk_seen_T", "trunk_len_R", "trunk_runs")
+        for name in ("positions_T", "write_slots_T", "token_starts", "trunk_seen_T", *LENGTHS, "trunk_runs")
         for what, spoil in {
             "another dtype": lambda x: x.int() if x.dtype == torch.int64 else x.long(),
             "strided": lambda x: x.repeat_interleave(2, 0)[::2],
@@ -188,6 +190,7 @@ BAD_ATTENTION = {
     "fewer positions": ("positions_T", lambda x: x[:-1]),
     "fewer write slots": ("write_slots_T", lambda x: x[:-1]),
     "fewer lengths": ("trunk_len_R", lambda x: x[:-1]),
+    "fewer lengths of branches": ("branch_len_R", lambda x: x[:-1]),
     "fewer page tables": ("trunk_pages_RP", lambda x: x[:-1]),
     "page tables of another dtype": ("trunk_pages_RP", lambda x: x.long()),
     "runs of two numbers": ("trunk_runs", lambda x: x[:, :2].contiguous()),
@@ -239,7 +242,7 @@ def test_attention_that_is_not_refused(impl):
 @pytest.mark.parametrize("case", BAD_ATTENTION)
 def test_the_operator_that_a_compiler_calls_refuses_it_too(case):
     name, spoil = BAD_ATTENTION[case]
-    if name in ("write_slots_T", "trunk_len_R", "trunk_pages_RP", "page_size"):
+    if name in ("write_slots_T", *LENGTHS, "trunk_pages_RP", "page_size"):
         pytest.skip("not an argument of the operator")
     if "elsewhere" in case:
         pytest.skip("torch looks at the meta device itself")

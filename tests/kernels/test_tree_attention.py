@@ -221,25 +221,138 @@ def test_tiles_do_not_show(monkeypatch):
     torch.testing.assert_close(tiled[:-4], whole[:-4], rtol=1e-12, atol=1e-13)
 
 
+LATER = pytest.mark.parametrize("later", [False, True], ids=["merged by the last", "merged later"])
+
+
+@LATER
 @pytest.mark.parametrize("device", TRITON)
-def test_splits_of_the_keys_do_not_show(device, monkeypatch):
+def test_shares_of_the_keys_do_not_show(device, later, monkeypatch):
+    """One tree is longer than the others, which have few rows, nothing but branches, or no tokens."""
     from kernels import gpu
     from kernels.tree_attention import triton
 
-    f = forest(6, [(300, 0, 70, 20), (90, 30, 0, 0), (1, 0, 33, 4)], heads=8, padding=3)
+    f = forest(6, [(150, 0, 70, 9), (40, 3, 0, 0), (10, 0, 3, 0), (0, 0, 33, 4)], heads=2, kv_heads=1, padding=3)
     (q, k, v), wide = cast(f, torch.float32)
-    exact = naive(*wide, f.layout, 0.25, None)[:-3]
-    for processors in (1, 9, 60):
+    if later:
+        monkeypatch.setattr(triton, "ALONE", -1)
+    for window, processors in ((None, 1), (None, 12), (40, 12)):
+        exact = naive(*wide, f.layout, 0.25, window)
+        exact[-3:] = 0
         monkeypatch.setattr(triton, "properties", lambda _, n=processors: gpu.Properties(n, False))
-        out = run("triton", device, q, k, v, f.layout, 0.25)[:-3]
+        out = run("triton", device, q, k, v, f.layout, 0.25, window)
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+    assert not gpu.counters(torch.empty(0, device=device).device).any()
+
+
+@pytest.mark.parametrize("device", TRITON[:1])
+def test_the_order_of_arrival_does_not_show(device, monkeypatch):
+    """The interpreter takes the programs backwards, so that the first share is the last."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    from kernels import gpu
+    from kernels.tree_attention import triton
+
+    f = forest(6, [(150, 0, 40, 9), (40, 3, 0, 0)], heads=2, kv_heads=1)
+    (q, k, v), _ = cast(f, torch.float32)
+    monkeypatch.setattr(triton, "properties", lambda _: gpu.Properties(10, False))
+    expected = run("triton", device, q, k, v, f.layout, 0.25)
+    turned, turn = [], builder.set_grid_idx
+
+    def backwards(x, y, z):
+        turned.append(x)
+        turn(builder.grid_dim[0] - 1 - x, y, z)
+
+    monkeypatch.setattr(builder, "set_grid_idx", backwards)
+    assert run("triton", device, q, k, v, f.layout, 0.25).equal(expected) and max(turned) >= 19
+    assert not gpu.counters(q.device).any()
+
+
+class Launches:
+    """A kernel that remembers its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.found = kernel, []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            self.found.append((grid, arguments, constants))
+            self.kernel[grid](*arguments, **constants)
+
+        return launch
+
+    def __getattr__(self, name):
+        return getattr(self.kernel, name)
+
+
+@LATER
+@pytest.mark.parametrize("device", TRITON)
+def test_a_launch_serves_other_lengths(device, later, monkeypatch):
+    """As a CUDA graph does: the same arguments, other numbers in the tensors."""
+    from kernels import gpu
+    from kernels.tree_attention import triton
+
+    shapes = [(150, 0, 40, 9), (20, 0, 1, 1), (40, 0, 33, 4)]
+    recorded, replayed = (forest(2, trees, heads=2, kv_heads=1) for trees in (shapes, shapes[::-1]))
+    inputs, (later_inputs, wide) = cast(recorded, torch.float32)[0], cast(replayed, torch.float32)
+    tensors = [x.to(device) for x in inputs]
+    layout = recorded.layout.to(device)
+    monkeypatch.setattr(triton, "properties", lambda _: gpu.Properties(20, False))
+    monkeypatch.setattr(triton, "ALONE", -1 if later else triton.ALONE)
+    kernels = [Launches(triton._attend), Launches(triton._merge)]
+    monkeypatch.setattr(triton, "_attend", kernels[0])
+    monkeypatch.setattr(triton, "_merge", kernels[1])
+    out = tree_attention(*tensors, layout, scale=0.25, impl="triton")
+    for x, other in zip(tensors, later_inputs, strict=True):
+        x.copy_(other)
+    for name, x in vars(layout).items():
+        if isinstance(x, torch.Tensor) and name != "trunk_runs":
+            x.copy_(getattr(replayed.layout, name))
+    for kernel in kernels[: 1 + later]:
+        [(grid, arguments, constants)] = kernel.found
+        kernel.kernel[grid](*arguments, **constants)
+    torch.testing.assert_close(out.cpu().double(), naive(*wide, replayed.layout, 0.25, None), rtol=1e-5, atol=1e-6)
+
+
+UNEVEN = [(8192, 15, 70), (256, 15, 0), (256, 3, 40), (256, 1, 9)]
+STRANGE = [(700, 0, 0), (64, 2, 0), (0, 20, 90), (0, 0, 0)]
+
+
+@pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize(
+    ("trees", "split", "window"),
+    [(UNEVEN, "LAST", None), (UNEVEN, "LATER", None), (UNEVEN, "LATER", 300), (STRANGE, "LATER", 100),
+     ([(3000, 15, 70)], "LATER", None), ([(500, 4, 33)] * 8, "LAST", None), (UNEVEN, "WHOLE", None)],
+)  # fmt: skip
+def test_every_block_has_a_program_and_none_has_many(trees, split, window, device):
+    """Trees of a trunk's length, tokens, and branch slots; whatever they are, no more programs than there are."""
+    from kernels.tree_attention import triton
+    from tests.kernels.tasks import tasks
+
+    M, N, G, group, R = 16, 64, 1, 4, len(trees)
+    programs, _ = triton._grid(15, lambda _: 3, sum(n for _, n, _ in trees) * group, R, G, M, 128)
+    found = tasks(trees, programs, window, getattr(triton, split), G, group, M, N, device)
+    blocks, tiles, wanted = [], [], []
+    for r, (trunk, tokens, branches) in enumerate(trees):
+        lo = max(trunk - tokens - window + 1, 0) // N * N if window else 0
+        blocks.append(max(-(-(trunk - lo) // N) + -(-branches // 32), 1))
+        tiles.append(-(-tokens * group // M))
+        wanted += [(r, tile, g, i) for tile in range(tiles[r]) for g in range(G) for i in range(blocks[r])]
+    assert sorted((*task[:3], i) for task in found for i in range(*task[-2:])) == wanted
+    for r, tile, g, share, shares, *_ in found:
+        assert {other[3] for other in found if other[:3] == (r, tile, g)} == set(range(shares)) and share < shares
+    most = -(-sum(map(int.__mul__, tiles, blocks)) * G // (programs - sum(tiles) * G))
+    if split == "LAST":
+        most = max(most, -(-max(blocks) // 32))  # shares of 8 KiB make 256 KiB
+    longest = max(end - begin for *_, begin, end in found)
+    assert longest == max(blocks) if split == "WHOLE" else longest <= max(most, 2) < max(blocks)
 
 
 @needs_triton
 def test_how_many_programs_run_at_once(monkeypatch):
-    """An H100 and an A10, by what a compiled kernel takes; the keys are split for the tiles that there are."""
+    """An H100 and an A10, by what a compiled kernel takes; what is cut into shares, and who merges them."""
     from kernels import gpu
     from kernels.tree_attention import triton
+    from kernels.tree_attention.triton import LAST, LATER, WHOLE
 
     h100, a10 = gpu.Properties(132, True, 65_536, 233_472, 2_048), gpu.Properties(72, False)
     assert [h100.programs(138, 72_192, 4), h100.programs(200, 78_336, 4), h100.programs(189, 131_584, 8)] == [3, 2, 1]
@@ -251,10 +364,15 @@ def test_how_many_programs_run_at_once(monkeypatch):
         warmup = lambda self, *arguments, grid, SPLIT, **constants: self  # noqa: E731
 
     monkeypatch.setattr(triton, "_attend", Kernel())
-    assert triton._room(h100, (), {"num_warps": 4}) == 2
-    assert triton._splits(132 * 3, 15, 1, 16, 32, 67) == 12  # one tile for each of 32 heads
-    assert triton._splits(132 * 3, 64, 4, 16, 32, 67) == 3  # four tiles, though there might be seven
-    assert triton._splits(132 * 3, 15, 1, 16, 1, 67) == 67 and triton._splits(132, 4096, 1, 128, 32, 67) == 1
+    room = lambda split: triton._room(h100, (), split, {"num_warps": 4})  # noqa: E731
+    assert room(LAST) == 2
+    assert triton._grid(132, room, 15 * 4, 1, 8, 64, 128) == (264, LATER)  # a tile for each of 8 heads
+    assert triton._grid(132, room, 32 * 60, 32, 8, 64, 128) == (488, LAST)  # at most 61 tiles of each of 8 heads
+    assert triton._grid(132, room, 60, 1, 32, 16, 128) == (264, LAST)
+    asked = []
+    assert triton._grid(132, asked.append, 8192, 1, 8, 128, 128) == (512, WHOLE) and not asked  # a long prompt
+    assert triton._grid(132, lambda _: 1, 2048, 1, 8, 128, 128) == (132, LAST)  # 128 tiles
+    assert triton._grid(132, lambda _: 1, 2048 + 128, 1, 8, 128, 128) == (136, WHOLE)
 
 
 @pytest.mark.parametrize("device", TRITON)
@@ -274,6 +392,7 @@ def test_words_that_no_row_sees_are_not_read(device, window):
 
     wide = dataclasses.replace(
         narrow,
+        branch_len_R=torch.full_like(narrow.branch_len_R, C * 40 * 32),
         ancestry_TC=spread(narrow.ancestry_TC, 0, 1),
         branch_slots_RW=spread(narrow.branch_slots_RW, unused, 32),
         branch_positions_RW=spread(narrow.branch_positions_RW, 0, 32),
