@@ -198,16 +198,15 @@ sizes = {"G": 8, "D": 80, "D2": 128, "M": 4}
 compile(kv_write._write_int8, 90, types | {"k_ptr": "*i8", "v_ptr": "*i8"}, sizes, num_warps=1)
 for capability, int8, norm in ((80, False, 0), (90, False, 1), (90, True, 2), (120, True, 0)):
     unspilled(turn(capability, 128, norm, int8))
-for capability, heads in itertools.product(GPUS, (16, 40)):
-    unspilled(turn(capability, 128, 1, int8=False, heads=heads))
+for capability in (80, 90, 120):
+    unspilled(turn(capability, 128, 1, int8=False, heads=40))
 for capability, width in ((80, 4096), (90, 8192)):
     unspilled(add_norm(capability, width))
     unspilled(gate(capability, width))
-for capability in GPUS:
-    for compiled in (*log_softmax(capability, 128_256), best_sums(capability, 16)):
-        unspilled(compiled)
-for group in (1, 64):
-    unspilled(best_sums(90, group))
+for compiled in log_softmax(90, 128_256):
+    unspilled(compiled)
+for capability, group in zip(GPUS, itertools.cycle(leaders.GROUPS), strict=False):
+    unspilled(best_sums(capability, group))
 AROUND = 8  # bytes that ptxas spills around a loop with registers to spare
 for capability, (kind, group, rows) in itertools.product((80, 90), ((4, 32, 16), (5, 4096, 64), (6, 128, 16))):
     unspilled(product(capability, kind, rows, group=group), AROUND)
