@@ -122,7 +122,7 @@ def _tree_attention(
             return 2
         key = (q_THD.device, q_THD.dtype, k_GSD.dtype, split, *constants.values())
         if key not in ROOM:
-            share, log = torch.empty(2, 1, device=q_THD.device)
+            share, log = torch.empty(2, 4, device=q_THD.device)  # both aligned, or another kernel is compiled for it
             ROOM[key] = _room(gpu, arguments(q_THD, share, log, counters(q_THD.device)), split, constants)
         return ROOM[key]
 

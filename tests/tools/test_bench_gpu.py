@@ -130,7 +130,7 @@ def test_what_fails_or_comes_too_late_is_said(stand_in, capsys, monkeypatch):
 
 @needs_interpreter
 def test_programs_of_other_shapes_are_tried(stand_in, monkeypatch):
-    monkeypatch.setattr(gpu_stages, "OPTIONS", ({"N": 32}, {"N": 128}, {"M": -1}))
+    monkeypatch.setattr(gpu_stages, "OPTIONS", ({"N": 32}, {"N": 128}, {"M": 0}))
     found = stand_in("--stages", "tune")["tune"]
     shapes = [(row["queries"], row["shape"]) for row in found["rows"]]
     assert sorted(shapes) == [(q, shape) for q in (2, 3) for shape in ("N 128", "N 32", "as it is")]
