@@ -3,7 +3,7 @@
 import re
 import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-import engine.loading
 from engine.contract import slots_of
 from engine.errors import UsageError
-from engine.loading import check_quant, pick_device, pick_dtype, pick_quant
+from engine.loading import KV_DTYPES, check_kv_dtype, check_quant, pick_device, pick_dtype, pick_quant
 from engine.memory import MAX_TOKENS, read_size, size_text, total_memory
 from engine.requests import Search
 from engine.text.tokenizer import FILES
@@ -134,6 +133,7 @@ class Loading:
         """
         device = pick_device(self.device)
         check_quant(self.quant, device)
+        check_kv_dtype(self.kv_dtype, device)
         if device.type != "cpu":
             raise UsageError("memory: the plan is for a CPU", remedy="use --kv-memory on a GPU, or add --device cpu")
         lines = {"runtime: Python, torch, kernels": runtime_bytes() if runtime is None else runtime}
@@ -148,7 +148,7 @@ class Loading:
             lines[f"{name} weights{format}".strip()] = size.weights
             lines[f"{name} tokenizer".strip()] = _tokenizer(Path(folder))
             lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
-            token += size.shape.kv_bytes_per_token(_cache_dtype(self.kv_dtype, precision.dtype))
+            token += size.shape.kv_bytes_per_token(KV_DTYPES[self.kv_dtype] or precision.dtype)
         return Plan(lines, token)
 
 
@@ -192,7 +192,7 @@ def _remedies(loading: Loading, memory: int, workload: Workload, needed: int) ->
     for other in FORMATS:
         if other != loading.quant and FORMATS[other].why_not(device) is None:
             cheaper.append((f"--quant {other}", replace(loading, quant=other), workload))
-    if loading.kv_dtype == "auto" and "int8" in _kv_dtypes():
+    if loading.kv_dtype == "auto":
         cheaper += [("--kv-dtype int8", replace(loading, kv_dtype="int8"), workload)]
         cheaper += [(f"{flag} --kv-dtype int8", replace(other, kv_dtype="int8"), w) for flag, other, w in cheaper[:-1]]
     fewer = [n for n in (8, 4, 2, 1) if n < workload.beams]
@@ -220,15 +220,6 @@ def _megabytes(size: int) -> str:
 def _with_beams(search: Search | None, beams: int) -> Any:
     returned = {"num_return_sequences": 1} if type(getattr(search, "num_return_sequences", None)) is int else {}
     return replace(search, beams=beams, **returned)  # type: ignore[type-var]
-
-
-def _kv_dtypes() -> Sequence[str]:
-    """Names of the cache's dtypes, by the flag."""
-    return getattr(engine.loading, "KV_DTYPES", ("auto",))
-
-
-def _cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    return torch.int8 if name == "int8" else dtype
 
 
 def _tokenizer(folder: Path) -> int:
@@ -369,7 +360,7 @@ def table(loading: Loading, search_of: Any, context: int | None, new: int) -> st
     for quant in quants:
         if FORMATS[quant].why_not(device) is not None:
             continue
-        for kv_dtype in _kv_dtypes():
+        for kv_dtype in ("auto", "int8"):
             for beams in BEAMS:
                 work = Workload(search_of(beams), context - new, new)
                 plan = replace(loading, quant=quant, kv_dtype=kv_dtype, device="cpu").plan(work, runtime)
@@ -379,7 +370,7 @@ def table(loading: Loading, search_of: Any, context: int | None, new: int) -> st
                 others = plan.fixed - weights - scratch
                 numbers = (weights, plan.cache(tokens), scratch, others, max(start, plan.total(tokens)))
                 w, k, s, r, t = map(_megabytes, numbers)
-                dtype = str(_cache_dtype(kv_dtype, precision.dtype)).removeprefix("torch.")
+                dtype = str(KV_DTYPES[kv_dtype] or precision.dtype).removeprefix("torch.")
                 rows.append(("own" if own else quant, w, dtype, k, str(beams), str(tokens), s, r, t))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = (1, 3, 4, 5, 6, 7, 8)

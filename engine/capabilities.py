@@ -36,7 +36,7 @@ class Capabilities:
 
     Args:
         precision: the dtype and its reason, "float32 (the checkpoint is bfloat16; ...)"; with ", int8 weights" and
-            ", int8 cache".
+            ", int8 cache" or ", fp8 cache".
         paths: the processor, its fast paths and those it lacks, "AVX2 processor: C++ kernels; not here: int8 weights".
         warning: a slow dtype that was chosen nevertheless, parts of the checkpoint that are not loaded; "" otherwise.
     """
@@ -72,8 +72,8 @@ class Capabilities:
         weights = "" if chosen.name == "none" else f", {chosen.name} weights"
         if str(chosen):
             weights = f"{weights or ', weights as they are'} ({chosen})"
-        if kv_dtype == "int8":
-            weights += ", int8 cache"
+        if kv_dtype != "auto":
+            weights += f", {kv_dtype} cache"
         formats = {f"{name} weights": FORMATS[name].why_not(device) is None for name in FORMATS if name != "none"}
         if device.type != "cpu":
             absent = ", ".join(name for name, here in formats.items() if not here)

@@ -170,8 +170,8 @@ class Engine:
             graphs: "off" runs every pass kernel by kernel on a GPU, without CUDA graphs.
             prefix_cache: "on" keeps what was evaluated in pages of the KV pools that no request needs, so that prompts
                 which begin alike are read once; without `kv_memory` or `memory` up to 1 GiB on a CPU.
-            kv_dtype: of keys and values: "auto" is the model's; "int8", with a scale for each token and head, takes
-                about half the memory of bfloat16.
+            kv_dtype: of keys and values: "auto" is the model's; "int8" and "fp8" (e4m3, on a GPU only), with
+                a scale for each token and head, take about half the memory of bfloat16.
             quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products or on a
                 GPU; "auto" does so where int8 is measured to be faster, on a CPU.
             chat_template: a template file, "none" for plain completion, None for the checkpoint's own.

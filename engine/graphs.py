@@ -28,7 +28,7 @@ from engine.packing import Chunk, Pass, pack
 from engine.phases import phase
 from engine.pool import PagePool
 from kernels import cpp
-from kernels.kv_int8 import row_width
+from kernels.kv_kinds import row_width
 from kernels.layout import WORD
 
 TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)

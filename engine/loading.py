@@ -25,6 +25,7 @@ from engine.pool import PagePool
 from engine.prefixes import PrefixCache
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import FILES, Tokenizer
+from kernels.kv_fp8 import DTYPE as FP8
 from models import load_model
 from models.checkpoint import Checkpoint
 from models.config import ModelShape
@@ -35,7 +36,7 @@ from models.sharding import Shard
 from models.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-KV_DTYPES = ("auto", "int8")
+KV_DTYPES = {"auto": None, "int8": torch.int8, "fp8": FP8}  # None: the model's
 IDLE = 1 << 30  # bytes of cached prefixes that no request uses, where nobody has said how large the pool is
 SAMPLED, PIECE = 16, 1 << 14  # places of a weights file that are hashed, and bytes read at each
 
@@ -105,7 +106,7 @@ class _Weights:
     @property
     def cache_dtype(self) -> torch.dtype:
         """Of keys and values."""
-        return torch.int8 if self.kv_dtype == "int8" else self.precision.dtype
+        return KV_DTYPES[self.kv_dtype] or self.precision.dtype
 
     @staticmethod
     def load(
@@ -199,8 +200,7 @@ def load_models(
     """
     where = pick_device(device)
     check_quant(quant, where)
-    if kv_dtype not in KV_DTYPES:
-        raise UsageError(f"kv_dtype: expected {' or '.join(KV_DTYPES)}, got {kv_dtype!r}")
+    check_kv_dtype(kv_dtype, where)
     if graphs not in ("on", "off"):
         raise UsageError(f"graphs: expected on or off, got {graphs!r}")
     shard = shard or Shard()
@@ -291,6 +291,14 @@ def pick_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> Preci
     if not isinstance(name, str) or name not in DTYPES:
         raise UsageError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {name!r}")
     return explicit_precision(DTYPES[name], device)
+
+
+def check_kv_dtype(kv_dtype: str, device: torch.device) -> None:
+    """Raises UsageError for what is no name of a cache's dtype, or one that the device's kernels do not read."""
+    if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
+        raise UsageError(f"kv_dtype: expected {', '.join(KV_DTYPES)}, got {kv_dtype!r}")
+    if kv_dtype == "fp8" and device.type == "cpu":
+        raise UsageError("kv_dtype: the kernels of a CPU do not read fp8", remedy="use --kv-dtype int8")
 
 
 def check_quant(name: str, device: torch.device) -> None:

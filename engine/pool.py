@@ -28,7 +28,7 @@ class PagePool:
         shape: the model's dimensions.
         pages: pages that trees may take.
         page_size: slots per page.
-        dtype, device: of keys and values; int8: see `kernels.kv_int8`.
+        dtype, device: of keys and values; of 8 bits: see `kernels.kv_kinds`.
 
     Several trees may hold a page, which none of them writes to then. A page of `prefixes` that no tree holds is idle:
     it counts as free, and goes when a page is wanted and no other is left.

@@ -18,6 +18,7 @@ from engine.errors import UsageError
 from engine.packing import Chunk
 from engine.pool import PagePool
 from engine.tree import TokenTree
+from kernels.kv_kinds import parts
 from models.checkpoint import buffer_of, write_tensors
 from models.files import open_regular, replacing
 
@@ -94,8 +95,9 @@ def _check(engine: "Engine") -> None:
 
 
 def _parts(pool: PagePool) -> dict[str, Tensor]:
-    """The tensors of a cache, by the names that a file has for them."""
-    return {f"{i}.{j}": x_LGSD for i, group in enumerate(pool.cache.groups) for j, x_LGSD in enumerate(group)}
+    """The tensors of a cache whose slots are rows, by the names that a file has for them."""
+    groups = ([part for x_LGSD in group for part in parts(x_LGSD)] for group in pool.cache.groups)
+    return {f"{i}.{j}": x_LGSD for i, group in enumerate(groups) for j, x_LGSD in enumerate(group)}
 
 
 def _slots(tree: TokenTree) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpp import KINDS
-from kernels.kv_int8 import SCALE_BYTES
+from kernels.kv_fp8 import DTYPE as FP8
+from kernels.kv_kinds import SCALE_BYTES
 from kernels.layout import WORD, TreeLayout
 
 
@@ -58,6 +59,12 @@ def native(x: Tensor, *dtypes: torch.dtype) -> None:
     raise ValueError(f"impl 'cpp': expected {wanted} on a CPU, got {x.dtype} on {x.device}")
 
 
+def native_cache(k_GSD: Tensor) -> None:
+    """Raises ValueError for a cache that C++ cannot read."""
+    if k_GSD.dtype == FP8 or not k_GSD.is_cpu:
+        raise ValueError(f"impl 'cpp': expected a cache on a CPU, and none of FP8, got {k_GSD.dtype} on {k_GSD.device}")
+
+
 def within(name: str, numbers: Iterable[int], end: int, what: str = "slots") -> None:
     """Raises ValueError unless numbers are from 0 to end - 1."""
     bad = next((number for number in numbers if not 0 <= number < end), None)
@@ -78,12 +85,17 @@ def cache(k: Tensor, v: Tensor, axes: str = "GSD") -> None:
 
 
 def elements(k_GSD: Tensor, rows: Tensor) -> tuple[int, torch.dtype]:
-    """The size of a head, and the dtype of rows for a cache: its own, or, if it is int8, the one that these have."""
-    if k_GSD.dtype != torch.int8:
+    """The size of a head, and the dtype of rows for a cache: its own, or, if it has scales, the one that these have."""
+    if not (scale := SCALE_BYTES.get(k_GSD.dtype)):
         return k_GSD.shape[2], k_GSD.dtype
-    if k_GSD.shape[2] <= SCALE_BYTES:
-        raise ValueError(f"k_GSD: expected int8 rows of more than a scale's {SCALE_BYTES} bytes, got {k_GSD.shape[2]}")
-    return k_GSD.shape[2] - SCALE_BYTES, rows.dtype
+    _, S, width = k_GSD.shape
+    if width <= scale:
+        raise ValueError(
+            f"k_GSD: expected {_short(k_GSD.dtype)} rows of more than a scale's {scale} bytes, got {width}"
+        )
+    if k_GSD.dtype == FP8 and S * (width - scale) % scale:
+        raise ValueError(f"k_GSD: expected a multiple of {scale} elements in the slots of a head, got {S} of {width}")
+    return width - scale, rows.dtype
 
 
 def copies(source: Sequence[int], target: Sequence[int], size: int) -> None:
@@ -98,7 +110,7 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     """Raises ValueError for tensors that `kernels.kv_write.kv_write` does not take, but for slots out of range."""
     cache(k_GSD, v_GSD)
     (G, *_), (D, dtype), device = k_GSD.shape, elements(k_GSD, k_TGD), k_GSD.device
-    if k_GSD.dtype == torch.int8:
+    if k_GSD.dtype in SCALE_BYTES:
         floats("k_TGD", k_TGD)
     expect("slots_T", slots_T, torch.int64, slots_T.shape[:1] or (1,), device)
     expect("k_TGD", k_TGD, dtype, (slots_T.shape[0], G, D), device, contiguous=False)

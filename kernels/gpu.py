@@ -88,6 +88,11 @@ def properties(device: torch.device) -> Properties:
     )
 
 
+def raw(cache: Tensor) -> Tensor:
+    """A KV cache as kernels take it: FP8 as bytes, since Triton has no such type before sm_89."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
 @triton.jit
 def dot(a, b):
     """a b in float32. Of float32 itself both are sums of two TF32 numbers, 22 bits, and only the product of the smaller
@@ -125,6 +130,61 @@ def cast(x, dtype: tl.constexpr):
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
         x = tl.where(x == x, nearest, x)
     return x.to(dtype)
+
+
+@triton.jit
+def e4m3(byte):
+    """e4m3 as float32, by way of float16, whose exponents begin 8 lower: processors before sm_89 have no conversion."""
+    bits = byte.to(tl.int32)
+    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
+def finite_e4m3(byte, dtype: tl.constexpr):
+    """e4m3 that is not NaN, in a dtype, which loses nothing. Bytes become bfloat16 or float16 in pairs: shifted so that
+    the exponents meet, the sign moved up by a product, and multiplied by what these exponents begin lower."""
+    if INTERPRETED or dtype == tl.float32:
+        x = e4m3(byte).to(dtype)
+    elif dtype == tl.bfloat16:
+        x = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, s, t;
+            prmt.b32 a, $2, 0, 0x4140;
+            prmt.b32 b, $2, 0, 0x4342;
+            shl.b32 t, a, 4;
+            and.b32 s, a, 0x00800080;
+            mad.lo.u32 a, s, 0xf0, t;
+            shl.b32 t, b, 4;
+            and.b32 s, b, 0x00800080;
+            mad.lo.u32 b, s, 0xf0, t;
+            mov.b32 s, 0x7b807b80;
+            mov.b32 t, 0x80008000;
+            fma.rn.bf16x2 $0, a, s, t;
+            fma.rn.bf16x2 $1, b, s, t;
+            }""",
+            "=r,=r,r", [byte], tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        x = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, s, t;
+            prmt.b32 a, $2, 0, 0x4140;
+            prmt.b32 b, $2, 0, 0x4342;
+            shl.b32 t, a, 7;
+            and.b32 s, a, 0x00800080;
+            mad.lo.u32 a, s, 0x80, t;
+            shl.b32 t, b, 7;
+            and.b32 s, b, 0x00800080;
+            mad.lo.u32 b, s, 0x80, t;
+            mov.b32 s, 0x5c005c00;
+            mov.b32 t, 0x80008000;
+            fma.rn.f16x2 $0, a, s, t;
+            fma.rn.f16x2 $1, b, s, t;
+            }""",
+            "=r,=r,r", [byte], tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    return x
 
 
 @triton.jit

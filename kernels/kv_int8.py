@@ -19,11 +19,6 @@ PER_STEP = 1 / 127
 LEAST = 2.0**-126  # the smallest scale that is not 0
 
 
-def row_width(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements of a row in a cache of this dtype."""
-    return head_dim + SCALE_BYTES * (dtype == torch.int8)
-
-
 def quantise(x_D: Tensor) -> Tensor:
     """Floats [..., D] -> rows of an int8 cache [..., D + 2]."""
     x_D = x_D.float()
@@ -39,8 +34,3 @@ def dequantise(rows: Tensor) -> Tensor:
     """Rows of an int8 cache [..., D + 2] -> float32 [..., D]."""
     scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
     return rows[..., :-SCALE_BYTES].float() * scale.float()
-
-
-def floats(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of any cache as floats of a dtype."""
-    return (dequantise(rows) if rows.dtype == torch.int8 else rows).to(dtype)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.kv_int8 import row_width
+from kernels.kv_kinds import row_width
 
 NULL_SLOT = 0  # holds zeros for ever: what holes and padding read
 TRASH_SLOT = 1  # what padding tokens write; nothing reads it
@@ -82,10 +82,10 @@ class Kept:
     pair: bool = True
 
     def row(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        """Elements of a row, and their dtype, in a cache of this dtype: int8 is for keys and values only."""
+        """Elements of a row, and their dtype, in a cache of this dtype: 8 bits are for keys and values only."""
         if self.pair:
             return row_width(self.size, dtype), dtype
-        return self.size, torch.bfloat16 if dtype == torch.int8 else dtype
+        return self.size, torch.bfloat16 if dtype.itemsize == 1 else dtype
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a token's rows in a cache of this dtype."""
@@ -97,7 +97,7 @@ class KVCache:
     """What all layers keep of all tokens: keys and values as a rule. A slot is one place in every tensor.
 
     Layers that keep the same share tensors [L, G, S, D]: a model whose layers are alike has one of keys and one of
-    values. They are head-major, so that a head's rows are contiguous; int8 ones: see `kernels.kv_int8`.
+    values. They are head-major, so that a head's rows are contiguous; those of 8 bits: see `kernels.kv_kinds`.
 
     Args:
         k_LGSD, v_LGSD: of the layers with attention.

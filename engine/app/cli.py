@@ -128,7 +128,10 @@ def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> N
         "--quant", choices=formats, default="none", help="weights as int8, or int4 in groups of 32 or as named (none)"
     )
     group.add_argument(
-        "--kv-dtype", choices=KV_DTYPES, default="auto", help="keys and values as int8 (auto: as --dtype)"
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default="auto",
+        help="keys and values in 8 bits; fp8 on a GPU (auto: as --dtype)",
     )
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto: cuda if there is one)")
     group.add_argument(

@@ -7,6 +7,7 @@ from torch import Tensor, compiler, ops  # `torch` is the module beside this one
 
 from kernels import checks
 from kernels.cpp import watched, why_not
+from kernels.kv_fp8 import DTYPE as FP8
 from kernels.kv_write import native, reference
 from kernels.kv_write import torch as plain
 from kernels.kv_write.turn import Turn
@@ -21,11 +22,11 @@ def kv_write(
     """Store key and value t in slot slots_T[t] of one layer's cache, in place.
 
     Args:
-        k_GSD, v_GSD: one layer's cache, contiguous; see `kernels.kv_int8` if it is int8.
-        k_TGD, v_TGD: new rows, in the cache's dtype; floats that are quantised if it is int8; any strides.
+        k_GSD, v_GSD: one layer's cache, contiguous; of 8 bits: see `kernels.kv_kinds`.
+        k_TGD, v_TGD: new rows, in the cache's dtype; floats that are quantised if it is of 8 bits; any strides.
         slots_T: int64, contiguous; distinct, but for padding tokens, which share TRASH_SLOT.
-        impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU) or "triton" (GPU
-            kernels).
+        impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU, no FP8) or
+            "triton" (GPU kernels).
 
     Raises:
         ValueError: tensors that do not fit together, slots out of range, unknown impl, or what the implementation
@@ -101,6 +102,6 @@ def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor | None = None) -> Copier:
         ValueError: they are not alike or not contiguous; when called, for slots out of range or lists of two lengths.
     """
     checks.cache(k_LGSD, k_LGSD if v_LGSD is None else v_LGSD, "LGSD")
-    if k_LGSD.is_cpu and not why_not():
+    if k_LGSD.is_cpu and k_LGSD.dtype != FP8 and not why_not():
         return native.kv_copier(k_LGSD, v_LGSD)
     return partial(plain.kv_copy, k_LGSD, v_LGSD)

@@ -1,4 +1,4 @@
-"""Calls the C++ KV writes (native.cpp): any dtype, into an int8 cache float32, bfloat16 and float16; a CPU."""
+"""Calls the C++ KV writes (native.cpp): any dtype but FP8, into an int8 cache float32, bfloat16 and float16; a CPU."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -14,8 +14,7 @@ from kernels.custom_ops import nothing, register
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:
     """See the front for arguments."""
     checks.kv_write(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
-    if not k_GSD.is_cpu:
-        raise ValueError(f"impl 'cpp': expected tensors on a CPU, got {k_GSD.device}")
+    checks.native_cache(k_GSD)
     if k_TGD.stride(2) != 1 or v_TGD.stride(2) != 1:
         k_TGD, v_TGD = k_TGD.contiguous(), v_TGD.contiguous()
     (T, G, D), S, size, threads = k_TGD.shape, k_GSD.shape[1], k_TGD.itemsize, torch.get_num_threads()

@@ -1,9 +1,8 @@
 """The definition of a KV write: row by row."""
 
-import torch
 from torch import Tensor
 
-from kernels.kv_int8 import quantise
+from kernels.kv_kinds import parts, stored
 from kernels.kv_write.turn import Turn
 from kernels.rows import layer_norm, rms_norm, rotary
 from kernels.rows.checks import Vectors
@@ -11,11 +10,10 @@ from kernels.rows.checks import Vectors
 
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:
     """See the front for arguments."""
-    if k_GSD.dtype == torch.int8:
-        k_TGD, v_TGD = quantise(k_TGD), quantise(v_TGD)
-    for t, slot in enumerate(slots_T.tolist()):
-        k_GSD[:, slot] = k_TGD[t]
-        v_GSD[:, slot] = v_TGD[t]
+    for cache_GSD, new_TGD in ((k_GSD, k_TGD), (v_GSD, v_TGD)):
+        for part, rows in zip(parts(cache_GSD), stored(new_TGD, cache_GSD.dtype), strict=True):
+            for t, slot in enumerate(slots_T.tolist()):
+                part[:, slot] = rows[t]
 
 
 def rotary_write(

@@ -8,15 +8,14 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.custom_ops import nothing, register
-from kernels.kv_int8 import quantise
+from kernels.kv_kinds import parts, stored
 
 
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:
     """See the front for arguments."""
-    if k_GSD.dtype == torch.int8:
-        k_TGD, v_TGD = quantise(k_TGD), quantise(v_TGD)
-    k_GSD.index_copy_(1, slots_T, k_TGD.transpose(0, 1))
-    v_GSD.index_copy_(1, slots_T, v_TGD.transpose(0, 1))
+    for cache_GSD, new_TGD in ((k_GSD, k_TGD), (v_GSD, v_TGD)):
+        for part, rows in zip(parts(cache_GSD), stored(new_TGD, cache_GSD.dtype), strict=True):
+            part.index_copy_(1, slots_T, rows.transpose(0, 1))
 
 
 def kv_copy(k_LGSD: Tensor, v_LGSD: Tensor | None, source: Sequence[int], target: Sequence[int]) -> None:
@@ -26,7 +25,7 @@ def kv_copy(k_LGSD: Tensor, v_LGSD: Tensor | None, source: Sequence[int], target
         return
     start, n = target[0], len(target)
     source_n, together = _indices(source, k_LGSD.device), list(target) == list(range(start, start + n))
-    for cache_LGSD in (k_LGSD,) if v_LGSD is None else (k_LGSD, v_LGSD):
+    for cache_LGSD in (*parts(k_LGSD), *(() if v_LGSD is None else parts(v_LGSD))):
         rows_LGnD = cache_LGSD.index_select(2, source_n)
         if together:  # a trunk in one piece; much cheaper
             cache_LGSD.narrow(2, start, n).copy_(rows_LGnD)

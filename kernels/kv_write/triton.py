@@ -1,7 +1,7 @@
-"""KV writes on a GPU: one launch for keys and values, a program per token and block of its row, or, into an int8 cache,
-per few heads. Norms of heads and rotations are part of the launch where the caller has some."""
+"""KV writes on a GPU: one launch for keys and values, a program per token and block of its row, or, into a cache of 8
+bits, per few heads. Norms of heads and rotations are part of the launch where the caller has some."""
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportGeneralTypeIssues=false
 # (what triton.jit takes and gives is no function to a type checker)
 
 import torch
@@ -10,13 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.custom_ops import nothing, register
-from kernels.gpu import INTERPRETED, cast, check_device
+from kernels.gpu import INTERPRETED, cast, check_device, raw
+from kernels.kv_fp8 import MOST as FP8_MOST
+from kernels.kv_fp8 import PER_STEP as FP8_PER_STEP
 from kernels.kv_int8 import LEAST, PER_STEP
 from kernels.kv_write.turn import Turn
 
 BLOCK = 1024
 HEADS = 64 if INTERPRETED.value else 4  # of a program: an interpreted one costs the same however many it has
 PER_STEP, LEAST = tl.constexpr(PER_STEP), tl.constexpr(LEAST)
+FP8_MOST, FP8_PER_STEP = tl.constexpr(float(FP8_MOST)), tl.constexpr(FP8_PER_STEP)
 
 
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:
@@ -30,10 +33,11 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
     if k_TGD.stride(2) != 1 or v_TGD.stride(2) != 1:
         k_TGD, v_TGD = k_TGD.contiguous(), v_TGD.contiguous()
     strides = k_TGD.stride(0), k_TGD.stride(1), v_TGD.stride(0), v_TGD.stride(1)
-    if k_GSD.dtype == torch.int8:
+    k_GSD, v_GSD = raw(k_GSD), raw(v_GSD)
+    if k_GSD.dtype.itemsize == 1:
         sizes = {"G": G, "D": D, "D2": triton.next_power_of_2(D), "M": HEADS, "num_warps": 1}
         written = k_GSD, v_GSD, k_TGD, v_TGD, slots_T, T, k_GSD.stride(0), v_GSD.stride(0)
-        _write_int8[(triton.cdiv(T * G, HEADS),)](*written, *strides, **sizes)
+        _write_rows[(triton.cdiv(T * G, HEADS),)](*written, *strides, **sizes)
         return
     _write[T, triton.cdiv(G * D, BLOCK)](
         k_GSD, v_GSD, k_TGD, v_TGD, slots_T,
@@ -51,7 +55,7 @@ def rotary_write(
         ValueError: tensors that the kernel cannot reach.
     """
     check_device(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, slots_T)
-    (T, H, D), G = q_THD.shape, k_TGD.shape[1]
+    (T, H, D), G, k_GSD, v_GSD = q_THD.shape, k_TGD.shape[1], raw(k_GSD), raw(v_GSD)
     q_THD, k_TGD, v_TGD = (x if x.stride(2) == 1 else x.contiguous() for x in (q_THD, k_TGD, v_TGD))
     angles = [x.contiguous() for x in turn.angles] or [slots_T, slots_T]
     norms, kind = [], 0
@@ -68,7 +72,7 @@ def rotary_write(
         q_THD, k_TGD, v_TGD, *angles[:2], *angles[-2:], *norms, k_GSD, v_GSD, out_THD, slots_T, T,
         *strides, k_GSD.stride(0), v_GSD.stride(0), turn.eps,
         H=H, G=G, D=D, D2=D2, R=turn.angles[0].shape[1] if turn.angles else 0, NORM=kind, LAST=turn.norms_last,
-        ALL=whole, INT8=k_GSD.dtype == torch.int8, M=M, num_warps=warps(M * D2) if whole else 1,
+        ALL=whole, M=M, num_warps=warps(M * D2) if whole else 1,
     )  # fmt: skip
     return out_THD
 
@@ -96,7 +100,7 @@ def _write(
 
 
 @triton.jit(do_not_specialize=["T"])
-def _write_int8(
+def _write_rows(
     k_ptr, v_ptr, new_k_ptr, new_v_ptr, slots_ptr, T,
     stride_kg, stride_vg, stride_nkt, stride_nkg, stride_nvt, stride_nvg,
     G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr,
@@ -109,18 +113,60 @@ def _write_int8(
     slot_M = tl.load(slots_ptr + t_M, mask=real_M, other=0)
     k_MD = tl.load(new_k_ptr + (t_M * stride_nkt + g_M * stride_nkg)[:, None] + d_D[None, :], mask=read_MD, other=0.0)
     v_MD = tl.load(new_v_ptr + (t_M * stride_nvt + g_M * stride_nvg)[:, None] + d_D[None, :], mask=read_MD, other=0.0)
-    _store_int8(k_MD, k_ptr, g_M * stride_kg + slot_M * (D + 2), real_M, D, D2)
-    _store_int8(v_MD, v_ptr, g_M * stride_vg + slot_M * (D + 2), real_M, D, D2)
+    _store(k_MD, k_ptr, g_M, slot_M, stride_kg, real_M, D, D2)
+    _store(v_MD, v_ptr, g_M, slot_M, stride_vg, real_M, D, D2)
+
+
+@triton.jit
+def _store(x_MD, cache_ptr, g_M, slot_M, stride, real_M, D: tl.constexpr, D2: tl.constexpr):
+    """Rows of heads g in slots, as a cache of this dtype keeps them; see `raw`."""
+    head_M = g_M * stride
+    if cache_ptr.dtype.element_ty == tl.uint8:
+        _store_fp8(x_MD, cache_ptr, head_M + slot_M * D, head_M + stride // (D + 4) * D + slot_M * 4, real_M, D, D2)
+    elif cache_ptr.dtype.element_ty == tl.int8:
+        _store_int8(x_MD, cache_ptr, head_M + slot_M * (D + 2), real_M, D, D2)
+    else:
+        d_D = tl.arange(0, D2)
+        at_MD = (head_M + slot_M * D)[:, None] + d_D[None, :]
+        tl.store(cache_ptr + at_MD, x_MD, mask=real_M[:, None] & (d_D < D)[None, :])
+
+
+@triton.jit
+def _largest(x_MD):
+    """Rows in float32, 0 if they are not finite, their largest magnitudes, and whether they are finite: of numbers as
+    bits, magnitudes have the order of the numbers."""
+    x_MD = x_MD.to(tl.float32)
+    most_M = tl.max(x_MD.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    finite_M = most_M < 0x7F800000
+    most_M = tl.where(finite_M, most_M, 0).to(tl.float32, bitcast=True)
+    return tl.where(finite_M[:, None], x_MD, 0.0), most_M, finite_M
+
+
+@triton.jit
+def _store_fp8(x_MD, cache_ptr, at_M, scale_at_M, real_M, D: tl.constexpr, D2: tl.constexpr):
+    """Rows, as `kernels.kv_fp8` defines them. Processors before sm_89 have no conversion."""
+    x_MD, most_M, finite_M = _largest(x_MD)
+    scale_M = most_M * FP8_PER_STEP
+    scale_M = tl.where(scale_M < LEAST, 0.0, scale_M)
+    inverse_M = tl.where(scale_M == 0, 0.0, tl.div_rn(1.0, tl.where(scale_M == 0, 1.0, scale_M)))
+    y_MD = tl.minimum(tl.maximum(x_MD * inverse_M[:, None], -FP8_MOST), FP8_MOST)
+    size_MD, sign_MD = tl.abs(y_MD), (y_MD.to(tl.int32, bitcast=True) >> 24) & 0x80
+    bits_MD = size_MD.to(tl.int32, bitcast=True)
+    e_MD = ((bits_MD + 0x7FFFF + ((bits_MD >> 20) & 1)) >> 20) - 0x3C0  # 3 bits of the fraction; exponents begin at -7
+    few_MD = (size_MD + 16384.0).to(tl.int32, bitcast=True) & 15  # steps of 2^-9, which is the last bit of this sum
+    e_MD = tl.where(size_MD < 0.015625, few_MD, e_MD) | sign_MD
+    d_D = tl.arange(0, D2)
+    real_MD = real_M[:, None] & (d_D < D)[None, :]
+    tl.store(cache_ptr + at_M[:, None] + d_D[None, :], e_MD.to(tl.uint8), mask=real_MD)
+    scale_ptrs = (cache_ptr + scale_at_M).to(tl.pointer_type(tl.float32))
+    tl.store(scale_ptrs, tl.where(finite_M, scale_M, float("nan")), mask=real_M)
 
 
 @triton.jit
 def _store_int8(x_MD, cache_ptr, at_M, real_M, D: tl.constexpr, D2: tl.constexpr):
-    """Rows, as `kernels.kv_int8` defines them; of numbers as bits, magnitudes have the order of the numbers."""
-    x_MD = x_MD.to(tl.float32)
-    most_M = tl.max(x_MD.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    finite_M = most_M < 0x7F800000
-    x_MD, most_M = tl.where(finite_M[:, None], x_MD, 0.0), tl.where(finite_M, most_M, 0)
-    exact_M = most_M.to(tl.float32, bitcast=True) * PER_STEP
+    """Rows, as `kernels.kv_int8` defines them."""
+    x_MD, most_M, finite_M = _largest(x_MD)
+    exact_M = most_M * PER_STEP
     bits_M = exact_M.to(tl.int32, bitcast=True)
     bits_M = tl.where(exact_M < LEAST, 0, (bits_M + 0x7FFF + ((bits_M >> 16) & 1)) >> 16)  # of the nearest bfloat16
     scale_M = (bits_M << 16).to(tl.float32, bitcast=True)
@@ -140,7 +186,7 @@ def _turn(
     q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr, k_ptr, v_ptr, out_ptr, slots_ptr, T,
     stride_qt, stride_qh, stride_nkt, stride_nkg, stride_nvt, stride_nvg, stride_kg, stride_vg, eps,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, R: tl.constexpr,
-    NORM: tl.constexpr, LAST: tl.constexpr, ALL: tl.constexpr, INT8: tl.constexpr, M: tl.constexpr,
+    NORM: tl.constexpr, LAST: tl.constexpr, ALL: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """M heads: of a token those of queries, of keys, of values in a row; or all those of queries, keys or values of one
     token. Every step is rounded to the dtype."""
@@ -183,13 +229,8 @@ def _turn(
         mask=v_M[:, None] & real_D[None, :], other=0.0,
     )  # fmt: skip
     slot_M = tl.load(slots_ptr + t_M, mask=real_M, other=0)
-    if INT8:
-        _store_int8(x_MD, k_ptr, g_M * stride_kg + slot_M * (D + 2), k_M, D, D2)
-        _store_int8(written_MD, v_ptr, g_M * stride_vg + slot_M * (D + 2), v_M, D, D2)
-    else:
-        at_MD = (slot_M * D)[:, None] + d_D[None, :]
-        tl.store(k_ptr + (g_M * stride_kg)[:, None] + at_MD, x_MD, mask=k_M[:, None] & real_D[None, :])
-        tl.store(v_ptr + (g_M * stride_vg)[:, None] + at_MD, written_MD, mask=v_M[:, None] & real_D[None, :])
+    _store(x_MD, k_ptr, g_M, slot_M, stride_kg, k_M, D, D2)
+    _store(written_MD, v_ptr, g_M, slot_M, stride_vg, v_M, D, D2)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import INTERPRETED, cast, check_device, counters, dot, last_of, properties
+from kernels.gpu import INTERPRETED, cast, check_device, counters, dot, e4m3, last_of, properties
 from kernels.linear.codes import BLOCK, HALF, Codes, takes
 
 NUMBERS = {"int4": 4, "int8": 5, "float8": 6}
@@ -155,7 +155,7 @@ def _add(
     if not WHOLE:
         group = tl.minimum(first, WIDTH - 1) // GROUP
     if KIND == 6:
-        number_NK = _float8(byte_NK)
+        number_NK = e4m3(byte_NK)
     elif KIND == 5:
         number_NK = byte_NK.to(tl.int8, bitcast=True).to(tl.float32)
     else:
@@ -171,11 +171,3 @@ def _add(
     if not WHOLE:
         part_MN *= tl.load(scale_ptr + group * OUTS + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
     return acc_MN + part_MN
-
-
-@triton.jit
-def _float8(byte):
-    """e4m3 as float32, by way of float16, whose exponents begin 8 lower: processors before sm_89 have no conversion."""
-    bits = byte.to(tl.int32)
-    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)

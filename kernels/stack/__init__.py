@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.checks import expect
 from kernels.cpp import KINDS, OPERATORS, function, watched
-from kernels.kv_int8 import row_width
+from kernels.kv_kinds import row_width
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import Packed
 from kernels.rows.checks import ACTIVATIONS

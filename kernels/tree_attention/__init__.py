@@ -27,13 +27,13 @@ def tree_attention(
     Args:
         q_THD: queries; H is a multiple of G, query head h reads key/value head h // (H / G).
         k_GSD, v_GSD: one layer's cache, contiguous, the keys and values of this pass already written; in q's dtype, or
-            int8, see `kernels.kv_int8`.
+            of 8 bits, see `kernels.kv_kinds`.
         layout: the pass.
         scale: factor of the dot products.
         cap: of the scores, which become cap * tanh(score / cap) (Bello et al., 2017); None: they stay as they are.
         window: a token at position p sees only positions > p - window; None sees all.
-        impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU) or "triton" (GPU
-            kernels); None takes the layout's.
+        impl: "reference" (the definition), "torch" (fast PyTorch, any device), "cpp" (C++, on a CPU, no FP8) or
+            "triton" (GPU kernels); None takes the layout's.
 
     Returns:
         [T, H, D] in q's dtype; zeros for a token that sees nothing.
@@ -80,6 +80,7 @@ def _check(
         raise ValueError(f"expected a layout of {q_THD.shape[0]} tokens, got {layout.positions_T.shape[0]}")
     if impl == "cpp":
         checks.native(q_THD)
+        checks.native_cache(k_GSD)
         native.seen(layout, k_GSD.shape[1])  # which C++ checks, quicker than `fits`, and keeps with the layout
     else:
         checks.fits(layout, k_GSD.shape[1], k_GSD.device)

@@ -1,4 +1,4 @@
-"""Calls the C++ tree attention (native.cpp): any head size, float32, bfloat16 and float16, any cache, a CPU."""
+"""Calls the C++ tree attention (native.cpp): any head size, float32, bfloat16 and float16, any cache but FP8, a CPU."""
 
 import ctypes
 from collections.abc import Sequence
@@ -128,6 +128,7 @@ def tree_attention(
 ) -> Tensor:
     """The operator that compilers and profilers see: it gets no layout that keeps the result of its check."""
     checks.native(q_THD)
+    checks.native_cache(k_GSD)
     checks.queries(q_THD, k_GSD, v_GSD, window, cap)
     trunk = positions_T, token_starts, trunk_seen_T, trunk_runs
     tensors = *trunk, branch_slots_RW, branch_positions_RW, ancestry_TC

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.kv_int8 import floats
+from kernels.kv_kinds import floats, parts
 from kernels.layout import TreeLayout
 
 
@@ -25,8 +25,8 @@ def tree_attention(
         for t in range(starts[r], starts[r + 1]):
             slots = visible_slots(layout, mask_TW, r, t, window)
             if len(slots):
-                k_HND = floats(k_GSD[:, slots], q_THD.dtype).repeat_interleave(group, 0)
-                v_HND = floats(v_GSD[:, slots], q_THD.dtype).repeat_interleave(group, 0)
+                k_HND = floats([x[:, slots] for x in parts(k_GSD)], q_THD.dtype).repeat_interleave(group, 0)
+                v_HND = floats([x[:, slots] for x in parts(v_GSD)], q_THD.dtype).repeat_interleave(group, 0)
                 scores_HN = scale * (k_HND @ q_THD[t].unsqueeze(-1)).squeeze(-1)
                 if cap is not None:
                     scores_HN = cap * torch.tanh(scores_HN / cap)

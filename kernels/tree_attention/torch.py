@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.custom_ops import like, register
-from kernels.kv_int8 import floats
+from kernels.kv_kinds import SCALE_BYTES, floats, parts
 from kernels.layout import WORD, unpack_bits
 
 LONG_RUN = 64  # tokens of a trunk's run from which on a matrix product of its own pays
@@ -56,7 +56,7 @@ def tree_attention(
     """See the front for arguments."""
     H, D = q_THD.shape[1:]
     G = k_GSD.shape[0]
-    quantised = k_GSD.dtype == torch.int8
+    quantised = k_GSD.dtype in SCALE_BYTES
     dtype = q_THD.dtype  # of the scores: in float16 they may pass 65,504
     if dtype == torch.float16 or (quantised and dtype == torch.bfloat16):
         dtype = torch.float32
@@ -146,10 +146,9 @@ def _own_values(p_GNW: Tensor, value: Tensor) -> Tensor:
 
 def _rows(cache_GSD: Tensor, tile: Tile, dtype: torch.dtype) -> list[Tensor]:
     """Keys or values that a tile sees, [G, n, D] each, as floats: long runs in place, the rest gathered."""
-    rows = [cache_GSD[:, p] if isinstance(p, slice) else cache_GSD.index_select(1, p) for p in tile.pieces]
-    if tile.branch_slots is not None:
-        rows.append(cache_GSD.index_select(1, tile.branch_slots.flatten()))
-    return [floats(some, dtype) for some in rows]
+    pieces = tile.pieces if tile.branch_slots is None else [*tile.pieces, tile.branch_slots.flatten()]
+    planes = parts(cache_GSD)
+    return [floats([x[:, p] if isinstance(p, slice) else x.index_select(1, p) for x in planes], dtype) for p in pieces]
 
 
 # Keyed by the tensors' identity: all layers of a pass share one layout, and nothing writes to one that "torch" reads.

@@ -38,7 +38,19 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.custom_ops import like, register
-from kernels.gpu import INTERPRETED, Properties, cast, check_device, counters, dot, last_of, properties, tanh
+from kernels.gpu import (
+    INTERPRETED,
+    Properties,
+    cast,
+    check_device,
+    counters,
+    dot,
+    finite_e4m3,
+    last_of,
+    properties,
+    raw,
+    tanh,
+)
 from kernels.layout import TreeLayout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -100,6 +112,7 @@ def _tree_attention(
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
     T, H, D = q_THD.shape
+    k_GSD, v_GSD = raw(k_GSD), raw(v_GSD)
     G, R, W = k_GSD.shape[0], len(trunk_len_R), branch_slots_RW.shape[1]
     gpu = properties(q_THD.device)
     sizes = _sizes(T * H // G // R, D, q_THD.dtype, gpu.roomy)
@@ -107,7 +120,7 @@ def _tree_attention(
     constants = {
         "WINDOWED": window is not None, "CAPPED": cap is not None,
         "R2": 1 if R == 1 else max(16, triton.next_power_of_2(R)), "GROUP": H // G, "HEADS": H, "PAGE": page_size,
-        "ROW": k_GSD.shape[2], "D": D, "D2": D2, **sizes,
+        "ROW": D + 2 * (k_GSD.dtype == torch.int8), "D": D, "D2": D2, **sizes,
     }  # fmt: skip
     plain = T, R, W, scale / cap if cap else scale * LOG2_E, (cap or 0.0) * LOG2_E, window or 0
     strides = q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trunk_pages_RP.stride()
@@ -321,6 +334,7 @@ def _attend(
     top_M = tl.full([M], float("-inf"), tl.float32)
     sum_M = tl.zeros([M], tl.float32)
     acc_MD = tl.zeros([M, D2], tl.float32)
+    far = stride_kg // (D + 4) * D  # from the elements of an FP8 cache to their scales
     k_ptr += g * stride_kg
     v_ptr += g * stride_vg
     if not WINDOWED:  # whole blocks, seen by all rows that see any key: without a mask of keys
@@ -331,7 +345,7 @@ def _attend(
             page_N = tl.load(pages_ptr + tree * stride_pr + (n_N // PAGE) * stride_pp)
             top_M, sum_M, acc_MD = _fold(
                 q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, n_N >= 0, seen_M[:, None] > 0, scale,
-                cap, top_M, sum_M, acc_MD, CAPPED, False, ROW, D, D2,
+                cap, top_M, sum_M, acc_MD, far, CAPPED, False, ROW, D, D2,
             )  # fmt: skip
         first_n = whole
     for n in range(first_n, last_n, N):
@@ -343,7 +357,7 @@ def _attend(
             visible_MN &= n_N[None, :] >= oldest_M[:, None]
         top_M, sum_M, acc_MD = _fold(
             q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, live_N, visible_MN, scale,
-            cap, top_M, sum_M, acc_MD, CAPPED, True, ROW, D, D2,
+            cap, top_M, sum_M, acc_MD, far, CAPPED, True, ROW, D, D2,
         )  # fmt: skip
     for w in range(first_w, words):
         word_M = tl.load(words_ptr + t_M * (W // WORD) + w, mask=real_M, other=0)
@@ -355,7 +369,7 @@ def _attend(
                 visible_MN &= tl.load(places_ptr + tree * W + w_N)[None, :] >= oldest_M[:, None]
             top_M, sum_M, acc_MD = _fold(
                 q_MD, k_ptr, v_ptr, slot_N, w_N < W, visible_MN, scale,
-                cap, top_M, sum_M, acc_MD, CAPPED, True, ROW, D, D2,
+                cap, top_M, sum_M, acc_MD, far, CAPPED, True, ROW, D, D2,
             )  # fmt: skip
 
     sum_M = tl.where(sum_M != 0, sum_M, 1.0)  # NaN stays
@@ -388,7 +402,7 @@ def _store(out_ptr, line_B, real_B, out_BD, D: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def _fold(
-    q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale, cap, top_M, sum_M, acc_MD,
+    q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale, cap, top_M, sum_M, acc_MD, far,
     CAPPED: tl.constexpr, MASKED: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
 ):  # fmt: skip
     """Take one more block of keys and values into the running maximum, sum and output; unless MASKED all are live."""
@@ -400,11 +414,20 @@ def _fold(
         v_ND = tl.load(v_ptr + at_ND, mask=live_ND, other=0)
     else:
         k_ND, v_ND = tl.load(k_ptr + at_ND), tl.load(v_ptr + at_ND)
-    if ROW > D:  # int8, which all of q's dtypes hold; their scales may be too small for float16, the values are not
+    FP8: tl.constexpr = k_ptr.dtype.element_ty == tl.uint8
+    if FP8:
+        k_scale_N = tl.load((k_ptr + far).to(tl.pointer_type(tl.float32)) + slot_N, mask=live_N, other=0.0)
+        v_scale_N = tl.load((v_ptr + far).to(tl.pointer_type(tl.float32)) + slot_N, mask=live_N, other=0.0)
+        k_ND, v_ND = finite_e4m3(k_ND, q_MD.dtype), finite_e4m3(v_ND, q_MD.dtype)
+        if q_MD.dtype == tl.float16:  # may be too small for scales
+            v_ND = (v_ND.to(tl.float32) * v_scale_N[:, None]).to(tl.float16)
+    elif ROW > D:  # int8, which all of q's dtypes hold; their scales may be too small for float16, the values are not
         k_ND = cast(k_ND.to(tl.float32), q_MD.dtype)
         v_ND = cast(v_ND.to(tl.float32) * _scales(v_ptr + slot_N * ROW + D, live_N)[:, None], q_MD.dtype)
     score_MN = dot(q_MD, tl.trans(k_ND)) * scale
-    if ROW > D:
+    if FP8:
+        score_MN *= k_scale_N[None, :]
+    elif ROW > D:
         score_MN *= _scales(k_ptr + slot_N * ROW + D, live_N)[None, :]
     if CAPPED:
         score_MN = tanh(score_MN) * cap
@@ -413,7 +436,10 @@ def _fold(
     base_M = tl.where(new_M == float("-inf"), 0.0, new_M)
     p_MN = tl.exp2(score_MN - base_M[:, None])
     fade_M = tl.exp2(top_M - base_M)
-    return new_M, sum_M * fade_M + tl.sum(p_MN, 1), acc_MD * fade_M[:, None] + dot(cast(p_MN, v_ND.dtype), v_ND)
+    sum_M = sum_M * fade_M + tl.sum(p_MN, 1)
+    if FP8 and q_MD.dtype != tl.float16:
+        p_MN *= v_scale_N[None, :]
+    return new_M, sum_M, acc_MD * fade_M[:, None] + dot(cast(p_MN, v_ND.dtype), v_ND)
 
 
 @triton.jit

@@ -1,6 +1,8 @@
-"""An int8 cache end to end: its bytes, the searches on it, what its implementations agree on, what is refused."""
+"""Caches of 8 bits end to end: their bytes, the searches on them, what implementations agree on, what is refused."""
 
+import importlib.util
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -8,11 +10,15 @@ import torch
 
 from engine import Engine
 from engine.app import chat
+from engine.capabilities import Capabilities, Precision
 from engine.demo import demo_folder
+from engine.driver import Runner
 from engine.errors import UsageError
+from engine.loading import LoadedModel
 from engine.pool import PagePool
 from engine.tree import TokenTree
 from kernels import cpp
+from kernels.kv_fp8 import DTYPE as FP8
 from models.config import ModelShape
 from models.linear import FORMATS
 from search import ADED, DSBD, ULTS, BeamSample, Greedy, Sample, SBoN, Speculative, Trie
@@ -23,6 +29,12 @@ SEARCHES = [Trie(beams=5), ADED(), DSBD(width=3, seed=1), SBoN(n=4, seed=2), ULT
 OTHERS = [Greedy(), Sample(seed=4, temperature=0.8), BeamSample(beams=3, seed=5), Speculative(seed=6)]
 FAMILIES = ["llama/gqa", "llama/head_dim", "opt/plain", "gpt2/plain", "phi3/window", "qwen3/windows"]
 IMPLS = ["reference", "torch", *([] if cpp.why_not() else ["cpp"])]
+
+
+needs_interpreter = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs triton, and no GPU",
+)
 
 
 def load(quant="none"):
@@ -157,8 +169,67 @@ def test_with_other_dtypes(dtype):
 
 @pytest.mark.parametrize("wrong", ["int4", "float8", "bfloat16", None, 8, []])
 def test_other_names_are_refused(wrong):
-    with pytest.raises(UsageError, match="kv_dtype: expected auto or int8, got"):
+    with pytest.raises(UsageError, match="kv_dtype: expected auto, int8, fp8, got"):
         Engine.load(demo_folder(), kv_dtype=wrong)
+
+
+def fp8_engine(impl):
+    """The demo on an FP8 cache, by operators that a CPU does not get by itself."""
+    plain = Engine.load(demo_folder(), dtype="float32", device="cpu", kv_memory="8M")
+    pool = PagePool(plain.shape, 60, 16, FP8)
+    runner = Runner(plain.runner.model, pool, plain.runner.vocab_size, impl=impl, dtype=torch.float32)
+    tokenizer, eos = plain.model.tokenizer, plain.eos_token_ids
+    return Engine(LoadedModel(runner, plain.shape, tokenizer, eos_token_ids=eos, key="demo-fp8"))
+
+
+@pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=needs_interpreter)])
+def test_fp8_gives_what_the_definition_gives(impl):
+    """A trie, whose promotions copy rows with their scales."""
+    prompt = "Once upon a time there was a brave girl"
+    defined, engine = fp8_engine("reference"), fp8_engine(impl)
+    (wanted,), (got,) = (one.generate([prompt], Trie(beams=3), max_new_tokens=6) for one in (defined, engine))
+    assert outputs([got]) == outputs([wanted])
+    assert [o.logprob for o in got.outputs] == pytest.approx([o.logprob for o in wanted.outputs], abs=5e-3)
+    engine.pool.check_invariants([])
+    plain = Engine.load(demo_folder(), dtype="float32", kv_memory="8M")
+    ids = plain.tokenizer.encode(f"{prompt} called Lily. Lily lived in a village.")
+    ours, theirs = (torch.log_softmax(one.logits(ids), -1) for one in (defined, plain))
+    assert 0 < (theirs.exp() * (theirs - ours)).sum(-1).mean() < 0.02
+
+
+def test_an_fp8_prefix_in_a_file(tmp_path):
+    """Elements and scales, which do not lie together."""
+    writer, reader = (fp8_engine("torch") for _ in range(2))
+    for engine in (writer, reader):
+        engine.model.cache_prefixes(bounded=True)
+    prefix = writer.tokenizer.encode("Once upon a time there was a brave girl called Lily. Lily lived in a village.")
+    writer.save_prefix(tmp_path / "prefix", prefix)
+    assert reader.load_prefix(tmp_path / "prefix") == prefix
+    results = [one.generate([[*prefix, 9]], Greedy(), max_new_tokens=4)[0] for one in (reader, fp8_engine("torch"))]
+    assert outputs(results[:1]) == outputs(results[1:]) and results[0].stats["reused_tokens"] == len(prefix)
+    assert results[0].outputs[0].logprob == pytest.approx(results[1].outputs[0].logprob, abs=1e-4)
+
+
+def test_an_fp8_cache_takes_little_more_than_half_of_bfloat16():
+    shape = ModelShape(2, 2, 128, 1, None)
+    eight, sixteen = (PagePool(shape, 50, 16, dtype) for dtype in (FP8, torch.bfloat16))
+    held = eight.cache.k_LGSD.nbytes + eight.cache.v_LGSD.nbytes
+    assert held == (eight.pages + eight.reserved) * eight.page_bytes
+    assert eight.bytes_per_token == 2 * 2 * 2 * 132 and eight.bytes_per_token <= 0.52 * sixteen.bytes_per_token
+
+
+def test_fp8_is_refused_on_a_cpu(capsys, monkeypatch):
+    with pytest.raises(UsageError, match=r"kv_dtype: the kernels of a CPU do not read fp8"):
+        Engine.load(demo_folder(), kv_dtype="fp8", device="cpu")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hello")))
+    assert chat.main(["--kv-dtype", "fp8", "--device", "cpu"]) == 2
+    assert "use --kv-dtype int8" in capsys.readouterr().err
+
+
+def test_fp8_is_told():
+    precision = Precision(torch.bfloat16)
+    told = Capabilities.of(None, precision, "none", torch.device("cuda"), "triton", "fp8")
+    assert told.precision == "bfloat16, fp8 cache"
 
 
 def test_the_command_line_refuses_other_names(capsys):

@@ -27,6 +27,7 @@ from kernels.tree_attention import triton as tree_attention
 from kernels.tree_attention.triton import LAST, WHOLE
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+BYTES = {"int8": "*i8", "fp8": "*u8"}  # caches of 8 bits, as kernels take them
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448}  # bytes that one program may have
 OTHERS = {89: 101_376, 100: 232_448, 120: 101_376}  # compiled for the table only
 GPUS = {80: "A100", 86: "A10, RTX 30", 89: "L4, L40, RTX 40", 90: "H100, H200", 100: "B200", 120: "RTX 50"}
@@ -48,12 +49,12 @@ def compile(kernel, capability, types, constants, **options):
     return compiled
 
 
-def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split=LAST, trees=1, int8=False):
+def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split=LAST, trees=1, cache=None):
     roomy = (SHARED | OTHERS)[capability] >= 160_000
     sizes = tree_attention._sizes(rows, head, dtype, roomy=roomy)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     e = NAMES[dtype]
-    types = {name: "*i8" if int8 else f"*{e}" for name in ("k_ptr", "v_ptr")} | {"q_ptr": f"*{e}"}
+    types = {name: BYTES.get(cache, f"*{e}") for name in ("k_ptr", "v_ptr")} | {"q_ptr": f"*{e}"}
     types |= {"out_ptr": f"*{e}", "share_ptr": "*fp32", "log_ptr": "*fp32", "scale": "fp32", "cap": "fp32"}
     types |= {"positions_ptr": "*i64", "slots_ptr": "*i64", "stride_kg": "i64", "stride_vg": "i64"}
     lengths = "count", "starts", "lengths", "branches"
@@ -68,20 +69,20 @@ def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split
         "PAGE": 16,
         "D": head,
     }
-    constants |= {"ROW": head + 2 * int8, "D2": max(16, triton.next_power_of_2(head))}
+    constants |= {"ROW": head + 2 * (cache == "int8"), "D2": max(16, triton.next_power_of_2(head))}
     compiled = compile(tree_attention._attend, capability, types, constants | sizes, **options)
-    if dtype != torch.float32 and capability == 90 and not head % 8 and not int8:
+    if dtype != torch.float32 and capability == 90 and not head % 8 and cache != "int8":
         assert "cp.async.cg" in compiled.asm["ptx"], "keys and values are not fetched ahead, 16 bytes at a time"
     return compiled
 
 
-def turn(capability, head, norm, int8, heads=0):
+def turn(capability, head, norm, cache=None, heads=0):
     """`heads`: of so many query heads all are normed as one row."""
     pointers = {name for name in kv_write._turn.arg_names if name.endswith("_ptr")}
     types = {"slots_ptr": "*i64", "eps": "fp32", "stride_kg": "i64", "stride_vg": "i64"}
-    types |= dict.fromkeys(("k_ptr", "v_ptr"), "*i8" if int8 else "*bf16")
+    types |= dict.fromkeys(("k_ptr", "v_ptr"), BYTES.get(cache, "*bf16"))
     types = dict.fromkeys(pointers, "*bf16") | types
-    sizes = {"H": heads or 32, "G": 8, "D": head, "D2": head, "R": head, "NORM": norm, "LAST": False, "INT8": int8}
+    sizes = {"H": heads or 32, "G": 8, "D": head, "D2": head, "R": head, "NORM": norm, "LAST": False}
     sizes |= {"M": triton.next_power_of_2(heads) if heads else 4, "ALL": heads > 0}
     warps = kv_write.warps(sizes["M"] * head) if heads else 1
     return compile(kv_write._turn, capability, types, sizes, num_warps=warps)
@@ -186,8 +187,12 @@ attend(90, 2048, 256, torch.bfloat16, split=WHOLE)
 for rows in (16, 2048):
     unspilled(attend(90, rows, 128, torch.float32, split=LAST if rows < 2048 else WHOLE))
 for capability, dtype in itertools.product(SHARED, NAMES):
-    attend(capability, 16, 64, dtype, int8=True)
-attend(90, 2048, 128, torch.bfloat16, split=WHOLE, int8=True)
+    attend(capability, 16, 64, dtype, cache="int8")
+attend(90, 2048, 128, torch.bfloat16, split=WHOLE, cache="int8")
+for capability in SHARED:
+    unspilled(attend(capability, 16, 128, torch.bfloat16, cache="fp8"))
+for dtype in (torch.float16, torch.float32):
+    attend(90, 16, 64, dtype, cache="fp8")
 types = {"share_ptr": "*fp32", "log_ptr": "*fp32", "out_ptr": "*bf16"}
 types |= {f"{name}_ptr": "*i32" for name in ("starts", "lengths", "branches")}
 sizes = {"WINDOWED": True, "R2": 16, "GROUP": 4, "HEADS": 32, "D": 128, "D2": 128, "M": 64, "N": 32, "K": 16}
@@ -195,11 +200,12 @@ unspilled(compile(tree_attention._merge, 90, types, sizes, num_warps=2))
 types = {"slots_ptr": "*i64"} | {f"{name}_ptr": "*bf16" for name in ("k", "v", "new_k", "new_v")}
 compile(kv_write._write, 90, types, {"G": 32, "D": 128, "BLOCK": kv_write.BLOCK})
 sizes = {"G": 8, "D": 80, "D2": 128, "M": 4}
-compile(kv_write._write_int8, 90, types | {"k_ptr": "*i8", "v_ptr": "*i8"}, sizes, num_warps=1)
-for capability, int8, norm in ((80, False, 0), (90, False, 1), (90, True, 2), (120, True, 0)):
-    unspilled(turn(capability, 128, norm, int8))
+for kind in BYTES.values():
+    unspilled(compile(kv_write._write_rows, 90, types | {"k_ptr": kind, "v_ptr": kind}, sizes, num_warps=1))
+for capability, cache, norm in ((80, None, 0), (90, None, 1), (90, "int8", 2), (120, "int8", 0), (80, "fp8", 1)):
+    unspilled(turn(capability, 128, norm, cache))
 for capability in (80, 90, 120):
-    unspilled(turn(capability, 128, 1, int8=False, heads=40))
+    unspilled(turn(capability, 128, 1, heads=40))
 for capability, width in ((80, 4096), (90, 8192)):
     unspilled(add_norm(capability, width))
     unspilled(gate(capability, width))

@@ -5,7 +5,7 @@ import random
 
 import torch
 
-from kernels.kv_int8 import floats, quantise
+from kernels.kv_kinds import floats, parts, row_width, stored
 from kernels.layout import NULL_SLOT, TRASH_SLOT, WORD, KVCache, TreeLayout
 
 
@@ -105,9 +105,17 @@ def forest(seed, trees, *, heads=4, kv_heads=2, head_dim=16, page=16, words=None
 def cast(f, dtype, kept=None):
     """Inputs of one layer in a dtype, the cache in `kept` if it is another, and the same rounded numbers in float64."""
     q, *cache = (x.to(dtype) for x in (f.q_THD, f.cache.k_LGSD[0], f.cache.v_LGSD[0]))
-    if kept == torch.int8:
-        cache = [quantise(x) for x in cache]
-    return [q, *cache], [q.double(), *(floats(x, torch.float64) for x in cache)]
+    if kept is not None:
+        cache = [cached(x, kept) for x in cache]
+    return [q, *cache], [q.double(), *(floats(parts(x), torch.float64) for x in cache)]
+
+
+def cached(x, dtype):
+    """Floats [..., S, D] as a cache of a dtype."""
+    cache = torch.zeros(*x.shape[:-1], row_width(x.shape[-1], dtype), dtype=dtype, device=x.device)
+    for part, rows in zip(parts(cache), stored(x, dtype), strict=True):
+        part.copy_(rows)
+    return cache
 
 
 FORESTS = {

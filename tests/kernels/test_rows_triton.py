@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kernels import rows
-from kernels.kv_int8 import dequantise
+from kernels.kv_fp8 import DTYPE as FP8
+from kernels.kv_kinds import floats, parts, row_width
 from kernels.kv_write import Turn, rotary_write
 from kernels.rows import reference
 from kernels.rows.checks import Wanted
@@ -187,7 +188,7 @@ TURNS = [  # norms, after the rotation, rotated thirds of dims, tables of angles
 
 @DEVICES
 @DTYPES
-@pytest.mark.parametrize("kept", [None, torch.int8], ids=["as keys", "int8"])
+@pytest.mark.parametrize("kept", [None, torch.int8, FP8], ids=["as keys", "int8", "fp8"])
 @pytest.mark.parametrize(("kind", "last", "dims", "tables", "whole"), TURNS)
 def test_heads_are_normed_rotated_and_written(kind, last, dims, tables, whole, kept, dtype, device):
     """Rows are views of one product, as they are in a layer; 3 query heads to a key/value head, of an odd size."""
@@ -198,10 +199,10 @@ def test_heads_are_normed_rotated_and_written(kind, last, dims, tables, whole, k
     norms = tuple(vectors(kind, D * (heads if whole else 1), dtype, i) for heads, i in ((H, 3), (G, 5)))
     slots = torch.tensor([4, 9, 2, 1, 7, 3, 11])[:T]
 
-    def run(impl, where, own, as_int8=kept):
-        caches = [
-            torch.full((G, 12, D + 2 * (as_int8 is not None)), 5, dtype=as_int8 or own, device=where) for _ in "kv"
-        ]
+    def run(impl, where, own, kept=kept):
+        caches = [torch.zeros(G, 12, row_width(D, kept or own), dtype=kept or own, device=where) for _ in "kv"]
+        for part in (part for cache in caches for part in parts(cache)):
+            part.fill_(5)
         turn = Turn(moved(angles, where, own), *(moved(norm, where, own) for norm in norms), 1e-5, last, whole)
         q = rotary_write(*caches, *split(x.to(where, own)), slots.to(where), turn, impl=impl)
         return q, *caches
@@ -212,13 +213,15 @@ def test_heads_are_normed_rotated_and_written(kind, last, dims, tables, whole, k
     for got, want, right in zip(found[1:], plain[1:], exact[1:], strict=True):
         got = got.cpu()
         untouched = [s for s in range(12) if s not in slots.tolist()]
-        assert got[:, untouched].eq(5).all()
+        assert all(part[:, untouched].eq(5).all() for part in parts(got))
         if kept is None:
             no_worse(got[:, slots], want[:, slots], right[:, slots])
         else:
-            step = right[:, slots].abs().amax(-1, keepdim=True) / 127
-            assert ((dequantise(got) - right)[:, slots].abs() <= step * 0.52 + 3 * torch.finfo(dtype).eps).all()
-    assert found[2].cpu().equal(plain[2]), "values are written as they are"
+            right = right[:, slots]
+            step = right.abs() / 8 if kept == FP8 else right.abs().amax(-1, keepdim=True) / 127
+            error = (floats(parts(got), torch.float32)[:, slots] - right).abs()
+            assert (error <= step * 0.52 + 3 * torch.finfo(dtype).eps).all()
+    assert all(x.equal(y) for x, y in zip(parts(found[2].cpu()), parts(plain[2]), strict=True)), "values as they are"
 
 
 def test_fronts_check_their_arguments():

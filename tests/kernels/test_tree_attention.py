@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from kernels import cpp
-from kernels.kv_int8 import dequantise, floats, quantise
+from kernels.kv_int8 import dequantise, quantise
+from kernels.kv_kinds import floats, parts
 from kernels.kv_write import kv_copier, kv_write
 from kernels.kv_write import torch as kv_torch
 from kernels.layout import TRASH_SLOT, unpack_bits
@@ -48,7 +49,7 @@ KERNELS = EVERY_IMPL[2:]
 
 def naive(q_THD, k_GSD, v_GSD, layout, scale, window, cap=None):
     """Plain PyTorch in the dtype of its inputs: gather what a token sees, softmax(scale q k) v. Our own reading."""
-    k_GSD, v_GSD = (floats(x, q_THD.dtype) for x in (k_GSD, v_GSD))
+    k_GSD, v_GSD = (floats(parts(x), q_THD.dtype) for x in (k_GSD, v_GSD))
     group = q_THD.shape[1] // k_GSD.shape[0]
     mask_TW = unpack_bits(layout.ancestry_TC)
     out = torch.zeros_like(q_THD)

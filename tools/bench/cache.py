@@ -12,6 +12,8 @@ from torch import Tensor
 
 from engine import Engine
 from engine.demo import demo_folder, is_demo
+from kernels.kv_fp8 import DTYPE as FP8
+from kernels.kv_kinds import floats, stored
 from kernels.kv_write import kv_write
 from kernels.stack import one_by_one
 from search import Sample
@@ -21,8 +23,8 @@ from tools.bench.report import finish, rows_table, stamp
 
 LEGEND = """The texts are samples of the model itself (temperature 1); every position is compared. *KL*: divergence from
 the log-probabilities of the float32 cache, in nats; *same best token*: both have the same most probable one. Weights
-and arithmetic are float32 throughout; keys and values of the bfloat16 cache are rounded as they are written. *bytes*:
-of one token's keys and values in all layers."""
+and arithmetic are float32 throughout; keys and values of the bfloat16 and fp8 caches are rounded as they are written.
+*bytes*: of one token's keys and values in all layers."""
 
 
 COLUMNS = {
@@ -32,7 +34,7 @@ COLUMNS = {
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("cache", help="what an int8 KV cache costs", description=__doc__)
+    parser = commands.add_parser("cache", help="what a KV cache of 8 bits costs", description=__doc__)
     parser.add_argument("--model", nargs="+", metavar="DIR", default=[], help="checkpoint folders besides the demo")
     add_numbers(parser, texts=(16, "samples of each model"), new_tokens=(240, "of each"), seed=0)
     add_run_flags(parser, "benchmarks", None, run)
@@ -51,16 +53,16 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 def measure(folder: Path, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each smaller cache of a model."""
     plain, texts, exact = sampled(folder, name, args)
-    with rounded_cache(plain):
-        sixteen = log_probabilities(plain, texts)
-    eight = log_probabilities(load(folder, args, kv_dtype="int8"), texts)
-    return [
-        {
-            "model": name, "cache": cache, "bytes": plain.shape.kv_bytes_per_token(dtype),
-            **divergence(exact, logp_NV),
-        }
-        for cache, logp_NV, dtype in (("bfloat16", sixteen, torch.bfloat16), ("int8", eight, torch.int8))
-    ]  # fmt: skip
+    rows = []
+    for cache, dtype in (("bfloat16", torch.bfloat16), ("int8", torch.int8), ("fp8", FP8)):
+        if cache == "int8":
+            logp_NV = log_probabilities(load(folder, args, kv_dtype=cache), texts)
+        else:
+            with rounded_cache(plain, dtype):
+                logp_NV = log_probabilities(plain, texts)
+        size = plain.shape.kv_bytes_per_token(dtype)
+        rows.append({"model": name, "cache": cache, "bytes": size, **divergence(exact, logp_NV)})
+    return rows
 
 
 def load(folder: Path, args: argparse.Namespace, **options: Any) -> Engine:
@@ -94,11 +96,14 @@ def log_probabilities(engine: Engine, texts: Sequence[Sequence[int]]) -> Tensor:
 
 
 @contextmanager
-def rounded_cache(engine: Engine) -> Iterator[None]:
-    """A float32 cache holds bfloat16 numbers meanwhile."""
+def rounded_cache(engine: Engine, dtype: torch.dtype) -> Iterator[None]:
+    """A float32 cache holds the numbers that one of another dtype would, meanwhile."""
+
+    def rounded(x_TGD: Tensor) -> Tensor:
+        return floats(stored(x_TGD, dtype), torch.float32) if dtype.itemsize == 1 else x_TGD.to(dtype).float()
 
     def write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, *, impl: str) -> None:
-        kv_write(k_GSD, v_GSD, k_TGD.bfloat16().float(), v_TGD.bfloat16().float(), slots_T, impl=impl)
+        kv_write(k_GSD, v_GSD, rounded(k_TGD), rounded(v_TGD), slots_T, impl=impl)
 
     with one_by_one(engine.runner.model), mock.patch("models.layers.kv_write", write):
         yield
