@@ -141,13 +141,13 @@ def _tree_attention(
 
     programs, split = _grid(gpu.processors, room, T * H // G, R, G, M, D2)
     out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
-    if split == WHOLE:
-        _attend[(programs,)](*arguments(out_THD, out_THD, out_THD, out_THD), SPLIT=WHOLE, **constants)
+    if split == WHOLE.value:
+        _attend[(programs,)](*arguments(out_THD, out_THD, out_THD, out_THD), SPLIT=split, **constants)
         return out_THD
     shares = torch.empty((programs, M, D), dtype=torch.float32, device=q_THD.device)
     logs = torch.empty((programs, M), dtype=torch.float32, device=q_THD.device)
     _attend[(programs,)](*arguments(out_THD, shares, logs, counters(q_THD.device)), SPLIT=split, **constants)
-    if split == LATER:
+    if split == LATER.value:
         kept = {name: constants[name] for name in ("WINDOWED", "R2", "GROUP", "HEADS", "D", "D2", "M", "N")}
         _merge[(T * H,)](out_THD, shares, logs, *lengths, programs, R, W, window or 0, K=16, num_warps=2, **kept)
     return out_THD
@@ -177,10 +177,10 @@ def _grid(
     even = trees * triton.cdiv(triton.cdiv(rows, trees), tile) * heads  # if they are spread evenly
     waves = WAVES if trees > 1 else 1
     if even >= waves * processors * (256 // tile):  # more than there can be room for
-        return most, WHOLE
-    split = LATER if processors // even * tile * head * 4 > ALONE else LAST
+        return most, WHOLE.value
+    split = (LATER if processors // even * tile * head * 4 > ALONE else LAST).value
     programs = processors * room(split)
-    return (most, WHOLE) if even >= waves * programs else (max(most, programs), split)
+    return (most, WHOLE.value) if even >= waves * programs else (max(most, programs), split)
 
 
 def _check(q_THD: Tensor, k_GSD: Tensor, v_GSD: Tensor, token_starts: Tensor) -> None:

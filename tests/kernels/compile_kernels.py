@@ -24,8 +24,8 @@ from kernels.linear.codes import Codes
 from kernels.rows import leaders
 from kernels.rows import triton as on_rows
 from kernels.tree_attention import triton as tree_attention
-from kernels.tree_attention.triton import LAST, WHOLE
 
+WHOLE, LAST = tree_attention.WHOLE.value, tree_attention.LAST.value
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 BYTES = {"int8": "*i8", "fp8": "*u8"}  # caches of 8 bits, as kernels take them
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448}  # bytes that one program may have

@@ -331,7 +331,7 @@ def test_every_block_has_a_program_and_none_has_many(trees, split, window, devic
 
     M, N, G, group, R = 16, 64, 1, 4, len(trees)
     programs, _ = triton._grid(15, lambda _: 3, sum(n for _, n, _ in trees) * group, R, G, M, 128)
-    found = tasks(trees, programs, window, getattr(triton, split), G, group, M, N, device)
+    found = tasks(trees, programs, window, getattr(triton, split).value, G, group, M, N, device)
     blocks, tiles, wanted = [], [], []
     for r, (trunk, tokens, branches) in enumerate(trees):
         lo = max(trunk - tokens - window + 1, 0) // N * N if window else 0
@@ -353,8 +353,8 @@ def test_how_many_programs_run_at_once(monkeypatch):
     """An H100 and an A10, by what a compiled kernel takes; what is cut into shares, and who merges them."""
     from kernels import gpu
     from kernels.tree_attention import triton
-    from kernels.tree_attention.triton import LAST, LATER, WHOLE
 
+    WHOLE, LAST, LATER = (x.value for x in (triton.WHOLE, triton.LAST, triton.LATER))
     h100, a10 = gpu.Properties(132, True, 65_536, 233_472, 2_048), gpu.Properties(72, False)
     assert [h100.programs(138, 72_192, 4), h100.programs(200, 78_336, 4), h100.programs(189, 131_584, 8)] == [3, 2, 1]
     assert [a10.programs(255, 33_000, 4), a10.programs(64, 90_000, 4), a10.programs(255, 200_000, 8)] == [2, 1, 1]
