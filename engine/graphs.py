@@ -119,6 +119,7 @@ class GraphRunner(Runner):
             + self.tokens[-1] * (5 * 2 + 1 + 2 * pool.ancestors + WORDS[-1])
             + TREES[-1] * (WORDS[-1] * WORD * 3 + pool.pages)
         )
+        most += most % 2  # 64-bit views of both parts are aligned
         self.host = torch.empty(2, most, dtype=torch.int32, pin_memory=on_gpu)  # taken in turn: a pass may be under way
         self.copied: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
