@@ -52,6 +52,7 @@ class Properties:
         processors: streaming multiprocessors.
         roomy: whether they have the shared memory of a data-centre card.
         registers, shared, threads: of a multiprocessor; shared memory in bytes.
+        bulk: whether a block of a tensor is copied to shared memory at once (from sm_90 on), where that has room.
     """
 
     processors: int
@@ -59,6 +60,7 @@ class Properties:
     registers: int = 65_536
     shared: int = 102_400
     threads: int = 1_536
+    bulk: bool = False
 
     def programs(self, registers: int, shared: int, warps: int) -> int:
         """How many programs a multiprocessor runs at once: registers go to warps by 256, and a program has 1 KiB of
@@ -77,14 +79,16 @@ class Properties:
 def properties(device: torch.device) -> Properties:
     """Of the device; the interpreter gets a few multiprocessors, so that it meets splits as well."""
     if device.type == "cpu":
-        return Properties(2, False)
+        return Properties(2, False, bulk=True)
     gpu = torch.cuda.get_device_properties(device)
+    roomy = gpu.shared_memory_per_block_optin >= 160_000
     return Properties(
         gpu.multi_processor_count,
-        gpu.shared_memory_per_block_optin >= 160_000,
+        roomy,
         gpu.regs_per_multiprocessor,
         gpu.shared_memory_per_multiprocessor,
         gpu.max_threads_per_multi_processor,
+        roomy and gpu.major >= 9,
     )
 
 

@@ -3,7 +3,8 @@
 A program takes a tile of M rows, one key/value head and a share of the keys. Rows are the queries of one tree times
 the query heads that share the key/value head, so that a key is read once however many beams and heads look at it; what
 tiles share they read side by side, from the L2 cache. Keys come in blocks of N: first the trunk, through its page
-table, masked by length alone, then the branch slots, gathered and masked by ancestry bits::
+table, masked by length alone, then the branch slots, gathered and masked by ancestry bits. Tiles of a prompt take what
+lies in consecutive pages a block at once, where the GPU has an engine for such copies (tensor descriptors)::
 
               lo             hi   branch slots
     keys      [ n n n n n n n ]  [ n n ]         blocks of N, dealt out to the shares of a tile in order
@@ -36,6 +37,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.custom_ops import like, register
 from kernels.gpu import (
@@ -55,6 +57,7 @@ from kernels.layout import TreeLayout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
+LONG = 128  # rows of a prompt's tile, which has a multiprocessor for itself
 WAVES = 4  # so many times the programs that run at once even out trees of all lengths by themselves
 ROOM: dict[tuple, int] = {}  # how many programs a multiprocessor has room for, by kernel
 WHOLE, LAST, LATER = (tl.constexpr(i) for i in range(3))  # tiles are not cut; who merges their shares
@@ -122,18 +125,21 @@ def _tree_attention(
         "R2": 1 if R == 1 else max(16, triton.next_power_of_2(R)), "GROUP": H // G, "HEADS": H, "PAGE": page_size,
         "ROW": D + 2 * (k_GSD.dtype == torch.int8), "D": D, "D2": D2, **sizes,
     }  # fmt: skip
+    blocks = None, None
+    if gpu.bulk and M == LONG and window is None and D == D2 and k_GSD.dtype == q_THD.dtype:
+        blocks = tuple(TensorDescriptor(x, [G * x.shape[1], D], [D, 1], [sizes["N"], D]) for x in (k_GSD, v_GSD))
     plain = T, R, W, scale / cap if cap else scale * LOG2_E, (cap or 0.0) * LOG2_E, window or 0
     strides = q_THD.stride(0), q_THD.stride(1), k_GSD.stride(0), v_GSD.stride(0), *trunk_pages_RP.stride()
     lengths = token_starts, trunk_len_R, branch_len_R
     tables = positions_T, trunk_seen_T, trunk_pages_RP, branch_slots_RW, branch_positions_RW, ancestry_TC
 
     def arguments(out: Tensor, shares: Tensor, logs: Tensor, counts: Tensor) -> tuple:
-        return q_THD, k_GSD, v_GSD, out, shares, logs, counts, *lengths, *tables, *plain, *strides
+        return q_THD, k_GSD, v_GSD, *blocks, out, shares, logs, counts, *lengths, *tables, *plain, *strides
 
     def room(split: int) -> int:
         if INTERPRETED:
             return 2
-        key = (q_THD.device, q_THD.dtype, k_GSD.dtype, split, *constants.values())
+        key = (q_THD.device, q_THD.dtype, k_GSD.dtype, split, blocks[0] is None, *constants.values())
         if key not in ROOM:
             share, log = torch.empty(2, 4, device=q_THD.device)  # both aligned, or another kernel is compiled for it
             ROOM[key] = _room(gpu, arguments(q_THD, share, log, counters(q_THD.device)), split, constants)
@@ -281,8 +287,8 @@ def _task(
 
 @triton.jit(do_not_specialize=["T", "R", "window", "stride_pr", "stride_pp"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, out_ptr, share_ptr, log_ptr, count_ptr, starts_ptr, lengths_ptr, branches_ptr,
-    positions_ptr, seen_ptr, pages_ptr, slots_ptr, places_ptr, words_ptr,
+    q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, out_ptr, share_ptr, log_ptr, count_ptr, starts_ptr, lengths_ptr,
+    branches_ptr, positions_ptr, seen_ptr, pages_ptr, slots_ptr, places_ptr, words_ptr,
     T, R, W, scale, cap, window,
     stride_qt, stride_qh, stride_kg, stride_vg, stride_pr, stride_pp,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr,
@@ -340,6 +346,19 @@ def _attend(
     if not WINDOWED:  # whole blocks, seen by all rows that see any key: without a mask of keys
         least = tl.min(tl.where(real_M & (seen_M > 0), seen_M, hi))
         whole = tl.maximum(tl.minimum(least // N * N, last_n), first_n)
+        if k_blocks is not None:  # of consecutive pages
+            page, straight = _straight(pages_ptr + tree * stride_pr, stride_pp, whole, PAGE)
+            at = (g * (stride_kg // D)).to(tl.int32) + page * PAGE
+            straight = tl.maximum(straight // N * N, first_n)
+            for n in range(first_n, straight, N):
+                score_MN = dot(q_MD, tl.trans(k_blocks.load([at + n, 0]))) * scale
+                if CAPPED:
+                    score_MN = tanh(score_MN) * cap
+                score_MN = tl.where(seen_M[:, None] > 0, score_MN, float("-inf"))
+                p_MN, fade_M, top_M, sum_M = _weigh(score_MN, top_M, sum_M)
+                v_ND = v_blocks.load([at + n, 0])
+                acc_MD = acc_MD * fade_M[:, None] + dot(cast(p_MN, v_ND.dtype), v_ND)
+            first_n = straight
         for n in range(first_n, whole, N):
             n_N = n + tl.arange(0, N)
             page_N = tl.load(pages_ptr + tree * stride_pr + (n_N // PAGE) * stride_pp)
@@ -432,14 +451,32 @@ def _fold(
     if CAPPED:
         score_MN = tanh(score_MN) * cap
     score_MN = tl.where(visible_MN, score_MN, float("-inf"))
+    p_MN, fade_M, top_M, sum_M = _weigh(score_MN, top_M, sum_M)
+    if FP8 and q_MD.dtype != tl.float16:
+        p_MN *= v_scale_N[None, :]
+    return top_M, sum_M, acc_MD * fade_M[:, None] + dot(cast(p_MN, v_ND.dtype), v_ND)
+
+
+@triton.jit
+def _weigh(score_MN, top_M, sum_M):
+    """Weights of a block's keys, of all before them, and the running maximum and sum."""
     new_M = tl.maximum(top_M, tl.max(score_MN, 1))
     base_M = tl.where(new_M == float("-inf"), 0.0, new_M)
     p_MN = tl.exp2(score_MN - base_M[:, None])
     fade_M = tl.exp2(top_M - base_M)
-    sum_M = sum_M * fade_M + tl.sum(p_MN, 1)
-    if FP8 and q_MD.dtype != tl.float16:
-        p_MN *= v_scale_N[None, :]
-    return new_M, sum_M, acc_MD * fade_M[:, None] + dot(cast(p_MN, v_ND.dtype), v_ND)
+    return p_MN, fade_M, new_M, sum_M * fade_M + tl.sum(p_MN, 1)
+
+
+@triton.jit
+def _straight(pages_ptr, stride, keys, PAGE: tl.constexpr):
+    """The first page of a trunk, and how many of its first keys lie in that page and those right after it."""
+    first, pages = tl.load(pages_ptr, mask=keys > 0, other=0), (keys + PAGE - 1) // PAGE
+    run = pages
+    for p in range(0, pages, 256):
+        p_P = p + tl.arange(0, 256)
+        page_P = tl.load(pages_ptr + p_P * stride, mask=p_P < pages, other=0)
+        run = tl.minimum(run, tl.min(tl.where((p_P < pages) & (page_P != first + p_P), p_P, pages)))
+    return first, tl.minimum(run * PAGE, keys)
 
 
 @triton.jit

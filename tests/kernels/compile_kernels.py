@@ -70,10 +70,21 @@ def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split
         "D": head,
     }
     constants |= {"ROW": head + 2 * (cache == "int8"), "D2": max(16, triton.next_power_of_2(head))}
+    if bulk(capability, sizes["M"], head, windowed, cache):
+        types |= dict.fromkeys(("k_blocks", "v_blocks"), f"tensordesc<{e}[{sizes['N']},{head}]>")
+    else:
+        constants |= {"k_blocks": None, "v_blocks": None}
     compiled = compile(tree_attention._attend, capability, types, constants | sizes, **options)
     if dtype != torch.float32 and capability == 90 and not head % 8 and cache != "int8":
         assert "cp.async.cg" in compiled.asm["ptx"], "keys and values are not fetched ahead, 16 bytes at a time"
+        assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) == bulk(capability, sizes["M"], head, windowed, cache)
     return compiled
+
+
+def bulk(capability, rows, head, windowed, cache):
+    """Whether blocks of keys and values are copied at once."""
+    able = capability >= 90 and (SHARED | OTHERS)[capability] >= 160_000 and head == triton.next_power_of_2(head)
+    return able and rows == tree_attention.LONG and not windowed and cache is None
 
 
 def turn(capability, head, norm, cache=None, heads=0):

@@ -222,6 +222,32 @@ def test_tiles_do_not_show(monkeypatch):
     torch.testing.assert_close(tiled[:-4], whole[:-4], rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("device", TRITON)
+@pytest.mark.parametrize("gaps", [[], [(5, 9)], [(0, 1), (7, 8)]], ids=str)
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_consecutive_pages_are_copied_by_blocks(device, gaps, cap, monkeypatch):
+    """The same numbers, bit by bit, as of pages that are looked up one by one."""
+    from kernels import gpu
+    from kernels.tree_attention import triton
+
+    f = forest(8, [(200, 70, 0, 0), (150, 64, 40, 9)], fragmented=False)
+    pages_P, size = f.layout.trunk_pages_RP[0], f.layout.page_size
+    for one, other in gaps:  # what two pages of the first tree hold changes places
+        slots = [range(int(pages_P[i]) * size, (int(pages_P[i]) + 1) * size) for i in (one, other)]
+        both = torch.tensor([*slots[0], *slots[1]])
+        for cache in (f.cache.k_LGSD, f.cache.v_LGSD):
+            cache[:, :, both] = cache[:, :, both.roll(size)]
+        pages_P[[one, other]] = pages_P[[other, one]]
+    (q, k, v), wide = cast(f, torch.bfloat16)
+    exact = naive(*wide, f.layout, 0.25, None, cap)
+    outs = []
+    for bulk in (True, False):
+        monkeypatch.setattr(triton, "properties", lambda _, bulk=bulk: gpu.Properties(2, True, bulk=bulk))
+        outs.append(run("triton", device, q, k, v, f.layout, 0.25, None, cap))
+    assert outs[0].equal(outs[1])
+    torch.testing.assert_close(outs[0].double(), exact, rtol=2e-2, atol=2e-2)
+
+
 LATER = pytest.mark.parametrize("later", [False, True], ids=["merged by the last", "merged later"])
 
 
