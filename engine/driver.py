@@ -678,7 +678,7 @@ class Driver:
         self.work: dict[str, Work] = {name: Work() for name in runners}  # of all searches together
         self._crowded = False  # a search was preempted: none starts before another one ends
         self._landed = 0.0  # when the latest answer of a GPU was read
-        self.flying: dict[str, Batch] = {}  # by model: a pass that a GPU has begun with
+        self.under_way: dict[str, Batch] = {}  # by model: a pass that a GPU has begun with
 
     def submit(self, job: Job) -> Job:
         """Queue a search."""
@@ -739,7 +739,7 @@ class Driver:
 
     def _turn(self, model: str, runner: Runner) -> None:
         """Evaluate one pass of a model; on a GPU, begin with the next one before the answer of this one is read."""
-        watch, batch, after = partial(phase, self.observer), self.flying.pop(model, None), None
+        watch, batch, after = partial(phase, self.observer), self.under_way.pop(model, None), None
         began = time.perf_counter()
         if batch is None or not batch.leave(self.running):
             batch = self._begun(model, runner)
@@ -760,7 +760,7 @@ class Driver:
                     tree.give_up()
             raise
         if after is not None and after.shares:
-            self.flying[model] = after
+            self.under_way[model] = after
         if batch.launched is not None and batch.shares and batch.launched.seconds:
             host = time.perf_counter() - began - batch.launched.waited
             runner.overlap.note(host, batch.launched.seconds, len(batch.shares))
@@ -781,7 +781,7 @@ class Driver:
     def close(self) -> None:
         """Abandon all jobs and return all pages to their pools."""
         self.waiting.clear()
-        self.flying.clear()
+        self.under_way.clear()
         with uninterrupted(), contextlib.ExitStack() as stack:  # ends all jobs even if one of them raises
             for job in self.running:
                 stack.callback(self._end, job)
@@ -802,7 +802,7 @@ class Driver:
         with phase(self.observer, "schedule"):
             batch = self._schedule(model, runner, beside)
         if batch.shares and runner.asynchronous:
-            with phase(self.observer, "run", batch), self._kept_in_order(batch):
+            with phase(self.observer, "run", batch), self._released_if_failed(batch):
                 chunks = [share.chunk for share in batch.shares]
                 batch.launched = runner.launch(chunks, batch.asked, batch.reads, batch.edits, batch.keeps)
         return batch
@@ -856,8 +856,8 @@ class Driver:
         batch = Batch(model, runner, time.perf_counter())
         jobs = [job for job in self.running if job.pending and job.pending.request.tree.pool is runner.pool]
         if beside is not None:
-            under_way = {id(share.job) for share in beside.shares}
-            jobs = [job for job in jobs if id(job) not in under_way]
+            theirs = {id(share.job) for share in beside.shares}
+            jobs = [job for job in jobs if id(job) not in theirs]
         elif runner.overlap.helps(len(jobs)) and not all(job.next for job in jobs):
             jobs = jobs[: -(-len(jobs) // 2)]  # the others take turns with these
         room, chosen = runner.budget, []
@@ -873,7 +873,7 @@ class Driver:
     def _run(self, batch: Batch) -> tuple[Tensor, list[bool]]:
         """Evaluate a batch: rows, and whether each is finite. If that fails, its slots are released."""
         shares, runner, began = batch.shares, batch.runner, time.perf_counter()
-        with self._kept_in_order(batch):
+        with self._released_if_failed(batch):
             logp_NV, finite = self._evaluate(batch)
         now = time.perf_counter()
         if batch.launched is not None:
@@ -890,7 +890,7 @@ class Driver:
 
     @staticmethod
     @contextlib.contextmanager
-    def _kept_in_order(batch: Batch) -> Iterator[None]:
+    def _released_if_failed(batch: Batch) -> Iterator[None]:
         """Releases the slots of a pass that fails."""
         try:
             yield
