@@ -153,7 +153,7 @@ def request_fault(
         return f"Evaluate.read: expected a function or None, got {brief(request.read)}"
     if request.best is not None and (request.read is not None or not _is_best(request.best, nodes)):
         return f"Evaluate.best: expected Best, of a number for each node, and no read, got {brief(request.best)}"
-    if request.next is not None and (request.best is None or not _is_next(request.next)):
+    if request.next is not None and not _is_next(request.next):
         return f"Evaluate.next: expected Next, of a positive width and a set of tokens, got {brief(request.next)}"
     if tree not in trees:
         got = "a tree of another run" if isinstance(tree, TokenTree) else brief(tree)

@@ -24,7 +24,7 @@ from engine.constrained import Edit
 from engine.driver import Inputs, Keep, Launched, Part, Ready, Runner
 from engine.errors import UsageError
 from engine.gpu import check_triton
-from engine.packing import Chunk, Pass, pack
+from engine.packing import Chunk, Pass, bucket, pack
 from engine.phases import phase
 from engine.pool import PagePool
 from kernels import cpp
@@ -33,7 +33,8 @@ from kernels.layout import WORD
 
 TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 WORDS = (16, 64, 256, 1024)  # 32 branch slots each; kernels find out how many are in use: these are sizes of the copy
-TREES = (1, 2, 4, 8, 16, 32)
+TREES = (1, 2, 4, 8, 16, 32, 64, 128)
+TABLES = 32 * WORDS[-1]  # words of the branch slots of all trees
 MOST = 64  # graphs
 SHARE = 64  # log-probabilities may take 1/64 of the device's memory, graphs as much again; a stand-in has this memory:
 MEMORY = 1 << 35
@@ -117,7 +118,8 @@ class GraphRunner(Runner):
         most = (
             4096
             + self.tokens[-1] * (5 * 2 + 1 + 2 * pool.ancestors + WORDS[-1])
-            + TREES[-1] * (WORDS[-1] * WORD * 3 + pool.pages)
+            + TABLES * WORD * 3
+            + TREES[-1] * pool.pages
         )
         most += most % 2  # 64-bit views of both parts are aligned
         self.host = torch.empty(2, most, dtype=torch.int32, pin_memory=on_gpu)  # taken in turn: a pass may be under way
@@ -193,9 +195,14 @@ class GraphRunner(Runner):
             return "a pass that reads a prompt"
         if sum(c.trunk_tokens + len(c.nodes) for c in chunks) > self.tokens[-1]:
             return f"a pass of more than {self.tokens[-1]} tokens"
-        if max(len(c.tree.branch_table()[0]) if c.nodes else 0 for c in chunks) > WORDS[-1] * WORD:
+        slots = max(len(c.tree.branch_table()[0]) if c.nodes else 0 for c in chunks)
+        if slots > WORDS[-1] * WORD:
             return f"a tree of more than {WORDS[-1] * WORD} branch slots"
-        return f"a pass of more than {TREES[-1]} trees" if len(chunks) > TREES[-1] else ""
+        if len(chunks) > TREES[-1]:
+            return f"a pass of more than {TREES[-1]} trees"
+        if bucket(len(chunks), TREES) * bucket(-(-slots // WORD), WORDS) > TABLES:
+            return f"a pass of trees with room for more than {TABLES * WORD} branch slots"
+        return ""
 
     def recorded(self, run: Callable[[], None], like: Pass) -> Callable[[], None]:
         """A function that replays `run` from a graph; `run` itself where no graph can be recorded."""

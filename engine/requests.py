@@ -52,8 +52,8 @@ class Evaluate:
             device; the driver brings the numbers of all searches to the host at once.
         best: the best sums are wanted, and no rows, which need not exist then: `numbers` are the sums that are finite,
             best first, and as many places, row * V + token. Of equal sums the lower place comes first. Not with `read`.
-        next: of a request with `best`, what the search will most likely ask for next, if it says: a GPU begins with it
-            before the answer has reached the host. It changes no answer.
+        next: what the search will most likely ask for after its best sums, if it says: a GPU begins with it before the
+            answer has reached the host. It changes no answer, and means nothing without `best`.
     """
 
     tree: TokenTree

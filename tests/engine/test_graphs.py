@@ -133,7 +133,9 @@ def test_what_is_no_graph(monkeypatch):
     assert f"more than {TREES[-1]} trees" in runner._unfit(root * (TREES[-1] + 1), [0])
     nodes = tree.grow([tree.root] * 40, range(6, 46))
     leaves = [Chunk(tree, 0, nodes, tree.allocate(0, nodes))]
-    assert runner._unfit(leaves, [0]) == ""
+    assert runner._unfit(leaves, [0]) == "" and "more than 512 tokens" in runner._unfit(leaves * 13, [0])
+    monkeypatch.setattr("engine.graphs.TABLES", 64)
+    assert runner._unfit(leaves * 4, [0]) == "" and "2048 branch slots" in runner._unfit(leaves * 5, [0])
     monkeypatch.setattr("engine.graphs.WORDS", (1,))
     assert "more than 32 branch slots" in runner._unfit(leaves, [0])
     runner.tokens = 1, 39
