@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import Choices, Engine
-from engine.best import Best, Found, merged, of_all, of_entries
+from engine.best import Best, Found, Next, merged, of_all, of_entries
 from engine.constraints import Allowed
 from engine.few import Few, Head
 from kernels.rows import log_softmax
@@ -131,6 +131,8 @@ def test_a_wrong_best_is_a_fault_of_the_search(engine):
     assert not request_fault(Evaluate(tree, nodes, best=Best([0.0], 3)), [tree])
     for best in (Best([], 3), Best([0.0], 0), ([0.0], 3)):
         assert "Evaluate.best" in request_fault(Evaluate(tree, nodes, best=best), [tree])
+    for next in (5, Next(0, frozenset()), Next(1.5, frozenset()), Next(2, [3])):
+        assert "Evaluate.next" in request_fault(Evaluate(tree, nodes, best=Best([0.0], 2), next=next), [tree])
     both = Evaluate(tree, nodes, lambda rows, peaks: rows.view(-1), Best([0.0], 3))
     assert "Evaluate.best" in request_fault(both, [tree])
     tree.release()
