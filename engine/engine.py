@@ -14,8 +14,9 @@ from torch import Tensor
 from engine.budget import Loading, Workload, allow
 from engine.constrained import Constrained
 from engine.contract import attributed, check_search, search_error
-from engine.driver import Driver, Job
+from engine.driver import Driver
 from engine.errors import CoppiceError, UsageError, check_flag, check_integer
+from engine.jobs import Job
 from engine.loading import LoadedModel, check_arguments, check_companion, load_models
 from engine.logprobs import Kept, check_logprobs
 from engine.memory import check_memory, is_out_of_memory, out_of_memory

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from engine.compiling import LEAST
 from engine.constrained import Edit
-from engine.driver import Inputs, Keep, Launched, Part, Ready, Runner
 from engine.errors import UsageError
 from engine.gpu import check_triton
 from engine.packing import Chunk, Pass, bucket, pack
 from engine.phases import phase
 from engine.pool import PagePool
+from engine.runner import Inputs, Keep, Launched, Part, Ready, Runner
 from kernels import cpp
 from kernels.kv_kinds import row_width
 from kernels.layout import WORD

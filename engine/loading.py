@@ -15,7 +15,6 @@ import torch
 from engine.capabilities import Capabilities, Precision, explicit_precision, pick_precision, processor
 from engine.compiling import LEAST, compile_model, warm_up
 from engine.distributed import agree, least
-from engine.driver import Runner
 from engine.errors import CheckpointError, UsageError, check_integer
 from engine.fastest import Choice, fastest_format
 from engine.gpu import check_gpu
@@ -23,6 +22,7 @@ from engine.graphs import GraphRunner, make_runner
 from engine.memory import make_pools, read_size, total_memory
 from engine.pool import PagePool
 from engine.prefixes import PrefixCache
+from engine.runner import Runner
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import FILES, Tokenizer
 from kernels.kv_fp8 import DTYPE as FP8

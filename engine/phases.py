@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.requests import Read
 
 if TYPE_CHECKING:
-    from engine.driver import Batch
+    from engine.jobs import Batch
 
 
 class PhaseObserver(Protocol):

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.driver import Driver, Job
+from engine.driver import Driver
 from engine.engine import Engine, Request, _Prepared
 from engine.errors import CoppiceError
+from engine.jobs import Job
 from engine.requests import SearchResult
 from engine.text.stopping import TextStream
 

@@ -29,8 +29,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from engine.app import batch, chat
-from engine.driver import Driver, Runner
+from engine.driver import Driver
 from engine.engine import Done, Engine, Prefill, Session
+from engine.runner import Runner
 from engine.tree import TokenTree
 from models.checkpoint import Checkpoint
 from search.greedy import Greedy
@@ -613,7 +614,18 @@ def test_ctrl_c_at_any_line(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """The signal itself, at any line of the machine's bookkeeping."""
     draw, session, prompt = random.Random(2), Session(engine), [5 + i for i in range(12)]
     monkeypatch.setattr(engine.runner, "budget", 8)
-    places = ("driver.py", "tree.py", "slots.py", "pool.py", "packing.py", "greedy.py", "sample.py", "trie.py")
+    places = (
+        "driver.py",
+        "jobs.py",
+        "runner.py",
+        "tree.py",
+        "slots.py",
+        "pool.py",
+        "packing.py",
+        "greedy.py",
+        "sample.py",
+        "trie.py",
+    )
     interrupted = 0
 
     def trace(frame: Any, *_: Any) -> Any:

@@ -11,12 +11,12 @@ import torch
 from engine import Engine
 from engine.ahead import Guess, choose
 from engine.best import Next
-from engine.driver import Launched, Runner
 from engine.engine import Request
 from engine.graphs import GraphRunner
 from engine.loading import LoadedModel
 from engine.packing import Blank
 from engine.pool import PagePool
+from engine.runner import Launched, Runner
 from engine.timing import Overlap
 from engine.tree import TokenTree
 from search import Sample, Trie

@@ -13,7 +13,8 @@ import torch
 from engine import CoppiceError, Engine, KVMemoryError, Request, SearchError, TokenTree, UsageError
 from engine.app import batch
 from engine.contract import attributed, is_ours, search_error, slots_of
-from engine.driver import Driver, Job
+from engine.driver import Driver
+from engine.jobs import Job
 from search import REGISTRY, Evaluate, Greedy, Output, Report, Search, SearchResult, Trie
 from tools.random_checkpoint import make
 

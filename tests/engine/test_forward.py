@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from engine import Engine, Evaluate, KVMemoryError, NumericsError, Output, Report, SearchResult
 from engine.contract import ContractError
-from engine.driver import Driver, Job, Runner
+from engine.driver import Driver
+from engine.jobs import Job
 from engine.loading import LoadedModel
 from engine.memory import make_pools
 from engine.pool import PagePool
+from engine.runner import Runner
 from tools.random_checkpoint import make
 
 VOCAB = 48

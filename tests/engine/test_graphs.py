@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import load_file
 
 from engine import Engine
-from engine.driver import Runner
 from engine.errors import UsageError
 from engine.graphs import TOKENS, TREES, WORDS, GraphRunner, _Recorder, make_runner
 from engine.loading import LoadedModel
 from engine.packing import Chunk, pack
 from engine.pool import PagePool
+from engine.runner import Runner
 from engine.tree import TokenTree
 from kernels.layout import NULL_SLOT
 from search import ULTS, BoN, Greedy, Sample, SBoN, Trie

@@ -12,10 +12,10 @@ from engine import Engine
 from engine.app import chat
 from engine.capabilities import Capabilities, Precision
 from engine.demo import demo_folder
-from engine.driver import Runner
 from engine.errors import UsageError
 from engine.loading import LoadedModel
 from engine.pool import PagePool
+from engine.runner import Runner
 from engine.tree import TokenTree
 from kernels import cpp
 from kernels.kv_fp8 import DTYPE as FP8

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine import Engine, Request, Session, UsageError
-from engine.driver import Runner
 from engine.logprobs import Kept
+from engine.runner import Runner
 from search import DSBD, Greedy, Sample, Trie
 from search.base import REGISTRY, Evaluate, Output, Search, SearchResult, make_search
 from tests.search.test_waits import OPTIONS, ROOT

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from engine import Engine
-from engine.driver import Runner
 from engine.fastest import fastest_format
 from engine.loading import LoadedModel
+from engine.runner import Runner
 from kernels import cpp
 from kernels.linear.codes import unpacked
 from models import coded, grouped

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from engine import Engine
-from engine.driver import Batch
+from engine.jobs import Batch
 from kernels.stack import one_by_one
 from models.floats import PackedLinear
 from models.int8 import Int8Linear
