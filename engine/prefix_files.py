@@ -25,7 +25,7 @@ from models.files import open_regular, replacing
 if TYPE_CHECKING:
     from engine.engine import Engine
 
-FORMAT, VERSION = "coppice prefix", "1"
+FORMAT, VERSION = "coppice prefix", "2"
 REMEDY = "make one with --save-prefix and the same flags"
 
 

@@ -93,7 +93,7 @@ def elements(k_GSD: Tensor, rows: Tensor) -> tuple[int, torch.dtype]:
         raise ValueError(
             f"k_GSD: expected {_short(k_GSD.dtype)} rows of more than a scale's {scale} bytes, got {width}"
         )
-    if k_GSD.dtype == FP8 and S * (width - scale) % scale:
+    if S * (width - scale) % scale:
         raise ValueError(f"k_GSD: expected a multiple of {scale} elements in the slots of a head, got {S} of {width}")
     return width - scale, rows.dtype
 

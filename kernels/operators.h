@@ -100,14 +100,15 @@ int64_t coppice_kv_write(int64_t threads, char* k_GSD, char* v_GSD, const char* 
                          const int64_t* slots_T, int64_t tokens, int64_t heads, int64_t slots, int64_t row,
                          int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head);
 
-// The same of rows of `kind` into an int8 cache (kv_int8.py), whose rows are head_dim + 2 bytes; strides in elements.
+// The same of rows of `kind` into an int8 cache (kv_kinds.py); strides in elements.
 int64_t coppice_kv_write_int8(int64_t kind, int64_t threads, char* k_GSD, char* v_GSD, const void* k_TGD,
                               const void* v_TGD, const int64_t* slots_T, int64_t tokens, int64_t heads, int64_t slots,
                               int64_t head_dim, int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head);
 
 // Copies slots to others, in each of `heads` heads (of all layers); all are read before any is written. v may be null.
+// Rows are of `row` bytes, and the scales that follow those of a head of `scale` bytes, which may be 0.
 void coppice_kv_copy(int64_t threads, char* k_GSD, char* v_GSD, const int64_t* source_T, const int64_t* target_T,
-                     int64_t tokens, int64_t heads, int64_t slots, int64_t row);
+                     int64_t tokens, int64_t heads, int64_t slots, int64_t row, int64_t scale);
 
 // --- short_conv ---
 
@@ -122,7 +123,7 @@ int64_t coppice_short_conv(int64_t kind, int64_t kept, int64_t threads, const vo
 // --- tree_attention ---
 
 // Sizes of the queries and of a layer's cache, the tensors of a `TreeLayout`, and options. `kind` is that of queries
-// and output, `cache` that of keys and values: the same, or 3 for int8 (kv_int8.py).
+// and output, `cache` that of keys and values: the same, or 3 for int8 (kv_kinds.py).
 struct Attention {
     int64_t kind, cache, heads, kv_heads, head_dim, slots, trees, run_count, table_width, words, q_token, q_head;
     int64_t window, threads;  // a negative window: none

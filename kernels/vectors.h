@@ -44,7 +44,7 @@ struct BFloat16 {
 };
 
 constexpr int64_t INT8 = 3;  // as a `kind`
-constexpr int64_t SCALE_BYTES = 2;  // of a row in an int8 cache, see kv_int8.py
+constexpr int64_t SCALE_BYTES = 2;  // of a row in an int8 cache, see kv_kinds.py
 
 // Calls f(at, count) for the vectors that make up `width` elements; `count` is a constant but for what is left over.
 template <typename F>

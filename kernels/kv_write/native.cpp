@@ -1,5 +1,5 @@
 // Writing keys and values into their slots on a CPU, from elsewhere or from other slots: copies of rows, or, of an int8
-// cache, rows as kernels/kv_int8.py defines them.
+// cache, rows as kernels/kv_int8.py defines them, where kernels/kv_kinds.py says.
 
 #include <cstdint>
 #include <cstring>
@@ -11,7 +11,7 @@
 namespace {
 
 template <typename T>
-void quantise(const T* x, int64_t D, char* row) {
+void quantise(const T* x, int64_t D, char* row, BFloat16* to) {
     Ints most{};  // magnitudes as bits, whose order is that of the numbers; NaN is the largest
     each(D, [&](int64_t d, auto n) {
         const Ints bits = (Ints)load(x + d, n) & 0x7fffffff;
@@ -31,9 +31,7 @@ void quantise(const T* x, int64_t D, char* row) {
         const Ints whole = finite ? __builtin_convertvector(nearest(some), Ints) : Ints{};
         write(__builtin_convertvector(whole, Bytes), row + d, n);
     });
-    BFloat16 stored;
-    store(all(scale), &stored, 1);
-    std::memcpy(row + D, &stored, sizeof stored);
+    store(all(scale), to, 1);
 }
 
 }  // namespace
@@ -66,31 +64,39 @@ extern "C" int64_t coppice_kv_write_int8(int64_t kind, int64_t threads, char* k_
                                          int64_t v_token, int64_t v_head) {
     for (int64_t t = 0; t < tokens; t++)
         if (slots_T[t] < 0 || slots_T[t] >= slots) return 0;
-    const int64_t row = head_dim + SCALE_BYTES;
+    const int64_t head = slots * (head_dim + SCALE_BYTES);
+    auto scale = [&](char* k_SD, int64_t slot) { return (BFloat16*)(k_SD + slots * head_dim) + slot; };
     with_type(kind, [&](auto type) {
         using T = decltype(type);
 #pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > 1 << 13)
-        for (int64_t g = 0; g < heads; g++)
+        for (int64_t g = 0; g < heads; g++) {
+            char *k = k_GSD + g * head, *v = v_GSD + g * head;
             for (int64_t t = 0; t < tokens; t++) {
-                const int64_t to = (g * slots + slots_T[t]) * row;
-                quantise((const T*)k_TGD + t * k_token + g * k_head, head_dim, k_GSD + to);
-                quantise((const T*)v_TGD + t * v_token + g * v_head, head_dim, v_GSD + to);
+                const int64_t slot = slots_T[t], to = slot * head_dim;
+                quantise((const T*)k_TGD + t * k_token + g * k_head, head_dim, k + to, scale(k, slot));
+                quantise((const T*)v_TGD + t * v_token + g * v_head, head_dim, v + to, scale(v, slot));
             }
+        }
     });
     return 1;
 }
 
 extern "C" void coppice_kv_copy(int64_t threads, char* k_GSD, char* v_GSD, const int64_t* source_T,
-                                const int64_t* target_T, int64_t tokens, int64_t heads, int64_t slots, int64_t row) {
+                                const int64_t* target_T, int64_t tokens, int64_t heads, int64_t slots, int64_t row,
+                                int64_t scale) {
     const int64_t tensors = v_GSD ? 2 : 1;
 #pragma omp parallel num_threads(threads) if (tokens * heads * row > 1 << 17)
     {
         std::vector<char> rows(tokens * row);
+        auto copy = [&](char* from, int64_t size) {
+            for (int64_t t = 0; t < tokens; t++) std::memcpy(&rows[t * size], from + source_T[t] * size, size);
+            for (int64_t t = 0; t < tokens; t++) std::memcpy(from + target_T[t] * size, &rows[t * size], size);
+        };
 #pragma omp for
         for (int64_t i = 0; i < tensors * heads; i++) {
-            char* from = (i % tensors ? v_GSD : k_GSD) + i / tensors * slots * row;
-            for (int64_t t = 0; t < tokens; t++) std::memcpy(&rows[t * row], from + source_T[t] * row, row);
-            for (int64_t t = 0; t < tokens; t++) std::memcpy(from + target_T[t] * row, &rows[t * row], row);
+            char* head = (i % tensors ? v_GSD : k_GSD) + i / tensors * slots * (row + scale);
+            copy(head, row);
+            if (scale) copy(head + slots * row, scale);
         }
     }
 }

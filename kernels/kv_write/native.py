@@ -9,6 +9,7 @@ from torch import Tensor
 from kernels import checks
 from kernels.cpp import KINDS, function
 from kernels.custom_ops import nothing, register
+from kernels.kv_kinds import SCALE_BYTES
 
 
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:
@@ -31,7 +32,7 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
 
 def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor | None) -> Callable[[Sequence[int], Sequence[int]], None]:
     """See the front for arguments. What concerns the cache is looked up once: copies are small and many."""
-    (L, G, S, D), size = k_LGSD.shape, k_LGSD.itemsize
+    (L, G, S, D), size, scale = k_LGSD.shape, k_LGSD.itemsize, SCALE_BYTES.get(k_LGSD.dtype, 0)
     run = function("kv_copy")
 
     def copy(source: Sequence[int], target: Sequence[int]) -> None:
@@ -39,7 +40,7 @@ def kv_copier(k_LGSD: Tensor, v_LGSD: Tensor | None) -> Callable[[Sequence[int],
         slots, n = array("q", [*source, *target]), len(source)
         address, _ = slots.buffer_info()
         caches = k_LGSD.data_ptr(), None if v_LGSD is None else v_LGSD.data_ptr()
-        run(torch.get_num_threads(), *caches, address, address + 8 * n, n, L * G, S, D * size)
+        run(torch.get_num_threads(), *caches, address, address + 8 * n, n, L * G, S, D * size - scale, scale)
 
     return copy
 

@@ -124,7 +124,7 @@ def _store(x_MD, cache_ptr, g_M, slot_M, stride, real_M, D: tl.constexpr, D2: tl
     if cache_ptr.dtype.element_ty == tl.uint8:
         _store_fp8(x_MD, cache_ptr, head_M + slot_M * D, head_M + stride // (D + 4) * D + slot_M * 4, real_M, D, D2)
     elif cache_ptr.dtype.element_ty == tl.int8:
-        _store_int8(x_MD, cache_ptr, head_M + slot_M * (D + 2), real_M, D, D2)
+        _store_int8(x_MD, cache_ptr, head_M + slot_M * D, head_M + stride // (D + 2) * D + slot_M * 2, real_M, D, D2)
     else:
         d_D = tl.arange(0, D2)
         at_MD = (head_M + slot_M * D)[:, None] + d_D[None, :]
@@ -163,7 +163,7 @@ def _store_fp8(x_MD, cache_ptr, at_M, scale_at_M, real_M, D: tl.constexpr, D2: t
 
 
 @triton.jit
-def _store_int8(x_MD, cache_ptr, at_M, real_M, D: tl.constexpr, D2: tl.constexpr):
+def _store_int8(x_MD, cache_ptr, at_M, scale_at_M, real_M, D: tl.constexpr, D2: tl.constexpr):
     """Rows, as `kernels.kv_int8` defines them."""
     x_MD, most_M, finite_M = _largest(x_MD)
     exact_M = most_M * PER_STEP
@@ -175,9 +175,8 @@ def _store_int8(x_MD, cache_ptr, at_M, real_M, D: tl.constexpr, D2: tl.constexpr
     q_MD = (q_MD + 12582912.0) - 12582912.0  # 1.5 * 2^23: a sum with it has no fraction
     d_D = tl.arange(0, D2)
     tl.store(cache_ptr + at_M[:, None] + d_D[None, :], q_MD.to(tl.int8), mask=real_M[:, None] & (d_D < D)[None, :])
-    bits_M = tl.where(finite_M, bits_M, 0x7F80)
-    tl.store(cache_ptr + at_M + D, bits_M.to(tl.int8), mask=real_M)
-    tl.store(cache_ptr + at_M + (D + 1), (bits_M >> 8).to(tl.int8), mask=real_M)
+    scale_ptrs = (cache_ptr + scale_at_M).to(tl.pointer_type(tl.int16))
+    tl.store(scale_ptrs, tl.where(finite_M, bits_M, 0x7F80).to(tl.int16), mask=real_M)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -157,7 +157,8 @@ class Worker {
     const char *k, *v;
     T* out;
     const float factor = p.cap > 0 ? p.scale / p.cap : p.scale * LOG2_E;  // of the scores; with a cap of its tanh
-    const int D, group, row_bytes = D * sizeof(C) + (QUANTISED ? SCALE_BYTES : 0);
+    const int D, group, row_bytes = D * sizeof(C);
+    const int64_t head_bytes = p.slots * (row_bytes + (QUANTISED ? SCALE_BYTES : 0));
     bool pairs = false;         // keys are read as pairs of bfloat16, for which the processor has products
     std::vector<Ints> q_words;  // of each vector of rows in turn: floats or pairs
     int few = 0;                // rows, if there are at most MAX_SINGLE_ROWS
@@ -192,7 +193,7 @@ class Worker {
 
     // Makes the waiting slots' keys and values ready; `ahead`: the slots behind them are prefetched.
     void take(int g, bool ahead) {
-        const char *k_SD = k + g * p.slots * row_bytes, *v_SD = v + g * p.slots * row_bytes;
+        const char *k_SD = k + g * head_bytes, *v_SD = v + g * head_bytes;
         if (pairs && !few) {
             pair_up(v_SD);
         } else {
@@ -214,11 +215,10 @@ class Worker {
         if constexpr (std::is_same_v<C, float>) {
             for (int j = 0; j < n; j++) at[j] = (const int32_t*)(rows_SD + slots[j] * row_bytes);
         } else if constexpr (QUANTISED) {
+            const BFloat16* scales = (const BFloat16*)(rows_SD + p.slots * row_bytes);
             for (int j = 0; j < n; j++) {
                 const int8_t* from = (const int8_t*)(rows_SD + slots[j] * row_bytes);
-                BFloat16 scale;
-                std::memcpy(&scale, from + D, sizeof scale);
-                const float factor = load(&scale, 1)[0];
+                const float factor = load(scales + slots[j], 1)[0];
                 each(D, [&](int64_t d, auto n) { store(load(from + d, n) * factor, to + j * D + d, n); });
                 at[j] = (const int32_t*)(to + j * D);
             }
@@ -387,11 +387,12 @@ class Worker {
         for (int i = 0; i < COUNT; i++) out_D[d + i] = sum[i];
     }
 
-    // Prefetches a row into the first-level cache.
-    void fetch_row(int64_t row) {
+    // Prefetches a head's row of a slot into the first-level cache.
+    void fetch_row(int g, int64_t slot) {
+        const char *k_D = k + g * head_bytes + slot * row_bytes, *v_D = v + g * head_bytes + slot * row_bytes;
         for (int b = 0; b < row_bytes; b += 64) {
-            __builtin_prefetch(k + row * row_bytes + b);
-            __builtin_prefetch(v + row * row_bytes + b);
+            __builtin_prefetch(k_D + b);
+            __builtin_prefetch(v_D + b);
         }
     }
 
@@ -415,7 +416,7 @@ class Worker {
             for (; any; any &= any - 1) {
                 const int bit = __builtin_ctz(any), column = 32 * c + bit;
                 slots[n] = slot_of[column];
-                fetch_row(g * p.slots + slots[n]);
+                fetch_row(g, slots[n]);
                 visible[n++] = ((words >> bit) & 1) & (oldest <= position_of[column]);
                 if (n == BLOCK) flush();
             }

@@ -22,8 +22,8 @@ exponentials, by which shares are weighed. The last program of a tile to arrive 
 a few tiles have all programs, one program would read shares for longer than a launch takes, and a second kernel of many
 programs does it. Logarithms are to base 2 throughout.
 
-Of an int8 cache a row is D int8 and a bfloat16 (kernels/kv_int8.py): rows begin at even addresses only, so they are
-fetched two bytes at a time.
+Of a cache of 8 bits (kernels/kv_kinds.py) elements become numbers of the queries' dtype in registers. Scores are
+multiplied by the scales of keys, and weights by those of values; for float16, whose range they may leave, the values.
 
 Shapes besides those of `kernels.layout`: M rows of a tile, N keys of a block, H query heads, K shares, B rows.
 """
@@ -53,6 +53,7 @@ from kernels.gpu import (
     raw,
     tanh,
 )
+from kernels.kv_kinds import row_width
 from kernels.layout import TreeLayout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -115,7 +116,6 @@ def _tree_attention(
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
     T, H, D = q_THD.shape
-    k_GSD, v_GSD = raw(k_GSD), raw(v_GSD)
     G, R, W = k_GSD.shape[0], len(trunk_len_R), branch_slots_RW.shape[1]
     gpu = properties(q_THD.device)
     sizes = _sizes(T * H // G // R, D, q_THD.dtype, gpu.roomy)
@@ -123,8 +123,9 @@ def _tree_attention(
     constants = {
         "WINDOWED": window is not None, "CAPPED": cap is not None,
         "R2": 1 if R == 1 else max(16, triton.next_power_of_2(R)), "GROUP": H // G, "HEADS": H, "PAGE": page_size,
-        "ROW": D + 2 * (k_GSD.dtype == torch.int8), "D": D, "D2": D2, **sizes,
+        "SCALE": row_width(0, k_GSD.dtype), "D": D, "D2": D2, **sizes,
     }  # fmt: skip
+    k_GSD, v_GSD = raw(k_GSD), raw(v_GSD)
     blocks = None, None
     if gpu.bulk and M == LONG and window is None and D == D2 and k_GSD.dtype == q_THD.dtype:
         blocks = tuple(TensorDescriptor(x, [G * x.shape[1], D], [D, 1], [sizes["N"], D]) for x in (k_GSD, v_GSD))
@@ -292,7 +293,7 @@ def _attend(
     T, R, W, scale, cap, window,
     stride_qt, stride_qh, stride_kg, stride_vg, stride_pr, stride_pp,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, one share of the keys, one key/value head."""
@@ -340,7 +341,7 @@ def _attend(
     top_M = tl.full([M], float("-inf"), tl.float32)
     sum_M = tl.zeros([M], tl.float32)
     acc_MD = tl.zeros([M, D2], tl.float32)
-    far = stride_kg // (D + 4) * D  # from the elements of an FP8 cache to their scales
+    far = stride_kg // (D + SCALE) * D  # from the elements of a head to their scales
     k_ptr += g * stride_kg
     v_ptr += g * stride_vg
     if not WINDOWED:  # whole blocks, seen by all rows that see any key: without a mask of keys
@@ -364,7 +365,7 @@ def _attend(
             page_N = tl.load(pages_ptr + tree * stride_pr + (n_N // PAGE) * stride_pp)
             top_M, sum_M, acc_MD = _fold(
                 q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, n_N >= 0, seen_M[:, None] > 0, scale,
-                cap, top_M, sum_M, acc_MD, far, CAPPED, False, ROW, D, D2,
+                cap, top_M, sum_M, acc_MD, far, CAPPED, False, SCALE, D, D2,
             )  # fmt: skip
         first_n = whole
     for n in range(first_n, last_n, N):
@@ -376,7 +377,7 @@ def _attend(
             visible_MN &= n_N[None, :] >= oldest_M[:, None]
         top_M, sum_M, acc_MD = _fold(
             q_MD, k_ptr, v_ptr, page_N.to(tl.int64) * PAGE + n_N % PAGE, live_N, visible_MN, scale,
-            cap, top_M, sum_M, acc_MD, far, CAPPED, True, ROW, D, D2,
+            cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2,
         )  # fmt: skip
     for w in range(first_w, words):
         word_M = tl.load(words_ptr + t_M * (W // WORD) + w, mask=real_M, other=0)
@@ -388,7 +389,7 @@ def _attend(
                 visible_MN &= tl.load(places_ptr + tree * W + w_N)[None, :] >= oldest_M[:, None]
             top_M, sum_M, acc_MD = _fold(
                 q_MD, k_ptr, v_ptr, slot_N, w_N < W, visible_MN, scale,
-                cap, top_M, sum_M, acc_MD, far, CAPPED, True, ROW, D, D2,
+                cap, top_M, sum_M, acc_MD, far, CAPPED, True, SCALE, D, D2,
             )  # fmt: skip
 
     sum_M = tl.where(sum_M != 0, sum_M, 1.0)  # NaN stays
@@ -422,37 +423,30 @@ def _store(out_ptr, line_B, real_B, out_BD, D: tl.constexpr, D2: tl.constexpr):
 @triton.jit
 def _fold(
     q_MD, k_ptr, v_ptr, slot_N, live_N, visible_MN, scale, cap, top_M, sum_M, acc_MD, far,
-    CAPPED: tl.constexpr, MASKED: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
+    CAPPED: tl.constexpr, MASKED: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr, D2: tl.constexpr,
 ):  # fmt: skip
     """Take one more block of keys and values into the running maximum, sum and output; unless MASKED all are live."""
     d_D = tl.arange(0, D2)
-    at_ND = slot_N[:, None] * ROW + d_D[None, :]
+    at_ND = slot_N[:, None] * D + d_D[None, :]
     if MASKED or D < D2:
         live_ND = (live_N if MASKED else slot_N >= 0)[:, None] & (d_D < D)[None, :]
         k_ND = tl.load(k_ptr + at_ND, mask=live_ND, other=0)
         v_ND = tl.load(v_ptr + at_ND, mask=live_ND, other=0)
     else:
         k_ND, v_ND = tl.load(k_ptr + at_ND), tl.load(v_ptr + at_ND)
-    FP8: tl.constexpr = k_ptr.dtype.element_ty == tl.uint8
-    if FP8:
-        k_scale_N = tl.load((k_ptr + far).to(tl.pointer_type(tl.float32)) + slot_N, mask=live_N, other=0.0)
-        v_scale_N = tl.load((v_ptr + far).to(tl.pointer_type(tl.float32)) + slot_N, mask=live_N, other=0.0)
-        k_ND, v_ND = finite_e4m3(k_ND, q_MD.dtype), finite_e4m3(v_ND, q_MD.dtype)
-        if q_MD.dtype == tl.float16:  # may be too small for scales
+    if SCALE:
+        k_scale_N, v_scale_N = _scales(k_ptr + far, slot_N, live_N), _scales(v_ptr + far, slot_N, live_N)
+        k_ND, v_ND = _numbers(k_ND, q_MD.dtype), _numbers(v_ND, q_MD.dtype)
+        if q_MD.dtype == tl.float16:
             v_ND = (v_ND.to(tl.float32) * v_scale_N[:, None]).to(tl.float16)
-    elif ROW > D:  # int8, which all of q's dtypes hold; their scales may be too small for float16, the values are not
-        k_ND = cast(k_ND.to(tl.float32), q_MD.dtype)
-        v_ND = cast(v_ND.to(tl.float32) * _scales(v_ptr + slot_N * ROW + D, live_N)[:, None], q_MD.dtype)
     score_MN = dot(q_MD, tl.trans(k_ND)) * scale
-    if FP8:
+    if SCALE:
         score_MN *= k_scale_N[None, :]
-    elif ROW > D:
-        score_MN *= _scales(k_ptr + slot_N * ROW + D, live_N)[None, :]
     if CAPPED:
         score_MN = tanh(score_MN) * cap
     score_MN = tl.where(visible_MN, score_MN, float("-inf"))
     p_MN, fade_M, top_M, sum_M = _weigh(score_MN, top_M, sum_M)
-    if FP8 and q_MD.dtype != tl.float16:
+    if SCALE and q_MD.dtype != tl.float16:
         p_MN *= v_scale_N[None, :]
     return top_M, sum_M, acc_MD * fade_M[:, None] + dot(cast(p_MN, v_ND.dtype), v_ND)
 
@@ -480,11 +474,20 @@ def _straight(pages_ptr, stride, keys, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _scales(byte_N, live_N):
-    """The bfloat16 at addresses of an int8 cache, as float32."""
-    low_N = tl.load(byte_N, mask=live_N, other=0).to(tl.int32) & 255
-    high_N = tl.load(byte_N + 1, mask=live_N, other=0).to(tl.int32)
-    return ((high_N << 24) | (low_N << 16)).to(tl.float32, bitcast=True)
+def _scales(scale_ptr, slot_N, live_N):
+    """Scales of slots, float32 of FP8 and bfloat16 of int8, as float32."""
+    if scale_ptr.dtype.element_ty == tl.uint8:
+        return tl.load(scale_ptr.to(tl.pointer_type(tl.float32)) + slot_N, mask=live_N, other=0.0)
+    bits_N = tl.load(scale_ptr.to(tl.pointer_type(tl.int16)) + slot_N, mask=live_N, other=0)
+    return (bits_N.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _numbers(x_ND, dtype: tl.constexpr):
+    """Elements of a cache of 8 bits, which every dtype of queries holds."""
+    if x_ND.dtype == tl.uint8:
+        return finite_e4m3(x_ND, dtype)
+    return cast(x_ND.to(tl.float32), dtype)
 
 
 @triton.jit

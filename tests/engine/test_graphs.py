@@ -27,6 +27,7 @@ from engine.packing import Chunk, pack
 from engine.pool import PagePool
 from engine.runner import Runner
 from engine.tree import TokenTree
+from kernels.kv_kinds import parts
 from kernels.layout import NULL_SLOT
 from search import ULTS, BoN, Greedy, Sample, SBoN, Trie
 
@@ -66,7 +67,8 @@ def engines(variant, impl, kv_dtype="auto", **options):
     pool = PagePool(plain.shape, 200, 16, plain.pool.cache.k_LGSD.dtype)
     for cache in itertools.chain(*pool.cache.groups):
         cache.fill_(-1 if cache.dtype == torch.int8 else float("nan"))  # a scale of such bytes is NaN
-        cache[:, :, NULL_SLOT] = 0
+        for part in parts(cache):
+            part[:, :, NULL_SLOT] = 0
     runner = GraphRunner(plain.runner.model, pool, plain.runner.vocab_size, impl=impl, record=Recorder(), **options)
     runner.host.fill_(2**31 - 1)
     runner.memory.fill_(2**31 - 1)

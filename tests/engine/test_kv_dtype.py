@@ -19,6 +19,7 @@ from engine.runner import Runner
 from engine.tree import TokenTree
 from kernels import cpp
 from kernels.kv_fp8 import DTYPE as FP8
+from kernels.kv_kinds import parts
 from models.config import ModelShape
 from models.linear import FORMATS
 from search import ADED, DSBD, ULTS, BeamSample, Greedy, Sample, SBoN, Speculative, Trie
@@ -122,11 +123,12 @@ def test_promotion_copies_elements_and_scales():
     stem, other = tree.grow([tree.root] * 2, [7, 8])
     leaves = tree.grow([stem] * 2, [9, 10])
     *_, kept, _, _, _ = tree.allocate(*tree.pending([stem, other, *leaves]))
-    before = [x[:, :, kept].clone() for x in (pool.cache.k_LGSD, pool.cache.v_LGSD)]
+    rows = [part for x_LGSD in (pool.cache.k_LGSD, pool.cache.v_LGSD) for part in parts(x_LGSD)]
+    before = [x[:, :, kept].clone().view(torch.int8) for x in rows]
     tree.keep(leaves)
     slots = [slot + i for slot, n in tree.trunk_runs() for i in range(n)]
     assert len(slots) == 4 and slots[3] != kept
-    assert all(x[:, :, slots[3]].equal(y) for x, y in zip((pool.cache.k_LGSD, pool.cache.v_LGSD), before, strict=True))
+    assert all(x[:, :, slots[3]].view(torch.int8).equal(y) for x, y in zip(rows, before, strict=True))
     tree.release()
     pool.check_invariants([])
 

@@ -69,13 +69,13 @@ def attend(capability, rows, head, dtype, *, windowed=False, capped=False, split
         "PAGE": 16,
         "D": head,
     }
-    constants |= {"ROW": head + 2 * (cache == "int8"), "D2": max(16, triton.next_power_of_2(head))}
+    constants |= {"SCALE": {None: 0, "int8": 2, "fp8": 4}[cache], "D2": max(16, triton.next_power_of_2(head))}
     if bulk(capability, sizes["M"], head, windowed, cache):
         types |= dict.fromkeys(("k_blocks", "v_blocks"), f"tensordesc<{e}[{sizes['N']},{head}]>")
     else:
         constants |= {"k_blocks": None, "v_blocks": None}
     compiled = compile(tree_attention._attend, capability, types, constants | sizes, **options)
-    if dtype != torch.float32 and capability == 90 and not head % 8 and cache != "int8":
+    if dtype != torch.float32 and capability == 90 and not head % 8:
         assert "cp.async.cg" in compiled.asm["ptx"], "keys and values are not fetched ahead, 16 bytes at a time"
         assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) == bulk(capability, sizes["M"], head, windowed, cache)
     return compiled
@@ -199,9 +199,9 @@ for rows in (16, 2048):
     unspilled(attend(90, rows, 128, torch.float32, split=LAST if rows < 2048 else WHOLE))
 for capability, dtype in itertools.product(SHARED, NAMES):
     attend(capability, 16, 64, dtype, cache="int8")
-attend(90, 2048, 128, torch.bfloat16, split=WHOLE, cache="int8")
-for capability in SHARED:
-    unspilled(attend(capability, 16, 128, torch.bfloat16, cache="fp8"))
+unspilled(attend(90, 2048, 128, torch.bfloat16, split=WHOLE, cache="int8"))
+for capability, cache in itertools.product(SHARED, BYTES):
+    unspilled(attend(capability, 16, 128, torch.bfloat16, cache=cache))
 for dtype in (torch.float16, torch.float32):
     attend(90, 16, 64, dtype, cache="fp8")
 types = {"share_ptr": "*fp32", "log_ptr": "*fp32", "out_ptr": "*bf16"}

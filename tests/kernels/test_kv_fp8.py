@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import checks
-from kernels.kv_fp8 import DTYPE, dequantise, planes, quantise
+from kernels.kv_fp8 import DTYPE, dequantise, quantise
 from kernels.kv_kinds import parts
 from kernels.kv_write import kv_copier, kv_write
 from tests.kernels.forests import cached, cast, forest
@@ -17,13 +17,14 @@ IMPLS = [
 ]
 
 
-def test_planes_are_all_of_the_cache():
-    cache = torch.zeros(2, 3, 8, 16 + 4, dtype=DTYPE)
-    e, scale = planes(cache)
+@pytest.mark.parametrize(("dtype", "scales"), [(DTYPE, torch.float32), (torch.int8, torch.bfloat16)], ids=str)
+def test_scales_lie_behind_the_elements_of_a_head(dtype, scales):
+    cache = torch.zeros(2, 3, 8, 16 + scales.itemsize, dtype=dtype)
+    e, scale = parts(cache)
     assert e.shape == (2, 3, 8, 16) and scale.shape == (2, 3, 8, 1)
     e.fill_(1), scale.fill_(1.5)
     assert cache.view(torch.uint8).flatten(-2)[..., : 8 * 16].eq(1).all()
-    assert cache.view(torch.uint8).flatten(-2)[..., 8 * 16 :].view(torch.float32).eq(1.5).all()
+    assert cache.view(torch.uint8).flatten(-2)[..., 8 * 16 :].view(scales).eq(1.5).all()
 
 
 def test_a_row():
@@ -46,7 +47,7 @@ def test_a_row_with_one_large_element_keeps_what_int8_loses():
     from kernels.kv_int8 import quantise as to_int8
 
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(1))
-    errors = lambda x: [(y - x)[:, 1:].square().mean() for y in (dequantise(*quantise(x)), from_int8(to_int8(x)))]  # noqa: E731
+    errors = lambda x: [(y - x)[:, 1:].square().mean() for y in (dequantise(*quantise(x)), from_int8(*to_int8(x)))]  # noqa: E731
     fp8, int8 = errors(x)
     assert fp8 > 4 * int8
     x[:, 0] = 200
@@ -106,7 +107,7 @@ def test_every_number_of_e4m3_is_read(impl, device):
     numbers = numbers.where(numbers & 0x7F != 0x7F, 0)  # NaN
     f = forest(1, [(1, 1, 0, 0)] * 4, heads=1, kv_heads=1, head_dim=64)
     k, v = (cached(torch.zeros_like(f.cache.k_LGSD[0]).float(), DTYPE) for _ in "kv")
-    e, scale = planes(v)
+    e, scale = parts(v)
     e[0, f.layout.write_slots_T], scale[0, f.layout.write_slots_T] = numbers, 0.5
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         found = run(impl, device, torch.zeros(4, 1, 64, dtype=dtype), k, v, f.layout, 1.0)
@@ -131,7 +132,7 @@ def test_what_is_not_finite_comes_out(impl, device, bad):
 def test_slots_are_copied_with_their_scales(target):
     k, v = (cached(torch.randn(2, 3, 16, 8), DTYPE) for _ in range(2))
     source, wanted = [5, 4, 7, 2], [x.clone() for x in (k, v)]
-    for x in (part for cache in wanted for part in planes(cache)):
+    for x in (part for cache in wanted for part in parts(cache)):
         x[:, :, target] = x[:, :, source]
     kv_copier(k, v)(source, target)
     assert all(x.view(torch.uint8).equal(y.view(torch.uint8)) for x, y in zip((k, v), wanted, strict=True))

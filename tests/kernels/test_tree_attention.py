@@ -26,7 +26,7 @@ from kernels.kv_write import torch as kv_torch
 from kernels.layout import TRASH_SLOT, unpack_bits
 from kernels.tree_attention import reference, tree_attention
 from kernels.tree_attention import torch as plain
-from tests.kernels.forests import FORESTS, cast, forest, hash_of
+from tests.kernels.forests import FORESTS, cached, cast, forest, hash_of
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KERNEL_DTYPES = DTYPES[1:]  # what the C++ and the Triton kernels take
@@ -453,7 +453,7 @@ def test_what_is_not_finite_comes_out_of_an_int8_cache(bad):
     for x in (k, v):
         kept = x.clone()
         x[..., 3] = bad
-        assert run("cpp", "cpu", q, quantise(k), quantise(v), f.layout, 0.25).isnan().all()
+        assert run("cpp", "cpu", q, cached(k, torch.int8), cached(v, torch.int8), f.layout, 0.25).isnan().all()
         x.copy_(kept)
 
 
@@ -641,21 +641,23 @@ def test_kv_write_into_an_int8_cache(impl, device, size, dtype):
     k, v = (torch.zeros(3, 50, size + 2, dtype=torch.int8, device=device) for _ in range(2))
     slots = torch.randperm(50, generator=generator)[:40]
     kv_write(k, v, rows_k, rows_v, slots.to(device), impl=impl)
-    wanted_k, wanted_v = torch.zeros_like(k).cpu(), torch.zeros_like(v).cpu()
-    wanted_k[:, slots], wanted_v[:, slots] = (quantise(x.cpu()).transpose(0, 1) for x in (rows_k, rows_v))
-    assert k.cpu().equal(wanted_k) and v.cpu().equal(wanted_v)
+    for cache, rows in ((k, rows_k), (v, rows_v)):
+        wanted = torch.zeros_like(cache).cpu()
+        for part, x in zip(parts(wanted), quantise(rows.cpu()), strict=True):
+            part[:, slots] = x.transpose(0, 1)
+        assert cache.cpu().equal(wanted)
 
 
 def test_a_row_of_int8():
     x = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 1000).unsqueeze(1)
-    rows = quantise(x)
-    scale = dequantise(torch.cat([torch.ones(1000, 1, dtype=torch.int8), rows[:, -2:]], 1))
-    assert rows.shape == (1000, 66) and rows[:, :-2].abs().amax(1).eq(127).all()
-    assert torch.allclose(scale, x.abs().amax(1, keepdim=True) / 127, rtol=2**-8)
-    assert ((dequantise(rows) - x).abs() <= 0.5001 * scale).all()
+    q, scale = quantise(x)
+    assert q.shape == (1000, 64) and q.abs().amax(1).eq(127).all()
+    assert torch.allclose(scale.float(), x.abs().amax(1, keepdim=True) / 127, rtol=2**-8)
+    assert ((dequantise(q, scale) - x).abs() <= 0.5001 * scale.float()).all()
     strange = torch.stack([torch.zeros(4), torch.tensor([1e-40, 0, 0, 0]), torch.tensor([float("nan"), 1, 2, 3])])
     strange = torch.cat([strange, torch.tensor([[float("inf"), 1, 2, 3]])])
-    assert dequantise(quantise(strange))[:2].eq(0).all() and dequantise(quantise(strange))[2:].isnan().all()
+    found = dequantise(*quantise(strange))
+    assert found[:2].eq(0).all() and found[2:].isnan().all()
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch", pytest.param("cpp", marks=needs_cpp)])
@@ -674,6 +676,7 @@ def test_an_int8_cache_refuses_what_does_not_fit(impl):
             "k_TGD: expected a floating-point",
         ),
         (lambda: kv_write(k[..., :2].clone(), k[..., :2].clone(), rows, rows, slots, impl=impl), "more than a scale"),
+        (lambda: kv_write(k[..., :5].clone(), k[..., :5].clone(), rows, rows, slots, impl=impl), "multiple of 2 elem"),
         (lambda: run(impl, "cpu", q[..., :15], *cache, f.layout, 1.0), "q_THD: expected float32"),
         (lambda: run(impl, "cpu", q, cache[0], cache[1].float(), f.layout, 1.0), "v_GSD: expected contiguous int8"),
     ):
@@ -701,7 +704,7 @@ def test_kv_copy(make, target, dtype):
     k, v = ((torch.randn(2, 3, 16, 5) * 40).to(dtype) for _ in range(2))
     wanted = [x.clone() for x in (k, v)]
     source = [5, 4, 7, 2]
-    for x in wanted:
+    for x in (part for cache in wanted for part in parts(cache)):
         x[:, :, target] = x[:, :, source]
     make(k, v)(source, target)
     assert k.equal(wanted[0]) and v.equal(wanted[1])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels import cpp
 from kernels.kv_int8 import quantise
+from kernels.kv_kinds import parts
 from kernels.linear import reference as products
 from kernels.linear.panels import STEPS, Packed, pack, pack_groups
 from kernels.rows import reference
@@ -306,7 +307,8 @@ def kv_write_int8(recording: Recording) -> None:
             caches, at = [Expected(x, x.clone()) for x in (k, v)], places.clone()
             if bad is None:
                 for cache in caches:
-                    cache.after[:, places] = quantise(wide[:, 0 : 2 * heads : 2]).transpose(0, 1)
+                    for part, x in zip(parts(cache.after), quantise(wide[:, 0 : 2 * heads : 2]), strict=True):
+                        part[:, places] = x.transpose(0, 1)
             else:
                 at[-1] = bad
             strides = (2 * heads + 1) * size, 2 * size
@@ -316,16 +318,17 @@ def kv_write_int8(recording: Recording) -> None:
 
 
 def kv_copy(recording: Recording) -> None:
-    for row, tokens in itertools.product((1, 14, 256), (1, 5, 40)):
-        heads, slots = 3, 50
-        k, v = (torch.randint(256, (heads, slots, row), dtype=torch.uint8) for _ in range(2))
+    for row, scale, tokens in itertools.product((1, 14, 256), (0, 2), (1, 5, 40)):
+        heads, slots, dtype = 3, 50, torch.int8 if scale else torch.uint8
+        k, v = (torch.randint(256, (heads, slots, row + scale), dtype=torch.uint8).view(dtype) for _ in range(2))
         source, target = torch.randint(slots, (tokens,)), torch.randperm(slots)[:tokens]
         after = k.clone(), v.clone()
         for x, from_ in zip(after, (k, v), strict=True):
-            x[:, target] = from_[:, source]
+            for to, part in zip(parts(x), parts(from_), strict=True):
+                to[:, target] = part[:, source]
         caches = (Expected(x, y) for x, y in zip((k, v), after, strict=True))
-        sizes = tokens, heads, slots, row
-        recording.add(f"{tokens} rows of {row} bytes", "kv_copy", 2, *caches, source, target, *sizes)
+        sizes = tokens, heads, slots, row, scale
+        recording.add(f"{tokens} rows of {row} bytes, scales of {scale}", "kv_copy", 2, *caches, source, target, *sizes)
 
 
 def short_conv(recording: Recording) -> None:
