@@ -52,6 +52,17 @@ def test_an_int8_cache_equals_that_of_a_cpu():
     torch.testing.assert_close(cuda.logits(ids).cpu(), cpu.logits(ids), atol=5e-3, rtol=5e-3)
 
 
+def test_an_fp8_cache_is_near_floats():
+    """A CPU has none: divergence from float32 of the log-probabilities, and a search in graphs."""
+    plain, fp8 = (Engine.load(GOLDEN / "gqa", dtype="float32", kv_dtype=d, device="cuda") for d in ("auto", "fp8"))
+    ids = list(range(5, 60))
+    exact_NV, near_NV = (torch.log_softmax(engine.logits(ids), -1) for engine in (plain, fp8))
+    assert 0 < (exact_NV.exp() * (exact_NV - near_NV)).sum(-1).mean() < 0.05
+    [result] = fp8.generate([ids], Trie(beams=4), max_new_tokens=12, ignore_eos=True)
+    assert len(result.outputs[0].token_ids) == 12 and any(step.replay for step in fp8.runner._steps.values())
+    fp8.pool.check_invariants([])
+
+
 def test_many_trees_and_wide_beams_equal_cpu():
     """Passes of 20 trees, and one of 64 beams, which take other buckets and other tiles."""
     cpu, cuda = (Engine.load(GOLDEN / "gqa", dtype="float32", device=d, parallel=20) for d in ("cpu", "cuda"))

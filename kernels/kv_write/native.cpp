@@ -1,6 +1,7 @@
 // Writing keys and values into their slots on a CPU, from elsewhere or from other slots: copies of rows, or, of an int8
 // cache, rows as kernels/kv_int8.py defines them, where kernels/kv_kinds.py says.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -87,7 +88,7 @@ extern "C" void coppice_kv_copy(int64_t threads, char* k_GSD, char* v_GSD, const
     const int64_t tensors = v_GSD ? 2 : 1;
 #pragma omp parallel num_threads(threads) if (tokens * heads * row > 1 << 17)
     {
-        std::vector<char> rows(tokens * row);
+        std::vector<char> rows(tokens * std::max(row, scale));
         auto copy = [&](char* from, int64_t size) {
             for (int64_t t = 0; t < tokens; t++) std::memcpy(&rows[t * size], from + source_T[t] * size, size);
             for (int64_t t = 0; t < tokens; t++) std::memcpy(from + target_T[t] * size, &rows[t * size], size);

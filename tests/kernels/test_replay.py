@@ -101,7 +101,7 @@ def test_aarch64(monkeypatch, tmp_path, recording, name):
 LIBRARY = """
 #include "../operators.h"
 void coppice_kv_copy(int64_t, char* k, char* v, const int64_t*, const int64_t*, int64_t row, int64_t, int64_t,
-                     int64_t) {
+                     int64_t, int64_t) {
     ((float*)k)[row] = 2;
     v[0] = 3;
 }
@@ -122,7 +122,7 @@ def test_a_fault_is_named(monkeypatch, tmp_path):
     three = Expected(v, v + 3)
 
     def add(name: str, k: Expected | torch.Tensor, v: Expected | torch.Tensor, row: int) -> None:
-        recording.add(name, "kv_copy", 1, k, v, slots, slots, row, 1, 1, 1)
+        recording.add(name, "kv_copy", 1, k, v, slots, slots, row, 1, 1, 1, 0)
 
     recording = Recording()
     after = torch.tensor([0, 2.1, 0, 0], dtype=torch.float64)
