@@ -1,7 +1,17 @@
-"""Requests that come and go while one driver steps them all: the engine of a server."""
+"""Requests that come and go while one driver steps them all, and the thread that steps."""
 
+import asyncio
+import contextlib
+import queue
+import sys
+import threading
+import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
 
 from engine.driver import Driver
 from engine.engine import Engine, Request, _Prepared
@@ -10,6 +20,7 @@ from engine.jobs import Job
 from engine.requests import SearchResult
 from engine.text.stopping import TextStream
 
+T = TypeVar("T")
 Checked = _Prepared  # a request after `Service.check`
 Outcome = SearchResult | CoppiceError
 
@@ -90,7 +101,11 @@ class Service:
             for entry in [*self.entries]:
                 self._report(entry)
         except BaseException as error:  # also what libraries in other languages raise when they panic
-            self._fail(error)
+            if not isinstance(error, CoppiceError):
+                failure = CoppiceError(f"a forward pass failed: {type(error).__name__}: {error}"[:500])
+                failure.__cause__ = error
+                error = failure
+            self.end(error)
 
     def close(self) -> None:
         """Abandon all requests and return their pages."""
@@ -115,15 +130,136 @@ class Service:
             entry.told = True
             entry.tell(News(job.started, text, outcome))
 
-    def _fail(self, error: BaseException) -> None:
+    def end(self, error: CoppiceError) -> None:
         """End all requests with an error, and begin afresh."""
-        if not isinstance(error, CoppiceError):
-            failure = CoppiceError(f"a forward pass failed: {type(error).__name__}: {error}"[:500])
-            failure.__cause__ = error
-            error = failure
         entries, work = self.entries, self.driver.work
-        self.close()
-        self.driver = self.engine._driver()
-        self.driver.work = work
-        for entry in entries:
-            entry.tell(News(entry.job.started, outcome=error))
+        try:
+            self.close()
+        finally:
+            self.driver = self.engine._driver()
+            self.driver.work = work
+            for entry in entries:
+                entry.tell(News(entry.job.started, outcome=error))
+
+
+@dataclass(eq=False)
+class Handle:
+    """A request that `StepThread.submit` has taken; its fields belong to the stepping thread.
+
+    Attributes:
+        entry: None until the request is submitted to its service.
+        gone: cancelled before that.
+    """
+
+    service: Service
+    entry: Entry | None = None
+    gone: bool = False
+
+
+class StepThread:
+    """A thread that steps services, and one that checks requests: a long prompt or a grammar delays no step.
+
+    Methods may be called from any thread. When it ends, by `stop` or by a bug, the requests under way end with an error
+    and later ones are refused: nothing waits for ever.
+    """
+
+    def __init__(self):
+        self.services: list[Service] = []  # complete before `start`
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ended, self._lock = "", threading.Lock()  # why no call is taken any more
+        self._checks = ThreadPoolExecutor(1, "check")
+        self._threads = torch.get_num_threads()  # a new thread would begin with the library's number
+        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread still steps."""
+        return self._thread.is_alive()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Have the stepping thread call a function before its next step. Raises CoppiceError: the thread has ended."""
+        with self._lock:
+            if self._ended:
+                raise CoppiceError(self._ended)
+            self._calls.put(function)
+
+    async def check(self, function: Callable[[], T]) -> T:
+        """Call a function in the checking thread; returns and raises what the function does."""
+        return await asyncio.get_running_loop().run_in_executor(self._checks, function)
+
+    def submit(
+        self, service: Service, checked: Checked, tell: Callable[[News], None], *, stream: bool = False
+    ) -> Handle:
+        """As `Service.submit`; an error of the start is told as well. Raises CoppiceError: the thread has ended."""
+        handle = Handle(service)
+
+        def start() -> None:
+            if handle.gone:
+                return
+            try:
+                handle.entry = service.submit(checked, tell, stream=stream)
+            except Exception as error:
+                ours = error if isinstance(error, CoppiceError) else CoppiceError(f"the start failed: {error}"[:500])
+                tell(News(0.0, outcome=ours))
+
+        self.call(start)
+        return handle
+
+    def cancel(self, handle: Handle) -> None:
+        """Abandon a request: its pages are free before the next step. Without effect on one that has ended."""
+
+        def stop() -> None:
+            handle.gone = True
+            if handle.entry is not None:
+                handle.service.cancel(handle.entry)
+
+        with contextlib.suppress(CoppiceError):  # the thread has ended, and all requests with it
+            self.call(stop)
+
+    def stop(self) -> None:
+        """End all requests with an error, return their pages, end the threads."""
+        self._checks.shutdown(wait=False, cancel_futures=True)
+        if self._thread.is_alive():
+            self._calls.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        why = "the engine was closed"
+        try:
+            while self._take_calls():
+                for service in self.services:
+                    if service.busy:
+                        service.step()
+        except BaseException as error:
+            why = f"the thread that steps failed: {type(error).__name__}: {error}"[:500]
+            raise
+        finally:
+            with self._lock:  # no call comes after those that wait
+                self._ended = why
+            with contextlib.ExitStack() as endings:
+                for service in self.services:
+                    endings.callback(service.end, CoppiceError(why))
+                while not self._calls.empty():
+                    self._make(self._calls.get())
+
+    def _take_calls(self) -> bool:
+        """Make the calls that wait, if nothing runs at least one. Returns False at the end."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call = self._calls.get(block=not any(service.busy for service in self.services))
+                if call is None:
+                    return False
+                self._make(call)
+        return True
+
+    @staticmethod
+    def _make(call: Callable[[], None] | None) -> None:
+        try:
+            if call is not None:
+                call()
+        except Exception:
+            traceback.print_exc(file=sys.stderr)

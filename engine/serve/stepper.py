@@ -1,26 +1,15 @@
-"""One thread steps the drivers of all models; the event loop sends it requests and hears what became of them."""
+"""One thread steps all models; the event loop sends it requests and hears what became of them."""
 
 import asyncio
 import contextlib
 import math
-import queue
-import sys
-import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
-
-import torch
 
 from engine.errors import CoppiceError
 from engine.requests import SearchResult
 from engine.serve.metrics import Metrics
-from engine.service import Checked, Entry, News, Outcome, Service
-
-T = TypeVar("T")
+from engine.service import Checked, Handle, News, Outcome, Service, StepThread
 
 
 class Busy(CoppiceError):
@@ -47,8 +36,7 @@ class Ticket:
     def __init__(self, lane: "Lane"):
         self.lane = lane
         self.outcome: Outcome | None = None
-        self.entry: Entry | None = None  # belongs to the stepping thread
-        self.gone = False  # likewise: cancelled before it was submitted
+        self.handle: Handle  # set when it is submitted
         self.asked, self.began, self.spoke = time.perf_counter(), 0.0, 0.0
         self._text = ""
         self._changed = asyncio.Event()
@@ -156,23 +144,14 @@ class Lane:
     def submit(self, checked: Checked, stream: bool) -> Ticket:
         """Queue a request."""
         ticket = Ticket(self)
-        self.open.add(ticket)
         loop = asyncio.get_running_loop()
 
         def hear(news: News) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(ticket.hear, news)
 
-        def start() -> None:
-            if ticket.gone:
-                return
-            try:
-                ticket.entry = self.service.submit(checked, hear, stream=stream)
-            except Exception as error:
-                ours = error if isinstance(error, CoppiceError) else CoppiceError(f"the start failed: {error}"[:500])
-                hear(News(0.0, outcome=ours))
-
-        self.stepper.call(start)
+        ticket.handle = self.stepper.submit(self.service, checked, hear, stream=stream)
+        self.open.add(ticket)
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -182,13 +161,7 @@ class Lane:
         self.open.discard(ticket)
         ticket.abandon()
         self.stepper.metrics.count("requests_cancelled", self.name)
-
-        def stop() -> None:
-            ticket.gone = True
-            if ticket.entry is not None:
-                self.service.cancel(ticket.entry)
-
-        self.stepper.call(stop)
+        self.stepper.cancel(ticket.handle)
 
     def started(self, ticket: Ticket) -> None:
         """A search has begun."""
@@ -213,67 +186,20 @@ class Lane:
             metrics.count("requests_failed", self.name)
 
 
-class Stepper:
-    """The thread that steps, and one that checks requests: a long prompt or a grammar delays no step.
+class Stepper(StepThread):
+    """The thread that steps the models of a server.
 
     Args:
         metrics: counts what happens.
     """
 
     def __init__(self, metrics: Metrics):
+        super().__init__()
         self.metrics = metrics
         self.lanes: dict[str, Lane] = {}
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._checks = ThreadPoolExecutor(1, "check")
-        self._threads = torch.get_num_threads()  # a new thread would begin with the library's number
-        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
 
     def add(self, name: str, service: Service, queue: int) -> Lane:
         """Add a model, before `start`."""
+        self.services.append(service)
         self.lanes[name] = Lane(name, service, queue, self)
         return self.lanes[name]
-
-    def start(self) -> None:
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread still steps."""
-        return self._thread.is_alive()
-
-    def call(self, function: Callable[[], None]) -> None:
-        """Have the stepping thread call a function before its next step."""
-        self._calls.put(function)
-
-    async def check(self, function: Callable[[], T]) -> T:
-        """What a function returns that the checking thread calls; it may raise."""
-        return await asyncio.get_running_loop().run_in_executor(self._checks, function)
-
-    def stop(self) -> None:
-        """Abandon what runs, return all pages, end the threads."""
-        self._checks.shutdown(wait=False, cancel_futures=True)
-        if self._thread.is_alive():
-            self._calls.put(None)
-            self._thread.join()
-
-    def _run(self) -> None:
-        torch.set_num_threads(self._threads)
-        services = [lane.service for lane in self.lanes.values()]
-        while True:
-            busy = [service for service in services if service.busy]
-            try:
-                while True:
-                    call = self._calls.get(block=not busy)
-                    if call is None:
-                        for service in services:
-                            service.close()
-                        return
-                    call()
-                    busy = busy or [service for service in services if service.busy]
-            except queue.Empty:
-                pass
-            except Exception:
-                traceback.print_exc(file=sys.stderr)
-            for service in services:
-                if service.busy:
-                    service.step()
