@@ -68,6 +68,7 @@ class TokenTree:
         if trunk is not None:
             self._adopt(trunk)
         self.reused = self.trunk.cached  # prompt tokens that need no evaluation
+        self._read = 0  # trunk tokens in the cache when the variant of rotary embeddings last changed
         wanted = -(-max(expected, len(prompt)) // pool.page_size)
         self._claim = pool.claim(wanted) if not self.trunk.pages else range(0)
         # One row per node, live or not.
@@ -357,6 +358,10 @@ class TokenTree:
         """Hold keys and values of this variant from now on; those of the other are dropped, to be evaluated afresh."""
         if long != self.trunk.long_rope:
             self.trunk.long_rope = long
+            if self.trunk.cached > self.reused:
+                self._read = self.trunk.cached
+            else:  # nothing was evaluated after what was taken over
+                self.reused = 0
             self.release_slots(self.trunk.cached, [n for n in self.slots.owner if n >= 0])
 
     def allocate(self, trunk_tokens: int, nodes: Sequence[int]) -> list[int]:
@@ -514,7 +519,7 @@ class TokenTree:
             return 0
         trunk.share(self.pool, pages)
         trunk.cached = cached
-        self.reused += cached - before
+        self.reused += max(0, min(cached, self.prompt_length) - max(before, self._read))  # a token counts once
         return cached - before
 
     def save(self, whole: bool = False) -> None:

@@ -116,6 +116,16 @@ def test_salts_keep_prompts_apart(folder):
         warm.generate([prompt], Greedy(), cache_salt=3)
 
 
+def test_a_prompt_token_is_reused_once_where_its_text_crosses_the_border_of_longrope():
+    """The prompt is taken over from the cache in both variants of the rotary embeddings: below and above 32 tokens."""
+    warm = Engine.load(ROOT / "tests/golden/phi3/longrope", dtype="float32", kv_memory=1 << 22, prefix_cache="on")
+    for prompt, new in ((range(5, 35), 20), (range(5, 36), 8), (range(5, 45), 4)):
+        for expected in (None, len(prompt) - 1):
+            [result] = warm.generate([[*prompt]], Greedy(), max_new_tokens=new, ignore_eos=True)
+            assert expected in (None, result.stats["reused_tokens"])
+            assert 0 <= result.stats["reused_tokens"] < len(prompt)
+
+
 def test_the_least_recently_used_goes_first(folder, page_size):
     warm = load(folder, 120)
     ask = lambda start: warm.generate([[start] * 4 + [9] * 26], Greedy(), max_new_tokens=2)[0].stats["reused_tokens"]  # noqa: E731
