@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.best import Best, Next
 from engine.errors import CoppiceError, SearchError, UsageError, shortened
-from engine.requests import Evaluate, Output, Report, Search, SearchResult
+from engine.requests import FINISH_REASONS, Evaluate, Output, Report, Search, SearchResult
 from engine.tree import TokenTree
 
 OURS = ("search", "tools")  # packages whose searches are part of this project
@@ -227,8 +227,9 @@ def result_fault(result: Any, vocab_size: int | None) -> str:
         for token in output.token_ids:
             if type(token) is not int or not 0 <= token < vocab_size:
                 return f"Output.token_ids: expected integers from 0 to {vocab_size - 1}, got {brief(token)}"
-        if not isinstance(output.finish_reason, str):
-            return f"Output.finish_reason: expected a text such as length, got {brief(output.finish_reason)}"
+        reason = output.finish_reason
+        if not isinstance(reason, str) or reason not in FINISH_REASONS:
+            return f"Output.finish_reason: expected one of {', '.join(FINISH_REASONS)}, got {brief(reason)}"
     try:
         json.dumps(result.record(0), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

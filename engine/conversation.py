@@ -13,7 +13,6 @@ from engine.prompting import TemplateOptions, chat_prompt
 from engine.requests import Output, Search, SearchResult
 from engine.text.thinking import Thoughts
 
-REASONS = ("eos", "stop", "length", "constraint", "interrupted")
 OVERFLOW = ("drop-turns", "error")
 
 

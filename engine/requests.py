@@ -20,6 +20,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.tree import TokenTree
 
 Read = Callable[[Tensor, Tensor | None], Tensor]
+FINISH_REASONS = ("eos", "stop", "length", "constraint", "interrupted")
 
 
 class Answer(NamedTuple):

@@ -9,8 +9,9 @@ from types import EllipsisType
 from typing import Any
 
 from engine.app.cli import parse_object
-from engine.conversation import REASONS, Conversation, Turn
+from engine.conversation import Conversation, Turn
 from engine.errors import UsageError, shortened
+from engine.requests import FINISH_REASONS
 from engine.text.tokenizer import check_utf8
 from engine.version import __version__
 from models.files import locked, open_regular, read_regular, replacing
@@ -148,8 +149,8 @@ def _transcript(record: Mapping[str, Any]) -> Transcript:
         if not isinstance(entry, dict):
             raise ValueError(f"{where}expected an object, got {_show(entry)}")
         reason = _text(entry, "finish_reason", where)
-        if reason not in REASONS:
-            raise ValueError(f"{where}finish_reason: expected one of {', '.join(REASONS)}, got {_show(reason)}")
+        if reason not in FINISH_REASONS:
+            raise ValueError(f"{where}finish_reason: expected one of {', '.join(FINISH_REASONS)}, got {_show(reason)}")
         thought = None if entry.get("reasoning") is None else _text(entry, "reasoning", where)
         user, reply = _text(entry, "user", where), _text(entry, "reply", where)
         turns.append(Turn(user, reply, reason, first=min(first, i), reasoning=thought))

@@ -283,7 +283,9 @@ def returns(value):
         (returns(SearchResult([Output([5], float("nan"), 0.0, "eos")])), "expected outputs and stats that JSON can"),
         (returns(SearchResult([Output(torch.tensor([5]), 0.0, 0.0, "eos")])), "Output.token_ids: expected a list of"),
         (returns(SearchResult([Output([260], 0.0, 0.0, "eos")])), "Output.token_ids: expected integers from 0 to 259"),
-        (returns(SearchResult([Output([5], 0.0, 0.0, None)])), "Output.finish_reason: expected a text such as length"),
+        (returns(SearchResult([Output([5], 0.0, 0.0, None)])), "Output.finish_reason: expected one of eos, stop"),
+        (returns(SearchResult([Output([5], 0.0, 0.0, "done")])), "constraint, interrupted, got 'done'"),
+        (returns(SearchResult([Output([5], 0.0, 0.0, ["eos"])])), "constraint, interrupted, got ['eos']"),
     ],
 )
 def test_what_breaks_the_contract(engine: Engine, steps: Callable[..., Any], says: str):

@@ -111,7 +111,7 @@ class Deep(Search):
         tokens = [first[1], 7, 9, int(rows[0].argmin())]
         tree.keep([tree.root])
         (yield Evaluate(tree, [tree.child(tree.root, first[0])]))
-        return SearchResult([Output(tokens, None, None, "other"), Output([first[0], 1, 2, 3], None, None, "other")])
+        return SearchResult([Output(tokens, None, None, "length"), Output([first[0], 1, 2, 3], None, None, "length")])
 
 
 def test_a_search_of_ones_own_and_its_gaps(engine):
