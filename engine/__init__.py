@@ -5,6 +5,7 @@ from engine.catalogue import Catalogue
 from engine.constraints import Choices, Constraint, ConstraintError
 from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
 from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, SearchError, UsageError
+from engine.options import RequestOptions
 from engine.requests import Evaluate, Output, Report, SearchResult, Task
 from engine.rules import Rules
 from engine.tree import TokenTree
@@ -27,6 +28,7 @@ __all__ = [
     "Progress",
     "Report",
     "Request",
+    "RequestOptions",
     "Rules",
     "SearchError",
     "SearchResult",

@@ -3,12 +3,13 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 from engine.capabilities import Capabilities
 from engine.contract import slots_of
-from engine.engine import Done, Engine, Event, Session
+from engine.engine import Done, Engine, Event, Request, Session
 from engine.errors import UsageError
+from engine.options import StreamOptions
 from engine.prompting import TemplateOptions, chat_prompt
 from engine.requests import Output, Search, SearchResult
 from engine.text.thinking import Thoughts
@@ -131,9 +132,7 @@ class Conversation:
             text += ("" if parted else "\n") + turn.user + turn.reply
         return text
 
-    def stream(
-        self, user: str, search: Search, *, max_new_tokens: int = 256, **options: Any
-    ) -> Iterator[Event | Dropped]:
+    def stream(self, user: str, search: Search, **options: Unpack[StreamOptions]) -> Iterator[Event | Dropped]:
         """Answer, and append the turn, complete or interrupted; an error leaves the conversation unchanged.
 
         Args:
@@ -145,12 +144,13 @@ class Conversation:
             CoppiceError: as `Engine.stream`.
         """
         before = self.first
-        first, ids = self._fit(user, search, max_new_tokens)
+        first, ids = self._fit(user, search, options.get("max_new_tokens", Request.max_new_tokens))
         if first > before:
             yield Dropped(first - before, len(self.turns) - first)
         if self.engine.template is not None:
-            options = {"messages": self.messages(user, first), "eos_token_ids": self._ends} | options
-        for event in self.session.stream(ids, search, max_new_tokens=max_new_tokens, **options):
+            own: StreamOptions = {"messages": self.messages(user, first), "eos_token_ids": self._ends}
+            options = own | options
+        for event in self.session.stream(ids, search, **options):
             if isinstance(event, Done):
                 best, trunk = event.result.outputs[0], self.session.trunk
                 cached = trunk.cached if trunk else 0

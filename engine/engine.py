@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from engine.jobs import Job
 from engine.loading import LoadedModel, check_arguments, check_companion, load_models
 from engine.logprobs import Kept, check_logprobs
 from engine.memory import check_memory, is_out_of_memory, out_of_memory
+from engine.options import RequestOptions, StreamOptions, check_options
 from engine.phases import PhaseObserver
 from engine.pool import PagePool
 from engine.prefix_files import load_prefix, save_prefix
@@ -255,7 +256,9 @@ class Engine:
 
     # --- requests ---
 
-    def generate(self, prompts: Iterable[Sequence[int] | str], search: Search, **options: Any) -> list[SearchResult]:
+    def generate(
+        self, prompts: Iterable[Sequence[int] | str], search: Search, **options: Unpack[RequestOptions]
+    ) -> list[SearchResult]:
         """Answer prompts by one search; options as in `Request`.
 
         Raises:
@@ -265,6 +268,7 @@ class Engine:
             raise UsageError("prompts: expected a list of prompts, got one string", remedy="write [prompt]")
         if not isinstance(prompts, Iterable):
             raise UsageError(f"prompts: expected a list of prompts, got {prompts!r}", remedy="write [prompt]")
+        check_options(options, search)
         results: dict[int, SearchResult] = {}
         for i, outcome in self.serve(Request(prompt, search, **options) for prompt in prompts):
             if isinstance(outcome, CoppiceError):
@@ -332,7 +336,7 @@ class Engine:
         interrupted: Callable[[], bool] = lambda: False,
         trunk: Trunk | None = None,
         retire: Callable[[TokenTree], None] | None = None,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[Event]:
         """Answer one prompt, and yield text as soon as it is certain: while beams compete, the text that they share.
 
@@ -344,6 +348,7 @@ class Engine:
             CoppiceError: as `generate`.
         """
         _check_callable("interrupted", interrupted)
+        check_options(options, search)
         driver = self._driver()
         prepared = self._submit(driver, Request(prompt, search, **options), trunk=trunk, retire=retire)
         job, text = prepared.job, TextStream(self.model.tokenizer, prepared.request.stop)
@@ -648,7 +653,7 @@ class Session:
         self.engine = engine
         self.trunk: Trunk | None = None
 
-    def stream(self, prompt: Sequence[int] | str, search: Search, **options: Any) -> Iterator[Event]:
+    def stream(self, prompt: Sequence[int] | str, search: Search, **options: Unpack[StreamOptions]) -> Iterator[Event]:
         """As `Engine.stream`."""
 
         def retire(tree: TokenTree) -> None:

@@ -4,10 +4,23 @@ import dataclasses
 import random
 import re
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
-from engine import Done, Engine, KVMemoryError, Prefill, Progress, Request, Session, Text, UsageError
+from engine import (
+    Done,
+    Engine,
+    KVMemoryError,
+    Prefill,
+    Progress,
+    Request,
+    RequestOptions,
+    Session,
+    Text,
+    UsageError,
+)
+from engine.conversation import Conversation
 from search import Greedy, Sample, Trie
 from tools.random_checkpoint import EOS, make
 
@@ -193,6 +206,29 @@ def test_arguments_are_checked(engine):
             engine.generate([prompt], Greedy())
     with pytest.raises(UsageError, match="beams: at most"):
         engine.generate([[1]], Trie(beams=VOCAB))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_tokens", "did you mean max_new_tokens?"),
+        ("qqq", "known: max_new_tokens, eos_token_ids"),
+        ("beams", r"it is a parameter of the search: Trie\(beams=...\)"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_refused_with_a_hint(engine, name, hint):
+    message = f"{name}: no such option\n{hint}"
+    for prompts in ([[1, 2]], []):
+        with pytest.raises(UsageError, match=message):
+            engine.generate(prompts, Trie(), **{name: 3})
+    for stream in (engine.stream, Session(engine).stream, Conversation(engine).stream):
+        with pytest.raises(UsageError, match=message):
+            list(stream("a", Trie(), **{name: 3}))
+
+
+def test_type_checkers_see_the_fields_of_a_request():
+    own = {field.name: field.type for field in dataclasses.fields(Request) if field.name not in ("prompt", "search")}
+    assert get_type_hints(RequestOptions) == own
 
 
 # --- memory ---
