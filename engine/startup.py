@@ -6,8 +6,10 @@ that import the engine.
 """
 
 import contextlib
+import runpy
 import signal
 import sys
+from pathlib import Path
 from types import ModuleType
 
 starting = sys.argv[:1] == ["-m"]  # what Python puts there until it has found the module to run
@@ -16,18 +18,17 @@ if starting and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 
 METAS = "torch._meta_registrations"  # shapes of results without data, for the compiler: 21 MB
 COMMANDS = {"engine.chat", "engine.batch", "engine.serve"}
-lean = starting and not COMMANDS.isdisjoint(sys.orig_argv) and "torch" not in sys.modules
+command = starting and not COMMANDS.isdisjoint(sys.orig_argv)
+# Programs that import the engine may have a module `search` of their own.
+own = runpy.run_path(str(Path(__file__).parents[1] / "models" / "own.py"), run_name="models.own")
+own["check"]("kernels", "models", *(["search"] if command else []))
+
+lean = command and "torch" not in sys.modules
 if lean:
     sys.modules[METAS] = ModuleType(METAS)
 
-try:
-    import models.own  # noqa: F401
-except ImportError as error:
-    status = getattr(error, "exit_code", None)
-    if not starting or status is None:
-        raise
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(status)
+import models  # noqa: E402, F401
+
 if lean:
     del sys.modules[METAS]  # whoever imports it later gets the real one
     with contextlib.suppress(ImportError, AttributeError):  # not in every version of torch

@@ -7,4 +7,4 @@ import warnings
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 import torch as torch  # noqa: E402
 
-DISTRIBUTION = "coppice"  # another one has a package of this name: `models.own` looks for this line
+DISTRIBUTION = "coppice"  # another one has a package of this name: `models/own.py` looks for this line

@@ -1,7 +1,9 @@
-"""First import of the package: the `kernels` that Python finds has to be ours.
+"""Checks that the packages which Python finds by our names are ours. A file of its own: `run_path` runs it before any
+package is imported, see `engine.startup` and `tools`.
 
-Hugging Face distributes a package of that name too. Where both are installed one of them takes the other's place, as a
-folder that comes first on the path, or file by file in one folder, and imports fail with errors that name neither.
+A folder that comes first on the path, often the current one, can have a `models.py` or a `search/` of its own. Hugging
+Face distributes a package `kernels`, which can also write over files of ours. Imports would then fail with errors that
+name neither, or run the other code.
 """
 
 import importlib.util
@@ -9,45 +11,59 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from models.errors import CoppiceError
-
-OURS = Path(__file__).resolve().parents[1] / "kernels" / "__init__.py"
-MARK = 'DISTRIBUTION = "coppice"'  # in that file
+ROOT = Path(__file__).resolve().parents[1]
+MARK = 'DISTRIBUTION = "coppice"'  # in kernels/__init__.py
 NEEDED = ("cpp.py", "layout.py")  # beside it
 
 
-class ShadowedError(CoppiceError, ImportError):
-    """Another distribution's package `kernels` is in the place of ours."""
-
-    exit_code = 2
-    code = "usage"
+class ShadowedError(ImportError):
+    """Another package is in the place of ours; no `CoppiceError`, whose module may be one of those in its place."""
 
 
-def check() -> None:
-    """Raises ShadowedError if `import kernels` does not give ours; nothing of another one is run."""
-    found = _found()
-    if found is not None and found.resolve() == OURS and _is_ours():
-        return
-    where = f"Coppice needs {OURS}"
-    if found is None:
-        what = "Python finds no package kernels"
-    elif found.resolve() == OURS:
-        what = f"{found} is not Coppice's: another distribution wrote over its files, or removed some of them"
-        names = metadata.packages_distributions().get("kernels", [])
-        where += f", and kernels is a package of the distributions {', '.join(sorted({*names, 'coppice'}))}"
-    else:
-        what = f"Python finds another package kernels: {found}"
+def check(*names: str) -> None:
+    """Check that `import NAME` gives our package for each name. Nothing of another package is run.
+
+    A program that `python -m` is starting ends here, with the error on stderr and the exit code of wrong usage.
+
+    Raises:
+        ShadowedError: names the file that Python finds, our file, and what to do.
+    """
+    fault = next(filter(None, map(_fault, names)), "")
+    if fault and sys.argv[:1] == ["-m"]:  # what Python puts there until it has found the module to run
+        print(f"error: {fault}", file=sys.stderr)
+        sys.exit(2)
+    if fault:
+        raise ShadowedError(fault)
+
+
+def _fault(name: str) -> str:
+    """The message for a name; "" if its package is ours."""
+    found, ours = _found(name), ROOT / name / "__init__.py"
+    same = found is not None and found.resolve() == ours
+    if same and (name != "kernels" or _is_whole(ours)):
+        return ""
+    where = f"Coppice needs {ours}"
     remedy = "install Coppice into an environment of its own, without the other package; if need be, install it again"
-    raise ShadowedError(what, where=where, remedy=remedy)
+    if found is None:
+        what = f"Python finds no package {name}"
+    elif same:
+        what = f"{found} is not Coppice's: another distribution wrote over its files, or removed some of them"
+        names = metadata.packages_distributions().get(name, [])
+        where += f", and {name} is a package of the distributions {', '.join(sorted({*names, 'coppice'}))}"
+    else:
+        what = f"Python finds another package {name}: {found}"
+        if Path.cwd() in found.parents[:2]:
+            remedy = "that is in the current folder: start in another one, or with python -P (or PYTHONSAFEPATH=1)"
+    return "\n".join((what, where, remedy))
 
 
-def _found() -> Path | None:
+def _found(name: str) -> Path | None:
     """The file of the package that is imported already, or would be."""
-    module = sys.modules.get("kernels")
+    module = sys.modules.get(name)
     if module is not None:
         return Path(module.__file__) if module.__file__ else None
     try:
-        spec = importlib.util.find_spec("kernels")
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return None
     if spec is None:
@@ -56,11 +72,9 @@ def _found() -> Path | None:
     return next((Path(place) for place in places if place), None)
 
 
-def _is_ours() -> bool:
-    try:
-        return MARK in OURS.read_text("utf-8") and all(OURS.with_name(name).is_file() for name in NEEDED)
-    except OSError:  # imported from an archive, which nobody writes over
-        return True
+def _is_whole(ours: Path) -> bool:
+    return MARK in ours.read_text("utf-8") and all(ours.with_name(name).is_file() for name in NEEDED)
 
 
-check()
+if __spec__ is not None:  # imported, as the first of `models`
+    check("kernels")

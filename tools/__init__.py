@@ -1,1 +1,6 @@
-import models  # noqa: F401  # checks whose `kernels` Python finds, sets a filter before torch is imported
+import runpy
+from pathlib import Path
+
+own = runpy.run_path(str(Path(__file__).parents[1] / "models" / "own.py"), run_name="models.own")
+own["check"]("engine", "kernels", "models", "search")
+import models  # noqa: E402, F401  # sets a filter before torch is imported
