@@ -10,8 +10,9 @@ import torch
 
 from kernels import cpp
 from tools.bench import limits
+from tools.kernels import contenders
 from tools.kernels.__main__ import TEMPLATE, main
-from tools.kernels.lab import errors
+from tools.kernels.lab import errors, errors_of
 from tools.kernels.scenes import PLANS, level_sizes, traps
 
 FIGURES = importlib.util.find_spec("matplotlib") is not None
@@ -31,7 +32,7 @@ def quick(monkeypatch, tmp_path):
 def lab(capsys, *words, code=0):
     assert main([*SMALL, "--device", "cpu", *words]) == code
     told = capsys.readouterr()
-    return (json.loads(told.out.splitlines()[-1]) if code == 0 else None), told
+    return (json.loads(told.out.splitlines()[-1]) if told.out else None), told
 
 
 def candidate(tmp_path, text):
@@ -85,7 +86,7 @@ def test_the_template_is_right(capsys, tmp_path):
 )  # fmt: skip
 def test_wrong_candidates_are_found_out(old, new, trap, capsys, tmp_path):
     assert TEMPLATE_TEXT.count(old) == 1
-    found, told = lab(capsys, *candidate(tmp_path, TEMPLATE_TEXT.replace(old, new)), "--dtypes", "float32")
+    found, told = lab(capsys, *candidate(tmp_path, TEMPLATE_TEXT.replace(old, new)), "--dtypes", "float32", code=2)
     operator = "kv_write" if "slots_T" in old else "tree_attention"
     assert not found["right"][operator]["mine"] and found["right"][operator]["torch"]
     assert trap in [t["name"] for t in found["traps"] if t["wrong"] and t["impl"] == "mine"]
@@ -94,11 +95,11 @@ def test_wrong_candidates_are_found_out(old, new, trap, capsys, tmp_path):
 
 def test_nan_is_counted(capsys, tmp_path):
     greedy = "def tree_attention(q, k, v, layout, scale, window):\n    return (q + k.sum() * 0).to(q.dtype)\n"
-    found, _ = lab(capsys, *candidate(tmp_path, greedy), "--dtypes", "float32")
+    found, _ = lab(capsys, *candidate(tmp_path, greedy), "--dtypes", "float32", code=2)
     told = next(t for t in found["traps"] if t["impl"] == "mine" and t["name"] == "a prompt from its start")
     assert told["wrong"].startswith(f"{40 * 4 * 32} NaN of {40 * 4 * 32}")
     nan = "def tree_attention(q, *rest):\n    out = q.clone()\n    out[0] = float('nan')\n    return out\n"
-    found, _ = lab(capsys, *candidate(tmp_path, nan), "--dtypes", "float32")
+    found, _ = lab(capsys, *candidate(tmp_path, nan), "--dtypes", "float32", code=2)
     row = next(row for row in found["rows"] if row["impl"] == "mine")
     assert row["nan"] == 4 * 16 and row["x_plain"] is None and not row["right"]
 
@@ -134,10 +135,23 @@ def test_broken_candidates(text, complaint, capsys, tmp_path):
     assert complaint in told.err and "Traceback" not in told.err
 
 
+def test_one_of_ours_that_is_wrong_is_no_success(capsys, monkeypatch):
+    right = contenders.attend
+    monkeypatch.setattr(contenders, "attend", lambda *args, impl: right(*args, impl=impl) * (1 + (impl == "torch")))
+    found, told = lab(capsys, "--ops", "tree_attention", "--dtypes", "float32", code=1)
+    assert not found["right"]["tree_attention"]["torch"] and "torch is WRONG" in told.out
+
+
+def test_small_shapes_are_not_judged_by_luck(capsys):
+    words = ["--heads", "1:1", "4:1", "--prefix", "5", "64", "300", "--queries", "1", "2", "3"]
+    found, _ = lab(capsys, *words, "--ops", "tree_attention", "--dtypes", "float32", "bfloat16")
+    assert max(row["x_plain"] for row in found["rows"]) < 1.8  # a single draw gives up to 3.4
+
+
 def test_errors_by_hand():
     exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
     plain, mine = torch.tensor([1.0, 2.25]), torch.tensor([1.5, 2.0])
-    found = errors(mine, plain, exact)
+    found = errors(mine, exact, errors_of(plain, exact))
     assert (found["error_max"], found["error_mean"], found["nan"]) == (0.5, 0.25, 0)
     assert found["x_plain"] == pytest.approx(2.0, rel=1e-6)
 

@@ -1,13 +1,16 @@
 """Is my kernel right, and is it fast? Every implementation of an operator over a grid of tree shapes.
 
-Right: its error against the definition in float64 is at most twice that of plain PyTorch in the same dtype, on every
-shape and on a set of traps (prompts, several trees, holes, windows, padding; NaN in every slot that must not be read).
+Right: its error against the definition in float64 is at most twice that of plain PyTorch in the same dtype (of small
+shapes: of several draws), on every shape and on a set of traps (prompts, several trees, holes, windows, padding; NaN in
+every slot that must not be read).
 Fast: microseconds of one layer, on caches that rotate through more memory than the last level of cache holds, against
 the floor: every byte moved once at the bandwidth measured first, or the operations at the rate of a large product.
 
     python -m tools.kernels                                  all that there is
     python -m tools.kernels --print-template > my_kernel.py  the contract, and a candidate to begin with
     python -m tools.kernels --candidate my_kernel.py         compared with all the others
+
+exit codes: 0 all are right; 2 the candidate is wrong or broken, or wrong usage; 1 one of ours is wrong
 """
 
 import argparse
@@ -27,7 +30,7 @@ from tools.bench import limits
 from tools.bench.figures import draw, need_figures
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, finish, stamp
-from tools.kernels.contenders import NAMES, OPERATORS, contenders, load_candidate
+from tools.kernels.contenders import NAMES, OPERATORS, PACKED, contenders, load_candidate
 from tools.kernels.lab import Lab, Shape, verdicts
 from tools.kernels.report import paint, report
 from tools.kernels.scenes import level_sizes
@@ -70,9 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         if args.print_template:
             print(TEMPLATE.read_text("utf-8"), end="")
-        else:
-            run(args, words)
-        return 0
+            return 0
+        result = run(args, words)
+        wrong = {name for found in result["right"].values() for name, right in found.items() if not right}
+        return UsageError.exit_code if result["candidate"] in wrong else int(not wrong <= {*PACKED})
 
     return cli.run(work, args.verbose)
 

@@ -12,8 +12,9 @@ from tools.bench.report import rows_table, table
 from tools.kernels.lab import ALLOWED, Lab, Row, Shape, verdicts
 
 RIGHT = f"""*error*: against the definition in float64 on the same rounded numbers, over all shapes; *x plain*: over
-that of the definition in the dtype itself, the worst shape, of the largest and of the root mean square error; at most
-{ALLOWED:.0f} is right. *traps*: passed of those it took. kv_write has nothing to round: it is right if every bit is."""
+that of the definition in the dtype itself (on small shapes the largest of several draws), the worst shape, of the
+largest and of the root mean square error; at most {ALLOWED:.0f} is right. *traps*: passed of those it took. kv_write
+has nothing to round: it is right if every bit is."""
 FAST = """Microseconds of one layer, medians, and the share of them that the *floor* is: the larger of bytes / bandwidth
 (keys and values that any query sees once, queries and output) and operations / rate. sdpa and flex get contiguous keys
 and a ready mask, which an engine would have to make. Work that is done once per pass, not per layer, is left out."""
