@@ -227,6 +227,8 @@ def paint(figure: Any, rows: Sequence[dict[str, Any]], label: str) -> None:
         front = sorted((row["speed"], row["quality"]) for row in mine if row["front"])
         if front:
             axes.plot([s for s, _ in front], [q for _, q in front], color=color, marker="o", label=kind)
+    if not all(row["front"] for row in rows):
+        axes.scatter([], [], s=18, color="grey", alpha=0.5, label="small: another setting is faster and likelier")
     axes.set(xlabel="tokens per second", ylabel="log-probability per token", title=label)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,7 +1,8 @@
 """Figures: matplotlib, from the extra `viz`, loaded when one is drawn."""
 
 import importlib.util
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +28,13 @@ def draw(path: str | Path, size: tuple[float, float], paint: Callable[[Any], Non
         paint(figure)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     progress(f"saved: {path.name}")
+
+
+def log_axis(axis: Any, values: Sequence[float]) -> None:
+    """Make the x axis logarithmic, with ticks at 1, 2 and 5 times powers of ten: matplotlib's own labels overlap."""
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    near = [m * 10.0**power for power in range(low, high + 1) for m in (1, 2, 5)]
+    ticks = [x for x in near if min(values) / 1.2 <= x <= 1.2 * max(values)]
+    axis.set_xscale("log")
+    axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    axis.set_xticks([], minor=True)

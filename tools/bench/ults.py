@@ -20,7 +20,7 @@ from engine.tree import TokenTree
 from search import ULTS, Trie
 from search.ults.prior import Vectors
 from tools.bench.checkpoints import add_flags, checkpoint
-from tools.bench.figures import draw, need_figures
+from tools.bench.figures import draw, log_axis, need_figures
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import in_turn, progress, spread, standard_error
 from tools.bench.report import finish, rows_table, stamp, table
@@ -157,13 +157,17 @@ def draw_toy(figure: Any, rows: list[dict[str, Any]], curves: dict[float, list],
     figure.axes[-1].legend(fontsize=7)
 
 
-def plot_curves(axis: Any, rows: Sequence[dict[str, Any]], key: str, label: str, title: str, **options: Any) -> None:
+def plot_curves(
+    axis: Any, rows: Sequence[dict[str, Any]], key: str, label: str, title: str, *, log: bool = False
+) -> None:
     """A curve of log-likelihood over `key` for each search of the rows, beam search's in black."""
     for (search,), group in grouped(rows, "search"):
         points = sorted((r[key], r["value"]) for r in group)
         style = {"color": "black", "marker": "o"} if search == "beam" else {"marker": "s"}
         axis.plot(*zip(*points, strict=True), ms=4, lw=1.2, label=search, **style)
-    axis.set(title=title, xlabel=label, **options)
+    axis.set(title=title, xlabel=label)
+    if log:
+        log_axis(axis, [r[key] for r in rows])
 
 
 # --- the search alone ---
@@ -341,7 +345,7 @@ def draw_model(figure: Any, rows: list[dict[str, Any]], depths: Sequence[int]) -
     for row, depth in zip(axes, depths, strict=True):
         for axis, (key, label) in zip(row, keys.items(), strict=True):
             mine = [r for r in rows if r["depth"] == depth]
-            plot_curves(axis, mine, key, label, f"{depth} tokens", xscale="log")
+            plot_curves(axis, mine, key, label, f"{depth} tokens", log=True)
         row[0].set_ylabel("mean log-likelihood")
     axes[0][0].legend(fontsize=8)
 

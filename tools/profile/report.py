@@ -9,6 +9,7 @@ from tools.bench.report import rows_table
 from tools.profile.clock import MODEL_PARTS, SEARCH, TEXT, Step
 from tools.profile.trace import Operator
 
+ABOVE = {"loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False}  # of legends: out of the panel
 GROUPS = ("model", "search", "engine", "text")
 LEGEND = """*ms*: per step, without the profiler, a part without those inside it; *MB*, *MFLOP*: per step, the
 least that must move, and matrix products; *of roofline*: (the larger of MB / bandwidth and MFLOP / rate) / ms, above
@@ -30,21 +31,21 @@ def paint(figure: Any, bare: list[Step], timed: list[Step]) -> None:
     times.plot(steps, [step.seconds * 1e3 for step in bare], color="black", lw=0.8, label="without the stop watch")
     usual = max(median(step.seconds for step in run) for run in (bare, timed))  # a prompt's step may tower above it
     times.set(ylabel="ms per step", ylim=(0, 1.5e3 * usual))
-    times.legend(fontsize=7, ncols=5)
+    times.legend(fontsize=7, ncols=5, **ABOVE)
     base = [0] * len(bare)
     for role in dict.fromkeys(role for step in bare for role in step.nodes):
         count = [step.nodes.get(role, 0) for step in bare]
         nodes.bar(steps, count, 0.9, base, label=role)
         base = [a + b for a, b in zip(base, count, strict=True)]
     nodes.set(ylabel="nodes evaluated", yscale="symlog" if max(base) > 8 * median(base) else "linear")
-    nodes.legend(fontsize=7)
-    live.plot(steps, [step.live for step in bare], color="tab:blue")
-    live.set(xlabel="step", ylim=(0, None))
-    live.set_ylabel("live nodes", color="tab:blue")
-    held = live.twinx()
-    held.plot(steps, [step.kv_bytes / 1e6 for step in bare], color="tab:orange", ls="--")
+    nodes.legend(fontsize=7, ncols=3, **ABOVE)
+    held = live.twinx()  # an area below the line, as both have one shape where a page holds one token
+    held.fill_between(steps, [step.kv_bytes / 1e6 for step in bare], color="tab:orange", alpha=0.3, lw=0)
     held.set(ylim=(0, None))
-    held.set_ylabel("KV pages held, MB", color="tab:orange")
+    held.set_ylabel("KV pages held, MB (area)", color="tab:orange")
+    live.plot(steps, [step.live for step in bare], color="tab:blue")
+    live.set(xlabel="step", ylim=(0, None), zorder=held.get_zorder() + 1, facecolor="none")
+    live.set_ylabel("live nodes (line)", color="tab:blue")
 
 
 def group_of(part: str) -> str:

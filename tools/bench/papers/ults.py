@@ -115,10 +115,6 @@ def paint(figure: Any, toy: Sequence[dict[str, Any]], rows: Sequence[dict[str, A
     """Draw both figures side by side."""
     panels = [(f"toy trees, alpha {alpha}", group) for (alpha,), group in bench.grouped(toy, "alpha")]
     for axes, (title, group) in zip(figure.subplots(1, len(panels) + 1), [*panels, ("model", rows)], strict=True):
-        bench.plot_curves(axes, group, "nodes", "nodes evaluated", title)
+        bench.plot_curves(axes, group, "nodes", "nodes evaluated", title, log=title == "model")
         axes.legend(fontsize=7, loc="lower right")
-    figure.axes[-1].set_xscale("log")
-    ticks = [n for n in (20, 40, 100, 200, 400, 1000) if n <= 1.2 * max(row["nodes"] for row in rows)]
-    figure.axes[-1].set_xticks(ticks, map(str, ticks))
-    figure.axes[-1].set_xticks([], minor=True)
     figure.axes[0].set_ylabel("mean log-likelihood")
