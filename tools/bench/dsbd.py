@@ -228,10 +228,10 @@ def paint(figure: Any, rows: Sequence[dict[str, Any]], label: str) -> None:
         if front:
             axes.plot([s for s, _ in front], [q for _, q in front], color=color, marker="o", label=kind)
     if not all(row["front"] for row in rows):
-        axes.scatter([], [], s=18, color="grey", alpha=0.5, label="small: another setting is faster and likelier")
+        axes.scatter([], [], s=18, color="grey", alpha=0.5, label="small: beaten by another setting of the search")
     axes.set(xlabel="tokens per second", ylabel="log-probability per token", title=label)
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
 
 
 # --- pairs ---
