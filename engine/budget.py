@@ -186,8 +186,9 @@ def allow(loading: Loading, given: Any, kv_memory: int | None, workload: Workloa
 
 
 def _remedies(loading: Loading, memory: int, workload: Workload, needed: int) -> str:
-    """What would fit, one line."""
-    fits, cheaper = [], []
+    """What would fit, one line: of each flag, alone or before others, what is nearest to the wanted plan."""
+    fits: dict[str, tuple[int, str]] = {}
+    cheaper = []
     device = pick_device(loading.device)
     for other in FORMATS:
         if other != loading.quant and FORMATS[other].why_not(device) is None:
@@ -207,9 +208,10 @@ def _remedies(loading: Loading, memory: int, workload: Workload, needed: int) ->
         except Exception:  # a checkpoint that is packed, or a search that refuses: no advice
             continue
         if total <= memory:
-            fits.append(f"{flags} ({size_text(total)})")
-    fits.append(f"--memory of at least {(needed >> 20) + 1}M")
-    return "what would fit: " + ", ".join(fits)
+            flag = flags.partition(" ")[0]
+            fits[flag] = max(fits.get(flag, (0, "")), (total, f"{flags} ({size_text(total)})"))
+    nearest = [text for _, text in fits.values()]
+    return f"what would fit: {', '.join(nearest)}{', ' * bool(nearest)}--memory of at least {(needed >> 20) + 1}M"
 
 
 def _megabytes(size: int) -> str:

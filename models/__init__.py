@@ -27,7 +27,7 @@ from models import (
 )
 from models.checkpoint import Checkpoint
 from models.decoder import Decoder
-from models.errors import CheckpointError
+from models.errors import CheckpointError, nearest
 from models.weights import Weights
 
 _CLASSES: list[type[Decoder]] = [
@@ -51,6 +51,7 @@ _CLASSES: list[type[Decoder]] = [
     gemma.Gemma2,
     gemma.Gemma3,
 ]
+SUPPORTED = "docs/checkpoints.md lists all that are supported"
 FAMILIES = {name: family for family in _CLASSES for name in family.architectures}
 
 
@@ -71,6 +72,6 @@ def load_model(
         raise CheckpointError(
             f"architecture {checkpoint.architecture!r} is not supported",
             where=str(checkpoint.folder / "config.json"),
-            remedy=f"supported: {', '.join(sorted(FAMILIES))}",
+            remedy=nearest(checkpoint.architecture, FAMILIES, SUPPORTED),
         )
     return family(checkpoint, dtype, device, quant, reader).eval()

@@ -1,6 +1,8 @@
 """The errors that the two lowest packages raise; `engine.errors` adds the rest."""
 
 import copyreg
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -32,3 +34,15 @@ class CheckpointError(CoppiceError):
 
     exit_code = 3
     code = "checkpoint"
+
+
+def nearest(name: str, known: Iterable[str], rest: str) -> str:
+    """The remedy for an unknown name: at most three of the known ones, the nearest first, and where the rest is.
+
+    Args:
+        name: as it was given.
+        known: the names to choose from.
+        rest: a clause such as "docs/checkpoints.md lists all".
+    """
+    close = difflib.get_close_matches(name, known, 3)
+    return f"the nearest: {', '.join(close)}; {rest}" if close else rest

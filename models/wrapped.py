@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.errors import CheckpointError
+from models.errors import CheckpointError, nearest
 from models.fields import Fields
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -99,7 +99,7 @@ def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
         raise CheckpointError(
             f"architecture {architecture!r}: {where} {kind[:80]!r} is not supported",
             where=file,
-            remedy=f"supported: {', '.join(sorted(TEXT_MODELS))}",
+            remedy=nearest(kind, TEXT_MODELS, "docs/checkpoints.md lists all that are supported"),
         )
     model = TEXT_MODELS[kind]
     outside = [name for name in DTYPES if config.get(name) is not None]

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -17,9 +17,12 @@ from engine.errors import UsageError
 from engine.requests import Answer, Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task  # noqa: F401
 from engine.tree import TokenTree
 from kernels.rows import at_least, best_sums, top_k  # noqa: F401  # searches import from here
+from search.options import without_draws
 from search.values import default_of, kinds
 
 REGISTRY: dict[str, type[Search]] = {}
+MOST_NAMES = 8  # in a message
+ALIASES = {"beam": "trie"}  # other names -> names of the registry
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 S = TypeVar("S", bound=Search)
 SHARED_PARAMS = (
@@ -51,7 +54,7 @@ def register(name: str) -> Callable[[type[S]], type[S]]:
                 f"the name of a search: expected lower-case letters and digits with single hyphens, got {name!r}"
             )
         check_class(cls, cls.__qualname__ if isinstance(cls, type) else repr(cls))
-        known = REGISTRY.get(name)
+        known = REGISTRY.get(ALIASES.get(name, name))
         if known is not None and not _same(known, cls):
             raise UsageError(
                 f"the name {name!r} belongs to another search, {known.__module__}:{known.__qualname__}",
@@ -119,28 +122,41 @@ def path_field(default: Any = None, words: tuple[str, ...] = ()) -> Any:
     return dataclasses.field(default=default, metadata={"path": words})
 
 
+def chosen(params: Mapping[str, Any], default: str) -> Any:
+    """The name of the search that a request means: the one that it names, or beam search for `beams` without a name.
+
+    Args:
+        params: of the request; "search" is the name, an alias perhaps, if there is one.
+        default: the search of a request that names none, `beams` included if it has them.
+
+    Returns:
+        a name of the registry, or what was given if it is none.
+    """
+    if "search" in params:
+        return _unaliased(params["search"])
+    return "trie" if "beams" in params and "beams" not in parameters(default) else default
+
+
+def _unaliased(name: Any) -> Any:
+    return ALIASES.get(name, name) if isinstance(name, str) else name
+
+
 def make_search(name: str, params: dict[str, Any]) -> Search:
     """A configuration from user parameters (snake_case, as in batch lines).
 
     Raises:
-        UsageError: unknown search, a parameter that this search does not have, a value out of range.
+        UsageError: unknown search, a parameter that this search does not have, a value out of range. A search that
+            does not draw takes the temperature 0, and with it other parameters of draws, which then mean nothing.
         SearchError: a search from outside of this project raised something else.
     """
+    name = _unaliased(name)
     if not isinstance(name, str) or name not in REGISTRY:
         raise UsageError(f"search: expected one of {', '.join(REGISTRY)}, got {name!r}")
     known = parameters(name)
+    params = without_draws(params, known)
     for key in params:
         if key not in known:
-            takers = [other for other in REGISTRY if key in parameters(other)]
-            near = difflib.get_close_matches(key, known, 1)
-            raise UsageError(
-                f"{key}: the search {name!r} has no such parameter",
-                remedy=f"searches that have it: {', '.join(takers)}"
-                if takers
-                else f"did you mean {near[0]}?"
-                if near
-                else f"it has: {', '.join(known) or 'none'}",
-            )
+            raise UsageError(f"{key}: the search {name!r} has no such parameter", remedy=_remedy(key, params, known))
     cls, values = REGISTRY[name], {known[key]: value for key, value in params.items()}
     if is_ours(cls):  # their constructors check the values
         return cls(**values)
@@ -157,6 +173,21 @@ def make_search(name: str, params: dict[str, Any]) -> Search:
             )
     with attributed(cls):
         return cls(**values)
+
+
+def _remedy(key: str, params: Collection[str], known: Collection[str]) -> str:
+    """The remedy for a parameter that a search does not have: the searches that have it, those first that have all."""
+    has = {name: parameters(name) for name in REGISTRY}
+    takers = [name for name, theirs in has.items() if key in theirs]
+    if not takers:
+        near = difflib.get_close_matches(key, known, 1)
+        rest = f"it has: {', '.join(known) or 'none'}" if len(known) <= MOST_NAMES else "--help describes those it has"
+        return f"did you mean {near[0]}?" if near else rest
+    able = [name for name in takers if all(other in has[name] for other in params)]
+    what = "have all of the parameters" if able and able != takers else "have it"
+    names = able or takers
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"searches that {what}: {', '.join(names[:3])}{rest}"
 
 
 def evaluate_best(

@@ -1,6 +1,6 @@
 """Fields that several searches share, and checks of fields."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from engine.sampling import Warp
 from search.values import written
 
 MAX_SEED = 2**63 - 1
+DRAWS = ("temperature", "top_k", "top_p", "min_p")
 MAX_PENALTY = 20  # lengths to this power stay within a float
 
 
@@ -32,6 +33,24 @@ def check_choices(config: Any, **choices: Sequence[Any]) -> None:
         if not any(type(value) is type(word) and value == word for word in words):
             *first, last = map(written, words)
             raise UsageError(f"{name}: expected {', '.join(first)} or {last}, got {value!r}")
+
+
+def without_draws(params: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The parameters, without those of draws if the search takes none and the temperature is 0: the best token, always.
+
+    Args:
+        params: by the names that users write.
+        known: the parameters of the search.
+
+    Raises:
+        UsageError: a value that is left out is out of range.
+    """
+    temperature = params.get("temperature")
+    if "temperature" in known or isinstance(temperature, bool) or temperature != 0:
+        return dict(params)
+    Warp(**{key: params[key] for key in DRAWS if key in params})
+    check_integer("seed", params.get("seed", 0), 0, MAX_SEED)
+    return {key: value for key, value in params.items() if key in known or key not in (*DRAWS, "seed")}
 
 
 @dataclass(frozen=True)

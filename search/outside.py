@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import UsageError
 from engine.requests import Search
-from search.base import REGISTRY, check_class, name_of, register
+from search.base import ALIASES, REGISTRY, check_class, name_of, register
 
 GROUP = "coppice.searches"
 
@@ -20,7 +20,7 @@ def find_search(text: str) -> str | None:
     """The registered name of the search that `--search TEXT` names; a search from outside is loaded.
 
     Args:
-        text: a registered name, the name of an entry point, or `module:Class`.
+        text: a registered name or an alias of one, the name of an entry point, or `module:Class`.
 
     Returns:
         None if no search has this name.
@@ -28,6 +28,7 @@ def find_search(text: str) -> str | None:
     Raises:
         UsageError: the search exists but cannot be loaded.
     """
+    text = ALIASES.get(text, text)
     if text in REGISTRY:
         return text
     if ":" in text:

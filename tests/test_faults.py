@@ -290,8 +290,9 @@ def test_config_fields(commands: Commands, folder: Path, monkeypatch: pytest.Mon
 
 
 def test_unsupported_models(commands: Commands, folder: Path):
-    edit(folder / "config.json", architectures=["BertModel"])
-    commands.refuse(folder, 3, "'BertModel' is not supported", "supported: ", "LlamaForCausalLM", "config.json")
+    edit(folder / "config.json", architectures=["MixtralForCausalLM"])
+    near = "the nearest: MistralForCausalLM, "
+    commands.refuse(folder, 3, "'MixtralForCausalLM' is not supported", near, "docs/checkpoints.md", "config.json")
     edit(folder / "config.json", architectures=["LlamaForCausalLM"], rope_parameters={"rope_type": "spiral"})
     commands.refuse(folder, 3, "rope_type", "spiral", "llama3", "yarn", "config.json")
 

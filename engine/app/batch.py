@@ -49,7 +49,7 @@ from engine.text.thinking import Thoughts
 from engine.trace import Traces
 from models.files import lock
 from models.sharding import Shard
-from search.base import REGISTRY, make_search, parameters, paths
+from search.base import REGISTRY, chosen, make_search, parameters, paths
 
 DESCRIPTION = "Answer prompts: JSON Lines in, JSON Lines out, in input order, each line as soon as it is ready."
 EPILOG = """\
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdo
         with together(args.device) as shard:
             return batch(args, stdin, stdout, shard)
 
-    return run(whole, args.verbose)
+    return run(whole, args.verbose, args.quiet)
 
 
 def add_request_flags(parser: Parser) -> None:
@@ -367,9 +367,8 @@ def make_request(
         if params.get(key) is not None and params[key] not in words:
             also = f"; here it may be {' or '.join(words)}" if words else ""
             raise UsageError(f"params.{key}: paths are given on the command line only{also}")
-    name = params.get("search", args.search)
     own = {key: value for key, value in params.items() if key not in ("search", *own_options)}
-    inherited = search_params(args)
+    name, inherited = chosen(params, args.search), search_params(args)
     if isinstance(name, str) and name != args.search and name in REGISTRY:
         inherited = {key: value for key, value in inherited.items() if key in parameters(name)}
     search = make_search(name, inherited | own)
@@ -419,7 +418,8 @@ def _known(record: dict[str, Any], keys: Sequence[str], where: str) -> None:
     for key in record:
         if key not in keys:
             near = difflib.get_close_matches(key, keys, 1)
-            remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(keys)}"
+            rest = "--help lists all, as flags" if where else f"known: {', '.join(keys)}"
+            remedy = f"did you mean {near[0]}?" if near else rest
             raise UsageError(f"{where}{key[:100]}: no such key", remedy=remedy)
 
 

@@ -265,4 +265,4 @@ def main(argv: list[str] | None = None) -> int:
                 raise
             return quit.exit_code
 
-    return cli.run(run, args.verbose)
+    return cli.run(run, args.verbose, args.quiet)

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -29,7 +30,7 @@ from engine.text.tokenizer import check_utf8
 from engine.version import __version__
 from models.files import open_regular, read_regular
 from models.linear import FORMATS
-from search.base import REGISTRY, SHARED_PARAMS, make_search, parameters
+from search.base import ALIASES, REGISTRY, SHARED_PARAMS, chosen, make_search, parameters
 from search.outside import find_search, load_entry_points
 from search.values import Kind, default_of, kinds, written
 
@@ -53,20 +54,26 @@ class Parser(argparse.ArgumentParser):
         self._flagged: set[str] | None = None  # searches whose flags are there; None: the command has no --search
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse's, after it has loaded the searches that the arguments name and added their flags."""
+        """As argparse's, after it has loaded the searches that the arguments name and added their flags; without a
+        name the parameters choose, see `search.base.chosen`."""
         given = [*(sys.argv[1:] if args is None else args)]
+        named = False
         if self._flagged is not None:
             try:
                 for word, value in zip(given, [*given[1:], ""], strict=False):
                     text = value if word == "--search" else word.removeprefix("--search=")
                     if text != word and text != "list":
+                        named = True
                         find_search(text)
                 self._flag_others()
             except CoppiceError as error:
                 if not {"-v", "--verbose"}.isdisjoint(given):
                     traceback.print_exc()
                 self.exit(error.exit_code, f"error: {error}\n")
-        return super().parse_known_args(given, namespace)
+        found, rest = super().parse_known_args(given, namespace)
+        if self._flagged is not None and not named:
+            found.search = chosen(search_params(found), found.search)
+        return found, rest
 
     def format_help(self) -> str:
         """As argparse's, with the flags of all searches."""
@@ -238,7 +245,7 @@ def add_search_flags(parser: Parser, default: str = "greedy") -> None:
         default=default,
         metavar="NAME",
         help="the algorithm; list shows all; module:Class loads one of your own, its parameters become flags; "
-        f"given several times: the last one runs, all can be chosen later ({default})",
+        f"given several times: the last one runs, all can be chosen later ({default}; with --beams: trie)",
     )
     defaults: dict[str, dict[str, list[str]]] = {}  # parameter -> default -> searches
     for name, cls in REGISTRY.items():
@@ -250,7 +257,7 @@ def add_search_flags(parser: Parser, default: str = "greedy") -> None:
         default += "".join(f"; {', '.join(defaults[key][other])}: {other}" for other in others)
         group.add_argument("--" + key.replace("_", "-"), help=f"{help} ({default})", **options)
 
-    add(group, "beams", "live hypotheses", type=int, metavar="N")
+    add(group, "beams", "live hypotheses; without --search: of beam search, trie", type=int, metavar="N")
     add(group, "length_penalty", "a score is logprob / length ** this", type=float, metavar="X")
     modes = {"choices": ["false", "true", "never"]}
     add(group, "early_stopping", "true: when as many outputs have finished as there are beams", **modes)
@@ -258,7 +265,9 @@ def add_search_flags(parser: Parser, default: str = "greedy") -> None:
     ours = [name for name, cls in REGISTRY.items() if is_ours(cls)]
     for name in ours:
         _add_own_flags(group, name)
-    group = parser.add_argument_group("sampling", "An error when given to a search that does not draw.")
+    group = parser.add_argument_group(
+        "sampling", "An error for a search that does not draw, unless the temperature is 0."
+    )
     add(group, "temperature", "divides the log-probabilities; 0 takes the best token", type=float, metavar="X")
     add(group, "top_k", "draw from the K most probable tokens; 0: from all", type=int, metavar="K")
     add(group, "top_p", "draw from the most probable tokens that add up to P", type=float, metavar="P")
@@ -515,13 +524,14 @@ class _SearchName(argparse.Action):
             errors = load_entry_points()
             width = max(map(len, REGISTRY))
             for name, cls in REGISTRY.items():
-                print(f"{name:{width}}  {_summary(cls)}".rstrip())
+                also = "".join(f" (also: {alias})" for alias, real in ALIASES.items() if real == name)
+                print(f"{name:{width}}  {_summary(cls)}{also}".rstrip())
             for error in errors:
                 print(f"error: {error}", file=sys.stderr)
             parser.exit()
         name = find_search(str(values))
         if name is None:
-            near = difflib.get_close_matches(str(values), REGISTRY, 1)
+            near = difflib.get_close_matches(str(values), [*REGISTRY, *ALIASES], 1)
             hint = f"did you mean {near[0]}?" if near else "--search list describes them"
             raise argparse.ArgumentError(self, f"expected one of {', '.join(REGISTRY)}, got {values!r}; {hint}")
         setattr(namespace, self.dest, name)
@@ -530,11 +540,28 @@ class _SearchName(argparse.Action):
 # --- exit codes ---
 
 
-def run(main: Callable[[], int], verbose: bool = False) -> int:
-    """Run a command line and return its exit code; errors go to stderr, with a traceback if `verbose`.
+def run(main: Callable[[], int], verbose: bool = False, quiet: bool = False) -> int:
+    """Run a command line and return its exit code; errors go to stderr, with a traceback if `verbose`, and warnings,
+    unless `quiet`.
 
     A KeyboardInterrupt may have a message: how to continue.
     """
+    shown = warnings.showwarning
+    warnings.showwarning = (lambda *_, **__: None) if quiet else _show_warning
+    try:
+        return _run(main, verbose)
+    finally:
+        warnings.showwarning = shown
+
+
+def _show_warning(message: Warning | str, *place: object, **_: object) -> None:
+    """A warning as one line on stderr, without the line of code that it comes from; see `warnings.showwarning`."""
+    if sys.stderr is not None:
+        clear = "\r\x1b[K" if sys.stderr.isatty() else ""  # a status may stand there
+        print(f"{clear}warning: {message}", file=sys.stderr, flush=True)
+
+
+def _run(main: Callable[[], int], verbose: bool) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # whatever the locale
     try:

@@ -9,7 +9,7 @@ from engine.errors import check_flag, check_integer
 from engine.logprobs import check_logprobs
 from engine.requests import Search
 from engine.rules import PLAIN_RULES, Rules, with_changes
-from search.base import REGISTRY, make_search, parameters
+from search.base import REGISTRY, chosen, make_search, parameters
 from search.outside import find_search
 from search.values import plain
 
@@ -48,9 +48,11 @@ class Settings:
         return {"search": self.search} | own | self.limits()
 
     def changed(self, changes: Mapping[str, Any]) -> "Settings":
-        """Settings with these changes, all or none. Raises UsageError."""
+        """Settings with these changes, all or none; `beams` without a search mean beam search unless the present one
+        has them. Raises UsageError."""
         changes = dict(changes)
-        name = changes.pop("search", self.search)
+        name = chosen(changes, self.search)
+        changes.pop("search", None)
         if isinstance(name, str):
             name = find_search(name) or name
         limits = {key: changes.pop(key) for key in LIMITS if key in changes}

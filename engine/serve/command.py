@@ -67,7 +67,7 @@ IDLE_SECONDS = 15  # that a connection stays open without a request
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
     args = make_parser().parse_args(argv)
-    return run(lambda: serve(args), args.verbose)
+    return run(lambda: serve(args), args.verbose, args.quiet)
 
 
 def make_parser() -> Parser:

@@ -19,7 +19,7 @@ from engine.serve.stepper import Lane
 from engine.service import Checked
 from engine.text.thinking import Thoughts
 from engine.trace import ANCHOR, Trace, token_text
-from search.base import REGISTRY, parameters
+from search.base import REGISTRY, chosen, parameters
 from search.options import Sampling
 
 CHAT, COMPLETIONS = "chat", "completions"
@@ -47,7 +47,7 @@ RENAMED = {  # names of others -> keys of a batch line's params
     "n": "num_return_sequences",
     "beam_width": "beams",
 }
-PLAIN_DRAWS = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # that any search may be given
+PLAIN_DRAWS = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # that any search may be given
 MOST_LOGPROBS = 20
 MOST_STRINGS = 256  # of a list that every step goes through
 TRACED = 5000  # nodes of a trace
@@ -199,8 +199,7 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
     if checked[0].request.logprobs is not None:
         served.spelling(0)  # here, and not while others stream
     first = checked[0].request.search
-    name = params.get("search", served.args.search)
-    n = getattr(first, "num_return_sequences", 1)
+    name, n = params["search"], getattr(first, "num_return_sequences", 1)
     return Asked(
         served, kind, checked, thoughts, n, stream, options, name, seed, _flag(body, "return_token_ids"), traces
     )
@@ -232,9 +231,8 @@ def _params(body: Mapping[str, Any], served: Served, kind: str) -> dict[str, Any
     wide = _flag(body, "use_beam_search") or "beam_width" in body
     if wide:
         params.setdefault("beams", params.get("num_return_sequences", 1))
-    name = params.get("search", served.args.search)
-    if "search" not in params and "beams" in params and (wide or "beams" not in parameters(name)):
-        name = params["search"] = "trie"
+        params.setdefault("search", "trie")
+    name = params["search"] = chosen(params, served.args.search)
     if isinstance(name, str) and name in REGISTRY:
         _drop_plain(params, name)
     return params

@@ -1,10 +1,14 @@
 """Families that are options of a decoder: what their configurations refuse, and defaults that no golden file shows."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from models import FAMILIES
 from models.errors import CheckpointError
 from models.fields import Fields
+from models.wrapped import TEXT_MODELS
 
 SIZES = {
     "vocab_size": 100,
@@ -56,3 +60,10 @@ def test_defaults_of_transformers():
     assert {rope.theta for rope in read("Olmo3ForCausalLM", rope_theta=1e4).ropes} == {1e4, 5e5}
     assert read("GraniteMoeHybridForCausalLM", **HYBRID).rope is None
     assert read("Qwen2ForCausalLM", use_sliding_window=True, max_window_layers=3).windows == (None, None, None, 4096)
+
+
+def test_the_page_of_checkpoints_lists_every_architecture():
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    table, wrapped = re.search(r"## Architectures\n(.+?)\nOf a model(.+?decides.+?)\n\[Add", page, re.DOTALL).groups()
+    assert {*re.findall(r"`(\w+For\w+|\w+HeadModel)`", table)} == {*FAMILIES}
+    assert {*re.findall(r"`(\w+)`", wrapped.partition("`model_type` decides")[2])} == {*TEXT_MODELS}

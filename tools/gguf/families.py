@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from models.config import FULL, SLIDING
+from models.errors import nearest
 from models.fields import Fields
 from models.rope import RopeConfig, RotaryEmbedding
 from tools.gguf.reader import FETCH_AGAIN, GGUF, Entry, package
@@ -64,7 +65,7 @@ def read_config(file: GGUF) -> dict[str, Any]:
     name = file.fields().str("general.architecture")
     if name not in ARCHITECTURES:
         what = f"general.architecture: {name[:80]!r} is not supported"
-        raise file.error(what, f"supported: {', '.join(sorted(ARCHITECTURES))} (OPT has no architecture in GGUF)")
+        raise file.error(what, nearest(name, ARCHITECTURES, "docs/checkpoints.md lists those that are"))
     keys = file.fields(f"{name}.")
     for key in (*OTHER_MATH, *OTHER_SCALES):
         read = key in READ.get(name, ()) or (key in OTHER_SCALES and keys.config.get(key) == 1)

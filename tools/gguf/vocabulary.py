@@ -7,6 +7,7 @@ tokenizer.json files that the names stand for. A SentencePiece model has scores 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from models.errors import nearest
 from tools.gguf.reader import GGUF
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
@@ -148,7 +149,7 @@ class Vocabulary:
         pre = default if pre in (None, "default") else pre  # files of converters before the key was invented
         if pre not in SPLITS:
             what = f"tokenizer.ggml.pre: {str(pre)[:80]!r} is a pre-tokenizer that is not supported"
-            raise self.file.error(what, f"supported: {', '.join(sorted(SPLITS))}")
+            raise self.file.error(what, nearest(str(pre), SPLITS, "tools/gguf/vocabulary.py lists them"))
         split, levels = SPLITS[pre], {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         if split == GPT2:
             splitter = {**levels, "use_regex": True}

@@ -134,6 +134,30 @@ def test_params_override_the_command_line(run: Run):
     assert tokens(records[6]) == tokens(greedy)[: len(tokens(records[6]))]
 
 
+def test_what_a_line_means_without_a_search(run: Run):
+    _, [trie] = run([{"prompt": "ab"}], "--search", "trie", "--beams", "3")
+    _, [greedy] = run([{"prompt": "ab"}])
+    params = [
+        {"beams": 3},
+        {"beams": 3, "temperature": 0},
+        {"search": "beam", "beams": 3},
+        {"temperature": 0},
+        {"temperature": 0, "seed": 1, "top_p": 0.9},
+        {"search": "sample", "temperature": 0, "seed": 1},
+        {"beams": 3, "temperature": 0.7},
+        {"temperature": 1},
+        {"search": None, "beams": 3},
+    ]
+    for flags in ([], ["--temperature", "0"], ["--search", "sample", "--temperature", "0"]):
+        _, records = run([{"prompt": "ab", "params": each} for each in params], *flags)
+        assert [said(record) for record in records[:3]] == [said(trie)] * 3
+        assert [said(record) for record in records[3:6]] == [said(greedy)] * 3
+        message = records[6]["error"]["message"]
+        assert "temperature: the search 'trie' has no such parameter; searches that have all of the par" in message
+        assert ("error" in records[7]) == ("sample" not in flags)
+        assert "search: expected one of" in records[8]["error"]["message"]
+
+
 BAD = [
     (b"{", "malformed JSON"),
     (b"[1]", "expected a JSON object, got [1]"),
@@ -164,6 +188,7 @@ BAD = [
     ({"id": True, "prompt": "a"}, "id: expected a string or an integer, got true"),
     ({"prompt": "a", "params": []}, "params: expected an object"),
     ({"prompt": "a", "params": {"num_beams": 3}}, "params.num_beams: no such key; did you mean beams?"),
+    ({"prompt": "a", "params": {"xyz": 3}}, "params.xyz: no such key; --help lists all, as flags"),
     ({"prompt": "a", "params": {"search": "tri"}}, "search: expected one of"),
     ({"prompt": "a", "params": {"search": ["trie"]}}, "search: expected one of"),
     ({"prompt": "a", "params": {"search": "trie", "beams": 0}}, "beams: expected an integer >= 1, got 0"),

@@ -80,6 +80,21 @@ def test_piped_reply_is_all_of_stdout(command, base):
     assert command(*argv, "-p", "Once upon") == (0, result.outputs[0].text + "\n", "")
 
 
+def test_beams_mean_beam_search_and_temperature_0_means_greedy(command, base):
+    def reply(*flags):
+        return command("--model", base, "--max-new-tokens", "12", *flags, piped=b"Hello")
+
+    trie, greedy = reply("--search", "trie", "--beams", "3"), reply()
+    assert trie[0] == greedy[0] == 0 and trie != greedy
+    assert trie == reply("--beams", "3") == reply("--search", "beam", "--beams", "3")
+    assert trie == reply("--beams", "3", "--temperature", "0")
+    assert greedy == reply("--temperature", "0") == reply("--temperature", "0", "--top-p", "0.9", "--seed", "1")
+    assert greedy == reply("--search", "sample", "--temperature", "0")
+    code, out, err = reply("--beams", "3", "--temperature", "0.7")
+    assert (code, out) == (2, "") and "temperature: the search 'trie' has no such parameter" in err
+    assert "searches that have all of the parameters: beam-sample" in err
+
+
 def test_flag_and_pipe_are_one_prompt(monkeypatch):
     args = chat.parser().parse_args(["-p", "Summarise:"])
     for data, prompt in ((b"a\nb\n", "Summarise:\na\nb"), (b"", "Summarise:"), (b"a\r\n", "Summarise:\na")):
@@ -253,12 +268,13 @@ def test_a_full_context_says_so_with_numbers(engine):
 
 
 def test_a_terminal_conversation(command, templated):
-    lines = ["Hello", "/set", "/set beams=3", "/set search=trie beams=3 max-new-tokens=5", "/set beams=0 seed=1"]
-    lines += ["/set temperature=2", "/set", "/foo", "//foo", "", "/stats", "/help", "/reset", "/stats", "/clear now"]
+    lines = ["Hello", "/set", "/set early-stopping=true", "/set search=trie beams=3 max-new-tokens=5"]
+    lines += ["/set beams=0 seed=1", "/set temperature=2", "/set", "/foo", "//foo", "", "/stats", "/help", "/reset"]
+    lines += ["/stats", "/clear now"]
     code, out, err = command("--model", templated, typed="\n".join([*lines, "Bye", ""]), tty=True)
     assert code == 0 and out.count("> ") == 17
     assert "parameters, float32" in err and "/help lists the commands" in err and "plain completion" not in err
-    assert "beams: the search 'greedy' has no such parameter" in err
+    assert "early_stopping: the search 'greedy' has no such parameter" in err
     assert "seed: the search 'trie' has no such parameter" in err
     assert re.search(r"beams +3\n", err) and re.search(r"max_new_tokens +5\n", err)
     assert "/foo: no such command" in err and "prompt " in err

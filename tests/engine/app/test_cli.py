@@ -5,13 +5,14 @@ import io
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 
 import pytest
 
 from engine.app import cli
 from engine.errors import CheckpointError, KVMemoryError, NumericsError, UsageError
-from search import REGISTRY, make_search
+from search import REGISTRY, ULTS, BeamSample, Greedy, Sample, Search, Trie, make_search, register
 from search.base import parameters
 
 
@@ -47,6 +48,68 @@ def test_search_parameters_are_those_given():
     assert args.stop == ["a", "b"]
     with pytest.raises(UsageError, match="seed: the search 'trie' has no such parameter"):
         make_search(args.search, cli.search_params(args))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--beams 15", Trie(15)),
+        ("--beams 15 --temperature 0", Trie(15)),
+        ("--search beam --num-return-sequences 2", Trie(num_return_sequences=2)),
+        ("--search beam-sample --beams 3 --temperature 0.7", BeamSample(beams=3, temperature=0.7)),
+        ("--temperature 0", Greedy()),
+        ("--temperature 0.0 --seed 1 --top-k 5 --top-p 0.9 --min-p 0.1", Greedy()),
+        ("--search sample --temperature 0 --seed 1", Sample(temperature=0, seed=1)),
+        ("--search ults --temperature 0 --seed 1", ULTS(seed=1)),
+    ],
+)
+def test_the_search_that_parameters_mean(flags: str, expected: Search):
+    args = make_parser().parse_args(flags.split())
+    assert make_search(args.search, cli.search_params(args)) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--search greedy --beams 3", "beams: the search 'greedy' has no such parameter"),
+        (
+            "--beams 3 --temperature 0.7",
+            "'trie' has no such parameter\nsearches that have all of the parameters: beam-sample",
+        ),
+        ("--temperature 1", "'greedy' has no such parameter\nsearches that have it: sample, aded, dsbd and 4 more"),
+        ("--temperature 0 --top-p 7", "top_p: expected a number in"),
+        ("--temperature 0 --seed -1", "seed: expected an integer from 0"),
+        ("--seed 1", "seed: the search 'greedy' has no such parameter"),
+    ],
+)
+def test_parameters_that_contradict_the_search(flags: str, words: str):
+    args = make_parser().parse_args(flags.split())
+    with pytest.raises(UsageError) as caught:
+        make_search(args.search, cli.search_params(args))
+    assert words in str(caught.value)
+
+
+def test_an_alias_is_no_free_name():
+    with pytest.raises(UsageError, match=r"'beam' belongs to another search, search.trie:Trie"):
+
+        @register("beam")
+        @dataclass(frozen=True)
+        class Beam(Greedy):
+            pass
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_warnings_have_the_form_of_messages(quiet: bool, capsys: pytest.CaptureFixture[str]):
+    def main() -> int:
+        warnings.warn("the kernels in PyTorch run, slower", stacklevel=1)
+        return 0
+
+    before = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert cli.run(main, quiet=quiet) == 0
+    assert capsys.readouterr() == ("", "" if quiet else "warning: the kernels in PyTorch run, slower\n")
+    assert warnings.showwarning is before
 
 
 def test_every_parameter_has_a_flag_with_its_default():
@@ -85,6 +148,7 @@ def test_search_list(capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out.splitlines()
     assert end.value.code == 0 and [line.split()[0] for line in out] == list(REGISTRY)
     assert all(len(line.split()) > 3 for line in out)
+    assert [line.split()[0] for line in out if line.endswith(" (also: beam)")] == ["trie"]
 
 
 @pytest.mark.parametrize(

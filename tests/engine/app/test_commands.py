@@ -150,11 +150,27 @@ def test_regenerating_a_sample_takes_the_next_seed(conversation, engine):
     assert "[seed 6]" in typing("/regen")[1]  # not the last reply's turn: the settings' seed is where it starts
 
 
+def test_set_chooses_the_search_that_parameters_mean(conversation):
+    typing = Typing(conversation)
+    assert typing("/set temperature=0 seed=1") == ("", "") and typing.dialog.settings.configuration() == Greedy()
+    assert "[search trie]" in typing("/set beams=5")[1] and typing.dialog.settings.configuration() == Trie(5)
+    assert typing("/set beams=4 temperature=0") == ("", "") and typing.dialog.settings.configuration() == Trie(4)
+    with pytest.raises(UsageError, match="searches that have all of the parameters: beam-sample"):
+        typing("/set beams=3 temperature=0.7")
+    assert typing.dialog.settings.configuration() == Trie(4)
+    assert "[search beam-sample]" in typing("/set search=beam-sample beams=3 temperature=0.7")[1]
+    assert typing("/set beams=2") == ("", "") and typing.dialog.settings.search == "beam-sample"
+    typing("/set search=beam")
+    assert typing.dialog.settings.search == "trie" and typing.dialog.settings.configuration() == Trie(2)
+    with pytest.raises(UsageError, match="beams: the search 'greedy' has no such parameter"):
+        typing("/set search=greedy beams=3")
+
+
 def test_a_failed_answer_leaves_the_turn(conversation, monkeypatch):
     typing = Typing(conversation)
     typing("One")
     turn = conversation.turns[0]
-    for line in ("/regen beams=3", "/regen search=trie beams=900", "/regen stop=a=b=c beams"):
+    for line in ("/regen early_stopping=true", "/regen search=trie beams=900", "/regen stop=a=b=c beams"):
         with pytest.raises(UsageError):
             typing(line)
         assert conversation.turns == [turn]

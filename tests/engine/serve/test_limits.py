@@ -174,7 +174,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
         (["--catalogue", "x"], "--catalogue: expected NAME=FILE"),
         (["--model", "a=x", "--model", "a=y", "--port", "0"], "two models have the name 'a'"),
         (["--model", "x", "--model", "y", "--memory", "1G", "--port", "0"], "--memory is for one model"),
-        (["--beams", "3"], "the search 'sample' has no such parameter"),
+        (["--search", "sample", "--beams", "3"], "the search 'sample' has no such parameter"),
     ],
 )
 def test_wrong_command_lines(capsys, monkeypatch, flags, message):
