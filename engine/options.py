@@ -63,5 +63,5 @@ def check_options(options: Mapping[str, Any], search: Any) -> None:
             remedy = f"it is a parameter of the search: {type(search).__name__}({name}=...)"
         else:
             near = difflib.get_close_matches(name, known, 1)
-            remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            remedy = f"did you mean {near[0]}?" if near else "help(engine.RequestOptions) lists all"
         raise UsageError(f"{name[:100]}: no such option", remedy=remedy)

@@ -212,7 +212,7 @@ def test_arguments_are_checked(engine):
     ("name", "hint"),
     [
         ("max_tokens", "did you mean max_new_tokens?"),
-        ("qqq", "known: max_new_tokens, eos_token_ids"),
+        ("qqq", r"help\(engine.RequestOptions\) lists all"),
         ("beams", r"it is a parameter of the search: Trie\(beams=...\)"),
     ],
 )

@@ -87,6 +87,9 @@ def test_chat(server, alone):
     [
         ({"search": "trie", "beams": 4, "n": 3}, Trie(4, num_return_sequences=3)),
         ({"beams": 3}, Trie(3)),
+        ({"beams": 3, "temperature": 0, "top_p": 0.9, "seed": 1}, Trie(3)),
+        ({"search": "beam", "n": 2}, Trie(num_return_sequences=2)),
+        ({"search": "greedy", "temperature": 0, "top_p": 0.9}, Greedy()),
         ({"use_beam_search": True, "n": 3, "temperature": 0}, Trie(3, num_return_sequences=3)),
         ({"beam_width": 5, "n": 2, "temperature": 1, "top_p": 1, "seed": 3}, Trie(5, num_return_sequences=2)),
         ({"seed": 7, "n": 2, "temperature": 0.8}, Sample(temperature=0.8, seed=7, num_return_sequences=2)),
