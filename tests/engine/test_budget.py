@@ -178,6 +178,8 @@ def test_refusal_spells_the_sum_out(checkpoint, monkeypatch):
     if FORMATS["int8"].why_not(CPU) is None:
         assert "--quant int8 (" in text
     assert "--beams" in text and "--max-new-tokens" in text
+    flags = [fit.split()[0] for fit in text.rpartition("what would fit: ")[2].split(", ")]
+    assert len(flags) == len({*flags}) <= 5 and flags[-1] == "--memory"  # of each flag the nearest alone
 
 
 def test_what_is_left_is_the_caches(checkpoint, monkeypatch):
