@@ -1,0 +1,239 @@
+"""Attacks on a server that runs as a process of its own, while another client goes on asking.
+
+The server has two keys. The victim has the second: throughout, it sends a small request and asks for `/health`, over a new
+connection each time. The attackers have the first key, or none. An attack is a context manager in a list: within its
+block it lasts. What is bounded, during every attack and after it:
+
+- the victim's requests are answered, with 200, each of them within `PATIENCE` seconds;
+- a request of the victim is in a forward pass after at most `STEPS` passes from the moment when it is checked, counted by
+  the stepping thread itself;
+- the resident memory of the process, after the attack, has grown by at most `GROWTH` bytes;
+- stderr has nothing but the lines that the attack names, one per fault.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="reads /proc, and lowers limits by ulimit"
+)
+
+ATTACKER, VICTIM = "the-key-of-an-attacker", "the-key-of-the-victim"
+PATIENCE = 20.0  # seconds until a request of the victim has failed
+STEPS = 2  # passes until a request of the victim runs
+GROWTH = 32 << 20  # bytes
+ROUNDS = 4  # requests of the victim that an attack must last for
+# The server, with a record of how many passes each request waited for: its salt and the number, a line each.
+WATCHED = """
+import sys
+from engine.serve import command
+from engine.service import Service
+
+log, submit = open(sys.argv.pop(1), "a", buffering=1), Service.submit
+
+def watched(self, checked, tell, **options):
+    before, told = self.driver.work["target"].passes, []
+
+    def hear(news):
+        if not told:
+            told.append(True)
+            print(checked.request.cache_salt, self.driver.work["target"].passes - before, file=log)
+        tell(news)
+
+    return submit(self, checked, hear, **options)
+
+Service.submit = watched
+sys.exit(command.main())
+"""
+
+
+class Live:
+    """A server in a process of its own.
+
+    Args:
+        folder: for its files.
+        files: file descriptors that the process may have.
+    """
+
+    def __init__(self, folder: Path, *flags: str, files: int = 1024):
+        from engine.serve.http import salt_of
+
+        (keys := folder / "keys").write_text(f"{ATTACKER}\n{VICTIM}\n")
+        self.waits, self.err = folder / "waits", folder / "stderr"
+        limited = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(files)]
+        command = [sys.executable, "-c", WATCHED, str(self.waits), "--port", "0", "--kv-memory", "8M", "--threads", "1"]
+        with self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [*limited, *command, "--api-key-file", str(keys), "--drain", "5", *flags],
+                stderr=err,
+                env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+            )
+        self.salt = salt_of(VICTIM.encode())
+        found = None
+        while not found:
+            assert self.process.poll() is None, self.err.read_text()
+            time.sleep(0.05)
+            found = re.search(r"serving on .*:(\d+)\n", self.err.read_text())
+        self.port, self._read = int(found[1]), len(self.err.read_bytes())
+
+    def stderr(self) -> str:
+        """What the server has written since the last call."""
+        data = self.err.read_bytes()[self._read :]
+        self._read += len(data)
+        return data.decode()
+
+    def resident(self) -> int:
+        """Bytes of the process in memory."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def descriptors(self) -> int:
+        """Files and connections that the process has open."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def waited(self) -> list[int]:
+        """The passes that requests of the victim waited for."""
+        lines = self.waits.read_text().splitlines()
+        return [int(line.split()[1]) for line in lines if line.startswith(self.salt)]
+
+    def connect(self, data: bytes = b"", seconds: float = 60.0) -> socket.socket:
+        """A connection that has sent so much. The server may have closed it by then."""
+        peer = socket.create_connection(("127.0.0.1", self.port), timeout=seconds)
+        with contextlib.suppress(ConnectionError):
+            peer.sendall(data)
+        return peer
+
+    def ask(self, path: str, body: dict | None = None, key: str = VICTIM) -> tuple[int, bytes]:
+        """The status and the body of an answer, over a connection of its own."""
+        with self.connect(request(path, body, key), PATIENCE) as peer:
+            peer.settimeout(PATIENCE)
+            data = b""
+            while part := peer.recv(1 << 16):
+                data += part
+        return int(data.split()[1]) if data else 0, data.partition(b"\r\n\r\n")[2]
+
+    def end(self) -> None:
+        """Ends as a signal ends it."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            assert self.process.wait(60) == 0
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+
+class Victim:
+    """A client that asks for a little, again and again, in a thread.
+
+    Attributes:
+        answers: statuses, and seconds until the answer was there.
+    """
+
+    def __init__(self, live: Live):
+        self.live, self.answers = live, []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        small = {"prompt": "Once upon", "max_tokens": 2, "temperature": 0}
+        while not self._end.wait(0.05):
+            for path, body in (("/v1/completions", small), ("/health", None)):
+                began = time.monotonic()
+                try:
+                    status = self.live.ask(path, body)[0]
+                except OSError as error:
+                    status = str(error)
+                self.answers.append((path, status, time.monotonic() - began))
+
+    def more(self, count: int = ROUNDS) -> None:
+        """Wait for further answers; each must be there in time."""
+        wanted = len(self.answers) + 2 * count + 1
+        while len(self.answers) < wanted:
+            time.sleep(0.02)
+            self.check()
+
+    def check(self) -> None:
+        """All answers so far."""
+        wrong = [answer for answer in self.answers if answer[1] != 200 or answer[2] > PATIENCE]
+        assert not wrong, wrong
+
+    def end(self) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+def request(
+    path: str, body: dict | None = None, key: str = ATTACKER, *, close: bool = True, length: int | None = None
+) -> bytes:
+    """A request, which says that it has a body of `length` bytes."""
+    data = b"" if body is None else json.dumps(body).encode()
+    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", "Host: localhost"]
+    lines += [f"Authorization: Bearer {key}"] * bool(key) + ["Connection: close"] * close
+    if body is not None:
+        lines += ["Content-Type: application/json", f"Content-Length: {len(data) if length is None else length}"]
+    return "\r\n".join([*lines, "", ""]).encode() + data
+
+
+# --- attacks: each is a context manager that lasts for the block, and takes the server ---
+
+Attack = Callable[[Live], AbstractContextManager[None]]
+
+
+@contextmanager
+def many(live: Live, count: int, data: bytes) -> Iterator[None]:
+    """Connections that all send the same, and then nothing."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(live.connect(data))
+        yield
+
+
+def silent(live: Live) -> AbstractContextManager[None]:
+    """Connections that never send anything."""
+    return many(live, 400, b"")
+
+
+CONNECTIONS: list[Attack] = [silent]
+REQUESTS: list[Attack] = []
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, Victim]]:
+    live = Live(tmp_path_factory.mktemp("live"))
+    victim = Victim(live)
+    try:
+        victim.more()
+        yield live, victim
+        victim.end()
+    finally:
+        live.end()
+
+
+@pytest.mark.parametrize("attack", [*CONNECTIONS, *REQUESTS], ids=lambda attack: attack.__name__)
+def test_nobody_else_notices(live: tuple[Live, Victim], attack: Attack):
+    server, victim = live
+    server.stderr()
+    before, waited = server.resident(), len(server.waited())
+    with attack(server):
+        victim.more()
+    victim.more(1)
+    steps = server.waited()[waited:]
+    assert len(steps) >= ROUNDS and max(steps) <= STEPS
+    assert server.resident() - before < GROWTH
+    assert server.stderr() == ""
