@@ -7,7 +7,6 @@ import copy
 import importlib
 import itertools
 import os
-import signal
 import socket
 import sys
 import threading
@@ -60,7 +59,7 @@ exit codes: 0 it was ended; 2 wrong usage, or the port is taken; 3 checkpoint; 4
 KEY = "COPPICE_API_KEY"
 LEAST_KEY = 16  # characters
 MAX_KEYS = 1 << 20
-CONNECTIONS = 256  # at once, at least
+CONNECTIONS = 1024  # at once, where there are so many file descriptors
 IDLE_SECONDS = 15  # that a connection stays open without a request
 
 
@@ -267,24 +266,12 @@ def library(name: str) -> Any:
 
 
 def http_server(app: "Application", drain: float, verbose: bool = False) -> Any:
-    """A `uvicorn.Server`, whose end by a signal is no error."""
+    """A `uvicorn.Server` for an application."""
     uvicorn = library("uvicorn")
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            if threading.current_thread() is not threading.main_thread():
-                yield
-                return
-            kept = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-            try:
-                yield
-            finally:
-                for number, handler in kept.items():
-                    signal.signal(number, handler)
+    from engine.serve.connections import HttpServer, most_connections
 
     places = sum(one.lane.places for one in app.served.values())
-    return Server(
+    return HttpServer(
         uvicorn.Config(
             app,
             http="h11",
@@ -295,10 +282,11 @@ def http_server(app: "Application", drain: float, verbose: bool = False) -> Any:
             access_log=verbose,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=max(CONNECTIONS, 4 * places),
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=max(1, round(drain)),
-        )
+        ),
+        most_connections(max(CONNECTIONS, 4 * places)),
+        verbose,
     )
 
 

@@ -7,6 +7,7 @@ import hmac
 import re
 import secrets
 import sys
+import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -31,9 +32,10 @@ from engine.serve.stepper import Abandoned, Stepper, Ticket
 from engine.trace import Trace
 
 SALT = "coppice.salt"  # of cached prefixes, in the scope of a request
+CONNECTION = "coppice.connection"  # in the state of a request's scope: has `admit`, and `since` when it began to come
 OPEN = ("/", "/health")  # that need no key: they tell nothing
 LOCAL = ("localhost", "127.0.0.1", "::1")
-BODY_SECONDS = 30.0  # for the whole of a body
+BODY_SECONDS = 30.0  # from the first byte of a request to the last of its body
 BODIES = 16  # bodies of the largest size that are held at once
 PING_SECONDS = 10.0  # a stream without text says that it lives
 STALL_SECONDS = 120.0  # a client that reads nothing for so long is gone
@@ -69,6 +71,8 @@ class Application:
         self.stepper, self.limits, self.kept, self.verbose = stepper, limits, traces, verbose
         self.traces: OrderedDict[str, Trace] = OrderedDict()
         self._bytes = 0  # of bodies that are held
+        self._page = PAGE.read_text(encoding="utf-8")
+        self._policy = _policy(self._page)
         get = {
             "/": self.page,
             "/health": self.health,
@@ -91,8 +95,7 @@ class Application:
     # --- small answers ---
 
     async def page(self, _: Request) -> Response:
-        text = PAGE.read_text(encoding="utf-8")
-        return HTMLResponse(text, headers={"content-security-policy": _policy(text)})
+        return HTMLResponse(self._page, headers={"content-security-policy": self._policy})
 
     async def health(self, _: Request) -> Response:
         alive = self.stepper.alive
@@ -170,7 +173,9 @@ class Application:
             raise large
         data = bytearray()
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            connection = request.scope.get("state", {}).get(CONNECTION)
+            spent = 0.0 if connection is None else time.monotonic() - connection.since
+            async with asyncio.timeout(BODY_SECONDS - spent):
                 async for part in request.stream():
                     data += part
                     self._bytes += len(part)
@@ -179,7 +184,7 @@ class Application:
                     if self._bytes > BODIES * self.limits.body:
                         raise HttpError(503, "too many large bodies at once", code="overloaded")
         except TimeoutError:
-            raise HttpError(408, f"the body took more than {BODY_SECONDS:g} s", code="timeout") from None
+            raise HttpError(408, f"the request took more than {BODY_SECONDS:g} s to come", code="timeout") from None
         finally:
             self._bytes -= len(data)
         return bytes(data)
@@ -308,11 +313,13 @@ class Guard:
         if scope["type"] != "http":
             return
         headers = {key: value.decode("latin-1") for key, value in scope["headers"]}
-        error = None
+        connection, error = scope.get("state", {}).get(CONNECTION), None
         if self.hosts and _host(headers.get(b"host", "")) not in self.hosts:
             error = HttpError(403, "the header Host names another server", code="wrong_host")
         elif self.keys and scope["path"] not in OPEN and not self._knows(headers.get(b"authorization", "")):
             error = HttpError(401, "the bearer key is missing or wrong", code="invalid_api_key")
+        elif scope["path"] not in OPEN and connection is not None and not connection.admit():
+            error = HttpError(503, "too many connections", code="overloaded")
         elif self.keys:
             scope = {
                 **scope,
