@@ -1,6 +1,7 @@
 """What OpenAI's clients read: completions, chunks of streams, usage, errors."""
 
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, starmap
@@ -14,6 +15,10 @@ from engine.serve.fields import CHAT, Asked
 from engine.serve.stepper import Busy
 from engine.text.thinking import Thoughts, ThoughtStream
 
+FAULTS = {500: "the server failed; its stderr says why", 503: "the server has no memory for this now"}
+FILE = re.compile(r"[\\/]|\.[A-Za-z]")  # in the place of an error: it is a file, which clients do not know
+# In a message: but for those of the server's URLs, and of references in a JSON schema.
+PATH = re.compile(r"(?<![\w#/.])(?!/v1/)(?:[A-Za-z]:\\|~?/|[\w.-]+/)[^\s'\",;:()]+")
 FINISH = {"eos": "stop", "stop": "stop", "constraint": "stop", "length": "length"}
 
 
@@ -28,6 +33,7 @@ class Answers:
     def __init__(self, identity: str, asked: Asked):
         self.asked, self.identity, self.created = asked, identity, int(time.time())
         self.chat = asked.kind == CHAT
+        self.large = any(checked.request.logprobs is not None for checked in asked.checked)  # and slow to write
         self._streams: dict[int, ThoughtStream] = {}
         self._begun: set[int] = set()
 
@@ -189,15 +195,24 @@ def status_of(error: CoppiceError) -> int:
 
 
 def error_body(error: CoppiceError) -> dict[str, Any]:
-    """An error as OpenAI's clients read it. Where a fault of the server lies is for its log alone."""
+    """An error as OpenAI's clients read it, without paths of the server; faults of the server are for its log alone."""
     status = status_of(error)
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    parts = (error.what,) if status >= 500 else (error.what, error.where, error.remedy)
-    message = "; ".join(part.removeprefix("params.") for part in parts if part)
+    message = _message(error, status)
     name = message.partition(": ")[0]
     param = name if status == 400 and name.replace("_", "").replace("[", "").replace("]", "").isalnum() else None
     return {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
+
+
+def _message(error: CoppiceError, status: int) -> str:
+    if isinstance(error, HttpError):
+        return "; ".join(filter(None, (error.what, error.remedy)))
+    if status in FAULTS:
+        return FAULTS[status]
+    where = "" if FILE.search(error.where) else error.where
+    parts = (part.removeprefix("params.") for part in (error.what, where, error.remedy) if part)
+    return PATH.sub("(a path)", "; ".join(parts))
 
 
 def error_headers(error: CoppiceError) -> dict[str, str]:

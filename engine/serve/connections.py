@@ -99,7 +99,7 @@ class Connection(H11Protocol):
     def overdue(self, now: float) -> bool:
         """Whether the client has taken too long to send a request, or to read an answer."""
         unsent = self.transport.get_write_buffer_size()
-        if not unsent or unsent < self._unsent:
+        if not 0 < self._unsent <= unsent:
             self._moved = now
         self._unsent = unsent
         if self.busy:

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ BODY_SECONDS = 30.0  # from the first byte of a request to the last of its body
 BODIES = 16  # bodies of the largest size that are held at once
 PING_SECONDS = 10.0  # a stream without text says that it lives
 STALL_SECONDS = 120.0  # a client that reads nothing for so long is gone
+ENDING_SECONDS = 1.0  # for the last event of a stream, when the server ends
 CLOSED = 499  # of a response that nobody reads
 PAGE = Path(__file__).parent / "page.html"
 
@@ -151,7 +152,10 @@ class Application:
         finally:
             work.cancel()
             _cancel(tickets)
-        return Response(status_code=CLOSED) if left else _json(answers.whole(work.result()))
+        if left:
+            return Response(status_code=CLOSED)
+        data = await _written(answers, lambda: encoded(answers.whole(work.result())))
+        return Response(data, media_type="application/json")
 
     def _find(self, name: Any) -> Served:
         """The model of a name. Raises HttpError."""
@@ -207,6 +211,8 @@ class Application:
                 return await work(request)
             except ClientDisconnect:
                 return Response(status_code=CLOSED)
+            except asyncio.CancelledError:
+                return _error(_ending())
             except Exception as error:
                 return _error(self._log(error))
 
@@ -220,7 +226,7 @@ class Application:
                 if self.verbose or ours is not error:
                     traceback.print_exception(error)
                 else:
-                    print(f"error: {error}", file=sys.stderr)
+                    print("error:", "; ".join(str(error).splitlines()), file=sys.stderr)
         return ours
 
 
@@ -237,13 +243,22 @@ class Events(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         raw = [(key.encode(), value.encode()) for key, value in headers.items()]
-        work = asyncio.ensure_future(self._run(send))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": raw})
+            await self._until_left(send, receive)
+        except asyncio.CancelledError:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ENDING_SECONDS):
+                    await send({"type": "http.response.body", "body": event(error_body(_ending()))})
+        finally:
+            _cancel(self.tickets)
+
+    async def _until_left(self, send: Send, receive: Receive) -> None:
+        work = asyncio.ensure_future(self._run(send))
+        try:
             await _until(work, receive)
         finally:
             work.cancel()
-            _cancel(self.tickets)
             with contextlib.suppress(asyncio.CancelledError, OSError, TimeoutError):
                 await work
 
@@ -283,7 +298,7 @@ class Events(Response):
                 break
             await self._put(send, b"".join(map(event, self.answers.text(i, text))))
         result = await ticket.result()
-        await self._put(send, b"".join(map(event, self.answers.end(i, result))))
+        await self._put(send, await _written(self.answers, lambda: b"".join(map(event, self.answers.end(i, result)))))
         return result
 
     async def _put(self, send: Send, data: bytes) -> None:
@@ -366,12 +381,17 @@ def _cancel(tickets: Sequence[Ticket]) -> None:
         ticket.lane.cancel(ticket)
 
 
+def _ending() -> HttpError:
+    return HttpError(503, "the server ends before this request", code="interrupted")
+
+
 def _late(seconds: float) -> HttpError:
     return HttpError(504, f"the request took more than {seconds:g} s", code="timeout", remedy="fewer tokens or beams")
 
 
-def _json(data: Mapping[str, Any]) -> Response:
-    return Response(encoded(dict(data)), media_type="application/json")
+async def _written(answers: Answers, write: Callable[[], bytes]) -> bytes:
+    """What a function returns; that of a large answer runs in a thread, so that others are answered meanwhile."""
+    return await asyncio.to_thread(write) if answers.large else write()
 
 
 def _error(error: CoppiceError) -> Response:

@@ -8,14 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from engine.errors import UsageError
+from engine.constraints import ConstraintError
+from engine.errors import CheckpointError, CoppiceError, KVMemoryError, UsageError
 from engine.serve import command
+from engine.serve.answers import HttpError, error_body
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
@@ -316,15 +321,98 @@ def test_a_pass_that_fails_ends_what_ran_and_not_the_server(start, monkeypatch, 
     assert server.engine.pool.used_pages == 0 and server.app.stepper.alive
 
 
-def test_where_a_fault_lies_is_not_for_clients():
-    from engine.errors import CheckpointError
-    from engine.serve.answers import error_body, status_of
+@pytest.mark.parametrize(
+    "error",
+    [
+        CheckpointError("the chat template fails", where="/secret/template.jinja: line 3"),
+        CoppiceError("a forward pass failed: RuntimeError: the device is lost, in /secret/file.cpp"),
+        UsageError("the chat template rejects the messages: no", where="secret.jinja"),
+        UsageError("the chat template takes no tools", where="models/secret/tokenizer_config.json"),
+        UsageError("the catalogue is of another tokenizer", where="secret.cat", remedy="make it again"),
+        UsageError("prior: /srv/secret.safetensors: No such file or directory"),
+        UsageError("prior: ~/secret: No such file or directory"),
+        UsageError("prior: runs/secret: No such file or directory"),
+        UsageError(r"prior: C:\runs\secret.safetensors: No such file or directory"),
+        UsageError("the n-gram store cannot be read: [Errno 24] Too many open files: '/srv/secret'"),
+        ConstraintError("the constraint X failed: no", where="/srv/secret.py:12, in X.allowed"),
+    ],
+)
+def test_errors_name_no_paths(error):
+    assert "secret" in str(error) and "secret" not in json.dumps(error_body(error))
 
-    error = CheckpointError("the chat template fails", where="/secret/template.jinja: line 3")
-    assert status_of(error) == 500 and "secret" not in json.dumps(error_body(error))
+
+def test_errors_say_what_clients_need():
+    told = {
+        "prompt: expected token ids from 0 to 9, got 10; token 3": UsageError(
+            "prompt: expected token ids from 0 to 9, got 10", where="token 3"
+        ),
+        "full; (prompt 3 + new tokens 15 - 1) x 2.5 bytes per token = 4 KB; fewer": KVMemoryError(
+            "full", where="(prompt 3 + new tokens 15 - 1) x 2.5 bytes per token = 4 KB", remedy="fewer"
+        ),
+        "messages: it belongs to /v1/chat/completions": UsageError("messages: it belongs to /v1/chat/completions"),
+        "json_schema: no such definition: #/definitions/x": UsageError(
+            "json_schema: no such definition: #/definitions/x"
+        ),
+        "the request took more than 2 s; fewer tokens": HttpError(
+            504, "the request took more than 2 s", code="timeout", remedy="fewer tokens"
+        ),
+    }
+    assert [error_body(error)["error"]["message"] for error in told.values()] == [*told]
+
+
+def test_a_file_of_the_server_that_is_gone(start, tmp_path, capsys):
+    """The error of a whole request, by a file that the command line named."""
+    server = start("--search", "ults", "--ults-prior", str(make_prior(tmp_path / "prior.safetensors")))
+    (tmp_path / "prior.safetensors").unlink()
+    reply = post(server.url, {"prompt": "Once", "max_tokens": 2}, "/v1/completions")
+    assert reply.status_code >= 400 and "prior" in reply.text and str(tmp_path) not in reply.text
+
+
+def make_prior(path: Path) -> Path:
+    from search.ults.prior import Vectors
+
+    logp = torch.full((2, 3), 0.25).log()
+    Vectors(logp, torch.zeros(2, 3, dtype=torch.int64)).save(path)
+    return path
+
+
+def test_large_answers_are_written_beside_the_loop(start, monkeypatch):
+    """The spellings of thousands of alternatives take seconds, in which nobody else was answered."""
+    server, threads = start(), set()
+    served = server.app.served["demo"]
+    spelling = served.spelling
+
+    def watched(token: int):
+        threads.add(threading.current_thread().name)
+        return spelling(token)
+
+    monkeypatch.setattr(served, "spelling", watched)
+    for stream in (False, True):
+        body = {"prompt": "Once", "max_tokens": 3, "logprobs": 5, "stream": stream}
+        assert post(server.url, body, "/v1/completions").text.count("top_logprobs")
+    assert threads and "serve" not in threads
 
 
 # --- the end ---
+
+
+def test_a_stream_that_the_end_interrupts_says_so(monkeypatch):
+    args = command.make_parser().parse_args(["--kv-memory", "8M", "--threads", "1", "-q", "--max-tokens", "100000"])
+    with command.application(args) as app:
+        with command.background(app, drain=1) as url:
+            port = int(url.rpartition(":")[2])
+            peers = [raw(port, long(stream=stream, max_tokens=400, beams=30)) for stream in (True, False)]
+            lane = app.served["demo"].lane
+            until(lambda: lane.running == 2)
+            step = lane.service.step
+            monkeypatch.setattr(lane.service, "step", lambda: (time.sleep(0.5), step()))
+        answers = [b"".join(iter(partial(peer.recv, 1 << 16), b"")) for peer in peers]
+        for peer in peers:
+            peer.close()
+    last = answers[0].rpartition(b"data: ")[2].partition(b"\n\n")[0]
+    assert json.loads(last)["error"]["code"] == "interrupted"
+    assert answers[0].endswith(b"0\r\n\r\n"), "the stream is whole"
+    assert answers[1].startswith(b"HTTP/1.1 503 ") and b'"interrupted"' in answers[1]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGTERM") or sys.platform == "win32", reason="needs POSIX signals")

@@ -1,0 +1,167 @@
+"""How many connections there are, how long each may take, and which are closed first."""
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="needs the extra serve")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
+from engine.serve import command, connections
+
+KEY = "a-key-of-some-length"
+LARGE = {
+    "prompt": ["Once"] * 4,
+    "max_tokens": 250,
+    "ignore_eos": True,
+    "logprobs": 20,
+    "seed": 1,
+}  # answers of megabytes
+
+
+def request(path: str, body: dict[str, Any] | None = None, key: str = KEY, length: int | None = None) -> bytes:
+    """A request, which says that its body has `length` bytes."""
+    data = b"" if body is None else json.dumps(body).encode()
+    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {key}"]
+    lines += ["Content-Type: application/json", f"Content-Length: {len(data) if length is None else length}"]
+    return "\r\n".join([*lines, "", ""]).encode() + data
+
+
+def ended(peer: socket.socket) -> bool:
+    """Whether the server has closed a connection; what it sent before is dropped."""
+    peer.settimeout(0.02)
+    try:
+        while peer.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+def answer(peer: socket.socket, pause: float = 0.0) -> tuple[int, bool]:
+    """The status of an answer, and whether it came as a whole; `pause`: seconds between two reads."""
+    data, length = b"", 1
+    while len(data) < length and (part := peer.recv(1 << 16)):
+        data += part
+        head, end, _ = data.partition(b"\r\n\r\n")
+        length = len(head + end) + int(head.lower().partition(b"content-length: ")[2].split()[0]) if end else 1 << 30
+        time.sleep(pause)
+    return int(data.split()[1]) if data else 0, len(data) == length
+
+
+def until(reached: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def connect():
+    """Connections that have sent something; they end with the test."""
+    with ExitStack() as stack:
+
+        def make(server, data: bytes = b"") -> socket.socket:
+            peer = stack.enter_context(socket.socket())
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            peer.settimeout(30)
+            peer.connect(("127.0.0.1", server.port))
+            peer.sendall(data)
+            return peer
+
+        yield make
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose limits of time are short."""
+    monkeypatch.setattr(connections, "SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.4)
+    monkeypatch.setattr(connections, "STALL_SECONDS", 0.6)
+
+
+def test_a_request_that_does_not_come_is_closed(start, connect, quick):
+    """Also one that comes a byte at a time, and one that goes on after its answer."""
+    server = start(keys=(KEY,))
+    stream = connect(server, request("/v1/completions", LARGE | {"prompt": "Once", "stream": True, "max_tokens": 1000}))
+    datas = [b"", b"GET /health HTTP/1.1\r\nX: ", request("/v1/completions", {}, KEY, 9999)]
+    peers = [connect(server, data) for data in [*datas, request("/v1/completions", {}, "wrong", 9999)]]
+
+    def all_ended() -> bool:
+        for peer in peers[1:]:
+            with suppress(OSError):
+                peer.send(b" ")
+        return all(map(ended, peers))
+
+    until(all_ended, 5)
+    stream.settimeout(0.2)
+    assert stream.recv(1 << 16).startswith(b"HTTP/1.1 200"), "a stream may last"
+
+
+def test_a_client_that_reads_nothing_is_closed(start, connect, quick, monkeypatch):
+    """One that reads slowly is not."""
+    listen = command.listen
+
+    def listen_with_a_small_buffer(host: str, port: int) -> socket.socket:
+        listener = listen(host, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listener
+
+    monkeypatch.setattr(command, "listen", listen_with_a_small_buffer)
+    server = start()
+    idle, slow = (connect(server, request("/v1/completions", LARGE)) for _ in range(2))
+
+    began = time.monotonic()
+    assert answer(slow, 0.01) == (200, True)
+    assert time.monotonic() > began + 1.5, "it was not slow enough"
+    assert answer(idle) == (200, False)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of four connections: one of a stranger, and three others."""
+    monkeypatch.setattr(connections, "most_connections", lambda wanted: 4)
+
+
+def test_the_idlest_is_closed_first(start, connect, few):
+    server, ask = start(keys=(KEY,)), request("/v1/models")
+    known = []
+    for _ in range(3):
+        known.append(connect(server, ask))
+        assert answer(known[-1]) == (200, True)
+    for _ in range(5):  # of strangers the latest stays, and no other client is closed for them
+        stranger = connect(server)
+    known[0].sendall(ask)
+    assert answer(known[0]) == (200, True)
+    stranger.sendall(ask)
+    assert answer(stranger) == (200, True)
+    assert [ended(peer) for peer in known] == [False, True, False]
+
+
+def test_answers_under_way_are_never_closed_for_others(start, connect, few):
+    """With as many as there may be, another request with a key is refused, and `/health` is answered."""
+    server = start(keys=(KEY,))
+    body = {"prompt": "Once", "stream": True, "max_tokens": 2000, "ignore_eos": True}
+    streams = []
+    for _ in range(3):
+        streams.append(connect(server, request("/v1/completions", body)))
+        assert streams[-1].recv(1 << 12).startswith(b"HTTP/1.1 200")
+    assert answer(connect(server, request("/v1/models"))) == (503, True)
+    assert answer(connect(server, request("/health", key=""))) == (200, True)
+    assert not any(map(ended, streams))
+    streams[0].close()
+    until(lambda: answer(connect(server, request("/v1/models"))) == (200, True))
+
+
+def test_requests_before_the_answer_to_another_are_not_answered(start, connect):
+    server = start()
+    peer = connect(server, request("/health") * 50)
+    assert answer(peer) == (200, True)
+    until(lambda: ended(peer), 2)
