@@ -13,7 +13,7 @@ const CELL = 22, ROW = 28, GAP = 22, WIDEST = 150, TEXTLESS = 0.5;  // pixels at
 const NEAREST = 24;  // most siblings, and most children, of the chosen node that a screen reader gets
 
 const STATES = {  // states of a node at a step: words, sign
-  trunk: ["settled, in the trunk", ""],
+  trunk: ["in the trunk", ""],
   live: ["live, evaluated", ""],
   frontier: ["grown, not evaluated", ""],
   draft: ["drafted, to be verified", "?"],
@@ -34,6 +34,8 @@ class Tree {
     this.index = index;
     this.texts = request.texts[this.model] || {};
     this.lastStep = Math.max(0, request.steps.length - 1);
+    let certain = 0;  // tokens, by step; those of the first tree
+    this.certain = index ? [] : request.steps.map(({settled}) => certain += settled);
     this.real = this.token.length;
     this.known = [...this.born];  // the step at which a node is first shown: born, or reported before
     this.drafts = new Set(this.drafted);
@@ -113,6 +115,14 @@ class Tree {
     return this.drafts.has(n) && (accepted === null || accepted > step) ? "draft" : "live";
   }
 
+  /** The state of a node in words. Of the trunk, settled is what the search has reported as certain: a finished output
+   * may differ from the rest. */
+  words(n, step) {
+    const state = this.state(n, step);
+    const settled = state === "trunk" && n > 0 && this.depth[n] <= (this.certain[step] ?? 0);
+    return STATES[state][0] + (settled ? ", settled" : state === "gone" && this.rejected(n) ? ": rejected draft" : "");
+  }
+
   /** Whether a node is a draft that is rejected at some step. */
   rejected(n) { return this.drafts.has(n) && this.accepted[n] === null && this.evaluated[n] !== null; }
 
@@ -157,7 +167,7 @@ class Tree {
     const below = this.children[n].filter(c => this.known[c] <= step).length;
     const came = n && this.born[n] <= step ? `, came at step ${this.born[n]}` : "";
     const went = this.dropped[n] !== null && this.dropped[n] <= step ? `, dropped at step ${this.dropped[n]}` : "";
-    return `${this.text(n)}${chance}${score}, ${state ? STATES[state][0] : "not there yet"}${came}${went}, depth ${this.depth[n]}, ` +
+    return `${this.text(n)}${chance}${score}, ${state ? this.words(n, step) : "not there yet"}${came}${went}, depth ${this.depth[n]}, ` +
       `${list.indexOf(n) + 1} of ${list.length} siblings, ${below} ${below === 1 ? "child" : "children"}`;
   }
 
@@ -392,8 +402,8 @@ class Panel {
   }
 
   trunkText() {
-    const {tree, plan} = this, settled = tree.depth[plan.start];
-    return `${tree.prompt_tokens}${settled ? `+${settled}` : ""} tokens …${readable((tree.prompt + tree.line(plan.start, 12)).slice(-24))}`;
+    const {tree, plan} = this, joined = tree.depth[plan.start];
+    return `${tree.prompt_tokens}${joined ? `+${joined}` : ""} tokens …${readable((tree.prompt + tree.line(plan.start, 12)).slice(-24))}`;
   }
 
   tip() { return shown.view === "live" ? this.plan.start : this.tree.children[0][0] !== undefined && this.has(this.tree.children[0][0]) ? this.tree.children[0][0] : 0; }
@@ -488,13 +498,13 @@ function load(index) {
   if (file.left_out) notes.push(`${plural(file.left_out, "earlier request")} left out, to keep this page small.`);
   byId("notice").textContent = notes.join(" ");
   byId("notice").hidden = !notes.length;
-  counts = request.steps.map(() => ({grown: 0, evaluated: 0, dropped: 0, rejected: 0, accepted: 0, settled: 0, held: 0}));
+  counts = request.steps.map(() => ({grown: 0, evaluated: 0, dropped: 0, rejected: 0, accepted: 0, "joined the trunk": 0, held: 0}));
   for (const tree of trees) for (let n = 1; n < tree.real; n++) {
     counts[tree.born[n]].grown++;
     if (tree.evaluated[n] !== null) counts[tree.evaluated[n]].evaluated++;
     if (tree.dropped[n] !== null) counts[tree.dropped[n]][tree.rejected(n) ? "rejected" : "dropped"]++;
     if (tree.accepted[n] !== null) counts[tree.accepted[n]].accepted++;
-    if (tree.settled[n] !== null) counts[tree.settled[n]].settled++;
+    if (tree.settled[n] !== null) counts[tree.settled[n]]["joined the trunk"]++;
     if (tree.evaluated[n] !== null) {
       counts[tree.evaluated[n]].held++;
       const end = Math.min(tree.dropped[n] ?? Infinity, tree.settled[n] ?? Infinity, tree.ended ?? Infinity);
@@ -646,18 +656,17 @@ function press(event, panel) {
 function detail() {
   const tree = trees[shown.tree], n = shown.node, step = shown.step;
   if (!tree || n < 0 || tree.known[n] > step) { byId("node").replaceChildren(make("p", {}, tree && n >= 0 ? `It comes at step ${tree.born[n]}.` : "Choose one in the tree.")); return; }
-  const state = tree.state(n, step);
   const slot = [...tree.owners(step).slots].find(([, node]) => node === n)?.[0];
   const at = (name, value) => [name, value === null || value === undefined || value > step ? null : `step ${value}`];
   const rows = [
     ["token", make("span", {className: "text"}, n ? `${tree.text(n)}  (id ${tree.token[n]})` : `${plural(tree.prompt_tokens, "prompt token")}, ${tree.reused_tokens} of them reused`)],
-    ["state", STATES[state][0] + (state === "gone" && tree.rejected(n) ? ": rejected draft" : "")],
+    ["state", tree.words(n, step)],
     ["probability", tree.logp[n] === null ? null : `${percent(tree.logp[n])}  (log ${tree.logp[n].toFixed(3)})`],
     ["of its path", tree.total[n] === null || !n ? null : `log ${tree.total[n].toFixed(3)}`],
     ["score", tree.scores[n] === undefined ? null : tree.scores[n].toFixed(4)],
     ["text", n ? make("span", {className: "text"}, tree.line(n, 40)) : make("span", {className: "text"}, `…${tree.prompt.slice(-160)}`)],
     at(tree.drafts.has(n) ? "drafted" : "grown", n && n < tree.real ? tree.born[n] : null), at("evaluated", tree.evaluated[n]), at("accepted", tree.accepted[n]),
-    at("settled", tree.settled[n]), at(tree.rejected(n) ? "rejected" : "dropped", tree.dropped[n]),
+    at("joined the trunk", tree.settled[n]), at(tree.rejected(n) ? "rejected" : "dropped", tree.dropped[n]),
     ["slot", slot === undefined ? null : `${slot} (page ${Math.floor(slot / tree.page_size)})`],
   ];
   const next = tree.top[n] && tree.evaluated[n] !== null && tree.evaluated[n] < step || tree.top[n] && step === tree.lastStep ? tree.top[n] : null;
@@ -666,7 +675,7 @@ function detail() {
     const bar = make("span", {className: "bar"});
     bar.style.width = `${Math.max(1, 80 * Math.exp(logp))}px`;
     return make("tr", {}, make("td", {}, child === undefined ? make("span", {className: "text"}, tree.word(token)) : pick(tree.index, child, tree.word(token))),
-      make("td", {className: "n"}, percent(logp)), make("td", {}, bar), make("td", {}, child === undefined ? "" : STATES[tree.state(child, step)][0]));
+      make("td", {className: "n"}, percent(logp)), make("td", {}, bar), make("td", {}, child === undefined ? "" : tree.words(child, step)));
   })));
   byId("node").replaceChildren(tableOf(rows), ...(likely ? [likely] : []));
 }

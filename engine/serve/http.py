@@ -408,6 +408,7 @@ async def _http_error(_: Request, error: Any) -> Response:
 def _model(one: Served) -> dict[str, Any]:
     shape = one.engine.shape
     about = {"id": one.name, "object": "model", "created": one.created, "owned_by": "coppice"}
+    about |= {"chat_template": one.engine.template is not None}
     return about if shape.max_positions is None else about | {"max_model_len": shape.max_positions}
 
 

@@ -7,7 +7,9 @@ import subprocess
 import time
 import urllib.request
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,13 @@ def test_every_step_of_a_search_is_drawn(browser: Browser, records: dict[str, An
                 assert (state not in (None, "end")) is there
                 if there and tree["accepted"][n] != step:
                     assert (state == "gone") is gone
+    said = browser.run(
+        "return trees.map(t => request.steps.map((_, s) => t.token.slice(0, t.real).map((_, n) => "
+        "t.state(n, s) && t.words(n, s).includes('settled') ? t.depth[n] : 0)))"
+    )
+    certain = [*accumulate(step["settled"] for step in record["steps"])]
+    assert all(max(depths) <= certain[step] for step, depths in enumerate(said[0]))
+    assert not any(max(depths) for tree in said[1:] for depths in tree), "of a draft's tree nothing is settled"
     models = [tree["model"] for tree in record["trees"]]
     assert [re.sub(r" \d", "", t.split(" ·")[0][2:]) for t in browser.run(
         "return [...document.querySelectorAll('.tree > button')].map(b => b.textContent)")] == models  # fmt: skip
@@ -295,27 +304,95 @@ def test_thousands_of_nodes(browser: Browser, records: dict[str, Any], tmp_path:
     assert browser.run(COLOURS, ".tree canvas")[1] > 0.01
 
 
-def test_the_servers_page_chats_with_the_tree_beside_it(browser: Browser):
-    """With a key, and under a policy that allows the scripts of both pages alone."""
+@contextmanager
+def served(browser: Browser, *flags: str, keys: Sequence[str] = ()) -> Iterator[None]:
+    """The page of a server."""
     pytest.importorskip("starlette", reason="needs the extra serve")
     pytest.importorskip("uvicorn", reason="needs the extra serve")
     from engine.serve import command
 
-    args = command.make_parser().parse_args(["--kv-memory", "8M", "--threads", "1", "-q"])
-    with command.application(args, ["a-key-of-some-length"]) as app, command.background(app) as url:
+    args = command.make_parser().parse_args(["--kv-memory", "8M", "--threads", "1", "-q", *flags])
+    with command.application(args, keys) as app, command.background(app) as url:
         browser.ask("POST", "/url", {"url": url})
+        yield
+        browser.ask("POST", "/url", {"url": "about:blank"})
+
+
+def has_tree(browser: Browser) -> bool:
+    return browser.run("return document.querySelector('#tree').srcdoc.length") > 1000
+
+
+def test_the_servers_page_chats_with_the_tree_beside_it(browser: Browser):
+    """With a key, and under a policy that allows the scripts of both pages alone."""
+    with served(browser, keys=["a-key-of-some-length"]):
         browser.type("#key", "a-key-of-some-length\ue007")
         wait_until(lambda: browser.text("#model") == "demo")
         browser.type("#text", "What is the opposite of hot?\ue007")
-        wait_until(lambda: browser.run("return document.querySelector('#tree').srcdoc.length") > 1000)
+        wait_until(lambda: has_tree(browser))
         assert browser.text("#turns") == "What is the opposite of hot?Cold is the opposite of hot."
         frame = browser.ask("POST", "/element", {"using": "css selector", "value": "#tree"})
         browser.ask("POST", "/frame", {"id": frame})
         wait_until(lambda: browser.run("return document.documentElement.dataset.ready") == "true")
         assert "Trie" in browser.text("#title")
         browser.ask("POST", "/frame", {"id": None})
+        assert browser.run(UNNAMED) == 0
+        root = "document.documentElement"
+        assert browser.run(f"return [{root}.scrollWidth - innerWidth, {root}.scrollHeight - innerHeight]") == [0, 0]
         assert not [fault for fault in browser.faults() if "401" not in fault]
-        browser.ask("POST", "/url", {"url": "about:blank"})
+
+
+def test_no_tree_stays_beside_an_error_of_the_servers_page(browser: Browser):
+    with served(browser):
+        wait_until(lambda: browser.text("#model") == "demo")
+        browser.type("#text", "What is the opposite of hot?\ue007")
+        wait_until(lambda: has_tree(browser))
+        browser.run("document.querySelector('#tokens').value = 5000")
+        browser.type("#text", "And of warm?\ue007")
+        wait_until(lambda: browser.run("return document.querySelector('.error') !== null"))
+        assert "max_tokens: expected at most 4096" in browser.text(".error") and not has_tree(browser)
+        browser.run("document.querySelector('#tokens').value = 20")
+        browser.type("#text", "And of warm?\ue007")
+        wait_until(lambda: has_tree(browser))
+        assert browser.run("return messages.map(m => m.role)") == ["user", "assistant"] * 2, "the failed turn is gone"
+        browser.faults()  # 400 is reported to the console
+
+
+def test_the_servers_page_sends_what_was_chosen(browser: Browser):
+    with served(browser):
+        wait_until(lambda: browser.text("#model") == "demo")
+        choose = (
+            "const s = document.querySelector('#search'); s.value = arguments[0]; s.dispatchEvent(new Event('change'))"
+        )
+        browser.type("#system", "Be brief.")
+        browser.run(choose, "sample")
+        browser.type("#temperature", "0.5")
+        browser.type("#seed", "7")
+        sent = {}
+        for search in browser.run("return [...document.querySelector('#search').options].map(o => o.value)"):
+            browser.run(choose, search)
+            sent[search] = browser.run("return body('x')")
+            browser.type("#text", "What is the opposite of hot?\ue007")
+            wait_until(lambda: has_tree(browser))
+            assert browser.run("return document.querySelector('.error')") is None, browser.text("#turns")
+            browser.run("document.querySelector('#fresh').click()")
+        assert all(body["messages"][0] == {"role": "system", "content": "Be brief."} for body in sent.values())
+        assert {name: body.get("temperature") for name, body in sent.items() if "temperature" in body} == {
+            "sample": 0.5, "beam-sample": 0.5
+        }  # fmt: skip
+        assert all(body["seed"] == 7 for body in sent.values())
+        assert [name for name, body in sent.items() if "beams" in body] == ["trie", "beam-sample"]
+        assert not browser.faults()
+
+
+def test_the_servers_page_completes_for_a_model_without_a_template(browser: Browser):
+    with served(browser, "--chat-template", "none"):
+        wait_until(lambda: browser.text("#model") == "demo")
+        browser.type("#text", "Once upon a time\ue007")
+        wait_until(lambda: has_tree(browser))
+        assert browser.text("#turns").startswith("Once upon a time") and len(browser.text(".assistant")) > 5
+        assert browser.run("return document.querySelector('.error')") is None
+        assert browser.run("return document.querySelector('#system').disabled")
+        assert not browser.faults()
 
 
 def wait_until(reached, seconds: float = 30.0) -> None:
