@@ -14,7 +14,11 @@ RANK = {"kernels": 0, "models": 1, "engine": 2, "search": 3, "tools": 4}
 COMMAND_LINES = re.compile(r"engine/((app|serve)/\w+|chat|batch)\.py")  # these alone look up, into search
 ORACLE = re.compile(r"tools/(make_golden\w*\.py|golden_text\.py|bench.*)")  # these alone import transformers
 # Extras: imported when they are needed, with an error that names them.
-OPTIONAL = {"engine/grammars.py": "llguidance", "engine/serve/http.py": "starlette"}
+OPTIONAL = {
+    "engine/grammars.py": ["llguidance"],
+    "engine/serve/http.py": ["starlette"],
+    "engine/serve/connections.py": ["uvicorn", "h11"],
+}
 IMPLEMENTATIONS = {"reference", "torch", "native", "triton"}
 
 
@@ -65,7 +69,7 @@ def fault(path: str, name: str) -> str | None:
     elif top == "transformers":
         if not ORACLE.fullmatch(path):
             return "transformers is the oracle's, not ours"
-    elif top in sys.stdlib_module_names or folder == "tools" or OPTIONAL.get(path) == top:
+    elif top in sys.stdlib_module_names or folder == "tools" or top in OPTIONAL.get(path, []):
         return None
     elif top not in ({"torch", "triton"} if folder == "kernels" else CORE):
         return f"{folder} may not depend on {top}"

@@ -48,20 +48,22 @@ class Connection(H11Protocol):
     """A client's connection.
 
     Attributes:
+        among: all of them.
+        quiet: whether an answer has ended, and no byte of another request has come.
         since: when it was accepted, its latest request began or its latest answer ended; by `time.monotonic`.
     """
 
-    def __init__(self, config: Config, state: ServerState, all_: "Connections"):
+    def __init__(self, config: Config, state: ServerState, among: "Connections"):
         super().__init__(config, state, {CONNECTION: self})
-        self.all, self.since, self.quiet = all_, time.monotonic(), False
+        self.among, self.since, self.quiet = among, time.monotonic(), False
         self._unsent, self._moved = 0, self.since  # bytes of answers; when they last became fewer
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.all.enter(self)
+        self.among.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.all.forget(self)
+        self.among.forget(self)
         self.app_state = {}
         super().connection_lost(exc)
 
@@ -84,7 +86,7 @@ class Connection(H11Protocol):
 
     def admit(self) -> bool:
         """Count the client as no stranger. False: the requests of too many others are being answered."""
-        return self.all.admit(self)
+        return self.among.admit(self)
 
     @property
     def answering(self) -> bool:
@@ -110,7 +112,7 @@ class Connection(H11Protocol):
 
     def _touch(self, quiet: bool) -> None:
         self.since, self.quiet = time.monotonic(), quiet
-        self.all.move_to_end(self)
+        self.among.move_to_end(self)
 
 
 class Connections:
@@ -122,8 +124,8 @@ class Connections:
 
     def __init__(self, most: int):
         self.most_strangers = self.room = most // 4
-        self._fewer = 0.0  # until when there is less room
         self.most_known = most - self.most_strangers
+        self._fewer = 0.0  # until when there is less room for strangers
         self.strangers: dict[Connection, None] = {}
         self.known: dict[Connection, None] = {}
 
@@ -133,13 +135,22 @@ class Connections:
         self._fit()
 
     def shrink(self) -> None:
-        """Close a quarter of the strangers, and let no more be there for now."""
+        """Close a quarter of the strangers, and let no more be there for now; without any, close an idle connection."""
         self.room, self._fewer = max(1, len(self.strangers) * 3 // 4), time.monotonic() + FEWER_SECONDS
+        if not self.strangers:
+            self._close_idle()
         self._fit()
 
     def _fit(self) -> None:
         while len(self.strangers) > self.room:
             self.close(next(iter(self.strangers)))
+
+    def _close_idle(self) -> bool:
+        """Close the idlest of the known connections, but for those whose requests are being answered."""
+        idle = next((one for one in self.known if not one.busy), None)
+        if idle is not None:
+            self.close(idle)
+        return idle is not None
 
     def admit(self, one: Connection) -> bool:
         """Move a connection from the strangers to the others; close the idlest of these if there are too many.
@@ -149,11 +160,8 @@ class Connections:
         """
         if one not in self.strangers:
             return True
-        if len(self.known) >= self.most_known:
-            idle = next((other for other in self.known if not other.busy), None)
-            if idle is None:
-                return False
-            self.close(idle)
+        if len(self.known) >= self.most_known and not self._close_idle():
+            return False
         del self.strangers[one]
         self.known[one] = None
         return True
@@ -283,7 +291,7 @@ class HttpServer(Server):
             with contextlib.suppress(OSError):
                 traceback.print_exception(error)
         else:
-            say(f"error: {context['message']}" + (f": {type(error).__name__}" if error is not None else ""))
+            say(f"error: {context['message']}" + (f": {error!r}"[:200] if error is not None else ""))
 
 
 def say(line: str) -> None:

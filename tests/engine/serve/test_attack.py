@@ -210,7 +210,7 @@ def repeated(work: Callable[[], None]) -> Iterator[None]:
     end = threading.Event()
 
     def run() -> None:
-        while not end.wait(0.02):
+        while not end.wait(0.1):
             work()
 
     (thread := threading.Thread(target=run)).start()
@@ -360,3 +360,12 @@ def test_nobody_else_notices(live: tuple[Live, Victim], attack: Callable[[Live],
     assert len(steps) >= ROUNDS and max(steps) <= STEPS
     assert server.resident() - before < GROWTH
     assert server.stderr() == LINES.get(attack.__name__, "")
+
+
+def test_the_page_lists_every_attack():
+    page = (Path(__file__).parents[3] / "docs/serving.md").read_text(encoding="utf-8")
+    table = page.partition("## What a client can do to others\n")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[-1] for line in table.splitlines() if line.startswith("| ")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {
+        attack.__name__ for attack in [*CONNECTIONS, *REQUESTS]
+    }
