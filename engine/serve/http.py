@@ -247,7 +247,7 @@ class Events(Response):
             await send({"type": "http.response.start", "status": 200, "headers": raw})
             await self._until_left(send, receive)
         except asyncio.CancelledError:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(ENDING_SECONDS):
                     await send({"type": "http.response.body", "body": event(error_body(_ending()))})
         finally:

@@ -56,7 +56,7 @@ class Metrics:
 
     def text(self, models: Mapping[str, Mapping[str, float]]) -> str:
         """All figures; `models` has the counters and gauges that the models themselves know, by model and name."""
-        lines = ["# Of the requests with any key, together."]
+        lines = ["# These figures count the requests of all keys together."]
         for name, what in COUNTERS.items():
             values = {model: known.get(name, self._counters[name, model]) for model, known in models.items()}
             lines += _family(f"{name}_total", "counter", what, values)

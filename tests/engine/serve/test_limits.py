@@ -471,6 +471,7 @@ def test_metrics(start):
     text = HTTP.get(server.url + "/metrics").text
     lines = text.splitlines()
     sample = re.compile(r'coppice_\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? [0-9.e+-]+')
+    assert "all keys together" in lines[0]
     assert all(line.startswith("# ") or sample.fullmatch(line) for line in lines)
     assert 'coppice_requests_completed_total{model="demo"} 1' in lines
     assert 'coppice_new_tokens_total{model="demo"} 4' in lines
