@@ -1,6 +1,7 @@
 """The engine: token trees on a paged cache, evaluated for any search."""
 
 import engine.startup  # noqa: F401  # isort: split
+from engine.async_engine import AsyncEngine
 from engine.catalogue import Catalogue
 from engine.constraints import Choices, Constraint, ConstraintError
 from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
@@ -12,6 +13,7 @@ from engine.tree import TokenTree
 from engine.version import __version__
 
 __all__ = [
+    "AsyncEngine",
     "Catalogue",
     "CheckpointError",
     "Choices",

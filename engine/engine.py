@@ -264,13 +264,8 @@ class Engine:
         Raises:
             CoppiceError: the first error of any of them.
         """
-        if isinstance(prompts, str):
-            raise UsageError("prompts: expected a list of prompts, got one string", remedy="write [prompt]")
-        if not isinstance(prompts, Iterable):
-            raise UsageError(f"prompts: expected a list of prompts, got {prompts!r}", remedy="write [prompt]")
-        check_options(options, search)
         results: dict[int, SearchResult] = {}
-        for i, outcome in self.serve(Request(prompt, search, **options) for prompt in prompts):
+        for i, outcome in self.serve(requests_of(prompts, search, options)):
             if isinstance(outcome, CoppiceError):
                 try:
                     raise outcome
@@ -352,18 +347,15 @@ class Engine:
         driver = self._driver()
         prepared = self._submit(driver, Request(prompt, search, **options), trunk=trunk, retire=retire)
         job, text = prepared.job, TextStream(self.model.tokenizer, prepared.request.stop)
-        seen: Report | None = None
+        seen: Prefill | Progress | None = None
         try:
             while not job.done:
                 self._step(driver)
                 if new := text.push(job.settled):
                     yield Text(new)
-                if job.trees and not job.prefilled and not job.done:
-                    tree = job.trees[0]
-                    yield Prefill(tree.trunk.cached, tree.prompt_length)
-                elif job.report is not seen and not job.done:
-                    seen = job.report
-                    yield Progress(job.report, job.trees[0])
+                if event := _event_of(job, seen):
+                    seen = event
+                    yield event
                 if interrupted() and not job.done:
                     best = list(job.report.best()) if job.report.best else list(job.settled)
                     driver.stop(job, SearchResult([Output(best, None, None, "interrupted")]))
@@ -636,6 +628,27 @@ class Engine:
             return ""
         text = self.model.tokenizer.decode(output.token_ids)
         return stops.cut(text) if stops else text
+
+
+def requests_of(prompts: Iterable[Sequence[int] | str], search: Search, options: RequestOptions) -> Iterator[Request]:
+    """The requests of `Engine.generate`, made one by one. Raises UsageError at once."""
+    if isinstance(prompts, str):
+        raise UsageError("prompts: expected a list of prompts, got one string", remedy="write [prompt]")
+    if not isinstance(prompts, Iterable):
+        raise UsageError(f"prompts: expected a list of prompts, got {prompts!r}", remedy="write [prompt]")
+    check_options(options, search)
+    return (Request(prompt, search, **options) for prompt in prompts)
+
+
+def _event_of(job: Job, seen: Prefill | Progress | None) -> Prefill | Progress | None:
+    """The state of a search; None if it is as in the event before, or has ended."""
+    if job.done or not job.trees:
+        return None
+    tree = job.trees[0]
+    if not job.prefilled:
+        event = Prefill(tree.trunk.cached, tree.prompt_length)
+        return None if event == seen else event
+    return None if isinstance(seen, Progress) and seen.report is job.report else Progress(job.report, tree)
 
 
 def _check_callable(name: str, value: object, arguments: str = "") -> None:

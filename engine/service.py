@@ -7,14 +7,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from engine.driver import Driver
-from engine.engine import Engine, Request, _Prepared
+from engine.engine import Engine, Prefill, Progress, Request, _event_of, _Prepared
 from engine.errors import CoppiceError
 from engine.jobs import Job
 from engine.requests import SearchResult
@@ -33,11 +34,13 @@ class News:
         began: when the search started, by `time.perf_counter`.
         text: further text of the best output, which is certain.
         outcome: the result or the error; None while the search runs.
+        event: the state of the search, if `Entry.wants` is set; what its report says is computed already.
     """
 
     began: float
     text: str = ""
     outcome: Outcome | None = None
+    event: Prefill | Progress | None = None
 
 
 @dataclass(eq=False)
@@ -47,13 +50,17 @@ class Entry:
     Attributes:
         tell: called with every `News`, by the thread that steps; it must not raise.
         text: makes text of settled tokens; None if the caller wants the result alone.
+        wants: set by the caller while it waits for the next event; None if it wants none.
         told: whether `tell` was called, which happens first when the search starts.
+        seen: the latest event.
     """
 
     checked: Checked
     tell: Callable[[News], None]
     text: TextStream | None
+    wants: threading.Event | None = None
     told: bool = False
+    seen: Prefill | Progress | None = None
 
     @property
     def job(self) -> Job:
@@ -63,7 +70,7 @@ class Entry:
 class Service:
     """Steps the requests of one engine. All methods but `check` belong to one thread, `check` to one thread as well.
 
-    An error of a request ends that request. An error of a step, such as a machine out of memory, ends those that were
+    An error of a request ends that request. An error of a pass, such as a machine out of memory, ends those that were
     under way; the next request finds a new driver and an empty pool.
     """
 
@@ -76,10 +83,17 @@ class Service:
         """Check a request against the model and its memory; compiles its grammar. Raises UsageError, KVMemoryError."""
         return self.engine._prepare(request)
 
-    def submit(self, checked: Checked, tell: Callable[[News], None], *, stream: bool = False) -> Entry:
-        """Queue a request; `stream`: its text is wanted as soon as it is certain."""
+    def submit(
+        self,
+        checked: Checked,
+        tell: Callable[[News], None],
+        *,
+        stream: bool = False,
+        wants: threading.Event | None = None,
+    ) -> Entry:
+        """Queue a request; `stream`: its text is wanted as soon as it is certain. `tell`, `wants`: see `Entry`."""
         text = TextStream(self.engine.model.tokenizer, checked.request.stop) if stream else None
-        entry = Entry(self.engine._start(self.driver, checked), tell, text)
+        entry = Entry(self.engine._start(self.driver, checked), tell, text, wants)
         self.entries.append(entry)
         return entry
 
@@ -98,14 +112,14 @@ class Service:
         """Evaluate one pass, and tell what it did."""
         try:
             self.engine._step(self.driver)
-            for entry in [*self.entries]:
+        except BaseException as error:  # libraries in other languages panic with one
+            self.end(_ours(error, "a forward pass failed"))
+        for entry in [*self.entries]:
+            try:
                 self._report(entry)
-        except BaseException as error:  # also what libraries in other languages raise when they panic
-            if not isinstance(error, CoppiceError):
-                failure = CoppiceError(f"a forward pass failed: {type(error).__name__}: {error}"[:500])
-                failure.__cause__ = error
-                error = failure
-            self.end(error)
+            except BaseException as error:
+                self.cancel(entry)
+                entry.tell(News(entry.job.started, outcome=_ours(error, "the answer failed")))
 
     def close(self) -> None:
         """Abandon all requests and return their pages."""
@@ -120,15 +134,34 @@ class Service:
             return
         if entry.text is not None and job.settled:
             text = entry.text.push(job.settled)
-        outcome = None
+        outcome = event = None
         if job.done:
-            self.entries.remove(entry)
             outcome = self.engine._outcome(entry.checked)
             if entry.text is not None and isinstance(outcome, SearchResult):
                 text += entry.text.finish(outcome.outputs[0].text)
-        if text or outcome is not None or not entry.told:
+            self.entries.remove(entry)
+        elif entry.wants is not None and entry.wants.is_set():
+            event = self._event(entry)
+        if text or event or outcome is not None or not entry.told:
             entry.told = True
-            entry.tell(News(job.started, text, outcome))
+            entry.tell(News(job.started, text, outcome, event))
+
+    @staticmethod
+    def _event(entry: Entry) -> Prefill | Progress | None:
+        """The state of a search, if it is new."""
+        event = _event_of(entry.job, entry.seen)
+        if event is None:
+            return None
+        assert entry.wants is not None
+        entry.wants.clear()
+        entry.seen = event
+        if not isinstance(event, Progress):
+            return event
+        report, tree = event.report, event.tree
+        best, beams = report.best and [*report.best()], report.beams and [*report.beams()]
+        ready = {} if best is None else {"best": lambda: best}
+        ready |= {} if beams is None else {"beams": lambda: beams}
+        return Progress(replace(report, **ready), tree)
 
     def end(self, error: CoppiceError) -> None:
         """End all requests with an error, and begin afresh."""
@@ -159,51 +192,100 @@ class Handle:
 class StepThread:
     """A thread that steps services, and one that checks requests: a long prompt or a grammar delays no step.
 
-    Methods may be called from any thread. When it ends, by `stop` or by a bug, the requests under way end with an error
-    and later ones are refused: nothing waits for ever.
+    `call` and `cancel` are for any thread, `check` and `submit` for coroutines of any event loop. When the thread ends,
+    by `stop` or by a bug, the requests under way end with an error and later ones are refused: nothing waits for ever.
     """
 
     def __init__(self):
         self.services: list[Service] = []  # complete before `start`
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._ended, self._lock = "", threading.Lock()  # why no call is taken any more
+        self._ended, self._lock = "", threading.RLock()  # why no call is taken any more; `call` may be a finalizer's
         self._checks = ThreadPoolExecutor(1, "check")
         self._threads = torch.get_num_threads()  # a new thread would begin with the library's number
-        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        """Start the thread, unless it was started."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+                self._thread.start()
 
     @property
     def alive(self) -> bool:
         """Whether the thread still steps."""
-        return self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
     def call(self, function: Callable[[], None]) -> None:
         """Have the stepping thread call a function before its next step. Raises CoppiceError: the thread has ended."""
         with self._lock:
-            if self._ended:
-                raise CoppiceError(self._ended)
+            self._require()
             self._calls.put(function)
 
     async def check(self, function: Callable[[], T]) -> T:
-        """Call a function in the checking thread; returns and raises what the function does."""
-        return await asyncio.get_running_loop().run_in_executor(self._checks, function)
+        """Call a function in the checking thread; returns and raises what the function does.
+
+        Raises:
+            CoppiceError: the thread has ended.
+        """
+
+        with self._lock:
+            self._require()
+            future = asyncio.wrap_future(self._checks.submit(self._unless_ended, function))
+        try:
+            return await future
+        finally:
+            del future  # an error's traceback refers to this frame
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call a function in the stepping thread, between two steps; returns and raises what the function does.
+
+        Raises:
+            CoppiceError: the thread has ended.
+        """
+        future: Future[T] = Future()
+        self.call(partial(_fulfil, future, partial(self._unless_ended, function)))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future  # an error's traceback refers to this frame
+
+    def _unless_ended(self, function: Callable[[], T]) -> T:
+        self._require()
+        return function()
+
+    def _require(self) -> None:
+        """Raises CoppiceError: the thread has ended."""
+        if self._ended:
+            raise CoppiceError(self._ended)
 
     def submit(
-        self, service: Service, checked: Checked, tell: Callable[[News], None], *, stream: bool = False
+        self,
+        service: Service,
+        checked: Checked,
+        hear: Callable[[News], None],
+        *,
+        stream: bool = False,
+        wants: threading.Event | None = None,
     ) -> Handle:
-        """As `Service.submit`; an error of the start is told as well. Raises CoppiceError: the thread has ended."""
-        handle = Handle(service)
+        """As `Service.submit`, for a coroutine: its event loop calls `hear`, also with an error of the start.
+
+        Raises:
+            CoppiceError: the thread has ended.
+        """
+        handle, loop = Handle(service), asyncio.get_running_loop()
+
+        def tell(news: News) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(hear, news)
 
         def start() -> None:
             if handle.gone:
                 return
             try:
-                handle.entry = service.submit(checked, tell, stream=stream)
+                handle.entry = service.submit(checked, tell, stream=stream, wants=wants)
             except Exception as error:
-                ours = error if isinstance(error, CoppiceError) else CoppiceError(f"the start failed: {error}"[:500])
-                tell(News(0.0, outcome=ours))
+                tell(News(0.0, outcome=_ours(error, "the start failed")))
 
         self.call(start)
         return handle
@@ -221,14 +303,16 @@ class StepThread:
 
     def stop(self) -> None:
         """End all requests with an error, return their pages, end the threads."""
-        self._checks.shutdown(wait=False, cancel_futures=True)
-        if self._thread.is_alive():
+        with self._lock:
+            self._ended = self._ended or "the engine was closed"
             self._calls.put(None)
+        self._checks.shutdown(wait=False)
+        if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
-        why = "the engine was closed"
+        why = ""
         try:
             while self._take_calls():
                 for service in self.services:
@@ -239,10 +323,10 @@ class StepThread:
             raise
         finally:
             with self._lock:  # no call comes after those that wait
-                self._ended = why
+                self._ended = self._ended or why
             with contextlib.ExitStack() as endings:
                 for service in self.services:
-                    endings.callback(service.end, CoppiceError(why))
+                    endings.callback(service.end, CoppiceError(self._ended))
                 while not self._calls.empty():
                     self._make(self._calls.get())
 
@@ -263,3 +347,23 @@ class StepThread:
                 call()
         except Exception:
             traceback.print_exc(file=sys.stderr)
+
+
+def _fulfil(future: "Future[T] | None", function: Callable[[], T]) -> None:
+    """Make a call that somebody waits for, unless it was cancelled."""
+    if future is None or not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+        future = None  # the error's traceback refers to this frame
+
+
+def _ours(error: BaseException, what: str) -> CoppiceError:
+    """An error for those that wait; one that is not a CoppiceError becomes its cause."""
+    if isinstance(error, CoppiceError):
+        return error
+    ours = CoppiceError(f"{what}: {type(error).__name__}: {error}"[:500])
+    ours.__cause__ = error
+    return ours

@@ -144,13 +144,7 @@ class Lane:
     def submit(self, checked: Checked, stream: bool) -> Ticket:
         """Queue a request."""
         ticket = Ticket(self)
-        loop = asyncio.get_running_loop()
-
-        def hear(news: News) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
-                loop.call_soon_threadsafe(ticket.hear, news)
-
-        ticket.handle = self.stepper.submit(self.service, checked, hear, stream=stream)
+        ticket.handle = self.stepper.submit(self.service, checked, ticket.hear, stream=stream)
         self.open.add(ticket)
         return ticket
 
