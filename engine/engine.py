@@ -3,6 +3,7 @@
 import itertools
 import sys
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,6 +55,8 @@ class Request(Rules):
         trace: records the steps of the search; each request needs its own.
         logprobs: how many alternatives are wanted beside the log-probability of each token, 0 for none, see `Output`;
             None: no log-probabilities of tokens.
+        parse_special: in a prompt that is text the spellings of control tokens are these tokens. Leave it off where
+            others write into the prompt.
         cache_salt: only requests of the same salt share cached prefixes: with one for each user nobody finds out by the
             time of an answer what another one asked. None: the request neither uses nor leaves any. See `Engine.load`.
     """
@@ -69,6 +72,7 @@ class Request(Rules):
     trace: Trace | None = None
     logprobs: int | None = None
     cache_salt: str | None = ""
+    parse_special: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,7 @@ class Engine:
         self.reward: RewardFunction | None = None  # instead of a model
         self.observer: PhaseObserver | None = None  # is notified of the phases of each step
         self.load_seconds = 0.0
+        self._warned = False  # of a control token that is read as text
 
     @staticmethod
     def load(
@@ -253,6 +258,22 @@ class Engine:
         self.companions[role] = engine
         if role == "reward":
             self.reward = None
+
+    def encode(self, prompt: str, parse_special: bool = False) -> list[int]:
+        """The token ids of a prompt that is text. Warns once if it spells a control token and is not to be parsed.
+
+        Raises:
+            UsageError: as `Tokenizer.encode`.
+        """
+        check_flag("parse_special", parse_special)
+        if not parse_special and not self._warned and (token := self.tokenizer.spelled(prompt)):
+            self._warned = True
+            warnings.warn(
+                f"{token!r} in a prompt is read as text, not as the control token: parse_special (--parse-special) "
+                "reads such spellings as tokens; this is said once",
+                stacklevel=2,
+            )
+        return self.tokenizer.encode(prompt, parse_special=parse_special)
 
     # --- requests ---
 
@@ -524,7 +545,9 @@ class Engine:
             raise UsageError(f"search: expected a configuration such as search.Trie(), got {request.search!r}")
         if not isinstance(request.prompt, Sequence) or isinstance(request.prompt, bytes | bytearray):  # text is one too
             raise UsageError(f"prompt: expected token ids or text, got {request.prompt!r}")
-        ids = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+        check_flag("parse_special", request.parse_special)
+        prompt = request.prompt
+        ids = self.encode(prompt, request.parse_special) if isinstance(prompt, str) else list(prompt)
         self._check_ids(ids)
         new = request.max_new_tokens
         check_integer("max_new_tokens", new, 1)

@@ -27,6 +27,7 @@ class RequestOptions(TypedDict, total=False):
     trace: Trace | None
     logprobs: int | None
     cache_salt: str | None
+    parse_special: bool
     constraint: Constraint | None
     constraint_scores: str
     choices: Words

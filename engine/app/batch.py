@@ -24,6 +24,7 @@ from engine.app.cli import (
     add_limit_flags,
     add_model_flags,
     add_prefix_flags,
+    add_prompt_flags,
     add_rule_flags,
     add_search_flags,
     add_template_flags,
@@ -60,10 +61,10 @@ input, an object per line (blank lines are skipped):
   "template": with messages, an object of variables for the chat template; "think": on, off or auto
   "response_format": as OpenAI has it: {"type": "json_schema", "json_schema": {"schema": ...}}, "json_object" or "text"
   "params": an object that overrides the command line for this line. Keys are the flags in snake_case (search, beams,
-    max_new_tokens, stop, choices, ...), eos_token_ids, a list, and sequence_bias, a list of [[id, ...], number];
-    json_schema and grammar are the schema, an object, and the grammar, a text. Other flags that name files are for the
-    command line alone. A line that changes the search does not inherit the parameters of the command line that its
-    search lacks.
+    max_new_tokens, stop, choices, parse_special, ...), eos_token_ids, a list, and sequence_bias, a list of
+    [[id, ...], number]; json_schema and grammar are the schema, an object, and the grammar, a text. Other flags that
+    name files are for the command line alone. A line that changes the search does not inherit the parameters of the
+    command line that its search lacks.
 
 output, an object per line:
   {"id", "outputs": [{"text", "token_ids", "logprob", "score", "finish_reason"}, ...], "stats": {...}}, best first, or
@@ -118,6 +119,7 @@ def add_request_flags(parser: Parser) -> None:
     """The flags of everything that answers lines."""
     add_model_flags(parser)
     add_template_flags(parser)
+    add_prompt_flags(parser)
     add_search_flags(parser)
     add_limit_flags(parser)
     add_rule_flags(parser)
@@ -348,7 +350,7 @@ def make_request(
     params = record.get("params", {})
     if not isinstance(params, dict):
         raise UsageError(f"params: expected an object, got {_show(params)}")
-    own_options = (*LIMITS, *PLAIN_RULES)
+    own_options = (*LIMITS, *PLAIN_RULES, "parse_special")
     known = ["search", *own_options, *dict.fromkeys(key for name in REGISTRY for key in parameters(name))]
     _known(params, known, "params.")
     bounds = limits(args) | {key: params[key] for key in LIMITS if key in params}
@@ -375,7 +377,10 @@ def make_request(
     if given != ["messages"]:
         if other := next((key for key in TEMPLATE if key in record), None):
             raise UsageError(f"{other}: only a line with messages has a chat template")
-        return Request(_prompt(given[0], record[given[0]], engine), search, **bounds), None
+        parse = params.get("parse_special", getattr(args, "parse_special", False))
+        return Request(_prompt(given[0], record[given[0]], engine, parse), search, **bounds), None
+    if params.get("parse_special"):
+        raise UsageError("parse_special: messages are from users, it is for a prompt", remedy="leave it out")
     prompt = chat_prompt(engine, _messages(record["messages"]), _options(record, options))
     bounds.setdefault("eos_token_ids", prompt.eos_token_ids)
     return Request(prompt.ids, search, messages=record["messages"], **bounds), prompt.thoughts
@@ -390,14 +395,14 @@ def _options(record: dict[str, Any], options: TemplateOptions) -> TemplateOption
     return TemplateOptions(tools, {**options.variables, **variables}, record.get("think", options.think))
 
 
-def _prompt(key: str, value: Any, engine: Engine) -> Sequence[int]:
+def _prompt(key: str, value: Any, engine: Engine, parse_special: bool) -> Sequence[int]:
     if key == "prompt_ids":
         if not isinstance(value, list):
             raise UsageError(f"prompt_ids: expected a list of integers, got {_show(value)}")
         return value
     if not isinstance(value, str):
         raise UsageError(f"prompt: expected a string, got {_show(value)}")
-    return engine.tokenizer.encode(value)
+    return engine.encode(value, parse_special)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

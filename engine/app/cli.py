@@ -194,6 +194,16 @@ def add_template_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    """--parse-special."""
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--parse-special",
+        action="store_true",
+        help="in prompts that are text, spellings of control tokens are these tokens; never in messages",
+    )
+
+
 def template_options(args: argparse.Namespace) -> TemplateOptions:
     """What the flags say of the chat template. Raises UsageError."""
     tools = None

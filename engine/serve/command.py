@@ -20,6 +20,7 @@ from engine.app.cli import (
     add_limit_flags,
     add_model_flags,
     add_prefix_flags,
+    add_prompt_flags,
     add_search_flags,
     add_template_flags,
     add_verbosity_flags,
@@ -75,6 +76,7 @@ def make_parser() -> Parser:
     add_model_flags(parser, several=True)
     add_prefix_flags(parser)
     add_template_flags(parser)
+    add_prompt_flags(parser)
     add_search_flags(parser, "sample")
     add_limit_flags(parser)
     add_server_flags(parser)

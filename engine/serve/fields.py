@@ -211,8 +211,11 @@ def _refuse(body: Mapping[str, Any], kind: str) -> None:
         if key in body and not any(value == body[key] for value in fine):
             allowed = f"expected {' or '.join(map(repr, fine))}" if fine else "it cannot be served"
             raise UsageError(f"{key}: {allowed}, got {shortened(repr(body[key]))}", remedy=remedy)
-    other = ("prompt",) if kind == CHAT else ("messages", "tools", "template", "think", "chat_template_kwargs")
-    if wrong := next((key for key in other if key in body), None):
+    others = {
+        CHAT: ("prompt", "parse_special"),
+        COMPLETIONS: ("messages", "tools", "template", "think", "chat_template_kwargs"),
+    }
+    if wrong := next((key for key in others[kind] if key in body), None):
         where = "/v1/completions" if kind == CHAT else "/v1/chat/completions"
         raise UsageError(f"{wrong}: it belongs to {where}")
 

@@ -1,6 +1,7 @@
 """Tokenizers: text to ids and back, as the checkpoint's files define it, and streamed text.
 
-`Tokenizer.encode` takes a plain prompt, in which the spelling of a special token is ordinary text.
+`Tokenizer.encode` takes a plain prompt, in which the spelling of a special token is ordinary text unless you ask for
+the token by `parse_special`.
 `Tokenizer.encode_rendered` takes messages as a chat template renders them: in contents such a spelling is ordinary text
 as well, in the template's own text it is the control token.
 
@@ -103,17 +104,27 @@ class Tokenizer:
         except BaseException as error:  # the tokenizers library panics with a BaseException
             raise CheckpointError(f"the tokenizer is malformed: {error}"[:500], where=str(path)) from None
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Encode plain text; spellings of special tokens are ordinary text.
 
         Args:
             text: valid UTF-8.
             add_special: add the checkpoint's special tokens, usually BOS.
+            parse_special: spellings of special tokens are these tokens, as in transformers: for texts of your own.
 
         Raises:
             UsageError: lone surrogates, or a special token that this vocabulary cannot spell.
         """
-        return self._encoder.encode(self._split(text, self.added_spellings), add_special)
+        if not parse_special:
+            return self._encoder.encode(self._split(text, self.added_spellings), add_special)
+        if isinstance(self._encoder, LibraryEncoder):
+            return self._encoder.parse(check_utf8(text), add_special)
+        return self._encoder.encode(self._split(text, self.special_spellings | self.added_spellings), add_special)
+
+    def spelled(self, text: str) -> str:
+        """The first spelling of a special token in a text; "" if there is none."""
+        found = (match[0] for match in self._raw.finditer(text))
+        return next((spelling for spelling in found if spelling in self.special_spellings), "")
 
     def encode_rendered(self, spans: Iterable[tuple[str, bool]]) -> list[int]:
         """Encode the result of `ChatTemplate.render` without adding tokens: the template writes BOS.

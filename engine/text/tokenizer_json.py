@@ -1,5 +1,6 @@
 """Encoding by the tokenizers library: tokenizer.json, and vocab.json with merges.txt."""
 
+import functools
 import json
 import secrets
 from collections.abc import Iterable, Sequence
@@ -58,6 +59,7 @@ class LibraryEncoder:
         for piece, i in vocab.items():
             self.pieces[i] = piece
         check_output(library, self.pieces)
+        self._normalizer = library.normalizer
         self._add_tokens(library, config, names)
         special = [content for content, token in self.raw.items() if token.special]
         self._prefix = ""
@@ -85,6 +87,7 @@ class LibraryEncoder:
         added = add_flags(own, vocab, config, names)
         for content in added:
             self.pieces[vocab[content]] = content
+        self._tokens = {vocab[content]: token for content, token in added.items()}
         # An option of the library ignores special tokens. Before normalisation the library must match aliases
         # alone, so all tokens that match there are made special. The others are no control tokens.
         for hidden, add in ((True, library.add_special_tokens), (False, library.add_tokens)):
@@ -127,6 +130,29 @@ class LibraryEncoder:
             with library_errors("the tokenizer cannot encode this text", self._where):
                 encoding = self._library.post_process(encoding, add_special_tokens=True)
         return [i for i in (self._meaning.get(i, i) for i in encoding.ids) if i >= 0]
+
+    def parse(self, text: str, add_special: bool) -> list[int]:
+        """Ids of a text in which the spelling of every added token is the token, as the library finds them."""
+        library, meaning = self._parser
+        if self._guard:
+            self._guard.check(text)
+        with library_errors("the tokenizer cannot encode this text", self._where):
+            ids = library.encode(text, add_special_tokens=add_special).ids
+        return [meaning.get(i, i) for i in ids]
+
+    @functools.cached_property
+    def _parser(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """A tokenizer of the same model, which it shares, with the added tokens as the checkpoint has them; and what
+        its ids mean where it numbers them otherwise."""
+        parser = tokenizers.Tokenizer(self._library.model)
+        for part in ("normalizer", "pre_tokenizer", "post_processor"):
+            if (value := self._normalizer if part == "normalizer" else getattr(self._library, part)) is not None:
+                setattr(parser, part, value)
+        holes = len(self.pieces) - parser.get_vocab_size()  # see `_add_aliases`
+        parser.add_tokens([AddedToken(f"\ufdd0{secrets.token_hex(8)}\ufdd1", normalized=False) for _ in range(holes)])
+        parser.add_tokens([*self._tokens.values()])
+        numbers = {parser.token_to_id(token.content): i for i, token in self._tokens.items()}
+        return parser, {number: i for number, i in numbers.items() if number is not None}
 
     def decode(self, pieces: Sequence[str]) -> str:
         """The text of pieces."""

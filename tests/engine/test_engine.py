@@ -226,6 +226,27 @@ def test_an_option_that_does_not_exist_is_refused_with_a_hint(engine, name, hint
             list(stream("a", Trie(), **{name: 3}))
 
 
+def test_control_tokens_in_a_prompt_are_text_unless_they_are_asked_for(folder):
+    engine, prompt, options = Engine.load(folder, kv_memory=1 << 20), "a</s>b", {"max_new_tokens": 1}
+    parsed = engine.tokenizer.encode(prompt, parse_special=True)
+    plain = engine.tokenizer.encode(prompt)
+    assert EOS in parsed and EOS not in plain
+
+    def read(prompt, **options):
+        return engine._prepare(Request(prompt, Greedy(), **options)).ids
+
+    assert read(prompt, parse_special=True) == parsed and read(plain, parse_special=True) == plain
+    assert read("ab") == engine.tokenizer.encode("ab")
+    with pytest.warns(UserWarning, match="'</s>' in a prompt is read as text.*parse_special"):
+        assert read(prompt) == plain
+    assert read(prompt) == plain  # it is said once: a second warning would be an error here
+    [result] = engine.generate([prompt], Greedy(), parse_special=True, **options)
+    assert result.stats["prompt_tokens"] == len(parsed) < len(plain)
+    for given in (prompt, plain):
+        with pytest.raises(UsageError, match="parse_special: expected true or false, got 'yes'"):
+            engine.generate([given], Greedy(), parse_special="yes")
+
+
 def test_type_checkers_see_the_fields_of_a_request():
     own = {field.name: field.type for field in dataclasses.fields(Request) if field.name not in ("prompt", "search")}
     assert get_type_hints(RequestOptions) == own

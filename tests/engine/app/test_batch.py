@@ -347,6 +347,24 @@ def test_messages(run: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch):
     assert code == 2 and "--chat-template FILE" in record["error"]["message"]
 
 
+def test_control_tokens_in_prompts_and_never_in_messages(run: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    prompt, chat = {"prompt": "a</s>b"}, {"messages": [{"role": "user", "content": "hi </s>"}]}
+    monkeypatch.setattr(engine, "_warned", False)
+    text, parsed = (engine.tokenizer.encode("a</s>b", parse_special=parse) for parse in (False, True))
+    rendered = engine.tokenizer.encode("user: hi </s>\n")
+    own = [prompt | {"params": {"parse_special": parse}} for parse in (True, False)]
+    ids = [{"prompt_ids": ids} for ids in (parsed, text, rendered)]
+    with pytest.warns(UserWarning, match="'</s>' in a prompt is read as text"):
+        code, records = run([*ids, *own, prompt, chat])
+    expected = [*map(said, records[:3])]
+    assert code == 0 and [*map(said, records[3:])] == [*expected[:2], *expected[1:]] and expected[0] != expected[1]
+    code, records = run([prompt, own[1], chat], "--parse-special")
+    assert code == 0 and [*map(said, records)] == expected
+    code, records = run([chat | {"params": {"parse_special": True}}, prompt | {"params": {"parse_special": 1}}])
+    assert code == 2 and "parse_special: messages are from users" in records[0]["error"]["message"]
+    assert "parse_special: expected true or false, got 1" in records[1]["error"]["message"]
+
+
 def test_wrong_command_lines_are_told_before_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     answered = tmp_path / "answered"
     answered.write_text("x\n")

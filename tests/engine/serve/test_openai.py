@@ -140,8 +140,23 @@ def test_completions_of_texts_and_token_ids(server, alone, stream):
     assert complete(server, [ids, alone.tokenizer.encode("The opposite")], stream) == expected
 
 
-def complete(server, prompt, stream: bool) -> list[str]:
-    reply = server.client.completions.create(model="demo", prompt=prompt, max_tokens=6, temperature=0, stream=stream)
+def test_control_tokens_in_a_completion(server, alone, start):
+    prompt = "<|begin|><|user|>What is the opposite of hot?<|end|><|assistant|>"
+    text, parsed = (alone.tokenizer.encode(prompt, parse_special=parse) for parse in (False, True))
+    assert alone.tokenizer.bos_token_id in parsed and len(parsed) < len(text)
+    other = start("--parse-special")
+    expected = complete(server, parsed, False)
+    assert complete(server, prompt, False, parse_special=True) == complete(other, prompt, False) == expected
+    with pytest.warns(UserWarning, match="in a prompt is read as text"):
+        assert complete(other, prompt, False, parse_special=False) == complete(server, text, False) != expected
+    with pytest.raises(openai.BadRequestError, match="expected true or false"):
+        complete(server, prompt, False, parse_special="yes")
+
+
+def complete(server, prompt, stream: bool, **fields: Any) -> list[str]:
+    reply = server.client.completions.create(
+        model="demo", prompt=prompt, max_tokens=6, temperature=0, stream=stream, extra_body=fields
+    )
     if not stream:
         return [choice.text for choice in reply.choices]
     found: dict[int, str] = {}
@@ -225,6 +240,7 @@ def test_logprobs_of_completions(server):
         ({"best_of": 4}, "best_of", "search bon"),
         ({"tool_choice": "required"}, "tool_choice", "response_format"),
         ({"prompt": "x"}, "prompt", "belongs to /v1/completions"),
+        ({"parse_special": True}, "parse_special", "belongs to /v1/completions"),
         ({"stream_options": 3}, "stream_options", "expected an object"),
         ({"stream_options": {"include_usage": 3}}, "stream_options", "expected an object"),
         ({"stream": "yes"}, "stream", "expected true or false"),

@@ -59,3 +59,4 @@ def test_added_tokens(case):
     _, tokenizer, golden = case
     for text in golden.get("rendered", ()):
         assert tokenizer.encode_rendered([(text["text"], True)]) == text["ids"]
+        assert tokenizer.encode(text["text"], add_special=False, parse_special=True) == text["ids"]

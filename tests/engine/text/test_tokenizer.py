@@ -1,4 +1,5 @@
 import json
+import random
 import time
 from functools import cache
 from pathlib import Path
@@ -247,6 +248,94 @@ def test_flags_of_added_tokens_are_kept():
     tokenizer = built(backend)
     for text in ("a <l> b <r> c", "aWb W Wc", "<n>!<n>", "ab AB", "<N>", "<l><r>\n<l>"):
         assert tokenizer.encode_rendered([(text, True)]) == plain.encode(text).ids
+
+
+@st.composite
+def texts_with_tokens(draw, names):
+    """Some tokenizer's name, and a text of its tokens' spellings, words and spaces."""
+    name = draw(st.sampled_from(names))
+    tokenizer = ours(name)
+    spellings = st.sampled_from(sorted(tokenizer.special_spellings | tokenizer.added_spellings or {"a"}))
+    words = st.sampled_from(["a", "Ab", " the", " ", "  ", "\n", "é", "<s", "x>"]) | st.sampled_from(NASTY)
+    return name, "".join(draw(st.lists(spellings | words, max_size=8)))
+
+
+@settings(max_examples=400, deadline=None)
+@given(texts_with_tokens([*CHATTING, "gemma", "qwen", "tekken", *BUILT]), st.booleans())
+def test_parsed_text_has_the_ids_of_the_library(case, add_special):
+    name, text = case
+    plain = BUILT[name]() if name in BUILT else tokenizers.Tokenizer.from_file(str(GOLDEN / name / "tokenizer.json"))
+    plain.no_truncation()
+    plain.no_padding()
+    parsed = ours(name).encode(text, add_special=add_special, parse_special=True)
+    assert parsed == plain.encode(text, add_special_tokens=add_special).ids
+
+
+NORMALIZERS = {
+    "none": None,
+    "lower": normalizers.Lowercase(),
+    "nfkc": normalizers.NFKC(),
+    "strip": normalizers.Strip(),
+    "spaces": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+}
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("seed", range(8))
+def test_parsed_text_keeps_all_flags_of_tokens(normalizer, seed):
+    """Flags in any combination, beside overlapping spellings; no two of which are normalized alike: the library tells
+    such apart by chance."""
+    rng = random.Random(seed)
+    names = ["<A>", "<A>!", "W", "Wo", "ﬁ", "[b ", "▁x"]
+    flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+    backend = tokenizers.Tokenizer(models.BPE(BYTES | {"▁": 300, "a": 301}, [], byte_fallback=True))
+    if NORMALIZERS[normalizer] is not None:
+        backend.normalizer = NORMALIZERS[normalizer]
+    backend.add_tokens([AddedToken(name, **{flag: rng.random() < 0.5 for flag in flags}) for name in names])
+    plain = tokenizers.Tokenizer.from_str(backend.to_str())
+    tokenizer = built(backend)
+    for _ in range(300):
+        text = "".join(
+            rng.choice([*names, " ", "  ", "\n", "a", "<a>", "wo", "fi", "x"]) for _ in range(rng.randint(0, 7))
+        )
+        assert tokenizer.encode(text, parse_special=True) == plain.encode(text).ids, text
+
+
+def test_parsed_text_of_merges_and_flags_in_the_configuration(tmp_path):
+    tokenizer = ours("gpt2")
+    token = min(tokenizer.special_spellings)
+    assert tokenizer.encode(f"a{token}b", parse_special=True) == [
+        *tokenizer.encode("a"),
+        *tokenizer.encode_rendered([(token, True)]),
+        *tokenizer.encode("b"),
+    ]
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((GOLDEN / "metaspace" / file).read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    entry = {"content": "<think>", "lstrip": True, "rstrip": True, "normalized": False, "special": False}
+    config["added_tokens_decoder"] = {"9": entry}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    changed = Tokenizer.load(tmp_path)
+    parsed = [changed.encode(text, add_special=False, parse_special=True) for text in ("a <think> \n b", "a<think>b")]
+    assert parsed[0] == parsed[1]
+
+
+def test_parsed_text_beside_a_model():
+    """Split at added tokens, which take the spaces that their flags say; the parts as sentencepiece has them."""
+    tokenizer, library = ours("sp_bpe"), sentencepiece("sp_bpe")
+    bare = SentencePieceProcessor(model_proto=library.serialized_model_proto() + b"\x1a\x02\x18\x00")
+    assert tokenizer.encode("the</s>the", parse_special=True) == [1, *library.encode("the"), 2, *bare.encode("the")]
+    right, left = (tokenizer.encode(text, parse_special=True) for text in ("the<x> \n the", "the \n<y> the"))
+    assert right == [1, *library.encode("the"), 400, *bare.encode("the")]
+    assert left == [1, *library.encode("the"), 401, *bare.encode(" the")]
+    assert 2 not in tokenizer.encode("the</s>the")
+
+
+def test_what_a_text_spells():
+    tokenizer = ours("bytelevel")
+    token = min(tokenizer.special_spellings)
+    assert tokenizer.spelled(f"a {token} b") == token and tokenizer.spelled("a") == ""
+    assert ours("metaspace").spelled("a <think>") == ""  # a token in every text
 
 
 def test_a_normalized_special_token_is_still_a_control_token(tmp_path):
