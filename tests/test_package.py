@@ -48,6 +48,11 @@ def test_installed_version_is_this_one() -> None:
     assert installed == __version__, "reinstall: pip install -e ."
 
 
+def test_an_editable_install_is_a_folder_on_the_path() -> None:
+    """With it setuptools writes the checkout into a .pth file; else an import hook, which pyright cannot follow."""
+    assert PYPROJECT["tool"]["setuptools"]["package-dir"] == {"": "."}
+
+
 def test_packages_are_the_five_and_typed() -> None:
     tops = {f.parts[0] for f in files() if f.suffix == ".py" and len(f.parts) > 1}
     assert tops == {*PACKAGES, "tests"}
