@@ -543,12 +543,7 @@ class Engine:
             )
         if isinstance(request.search, type) or not hasattr(request.search, "run"):
             raise UsageError(f"search: expected a configuration such as search.Trie(), got {request.search!r}")
-        if not isinstance(request.prompt, Sequence) or isinstance(request.prompt, bytes | bytearray):  # text is one too
-            raise UsageError(f"prompt: expected token ids or text, got {request.prompt!r}")
-        check_flag("parse_special", request.parse_special)
-        prompt = request.prompt
-        ids = self.encode(prompt, request.parse_special) if isinstance(prompt, str) else list(prompt)
-        self._check_ids(ids)
+        ids = self._ids(request.prompt, request.parse_special)
         new = request.max_new_tokens
         check_integer("max_new_tokens", new, 1)
         reach = self.shape.max_positions
@@ -587,6 +582,15 @@ class Engine:
         constrained = request.at_work(ids, new, self.runner.vocab_size, eos, self.model.tokenizer)
         check_memory(self.pool, request.search, len(ids), new)
         return _Prepared(request, ids, new, eos, stops, constrained)
+
+    def _ids(self, prompt: Sequence[int] | str, parse_special: bool) -> list[int]:
+        """The token ids of a request's prompt. Raises UsageError."""
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):  # text is one too
+            raise UsageError(f"prompt: expected token ids or text, got {prompt!r}")
+        check_flag("parse_special", parse_special)
+        ids = self.encode(prompt, parse_special) if isinstance(prompt, str) else list(prompt)
+        self._check_ids(ids)
+        return ids
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Check that a prompt is not empty, fits the context and has valid ids only. Raises UsageError."""

@@ -228,7 +228,6 @@ class StepThread:
         Raises:
             CoppiceError: the thread has ended.
         """
-
         with self._lock:
             self._require()
             future = asyncio.wrap_future(self._checks.submit(self._unless_ended, function))

@@ -347,15 +347,18 @@ def test_messages(run: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch):
     assert code == 2 and "--chat-template FILE" in record["error"]["message"]
 
 
-def test_control_tokens_in_prompts_and_never_in_messages(run: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.filterwarnings("default:'</s>' in a prompt")
+def test_control_tokens_in_prompts_and_never_in_messages(
+    run: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     prompt, chat = {"prompt": "a</s>b"}, {"messages": [{"role": "user", "content": "hi </s>"}]}
     monkeypatch.setattr(engine, "_warned", False)
     text, parsed = (engine.tokenizer.encode("a</s>b", parse_special=parse) for parse in (False, True))
     rendered = engine.tokenizer.encode("user: hi </s>\n")
     own = [prompt | {"params": {"parse_special": parse}} for parse in (True, False)]
     ids = [{"prompt_ids": ids} for ids in (parsed, text, rendered)]
-    with pytest.warns(UserWarning, match="'</s>' in a prompt is read as text"):
-        code, records = run([*ids, *own, prompt, chat])
+    code, records = run([*ids, *own, prompt, chat])
+    assert capsys.readouterr().err.count("warning: '</s>' in a prompt is read as text") == 1
     expected = [*map(said, records[:3])]
     assert code == 0 and [*map(said, records[3:])] == [*expected[:2], *expected[1:]] and expected[0] != expected[1]
     code, records = run([prompt, own[1], chat], "--parse-special")
