@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.errors import UsageError
+from engine.errors import UsageError, shortened
 from engine.packing import Chunk
 from engine.pool import PagePool
 from engine.tree import TokenTree
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 FORMAT, VERSION = "coppice prefix", "2"
+LARGEST = float(1 << 20)  # of keys, values and scales: sums of their products stay finite
 REMEDY = "make one with --save-prefix and the same flags"
 
 
@@ -62,8 +63,8 @@ def load_prefix(engine: "Engine", path: str | Path, salt: str = "") -> list[int]
     """Put a saved prefix into the engine's cache, as if a request of this salt had just used it. Returns its tokens.
 
     Raises:
-        UsageError: the file cannot be read, is no prefix or is damaged, or another model or format made it; the engine
-            keeps no prefixes.
+        UsageError: the file cannot be read, is no prefix, is damaged or holds what no model computes, or another model
+            or format made it; the engine keeps no prefixes.
         KVMemoryError: the prefix does not fit into the cache.
     """
     _check(engine)
@@ -135,9 +136,40 @@ def _read(engine: "Engine", path: str | Path) -> tuple[list[int], dict[str, Tens
         raise UsageError(what, where=f"{where}, loaded: {engine.name}", remedy=REMEDY)
     if metadata.get("checksum") != _checksum(kept, metadata.get("tokens", "")):
         raise UsageError("the prefix is damaged: its checksum is another", where=where, remedy=REMEDY)
-    tokens = json.loads(metadata["tokens"])
-    for name, x_LGSD in _parts(engine.pool).items():
-        shape = [*x_LGSD.shape[:2], len(tokens), x_LGSD.shape[3]]
-        if name not in kept or [*kept[name].shape] != shape or kept[name].dtype != x_LGSD.dtype:
-            raise UsageError(f"the prefix has no {name} of {shape}, {x_LGSD.dtype}", where=where, remedy=REMEDY)
+    try:
+        tokens = _tokens(engine, metadata.get("tokens", ""))
+        _check_tensors(_parts(engine.pool), kept, len(tokens))
+    except ValueError as error:
+        raise UsageError(f"the prefix is not valid: {error}", where=where, remedy=REMEDY) from None
     return tokens, kept
+
+
+def _tokens(engine: "Engine", text: str) -> list[int]:
+    """The tokens of a file's metadata. Raises ValueError."""
+    vocab, reach = engine.shape.vocab_size, engine.shape.max_positions
+    try:
+        tokens = json.loads(text)
+    except (ValueError, RecursionError):
+        tokens = None
+    if not isinstance(tokens, list) or not tokens or any(type(t) is not int or not 0 <= t < vocab for t in tokens):
+        raise ValueError(f"tokens: expected a list of ids from 0 to {vocab - 1}, got {shortened(ascii(text))}")
+    if reach is not None and len(tokens) > reach:
+        raise ValueError(f"tokens: expected at most {reach}, the model's context, got {len(tokens)}")
+    return tokens
+
+
+def _check_tensors(parts: dict[str, Tensor], kept: dict[str, Tensor], tokens: int) -> None:
+    """Check a file's tensors against those of the cache. Raises ValueError."""
+    if kept.keys() != parts.keys():
+        raise ValueError(f"expected the tensors {', '.join(parts)}, got {shortened(ascii(', '.join(kept)))}")
+    for name, x_LGSD in parts.items():
+        found, shape = kept[name], [*x_LGSD.shape[:2], tokens, x_LGSD.shape[3]]
+        if [*found.shape] != shape or found.dtype != x_LGSD.dtype:
+            want, got = f"{shape} of {x_LGSD.dtype}", f"{[*found.shape]} of {found.dtype}"
+            raise ValueError(f"{name}: expected {want}, got {got}")
+        if found.dtype == torch.uint8:  # e4m3
+            sound = not bool((found & 127 == 127).any())
+        else:
+            sound = found.dtype == torch.int8 or bool(found.abs().amax() <= LARGEST)  # NaN is not
+        if not sound:
+            raise ValueError(f"{name}: expected numbers of at most {LARGEST:.0f}, got larger ones or NaN")

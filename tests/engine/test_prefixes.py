@@ -1,13 +1,16 @@
 """Cached prefixes: the tokens of a cold engine, whatever ran before and beside; the pool exact; no memory lost."""
 
 import json
+import math
 import random
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 import engine.memory
-from engine import Engine, KVMemoryError, Request, Session, UsageError
+from engine import Engine, KVMemoryError, Request, Session, UsageError, prefix_files
+from models.checkpoint import write_tensors
 from search import DSBD, Greedy, Sample, Trie
 from tools.random_checkpoint import make
 
@@ -261,3 +264,59 @@ def test_files_that_are_refused(folder, tmp_path):
         whole.save_prefix(tmp_path / "none" / "prefix", prefix)
     with pytest.raises(UsageError, match="token ids from 0 to 119, got 500"):
         whole.save_prefix(file, [500])
+
+
+def metadata(key, value):
+    return lambda found, tensors: found.update({key: value})
+
+
+def numbers(value):
+    def change(found, tensors):
+        tensors[min(tensors)].view(-1)[7] = value
+
+    return change
+
+
+CRAFTED = {
+    "no tokens": (lambda found, tensors: found.pop("tokens"), "tokens: expected a list of ids from 0 to 119, got ''"),
+    "no list": (metadata("tokens", "7"), "tokens: expected a list"),
+    "no JSON": (metadata("tokens", "[1, 2"), "tokens: expected a list"),
+    "nested": (metadata("tokens", "[" * 100_000), "tokens: expected a list"),
+    "empty": (metadata("tokens", "[]"), "tokens: expected a list"),
+    "floats": (metadata("tokens", str([5.0] * 60)), "tokens: expected a list"),
+    "truths": (metadata("tokens", "[" + "true, " * 59 + "true]"), "tokens: expected a list"),
+    "negative": (metadata("tokens", str([-1] * 60)), "tokens: expected a list"),
+    "outside": (metadata("tokens", str([120] * 60)), "tokens: expected a list of ids from 0 to 119"),
+    "endless": (metadata("tokens", str([5] * 401)), "tokens: expected at most 400, the model's context, got 401"),
+    "fewer": (metadata("tokens", str([5] * 59)), "expected .*59.* got .*60"),
+    "another tensor": (lambda found, tensors: tensors.update(x=tensors[min(tensors)]), "expected the tensors"),
+    "a tensor less": (lambda found, tensors: tensors.pop(min(tensors)), "expected the tensors"),
+    "a shape": (
+        lambda found, tensors: tensors.update({n: x[:1].clone() for n, x in tensors.items()}),
+        "expected .* got",
+    ),
+    "a dtype": (lambda found, tensors: tensors.update({n: x.double() for n, x in tensors.items()}), "got .*float64"),
+    "NaN": (numbers(math.nan), "expected numbers of at most"),
+    "infinite": (numbers(-math.inf), "expected numbers of at most"),
+    "huge": (numbers(1e30), "expected numbers of at most"),
+}
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_crafted_files_with_right_checksums(case, folder, tmp_path):
+    """Refused by name, nothing changed: no request ever reads them."""
+    change, words = CRAFTED[case]
+    file, engine = tmp_path / "prefix", load(folder)
+    engine.save_prefix(file, [5 + i % 90 for i in range(60)])
+    engine.pool.prefixes.clear()
+    with safe_open(file, framework="pt") as opened:
+        found, tensors = dict(opened.metadata()), {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+    change(found, tensors)
+    found["checksum"] = prefix_files._checksum(tensors, found.get("tokens", ""))
+    with file.open("wb") as out:
+        write_tensors(out, tensors, found)
+    with pytest.raises(UsageError, match=words) as error:
+        engine.load_prefix(file)
+    assert error.value.where == str(file) and "--save-prefix" in error.value.remedy
+    engine.pool.check_invariants([])
+    assert engine.pool.free_pages == engine.pool.pages
