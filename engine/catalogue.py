@@ -19,7 +19,7 @@ import os
 import struct
 import zlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from engine.constraints import Allowed, Constraint, State, Tokens
-from engine.errors import UsageError
+from engine.errors import UsageError, shortened
 from engine.text.tokenizer import Tokenizer
 from models.checkpoint import buffer_of
 from models.files import map_regular, replacing
@@ -37,6 +37,7 @@ HEADER = struct.Struct(
     "=8sHHIQQQ32sII"
 )  # magic, order, version, vocabulary, edges, items, bytes of ids, tokenizer, sums
 LISTED = 64  # tokens of a state that are looked at one by one; for more, tensors are faster
+PIECE = 1 << 20  # entries of an array that are checked at a time
 REMEDY = "make one for this model: python -m tools.catalogue --model DIR --input items.jsonl --output FILE"
 ENDED = -1  # the state after the end of an item
 
@@ -51,7 +52,7 @@ class Catalogue:
         items, edges: how many there are.
 
     Raises:
-        UsageError: it cannot be read, is no catalogue, or is damaged.
+        UsageError: it cannot be read, is no catalogue, is damaged, or holds what no trie does.
     """
 
     def __init__(self, path: str | Path):
@@ -80,7 +81,16 @@ class Catalogue:
         self._data, self._ids = data, view[starts[-1] :]
         self._id_starts = parts[0].cast("q")
         self._tokens, self._first, self._ends = (part.cast("i") for part in parts[1:])
-        self._tokens_E = torch.frombuffer(data, dtype=torch.int32, count=self.edges, offset=starts[1])
+        if not 0 < self.edges < 1 << 31 or not 0 < self.items <= self.edges:
+            raise self._refused(f"the catalogue has {self.edges} edges and {self.items} items")
+        kinds = (torch.int64, self.items + 1), (torch.int32, self.edges), (torch.int32, self.edges + 2)
+        arrays = [
+            torch.frombuffer(data, dtype=dtype, count=count, offset=at)
+            for (dtype, count), at in zip([*kinds, (torch.int32, self.items)], starts, strict=False)
+        ]
+        self._tokens_E = arrays[1]
+        if fault := _fault(*arrays, self.vocab_size, ids):
+            raise self._refused(f"the catalogue is not valid: {fault}")
 
     def _refused(self, what: str) -> UsageError:
         return UsageError(what, where=str(self.path), remedy=REMEDY)
@@ -118,7 +128,16 @@ class Catalogue:
         if not self.ends_at(node):
             return None
         place = bisect_left(self._ends, node)
-        return json.loads(bytes(self._ids[self._id_starts[place] : self._id_starts[place + 1]]))
+        text = bytes(self._ids[self._id_starts[place] : self._id_starts[place + 1]])
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if type(found) not in (str, int):
+            raise self._refused(
+                f"the id of item {place}: expected a string or an integer, got {shortened(ascii(text))}"
+            )
+        return found
 
 
 class Items(Constraint):
@@ -173,6 +192,52 @@ def open_catalogue(path: str | Path) -> Catalogue:
 @functools.lru_cache(maxsize=4)
 def _open(path: str, *_: int) -> Catalogue:
     return Catalogue(path)
+
+
+def _fault(id_starts: Tensor, tokens_E: Tensor, first_N: Tensor, end_I: Tensor, vocab: int, ids: int) -> str:
+    """What is wrong with the arrays of a file, see the top; "" if nothing is.
+
+    Args:
+        vocab: tokens are less than this.
+        ids: bytes of the ids.
+    """
+    edges = len(tokens_E)
+    low, high = (int(x) for x in tokens_E.aminmax())
+    if low < 0 or high >= vocab:
+        return f"tokens: expected ids from 0 to {vocab - 1}, got {low} to {high}"
+    if first_N[0] != 0 or first_N[-1] != edges or not _all(first_N, lambda x, _: x.diff() >= 0):
+        return f"first edges: expected to rise from 0 to {edges}"
+    if not _all(first_N[:-1], lambda x, at: x >= torch.arange(at, at + len(x), dtype=torch.int32)):
+        return "first edges: expected edges that lead to later nodes"  # edge e leads to node e + 1: no walk comes back
+
+    def rises(x: Tensor, at: int) -> Tensor:
+        places = torch.tensor([at + 1, at + len(x)], dtype=torch.int32)
+        low, high = torch.searchsorted(first_N, places).tolist()
+        rising = x.diff() > 0
+        rising[first_N[low:high] - at - 1] = True  # the first edge of a node
+        return rising
+
+    if not _all(tokens_E, rises):
+        return "tokens: expected to rise from edge to edge below a node"
+    if end_I[0] < 1 or end_I[-1] > edges or not _all(end_I, lambda x, _: x.diff() > 0):
+        return f"ends: expected to rise, from 1 to {edges} at most"
+    leaves = sum(int((x.diff() == 0).sum()) for x, _ in _pieces(first_N))
+    if sum(int((first_N[x + 1] == first_N[x]).sum()) for x in end_I.split(PIECE)) != leaves:
+        return "ends: expected an item to end at every node without edges"
+    if id_starts[0] != 0 or id_starts[-1] != ids or not _all(id_starts, lambda x, _: x.diff() > 0):
+        return f"id starts: expected to rise from 0 to {ids}"
+    return ""
+
+
+def _all(x: Tensor, holds: Callable[[Tensor, int], Tensor]) -> bool:
+    """Whether a property holds in all pieces of an array, each given with its place."""
+    return all(bool(holds(piece, at).all()) for piece, at in _pieces(x))
+
+
+def _pieces(x: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """An array in pieces that share one element, and where they begin; so little memory is needed besides."""
+    for at in range(0, max(1, len(x) - 1), PIECE):
+        yield x[at : at + PIECE + 1], at
 
 
 def layout(edges: int, items: int) -> list[int]:

@@ -4,14 +4,20 @@ import io
 import json
 import math
 import random
+import struct
+import zlib
+from array import array
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine import Catalogue, Engine, UsageError
+from engine import Catalogue, Constraint, Engine, Request, UsageError
+from engine import catalogue as catalogues
 from engine.app import batch
-from engine.catalogue import build, open_catalogue, write_catalogue
+from engine.catalogue import HEADER, build, layout, open_catalogue, write_catalogue
+from engine.constraints import Allowed, ConstraintError
 from engine.text.tokenizer import Tokenizer
 from search import ADED, DSBD, Greedy, Sample, Trie
 from tools import catalogue as tool
@@ -105,6 +111,94 @@ def test_a_file_that_is_no_catalogue_or_another_models_is_refused(tmp_path, engi
     for wrong in ({"catalogue": 5}, {"catalogue": path, "choices": ["a"]}):
         with pytest.raises(UsageError, match="catalogue"):
             ask(engine, Greedy(), **wrong)
+
+
+def crafted(path, change):
+    """A catalogue of five items with other entries in its arrays, and right checksums."""
+    written(path, [[5, 6], [5, 7], [5, 7, 9], [8], [8, 5]], ["a", "b", "c", 4, 5])
+    raw = bytearray(path.read_bytes())
+    _, _, _, _, edges, items, *_ = HEADER.unpack(raw[: HEADER.size])
+    starts = layout(edges, items)
+    kinds = {"id starts": "q", "tokens": "i", "first edges": "i", "ends": "i"}
+    arrays = {
+        name: array(kind, bytes(raw[start:end]))
+        for (name, kind), (start, end) in zip(kinds.items(), pairwise(starts), strict=True)
+    }
+    ids = raw[starts[-1] :]
+    change(arrays, ids)
+    body = b"".join(map(bytes, arrays.values())) + ids
+    head = HEADER.pack(*HEADER.unpack(raw[: HEADER.size])[:-2], zlib.crc32(body), 0)[:-4]
+    path.write_bytes(head + struct.pack("=I", zlib.crc32(head)) + body)
+
+
+def put(name, place, value):
+    def change(arrays, ids):
+        arrays[name][place] = value
+
+    return change
+
+
+CRAFTED = {
+    "a token outside": (put("tokens", 1, 10**6), "tokens: expected ids from 0 to"),
+    "a negative token": (put("tokens", 0, -1), "tokens: expected ids from 0 to"),
+    "tokens that fall": (put("tokens", 2, 9), "tokens: expected to rise"),
+    "a token twice": (put("tokens", 3, 6), "tokens: expected to rise"),
+    "edges that begin elsewhere": (put("first edges", 0, 1), "first edges: expected to rise"),
+    "edges past the end": (put("first edges", -1, 7), "first edges: expected to rise"),
+    "edges that fall": (put("first edges", 2, 0), "first edges: expected to rise"),
+    "a cycle": (lambda arrays, _: arrays.update({"first edges": array("i", [0, 2, 2, 2, 2, 2, 6, 6])}), "later nodes"),
+    "an end past the nodes": (put("ends", -1, 7), "ends: expected to rise"),
+    "an end at the root": (put("ends", 0, 0), "ends: expected to rise"),
+    "an end twice": (put("ends", 1, 2), "ends: expected to rise"),
+    "a node without end": (put("ends", 3, 1), "ends: expected"),
+    "an id past the end": (put("id starts", -1, 90), "id starts: expected to rise"),
+    "an id before the beginning": (put("id starts", 0, -8), "id starts: expected to rise"),
+    "ids that overlap": (put("id starts", 2, 0), "id starts: expected to rise"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+@pytest.mark.parametrize("piece", [2, 1 << 20])
+def test_crafted_catalogues_are_refused_when_they_are_opened(case, piece, tmp_path, monkeypatch):
+    monkeypatch.setattr(catalogues, "PIECE", piece)
+    change, words = CRAFTED[case]
+    crafted(tmp_path / "c", lambda *_: None)
+    assert Catalogue(tmp_path / "c").item([8, 5]) == 5
+    crafted(tmp_path / "c", change)
+    with pytest.raises(UsageError, match=f"not valid: .*{words}") as error:
+        Catalogue(tmp_path / "c")
+    assert error.value.where == str(tmp_path / "c") and "tools.catalogue" in error.value.remedy
+
+
+def test_ids_that_are_none_end_the_request_that_gets_one(tmp_path, engine):
+    def change(arrays, ids):
+        ids[4:7] = b"[1]"  # of the item [5, 7]
+
+    crafted(tmp_path / "c", change)
+    made = Catalogue(tmp_path / "c")
+    assert made.item([5, 6]) == "a" and made.item([8]) == 4
+    with pytest.raises(UsageError, match="expected a string or an integer"):
+        made.item([5, 7])
+
+
+def test_a_token_outside_of_the_vocabulary_ends_its_own_request(engine):
+    """As if it had come from a catalogue: the others of its pass are answered."""
+
+    class Outside(Constraint):
+        def start(self, prompt):
+            return 0
+
+        def advance(self, state, token):
+            return state
+
+        def allowed(self, states):
+            return [Allowed([5, 10**6]) for _ in states]
+
+    requests = [Request([5, 6], Greedy(), max_new_tokens=3, constraint=c) for c in (None, Outside(), None)]
+    outcomes = dict(engine.serve(requests))
+    assert isinstance(outcomes[1], ConstraintError) and "got 5 to 1000000" in str(outcomes[1])
+    assert outcomes[0].outputs == outcomes[2].outputs
+    assert engine.pool.free_pages == engine.pool.pages
 
 
 # --- searches ---
