@@ -146,7 +146,7 @@ class Loading:
             name = role if len(self.folders) > 1 else ""
             format = f" ({quant})" if quant != "none" else ""
             lines[f"{name} weights{format}".strip()] = size.weights
-            lines[f"{name} tokenizer".strip()] = _tokenizer(Path(folder))
+            lines[f"{name} tokenizer".strip()] = _tokenizer(checkpoint.folder)
             lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
             token += size.shape.kv_bytes_per_token(KV_DTYPES[self.kv_dtype] or precision.dtype)
         return Plan(lines, token)

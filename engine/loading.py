@@ -27,7 +27,7 @@ from engine.text.template import ChatTemplate
 from engine.text.tokenizer import FILES, Tokenizer
 from kernels.kv_fp8 import DTYPE as FP8
 from models import load_model
-from models.checkpoint import Checkpoint
+from models.checkpoint import PACK_AGAIN, Checkpoint
 from models.config import ModelShape
 from models.floats import has_products
 from models.linear import FORMATS
@@ -122,8 +122,9 @@ class _Weights:
         checkpoint = Checkpoint.open(folder)
         precision = shard.first(lambda: pick_dtype(dtype, checkpoint, device))
         kept = shard.first(lambda: pick_quant(quant, checkpoint, precision.dtype, device))
-        tokenizer = Tokenizer.load(folder) if any((Path(folder) / name).exists() for name in FILES) else None
-        template = load_template(folder, chat_template, tokenizer)
+        inside = checkpoint.folder
+        tokenizer = Tokenizer.load(inside) if any((inside / name).exists() for name in FILES) else None
+        template = load_template(inside, chat_template, tokenizer)
         trim_memory()  # of the parsed files: a third of what a tokenizer took
         model = load_model(checkpoint, precision.dtype, device, kept.name, partial(Weights, shard=shard))
         compiled = compile == "on" and compile_model(model, device)
@@ -166,18 +167,20 @@ class _Weights:
         )
 
     def _capabilities(self, runner: Runner) -> Capabilities:
-        """What the model runs on; its warning names the parts of the checkpoint that are not loaded."""
+        """What the model runs on; its warning names what is not loaded of the checkpoint."""
         graphs = isinstance(runner, GraphRunner)
         found = Capabilities.of(
             self.model, self.precision, self.quant, runner.device, runner.impl, self.kv_dtype, graphs
         )
         if (size := self.model.shard.size) > 1:
             found = replace(found, paths=f"{found.paths}; one of {size} processes that share the model")
-        if not (left_out := self.checkpoint.left_out):
-            return found
-        parts = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in left_out.items())
-        note = f"only the text model is loaded, without {parts}"
-        return replace(found, warning=f"{found.warning}\n{note}" if found.warning else note)
+        notes = [found.warning] if found.warning else []
+        if left_out := self.checkpoint.left_out:
+            parts = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in left_out.items())
+            notes.append(f"only the text model is loaded, without {parts}")
+        if adapter := self.checkpoint.adapter:
+            notes.append(f"the adapter (LoRA) beside the weights, for {adapter}, is not applied: merge it to use it")
+        return replace(found, warning="\n".join(notes))
 
 
 def load_models(
@@ -331,13 +334,19 @@ def pick_quant(name: str, checkpoint: Checkpoint, dtype: torch.dtype, device: to
         own = checkpoint.torch_dtype
         return Choice("none") if checkpoint.quantization else fastest_format(own, dtype, device)
     packed = checkpoint.packing.quant
+    if packed not in FORMATS:
+        raise CheckpointError(
+            f"the matrices were packed in the format {packed!r:.80}, which this version does not know",
+            where=str(checkpoint.folder),
+            remedy=PACK_AGAIN,
+        )
     if name not in ("none", "auto", packed):
         raise UsageError(
             f"quant: the matrices were packed without it, expected {packed}, got {name}",
             where=str(checkpoint.folder),
             remedy=f"pack the checkpoint with --quant {name}",
         )
-    return Choice(packed if packed in FORMATS and FORMATS[packed].why_not(device) is None else "none")
+    return Choice(packed if FORMATS[packed].why_not(device) is None else "none")
 
 
 def load_template(folder: str | Path, choice: str | Path | None, tokenizer: Tokenizer | None) -> ChatTemplate | None:

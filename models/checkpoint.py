@@ -23,18 +23,21 @@ from kernels.linear import Packed
 from models.errors import CheckpointError
 from models.fields import Fields
 from models.files import open_regular, read_regular
+from models.folders import snapshot
 from models.grouped import GroupedWeight
-from models.packed import PANELS, PREFIXES, Packing
+from models.packed import KEY, PANELS, PREFIXES, Packing
 from models.quantized import EMBEDDING, TRANSPOSED, Part, Quantization, Scheme, Source, quantization
 from models.quantized.own import GroupedReader, Grouping, Own
 from models.wrapped import is_wrapped, parts, text_config, text_names
 
 CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20
+ADAPTERS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"  # as PEFT writes them
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 OTHERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 DTYPES = FLOATS | OTHERS | {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 FETCH_AGAIN = "Download the file again."
+PACK_AGAIN = "Pack the checkpoint again: `python -m tools.pack`."
 LINE = 64  # bytes of the caches of processors
 
 
@@ -65,7 +68,8 @@ class Checkpoint:
     `quantization` is what the config says of weights that are stored quantised; None: all are floats.
 
     Of a model of several modalities `config` and `tensors` are those of its text model, by the names that this has
-    on its own; `left_out` are the bytes of the other parts.
+    on its own; `left_out` are the bytes of the other parts. `adapter`: what an adapter beside the weights was made for,
+    which is not applied; "" without one.
     """
 
     folder: Path
@@ -75,12 +79,16 @@ class Checkpoint:
     packing: Packing | None = None
     quantization: Quantization | None = None
     left_out: Mapping[str, int] = field(default_factory=dict)
+    adapter: str = ""
 
     @staticmethod
     def open(folder: str | Path) -> Checkpoint:
-        """Reads and checks the JSON files and every header. Raises CheckpointError naming the file at fault."""
+        """Reads and checks the JSON files and every header. Raises CheckpointError naming the file at fault.
+
+        Of a folder of the hub's cache the snapshot is opened, see `models.folders`.
+        """
         try:
-            return _open(Path(folder))
+            return _open(snapshot(Path(folder)))
         except OSError as error:  # no permission, a broken disk
             where = _show(error.filename or folder)
             raise CheckpointError(f"cannot be read: {error.strerror}", where=where) from error
@@ -242,13 +250,15 @@ class Checkpoint:
         """The error for headers that are not those of the model."""
         shown = "\n".join(f"  {fault}" for fault in faults)
         more = f"\n  and {total - len(faults)} more" if total > len(faults) else ""
-        meta = "tok_embeddings.weight" in self.tensors
+        remedy = "Check that config.json and the weights belong together, and that the download is complete."
+        if "tok_embeddings.weight" in self.tensors:
+            remedy = "This is Meta's own layout: use the Hugging Face version of the model."
+        elif self.packing:
+            remedy = f"Check that config.json is that of the packed checkpoint. {PACK_AGAIN}"
         return CheckpointError(
             f"the weights do not fit the config ({total} tensors at fault):\n{shown}{more}",
             where=_show(self.folder),
-            remedy="This is Meta's own layout: use the Hugging Face version of the model."
-            if meta
-            else "Check that config.json and the weights belong together, and that the download is complete.",
+            remedy=remedy,
         )
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -262,7 +272,7 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{_show(name)} was packed with other matrices than this version multiplies it with",
                     where=_show(self.tensors[name].file),
-                    remedy="Pack the checkpoint again: `python -m tools.pack`.",
+                    remedy=PACK_AGAIN,
                 )
             by_file.setdefault(self.tensors[name].file, []).append(name)
         out = {}
@@ -281,20 +291,28 @@ class Checkpoint:
                 out[name] = tensor.clone()
         return out
 
-    def packed(self, names: Sequence[str]) -> Packed | None:
-        """The matrix that was packed ahead of these weights; None if there is none.
+    def packed(self, names: Sequence[str], outs: int, width: int) -> Packed | None:
+        """The matrix [outs, width] that was packed ahead of these weights; None if there is none.
 
         It is multiplied where it is mapped: processes share its memory, and the system may take it back at any time.
+        Raises CheckpointError for one of another size, or whose tensors do not fit it.
         """
         key = "+".join(names)
         if self.packing is None or key not in self.packing.sizes:
             return None
-        file, wanted = self.tensors[names[0]].file, [prefix + key for prefix in PREFIXES]
+        size, wanted = self.packing.sizes[key], [prefix + key for prefix in PREFIXES]
         try:
-            found = self.read([PANELS + key, *(name for name in wanted[1:] if name in self.tensors)])
-            return self.packing.sizes[key].packed(found[wanted[0]], *map(found.get, wanted[1:]))
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(f"packed matrix {_show(key)}: {error}", where=_show(file)) from error
+            if (size.outs, size.width) != (outs, width):
+                raise ValueError(f"expected {outs} outputs of width {width}, got {size.outs} of {size.width}")
+            if PANELS + key not in self.tensors:
+                raise ValueError("its panels are not in the file")
+            found = self.read([name for name in wanted if name in self.tensors])
+            return size.packed(found[wanted[0]], *map(found.get, wanted[1:]))
+        except ValueError as error:
+            file = self.tensors[names[0]].file
+            raise CheckpointError(
+                f"packed matrix {_show(key)}: {error}", where=_show(file), remedy=PACK_AGAIN
+            ) from error
 
     def rows(self, name: str, stored: str, shape: tuple[int, ...]) -> RowReader | GroupedReader:
         """Reads rows of the token embedding straight from its file, see `RowReader`; arguments as of `grouped`."""
@@ -348,6 +366,8 @@ def _open(folder: Path) -> Checkpoint:
             "one on the Hugging Face hub is fetched with `hf download NAME --local-dir DIR`.",
         )
     if not (folder / "config.json").exists():
+        if adapter := _adapter(folder):
+            raise _adapter_alone(folder, adapter)
         raise CheckpointError(
             "the model folder holds no config.json",
             where=_show(folder),
@@ -363,7 +383,7 @@ def _open(folder: Path) -> Checkpoint:
         tensors, left_out = _text_tensors(tensors)
     packing = _packing(folder / WEIGHTS, tensors) if any(name.startswith(PANELS) for name in tensors) else None
     quantized = quantization(Fields(config, _show(folder / "config.json")))
-    checkpoint = Checkpoint(folder, config, generation_config, tensors, packing, quantized, left_out)
+    checkpoint = Checkpoint(folder, config, generation_config, tensors, packing, quantized, left_out, _adapter(folder))
     # So that a bad value is found here and not in mid-conversation.
     _ = checkpoint.architecture, checkpoint.torch_dtype, checkpoint.eos_token_ids, checkpoint.bos_token_id
     return checkpoint
@@ -477,9 +497,7 @@ def _packing(file: Path, tensors: dict[str, TensorInfo]) -> Packing | None:
         with safe_open(file, framework="pt") as mapped:
             packing = Packing.parse(mapped.metadata() or {})
     except ValueError as error:
-        raise CheckpointError(
-            _show(error), where=_show(file), remedy="Pack it again: `python -m tools.pack`."
-        ) from error
+        raise CheckpointError(_show(error), where=_show(file), remedy=PACK_AGAIN) from error
     for name, (shape, dtype) in (packing.matrices if packing else {}).items():
         tensors.setdefault(name, TensorInfo(file, shape, dtype, packed=True))  # a head may share its embedding's name
     return packing
@@ -535,7 +553,7 @@ def _damaged(file: Path, error: Exception) -> CheckpointError | MemoryError:
         return MemoryError(str(error))
     try:
         with open_regular(file) as stream:
-            start = stream.read(64)
+            start = stream.read(128)
     except OSError as unreadable:
         return CheckpointError(f"cannot be read: {unreadable.strerror}", where=_show(file))
     if start.startswith(b"version https://git-lfs"):
@@ -550,11 +568,35 @@ def _damaged(file: Path, error: Exception) -> CheckpointError | MemoryError:
             where=_show(file),
             remedy="If you trust its source: `python -m tools.convert`.",
         )
-    return CheckpointError(f"not a valid safetensors file: {_show(error)}", where=_show(file), remedy=FETCH_AGAIN)
+    remedy = PACK_AGAIN if f'"{KEY}"'.encode() in start else FETCH_AGAIN
+    return CheckpointError(f"not a valid safetensors file: {_show(error)}", where=_show(file), remedy=remedy)
+
+
+def _adapter(folder: Path) -> str:
+    """What the adapter in a folder was made for, for messages; "" if there is none."""
+    found = [name for name in ADAPTERS if (folder / name).exists()]
+    if not found:
+        return ""
+    try:
+        base = read_json(folder / ADAPTERS[0], CONFIG_BYTES).get("base_model_name_or_path")
+    except CheckpointError:
+        base = None
+    return _show(base) if isinstance(base, str) and base else "a model that it does not name"
+
+
+def _adapter_alone(folder: Path, base: str) -> CheckpointError:
+    """The error for a folder that holds an adapter and no model."""
+    return CheckpointError(
+        f"the folder holds an adapter (LoRA) for {base}, not a model",
+        where=_show(folder),
+        remedy="Merge it into that model (PEFT: merge_and_unload, then save_pretrained), or name that model's folder.",
+    )
 
 
 def _no_weights(folder: Path) -> CheckpointError:
     """The error for a folder without weights that can be used."""
+    if adapter := _adapter(folder):
+        return _adapter_alone(folder, adapter)
     files = sorted(path.name for path in folder.iterdir())
     pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
     shards = [name for name in files if name.endswith(".safetensors")]

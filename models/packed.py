@@ -18,17 +18,28 @@ from torch import Tensor
 from kernels.linear import Groups, Packed
 
 KEY, VERSION = "coppice_packed", 2
+FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 PANELS, SCALE, ZERO = PREFIXES = "packed:", "scale:", "zero:"
 
 
 class Size(NamedTuple):
-    """Of a packed matrix: outputs, width, and of groups their kind, elements, and the levels of activations."""
+    """The size of a packed matrix: outputs, width; for groups their kind and elements; the levels of activations."""
 
     outs: int
     width: int
     kind: str = ""
     group: int = 0
     levels: float = 0.0
+
+    @staticmethod
+    def parse(key: str, entry: Any) -> "Size":
+        """Of an entry of the metadata. Raises ValueError for one that has no such form."""
+        types = [*map(type, entry)] if isinstance(entry, list) else []
+        if types not in ([int, int, str, int, float], [int, int, str, int, int]):
+            wanted = "expected outputs, width, kind, group and levels"
+            raise ValueError(f"the size of {key!a:.80}: {wanted}, got {entry!r:.80}")
+        return Size(*entry)
 
     @staticmethod
     def of(packed: Packed) -> "Size":
@@ -65,20 +76,18 @@ class Packing:
         """Read a header's metadata; None: nothing is packed. Raises ValueError for metadata of another form."""
         if KEY not in metadata:
             return None
-        found = json.loads(metadata[KEY])
+        try:
+            found = json.loads(metadata[KEY])
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the list of packed matrices is malformed: {error}") from None
         if not isinstance(found, dict) or found.get("version") != VERSION:
             raise ValueError(f"packed by another version of coppice, {found!r:.80}")
-        try:
-            matrices = {
-                str(name): (tuple(map(int, shape)), _dtype(dtype)) for name, (shape, dtype) in found["matrices"].items()
-            }
-            sizes = {
-                str(key): Size(int(outs), int(width), str(kind), int(group), float(levels))
-                for key, (outs, width, kind, group, levels) in found["sizes"].items()
-            }
-            return Packing(str(found["quant"]), matrices, sizes)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the list of packed matrices is malformed: {error!r}") from error
+        parts = [found.get("quant"), found.get("matrices"), found.get("sizes")]
+        if [*map(type, parts)] != [str, dict, dict]:
+            raise ValueError("the list of packed matrices is malformed: expected quant, matrices and sizes")
+        matrices = {name: _matrix(name, entry) for name, entry in found["matrices"].items()}
+        sizes = {key: Size.parse(key, entry) for key, entry in found["sizes"].items()}
+        return Packing(found["quant"], matrices, sizes)
 
     def metadata(self) -> dict[str, str]:
         """The same for a header."""
@@ -87,7 +96,10 @@ class Packing:
         return {"format": "pt", KEY: json.dumps(found, separators=(",", ":"))}
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-    dtypes["float64"] = torch.float64
-    return dtypes[name]
+def _matrix(name: str, entry: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of an entry of the metadata. Raises ValueError for one that has no such form."""
+    shape, dtype = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+    sized = isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
+    if not sized or not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"the matrix {name!a:.80}: expected a shape and a dtype of floats, got {entry!r:.80}")
+    return tuple(shape), DTYPES[dtype]

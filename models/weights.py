@@ -138,7 +138,8 @@ class Weights:
         outs = sum(self.shapes[f"{name}.weight"][transposed] for name in names)
         quant = format_of(self.quant, outs, head=tuple(names) == (HEAD,))
         stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
-        if (packed := self.checkpoint.packed(stored)) and has_kernels(torch.float32, self.device):
+        width = self.shapes[f"{names[0]}.weight"][not transposed]
+        if (packed := self.checkpoint.packed(stored, outs, width)) and has_kernels(torch.float32, self.device):
             return PackedLinear(packed, biases, dtype=self.dtype, device=self.device)
         grouped = self._grouped(pieces, bias, transposed, ins) if not packed else []
         if grouped and not all(grouped):

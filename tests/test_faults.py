@@ -242,6 +242,76 @@ def test_sizes_that_no_machine_has(commands: Commands, folder: Path, monkeypatch
     commands.refuse(folder, 3, INDEX)
 
 
+# --- what lies in a model's place, or beside it ---
+
+LORA = {"peft_type": "LORA", "base_model_name_or_path": "org/base-7B", "r": 8, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize("beside", [[], ["config.json"], ["adapter_model.safetensors"]], ids=str)
+def test_an_adapter_instead_of_a_model(commands: Commands, folder: Path, tmp_path: Path, beside: list[str]):
+    alone = tmp_path / "adapter"
+    alone.mkdir()
+    (alone / "adapter_config.json").write_text(json.dumps(LORA))
+    for name in beside:
+        shutil.copy(folder / ("config.json" if name == "config.json" else WEIGHTS), alone / name)
+    commands.refuse(alone, 3, "an adapter (LoRA) for org/base-7B, not a model", str(alone), "merge_and_unload")
+    (alone / "adapter_config.json").write_text("[" * 100_000)
+    commands.refuse(alone, 3, "an adapter (LoRA) for a model that it does not name", str(alone))
+
+
+def test_an_adapter_beside_a_model_is_named(commands: Commands, folder: Path):
+    (folder / "adapter_config.json").write_text(json.dumps(LORA))
+    argv = ["--model", folder, "--threads", "1", "--kv-memory", "64K", "--max-new-tokens", "2"]
+    one, two = commands.chat(*argv, "-p", "a"), commands.batch([{"prompt": "a"}], *argv)
+    for code, err in ((one[0], one[2]), (two[0], two[2])):
+        assert code == 0 and "the adapter (LoRA) beside the weights, for org/base-7B, is not applied" in err
+    assert commands.chat(*argv, "-p", "a", "-q")[2] == ""
+
+
+@pytest.fixture
+def hub(folder: Path, tmp_path: Path) -> Path:
+    """A model as the hub's cache has it: files are links to blobs. Its folder."""
+    home, names = tmp_path / "models--org--name", sorted(path.name for path in folder.iterdir())
+    (home / "blobs").mkdir(parents=True)
+    (home / "snapshots" / "0a1b2c").mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs/main").write_text("0a1b2c")
+    for i, name in enumerate(names):
+        shutil.copy(folder / name, home / "blobs" / f"{i:x}")
+        (home / "snapshots/0a1b2c" / name).symlink_to(f"../../blobs/{i:x}")
+    return home
+
+
+def test_folders_of_the_hubs_cache(commands: Commands, folder: Path, hub: Path, tmp_path: Path):
+    argv = ["-p", "ab", "--threads", "1", "--kv-memory", "64K", "--max-new-tokens", "4"]
+    _, expected, _ = commands.chat("--model", folder, *argv)
+    (hub / "snapshots" / "ffff").mkdir()  # of another revision, incomplete
+    for place in (hub, hub / "snapshots", hub / "snapshots/0a1b2c"):
+        assert commands.chat("--model", place, *argv)[:2] == (0, expected), place
+    link = tmp_path / "link"
+    link.symlink_to(hub)
+    assert commands.chat("--model", link, *argv)[:2] == (0, expected)
+    for wrong in ("absent", "../snapshots/0a1b2c", "", "."):
+        (hub / "refs/main").write_text(wrong)
+        commands.refuse(hub, 3, "refs/main names no snapshot that is there (there are: 0a1b2c, ffff)", str(hub))
+    (hub / "refs/main").unlink()
+    commands.refuse(hub / "snapshots", 3, "refs/main names no snapshot")
+    (hub / "snapshots" / "ffff").rmdir()  # the only one left
+    assert commands.chat("--model", hub, *argv)[:2] == (0, expected)
+    (hub / "snapshots/0a1b2c/config.json").unlink()
+    commands.refuse(hub, 3, "holds no config.json", str(hub / "snapshots/0a1b2c"))
+
+
+@pytest.mark.parametrize("flag", ["--save-prefix", "--save", "--trace"])
+def test_a_file_that_cannot_be_written_is_named_before_the_model_is_loaded(
+    commands: Commands, base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str
+):
+    monkeypatch.setattr(chat.cli, "load_engine", None)
+    for path, words in ((tmp_path / "none" / "x.json", "no such folder"), (tmp_path, "")):
+        code, out, err = commands.chat("-p", "a", flag, path)
+        assert (code, out) == (2, "") and "annot" in err and words in err and str(path.parent) in err
+
+
 # --- 6 to 8: what does not fit together ---
 
 

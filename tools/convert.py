@@ -31,6 +31,7 @@ from engine.app.cli import run
 from engine.errors import CheckpointError, UsageError
 from models.checkpoint import CONFIG_BYTES, DTYPES, INDEX_BYTES, Checkpoint, read_json, write_tensors
 from models.files import open_regular
+from models.folders import snapshot
 from tools import gguf
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -56,6 +57,7 @@ def convert(source: str | Path, folder: str | Path, *, progress: bool = False) -
         with new_folder(folder) as partial:
             return {"path": str(folder), "files": 1, **gguf.convert(source, partial, progress=progress)}
     check_torch(torch.__version__)
+    source = snapshot(source)
     with new_folder(folder) as partial:
         if not (source / "config.json").is_file():
             raise CheckpointError(
@@ -112,7 +114,8 @@ def _write_shards(
             wrong.discard("lm_head.weight")
         if wrong:
             what = f"the index and the file disagree about {len(wrong)} tensors, {min(wrong)!r} for one"
-            raise CheckpointError(what, where=str(source / file), remedy=FETCH_AGAIN)
+            where = f"{source / file}, {PICKLE_INDEX}"
+            raise CheckpointError(what, where=where, remedy=FETCH_AGAIN)
         if twice := weight_map.keys() & tensors.keys():
             raise CheckpointError(f"tensor {min(twice)!r} lies in two files", where=str(source / file))
         name = file.replace("pytorch_model", "model").removesuffix(".bin") + ".safetensors"

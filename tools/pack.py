@@ -70,7 +70,7 @@ def pack(source: str | Path, folder: str | Path, *, quant: str = "none") -> dict
         tensors |= checkpoint.read(rest)
         with (partial / WEIGHTS).open("wb") as file:
             write_tensors(file, tensors, Packing(quant, matrices, sizes).metadata())
-        copy_others(Path(source), partial)
+        copy_others(checkpoint.folder, partial)
         Checkpoint.open(partial)  # it can be read
         size = (partial / WEIGHTS).stat().st_size
     return {"path": str(folder), "matrices": len(sizes), "bytes": size}

@@ -309,6 +309,7 @@ def test_what_ends_a_text(tmp_path):
     ("llama.block_count", 3, "'blk.2.attn_norm.weight' is missing"),
     ("llama.block_count", 1, "9 tensors have no place in this architecture, 'blk.1.attn_k.weight' for one"),
     ("split.count", 2, "one of several"),
+    ("general.type", "adapter", "an adapter"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_named(key, value, what, tmp_path):
     file = File(GOLDEN / "llama/plain")

@@ -10,7 +10,7 @@ from engine import CheckpointError, Engine, UsageError
 from kernels import cpp
 from models import weights
 from models.checkpoint import WEIGHTS, Checkpoint, write_tensors
-from models.packed import KEY
+from models.packed import KEY, Packing
 from tools import pack
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -103,11 +103,25 @@ def regroup(tensors, found):
 CHANGES = {
     "another version": (lambda _, found: found.update(version=1), "another version"),
     "no sizes": (lambda _, found: found.pop("sizes"), "malformed"),
-    "a dtype that is none": (lambda _, found: found["matrices"].update(x=[[1], "int3"]), "malformed"),
+    "a dtype that is none": (lambda _, found: found["matrices"].update(x=[[1], "int3"]), "a dtype of floats"),
     "panels that are cut": (cut, "packed matrix"),
     "sizes that do not fit": (
         lambda _, found: found["sizes"].update({key: [9, 9, "", 0, 0] for key in found["sizes"]}),
         "packed matrix",
+    ),
+    "outputs and width exchanged": (
+        lambda _, found: [size.__setitem__(slice(2), size[1::-1]) for size in found["sizes"].values()],
+        "packed matrix .*: expected .* outputs of width",
+    ),
+    "a size of texts": (
+        lambda _, found: found["sizes"].update({key: ["9"] * 5 for key in found["sizes"]}),
+        "the size of",
+    ),
+    "a shape below zero": (lambda _, found: found["matrices"].update(x=[[-1], "float32"]), "expected a shape"),
+    "a format that nobody knows": (lambda _, found: found.update(quant="int3"), "which this version does not know"),
+    "panels that are not there": (
+        lambda tensors, _: tensors.pop(next(name for name in tensors if name.startswith("packed:"))),
+        "its panels are not in the file",
     ),
     "other groups": (regroup, "was packed with other matrices"),
     "another shape": (
@@ -124,5 +138,21 @@ def test_files_that_are_refused(case, tmp_path):
     altered(tmp_path / "packed", lambda *_: None)
     logits(tmp_path / "packed")
     altered(tmp_path / "packed", change)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as error:
         logits(tmp_path / "packed")
+    assert "python -m tools.pack" in error.value.remedy and str(tmp_path / "packed") in error.value.where
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "1" * 5000], ids=["nested", "cut", "digits"])
+def test_a_list_that_is_no_json(text):
+    with pytest.raises(ValueError, match="malformed"):
+        Packing.parse({KEY: text})
+
+
+def test_a_file_that_is_cut_short_is_packed_again(tmp_path):
+    pack.pack(GOLDEN / "llama/gqa", tmp_path / "packed")
+    path = tmp_path / "packed" / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match="not a valid safetensors file") as error:
+        logits(tmp_path / "packed")
+    assert "python -m tools.pack" in error.value.remedy and error.value.where == str(path)

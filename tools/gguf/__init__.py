@@ -60,6 +60,8 @@ def convert(path: Path, folder: Path, *, progress: bool = False) -> dict[str, An
         UsageError: the package `gguf` is not installed.
     """
     file = GGUF.open(path)
+    if file.fields().str("general.type", "model") == "adapter":
+        raise file.error("the file holds an adapter (LoRA), not a model", "Merge it into its model first.")
     config, vocabulary = read_config(file), read(file)
     targets, quantized = _plan(file, config)
     if quantized:

@@ -1,0 +1,42 @@
+"""Which folder holds the files of a checkpoint: the hub's cache keeps them in snapshots."""
+
+import re
+from pathlib import Path
+
+from models.errors import CheckpointError
+from models.files import read_regular
+
+SNAPSHOTS, MAIN = "snapshots", Path("refs", "main")
+REVISION = re.compile(r"[\w.-]{1,100}")  # a commit; no path
+
+
+def snapshot(folder: Path) -> Path:
+    """The folder of a checkpoint's files.
+
+    In `models--org--name` of the hub's cache, or in its `snapshots`, this is the revision that refs/main names, or the
+    only one that is there. Any other folder is returned as it is.
+
+    Raises:
+        CheckpointError: refs/main names no snapshot that is there; without it, there is none, or more than one.
+    """
+    if (folder / "config.json").exists():
+        return folder
+    inside = folder / SNAPSHOTS if (folder / SNAPSHOTS).is_dir() else folder
+    if inside.resolve().name != SNAPSHOTS or not inside.is_dir():
+        return folder
+    try:
+        there = sorted(path.name for path in inside.iterdir() if path.is_dir())
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(inside)) from error
+    try:
+        revision = read_regular(inside.resolve().parent / MAIN, 1000).decode("ascii").strip()
+    except (OSError, ValueError):
+        revision = there[0] if len(there) == 1 else ""
+    if REVISION.fullmatch(revision) and revision in there:
+        return inside / revision
+    listed = ", ".join(there[:8]) or "none"
+    raise CheckpointError(
+        f"a folder of the hub's cache, and refs/main names no snapshot that is there (there are: {listed})",
+        where=str(folder),
+        remedy=f"Name a folder in {SNAPSHOTS}, or download the model again.",
+    )
