@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from kernels.files import lock, locked
 
-__all__ = ["lock", "locked", "map_regular", "open_regular", "read_regular", "replacing"]
+__all__ = ["lock", "locked", "map_regular", "obstacle", "open_regular", "read_regular", "replacing"]
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -60,6 +60,28 @@ def _check_regular(mode: int, path: str | Path) -> None:
         raise IsADirectoryError(errno.EISDIR, f"{os.strerror(errno.EISDIR)}, not a regular file", str(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def obstacle(path: str | Path) -> tuple[str, str] | None:
+    """What keeps a file from being written or replaced, and the path at fault, before any work is done for it.
+
+    None: nothing that can be seen; a device or a pipe may be written to as well.
+    """
+    try:
+        target = Path(path).resolve()
+        if target.is_dir():
+            return "this is a folder", str(path)
+        if target.exists() and not os.access(target, os.W_OK):
+            return "no permission", str(path)
+        if target.exists() and not target.is_file():
+            return None
+        if not target.parent.is_dir():
+            return "there is no such folder", str(target.parent)
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            return "the folder cannot be written to", str(target.parent)
+    except (OSError, ValueError, RuntimeError) as error:
+        return getattr(error, "strerror", None) or str(error), str(path)
+    return None
 
 
 @contextlib.contextmanager

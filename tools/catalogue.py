@@ -10,7 +10,6 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.Parser("python -m tools.catalogue", summary, epilog)
     parser.add_argument("--model", metavar="DIR", help="checkpoint folder, whose tokens items are (the bundled demo)")
     parser.add_argument("--input", required=True, metavar="FILE", help="items as JSON Lines; -: stdin")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the catalogue; replaced if it is there")
+    text = "the catalogue; replaced if it is there"
+    parser.add_argument("--output", required=True, type=cli.output_file, metavar="FILE", help=text)
     parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
     parser.add_argument("-v", "--verbose", action="store_true", help="tracebacks")
     args = parser.parse_args(argv)
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make(args: argparse.Namespace) -> int:
     """Read, build, write."""
     began = time.monotonic()
-    folder = Path(args.model or demo_folder())
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Checkpoint.open(args.model or demo_folder())
+    folder = checkpoint.folder
     tokenizer = Tokenizer.load(folder) if any((folder / name).exists() for name in FILES) else None
     eos = set(checkpoint.eos_token_ids)
     if not eos and tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -56,9 +56,9 @@ def make(args: argparse.Namespace) -> int:
     write_catalogue(args.output, built, items.ids, vocab, fingerprint)
     if not args.quiet:
         items.report(built)
-        size, seconds = Path(args.output).stat().st_size, time.monotonic() - began
+        size, seconds = args.output.stat().st_size, time.monotonic() - began
         print(
-            f"{Path(args.output).name}: {len(built.ends):,} items of up to {max(items.lengths)} tokens, "
+            f"{args.output.name}: {len(built.ends):,} items of up to {max(items.lengths)} tokens, "
             f"{len(built.tokens):,} edges, {size / 1e6:.1f} MB, {seconds:.1f} s",
             file=sys.stderr,
         )

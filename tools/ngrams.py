@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.Parser("python -m tools.ngrams", __doc__ or "")
     parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint folder; its tokenizer is what counts")
     parser.add_argument("--input", required=True, nargs="+", metavar="FILE", help="UTF-8 texts or stores; -: stdin")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the store; replaced if it is there")
+    text = "the store; replaced if it is there"
+    parser.add_argument("--output", required=True, type=cli.output_file, metavar="FILE", help=text)
     text = f"likeliest successors kept per pair of tokens, at least 4; 0: all ({SUCCESSORS})"
     parser.add_argument("--successors", type=int, default=SUCCESSORS, metavar="N", help=text)
     parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
@@ -39,8 +40,7 @@ def build(args: argparse.Namespace) -> int:
     """Count, merge, write."""
     if args.successors and not 4 <= args.successors < REST:
         raise UsageError(f"--successors: expected 0 or an integer >= 4, got {args.successors}")
-    Checkpoint.open(args.model)
-    tokenizer = Tokenizer.load(args.model)
+    tokenizer = Tokenizer.load(Checkpoint.open(args.model).folder)
     began, tokens = time.monotonic(), 0
 
     def progress(text: str, end: str = "\r") -> None:
@@ -48,9 +48,9 @@ def build(args: argparse.Namespace) -> int:
             print(f"{text}, {tokens:,} tokens, {time.monotonic() - began:.0f} s\x1b[K", file=sys.stderr, end=end)
 
     try:
-        spill = tempfile.TemporaryDirectory(prefix="ngrams-", dir=Path(args.output).parent)
+        spill = tempfile.TemporaryDirectory(prefix="ngrams-", dir=args.output.parent)
     except OSError as error:
-        raise UsageError(f"--output: {error.strerror}", where=args.output) from error
+        raise UsageError(f"--output: {error.strerror}", where=str(args.output)) from error
     with spill as folder:
         done: list[Run] = []  # in files of `folder`
         held: list[Run] = []
@@ -82,7 +82,7 @@ def build(args: argparse.Namespace) -> int:
         settle()
         progress("merging")
         entries = write_store(args.output, merge(done + held, args.successors), tokenizer.size, tokenizer.fingerprint)
-    progress(f"{Path(args.output).name}: {entries:,} entries, {Path(args.output).stat().st_size / 1e6:.1f} MB", "\n")
+    progress(f"{args.output.name}: {entries:,} entries, {args.output.stat().st_size / 1e6:.1f} MB", "\n")
     return 0
 
 

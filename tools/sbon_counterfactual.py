@@ -362,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     one.add_argument("--model", metavar="DIR", help="(the bundled demo)")
     one.add_argument("--reward", metavar="DIR", help="(the demo's)")
     add_prompt_flags(one, 50)
-    one.add_argument("--output", required=True, metavar="FILE")
+    one.add_argument("--output", required=True, type=cli.output_file, metavar="FILE")
     add_numbers(one, n=(1000, "utterances of each prompt"), every=(16, "tokens between two rewards"),
                 max_new_tokens=256, temperature=1.0)  # fmt: skip
     one.add_argument("--threads", type=int)

@@ -9,7 +9,7 @@ import argparse
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from engine.app import batch, cli
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError
 from engine.prompting import TemplateOptions
+from models.files import obstacle
 from search import ULTS
 from search.base import Output, Search, SearchGenerator, SearchResult, Task
 from search.ults.prior import Vectors, cache_file, gather
@@ -72,6 +73,11 @@ def collect(args: argparse.Namespace) -> int:
     for name, low in (("depth", 1), ("children", 1), ("completions", 1), ("vectors", 1), ("seed", 0)):
         if getattr(args, name) < low:
             raise UsageError(f"--{name}: expected an integer >= {low}, got {getattr(args, name)}")
+    if args.output is not None:
+        with suppress(OSError):
+            Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        if fault := obstacle(args.output):
+            raise UsageError(f"--output: {fault[0]}", where=fault[1])
     engine = cli.load_engine(args)
     found: list[Vectors] = []
     records = list(requests(args, engine, found))

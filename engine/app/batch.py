@@ -224,7 +224,7 @@ class Records:
                 if identity != self.kept[index]:
                     raise UsageError(
                         f"record {index} of the input has the id {identity!r}, its answer {self.kept[index]!r}",
-                        where=f"line {number} of the input",
+                        where=f"line {number} of the input, answer {index + 1} of {self.args.output}",
                         remedy="--resume needs the input that the answers are for",
                     )
                 continue

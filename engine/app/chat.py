@@ -116,6 +116,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--save-prefix",
         metavar="FILE",
+        type=cli.output_file,
         help="write what all conversations with this --system begin with, or without a chat template the one prompt, "
         "for --load-prefix",
     )

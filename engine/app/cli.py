@@ -11,6 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.budget import Workload
@@ -28,7 +29,7 @@ from engine.startup import started
 from engine.text.template import THINK
 from engine.text.tokenizer import check_utf8
 from engine.version import __version__
-from models.files import open_regular, read_regular
+from models.files import obstacle, open_regular, read_regular
 from models.linear import FORMATS
 from search.base import ALIASES, REGISTRY, SHARED_PARAMS, chosen, make_search, parameters
 from search.outside import find_search, load_entry_points
@@ -496,6 +497,13 @@ def parse_size(text: str) -> int:
         return read_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def output_file(path: str) -> Path:
+    """A file that is written at the end of some work, checked before it begins. An argparse type."""
+    if found := obstacle(path):
+        raise argparse.ArgumentTypeError(f"cannot be written: {found[0]}: {found[1]}")
+    return Path(path)
 
 
 def positive(text: str) -> int:

@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import html
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,14 @@ from typing import Any
 from engine.errors import UsageError
 from engine.trace import Traces
 from engine.version import __version__
-from models.files import open_regular, read_regular, replacing
+from models.files import obstacle, open_regular, read_regular, replacing
 
 FORMAT = "coppice trace 1"
 MAX_BYTES = 1 << 28  # of a file that is read
-KEYS = {"search", "name", "params", "models", "steps", "trees", "outputs", "texts", "stats"}  # that every record has
+KEYS = {  # that every record has
+    **{"search": str, "name": str | int, "params": dict, "models": dict, "steps": list, "trees": list},
+    **{"outputs": list, "texts": dict, "stats": dict | None},
+}
 MARKS = (f'{{"format": "{FORMAT[:-1]}'.encode(), b"<!doctype html><!-- coppice trace ")  # how files begin
 PARTS = Path(__file__).parent  # trace_page.html, .css, .js
 
@@ -73,20 +75,19 @@ def check_target(path: str | Path, *others: str | Path | None) -> None:
         real = target.resolve()
         if any(other not in (None, "-") and Path(other or "").resolve() == real for other in others):
             raise UsageError("the trace needs a file of its own", where=str(path))
-        if not target.exists():
-            if not target.parent.is_dir():
-                raise UsageError("cannot write the trace: there is no such folder", where=str(target.parent))
-            if not os.access(target.parent, os.W_OK | os.X_OK):
-                raise UsageError("cannot write the trace: the folder cannot be written to", where=str(target.parent))
-        elif target.is_dir():
-            raise UsageError("cannot write the trace: this is a folder", where=str(path))
-        elif not os.access(target, os.W_OK):
-            raise UsageError("cannot write the trace: no permission", where=str(path))
-        elif target.is_file() and target.stat().st_size and not _is_ours(target):
+        if found := obstacle(target):
+            raise UsageError(f"cannot write the trace: {found[0]}", where=found[1])
+        if target.is_file() and target.stat().st_size and not _is_ours(target):
             remedy = "give another name, or delete it"
             raise UsageError("the file exists and is not a trace", where=str(path), remedy=remedy)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot write the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    """Whether it has the parts of one. Raises AttributeError, KeyError or TypeError for other values."""
+    sound = all(isinstance(record[key], kind) for key, kind in KEYS.items())
+    return sound and all(isinstance(tree["token"], list) for tree in record["trees"])
 
 
 def _is_ours(path: Path) -> bool:
@@ -130,7 +131,8 @@ def load(path: str | Path) -> dict[str, Any]:
         raise UsageError(f"cannot read the trace: {getattr(error, 'strerror', error)}", where=str(path)) from None
     try:
         whole = json.loads(data)
-        if len(data) > MAX_BYTES or whole["format"] != FORMAT or not all(r.keys() >= KEYS for r in whole["requests"]):
+        sound = type(whole["left_out"]) is int and whole["left_out"] >= 0 and all(map(_is_record, whole["requests"]))
+        if len(data) > MAX_BYTES or whole["format"] != FORMAT or not sound:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         remedy = "--trace FILE.json of engine.chat, engine.batch or tools.tree writes one"

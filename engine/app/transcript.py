@@ -1,7 +1,6 @@
 """A conversation in a file: its turns, the model and the settings. A write that fails leaves the old file unchanged."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from engine.errors import UsageError, shortened
 from engine.requests import FINISH_REASONS
 from engine.text.tokenizer import check_utf8
 from engine.version import __version__
-from models.files import locked, open_regular, read_regular, replacing
+from models.files import locked, obstacle, open_regular, read_regular, replacing
 
 FORMAT, VERSION = "coppice-chat", 1
 MAX_FILE = 64 << 20
@@ -100,10 +99,8 @@ def save(
 def check_target(path: str | Path) -> None:
     """Check, before the first turn, that a conversation can be saved to a file. Raises UsageError."""
     target = _writable(path)
-    if not target.parent.is_dir():
-        raise UsageError("cannot save the conversation: there is no such folder", where=str(target.parent))
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise UsageError("cannot save the conversation: the folder cannot be written to", where=str(target.parent))
+    if found := obstacle(target):
+        raise UsageError(f"cannot save the conversation: {found[0]}", where=found[1])
 
 
 def load(path: str | Path) -> Transcript:

@@ -123,6 +123,18 @@ def test_a_folder_has_one_writer_and_each_answer_once(lines, tmp_path):
             store.add(record, b'{"id": %d}' % record)
         assert len(store) == 6 and store.errors == 0
         assert store.merge().read_bytes() == b"".join(b'{"id": %d}\n' % record for record in range(6))
+    for answer in (
+        b'"x", "answer": {}',
+        b'9, "answer": {}',
+        b'-1, "answer": {}',
+        b'0, "answer": 7',
+        b'0, "answer": {',
+        b"[" * 9999,
+    ):
+        (tmp_path / "out" / COMING).write_bytes(b'{"record": ' + answer + b', "answer": {}}\n')
+        with pytest.raises(UsageError, match="not an answer that a run wrote") as error:
+            Store(tmp_path / "out", read, [])
+        assert error.value.where == str(tmp_path / "out" / COMING)
     (tmp_path / "out" / COMING).write_bytes(b"something else\n")
     with pytest.raises(UsageError, match="not a file that a run wrote"):
         Store(tmp_path / "out", read, [])

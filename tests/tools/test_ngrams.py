@@ -70,7 +70,8 @@ def test_stdin(tmp_path, monkeypatch):
     [
         (["--input", "absent", "--output", "s"], "No such file"),
         (["--input", "latin", "--output", "s"], "not valid UTF-8"),
-        (["--input", "t", "--output", "no/s"], "No such file"),
+        (["--input", "t", "--output", "no/s"], "there is no such folder"),
+        (["--input", "t", "--output", "."], "this is a folder"),
         (["--input", "t", "--output", "s", "--successors", "3"], "expected 0 or an integer >= 4"),
         (["--input", "foreign", "--output", "s"], "another model's tokenizer"),
         (["--input", "torn", "--output", "s"], "damaged"),
@@ -84,6 +85,10 @@ def test_errors(tmp_path, monkeypatch, capsys, words, told):
     Path("latin").write_bytes(b"caf\xe9 " * 10)
     ngrams.write_store("foreign", [count([1, 2, 3])], 10, "ab" * 32)
     Path("torn").write_bytes(Path("foreign").read_bytes()[:-2])
-    assert ngrams.main(["--model", str(model), *words]) == 2
+    try:
+        code = ngrams.main(["--model", str(model), *words])
+    except SystemExit as end:  # of argparse
+        code = end.code
+    assert code == 2
     assert told in capsys.readouterr().err
     assert not Path("s").exists()

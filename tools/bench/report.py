@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from engine.app.cli import output_file
 from tools.bench import measure
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -18,7 +19,17 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 def add_save_flag(parser: argparse._ActionsContainer, page: str = "benchmarks") -> None:
     """--save: a Path or None, see `finish`. `page` is the name of a page in docs/results."""
     text = f"also write the command's section of docs/results/{page}.md, or of FILE; pictures go into the same folder"
-    parser.add_argument("--save", nargs="?", type=Path, const=RESULTS / f"{page}.md", metavar="FILE", help=text)
+    parser.add_argument("--save", nargs="?", type=_page, const=RESULTS / f"{page}.md", metavar="FILE", help=text)
+
+
+def _page(path: str) -> Path:
+    """A page that a section can be written to. An argparse type."""
+    page = output_file(path)
+    try:
+        page.read_text(encoding="utf-8") if page.exists() else ""
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return page
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -14,6 +14,7 @@ import torch
 
 import search  # noqa: F401 - fills the registry
 from engine import Engine, UsageError
+from engine.app.cli import output_file
 from engine.demo import demo_folder
 from engine.engine import Request
 from engine.requests import SearchResult
@@ -106,7 +107,7 @@ def cases(name: str, engines: list[Engine]) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.demo.golden", description=__doc__)
-    parser.add_argument("--output", type=Path, default=GOLDEN, help=f"({GOLDEN})")
+    parser.add_argument("--output", type=output_file, default=GOLDEN, help=f"({GOLDEN})")
     args = parser.parse_args(argv)
     engines = [load("float32"), load("float64"), shake(load("float32"))]
     golden = {}

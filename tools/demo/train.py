@@ -258,7 +258,8 @@ def main(argv: list[str] | None = None) -> int:
     keep_memory()
     if args.threads:
         torch.set_num_threads(args.threads)
-    args.work.mkdir(parents=True, exist_ok=True)
+    for folder in (args.work, args.out):
+        folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(args)
     for name in [name for name in ORDER if name in (args.models or ORDER)]:
         trainer = train(name, tokenizer, args)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from engine.app.batch import read_lines
-from engine.errors import UsageError
+from engine.errors import UsageError, shortened
 from models.files import lock, read_regular, replacing
 
 ANSWERS, COMING, RUN = "answers.jsonl", "answers.coming.jsonl", "run.json"
@@ -109,7 +109,7 @@ class Store:
             lock(file.fileno())
             self._check()
             for start, row in self._rows():
-                self._note(int(json.loads(row)["record"]), start, row)
+                self._note(self._record(row), start, row)
                 self._end = start + len(row)
             file.truncate(self._end)  # of a line that was cut short
         except BlockingIOError:
@@ -133,11 +133,11 @@ class Store:
             before = json.loads(read_regular(path, MOST))
             names = {"input": "input", "records": "input", "flags": "flags"}
             wrong = next((what for name, what in names.items() if before[name] != self._run[name]), None)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UsageError("not a file that a run wrote", where=str(path)) from None
         if wrong:
             remedy = "go on with what it was started with, or give another --output"
-            raise UsageError(f"the folder has a run with other {wrong}", where=str(self.folder), remedy=remedy)
+            raise UsageError(f"the folder has a run with other {wrong}", where=str(path), remedy=remedy)
 
     def _rows(self) -> Iterator[tuple[int, bytes]]:
         """Whole lines of the file, and where they start. Raises UsageError for other lines."""
@@ -150,6 +150,17 @@ class Store:
                     raise UsageError("not a file that a run wrote", where=self._name)
                 yield start, row
                 start += len(row)
+
+    def _record(self, row: bytes) -> int:
+        """The number of the record that a line of the file answers. Raises UsageError."""
+        try:
+            found = json.loads(row)
+            record, answer = found["record"], found["answer"]
+            if type(record) is int and 0 <= record < self.count and isinstance(answer, dict):
+                return record
+        except (ValueError, RecursionError, KeyError, TypeError):
+            pass
+        raise UsageError(f"not an answer that a run wrote: {shortened(ascii(row))}", where=self._name)
 
     def _note(self, record: int, start: int, row: bytes) -> None:
         first = row.index(MIDDLE) + len(MIDDLE)

@@ -64,8 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (torch's choice)")
     group.add_argument("--seconds", type=float, default=0.1, help="of each measurement, at least (%(default)s)")
-    group.add_argument("--json", metavar="FILE", help="also write the result there")
-    group.add_argument("--picture", metavar="FILE", help="draw it, as .svg or .png (needs the extra viz)")
+    group.add_argument("--json", type=cli.output_file, metavar="FILE", help="also write the result there")
+    group.add_argument(
+        "--picture", type=cli.output_file, metavar="FILE", help="draw it, as .svg or .png (needs the extra viz)"
+    )
     add_save_flag(group, "kernels")
     group.add_argument("-v", "--verbose", action="store_true", help="tracebacks")
     args = parser.parse_args(words)
@@ -117,7 +119,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
             progress(f"{operator} {i + 1} of {len(grid)}: {shape}")
             lab.measure(operator, able, shape)
     figure = f"kernels-{device.type}.svg"
-    pictures = [Path(args.picture)] if args.picture else []
+    pictures = [args.picture] if args.picture else []
     for path in [*pictures, *([args.save.with_name(figure)] if args.save else [])]:
         draw(path, (11, 7), lambda figure: paint(figure, lab.rows))
     name = next((c.name for c in candidates.values()), None)
@@ -133,7 +135,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
         "right": verdicts(lab),
     }
     if args.json:
-        Path(args.json).write_text(json.dumps(made | result), encoding="utf-8")
+        args.json.write_text(json.dumps(made | result), encoding="utf-8")
     finish(f"kernels-{device.type}", made, body, result, args.save)
     return result
 

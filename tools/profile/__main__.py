@@ -25,6 +25,7 @@ from engine.demo import is_demo
 from engine.engine import Done
 from engine.errors import UsageError
 from engine.requests import Search
+from models.files import obstacle
 from search import make_search
 from tools.bench import limits
 from tools.bench.checkpoints import add_random_flag, add_shape_flags, checkpoint
@@ -35,6 +36,7 @@ from tools.profile.clock import Step, Watch, watched
 from tools.profile.report import LEGEND, OPERATORS, group_of, operator_table, paint, part_table, shares
 from tools.profile.trace import Operator, read_profile
 
+RESULT = "result.json"
 PROMPT = "Tell me a story about a fox."
 
 
@@ -78,6 +80,13 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
     if min(args.runs, args.trace_steps, args.top, args.prompt_tokens or 1) < 1:
         raise UsageError("--runs, --trace-steps, --top, --prompt-tokens: expected at least 1")
     search, made = make_search(args.search, cli.search_params(args)), stamp(words, "tools.profile")
+    out = Path(args.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out: {error.strerror}", where=args.out) from None
+    if fault := obstacle(out / RESULT):
+        raise UsageError(f"--out: {fault[0]}", where=fault[1])
     with ExitStack() as stack:
         name = Path(args.model).resolve().name if args.model else "the bundled demo"
         if args.random is not None:
@@ -99,7 +108,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
     threads = f", {torch.get_num_threads()} threads" if engine.runner.device.type == "cpu" else ""
     body = profiled.report(f"{setting}{threads}; {describe(search)}") + (f"\n\n![]({picture})" if args.save else "")
     result = {"model": name, "search": args.search, **profiled.result()}
-    (Path(args.out) / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    (out / RESULT).write_text(json.dumps(result), encoding="utf-8")
     finish(section, made, body, result, args.save)
     return result
 
@@ -112,7 +121,6 @@ class Profile:
     ):
         self.args, self.engine, self.search, self.bandwidth, self.rates = args, engine, search, bandwidth, rates
         self.out = Path(args.out)
-        self.out.mkdir(parents=True, exist_ok=True)
         on_cpu = engine.runner.device.type == "cpu"
         self.deep = on_cpu and args.compile == "off"
         self.options = cli.limits(args)

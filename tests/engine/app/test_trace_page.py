@@ -156,7 +156,10 @@ def test_data_comes_back_and_other_files_are_refused(tmp_path: Path, record: dic
     check_target(path)
     whole = load(path)
     assert whole["requests"][1] == json.loads(json.dumps(record)) and whole["left_out"] == 3
-    for data in (b"", b"[]", b"{}", b'{"format": "coppice trace 1", "requests": [1]}', b"[" * 100_000, b"\xff"):
+    changes = ({"steps": 0.5}, {"trees": [{}]}, {"trees": [[]]}, {"search": None}, {"name": []}, {"outputs": {}})
+    wrong = [json.dumps(whole | {"requests": [record | change]}).encode() for change in changes]
+    wrong += [json.dumps(whole | {"left_out": value}).encode() for value in (-1, "3", None)]
+    for data in (b"", b"[]", b"{}", b'{"format": "coppice trace 1", "requests": [1]}', b"[" * 100_000, b"\xff", *wrong):
         path.write_bytes(data)
         with pytest.raises(UsageError, match="no coppice trace 1"):
             load(path)

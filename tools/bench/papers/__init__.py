@@ -74,8 +74,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
             found[name] = findings.result
             progress(f"{name}: {time.perf_counter() - began:.0f} s")
             print(f"# {PAPERS[name].TITLE}\n\n{findings.body}\n", flush=True)
-            if args.save is not None:
-                save(args.save, name, models, stamp_text(made), findings)
+            try:
+                if args.save is not None:
+                    save(args.save, name, models, stamp_text(made), findings)
+            except OSError as error:
+                failed.append(name)
+                progress(f"{name} could not be saved: {error}")
     print(json.dumps({"bench": "papers", **made, "model": models.name, "papers": found}), flush=True)
     if failed:
         raise CoppiceError(f"failed: {', '.join(failed)}", remedy="-v shows where")
