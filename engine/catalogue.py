@@ -205,7 +205,7 @@ def _fault(id_starts: Tensor, tokens_E: Tensor, first_N: Tensor, end_I: Tensor, 
     low, high = (int(x) for x in tokens_E.aminmax())
     if low < 0 or high >= vocab:
         return f"tokens: expected ids from 0 to {vocab - 1}, got {low} to {high}"
-    if first_N[0] != 0 or first_N[-1] != edges or not _all(first_N, lambda x, _: x.diff() >= 0):
+    if first_N[0] != 0 or first_N[-1] != edges or not _all(first_N, lambda x, _: x[1:] >= x[:-1]):
         return f"first edges: expected to rise from 0 to {edges}"
     if not _all(first_N[:-1], lambda x, at: x >= torch.arange(at, at + len(x), dtype=torch.int32)):
         return "first edges: expected edges that lead to later nodes"  # edge e leads to node e + 1: no walk comes back
@@ -213,18 +213,18 @@ def _fault(id_starts: Tensor, tokens_E: Tensor, first_N: Tensor, end_I: Tensor, 
     def rises(x: Tensor, at: int) -> Tensor:
         places = torch.tensor([at + 1, at + len(x)], dtype=torch.int32)
         low, high = torch.searchsorted(first_N, places).tolist()
-        rising = x.diff() > 0
+        rising = x[1:] > x[:-1]  # a difference could wrap around
         rising[first_N[low:high] - at - 1] = True  # the first edge of a node
         return rising
 
     if not _all(tokens_E, rises):
         return "tokens: expected to rise from edge to edge below a node"
-    if end_I[0] < 1 or end_I[-1] > edges or not _all(end_I, lambda x, _: x.diff() > 0):
+    if end_I[0] < 1 or end_I[-1] > edges or not _all(end_I, lambda x, _: x[1:] > x[:-1]):
         return f"ends: expected to rise, from 1 to {edges} at most"
-    leaves = sum(int((x.diff() == 0).sum()) for x, _ in _pieces(first_N))
+    leaves = sum(int((x[1:] == x[:-1]).sum()) for x, _ in _pieces(first_N))
     if sum(int((first_N[x + 1] == first_N[x]).sum()) for x in end_I.split(PIECE)) != leaves:
         return "ends: expected an item to end at every node without edges"
-    if id_starts[0] != 0 or id_starts[-1] != ids or not _all(id_starts, lambda x, _: x.diff() > 0):
+    if id_starts[0] != 0 or id_starts[-1] != ids or not _all(id_starts, lambda x, _: x[1:] > x[:-1]):
         return f"id starts: expected to rise from 0 to {ids}"
     return ""
 

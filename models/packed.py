@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import Groups, Packed
+from kernels.linear.panels import GROUP_KINDS
 
 KEY, VERSION = "coppice_packed", 2
 FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -39,7 +40,10 @@ class Size(NamedTuple):
         if types not in ([int, int, str, int, float], [int, int, str, int, int]):
             wanted = "expected outputs, width, kind, group and levels"
             raise ValueError(f"the size of {key!a:.80}: {wanted}, got {entry!r:.80}")
-        return Size(*entry)
+        size = Size(*entry)
+        if size.kind not in ("", *GROUP_KINDS):
+            raise ValueError(f"the size of {key!a:.80}: expected a kind out of {[*GROUP_KINDS]}, got {size.kind!r}")
+        return size
 
     @staticmethod
     def of(packed: Packed) -> "Size":

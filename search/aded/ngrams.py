@@ -31,6 +31,7 @@ HEADER = struct.Struct("=8sHHIQ32sII")  # magic, order, version, vocabulary, ent
 ORDER = 0x0102
 SUCCESSORS = 12  # the paper's t: successors kept per bi-gram
 WAIT = 60.0  # seconds to wait for another run that writes a store
+PIECE = 1 << 20  # entries that are checked at a time
 MAX_LOOPED = 512  # entries that a loop adds up; for more, tensors are faster
 REMEDY = "count one for this model: python -m tools.ngrams --model DIR --input FILES --output FILE"
 
@@ -55,7 +56,7 @@ class NGramStore:
         path: the file.
 
     Raises:
-        UsageError: it cannot be read, is no store, or is damaged.
+        UsageError: it cannot be read, is no store, is damaged, or holds what no text has.
     """
 
     def __init__(self, path: str | Path):
@@ -77,6 +78,8 @@ class NGramStore:
         view = memoryview(data)
         self._data, split = data, HEADER.size + 8 * entries
         self.keys, self.counts = view[HEADER.size : split].cast("q"), view[split:].cast("I")
+        if fault := _fault(*self.run(), self.vocab_size):
+            raise UsageError(f"the n-gram store is not valid: {fault}", where=str(path), remedy=REMEDY)
 
     def __len__(self) -> int:
         """The number of entries: tri-grams, and one entry per bi-gram for its successors that were left out."""
@@ -127,6 +130,22 @@ class NGramStore:
         keys = torch.frombuffer(self._data, dtype=torch.int64, count=end - start, offset=HEADER.size + 8 * start)
         counts = torch.frombuffer(self._data, dtype=torch.int32, count=end - start, offset=first + 4 * start)
         return keys, counts
+
+
+def _fault(keys: Tensor, counts: Tensor, vocab: int) -> str:
+    """What is wrong with the entries of a store, see the top; "" if nothing is. `vocab`: tokens are less than this."""
+    if not 0 < vocab < REST:
+        return f"expected a vocabulary of 1 to {REST - 1} tokens, got {vocab}"
+    for at in range(0, len(keys), PIECE):
+        some, after = keys[at : at + PIECE], keys[at + 1 : at + PIECE + 1]
+        if not (after > some[: len(after)]).all():
+            return "expected tri-grams in ascending order, each once"
+        first, second, third = some >> 2 * BITS, some >> BITS & REST, some & REST
+        if not ((first >= 0) & (first < vocab) & (second < vocab) & ((third < vocab) | (third == REST))).all():
+            return f"expected token ids from 0 to {vocab - 1}"
+        if not (counts[at : at + PIECE] > 0).all():
+            return f"expected counts from 1 to {2**31 - 1}"
+    return ""
 
 
 def open_store(path: str | Path) -> NGramStore:

@@ -148,6 +148,10 @@ CRAFTED = {
     "edges that fall": (put("first edges", 2, 0), "first edges: expected to rise"),
     "a cycle": (lambda arrays, _: arrays.update({"first edges": array("i", [0, 2, 2, 2, 2, 2, 6, 6])}), "later nodes"),
     "an end past the nodes": (put("ends", -1, 7), "ends: expected to rise"),
+    "ends whose differences wrap around": (
+        lambda arrays, _: arrays.update(ends=array("i", [1, 2**31 - 1, -(2**31), 5, 6])),
+        "ends: expected to rise",
+    ),
     "an end at the root": (put("ends", 0, 0), "ends: expected to rise"),
     "an end twice": (put("ends", 1, 2), "ends: expected to rise"),
     "a node without end": (put("ends", 3, 1), "ends: expected"),

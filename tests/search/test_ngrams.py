@@ -113,6 +113,31 @@ def test_foreign_stores_are_refused(tmp_path):
             store.check(vocabulary, mark)
 
 
+@pytest.mark.parametrize(
+    ("keys", "counts", "words"),
+    [
+        ([(1, 2, 3), (1, 2, 30)], [1, 1], "token ids from 0 to 29"),
+        ([(1, 31, 3)], [1], "token ids from 0 to 29"),
+        ([(30, 2, 3)], [1], "token ids from 0 to 29"),
+        ([(-1, 2, 3)], [1], "token ids from 0 to 29"),
+        ([(1, 2, 3), (1, 2, 3)], [1, 1], "ascending order"),
+        ([(2, 2, 3), (1, 2, 3)], [1, 1], "ascending order"),
+        ([(1, 2, 3)], [0], "counts from 1"),
+        ([(1, 2, 3)], [-1], "counts from 1"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("piece", [1, 1 << 20])
+def test_crafted_stores_are_refused(tmp_path, monkeypatch, piece, keys, counts, words):
+    """Their checksums are right."""
+    monkeypatch.setattr(ngrams, "PIECE", piece)
+    whole = torch.tensor([a * 2**42 + b * 2**21 + c for a, b, c in keys]), torch.tensor(counts)
+    write_store(tmp_path / "s", [whole], 30, MARK)
+    with pytest.raises(UsageError, match=f"not valid: .*{words}") as error:
+        NGramStore(tmp_path / "s")
+    assert str(tmp_path / "s") in error.value.where and "tools.ngrams" in error.value.remedy
+
+
 def test_damaged_stores_are_refused(tmp_path):
     path = tmp_path / "s"
     write_store(path, [count(texts()[0][:40])], 30, MARK)

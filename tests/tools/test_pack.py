@@ -117,6 +117,10 @@ CHANGES = {
         lambda _, found: found["sizes"].update({key: ["9"] * 5 for key in found["sizes"]}),
         "the size of",
     ),
+    "a kind that nobody knows": (
+        lambda _, found: found["sizes"].update({key: [9, 9, "int3", 8, 0] for key in found["sizes"]}),
+        "expected a kind out of",
+    ),
     "a shape below zero": (lambda _, found: found["matrices"].update(x=[[-1], "float32"]), "expected a shape"),
     "a format that nobody knows": (lambda _, found: found.update(quant="int3"), "which this version does not know"),
     "panels that are not there": (

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -153,13 +154,10 @@ class Store:
 
     def _record(self, row: bytes) -> int:
         """The number of the record that a line of the file answers. Raises UsageError."""
-        try:
-            found = json.loads(row)
-            record, answer = found["record"], found["answer"]
-            if type(record) is int and 0 <= record < self.count and isinstance(answer, dict):
-                return record
-        except (ValueError, RecursionError, KeyError, TypeError):
-            pass
+        number, _, answer = row.removeprefix(HEAD).removesuffix(TAIL).partition(MIDDLE)
+        with suppress(ValueError, RecursionError):
+            if number.isdigit() and int(number) < self.count and isinstance(json.loads(answer), dict):
+                return int(number)
         raise UsageError(f"not an answer that a run wrote: {shortened(ascii(row))}", where=self._name)
 
     def _note(self, record: int, start: int, row: bytes) -> None:
