@@ -88,8 +88,8 @@ class Catalogue:
             torch.frombuffer(data, dtype=dtype, count=count, offset=at)
             for (dtype, count), at in zip([*kinds, (torch.int32, self.items)], starts, strict=False)
         ]
-        self._tokens_E = arrays[1]
-        if fault := _fault(*arrays, self.vocab_size, ids):
+        id_starts, self._tokens_E, first_N, end_I = arrays
+        if fault := _fault(id_starts, self._tokens_E, first_N, end_I, self.vocab_size, ids):
             raise self._refused(f"the catalogue is not valid: {fault}")
 
     def _refused(self, what: str) -> UsageError:

@@ -78,9 +78,9 @@ class Allowed(NamedTuple):
     def of(cls, tokens: "Tokens | Allowed", vocab: int) -> "Allowed":
         """Check what `Constraint.allowed` returned for a state. Raises ConstraintError."""
         if isinstance(tokens, Allowed):
-            ends = (tokens.ids[0], tokens.ids[-1]) if tokens.ids is not None and len(tokens.ids) else ()
-            if any(not 0 <= int(token) < vocab for token in ends):
-                raise wrong(f"expected token ids from 0 to {vocab - 1}, got {int(ends[0])} to {int(ends[1])}")
+            ids = tokens.ids
+            if ids is not None and len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < vocab:
+                raise wrong(f"expected token ids from 0 to {vocab - 1}, got {int(ids[0])} to {int(ids[-1])}")
             return tokens
         if tokens is None:
             return EVERYTHING

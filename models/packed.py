@@ -102,7 +102,7 @@ class Packing:
 
 def _matrix(name: str, entry: Any) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype of an entry of the metadata. Raises ValueError for one that has no such form."""
-    shape, dtype = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+    shape, dtype = entry if isinstance(entry, list) and len(entry) == 2 else ([0], "")
     sized = isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
     if not sized or not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"the matrix {name!a:.80}: expected a shape and a dtype of floats, got {entry!r:.80}")
