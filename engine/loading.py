@@ -174,13 +174,17 @@ class _Weights:
         )
         if (size := self.model.shard.size) > 1:
             found = replace(found, paths=f"{found.paths}; one of {size} processes that share the model")
-        notes = [found.warning] if found.warning else []
+        return replace(found, warning="\n".join([*filter(None, [found.warning]), *self.left_out()]))
+
+    def left_out(self) -> list[str]:
+        """What is not loaded of the checkpoint, for people."""
+        notes = []
         if left_out := self.checkpoint.left_out:
             parts = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in left_out.items())
             notes.append(f"only the text model is loaded, without {parts}")
         if adapter := self.checkpoint.adapter:
             notes.append(f"the adapter (LoRA) beside the weights, for {adapter}, is not applied: merge it to use it")
-        return replace(found, warning="\n".join(notes))
+        return notes
 
 
 def load_models(
@@ -218,8 +222,11 @@ def load_models(
     recorded = graphs == "on" and shard.size == 1
     pools = make_pools(caches, where, kv_memory, shard)
     models = {role: part.with_pool(pool, recorded) for (role, part), pool in zip(parts.items(), pools, strict=True)}
+    target = models["target"]
     for role in list(models)[1:]:
-        check_companion(role, models["target"], models[role])
+        check_companion(role, target, models[role])
+        told = [*filter(None, [target.capabilities.warning]), *(f"{role}: {note}" for note in parts[role].left_out())]
+        target.capabilities = replace(target.capabilities, warning="\n".join(told))
     return models
 
 

@@ -259,13 +259,15 @@ def test_an_adapter_instead_of_a_model(commands: Commands, folder: Path, tmp_pat
     commands.refuse(alone, 3, "an adapter (LoRA) for a model that it does not name", str(alone))
 
 
-def test_an_adapter_beside_a_model_is_named(commands: Commands, folder: Path):
+def test_an_adapter_beside_a_model_is_named(commands: Commands, base: Path, folder: Path):
     (folder / "adapter_config.json").write_text(json.dumps(LORA))
     argv = ["--model", folder, "--threads", "1", "--kv-memory", "64K", "--max-new-tokens", "2"]
     one, two = commands.chat(*argv, "-p", "a"), commands.batch([{"prompt": "a"}], *argv)
     for code, err in ((one[0], one[2]), (two[0], two[2])):
         assert code == 0 and "the adapter (LoRA) beside the weights, for org/base-7B, is not applied" in err
     assert commands.chat(*argv, "-p", "a", "-q")[2] == ""
+    err = commands.chat("--model", base, "--draft", folder, *argv[2:], "-p", "a")[2]
+    assert "draft: the adapter (LoRA) beside the weights, for org/base-7B, is not applied" in err
 
 
 @pytest.fixture

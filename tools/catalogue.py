@@ -48,7 +48,7 @@ def make(args: argparse.Namespace) -> int:
     eos = set(checkpoint.eos_token_ids)
     if not eos and tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = {tokenizer.eos_token_id}
-    vocab = tokenizer.size if tokenizer is not None else checkpoint.config["vocab_size"]
+    vocab = tokenizer.size if tokenizer is not None else checkpoint.fields.int("vocab_size")
     items = Items(tokenizer, vocab, eos)
     items.read(args.input)
     built = items.build()
