@@ -183,8 +183,8 @@ def test_replacing(tmp_path: Path):
 
 def test_two_traces_in_one_file(tmp_path: Path):
     path = tmp_path / "trace.json"
-    keys = ("search", "name", "params", "models", "steps", "trees", "outputs", "texts", "stats")
-    records = [[dict.fromkeys(keys, "x" * size)] for size in (10, 200_000)]
+    kinds = {"params": {}, "models": {}, "steps": [], "trees": [], "outputs": [], "texts": {}, "stats": {}}
+    records = [[{"search": "x" * size, "name": "x", **kinds}] for size in (10, 1_800_000)]
     threads = [threading.Thread(target=lambda r=r: [write_trace(path, r) for _ in range(20)]) for r in records]
     for thread in threads:
         thread.start()
