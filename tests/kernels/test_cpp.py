@@ -169,19 +169,25 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(monkeypatch):
 # --- what is damaged ---
 
 
+def replace(path, content):
+    """In another file of the same name: this process has loaded the old one, and would crash without it at its end."""
+    path.unlink()
+    path.write_bytes(content)
+
+
 def cut(path):
-    path.write_bytes(path.read_bytes()[:4096])
+    replace(path, path.read_bytes()[:4096])
 
 
 def bend(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    replace(path, content)
 
 
 DAMAGE = {
     "cut short": lambda library, facts: cut(library),
-    "empty": lambda library, facts: library.write_bytes(b""),
+    "empty": lambda library, facts: replace(library, b""),
     "a bit": lambda library, facts: bend(library),
     "gone": lambda library, facts: library.unlink(),
     "no facts": lambda library, facts: facts.unlink(),
