@@ -12,17 +12,19 @@ CACHES = .pytest_cache .ruff_cache .hypothesis
 
 # A process per core, of which each may take 2 GB; ARGS='-n 0' runs all tests in one process.
 PYTEST = $(PY) -m pytest -m 'not gpu' -n auto --maxprocesses 4 --dist worksteal
-# What depends on the processor or on the C++ kernels.
-NUMERIC = tests/kernels tests/models tests/search tests/test_golden.py
+# What can differ by instruction set: operators, weights, logits, a search of each family; not what Triton makes.
+GOLDEN = $(addprefix tests/test_golden.py::test_,logits scores a_search_of_each_family)
+NUMERIC = --full tests/kernels tests/models $(GOLDEN) -k 'not interpreted and not triton'
 AVX2_KERNELS = build/avx2
 
-.PHONY: help chat test test-avx2 test-portable check lint gpu clean
+.PHONY: help chat test test-all test-avx2 test-portable check lint gpu clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make chat [MODEL=DIR] [ARGS=...]  talk to the bundled toy, or to a checkpoint (config.json, *.safetensors)"
-	@echo "make test [ARGS=...]              run the tests; ARGS go to pytest"
-	@echo "make test-avx2 [ARGS=...]         kernels, models and searches, any x86-64 processor held to AVX2"
+	@echo "make test [ARGS=...]              run the tests, but for slow variants of others; ARGS go to pytest"
+	@echo "make test-all [ARGS=...]          run all tests: every variant, build and random draw"
+	@echo "make test-avx2 [ARGS=...]         what can differ by instruction set, any x86-64 processor held to AVX2"
 	@echo "make test-portable [ARGS=...]     the same without C++ kernels, as where there is no compiler"
 	@echo "make check                        lint, types, import arrows, room map, packaging"
 	@echo "make lint                         ruff and pyright only"
@@ -35,6 +37,9 @@ chat: .venv/.installed
 
 test: .venv/.installed-test
 	@$(PYTEST) $(ARGS)
+
+test-all: .venv/.installed-test
+	@$(PYTEST) --full $(ARGS)
 
 test-avx2: $(AVX2_KERNELS)/x86-64-v3.so
 	@COPPICE_KERNELS="$$PWD/$(AVX2_KERNELS)" ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
@@ -64,7 +69,7 @@ gpu:
 	name=$$($$py -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")'); \
 	if [ -z "$$name" ]; then echo "no GPU here: nothing to do"; exit 0; fi; \
 	echo "GPU: $$name"; \
-	$$py -m pytest -m gpu $$(grep -rl --include='*.py' 'mark\.gpu' tests) -p no:benchmark \
+	$$py -m pytest --full -m gpu $$(grep -rl --include='*.py' 'mark\.gpu' tests) -p no:benchmark \
 		$$($$py -c 'import xdist' 2>/dev/null && echo --numprocesses 8 --dist worksteal) $(ARGS); \
 	$$py -m tools.bench gpu
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
+from typing import Any
 
 # Two threads, however many cores there are. They sleep while they wait: where there are fewer cores than threads, as
 # with a test process for each core, threads that spin take ten times the processor time of the work.
@@ -17,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from kernels import cpp
+from tests import draws
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
@@ -33,6 +35,40 @@ settings.register_profile("steady", deadline=None, derandomize=True, suppress_he
 settings.load_profile("steady")
 
 THREADS = torch.get_num_threads()
+FULL = "left out: {} of the tests and three quarters of the random draws; `make test-all` (--full) has them"
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the tests marked `full` too, and all random draws")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only a full run has; `unless` is a function of a test's parameters that says which stay."""
+
+    def is_full(item: pytest.Item) -> bool:
+        called = getattr(item, "callspec", None)
+        params = {} if called is None else called.params
+        marks = [mark.kwargs.get("unless") for mark in item.iter_markers("full")]
+        return any(unless is None or not unless(**params) for unless in marks)
+
+    left_out = [] if config.getoption("full") else [item for item in items if is_full(item)]
+    config.stash[LEFT_OUT] = len(left_out)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (told := getattr(session.config, "workeroutput", None)) is not None:  # a process of xdist
+        told["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A process of xdist has ended; each has collected all tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +79,9 @@ def own_process() -> None:
     cpp.why_not()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Builds the kernels before there are worker processes; refuses to test other code than the environment names."""
+    draws.FULL = config.getoption("full")
     missing, kernels = cpp.why_not(), os.environ.get("COPPICE_KERNELS")
     if kernels and (kernels == "off") != bool(missing):
         raise pytest.UsageError(f"COPPICE_KERNELS={kernels}, but {missing or 'there are C++ kernels'}")
@@ -61,7 +98,9 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many tests were skipped for which reason; -rs says where."""
+    """How many tests were left out, and skipped for which reason; -rs says where."""
+    if left_out := terminalreporter.config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(FULL.format(left_out))
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(report.longrepr[-1].removeprefix("Skipped: ") for report in skipped)
     for reason, count in reasons.most_common():

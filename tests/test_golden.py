@@ -47,8 +47,15 @@ def label(run):
     return f"{beams}-ret{run['num_return_sequences']}-{eos}-new{run['max_new_tokens']}"
 
 
-RUNS = [pytest.param(variant, i, id=f"{variant}-{label(run)}")
-        for variant in VARIANTS for i, run in enumerate(golden(variant)["runs"])]  # fmt: skip
+RUNS = {
+    (variant, i): f"{variant}-{label(run)}" for variant in VARIANTS for i, run in enumerate(golden(variant)["runs"])
+}
+# The first beam search of each family.
+FIRST = [*{v.split("/")[0]: (v, i) for v, i in reversed(RUNS) if golden(v)["runs"][i]["search"] == "trie"}.values()]
+
+
+def named(runs):
+    return pytest.mark.parametrize(("variant", "i"), [pytest.param(*run, id=RUNS[run]) for run in runs])
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +110,17 @@ def test_logits(engine_of, variant):
     check_logits(engine_of(variant), variant)
 
 
-@pytest.mark.parametrize(("variant", "i"), RUNS)
+@named(FIRST)
+def test_a_search_of_each_family(engine_of, variant, i):
+    check_run(engine_of, variant, i)
+
+
+@named([run for run in RUNS if run not in FIRST])
 def test_run(engine_of, variant, i):
+    check_run(engine_of, variant, i)
+
+
+def check_run(engine_of, variant, i):
     run = golden(variant)["runs"][i]
     [result] = engine_of(variant).generate([run["prompt_ids"]], search=search_of(run), **options_of(run))
     check(result, run)
