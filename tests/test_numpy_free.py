@@ -19,6 +19,7 @@ def run(code: str, *arguments: str, **options) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, **options)
 
 
+@pytest.mark.full(unless=lambda module: module == "search.base")
 @pytest.mark.parametrize("module", ["kernels.rows", "models.linear", "engine", "search.base", "tools.convert"])
 def test_whatever_is_imported_first(module):
     done = run(f"import {module}")

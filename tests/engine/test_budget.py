@@ -49,6 +49,18 @@ def folders() -> list[Path]:
     return [folder for folder in found if json.loads((folder / "config.json").read_text()).get("architectures")]
 
 
+def kind(folder: Path) -> tuple[str, ...]:
+    """The family of a checkpoint, or the method and the format that quantised it."""
+    fields = json.loads((folder / "config.json").read_text())
+    quantised = fields.get("quantization_config", {})
+    return tuple(quantised[name] for name in ("quant_method", "format") if name in quantised) or (
+        fields["architectures"][0],
+    )
+
+
+ONE_OF_EACH = {kind(folder): folder for folder in folders()}.values()
+
+
 def tensors_in(layers: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
     """Of packed matrices and of their groups, each once."""
     found = [p for x in layers for p in (getattr(x, "packed", None), *getattr(x, "parts", ())) if p is not None]
@@ -57,6 +69,7 @@ def tensors_in(layers: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.skipif(not has_kernels(torch.float32, CPU), reason="needs C++ kernels, whose panels are counted")
+@pytest.mark.full(unless=lambda folder: folder in ONE_OF_EACH)
 @pytest.mark.parametrize("folder", folders(), ids=lambda folder: str(folder.relative_to(GOLDEN)))
 def test_weights_are_counted_to_the_byte(folder):
     checkpoint = Checkpoint.open(folder)
@@ -98,6 +111,7 @@ print(plan.total(work.slots[1]), peak(), engine.pool.pages, plan.fixed)
 """
 
 
+@pytest.mark.full(unless=lambda quant: quant != "int8")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
 def test_prediction_and_peak(checkpoint, quant):
@@ -125,6 +139,7 @@ print(json.dumps({"peak": peak(), "loaded": resident(), "before": before}))
 """
 
 
+@pytest.mark.full(unless=lambda quant: quant in ("none", "packed"))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("quant", ["none", "int8", "int4", "packed"])
 def test_loading_peaks_at_the_loaded_model_and_one_tensor(tmp_path, quant):

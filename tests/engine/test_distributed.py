@@ -31,20 +31,28 @@ from tools.pack import pack
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 CPU = torch.device("cpu")
+
+
+def golden(variant):
+    return json.loads((GOLDEN / variant / "golden.json").read_text())
+
+
+def has_tokens(variant):
+    """A classifier has scores; the other cannot be divided."""
+    return "runs" in golden(variant) and "desc_act" not in variant
+
+
 # One of each family; what differs when it is divided: biases, fused and transposed matrices, shared key/value heads,
 # norms of all heads, convolutions, a projected embedding, scalar heads, quantised weights.
+FEW = ("gpt2/plain", "lfm2/bias", "llama/classifier", "olmo/plain", "opt/post_norm", "quantized/awq")
 VARIANTS = (
+    *FEW,
     "gemma/two",
     "gemma/two_full",
-    "gpt2/plain",
     "granite/hybrid",
     "hunyuan/plain",
-    "lfm2/bias",
-    "llama/classifier",
     "llama/gqa",
     "mistral/ministral3",
-    "olmo/plain",
-    "opt/post_norm",
     "phi/qk_layernorm",
     "phi3/longrope",
     "qwen2/plain",
@@ -53,7 +61,9 @@ VARIANTS = (
     "stablelm/parallel",
     "quantized/gptq_conv1d",
     "quantized/gptq_desc_act",
-    "quantized/awq",
+)
+each_variant = pytest.mark.parametrize(
+    "variant", [v if v in FEW else pytest.param(v, marks=pytest.mark.full) for v in VARIANTS if has_tokens(v)]
 )
 
 
@@ -88,18 +98,14 @@ def ended(processes, given=b""):
             process.kill()
 
 
-def golden(variant):
-    return json.loads((GOLDEN / variant / "golden.json").read_text())
-
-
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory, pytestconfig):
     """The answers of two processes to the golden runs, by variant."""
-    folder = tmp_path_factory.mktemp("shards")
-    for _, errors, code in ended(start("tests/engine/shards.py", folder, *VARIANTS)):
+    folder, variants = tmp_path_factory.mktemp("shards"), VARIANTS if pytestconfig.getoption("full") else FEW
+    for _, errors, code in ended(start("tests/engine/shards.py", folder, *variants)):
         assert code == 0, errors
     both = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    for variant in VARIANTS:
+    for variant in variants:
         assert both[0][variant].keys() == both[1][variant].keys()
         if "error" not in both[0][variant]:
             assert both[0][variant] == both[1][variant]  # to the bit
@@ -111,7 +117,7 @@ def chosen(variant):
     return [*greedy[:1], *beams[:1]]
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if "runs" in golden(v) and "desc_act" not in v])
+@each_variant
 def test_tokens_are_those_of_one_process(found, variant):
     answers = found[variant]["answers"]
     for run, outputs in zip(chosen(variant), answers[:-1], strict=True):
@@ -125,11 +131,12 @@ def test_scores_are_those_of_one_process(found):
     assert found["llama/classifier"]["scores"] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.full
 def test_what_cannot_be_divided_is_refused(found):
     assert "an order of their own (desc_act)" in found["quantized/gptq_desc_act"]["error"]
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if "runs" in golden(v) and "desc_act" not in v])
+@each_variant
 def test_samples_of_gathered_rows_are_those_of_one_process(found, variant):
     alone = Engine.load(GOLDEN / variant, dtype="float32", device="cpu", kv_memory="1M")
     prompt = golden(variant)["logits"][0]["prompt_ids"]

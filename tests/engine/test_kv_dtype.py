@@ -184,7 +184,7 @@ def fp8_engine(impl):
     return Engine(LoadedModel(runner, plain.shape, tokenizer, eos_token_ids=eos, key="demo-fp8"))
 
 
-@pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=needs_interpreter)])
+@pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=(needs_interpreter, pytest.mark.full))])
 def test_fp8_gives_what_the_definition_gives(impl):
     """A trie, whose promotions copy rows with their scales."""
     prompt = "Once upon a time there was a brave girl"

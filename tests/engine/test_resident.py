@@ -91,6 +91,7 @@ def assert_freed(engine: list[Engine]) -> None:
     assert [name for name, ref in watched.items() if ref() is not None] == []
 
 
+@pytest.mark.full(unless=lambda name, manner: name == "dsbd" or manner is stream_and_leave)
 @pytest.mark.parametrize("manner", MANNERS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", list(REGISTRY))
 def test_nothing_holds_an_engine_that_was_let_go(name, manner, no_collector):

@@ -76,6 +76,7 @@ def test_this_machine(tmp_path, recording):
     assert passes(said, recording), said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", [TARGETS["x86-64-v3"], BASELINE], ids=lambda target: target.name)
 def test_x86_64(monkeypatch, tmp_path, recording, target):
     if reason := target.why_not():
@@ -84,6 +85,7 @@ def test_x86_64(monkeypatch, tmp_path, recording, target):
     assert passes(said, recording), said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EMULATED)
 def test_aarch64(monkeypatch, tmp_path, recording, name):
     target, (emulated, *flags) = TARGETS[name], EMULATED[name]

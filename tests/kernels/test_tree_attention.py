@@ -47,6 +47,15 @@ FAST = EVERY_IMPL[1:]
 KERNELS = EVERY_IMPL[2:]
 
 
+def quick(impl, device, kept=None, name="", seed=0, prefix=0, **_):
+    """Whether `make test` has a test of an implementation: the interpreter is slow."""
+    rare = (kept is not None and name not in ("", "branches")) or seed > 1 or prefix > 255 or name == "in order"
+    return (impl, device) != ("triton", "cpu") or not rare
+
+
+slow_in_part = pytest.mark.full(unless=quick)
+
+
 def naive(q_THD, k_GSD, v_GSD, layout, scale, window, cap=None):
     """Plain PyTorch in the dtype of its inputs: gather what a token sees, softmax(scale q k) v. Our own reading."""
     k_GSD, v_GSD = (floats(parts(x), q_THD.dtype) for x in (k_GSD, v_GSD))
@@ -109,6 +118,7 @@ def random_trees(rng):
     return trees
 
 
+@slow_in_part
 @CACHES
 @pytest.mark.parametrize(("impl", "device"), KERNELS)
 @pytest.mark.parametrize("name", FORESTS)
@@ -124,6 +134,7 @@ def test_kernels_equal_definition(name, impl, device, kept):
         torch.testing.assert_close(out[own].double(), exact[own], rtol=tolerance, atol=tolerance)
 
 
+@slow_in_part
 @CACHES
 @pytest.mark.parametrize(("impl", "device"), KERNELS)
 @pytest.mark.parametrize(
@@ -146,6 +157,7 @@ FAST_DTYPES = [
 ]
 
 
+@slow_in_part
 @CACHES
 @pytest.mark.parametrize(("impl", "device", "dtype"), FAST_DTYPES)
 @pytest.mark.parametrize("seed", range(6))
@@ -181,6 +193,7 @@ def test_capped_scores_equal_the_definition_in_float64(name, kept):
             torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-12)
 
 
+@slow_in_part
 @CACHES
 @pytest.mark.parametrize(("impl", "device", "dtype"), FAST_DTYPES)
 @pytest.mark.parametrize(("seed", "cap", "scale"), [(0, 50.0, 0.25), (1, 2.0, 0.25), (2, 5.0, 1.0)])
@@ -725,6 +738,7 @@ def test_kv_copy_of_much_and_of_what_cannot_be():
         kv_copier(k, v.transpose(0, 1))
 
 
+@pytest.mark.full(unless=lambda name, **_: name == "branches")
 @CACHES
 @pytest.mark.parametrize("impl", ["torch", pytest.param("cpp", marks=needs_cpp)])
 @pytest.mark.parametrize("name", ["branches", "prefill without and with a prefix", "padding rows after branches"])
@@ -775,6 +789,7 @@ def test_they_are_opaque_to_the_compiler(impl, device, kept):
     torch.testing.assert_close(compiled(q, k.clone(), v.clone(), layout), expected)
 
 
+@pytest.mark.full  # two minutes of the compiler, once per machine
 @needs_triton
 def test_triton_kernels_compile_without_a_gpu():
     """To machine code of three generations of GPU, within their registers and shared memory."""

@@ -25,6 +25,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(limits, "GEMM", (4, 8, 16))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is measured instead")
 def test_it_runs_and_saves_by_machine(model, quick, capsys, tmp_path):
     page = tmp_path / "page.md"

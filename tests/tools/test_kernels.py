@@ -170,6 +170,7 @@ def test_bad_grids(capsys):
     assert "divide the query heads" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled where there is a GPU")
 def test_triton_is_interpreted_when_asked_for_and_not_timed(capsys):

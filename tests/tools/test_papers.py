@@ -70,6 +70,7 @@ def test_dsbd(capsys):
     assert "1.5 to 1.9" in text and "paper: Llama-2, SQuAD, DSBD" in text
 
 
+@pytest.mark.full
 def test_a_random_model_shows_what_it_can(capsys):
     code, text, found = ask(capsys, "trie", "ults", "sbon", "aded", "--random", *TINY)
     assert code == 0 and "not_shown" in found["ults"] and "not_shown" in found["sbon"]
