@@ -17,15 +17,16 @@ import torch
 from engine import Engine, Request
 from engine.errors import KVMemoryError, UsageError
 from engine.pool import PagePool
-from engine.requests import Report, Task
+from engine.requests import Task
 from engine.sampling import Warp, gumbels
 from engine.tree import TokenTree
-from models.config import ModelShape
 from search import ADED, Greedy, Sample
 from search.aded.drafters import Draft
 from search.picks import Picks
+from tests.draws import draws
+from tests.search.drive import SHAPE, drive
+from tools.bench.searches import run_alone
 
-SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 V, PROMPT = 8, [1, 2, 3]
 WARPS = [None, {"seed": 4}, {"temperature": 0.5}, {"top_k": 3, "seed": 9}, {"top_p": 0.6, "seed": 1}, {"min_p": 0.3}]
 
@@ -76,35 +77,14 @@ def chains(*paths):
     return draft
 
 
-def run(configuration, max_new=25, eos=(), stops=None, row_of=table, room=None, switch=None):
+def run(configuration, max_new=25, eos=(), row_of=table, **options):
     """The search over a table; checks on the way. Gives the output, the stats, what was evaluated at each step."""
-    tree = TokenTree(PagePool(SHAPE, room or 400, 1), PROMPT, switch_length=switch)
-    generator = configuration.run(Task(tree, max_new, frozenset(eos), V, stops))
-    answer, settled, steps = None, [], []
-    try:
-        while True:
-            request = generator.send(answer)
-            answer = None
-            if isinstance(request, Report):
-                settled += request.settled
-                continue
-            try:
-                tree.allocate(*tree.pending(request.nodes))
-            except KVMemoryError as error:
-                request = generator.throw(error)
-                tree.allocate(*tree.pending(request.nodes))
-            tree.check_invariants()
-            paths = [tree.path(node) for node in request.nodes]
-            assert len(set(map(tuple, paths))) == len(paths) and max(map(len, paths)) < max_new
-            steps.append([path[len(paths[0]) :] for path in paths])
-            answer = request.answer(torch.stack([row_of(path) for path in paths]))
-    except StopIteration as end:
-        result = end.value
-    tree.release()
-    tree.pool.check_invariants([])
-    [output] = result.outputs
-    assert settled == output.token_ids
-    return output, result.stats, steps
+    done = drive(configuration, row_of, max_new, eos, prompt=PROMPT, **options)
+    [output] = done.result.outputs
+    assert done.settled == output.token_ids
+    assert all(max(map(len, paths)) < max_new for paths in done.paths)
+    steps = [[list(path[len(paths[0]) :]) for path in paths] for paths in done.paths]
+    return output, done.result.stats, steps
 
 
 def plain(warp, **options):
@@ -171,7 +151,7 @@ def test_the_limit_a_stop_string_and_one_token():
         output, *_ = run(right, max_new=limit)
         assert output.token_ids == truth[:limit] and output.finish_reason == "length"
     for end in range(1, 16):
-        output, *_ = run(right, stops=lambda tokens, end=end: len(tokens) >= end)
+        output, *_ = run(right, hits_stop=lambda tokens, end=end: len(tokens) >= end)
         assert output.token_ids == truth[:end] and output.finish_reason == "stop"
 
 
@@ -179,11 +159,11 @@ def test_a_full_pool_costs_the_draft_not_the_answer():
     truth = plain(None)
     wide = drafting(lambda done: chains(*[[a, b] for a in range(V) for b in range(V)]))
     room = len(PROMPT) + 25 - 1
-    output, stats, _ = run(wide, room=room)
+    output, stats, _ = run(wide, pages=room)
     assert output.token_ids == truth.token_ids and stats["accept_length"] == 1
     assert wide.slots(len(PROMPT), 25) == (room, room + 64)
     with pytest.raises(KVMemoryError):
-        run(wide, room=len(PROMPT) + 5)
+        run(wide, pages=len(PROMPT) + 5)
 
 
 def test_a_draft_does_not_cross_the_switch_length():
@@ -302,7 +282,7 @@ def test_the_distribution_of_three_tokens(monkeypatch):
     The draft is the trap that REST falls into: several paths with the same first token, each of which would draw for
     itself. Noise is drawn for all runs at once; that it is the noise of `sample` is the other tests' business.
     """
-    runs, v, options = 100_000, 4, {"temperature": 0.7, "top_k": 3}
+    runs, v, options = draws(100_000), 4, {"temperature": 0.7, "top_k": 3}
     first, *later = [[0.5, 0.2, 0.2, 0.1], [0.3, 0.3, 0.2, 0.2], [0.1, 0.6, 0.1, 0.2], [0.25] * 4, [0.7, 0.1, 0.1, 0.1]]
     logp = {last: torch.log(torch.tensor(row)) for last, row in [((), first), *enumerate(later)]}
     warped = {last: Warp(**options)(row.unsqueeze(0))[0].double().exp().tolist() for last, row in logp.items()}
@@ -330,20 +310,13 @@ def test_the_distribution_of_three_tokens(monkeypatch):
     pool = PagePool(SHAPE, 40, 1)
     for seed in range(runs):
         tree = TokenTree(pool, PROMPT)
-        generator = ADED(seed=seed, drafter=lambda: Quick(lambda done: draft), nodes=9, **options).run(
-            Task(tree, 3, frozenset(), v)
-        )
-        answer = None
-        try:
-            while True:
-                request = generator.send(answer)
-                answer = None
-                if not isinstance(request, Report):
-                    tree.allocate(*tree.pending(request.nodes))
-                    rows = Rows(logp[path[-1] if (path := tree.path(n)) else ()] for n in request.nodes)
-                    answer = request.answer(rows)
-        except StopIteration as end:
-            counts[tuple(end.value.outputs[0].token_ids)] += 1
+        search = ADED(seed=seed, drafter=lambda: Quick(lambda done: draft), nodes=9, **options)
+
+        def answered(request, tree=tree):
+            return Rows(logp[path[-1] if (path := tree.path(n)) else ()] for n in request.nodes), None
+
+        _, result = run_alone(search, Task(tree, 3, frozenset(), v), answered)
+        counts[tuple(result.outputs[0].token_ids)] += 1
         tree.release()
     exact = {
         (a, b, c): warped[()][a] * warped[a][b] * warped[b][c] for a in range(v) for b in range(v) for c in range(v)

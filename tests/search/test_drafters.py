@@ -11,17 +11,16 @@ import torch
 
 from engine.errors import UsageError
 from engine.pool import PagePool
-from engine.requests import Report, Task
+from engine.requests import Task
 from engine.timing import PassTime
 from engine.tree import TokenTree
-from models.config import ModelShape
 from search import ADED
 from search.aded.draft_size import DraftSize
 from search.aded.drafters import MCTS, Backoff, Draft
 from search.aded.ngrams import BITS, count, merge, open_store, write_store
 from search.base import likely, likely_tokens
+from tests.search.drive import SHAPE, drive
 
-SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 TEXT = [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 2, 3, 1, 2, 3]
 
 
@@ -329,33 +328,23 @@ def test_pass_times_are_learnt():
 # --- the search with its own drafters ---
 
 
-def decode(configuration, text, tokenizer=None, new=60, reports=None):
-    """Greedy decoding of a model that recites `text`; what is reported on the way goes to `reports`."""
-    tree = TokenTree(PagePool(SHAPE, 400, 1), text[:2])
-    generator = configuration.run(Task(tree, new, frozenset(), 40, None, None, tokenizer, lambda tokens: 1.0))
-    answer = None
-    while True:
-        try:
-            request = generator.send(answer)
-        except StopIteration as end:
-            return end.value
-        answer = None
-        if isinstance(request, Report):
-            if reports is not None:
-                reports.append(request)
-        else:
-            tree.allocate(*tree.pending(request.nodes))
-            rows = torch.full((len(request.nodes), 40), -torch.inf)
-            for row, node in zip(rows, request.nodes, strict=True):
-                row[text[tree.position(node) + 1]] = 0.0
-            answer = request.answer(rows)
+def decode(configuration, text, tokenizer=None):
+    """Greedy decoding of a model that recites `text`."""
+
+    def row(path):
+        row_V = torch.full((40,), -torch.inf)
+        row_V[text[2 + len(path)]] = 0.0
+        return row_V
+
+    options = {"prompt": text[:2], "tokenizer": tokenizer, "seconds": lambda tokens: 1.0}
+    return drive(configuration, row, 60, **options)
 
 
 def test_reports_stay_as_they_were_told(corpus, store, monkeypatch):
     turns = iter(range(1000))
     monkeypatch.setattr(DraftSize, "wanted", lambda self: 24 * (next(turns) % 2))  # with a draft and without, in turn
-    text, reports = corpus[2000:2100], []
-    decode(ADED(store=store.path), text, reports=reports)
+    text = corpus[2000:2100]
+    reports = [one.report for one in decode(ADED(store=store.path), text).told]
     assert [token for report in reports for token in report.settled] == text[2:62]
     told = [1 + report.info["accepted"] for report in reports]
     assert [len(report.settled) for report in reports] == told and max(told) > 1
@@ -368,12 +357,12 @@ def test_a_store_saves_passes_and_requests_do_not_feel_each_other(drafter, corpu
     runs = [decode(ADED(drafter=drafter, store=store.path, nodes=24), text) for _ in range(2)]
     other = decode(ADED(drafter=drafter, nodes=24), text)
     again = decode(ADED(drafter=drafter, store=store.path, nodes=24), text)
-    for result in (*runs, other, again):
-        assert result.outputs[0].token_ids == text[2:62]
-    seen = [[result.stats[name] for name in names] for result in (*runs, again)]
+    assert all(run.outputs == [text[2:62]] for run in (*runs, other, again))
+    seen = [[run.result.stats[name] for name in names] for run in (*runs, again)]
     assert seen[0] == seen[1] == seen[2]
-    assert runs[0].stats["accept_length"] > other.stats["accept_length"]
-    assert runs[0].stats["draft_ms"] > 0 and runs[0].stats["verify_ms"] > 0
+    stats = runs[0].result.stats
+    assert stats["accept_length"] > other.result.stats["accept_length"]
+    assert stats["draft_ms"] > 0 and stats["verify_ms"] > 0
 
 
 def test_answers_are_saved_and_used(corpus, tmp_path):
@@ -382,7 +371,7 @@ def test_answers_are_saved_and_used(corpus, tmp_path):
     first = decode(both, text)
     assert open_store(path).run()[0].tolist() == count(text[:62])[0].tolist()
     second = decode(both, text)
-    assert second.stats["steps"] < first.stats["steps"]
+    assert second.result.stats["steps"] < first.result.stats["steps"]
     assert sum(open_store(path).counts) == 2 * 60
     with pytest.raises(UsageError, match="another model's tokenizer"):
 

@@ -11,16 +11,13 @@ import pytest
 import torch
 
 from engine.errors import KVMemoryError, UsageError
-from engine.pool import PagePool
-from engine.requests import Report, Task
 from engine.sampling import Uniforms, Warp
-from engine.tree import TokenTree
-from kernels.rows.reference import peaks
-from models.config import ModelShape
 from search import DSBD, BeamSample, Greedy, Speculative, make_search
 from search.dsbd.joint import Beam, Reader, pick
+from tests.draws import draws
+from tests.search.drive import drive
 
-SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
+PROMPT = (1, 2, 0)
 
 
 def table(seed, vocab, agree=None, width=None):
@@ -39,61 +36,18 @@ def table(seed, vocab, agree=None, width=None):
     return row
 
 
-class Bench:
-    """Runs a search over tables, and checks trees and requests as it goes."""
+def over(target, draft=None, vocab=5, **room):
+    """Run searches over these tables."""
 
-    def __init__(self, target, draft=None, vocab=5, pages=400, page_size=1):
-        self.models = {"target": target, "draft": draft or target}
-        self.vocab = vocab
-        self.pools = {name: PagePool(SHAPE, pages, page_size) for name in self.models}
+    def run(search, max_new, eos=(), **options):
+        rows = {"target": target, "draft": draft or target}
+        return drive(search, rows, max_new, eos, prompt=PROMPT, vocab=vocab, **room, **options)
 
-    def run(self, search, max_new, eos=(), stops=None, prompt=(1, 2, 3), stop_after=None):
-        self.trees = {}
+    return run
 
-        def open_tree(name, tokens):
-            self.trees[name] = TokenTree(self.pools[name], list(tokens))
-            return self.trees[name]
 
-        self.passes = Counter()
-        self.widest, self.settled, self.reports = Counter(), [], 0
-        task = Task(open_tree("target", prompt), max_new, frozenset(eos), self.vocab, stops, open_tree)
-        generator = search.run(task)
-        answer = error = None
-        try:
-            while True:
-                request = generator.throw(error) if error else generator.send(answer)
-                answer = error = None
-                if isinstance(request, Report):
-                    self.settled += request.settled
-                    self.reports += 1
-                    assert request.best is None or list(request.best())[: len(self.settled)] == self.settled
-                    if request.beams:
-                        self.shown = list(request.beams())
-                        assert [s for s, _ in self.shown] == sorted((s for s, _ in self.shown), reverse=True)
-                    for tree in self.trees.values():
-                        tree.check_invariants()
-                    if self.reports == stop_after:
-                        generator.close()
-                        return None
-                    continue
-                [name] = [name for name, tree in self.trees.items() if tree is request.tree]
-                assert request.nodes and not any(request.tree.is_evaluated(n) for n in request.nodes)
-                assert list(request.nodes) == sorted(set(request.nodes))  # as drivers answer
-                try:
-                    request.tree.allocate(*request.tree.pending(request.nodes))
-                except KVMemoryError as full:
-                    error = full
-                    continue
-                self.passes[name] += 1
-                self.widest[name] = max(self.widest[name], len(request.nodes))
-                rows = torch.stack([self.models[name](tuple(request.tree.path(n))) for n in request.nodes])
-                answer = request.answer(rows, peaks(rows) if self.passes[name] % 2 else None)
-        except StopIteration as end:
-            return end.value
-        finally:
-            for name, tree in self.trees.items():
-                tree.release()
-                self.pools[name].check_invariants([])
+def passes(run, model):
+    return [len(one.paths) for one in run.passes if one.model == model]
 
 
 def teacher(model, tokens):
@@ -123,12 +77,13 @@ def test_outputs_are_what_they_say(search):
     for draft, eos, stops in itertools.product(
         (NEAR, FAR), ((), (4,), (0, 2, 4)), (None, lambda path: path[-2:] == [1, 3])
     ):
-        bench = Bench(TARGET, draft)
         for seed, max_new in ((1, 1), (2, 2), (3, 7), (4, 20)):
             search = replace(search, seed=seed)
-            result = bench.run(search, max_new, eos, stops)
-            outputs = result.outputs
-            assert bench.settled == outputs[0].token_ids
+            run = over(TARGET, draft)(search, max_new, eos, hits_stop=stops)
+            outputs = run.result.outputs
+            assert run.settled == outputs[0].token_ids
+            for scores in ([score for score, _ in one.beams] for one in run.told):
+                assert scores == sorted(scores, reverse=True)
             assert len(outputs) <= getattr(search, "num_return_sequences", 1)
             assert len({tuple(o.token_ids) for o in outputs}) == len(outputs)
             assert [o.score for o in outputs] == sorted((o.score for o in outputs), reverse=True)
@@ -179,9 +134,9 @@ def by_hand(search, max_new, eos, prompt=3):
 def test_beam_sampling_by_hand(options):
     for seed in range(10):
         search = BeamSample(beams=4, seed=seed, num_return_sequences=4, **options)
-        result = Bench(TARGET).run(search, 8, (4,))
-        assert [tuple(o.token_ids) for o in result.outputs] == by_hand(search, 8, (4,))
-        assert result.stats["steps"] == max(len(o.token_ids) for o in Bench(TARGET).run(search, 8, (4,)).outputs)
+        run = over(TARGET)(search, 8, (4,))
+        assert [*map(tuple, run.outputs)] == by_hand(search, 8, (4,))
+        assert run.result.stats["steps"] == max(map(len, run.outputs))
 
 
 # --- the distribution of whole searches ---
@@ -255,7 +210,7 @@ def exact(width, max_new, eos, model=SMALL, warp=Warp(), law_of_next=unfolded, o
     return law
 
 
-RUNS = 2000
+RUNS = draws(2000)
 
 
 @pytest.mark.parametrize(
@@ -272,18 +227,18 @@ RUNS = 2000
 def test_whole_searches_have_the_law_of_beam_sampling(search, draft):
     law, counts = exact(2, 3, (2,)), Counter()
     assert sum(law.values()) == pytest.approx(1)
-    bench = Bench(SMALL, draft, 3)
+    run = over(SMALL, draft, 3, pages=60)
     for seed in range(RUNS):
-        [output] = bench.run(replace(search, seed=seed), 3, (2,)).outputs
-        counts[tuple(output.token_ids)] += 1
+        [tokens] = run(replace(search, seed=seed), 3, (2,)).outputs
+        counts[tuple(tokens)] += 1
     assert chi_square_holds(counts, law)
 
 
-def counts_of(search, bench, max_new, eos, runs=1000):
-    """What came out of so many runs."""
+def counts_of(search, run, max_new, eos, runs=1000):
+    """What came out of so many runs, or of a quarter of them."""
     found = Counter()
-    for seed in range(runs):
-        paths = [tuple(output.token_ids) for output in bench.run(replace(search, seed=seed), max_new, eos).outputs]
+    for seed in range(draws(runs)):
+        paths = [*map(tuple, run(replace(search, seed=seed), max_new, eos).outputs)]
         found[paths[0] if getattr(search, "num_return_sequences", 1) == 1 else tuple(paths)] += 1
     return found
 
@@ -294,6 +249,7 @@ EVEN = table("s3", 3)
 EVEN_NEAR = table("s3n", 3, agree=EVEN)
 
 
+@pytest.mark.full(unless=lambda options, **_: options != {"temperature": 0.5})  # the laws are near each other there
 @pytest.mark.parametrize("options, max_new", WARPED, ids=str)
 @pytest.mark.parametrize(
     "search, draft",
@@ -307,7 +263,7 @@ EVEN_NEAR = table("s3n", 3, agree=EVEN)
 def test_warps_act_on_entries(search, draft, options, max_new):
     """The law of a search under a warp is that of the W x V numbers; nothing else would do."""
     laws = [exact(3, max_new, (), EVEN, Warp(**options), law, 3) for law in (unfolded, folded)]
-    counts = counts_of(replace(search, **options), Bench(EVEN, draft, 3), max_new, ())
+    counts = counts_of(replace(search, **options), over(EVEN, draft, 3, pages=60), max_new, ())
     assert sum(laws[0].values()) == pytest.approx(1) and chi_square_holds(counts, laws[0])
     assert not (set(counts) <= set(laws[1]) and chi_square_holds(counts, laws[1]))
 
@@ -319,10 +275,10 @@ def test_speculative_sampling_has_the_law_of_sampling(draft, options):
     for path in itertools.product(range(3), repeat=3):
         logp = sum(float(warp(SMALL(path[:i]).unsqueeze(0))[0, t]) for i, t in enumerate(path))
         law[path] = math.exp(logp)
-    bench = Bench(SMALL, draft, 3)
+    run = over(SMALL, draft, 3, pages=60)
     for seed in range(RUNS):
-        [output] = bench.run(Speculative(seed=seed, gamma=2, **options), 3).outputs
-        counts[tuple(output.token_ids)] += 1
+        [tokens] = run(Speculative(seed=seed, gamma=2, **options), 3).outputs
+        counts[tuple(tokens)] += 1
     assert chi_square_holds(counts, law)
 
 
@@ -332,42 +288,41 @@ def test_speculative_sampling_has_the_law_of_sampling(draft, options):
 @pytest.mark.parametrize("draft", [NEAR, FAR])
 def test_temperature_zero_is_greedy(draft):
     """T = top-1: one repeated beam, whatever is drafted."""
-    bench = Bench(TARGET, draft)
-    greedy = bench.run(Greedy(), 15, (4,)).outputs[0].token_ids
+    run = over(TARGET, draft)
+    greedy = run(Greedy(), 15, (4,)).outputs
     for search in (Speculative(temperature=0), BeamSample(beams=3, temperature=0), DSBD(temperature=0, width=3),
                    DSBD(temperature=0, drafts="iid"), DSBD(top_k=1, keep=1)):  # fmt: skip
-        assert bench.run(search, 15, (4,)).outputs[0].token_ids == greedy
+        assert run(search, 15, (4,)).outputs == greedy
 
 
 def test_a_draft_that_is_the_target_is_accepted_whole():
     for gamma in (1, 3, 6):
-        bench = Bench(TARGET, TARGET)
-        result = bench.run(DSBD(draft_beams=3, drafts="iid", gamma=gamma), 4 * (gamma + 1))
-        assert bench.passes["target"] == result.stats["rounds"] == 4
-        assert result.stats["layers_accepted"] == 4 * gamma and result.stats["tokens_per_target_forward"] == gamma + 1
-        assert result.stats["acceptance_per_layer"] == [1.0] * gamma
-        assert result.stats["width_per_layer"] == [3.0] * (gamma + 1)
-        assert result.stats["rounds_per_layer"] == [4] * (gamma + 1)
-    bench = Bench(TARGET, TARGET)
-    result = bench.run(Speculative(gamma=3), 16)
-    assert bench.passes["target"] == 4 and result.stats["layers_accepted"] == 12
+        run = over(TARGET, TARGET)(DSBD(draft_beams=3, drafts="iid", gamma=gamma), 4 * (gamma + 1))
+        told = run.result.stats
+        assert len(passes(run, "target")) == told["rounds"] == 4
+        assert told["layers_accepted"] == 4 * gamma and told["tokens_per_target_forward"] == gamma + 1
+        assert told["acceptance_per_layer"] == [1.0] * gamma
+        assert told["width_per_layer"] == [3.0] * (gamma + 1)
+        assert told["rounds_per_layer"] == [4] * (gamma + 1)
+    run = over(TARGET, TARGET)(Speculative(gamma=3), 16)
+    assert len(passes(run, "target")) == 4 and run.result.stats["layers_accepted"] == 12
 
 
 def test_a_layer_that_falls_short_may_go_on():
     """Without replacement p's favourite cannot be accepted twice, but it was drafted."""
     figures = {"end": 0.0, "go-on": 0.0}
     for short, seed in itertools.product(figures, range(5)):
-        result = Bench(TARGET, TARGET).run(DSBD(draft_beams=4, width=3, short=short, seed=seed), 60)
-        figures[short] += result.stats["tokens_per_target_forward"] / 5
-        assert result.stats["layers_accepted"] == 60 - result.stats["rounds"]
+        told = over(TARGET, TARGET)(DSBD(draft_beams=4, width=3, short=short, seed=seed), 60).result.stats
+        figures[short] += told["tokens_per_target_forward"] / 5
+        assert told["layers_accepted"] == 60 - told["rounds"]
     assert figures["end"] < 2 and figures["go-on"] > figures["end"] + 0.5
 
 
 def test_figures_of_a_bad_draft():
-    bench = Bench(TARGET, table("opposite", 5, agree=lambda path: -3 * TARGET(path)))
-    result = bench.run(DSBD(draft_beams=2, width=2), 24)
-    told = result.stats
-    assert bench.passes["target"] == told["rounds"] and told["steps"] == 24
+    opposite = table("opposite", 5, agree=lambda path: -3 * TARGET(path))
+    run = over(TARGET, opposite)(DSBD(draft_beams=2, width=2), 24)
+    told = run.result.stats
+    assert len(passes(run, "target")) == told["rounds"] and told["steps"] == 24
     assert told["layers_accepted"] == 24 - told["rounds"]
     assert told["tokens_per_target_forward"] == 24 / told["rounds"] < 2
     seen = told["rounds_per_layer"]
@@ -377,39 +332,36 @@ def test_figures_of_a_bad_draft():
 
 def test_drafts_do_not_depend_on_what_else_runs():
     """Keyed numbers: the same run twice, and after others, is the same; another seed is not."""
-    bench = Bench(TARGET, NEAR)
-    outputs = [bench.run(DSBD(seed=s, draft_beams=3), 20).outputs for s in (5, 6, 5, 2**63 - 1)]
+    run = over(TARGET, NEAR)
+    outputs = [run(DSBD(seed=s, draft_beams=3), 20).result.outputs for s in (5, 6, 5, 2**63 - 1)]
     assert outputs[0] == outputs[2] and len({tuple(o[0].token_ids) for o in outputs}) == 3
 
 
 def test_the_one_beam_mode_keeps_one_path():
-    bench = Bench(TARGET, NEAR)
-    bench.run(DSBD(draft_beams=4, keep=1, gamma=2), 30)
-    tree = bench.trees["target"]
-    assert tree.peak_live <= 3 + 30 + 2 * 4
-    bench.run(DSBD(draft_beams=4, width=4, gamma=2, temperature=1.5), 30)
-    assert bench.widest["target"] <= 4 + 2 * 4
+    run = over(TARGET, NEAR)
+    assert run(DSBD(draft_beams=4, keep=1, gamma=2), 30).trees["target"].peak_live <= 3 + 30 + 2 * 4
+    assert max(passes(run(DSBD(draft_beams=4, width=4, gamma=2, temperature=1.5), 30), "target")) <= 4 + 2 * 4
 
 
 def test_the_one_beam_kept_is_the_most_probable_of_the_round():
     for seed in range(10):
-        bench = Bench(TARGET, NEAR)
-        bench.run(DSBD(draft_beams=4, width=4, seed=seed), 12, stop_after=1)
-        best = max(bench.shown, key=lambda candidate: candidate[0])
-        bench.run(DSBD(draft_beams=4, width=4, seed=seed, keep=1), 12, stop_after=1)
-        assert bench.shown == [best]
+        several, one = (
+            over(TARGET, NEAR)(DSBD(draft_beams=4, width=4, seed=seed, keep=keep), 12, close_after=1).told[0].beams
+            for keep in ("all", 1)
+        )
+        assert one == [max(several, key=lambda candidate: candidate[0])]
 
 
 def test_padded_vocabularies_of_different_widths():
     wide = table("t", 5, width=9)
     narrow = table("n", 4, agree=TARGET)
     for seed in range(5):
-        plain = Bench(TARGET, NEAR).run(DSBD(seed=seed), 12).outputs
-        padded = Bench(wide, table("n", 5, agree=TARGET, width=7)).run(DSBD(seed=seed), 12).outputs
+        plain = over(TARGET, NEAR)(DSBD(seed=seed), 12).result.outputs
+        padded = over(wide, table("n", 5, agree=TARGET, width=7))(DSBD(seed=seed), 12).result.outputs
         assert [(o.token_ids, o.finish_reason) for o in padded] == [(o.token_ids, o.finish_reason) for o in plain]
         # Sums over rows of another width may round otherwise.
         assert [o.logprob for o in padded] == pytest.approx([o.logprob for o in plain], abs=1e-5)
-        for output in Bench(wide, narrow).run(DSBD(seed=seed, draft_beams=3), 12).outputs:  # never drafts token 4
+        for output in over(wide, narrow)(DSBD(seed=seed, draft_beams=3), 12).result.outputs:  # never drafts token 4
             assert output.logprob == pytest.approx(teacher(TARGET, output.token_ids), abs=1e-5)
 
 
@@ -420,10 +372,9 @@ def test_padded_vocabularies_of_different_widths():
 def test_a_full_pool_costs_drafts_not_the_search(search):
     """As little room as one path needs: rounds that do not fit are made without drafts."""
     least, _ = search.slots(3, 12)
-    bench = Bench(TARGET, NEAR, pages=least)
-    result = bench.run(search, 12)
-    assert len(result.outputs[0].token_ids) == 12
-    assert result.outputs[0].logprob == pytest.approx(teacher(TARGET, result.outputs[0].token_ids), abs=1e-5)
+    output = over(TARGET, NEAR, pages=least)(search, 12).result.outputs[0]
+    assert len(output.token_ids) == 12
+    assert output.logprob == pytest.approx(teacher(TARGET, output.token_ids), abs=1e-5)
 
 
 IN_LITTLE_ROOM = [
@@ -442,7 +393,7 @@ def test_what_is_drawn_does_not_depend_on_room(search, max_new, pages):
     """
     law = exact(1, max_new, (2,), EVEN)
     for n in pages:
-        assert chi_square_holds(counts_of(search, Bench(EVEN, EVEN_NEAR, 3, pages=n), max_new, (2,), 1500), law)
+        assert chi_square_holds(counts_of(search, over(EVEN, EVEN_NEAR, 3, pages=n), max_new, (2,), 1500), law)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -453,25 +404,26 @@ def test_layers_are_counted_before_anything_is_drawn(drafts, page_size):
         counted = 3 if page_size == 1 else 4  # slots of the prompt's pages
         expected = min(3, (pages * page_size - counted) // 4)
         for seed in range(6):
-            bench = Bench(TARGET, FAR, pages=pages, page_size=page_size)
+            run = over(TARGET, FAR, pages=pages, page_size=page_size)
             search = DSBD(draft_beams=4, gamma=3, width=1, seed=seed, drafts=drafts)
-            bench.run(search, 6, (0,), stop_after=1)  # without drafts that end, the draft is asked once a layer
-            assert bench.passes["draft"] == expected or bench.trees["draft"].peak_live < 3 + 4 * (expected - 1)
-            assert bench.passes["draft"] <= expected
+            first = run(search, 6, (0,), close_after=1)  # without drafts that end, the draft is asked once a layer
+            asked = len(passes(first, "draft"))
+            assert asked == expected or first.trees["draft"].peak_live < 3 + 4 * (expected - 1)
+            assert asked <= expected and not first.full
             if pages * page_size >= 8 + 2 * (page_size - 1):  # the path of six tokens, trunk and branches in own pages
-                assert bench.run(search, 6, (0,)).outputs[0].finish_reason in ("eos", "length")
+                assert run(search, 6, (0,)).result.outputs[0].finish_reason in ("eos", "length")
 
 
 def test_beams_that_do_not_fit_are_an_error():
     with pytest.raises(KVMemoryError):
-        Bench(TARGET, NEAR, pages=8).run(DSBD(draft_beams=4, width=4, temperature=2.0), 20)
+        over(TARGET, NEAR, pages=8)(DSBD(draft_beams=4, width=4, temperature=2.0), 20)
     with pytest.raises(KVMemoryError):
-        Bench(TARGET, NEAR, pages=8).run(BeamSample(beams=4), 20)
+        over(TARGET, NEAR, pages=8)(BeamSample(beams=4), 20)
 
 
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_interrupted(after):
-    assert Bench(TARGET, NEAR).run(DSBD(), 20, stop_after=after) is None  # the bench checks the pools
+    assert over(TARGET, NEAR)(DSBD(), 20, close_after=after).result is None  # `drive` checks the pools
 
 
 def test_slots():
@@ -479,9 +431,7 @@ def test_slots():
     assert DSBD(draft_beams=4, gamma=2).slots(10, 5) == (14, 34)
     assert Speculative(gamma=3).slots(10, 5) == (14, 17)
     for search in SEARCHES:
-        bench = Bench(TARGET, FAR)
-        bench.run(search, 15)
-        assert bench.trees["target"].peak_live <= search.slots(3, 15)[1]
+        assert over(TARGET, FAR)(search, 15).trees["target"].peak_live <= search.slots(3, 15)[1]
 
 
 # --- configuration ---
@@ -525,10 +475,9 @@ def test_configurations_are_checked():
 def test_ngrams_are_a_draft(tmp_path):
     """Text that repeats itself is drafted from what has been said; no draft model is needed."""
     target = table("loop", 5, agree=lambda path: 12.0 * torch.nn.functional.one_hot(torch.tensor(len(path) % 4), 5))
-    bench = Bench(target, pages=600)
-    result = bench.run(DSBD(draft_beams=2, drafter="ngram", drafts="iid"), 80)
-    assert set(bench.trees) == {"target"} and DSBD(drafter="ngram").models == ()
-    assert result.stats["tokens_per_target_forward"] > 2 and result.stats["layers_accepted"] > 30
+    run = over(target, pages=600)(DSBD(draft_beams=2, drafter="ngram", drafts="iid"), 80)
+    assert set(run.trees) == {"target"} and DSBD(drafter="ngram").models == ()
+    assert run.result.stats["tokens_per_target_forward"] > 2 and run.result.stats["layers_accepted"] > 30
     with pytest.raises(UsageError, match="n-gram store"):
         DSBD(drafter="ngram", store=str(tmp_path / "absent"))
 

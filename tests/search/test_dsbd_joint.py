@@ -17,6 +17,7 @@ from engine.sampling import Uniforms, Warp
 from search import DSBD, BeamSample, Greedy, Speculative
 from search.dsbd.joint import Beam, Joint, Reader, Row, block_size, pick
 from search.dsbd.verify import KINDS, Drafted, acceptances, draw, verify_layer
+from tests.draws import draws
 from tools.random_checkpoint import make
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -272,7 +273,7 @@ def test_a_draft_of_another_family(family):
     for search in (Speculative(temperature=1e-4), DSBD(temperature=1e-4), DSBD(temperature=0, drafts="iid")):
         assert [result.outputs[0].token_ids for result in engine.generate(prompts, search, **options)] == greedy
 
-    prompt, runs = prompts[0], 600  # the first of two tokens is drafted
+    prompt, runs = prompts[0], draws(600)  # the first of two tokens is drafted
     results = engine.serve(Request(prompt, Speculative(seed=seed), 2, ignore_eos=True) for seed in range(runs))
     counts = Counter(result.outputs[0].token_ids[0] for _, result in results)
     for token, p in enumerate(torch.softmax(engine.logits(prompt)[-1], -1).tolist()):
@@ -308,7 +309,7 @@ def small_engine(tokens, folder=GOLDEN / "llama/gqa"):
 def test_a_cache_that_holds_some_forests_only():
     """With four slots a forest of one draft fits and one of two does not, and a draft that ends needs no slot: what is
     drawn must not depend on that. A right implementation under fresh seeds fails with a probability of 1e-4."""
-    engine, prompt, runs = small_engine(4), [1, 5, 9], 400
+    engine, prompt, runs = small_engine(4), [1, 5, 9], draws(400)
     best = torch.topk(torch.log_softmax(engine.logits(prompt)[-1], -1), 5)
     eos = int(best.indices[1])
     search = DSBD(draft_beams=2, gamma=1, width=1, top_k=5)

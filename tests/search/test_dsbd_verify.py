@@ -32,8 +32,10 @@ from search.dsbd.verify import (
     dynamic_width,
     verify_layer,
 )
+from tests.draws import draws
 
-RUNS = 100_000
+ALL_RUNS = 100_000
+RUNS = draws(ALL_RUNS)
 
 
 def numbers(seed):
@@ -174,12 +176,13 @@ MUTANTS = [  # name, how drafts are drawn, how they are verified, what is replac
     ("plain q without replacement", WITHOUT, IID, "", "", 50_000),
     ("residual of plain q", WITHOUT, WITHOUT, "residual.reset(spent)", "residual.reset(())", 50_000),
     ("ratio of plain q", WITHOUT, WITHOUT, "_ * q_x * residual.total <", "_ * q_x * residual.total * left <", 50_000),
-    ("p' not reset", IID, IID, "            residual.reset(spent)\n", "", RUNS),
+    ("p' not reset", IID, IID, "            residual.reset(spent)\n", "", ALL_RUNS),
     ("residual forgotten", IID, IID, "residual.reject(left)", "pass", 20_000),
     ("completed from p alone", IID, IID, "pick(residual.probabilities(), ", "pick(p, ", 20_000),
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, drawn_as, kind, old, new, runs", MUTANTS, ids=[m[0] for m in MUTANTS])
 def test_the_test_notices(name, drawn_as, kind, old, new, runs):
     old, new = (text.replace("_ *", "next(numbers) *") for text in (old, new))
@@ -379,17 +382,18 @@ LOST_MUTANTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, kind, old, new", LOST_MUTANTS, ids=[m[0] for m in LOST_MUTANTS])
 def test_the_test_of_lost_parents_notices(name, kind, old, new):
     groups = two_cells(DSBD(draft_beams=2, threshold=0.1, drafts=kind), mutant(DSBD.judge, old, new), 20_000)
     assert p_value(groups) < 1e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind, old, new", [(IID, ", mass, width", ", 1.0, width"), (WITHOUT, "self.drafts)", "IID)")])
 def test_so_does_the_other(kind, old, new):
-    assert (
-        p_value(lost_parents(DSBD(draft_beams=4, width=2, drafts=kind), RUNS // 2, mutant(DSBD.judge, old, new))) < 1e-6
-    )
+    judge = mutant(DSBD.judge, old, new)
+    assert p_value(lost_parents(DSBD(draft_beams=4, width=2, drafts=kind), ALL_RUNS // 2, judge)) < 1e-6
 
 
 def two_levels(config, seed, runs=RUNS):

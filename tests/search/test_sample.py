@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from engine.errors import UsageError
-from engine.pool import PagePool
-from engine.requests import Report, Task
 from engine.sampling import Warp, draw, gumbels
-from engine.tree import TokenTree
-from models.config import ModelShape
 from search import Sample
+from tests.draws import draws
+from tests.search.drive import drive
 
-SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
+PROMPT = (0, 1, 0)
 LOGP = torch.log_softmax(torch.tensor([1.2, 0.3, -0.5, 0.3, -3.0, 0.9]), -1)
 
 
@@ -32,39 +30,18 @@ def table(path):
     return LOGP.roll(sum(path) + len(path))
 
 
-def run(search, max_new, eos=(), prompt=(1, 2, 3), logp_of=table):
-    tree = TokenTree(PagePool(SHAPE, 4000, 4), list(prompt))
-    generator = search.run(Task(tree, max_new, frozenset(eos), 6))
-    answer, settled, widths = None, [], []
-    while True:
-        try:
-            request = generator.send(answer)
-        except StopIteration as end:
-            result = end.value
-            break
-        if isinstance(request, Report):
-            settled += request.settled
-            answer = None
-            continue
-        assert len(set(request.nodes)) == len(request.nodes)
-        tree.allocate(*tree.pending(request.nodes))
-        tree.check_invariants()
-        paths = [tree.path(n) for n in request.nodes]
-        assert len(set(map(tuple, paths))) == len(paths)  # sequences that agree share their node
-        prefixes = {tuple(p[:i]) for p in paths for i in range(1, len(p) + 1)}
-        assert tree.live_tokens == len(prompt) + len(prefixes)
-        widths.append(len(paths))
-        answer = request.answer(torch.stack([logp_of(path) for path in paths]))
-    tree.release()
-    tree.pool.check_invariants([])
-    return result, settled, widths
+def run(search, max_new, eos=(), **options):
+    run = drive(search, table, max_new, eos, pages=4000, page_size=4, **options)
+    prompt = len(options.get("prompt", PROMPT))
+    assert all(one.live == prompt + one.needed for one in run.passes)  # sequences that agree share their nodes
+    return run
 
 
-def by_hand(search, i, max_new, eos=(), prompt=(1, 2, 3)):
+def by_hand(search, i, max_new, eos=()):
     """Sequence i, drawn alone, straight from the definition."""
     warp, path = search.warp(), []
     while len(path) < max_new and (not path or path[-1] not in eos):
-        noise = gumbel(search.seed, i, len(prompt) + len(path), 6)
+        noise = gumbel(search.seed, i, len(PROMPT) + len(path), 6)
         path.append(int((warp(table(path).unsqueeze(0))[0] + noise).argmax()))
     return path
 
@@ -76,11 +53,12 @@ WARPS = [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"temperature":
 def test_sequences_do_not_depend_on_how_many_are_drawn(options):
     alone = [by_hand(Sample(seed=4, **options), i, 9, (5,)) for i in range(7)]
     for n in (1, 2, 5, 7):
-        result, settled, _ = run(Sample(seed=4, num_return_sequences=n, **options), 9, (5,))
-        assert sorted(o.token_ids for o in result.outputs) == sorted(alone[:n])
-        assert settled == result.outputs[0].token_ids
-        assert [o.logprob for o in result.outputs] == sorted((o.logprob for o in result.outputs), reverse=True)
-        for output in result.outputs:
+        drawn = run(Sample(seed=4, num_return_sequences=n, **options), 9, (5,))
+        outputs = drawn.result.outputs
+        assert sorted(drawn.outputs) == sorted(alone[:n])
+        assert drawn.settled == drawn.outputs[0]
+        assert [o.logprob for o in outputs] == sorted((o.logprob for o in outputs), reverse=True)
+        for output in outputs:
             path = output.token_ids
             logprob = sum(float(table(path[:i])[t]) for i, t in enumerate(path))
             assert output.logprob == output.score == pytest.approx(logprob, abs=1e-5)  # of the model, unwarped
@@ -88,18 +66,17 @@ def test_sequences_do_not_depend_on_how_many_are_drawn(options):
 
 
 def test_seeds_and_positions_differ():
-    drawn = {seed: run(Sample(seed=seed), 30)[0].outputs[0].token_ids for seed in (0, 1, 2**32, 2**63 - 1)}
+    drawn = {seed: run(Sample(seed=seed), 30).outputs[0] for seed in (0, 1, 2**32, 2**63 - 1)}
     assert len({tuple(path) for path in drawn.values()}) == 4
-    other = run(Sample(seed=0), 30, prompt=(1, 2, 3, 4))[0].outputs[0].token_ids
-    assert other != drawn[0]
+    assert run(Sample(seed=0), 30, prompt=(*PROMPT, 1)).outputs[0] != drawn[0]
 
 
 def test_temperature_zero_is_greedy_and_one_node_wide():
-    result, _, widths = run(Sample(temperature=0, num_return_sequences=5), 12)
+    drawn = run(Sample(temperature=0, num_return_sequences=5), 12)
     path = []
     for _ in range(12):
         path.append(int(table(path).argmax()))
-    assert [o.token_ids for o in result.outputs] == [path] * 5 and set(widths) == {1}
+    assert drawn.outputs == [path] * 5 and set(map(len, drawn.paths)) == {1}
 
 
 def test_configurations_are_checked():
@@ -231,8 +208,7 @@ def test_two_tokens_have_the_exact_joint_distribution():
     joint = {(a, b): math.exp(float(table([])[a]) + float(table([a])[b])) for a in range(6) for b in range(6)}
     counts = Counter()
     for seed in range(3):
-        result, *_ = run(Sample(seed=seed, num_return_sequences=4096), 2)
-        counts.update(tuple(o.token_ids) for o in result.outputs)
+        counts.update(map(tuple, run(Sample(seed=seed, num_return_sequences=4096), 2).outputs))
     value, cells = chi_square(counts, joint)
     assert value < chi_square_bound(cells)
 
@@ -240,7 +216,7 @@ def test_two_tokens_have_the_exact_joint_distribution():
 @pytest.mark.parametrize("vary", ["seed", "sequence", "position"])
 def test_draws_under_consecutive_keys_are_independent(vary):
     """Tokens at neighbouring keys, as pairs, against the product distribution."""
-    n = 8000
+    n = draws(8000)
     keys = {"seed": [0] * n, "sequence": [0] * n, "position": [0] * n} | {vary: list(range(n))}
     drawn = []
     for seed, sequence, position in zip(*keys.values(), strict=True):

@@ -13,15 +13,12 @@ import pytest
 import torch
 
 from engine.errors import KVMemoryError, UsageError
-from engine.pool import PagePool
-from engine.requests import Report, Task
 from engine.sampling import gumbels
-from engine.tree import TokenTree
-from models.config import ModelShape
 from search import BoN, SBoN, make_search
 from search.sbon.rates import accepted, accepted_by_risk, expected_lengths, kendall, least_correlation, rank_correlation
+from tests.draws import draws
+from tests.search.drive import drive
 
-SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
 EOS = 5
 PROMPT = [1, 2, 3]
 LOGP = torch.log_softmax(torch.tensor([1.2, 0.3, -0.5, 0.3, -3.0, -1.5]), -1)
@@ -67,37 +64,13 @@ class Judge:
         self.kept.append([list(r) for r in responses])
 
 
-def run(search, max_new=24, reward=walk, eos=(EOS,), pages=4000, page=1, logp_of=table, vocab=6):
-    """The result, the reports' candidates, live slots before every pass and the judge."""
-    tree = TokenTree(PagePool(SHAPE, pages, page), PROMPT)
+def run(search, max_new=24, reward=walk, eos=(EOS,), pages=4000, page_size=1, rows=table):
+    """The result, the reports' candidates, live slots at every pass and the judge."""
     judge = Judge(reward)
-    generator = search.run(Task(tree, max_new, frozenset(eos), vocab, judge=judge))
-    answer, settled, seen, slots = None, [], [], []
-    try:
-        request = next(generator)
-        while True:
-            if isinstance(request, Report):
-                settled += request.settled
-                seen.append([list(tokens) for _, tokens in request.beams()] if request.beams else [])
-                if request.best:
-                    assert list(request.best())[: len(settled)] == settled
-                request = generator.send(None)
-                continue
-            try:
-                tree.allocate(*tree.pending(request.nodes))
-            except KVMemoryError as error:
-                request = generator.throw(error)
-                continue
-            slots.append(tree.live_tokens)
-            answer = request.answer(torch.stack([logp_of(tree.path(n)) for n in request.nodes]))
-            request = generator.send(answer)
-    except StopIteration as end:
-        result = end.value
-    assert settled == result.outputs[0].token_ids
-    tree.check_invariants()
-    tree.release()
-    tree.pool.check_invariants([])
-    return result, seen, slots, judge
+    done = drive(search, rows, max_new, eos, prompt=PROMPT, pages=pages, page_size=page_size, judge=judge)
+    assert done.settled == done.outputs[0]
+    seen = [[tokens for _, tokens in one.beams] for one in done.told]
+    return done.result, seen, [one.live for one in done.passes], judge
 
 
 @functools.cache
@@ -212,21 +185,21 @@ def test_more_outputs():
     assert scores == sorted(scores, reverse=True)
 
 
-@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("pages", [27, 40, 100, 400])
-def test_memory_schedule_never_fails(pages, page):
+def test_memory_schedule_never_fails(pages, page_size):
     """The least that holds one utterance (3 + 24 - 1), and more: started and cut as the pool allows."""
-    pages = -(-pages // page) + (page > 1)
+    pages = -(-pages // page_size) + (page_size > 1)
     for seed in range(3):
         search = SBoN(n=60, tau=3, alpha=0.5, schedule="memory", seed=seed)
-        result, _, slots, _ = run(search, pages=pages, page=page, eos=())
-        started = min(60, (pages * page - 3) // 3)
-        assert result.stats["utterances"] == started and max(slots) <= pages * page
+        result, _, slots, _ = run(search, pages=pages, page_size=page_size, eos=())
+        started = min(60, (pages * page_size - 3) // 3)
+        assert result.stats["utterances"] == started and max(slots) <= pages * page_size
         assert result.outputs[0].token_ids in [utterance(i, seed, eos=()) for i in range(started)]
         cuts = [(d["live"], d["went_on"]) for d in result.stats["decisions"]]
         assert all(after <= before - before // 2 and after < before for before, after in cuts)
         assert bool(cuts) == (result.stats["tokens_saved"] > 0)
-        if pages * page == 400:
+        if pages * page_size == 400:
             assert max(slots) > 360 and cuts  # what there is, is used
 
 
@@ -241,7 +214,7 @@ def test_without_the_memory_schedule_a_full_pool_is_told():
 @pytest.mark.parametrize("shape", [lambda z: z, lambda z: z.exp(), lambda z: z**3], ids=["plain", "exp", "cubed"])
 def test_adaptive_rates_keep_their_risk(shape):
     """Random walks of 32 steps, cut at 4, 8 and 16 as the search does; rewards are any rising function of them."""
-    risk, trials, n, generator = 0.2, 250, 60, torch.Generator().manual_seed(5)
+    risk, trials, n, generator = 0.2, draws(250), 60, torch.Generator().manual_seed(5)
     lost, drawn = 0, 0
     for _ in range(trials):
         path_NL = torch.randn(n, 32, generator=generator, dtype=torch.float64).cumsum(1)
@@ -356,9 +329,9 @@ def test_the_search_loses_the_best_as_often_as_the_gaussian_model(rho, kept):
         rest = tokens[DIGITS:]
         return rho * now + math.sqrt(1 - rho**2) * gaussian(rest) if rest else now
 
-    trials, hits = 60, 0
+    trials, hits = draws(60), 0
     for seed in range(trials):
-        options = {"max_new": 2 * DIGITS, "reward": reward, "eos": (), "logp_of": lambda _: uniform, "vocab": BASE}
+        options = {"max_new": 2 * DIGITS, "reward": reward, "eos": (), "rows": lambda _: uniform}
         best = run(BoN(n=100, seed=seed), **options)[0].stats["winner"]
         hits += run(SBoN(n=100, seed=seed, tau=DIGITS, alpha=0.9), **options)[0].stats["winner"] == best
     assert abs(hits - kept * trials) <= 3.3 * math.sqrt(trials * kept * (1 - kept)) + 1e-9

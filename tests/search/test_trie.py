@@ -8,14 +8,11 @@ import pytest
 import torch
 
 from engine.errors import UsageError
-from engine.pool import PagePool
-from engine.requests import Evaluate, Report, Task
-from engine.tree import TokenTree
-from models.config import ModelShape
 from search import Trie
 from search.base import evaluate_best
+from tests.search.drive import drive
 
-SHAPE = ModelShape(layers=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=None)
+PROMPT = 3  # tokens
 NEVER = -1e9
 
 
@@ -70,64 +67,25 @@ def beam_search(table, k, max_new, eos, penalty, mode, stops=lambda path: False)
     return [(list(path), score) for score, path in done], alive, step
 
 
-class Watched:
-    """A tree and a table driver: answers Evaluate, checks the tree, gathers what is reported."""
-
-    def __init__(self, table, search, max_new, eos=(), stops=None, prompt=(9, 8, 7), page_size=4, deep=False):
-        self.pool = PagePool(SHAPE, 4000, page_size)
-        self.tree = TokenTree(self.pool, list(prompt))
-        self.settled, self.frontiers, self.best = [], [], []
-        generator = search.run(Task(self.tree, max_new, frozenset(eos), table.vocab, stops))
-        answer = None
-        while True:
-            try:
-                request = generator.send(answer)
-            except StopIteration as end:
-                self.result = end.value
-                break
-            if isinstance(request, Report):
-                self.settled += request.settled
-                if not deep and request.best is not None:
-                    self.best.append(list(request.best()))
-                    assert self.best[-1][: len(self.settled)] == self.settled
-                answer = None
-                continue
-            assert isinstance(request, Evaluate) and request.tree is self.tree
-            trunk, nodes = self.tree.pending(request.nodes)
-            if deep:  # too deep for checks that cost the depth at every step
-                self.tree.allocate(trunk, nodes)
-                answer = request.answer(torch.stack([table(()) for _ in request.nodes]))
-                continue
-            self.tree.check_invariants()
-            assert not any(map(self.tree.is_evaluated, request.nodes))
-            self.tree.allocate(trunk, nodes)
-            self.pool.check_invariants(self.tree.pages_held)
-            paths = [self.tree.path(n) for n in request.nodes]
-            self.frontiers.append(paths)
-            prefixes = {tuple(p[:i]) for p in paths for i in range(1, len(p) + 1)}
-            assert self.tree.live_tokens == len(prompt) + len(prefixes)  # prompt and distinct ancestors
-            answer = request.answer(torch.stack([table(path) for path in paths]))
-        self.tree.release()
-        self.pool.check_invariants([])
+def watched(table, search, max_new, eos=(), stops=None, page_size=4, **options):
+    run = drive(search, table, max_new, eos, page_size=page_size, hits_stop=stops, **options)
+    assert run.settled == run.outputs[0]
+    assert all(one.live == PROMPT + one.needed for one in run.passes)  # prompt and distinct ancestors
+    return run
 
 
-def outputs(result):
-    return [o.token_ids for o in result.outputs]
-
-
-def compare(table, k, max_new, eos, penalty, mode, returned, stops=None, **options):
+def compare(table, k, max_new, eos, penalty, mode, returned, stops=None):
     search = Trie(k, penalty, mode, returned)
-    ours = Watched(table, search, max_new, eos, stops, **options)
+    ours = watched(table, search, max_new, eos, stops)
     expected, alive, steps = beam_search(table, k, max_new, eos, penalty, mode, stops or (lambda path: False))
-    assert outputs(ours.result) == [path for path, _ in expected[:returned]]
+    assert ours.outputs == [path for path, _ in expected[:returned]]
     for output, (path, score) in zip(ours.result.outputs, expected, strict=False):
         assert output.score == pytest.approx(score, abs=1e-5, rel=1e-6)
         logprob = sum(float(table(path[:i])[t]) for i, t in enumerate(path))
         assert output.logprob == pytest.approx(logprob, abs=1e-4)
         reason = "eos" if path[-1] in eos else "stop" if stops and stops(path) else "length"
         assert output.finish_reason == reason
-    assert ours.settled == ours.result.outputs[0].token_ids
-    assert ours.frontiers[1:] == [list(map(list, live)) for live in alive[: len(ours.frontiers) - 1]]
+    assert ours.paths[1:] == alive[: len(ours.paths) - 1]
     assert ours.result.stats["steps"] <= steps  # it may see the end before the definition does
     return ours
 
@@ -183,9 +141,9 @@ def test_random_settings():
         plain = {"false": False, "true": True}.get(mode, mode)
         penalty = rng.choice([*PENALTIES, -2, 3.5])
         search, max_new = Trie(k, penalty, mode, rng.randint(1, k)), rng.randint(1, 14)
-        ours = Watched(table, search, max_new, eos, page_size=rng.choice([2, 3, 16]))
+        ours = watched(table, search, max_new, eos, page_size=rng.choice([2, 3, 16]))
         expected, *_ = beam_search(table, k, max_new, eos, penalty, plain)
-        assert outputs(ours.result) == [path for path, _ in expected[: search.num_return_sequences]], (seed, search)
+        assert ours.outputs == [path for path, _ in expected[: search.num_return_sequences]], (seed, search)
 
 
 def test_one_beam_is_greedy():
@@ -193,7 +151,7 @@ def test_one_beam_is_greedy():
     path = []
     while len(path) < 20 and (not path or path[-1] not in eos):
         path.append(int(table(path).argmax()))
-    assert outputs(Watched(table, Trie(beams=1), 20, eos).result) == [path]
+    assert watched(table, Trie(beams=1), 20, eos).outputs == [path]
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
@@ -211,29 +169,21 @@ def test_settled_tokens_come_before_the_end():
     """On peaked tables beams agree on all but the last tokens: most of the text is told while they still compete."""
     early = total = 0
     for seed in range(10):
-        table, told = Table(20, seed, sharp=4.0), []
-        ours = Watched(table, Trie(beams=4), 30)
-        told = [len(os_commonprefix(paths)) for paths in ours.frontiers]
-        early += told[-1]
+        ours = watched(Table(20, seed, sharp=4.0), Trie(beams=4), 30)
+        shared = itertools.takewhile(lambda tokens: len({*tokens}) == 1, zip(*ours.paths[-1], strict=False))
+        early += sum(1 for _ in shared)
         total += len(ours.settled)
     assert early > total / 2
 
 
-def os_commonprefix(paths):
-    n = 0
-    while all(len(p) > n and p[n] == paths[0][n] for p in paths):
-        n += 1
-    return paths[0][:n]
-
-
 def test_memory_is_linear_in_beams_and_steps():
     for k in (1, 4, 9):
-        ours = Watched(Table(24, 3, sharp=0.5), Trie(beams=k), 25)
+        ours = watched(Table(24, 3, sharp=0.5), Trie(beams=k), 25)
         low, high = Trie(beams=k).slots(3, 25)
-        assert ours.tree.peak_live <= high
+        assert ours.trees["target"].peak_live <= high
         assert low <= high
-        peaked = Watched(Table(24, 3, sharp=30.0), Trie(beams=k), 25)
-        assert low <= peaked.tree.peak_live <= high
+        peaked = watched(Table(24, 3, sharp=30.0), Trie(beams=k), 25)
+        assert low <= peaked.trees["target"].peak_live <= high
 
 
 def test_configurations_are_checked():
@@ -254,16 +204,10 @@ def test_configurations_are_checked():
 @pytest.mark.parametrize("penalty", [-3.0, 20, -20, 20.0, -20.0])
 def test_extreme_penalties(penalty):
     """A score below -1e9, the stand-in for "nothing finished yet", is no reason to return nothing."""
-    rows = torch.log_softmax(torch.tensor([1.0, 1.0, -6.0]), -1)
-
-    class Flat:
-        vocab = 3
-
-        def __call__(self, path):
-            return rows
+    row = torch.log_softmax(torch.tensor([1.0, 1.0, -6.0]), -1)
 
     for mode in (False, "never"):
-        assert len(Watched(Flat(), Trie(1, penalty, mode), 1300, (2,), deep=True).result.outputs) == 1
+        assert len(drive(Trie(1, penalty, mode), lambda path: row, 1300, (2,), page_size=64).outputs) == 1
 
 
 # --- evaluate_best ---

@@ -11,15 +11,13 @@ import torch
 
 from engine import Engine, Progress, UsageError
 from engine.errors import KVMemoryError
-from engine.pool import PagePool
-from engine.requests import Report, Task
-from engine.tree import TokenTree
 from search import ULTS, Answer
 from search.ults import Children
 from search.ults import prior as ults_prior
 from search.ults.boundary import RULES, Boundary
+from tests.search.drive import drive
 from tools.random_checkpoint import make
-from tools.toy_trees import SHAPE, ToyTree, checksum
+from tools.toy_trees import ToyTree, checksum
 
 ALPHAS = (0.1, 0.2, 0.5, 0.8)
 SEEDS = range(200)
@@ -114,56 +112,27 @@ def row(path, seed=0):
     return torch.log_softmax(torch.tensor([rng.gauss(0, 1.5) for _ in range(VOCAB)]), -1)
 
 
-def follow(search, *, seed=0, slots=4096, eos=EOS, depth=DEPTH, vocab=VOCAB, row=row, hits_stop=None, watch=None):
-    """Drive a search over the table, checking what it does; (result, [paths asked for], settled tokens)."""
-    pool = PagePool(SHAPE, slots, 1)
-    tree = TokenTree(pool, [1, 2, 3])
-    generator = search.run(Task(tree, depth, frozenset(eos), vocab, hits_stop))
-    answer, asked, settled, best = None, [], [], -math.inf
-    error = None
-    while True:
-        try:
-            request = generator.throw(error) if error else generator.send(answer)
-        except StopIteration as end:
-            result = end.value
-            break
-        except BaseException:
-            tree.release()
-            pool.check_invariants([])
-            raise
-        answer = error = None
-        if isinstance(request, Report):
-            settled += request.settled
-            if "nodes" in request.info:
-                assert request.info["best"] is None or request.info["best"] >= best
-                best = -math.inf if request.info["best"] is None else request.info["best"]
-                assert request.info["nodes"] == sum(map(len, asked))
-                scores = [score for score, _ in request.beams()]
-                if request.info["best"] is not None:
-                    assert scores[0] == best and tuple(request.best()) == tuple(request.beams()[0][1])
-                if watch:
-                    watch(request.info)
-            continue
-        try:
-            tree.allocate(*tree.pending(request.nodes))
-        except KVMemoryError as full:
-            error = full
-            continue
-        tree.check_invariants()
-        paths = [tuple(tree.path(node)) for node in request.nodes]
-        assert all(len(path) < depth and (not path or path[-1] not in eos) for path in paths)  # never a leaf
-        asked.append(paths)
-        answer = request.answer(torch.stack([row(path, seed) for path in paths]))
-    tree.release()
-    pool.check_invariants([])
-    assert settled == result.outputs[0].token_ids
-    flat = [path for paths in asked for path in paths]
-    assert len(set(flat)) == len(flat) == result.stats["nodes_evaluated"]
-    assert len(asked) == result.stats["rounds"]
-    assert len(asked[0]) == 1 and max(map(len, asked)) <= search.batch
+def follow(search, *, seed=0, slots=4096, eos=EOS, depth=DEPTH, row=row, **options):
+    """Drive a search over the table, checking what it does; (result, [paths asked for], what it reported)."""
+    run = drive(search, lambda path: row(path, seed), depth, eos, pages=slots, **options)
+    best = -math.inf
+    told = [one for one in run.told if "nodes" in one.report.info]
+    for one in told:
+        info, beams = one.report.info, one.beams
+        assert info["best"] is None or info["best"] >= best
+        best = -math.inf if info["best"] is None else info["best"]
+        if info["best"] is not None:
+            assert beams[0] == (best, one.best)
+    assert [one.report.info["nodes"] for one in told] == [*itertools.accumulate(map(len, run.paths))][-len(told) :]
+    flat = [path for paths in run.paths for path in paths]
+    assert all(len(path) < depth and (not path or path[-1] not in eos) for path in flat)  # never a leaf
+    assert run.settled == run.outputs[0]
+    assert len(set(flat)) == run.evaluated == run.result.stats["nodes_evaluated"]
+    assert len(run.paths) == run.result.stats["rounds"]
+    assert len(run.paths[0]) == 1 and max(map(len, run.paths)) <= search.batch
     if search.k_max:
         assert all(sum(len(path) == level for path in flat) <= search.k_max for level in range(depth))
-    return result, asked, settled
+    return run.result, run.paths, [one.report.info for one in told]
 
 
 def renormalised(path, seed, eos):
@@ -317,9 +286,8 @@ def test_impossible_tokens_are_no_children():
 
 
 def test_the_bound_shrinks_and_ends_below_the_best():
-    bounds = []
-    search = ULTS(batch=1, **EXACT)
-    follow(search, eos=(), watch=lambda info: bounds.append((info["bound"], info["better_exists"])))
+    _, _, told = follow(ULTS(batch=1, **EXACT), eos=())
+    bounds = [(info["bound"], info["better_exists"]) for info in told]
     assert all(a >= b for (a, _), (b, _) in itertools.pairwise(bounds)) and len(bounds) > 4
     assert bounds[0][1] == 1.0 and bounds[-1][1] == 0.0
 
