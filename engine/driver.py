@@ -34,7 +34,7 @@ from engine.jobs import Batch, Job, Pending, Share, Work
 from engine.packing import Chunk
 from engine.phases import PhaseObserver, observed_read, phase
 from engine.pool import PagePool
-from engine.requests import Evaluate, Report, SearchResult
+from engine.requests import Evaluate, Pause, Report, SearchResult
 from engine.runner import Runner
 from engine.slots import Trunk
 from engine.threads import MACHINE
@@ -56,6 +56,7 @@ class Driver:
             runner.observer = observer
         self.waiting: list[Job] = []
         self.running: list[Job] = []
+        self.paused: list[Job] = []  # of those that run; in the order in which they go on, one in a step
         self.work: dict[str, Work] = {name: Work() for name in runners}  # of all searches together
         self._crowded = False  # a search was preempted: none starts before another one ends
         self._landed = 0.0  # when the latest answer of a GPU was read
@@ -109,6 +110,8 @@ class Driver:
             try:
                 with watch("admit"):
                     self._admit()
+                if self.paused:
+                    self._resume(self.paused.pop(0))
                 for name, runner in self.runners.items():
                     self._turn(name, runner)
             except KeyboardInterrupt:  # a tree may have slots that are allocated and were not written
@@ -396,6 +399,9 @@ class Driver:
                 with phase(self.observer, "search"):
                     request = generator.throw(error) if error is not None else generator.send(answer)
                 request = self._request(job, request)
+                if isinstance(request, Pause):
+                    self.paused.append(job)
+                    break
                 pending, plan = self._pending(job, request)
                 job.pending = pending
                 if pending.by_rope:
@@ -418,11 +424,13 @@ class Driver:
         finally:
             del error  # its traceback refers to this frame
 
-    def _request(self, job: Job, request: Any) -> Evaluate:
-        """The search's next Evaluate, after the reports before it are processed. Raises ContractError."""
+    def _request(self, job: Job, request: Any) -> Evaluate | Pause:
+        """The search's next Evaluate or Pause, after the reports before it are processed. Raises ContractError."""
         assert job.generator is not None
         fail = partial(setattr, job, "fault")
         while isinstance(request, Report):
+            if isinstance(request, Pause):
+                return request
             if wrong := report_fault(request):
                 self._refuse(job, wrong)
             if job.foreign:
@@ -487,9 +495,13 @@ class Driver:
             job.result, job.error, job.pending = result, error, None
             # The report's functions refer to the search, and it to its job: a cycle, which keeps the model in memory.
             job.generator, job.report = None, Report(info=job.report.info)
-            if job in self.running:
-                self.running.remove(job)
+            self._leaves(job)
             self._crowded = False
+
+    def _leaves(self, job: Job) -> None:
+        for jobs in (self.running, self.paused):
+            if job in jobs:
+                jobs.remove(job)
 
     @staticmethod
     def _leave(job: Job, best: Sequence[int]) -> None:
@@ -516,7 +528,7 @@ class Driver:
             return
         for tree in job.trees:
             tree.release()
-        self.running.remove(job)
+        self._leaves(job)
         job.trees, job.generator, job.pending, job.settled, job.report = [], None, None, [], Report()
         job.work, job.fault = {}, None
         if job.constrained is not None:

@@ -16,10 +16,10 @@ from engine.budget import Loading, Workload, allow
 from engine.constrained import Constrained
 from engine.contract import attributed, check_search, search_error
 from engine.driver import Driver
-from engine.errors import CoppiceError, UsageError, check_flag, check_integer
+from engine.errors import CoppiceError, UsageError, check_flag, check_integer, shortened
 from engine.jobs import Job
 from engine.loading import LoadedModel, check_arguments, check_companion, load_models
-from engine.logprobs import Kept, check_logprobs
+from engine.logprobs import Kept, check_logprobs, whole
 from engine.memory import check_memory, is_out_of_memory, out_of_memory
 from engine.options import RequestOptions, StreamOptions, check_options
 from engine.phases import PhaseObserver
@@ -137,6 +137,7 @@ class Engine:
         self.observer: PhaseObserver | None = None  # is notified of the phases of each step
         self.load_seconds = 0.0
         self._warned = False  # of a control token that is read as text
+        self.keeps_files = True  # whether searches may keep data about the model in the user's cache folder
 
     @staticmethod
     def load(
@@ -493,7 +494,7 @@ class Engine:
                     self.model.tokenizer,
                     # Measured times would part processes that share the model.
                     None if self.shard.size > 1 else lambda tokens: self.runner.time.charge(tokens, *job.batch_load),
-                    model_key=self.model_key,
+                    model_key=self.model_key if self.keeps_files else "",
                     start_token=self.start_token,
                     judge=self._judge(driver, job, request, ids, eos, stops),
                     spare=lambda pool: driver.spare(job, pool),
@@ -600,15 +601,16 @@ class Engine:
             bare = self.model.tokenizer is not None and not self.model.tokenizer.encode("")
             why = ", and this tokenizer adds no token of its own to begin with" if bare else ""
             raise UsageError("the prompt is empty" + why, remedy="give at least one token to go on from")
-        vocab = self.shape.vocab_size
-        for i, token in enumerate(ids):
-            if type(token) is not int or not 0 <= token < vocab:
-                raise UsageError(f"prompt: expected token ids from 0 to {vocab - 1}, got {token!r}", where=f"token {i}")
         reach = self.shape.max_positions
         if reach is not None and len(ids) > reach:
             raise UsageError(
                 f"the prompt has {len(ids)} tokens, the model's context holds {reach}", remedy="shorten the prompt"
             )
+        vocab = self.shape.vocab_size
+        for i, token in enumerate(ids):
+            if type(token) is not int or not 0 <= token < vocab:
+                got = shortened(repr(token))
+                raise UsageError(f"prompt: expected token ids from 0 to {vocab - 1}, got {got}", where=f"token {i}")
 
     def _step(self, driver: Driver) -> None:
         try:
@@ -619,6 +621,10 @@ class Engine:
             raise out_of_memory() from error
 
     def _outcome(self, prepared: _Prepared) -> SearchResult | CoppiceError:
+        return whole(self._finish(prepared))
+
+    def _finish(self, prepared: _Prepared) -> Generator[None, None, SearchResult | CoppiceError]:
+        """The outcome of a request that is done; yields between pieces of work as long as a pass of few rows."""
         job = prepared.job
         cause, job.error = job.error, None  # its traceback refers to the job
         if cause is not None:
@@ -629,7 +635,7 @@ class Engine:
             prepared.constrained.settle(result, "reward" in prepared.request.search.models)
         try:
             if job.kept is not None:
-                result.outputs = job.kept.fill(result.outputs)
+                result.outputs = yield from job.kept.filling(result.outputs)
         except Exception as failure:
             return self._reported(prepared, failure)
         try:
@@ -675,7 +681,8 @@ def _event_of(job: Job, seen: Prefill | Progress | None) -> Prefill | Progress |
     if not job.prefilled:
         event = Prefill(tree.trunk.cached, tree.prompt_length)
         return None if event == seen else event
-    return None if isinstance(seen, Progress) and seen.report is job.report else Progress(job.report, tree)
+    shown = isinstance(seen, Progress) and seen.report is job.report
+    return None if shown or job.report == Report() else Progress(job.report, tree)  # it may pause before it reports
 
 
 def _check_callable(name: str, value: object, arguments: str = "") -> None:

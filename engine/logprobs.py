@@ -8,10 +8,10 @@ by the request's constraint and processors.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from kernels.rows import log_softmax, top_k
 ROWS = 64  # rows over the vocabulary at a time
 MOST = 1024  # alternatives
 
+T = TypeVar("T")
 Alternatives = list[tuple[int, float]]  # tokens and their log-probabilities, best first
 
 
@@ -95,17 +96,20 @@ class Kept:
     def _place(self, above: int, token: int) -> int:
         return self._after.setdefault((above, token), len(self._after) + 1)
 
-    def fill(self, outputs: Sequence[Output]) -> list[Output]:
-        """Outputs with `token_logprobs` and `top_logprobs`."""
-        found = self.scored([output.token_ids for output in outputs])
+    def filling(self, outputs: Sequence[Output]) -> Generator[None, None, list[Output]]:
+        """Outputs with `token_logprobs` and `top_logprobs`; yields between pieces of the work."""
+        found = yield from self.scoring([output.token_ids for output in outputs])
         return [
             replace(output, token_logprobs=scored.logprobs, top_logprobs=scored.top)
             for output, scored in zip(outputs, found, strict=True)
         ]
 
-    @torch.inference_mode()
     def scored(self, sequences: Sequence[Sequence[int]]) -> list[Scored]:
         """The numbers of sequences of new tokens, which the search may still extend. A GPU is waited for once."""
+        return whole(self.scoring(sequences))
+
+    def scoring(self, sequences: Sequence[Sequence[int]]) -> Generator[None, None, list[Scored]]:
+        """As `scored`; yields after every `ROWS` rows that the head was applied to."""
         paths = [self._path(tokens) for tokens in sequences]
         entries = {place: entry for path in paths for place, entry in path if self._has_row(place, entry)}
         row = {place: i for i, place in enumerate(entries)}
@@ -115,7 +119,9 @@ class Kept:
             for (place, _), token in zip(path, tokens, strict=True)
             if place in row
         }
-        logps, top = self._evaluate([*entries], [*entries.values()], sorted(pairs)) if pairs else ({}, [])
+        logps, top = {}, []
+        if pairs:
+            logps, top = yield from self._evaluate([*entries], [*entries.values()], sorted(pairs))
         found = []
         for path, tokens in zip(paths, sequences, strict=True):
             scored = Scored([], [])
@@ -144,19 +150,15 @@ class Kept:
 
     def _evaluate(
         self, places: Sequence[int], entries: Sequence[Known | None], pairs: Sequence[tuple[int, int]]
-    ) -> tuple[dict[tuple[int, int], float], list[Alternatives]]:
+    ) -> Generator[None, None, tuple[dict[tuple[int, int], float], list[Alternatives]]]:
         """The log-probabilities of (row, token), in the order of rows, and the alternatives of each row."""
-        parts, device = [], self.runner.device
+        parts = []
         row_M, token_M = torch.tensor(pairs).T
         for first in range(0, len(places), ROWS):
-            hidden_NE = torch.stack([self._row[place] for place in places[first : first + ROWS]])
-            logits_NV = self.runner.model.logits(hidden_NE)
-            logp_NV = log_softmax(logits_NV, self.runner.vocab_size, impl=self.runner.impl)[0]
-            if self.constrained is not None:
-                self.constrained.rewrite([e for e in entries[first : first + ROWS] if e], logp_NV, logits_NV)
+            some = slice(first, first + ROWS)
             mine = (row_M >= first) & (row_M < first + ROWS)
-            place = (row_M[mine] - first).to(device, non_blocking=True), token_M[mine].to(device, non_blocking=True)
-            parts += [logp_NV[place].double(), top_k(logp_NV, self.k).flatten()]
+            parts += self._piece(places[some], entries[some], row_M[mine] - first, token_M[mine])
+            yield
         numbers = torch.cat(parts).cpu().split([len(part) for part in parts])
         top = []
         for numbers_n2k in numbers[1::2]:
@@ -165,6 +167,27 @@ class Kept:
                 top.append([(token, logp) for logp, token in ranked if logp > -math.inf])
         found = dict(zip(pairs, torch.cat(numbers[::2]).tolist(), strict=True))
         return found, top or [[] for _ in places]
+
+    @torch.inference_mode()
+    def _piece(
+        self, places: Sequence[int], entries: Sequence[Known | None], row_M: Tensor, token_M: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The log-probabilities of tokens in rows, and the best tokens of the rows, float64, on the device."""
+        logits_NV = self.runner.model.logits(torch.stack([self._row[place] for place in places]))
+        logp_NV = log_softmax(logits_NV, self.runner.vocab_size, impl=self.runner.impl)[0]
+        if self.constrained is not None:
+            self.constrained.rewrite([e for e in entries if e], logp_NV, logits_NV)
+        place = row_M.to(self.runner.device, non_blocking=True), token_M.to(self.runner.device, non_blocking=True)
+        return logp_NV[place].double(), top_k(logp_NV, self.k).flatten()
+
+
+def whole(work: Generator[None, None, T]) -> T:
+    """What a generator returns, run to its end."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as stop:
+            return stop.value
 
 
 def check_logprobs(k: Any) -> None:

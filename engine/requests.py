@@ -1,6 +1,6 @@
 """The contract between searches and the engine.
 
-A search is a generator. It yields `Evaluate` and is sent an `Answer`; it yields `Report` and is sent None; it
+A search is a generator. It yields `Evaluate` and is sent an `Answer`; it yields `Report` or `Pause` and is sent None; it
 returns a `SearchResult`. When the KV pool is full, the driver throws KVMemoryError at the `Evaluate` that did not fit.
 No node of that request is evaluated then, so the search may drop nodes and yield a request again.
 """
@@ -86,6 +86,11 @@ class Report:
     best: Callable[[], Sequence[int]] | None = None
     info: dict[str, Any] = field(default_factory=dict)
     beams: Callable[[], Sequence[tuple[float | None, Sequence[int]]]] | None = None
+
+
+@dataclass(frozen=True)
+class Pause(Report):
+    """Nothing to report: the searches beside may have a pass before this one goes on with a long computation."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +236,13 @@ class Search(ABC):
         widths = [getattr(self, name, 1) for name in ("beams", "num_return_sequences")]
         width = max([1, *(n for n in widths if type(n) is int)])
         return prompt_tokens + new_tokens - 1, prompt_tokens + width * (new_tokens - 1)
+
+    def work(self, new_tokens: int) -> tuple[int, int]:
+        """Numbers that a run of `new_tokens` computes beside the model's rows: (most in a step, most that it keeps).
+
+        A server refuses requests above its limits. By default there are none that count.
+        """
+        return 0, 0
 
     def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:  # noqa: B027  (most need none)
         """Check that a model can serve this search. Raises UsageError; by default it never does."""

@@ -2,15 +2,17 @@
 
 import asyncio
 import contextlib
+import itertools
 import queue
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +26,8 @@ from engine.text.stopping import TextStream
 T = TypeVar("T")
 Checked = _Prepared  # a request after `Service.check`
 Outcome = SearchResult | CoppiceError
+CLIENTS = 4096  # whose last turns are known
+CHECKS = 4  # at once, of as many clients
 
 
 @dataclass(frozen=True)
@@ -45,22 +49,26 @@ class News:
 
 @dataclass(eq=False)
 class Entry:
-    """A request under way.
+    """A request that waits or runs.
 
     Attributes:
+        client: whose request it is.
         tell: called with every `News`, by the thread that steps; it must not raise.
         text: makes text of settled tokens; None if the caller wants the result alone.
         wants: set by the caller while it waits for the next event; None if it wants none.
         told: whether `tell` was called, which happens first when the search starts.
         seen: the latest event.
+        finish: makes the outcome of a search that has ended, a piece at a time.
     """
 
     checked: Checked
+    client: str
     tell: Callable[[News], None]
     text: TextStream | None
     wants: threading.Event | None = None
     told: bool = False
     seen: Prefill | Progress | None = None
+    finish: Generator[None, None, Outcome] | None = None
 
     @property
     def job(self) -> Job:
@@ -68,16 +76,22 @@ class Entry:
 
 
 class Service:
-    """Steps the requests of one engine. All methods but `check` belong to one thread, `check` to one thread as well.
+    """Steps the requests of one engine. All methods but `check` belong to one thread; any threads may check at once.
+
+    A place that becomes free goes to the client, of those that wait, with the fewest running requests; of equals to the
+    one whose last turn was the longest ago.
 
     An error of a request ends that request. An error of a pass, such as a machine out of memory, ends those that were
-    under way; the next request finds a new driver and an empty pool.
+    under way; those that wait find a new driver and an empty pool.
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.driver: Driver = engine._driver()
-        self.entries: list[Entry] = []
+        self.entries: list[Entry] = []  # that the driver has
+        self.waiting: dict[str, deque[Entry]] = {}  # by client
+        self._turns: dict[str, int] = {}  # clients -> when they had their last turns, the latest last
+        self._turn = 0
 
     def check(self, request: Request) -> Checked:
         """Check a request against the model and its memory; compiles its grammar. Raises UsageError, KVMemoryError."""
@@ -90,11 +104,13 @@ class Service:
         *,
         stream: bool = False,
         wants: threading.Event | None = None,
+        client: str = "",
     ) -> Entry:
-        """Queue a request; `stream`: its text is wanted as soon as it is certain. `tell`, `wants`: see `Entry`."""
+        """Queue a request of a client; `stream`: its text is wanted as soon as it is certain. `tell`, `wants`: see
+        `Entry`."""
         text = TextStream(self.engine.model.tokenizer, checked.request.stop) if stream else None
-        entry = Entry(self.engine._start(self.driver, checked), tell, text, wants)
-        self.entries.append(entry)
+        entry = Entry(checked, client, tell, text, wants)
+        self.waiting.setdefault(client, deque()).append(entry)
         return entry
 
     def cancel(self, entry: Entry) -> None:
@@ -103,48 +119,126 @@ class Service:
             self.entries.remove(entry)
             self.driver.cancel(entry.job)
             entry.job.error = None  # see `Engine._submit`
+        elif entry in (queue := self.waiting.get(entry.client, deque())):
+            queue.remove(entry)
+            if not queue:
+                del self.waiting[entry.client]
 
     @property
     def busy(self) -> bool:
-        return self.driver.busy
+        return self.driver.busy or bool(self.waiting or self.entries)
 
     def step(self) -> None:
         """Evaluate one pass, and tell what it did."""
         try:
-            self.engine._step(self.driver)
+            self._admit()
+            if self.driver.busy:
+                self.engine._step(self.driver)
         except BaseException as error:  # libraries in other languages panic with one
-            self.end(_ours(error, "a forward pass failed"))
+            self._abandon(_ours(error, "a forward pass failed"))
         for entry in [*self.entries]:
-            try:
+            with self._failing(entry):
                 self._report(entry)
-            except BaseException as error:
-                self.cancel(entry)
-                entry.tell(News(entry.job.started, outcome=_ours(error, "the answer failed")))
+        self._finish()
+
+    @contextlib.contextmanager
+    def _failing(self, entry: Entry) -> Iterator[None]:
+        """An error ends one request."""
+        try:
+            yield
+        except BaseException as error:
+            self.cancel(entry)
+            entry.tell(News(entry.job.started, outcome=_ours(error, "the answer failed")))
 
     def close(self) -> None:
         """Abandon all requests and return their pages."""
+        self.waiting.clear()
         entries, self.entries = self.entries, []
         self.driver.close()
         for entry in entries:
             entry.job.error = None
 
+    def end(self, error: CoppiceError) -> None:
+        """End all requests with an error, and begin afresh."""
+        waiting, self.waiting = self.waiting, {}
+        self._abandon(error)
+        for entry in itertools.chain(*waiting.values()):
+            entry.tell(News(0.0, outcome=error))
+
+    def _abandon(self, error: CoppiceError) -> None:
+        """End the requests that the driver has with an error; those that wait get a new one."""
+        entries, work, waiting = self.entries, self.driver.work, self.waiting
+        try:
+            self.close()
+        finally:
+            self.driver = self.engine._driver()
+            self.driver.work, self.waiting = work, waiting
+            for entry in entries:
+                entry.tell(News(entry.job.started, outcome=error))
+
+    def _admit(self) -> None:
+        """Hand over as many requests as the driver starts at once. It has others first if it had to preempt some."""
+        room = 0 if self.driver.waiting else self.driver.parallel - len(self.driver.running)
+        running = Counter(entry.client for entry in self.entries)
+        for _ in range(room):
+            if not self.waiting:
+                return
+            client = min(self.waiting, key=lambda each: (running[each], self._turns.get(each, 0)))
+            entry = self.waiting[client].popleft()
+            if not self.waiting[client]:
+                del self.waiting[client]
+            running[client] += 1
+            self._note_turn(client)
+            try:
+                self.engine._start(self.driver, entry.checked)
+                self.entries.append(entry)
+            except Exception as error:
+                entry.tell(News(0.0, outcome=_ours(error, "the start failed")))
+
+    def _note_turn(self, client: str) -> None:
+        self._turn += 1
+        self._turns.pop(client, None)
+        self._turns[client] = self._turn
+        if len(self._turns) > CLIENTS:
+            del self._turns[next(iter(self._turns))]
+
     def _report(self, entry: Entry) -> None:
-        job, text = entry.job, ""
-        if not job.started:  # it waits in the driver's queue
+        """Tell what a step did for a request that has started and not ended."""
+        job, text, event = entry.job, "", None
+        if not job.started or entry.finish is not None:
             return
         if entry.text is not None and job.settled:
             text = entry.text.push(job.settled)
-        outcome = event = None
         if job.done:
-            outcome = self.engine._outcome(entry.checked)
-            if entry.text is not None and isinstance(outcome, SearchResult):
-                text += entry.text.finish(outcome.outputs[0].text)
-            self.entries.remove(entry)
+            entry.finish = self.engine._finish(entry.checked)
         elif entry.wants is not None and entry.wants.is_set():
             event = self._event(entry)
-        if text or event or outcome is not None or not entry.told:
+        if text or event or not entry.told:
             entry.told = True
-            entry.tell(News(job.started, text, outcome, event))
+            entry.tell(News(job.started, text, event=event))
+
+    def _finish(self) -> None:
+        """Go on with the outcomes of searches that have ended, until one of them had a piece of work to do."""
+        for entry in [entry for entry in self.entries if entry.finish is not None]:
+            with self._failing(entry):
+                if not self._ended(entry):
+                    self.entries.remove(entry)
+                    self.entries.append(entry)  # the others have their turn first
+                    return
+
+    def _ended(self, entry: Entry) -> bool:
+        """Go on with the outcome of a search; whether it is there, and told."""
+        assert entry.finish is not None
+        try:
+            next(entry.finish)
+            return False
+        except StopIteration as stop:
+            outcome, text = stop.value, ""
+        if entry.text is not None and isinstance(outcome, SearchResult):
+            text = entry.text.finish(outcome.outputs[0].text)
+        self.entries.remove(entry)
+        entry.tell(News(entry.job.started, text, outcome))
+        return True
 
     @staticmethod
     def _event(entry: Entry) -> Prefill | Progress | None:
@@ -163,17 +257,6 @@ class Service:
         ready |= {} if beams is None else {"beams": lambda: beams}
         return Progress(replace(report, **ready), tree)
 
-    def end(self, error: CoppiceError) -> None:
-        """End all requests with an error, and begin afresh."""
-        entries, work = self.entries, self.driver.work
-        try:
-            self.close()
-        finally:
-            self.driver = self.engine._driver()
-            self.driver.work = work
-            for entry in entries:
-                entry.tell(News(entry.job.started, outcome=error))
-
 
 @dataclass(eq=False)
 class Handle:
@@ -189,8 +272,54 @@ class Handle:
     gone: bool = False
 
 
+class Checks:
+    """Threads that check requests, those of a client one after another: nobody's checks wait for all of another's."""
+
+    def __init__(self, threads: int = CHECKS):
+        self._threads = ThreadPoolExecutor(threads, "check")
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # in turn
+        self._busy: set[str] = set()  # clients one of whose requests is being checked
+
+    def submit(self, client: str, function: Callable[[], T]) -> "Future[T]":
+        """Have a function called for a client; a future that is cancelled before has it not called at all."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._waiting.setdefault(client, deque()).append((future, function))
+        self._threads.submit(self._run)
+        return future
+
+    def stop(self) -> None:
+        """Take no more; what waits is still called."""
+        self._threads.shutdown(wait=False)
+
+    def _run(self) -> None:
+        """In a thread: check what there is. Whoever has checked for a client goes on with what it left waiting."""
+        client = None
+        while True:
+            with self._lock:
+                if client is not None:
+                    self._busy.discard(client)
+                client = next((each for each in self._waiting if each not in self._busy), None)
+                if client is None:
+                    return
+                mine = self._waiting.pop(client)
+                future, function = mine.popleft()
+                if mine:
+                    self._waiting[client] = mine
+                self._busy.add(client)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+                except BaseException as error:  # a panic of a library, which would end the event loop
+                    future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"[:500]))
+            del future, function
+
+
 class StepThread:
-    """A thread that steps services, and one that checks requests: a long prompt or a grammar delays no step.
+    """A thread that steps services, and those that check requests: a long prompt or a grammar delays no step.
 
     `call` and `cancel` are for any thread, `check` and `submit` for coroutines of any event loop. When the thread ends,
     by `stop` or by a bug, the requests under way end with an error and later ones are refused: nothing waits for ever.
@@ -200,7 +329,7 @@ class StepThread:
         self.services: list[Service] = []  # complete before `start`
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended, self._lock = "", threading.RLock()  # why no call is taken any more; `call` may be a finalizer's
-        self._checks = ThreadPoolExecutor(1, "check")
+        self._checks = Checks()
         self._threads = torch.get_num_threads()  # a new thread would begin with the library's number
         self._thread: threading.Thread | None = None
 
@@ -222,15 +351,16 @@ class StepThread:
             self._require()
             self._calls.put(function)
 
-    async def check(self, function: Callable[[], T]) -> T:
-        """Call a function in the checking thread; returns and raises what the function does.
+    async def check(self, function: Callable[[], T], client: str = "") -> T:
+        """Call a function in a checking thread, for a client; returns and raises what the function does. Cancelled
+        before it has begun it is not called, later its result is dropped.
 
         Raises:
             CoppiceError: the thread has ended.
         """
         with self._lock:
             self._require()
-            future = asyncio.wrap_future(self._checks.submit(self._unless_ended, function))
+            future = asyncio.wrap_future(self._checks.submit(client, partial(self._unless_ended, function)))
         try:
             return await future
         finally:
@@ -266,6 +396,7 @@ class StepThread:
         *,
         stream: bool = False,
         wants: threading.Event | None = None,
+        client: str = "",
     ) -> Handle:
         """As `Service.submit`, for a coroutine: its event loop calls `hear`, also with an error of the start.
 
@@ -282,7 +413,7 @@ class StepThread:
             if handle.gone:
                 return
             try:
-                handle.entry = service.submit(checked, tell, stream=stream, wants=wants)
+                handle.entry = service.submit(checked, tell, stream=stream, wants=wants, client=client)
             except Exception as error:
                 tell(News(0.0, outcome=_ours(error, "the start failed")))
 
@@ -305,7 +436,7 @@ class StepThread:
         with self._lock:
             self._ended = self._ended or "the engine was closed"
             self._calls.put(None)
-        self._checks.shutdown(wait=False)
+        self._checks.stop()
         if self._thread is not None:
             self._thread.join()
 

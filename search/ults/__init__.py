@@ -9,7 +9,7 @@ logarithms. A node's samples are keyed by its path, so they do not depend on the
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from search.base import (
 from search.finished import Candidate, Finished
 from search.options import MAX_PENALTY, MAX_SEED, check_choices, check_integers, check_numbers
 from search.ults.boundary import RULES, Boundary, Family, Samples
-from search.ults.delta import Delta, fit, path_key
+from search.ults.delta import POOL, Delta, fit, path_key
 from search.ults.prior import Vectors, dirichlet, own_vectors
 
 SHOWN_NODES = 8  # open nodes among the candidates of a report
@@ -186,15 +186,27 @@ class ULTS(Search):
     def _prior(self, task: Task, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Delta, str]]:
         """The distributions of Delta, and the source of the softmax vectors that they are computed from."""
         depth, source = task.max_new_tokens, self.prior
-        if source == "dirichlet" or depth == 1:  # all children are leaves: Delta is not used
-            vectors = dirichlet(float(self.alpha), task.vocab_size)
+        if depth == 1:  # all children are leaves: Delta is not used
+            vectors = Vectors.of(logp_NV)
+        elif source == "dirichlet":
+            vectors = self._dirichlet(task.vocab_size)
         elif source == "auto":
             vectors, source = yield from own_vectors(task, self.children, logp_NV)
         else:
             vectors = Vectors.load(Path(source).expanduser())
         penalty, eos = float(self.length_penalty), task.eos_token_ids
         options = (self.children, self.samples, eos, self.fixed_length, penalty, self.fit == "beta")
-        return fit(vectors, depth, *options), source
+        return (yield from fit(vectors, depth, *options)), source
+
+    def _dirichlet(self, vocab_size: int) -> Vectors:
+        """The prior's vectors. `check` has them made, which takes seconds, and they stay with the request."""
+        if vocab_size not in self._made:
+            self._made[vocab_size] = dirichlet(float(self.alpha), vocab_size)
+        return self._made[vocab_size]
+
+    @cached_property
+    def _made(self) -> dict[int, Vectors]:
+        return {}
 
     def _report(self, task: Task, boundary: Boundary, leaves: Finished, nodes: int, better: float) -> Report:
         """The state of the search: the best leaf, the bound of all open nodes, the probability that one exceeds it."""
@@ -217,8 +229,16 @@ class ULTS(Search):
         nodes = min(self.k_max * (new_tokens - 1) or 1 << 40, self.budget or 1 << 40)
         return prompt_tokens + new_tokens - 1, prompt_tokens + nodes
 
+    def work(self, new_tokens: int) -> tuple[int, int]:
+        nodes = self.slots(1, new_tokens)[1] - 1
+        of_node = self.samples * (1 if self.select == "flat" else self.children)
+        tapes = new_tokens * (POOL + self.samples) * (2 if self.length_penalty else 1)
+        return self.batch * self.children * self.samples, nodes * of_node + tapes
+
     def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        if self.prior not in ("auto", "dirichlet"):
+        if self.prior == "dirichlet":
+            self._dirichlet(vocab_size)
+        elif self.prior != "auto":
             Vectors.load(Path(self.prior).expanduser())  # errors of the file come before anything is evaluated
         if self.fixed_length and all(token in eos_token_ids for token in range(vocab_size)):
             raise UsageError("fixed_length: every token of the vocabulary ends the text")

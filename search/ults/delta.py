@@ -6,20 +6,22 @@ comparison, a Beta on [0, 1] is fitted to them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.errors import UsageError
+from engine.requests import Pause
 from search.ults.distributions import beta_draws
 from search.ults.prior import DRAWS, Vectors
 
 POOL = 1 << 14  # draws on the tape of a level, from which nodes read their samples
 STRIDE = 0x9E3779B1  # odd: siblings whose tokens differ by less than POOL read different windows
 WORD = (1 << 64) - 1
+KEPT_NUMBERS = 1 << 25  # of the distributions that are kept for other requests
 
 
 def path_key(path: int, token: int) -> int:
@@ -44,6 +46,11 @@ class Delta:
     length_LP: Tensor | None
     samples: int
 
+    @property
+    def numbers(self) -> int:
+        """The numbers on its tapes."""
+        return self.log_LP.numel() * (1 if self.length_LP is None else 2)
+
     def places(self, nodes: Sequence[tuple[int, int]], token_FC: Tensor) -> Tensor:
         """Where on the tapes the windows [F, C] of children begin, by their level, parent and token.
 
@@ -64,6 +71,9 @@ class Delta:
         return log_CN, self.length_LP.as_strided(shape, (1, 1)).index_select(0, place_C)
 
 
+_FITTED: dict[tuple[Any, ...], Delta] = {}  # by the arguments of `fit`, the latest last
+
+
 def _children(vectors: Vectors, children: int, eos: frozenset[int], fixed_length: bool) -> tuple[Tensor, Tensor]:
     """For each softmax vector the log-probabilities of a node's children, and whether each ends the sequence."""
     logp_RK, ends_RK = vectors.logp_RK, torch.isin(vectors.tokens_RK, torch.tensor(sorted(eos), dtype=torch.int64))
@@ -78,7 +88,6 @@ def _children(vectors: Vectors, children: int, eos: frozenset[int], fixed_length
     return logp_RK[:, :children], ends_RK[:, :children]
 
 
-@lru_cache(maxsize=16)
 def fit(
     vectors: Vectors,
     depth: int,
@@ -88,8 +97,8 @@ def fit(
     fixed_length: bool = False,
     length_penalty: float = 0.0,
     beta: bool = False,
-) -> Delta:
-    """Algorithm 1: from p(c) to p(Delta) of every level, from the leaves up.
+) -> Generator[Pause, None, Delta]:
+    """Algorithm 1: from p(c) to p(Delta) of every level, from the leaves up; pauses after each level.
 
     Args:
         vectors: p(c).
@@ -101,6 +110,9 @@ def fit(
         length_penalty: the best completion is the one with the best logprob / length ** length_penalty.
         beta: replace the draws of each level by draws of the maximum-likelihood Beta(a, b), of the same ranks.
     """
+    key = vectors, depth, children, samples, eos, fixed_length, length_penalty, beta
+    if key in _FITTED:
+        return _FITTED[key]
     generator = torch.Generator().manual_seed(1)
 
     def pick(high: int, *size: int) -> Tensor:
@@ -127,4 +139,8 @@ def fit(
         log_LP[level] = below_D[tape_P]
         if length_LP is not None:
             length_LP[level] = lengths_D[tape_P]
-    return Delta(log_LP, length_LP, samples)
+        yield Pause()
+    _FITTED[key] = Delta(log_LP, length_LP, samples)
+    while len(_FITTED) > 1 and sum(delta.numbers for delta in _FITTED.values()) > KEPT_NUMBERS:
+        del _FITTED[next(iter(_FITTED))]
+    return _FITTED[key]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import safetensors.torch
 import torch
@@ -18,7 +19,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from engine.errors import KVMemoryError, UsageError
-from engine.requests import Answer, Evaluate, Report, Task
+from engine.pool import PagePool
+from engine.requests import Answer, Evaluate, Pause, Report, Task
 from engine.sampling import draws
 from engine.tree import TokenTree
 from models.checkpoint import write_tensors
@@ -26,7 +28,9 @@ from models.files import read_regular, replacing
 from search.ults.distributions import log_gamma
 
 GATHERED = 32  # completions, and most tokens of each, that a search gathers when there is no prior
-UNDER_WAY: set[Path | None] = set()  # files whose vectors a search of this process is gathering
+MOST_KEPT = 16  # collections of vectors in memory, of a model
+KEPT: "WeakKeyDictionary[PagePool, dict[tuple[int, frozenset[int]], Vectors]]" = WeakKeyDictionary()
+UNDER_WAY: set[Any] = set()  # files, or keys of `KEPT`, whose vectors a search of this process is gathering
 WIDTH = 64  # largest entries of a softmax vector that are kept: smaller ones do not decide a maximum
 DRAWS = 4096  # of Delta per level: N of algorithm 1
 STICKS, LEFT = 512, 1e-9  # most entries of a Dirichlet vector that are drawn; the expected rest that ends drawing
@@ -186,42 +190,42 @@ def cache_file(model: str, depth: int, branching: int, eos: frozenset[int]) -> P
 
 
 def own_vectors(task: Task, children: int, logp_NV: Tensor) -> Generator[Evaluate | Report, Any, tuple[Vectors, str]]:
-    """The model's softmax vectors along texts that it writes itself, from an earlier run or gathered now.
+    """The model's softmax vectors along texts that it writes itself, from an earlier request or gathered now.
 
-    They depend on the model and not on the prompt, so that no answer depends on earlier requests. When the KV cache has
-    no room for them, the prompt's own vector `logp_NV` takes their place.
+    They depend on the model and not on the prompt, so that no answer depends on earlier requests. Without a file they
+    are kept in memory. When the KV cache has no room for them, the prompt's own vector `logp_NV` takes their place.
     """
     if task.open_tree is None:
         raise UsageError("prior: there is no model to gather one from", remedy="give dirichlet or a file")
-    path = cache_file(task.model_key, task.max_new_tokens, children, task.eos_token_ids)
-    tree = task.open_tree("target", [task.start_token])
-    node = tree.root
-    try:
-        for _ in range(2 * GATHERED):  # one search gathers; the others evaluate a token per step while they wait
-            if path not in UNDER_WAY:
-                break
-            yield Evaluate(tree, [node])
-            tree.keep([tree.root])
-            [node] = tree.grow([tree.root], [task.start_token])
-        tree.release()
-        with suppress(UsageError):
-            if path:
-                return Vectors.load(path), "cached"
-        kept = f", to be kept in {path}" if path else ""
-        yield Report(info={"note": f"gathering a prior of softmax vectors from the model{kept}"})
-        tree = task.open_tree("target", [task.start_token])
-        length = min(task.max_new_tokens, GATHERED)
+    length, eos = min(task.max_new_tokens, GATHERED), task.eos_token_ids
+    path = cache_file(task.model_key, task.max_new_tokens, children, eos)
+    kept = KEPT.setdefault(task.tree.pool, {})
+    key = (id(task.tree.pool), length, eos) if path is None else path
+    for _ in range(2 * GATHERED):  # one search gathers, the others wait
+        if key not in UNDER_WAY:
+            break
+        yield Pause()
+    if path is None and (length, eos) in kept:
+        return kept[length, eos], "cached"
+    with suppress(UsageError):
         if path:
-            UNDER_WAY.add(path)
-        try:
-            vectors, complete = yield from gather(tree, length, task.eos_token_ids, GATHERED)
-            with suppress(OSError):  # without the file the next search gathers again
-                if path and complete:
-                    vectors.save(path)
-        finally:
-            UNDER_WAY.discard(path)
+            return Vectors.load(path), "cached"
+    to = f", to be kept in {path}" if path else ""
+    yield Report(info={"note": f"gathering a prior of softmax vectors from the model{to}"})
+    UNDER_WAY.add(key)
+    tree = task.open_tree("target", [task.start_token])
+    try:
+        vectors, complete = yield from gather(tree, length, eos, GATHERED)
+        with suppress(OSError):  # without the file the next search gathers again
+            if path and complete:
+                vectors.save(path)
+        if path is None and complete:
+            kept[length, eos] = vectors
+            while len(kept) > MOST_KEPT:
+                del kept[next(iter(kept))]
         return vectors, "gathered"
     except KVMemoryError:
         return Vectors.of(logp_NV), "the prompt"
     finally:
+        UNDER_WAY.discard(key)
         tree.release()
