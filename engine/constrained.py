@@ -95,6 +95,8 @@ class Constrained:
         self._logits = renormalise and any(p.of_logits for p in processors)
         self._alone = self.mask is not None and len(self.processors) == 1
         self._bans = any(p.bans for p in processors)
+        # With a long prompt this takes longer than a step; a constraint may have been written by somebody else.
+        self._begun = [None if p is self.mask else p.start(self.prompt) for p in self.processors]
         self._start: tuple[State, ...] | None = None
         self.restart()
 
@@ -176,11 +178,19 @@ class Constrained:
     def _first(self, tree: TokenTree) -> Known:
         """The entry of a tree's first root: after its prompt, which may hold new tokens of the request."""
         if self._start is None:
-            self._start = tuple(p.start(self.prompt) for p in self.processors)
+            self._start = self._starts()
         entry = Known(self._start)
         for token in tree.trunk.tokens[len(self.prompt) : tree.prompt_length]:
             entry = self._next(entry, token)
         return entry
+
+    def _starts(self) -> tuple[State, ...]:
+        """The states after the prompt."""
+        mask = self.mask
+        return tuple(
+            mask.start(self.prompt) if processor is mask and mask is not None else state
+            for processor, state in zip(self.processors, self._begun, strict=True)
+        )
 
     def _next(self, entry: Known, token: int) -> Known:
         """The entry after a token."""
@@ -248,7 +258,7 @@ class Constrained:
 
     def along(self, tokens: Sequence[int]) -> list[Known]:
         """The entry before each of the new tokens, without a tree."""
-        entries = [Known(tuple(p.start(self.prompt) for p in self.processors) if self._start is None else self._start)]
+        entries = [Known(self._starts() if self._start is None else self._start)]
         for token in tokens[:-1]:
             entries.append(self._next(entries[-1], token))
         if self.mask is not None:

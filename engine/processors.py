@@ -6,6 +6,7 @@ edits rows in place, given their states. `Masked` makes a processor of a constra
 
 import functools
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from engine.constraints import WORD, Allowed, Constraint, ConstraintError, State
 
 MOST_ROWS = 64  # masked at a time: a mask's limits take as much memory as its row
 Entry = tuple[int, int, float]  # row, token, number
+ID = array("i").itemsize
 
 
 class Processor:
@@ -116,6 +118,20 @@ def _select(rows_NV: Tensor, which: Sequence[int], edit: Callable[[Tensor], Tens
         rows_NV.index_copy_(0, place_n, edit(rows_NV[place_n]))
 
 
+def pack(tokens: Sequence[int]) -> bytes:
+    """Tokens as a state that is copied and compared at once, `ID` bytes for each."""
+    return array("i", tokens).tobytes()
+
+
+def unpack(states: Sequence[bytes], blank: int) -> Tensor:
+    """Packed tokens, int64 [N, L], with `blank` after those of shorter states."""
+    longest = max(map(len, states), default=0)
+    fill = pack([blank])
+    flat = bytearray().join(state + fill * ((longest - len(state)) // ID) for state in states)
+    found = torch.frombuffer(flat, dtype=torch.int32) if flat else torch.empty(0, dtype=torch.int32)
+    return found.long().view(len(states), longest // ID)
+
+
 def _add(rows_NV: Tensor, entries: Sequence[Entry]) -> None:
     """Add numbers to elements."""
     if entries:
@@ -165,66 +181,65 @@ class Bias(Processor):
 
 class RepetitionPenalty(Processor):
     """Multiplies negative numbers of tokens that occurred, in the prompt or since, by a penalty, and divides positive
-    ones by it (`RepetitionPenaltyLogitsProcessor`). A state is the tokens that occurred, in two parts."""
+    ones by it (`RepetitionPenaltyLogitsProcessor`). A state is the new tokens, packed."""
 
     of_logits = True
 
     def __init__(self, penalty: float):
         self.penalty = penalty
         self._prompt: Tensor = torch.empty(0, dtype=torch.int64)
-        self._known: frozenset[int] = frozenset()
 
     def start(self, prompt: Sequence[int]) -> State:
-        self._known = frozenset(prompt)
-        self._prompt = torch.tensor(sorted(self._known))
-        return frozenset()
+        self._prompt = torch.tensor(prompt, dtype=torch.int64).unique()
+        return b""
 
     def advance(self, state: State, token: int) -> State:
-        return state if token in self._known or token in state else state | {token}
+        return state + pack([token])
 
     def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
-        N, (prompt_n, V) = len(rows_NV), (self._prompt, rows_NV.shape[1])
-        prompt_n = prompt_n[prompt_n < V]
-        flat = [(torch.arange(N).unsqueeze(1) * V + prompt_n).view(-1)]
-        flat.append(torch.tensor([i * V + token for i, state in enumerate(states) for token in state]).long())
-        place = torch.cat(flat).to(rows_NV.device)
-        numbers = rows_NV.view(-1)[place]
+        V, row_N1 = rows_NV.shape[1], torch.arange(len(rows_NV)).unsqueeze(1)
+        since_NL = unpack(states, -1)
+        before_NP, since_n = row_N1 * V + self._prompt[self._prompt < V], (row_N1 * V + since_NL)[since_NL >= 0]
+        place = torch.cat([before_NP.view(-1), since_n]).to(rows_NV.device)
+        numbers = rows_NV.view(-1)[place]  # of a token that occurs twice both get the same
         rows_NV.view(-1)[place] = torch.where(numbers < 0, numbers * self.penalty, numbers / self.penalty)
 
 
 class NoRepeatNGram(Processor):
     """Bans tokens that would complete an n-gram that occurred before, in the prompt or since
-    (`NoRepeatNGramLogitsProcessor`). A state is the last n - 1 tokens, and the n-grams since the prompt."""
+    (`NoRepeatNGramLogitsProcessor`). A state is the last n - 1 tokens of the prompt and the new tokens, packed."""
 
     bans = True
 
     def __init__(self, size: int):
         self.size = size
-        self._prompt: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._prompt: dict[bytes, array] = {}  # n - 1 tokens, packed -> the tokens that follow them
 
     def start(self, prompt: Sequence[int]) -> State:
-        n = self.size - 1
+        n, packed = self.size - 1, pack(prompt)
         self._prompt = {}
         for i in range(len(prompt) - n):
-            before = tuple(prompt[i : i + n])
-            self._prompt[before] = (*self._prompt.get(before, ()), prompt[i + n])
-        return tuple(prompt[max(0, len(prompt) - n) :]) if n else (), {}
+            self._prompt.setdefault(packed[i * ID : (i + n) * ID], array("i")).append(prompt[i + n])
+        return packed[max(0, len(prompt) - n) * ID :]
 
     def advance(self, state: State, token: int) -> State:
-        last, found = state
-        if len(last) == self.size - 1:
-            found = found | {last: (*found.get(last, ()), token)}
-        return (*last, token)[len(last) + 2 - self.size :] if self.size > 1 else (), found
+        return state + pack([token])
 
     def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
-        bans = [
-            (i, token, -math.inf)
-            for i, (last, found) in enumerate(states)
-            if len(last) == self.size - 1
-            for token in {*self._prompt.get(last, ()), *found.get(last, ())}
-            if token < rows_NV.shape[1]
-        ]
-        _add(rows_NV, bans)
+        n, V = self.size - 1, rows_NV.shape[1]
+        every_NL = unpack(states, -1)
+        last_Nn = unpack([state[max(0, len(state) - n * ID) :] for state in states], -2) if n else every_NL[:, :0]
+        follows_NW = every_NL[:, n:] >= 0  # whether the n tokens before are the last ones
+        for i in range(last_Nn.shape[1]):
+            follows_NW &= every_NL[:, i : i + follows_NW.shape[1]] == last_Nn[:, i : i + 1]
+        rows, tokens = [(found := follows_NW.nonzero().T)[0]], [every_NL[found[0], found[1] + n]]
+        for i, state in enumerate(states):
+            if len(state) >= n * ID and (after := self._prompt.get(state[len(state) - n * ID :])):
+                tokens.append(torch.frombuffer(after, dtype=torch.int32).long())
+                rows.append(torch.full((len(after),), i))
+        row_M, token_M = torch.cat(rows), torch.cat(tokens)
+        place_M = (row_M * V + token_M)[token_M < V].to(rows_NV.device)
+        rows_NV.view(-1).index_fill_(0, place_M, -math.inf)
 
 
 class Suppress(Processor):
@@ -239,7 +254,7 @@ class Suppress(Processor):
     bans = True
 
     def __init__(self, tokens: Sequence[int], until: float = math.inf):
-        self.tokens, self.until = sorted(set(tokens)), until
+        self.tokens, self.until = torch.tensor(sorted(set(tokens))), until
 
     def start(self, prompt: Sequence[int]) -> State:
         return 0
@@ -250,7 +265,7 @@ class Suppress(Processor):
     def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
         which = [i for i, state in enumerate(states) if state < self.until]
         if which:
-            place = torch.tensor(self.tokens).to(rows_NV.device)
+            place = self.tokens.to(rows_NV.device)
             _select(rows_NV, which, lambda some_NV: some_NV.index_fill_(1, place, -math.inf))
 
 
