@@ -59,10 +59,10 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf) -> N
 def check_flag(name: str, value: Any) -> None:
     """Check that a value is True or False. Raises UsageError."""
     if not isinstance(value, bool):
-        raise UsageError(f"{name}: expected true or false, got {value!r}")
+        raise UsageError(f"{name}: expected true or false, got {shortened(repr(value))}")
 
 
 def _check_range(name: str, value: Any, low: float, high: float, kind: Any, words: str) -> None:
     if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:
         limits = f">= {low}" if high == math.inf else f"from {low} to {high}"
-        raise UsageError(f"{name}: expected {words} {limits}, got {value!r}")
+        raise UsageError(f"{name}: expected {words} {limits}, got {shortened(repr(value))}")

@@ -152,7 +152,7 @@ class Service:
 
     def close(self) -> None:
         """Abandon all requests and return their pages."""
-        self.waiting.clear()
+        self.waiting = {}
         entries, self.entries = self.entries, []
         self.driver.close()
         for entry in entries:

@@ -33,3 +33,6 @@ class Speculative(Sampling):
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         return self.as_dsbd().slots(prompt_tokens, new_tokens)
+
+    def work(self, new_tokens: int) -> tuple[int, int]:
+        return self.as_dsbd().work(new_tokens)

@@ -327,8 +327,9 @@ def _sane(digits: str) -> int:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise UsageError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} occurs twice")
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise UsageError(f"the key {shortened(twice)!r} occurs twice")
     return record
 
 
@@ -422,7 +423,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 def _known(record: dict[str, Any], keys: Sequence[str], where: str) -> None:
     for key in record:
         if key not in keys:
-            near = difflib.get_close_matches(key, keys, 1)
+            near = difflib.get_close_matches(key[:100], keys, 1)
             rest = "--help lists all, as flags" if where else f"known: {', '.join(keys)}"
             remedy = f"did you mean {near[0]}?" if near else rest
             raise UsageError(f"{where}{key[:100]}: no such key", remedy=remedy)

@@ -1,6 +1,7 @@
 """The bodies of OpenAI's requests, with the parameters of every search besides, as requests of the engine."""
 
 import argparse
+import functools
 import secrets
 import time
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 from engine.app.batch import make_request
 from engine.app.cli import template_options
 from engine.catalogue import Catalogue
-from engine.contract import slots_of
+from engine.contract import attributed, slots_of
 from engine.engine import Request
 from engine.errors import UsageError, check_flag, check_integer, shortened
 from engine.prompting import TemplateOptions
@@ -49,7 +50,32 @@ RENAMED = {  # names of others -> keys of a batch line's params
 }
 PLAIN_DRAWS = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # that any search may be given
 MOST_LOGPROBS = 20
-MOST_STRINGS = 256  # of a list that every step goes through
+MOST_FIELDS = 256  # of a body
+# Fields that a check or every step goes through -> most entries, most values and most characters of all entries.
+MOST: dict[str, tuple[int, int, int]] = {
+    "messages": (4096, 1 << 16, 1 << 62),  # their characters: as of a prompt
+    "tools": (1024, 1 << 16, 1 << 20),
+    "template": (256, 1 << 14, 1 << 18),
+    "chat_template_kwargs": (256, 1 << 14, 1 << 18),
+    "response_format": (256, 1 << 16, 1 << 18),
+    "json_schema": (1 << 14, 1 << 16, 1 << 18),
+    "regex": (1, 1, 1 << 16),
+    "grammar": (1, 1, 1 << 18),
+    "choices": (4096, 1 << 15, 1 << 16),
+    "stop": (256, 256, 4096),
+    "bad_words": (256, 4096, 1 << 14),
+    "sequence_bias": (256, 4096, 0),
+    "logit_bias": (4096, 8192, 1 << 16),
+    "suppress_tokens": (4096, 4096, 0),
+    "begin_suppress_tokens": (4096, 4096, 0),
+    "eos_token_ids": (64, 64, 0),
+}
+OTHERS = 64, 256, 4096  # of any other field
+MOST_NGRAM = 64  # tokens that are compared after every token
+STEP_WORK, KEPT_WORK = 1 << 16, 1 << 20  # numbers of a search for each sequence of the width, see `Search.work`
+MOST_ROWS = 1 << 16  # of the model's width, that a request with log-probabilities keeps
+MOST_ALTERNATIVES = 1 << 17  # log-probabilities of a reply
+SPELLINGS = 1 << 16  # that are kept
 TRACED = 5000  # nodes of a trace
 OWN = ("model", "stream", "stream_options", "trace", "catalogue", "use_beam_search", "return_token_ids")
 RECORD = {CHAT: ("messages", "tools", "template", "think", "response_format"), COMPLETIONS: ("response_format",)}
@@ -97,8 +123,15 @@ class Served:
         self.template: TemplateOptions = template_options(self.args)
         self.created = int(time.time())
         self._bytes: list[bytes] | None = None
+        self.spelling = functools.lru_cache(SPELLINGS)(self._spelling)
 
-    def spelling(self, token: int) -> tuple[str, list[int]]:
+    @functools.cached_property
+    def longest(self) -> int:
+        """The most characters that a token stands for; 0 without a tokenizer."""
+        tokenizer = self.engine.model.tokenizer
+        return 0 if tokenizer is None else tokenizer.longest
+
+    def _spelling(self, token: int) -> tuple[str, list[int]]:
         """A token's text in the middle of a text, and its bytes, which may be a part of a character."""
         tokenizer = self.engine.tokenizer
         if self._bytes is None:
@@ -143,7 +176,7 @@ def prompts_of(body: Mapping[str, Any], kind: str) -> list[Any]:
     if kind == CHAT:
         return [_messages(body.get("messages"))]
     prompt = body.get("prompt")
-    if isinstance(prompt, list) and prompt and not all(type(token) is int for token in prompt):
+    if isinstance(prompt, list) and prompt and type(prompt[0]) is not int:
         return prompt
     return [prompt]
 
@@ -172,6 +205,7 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
     Raises:
         CoppiceError: a field is unknown, refused, malformed or above a limit.
     """
+    _sizes(body, served, limits)
     _refuse(body, kind)
     params = _params(body, served, kind)
     base = {key: body[key] for key in RECORD[kind] if key in body} | {"params": params}
@@ -187,7 +221,7 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
             seed = secrets.randbits(63) if seed is None else seed
             request = replace(request, search=replace(request.search, seed=seed))
         request = replace(request, cache_salt=salt)
-        _limit(request, limits)
+        _limit(request, limits, served)
         if "catalogue" in body:
             request = replace(request, catalogue=_catalogue(body["catalogue"], served.catalogues))
         if _flag(body, "trace"):
@@ -290,24 +324,98 @@ def _catalogue(name: Any, known: Mapping[str, Catalogue]) -> Catalogue:
     return known[name]
 
 
-def _limit(request: Request, limits: Limits) -> None:
-    """Raises UsageError."""
-    prompt = len(request.prompt)  # tokens, by now
+def _sizes(body: Mapping[str, Any], served: Served, limits: Limits) -> None:
+    """Compare the sizes of a body's fields with the limits, before anything is done with them. Raises UsageError."""
+    if len(body) > MOST_FIELDS:
+        raise UsageError(f"the body has {len(body)} fields, this server takes {MOST_FIELDS}")
+    for key, value in body.items():
+        if key not in ("prompt", *IGNORED):
+            _size(key, value, *MOST.get(key, OTHERS))
+    engine = served.engine
+    reach = limits.prompt or engine.shape.max_positions or engine.pool.pages * engine.pool.page_size
+    prompt = body.get("prompt")
+    for each in prompt if isinstance(prompt, list) and prompt and type(prompt[0]) is not int else [prompt]:
+        if isinstance(each, list) and len(each) > reach:
+            raise UsageError(f"the prompt has {len(each)} tokens, at most {reach} fit the context")
+        if isinstance(each, str):
+            _length("the prompt has", len(each), reach, served)
+    if isinstance(body.get("messages"), list):
+        _length("the messages have", _weight(body["messages"], 1 << 62)[1], reach, served)
+
+
+def _size(name: str, value: Any, entries: int, values: int, characters: int) -> None:
+    """Raises UsageError if a field has more entries, values in all or characters in all."""
+    if isinstance(value, list | dict) and len(value) > entries:
+        raise UsageError(f"{shortened(name)}: expected at most {entries} entries, got {len(value)}")
+    count, length = _weight(value, values)
+    if count > values:
+        raise UsageError(f"{shortened(name)}: expected at most {values} values in all its lists and objects")
+    if length > characters:
+        raise UsageError(f"{shortened(name)}: expected at most {characters} characters in all, got {length}")
+
+
+def _weight(value: Any, most: int) -> tuple[int, int]:
+    """The number of values in a JSON value, and of their characters; it stops where there are more than `most`."""
+    stack, values, characters = [value], 0, 0
+    while stack and values <= most:
+        value = stack.pop()
+        if isinstance(value, dict):
+            stack += value
+            stack += value.values()
+        elif isinstance(value, list):
+            stack += value
+        else:
+            values += 1
+            characters += len(value) if isinstance(value, str) else 0
+    return values, characters
+
+
+def _length(what: str, characters: int, reach: int, served: Served) -> None:
+    """Raises UsageError for a text that has more characters than a context's tokens can stand for."""
+    if served.longest and characters > reach * served.longest:
+        each = f"{reach} tokens of at most {served.longest} characters"
+        raise UsageError(f"{what} {characters} characters, the context holds {each}", remedy="shorten it")
+
+
+def _limit(request: Request, limits: Limits, served: Served) -> None:
+    """Compare what a request asks for with the limits. Raises UsageError."""
+    prompt, new = len(request.prompt), request.max_new_tokens  # tokens, by now
     if limits.prompt is not None and prompt > limits.prompt:
         raise UsageError(f"the prompt has {prompt} tokens, this server takes {limits.prompt}", remedy="shorten it")
-    if request.max_new_tokens > limits.new_tokens:
-        raise UsageError(f"max_tokens: expected at most {limits.new_tokens}, got {request.max_new_tokens}")
-    for name in ("stop", "bad_words", "sequence_bias"):
-        if len(given := getattr(request, name) or ()) > MOST_STRINGS:
-            raise UsageError(f"{name}: expected at most {MOST_STRINGS}, got {len(given)}")
+    check_integer("max_new_tokens", new, 1)
+    if new > limits.new_tokens:
+        raise UsageError(f"max_new_tokens: expected at most {limits.new_tokens}, got {new}")
+    check_integer("no_repeat_ngram_size", request.no_repeat_ngram_size, 0, MOST_NGRAM)
     if (width := width_of(request.search)) > limits.width:
         raise UsageError(f"the search keeps {width} sequences at once, this server at most {limits.width}")
+    reach = served.engine.shape.max_positions
+    new = new if reach is None else min(new, max(1, reach - prompt + 1))
+    step, kept = work_of(request.search, new)
+    for what, number, most in (("in a step", step, STEP_WORK), ("in all", kept, KEPT_WORK)):
+        if number > most * limits.width:
+            each = f"{number} numbers {what}, this server takes {most * limits.width}"
+            raise UsageError(f"the search computes {each}", remedy="ask for fewer samples, or for fewer tokens")
+    if request.logprobs is not None:
+        check_integer("logprobs", request.logprobs, 0)
+        outputs = getattr(request.search, "num_return_sequences", 1)
+        if (count := outputs * new * (1 + request.logprobs)) > MOST_ALTERNATIVES:
+            what = f"{outputs} x {new} tokens with {request.logprobs} alternatives are {count} log-probabilities"
+            raise UsageError(f"logprobs: {what}, this server takes {MOST_ALTERNATIVES}", remedy="ask for fewer tokens")
+        if width * new > MOST_ROWS:
+            what = f"{width} sequences of {new} tokens are {width * new} rows"
+            raise UsageError(f"logprobs: {what}, this server keeps {MOST_ROWS}", remedy="ask for fewer tokens")
 
 
 def width_of(search: Search) -> int:
     """How many sequences a search keeps at once at most, by its `slots`."""
     new = 1025
     return max(1, -(-(slots_of(search, 1, new)[1] - 1) // (new - 1)))
+
+
+def work_of(search: Search, new_tokens: int) -> tuple[int, int]:
+    """What a search computes beside the model's rows, see `Search.work`. Raises SearchError."""
+    with attributed(type(search)):
+        return search.work(new_tokens)
 
 
 def _messages(messages: Any) -> Any:
@@ -323,7 +431,7 @@ def _message(i: int, message: Mapping[str, Any]) -> dict[str, Any]:
         message["role"] = "system"
     parts = message.get("content")
     if isinstance(parts, list):
-        if wrong := next((part for part in parts if not _is_text(part)), None):
+        for wrong in [part for part in parts if not _is_text(part)][:1]:
             raise UsageError(f"messages[{i}].content: expected parts of type text, got {shortened(repr(wrong))}")
         message["content"] = "".join(part["text"] for part in parts)
     return message

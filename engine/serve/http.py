@@ -4,16 +4,17 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import re
 import secrets
 import sys
 import time
 import traceback
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,7 +29,7 @@ from engine.errors import CoppiceError, UsageError
 from engine.requests import SearchResult
 from engine.serve.answers import Answers, HttpError, encoded, error_body, error_headers, event, status_of
 from engine.serve.fields import CHAT, COMPLETIONS, Limits, Served, prompts_of, read
-from engine.serve.stepper import Abandoned, Stepper, Ticket
+from engine.serve.stepper import Abandoned, Stepper, Ticket, share
 from engine.trace import Trace
 
 SALT = "coppice.salt"  # of cached prefixes, in the scope of a request
@@ -37,11 +38,13 @@ OPEN = ("/", "/health")  # that need no key: they tell nothing
 LOCAL = ("localhost", "127.0.0.1", "::1")
 BODY_SECONDS = 30.0  # from the first byte of a request to the last of its body
 BODIES = 16  # bodies of the largest size that are held at once
+MOST_BRACKETS = 1 << 17  # of a body: the parser makes an object of each without letting other threads run
 PING_SECONDS = 10.0  # a stream without text says that it lives
 STALL_SECONDS = 120.0  # a client that reads nothing for so long is gone
 ENDING_SECONDS = 1.0  # for the last event of a stream, when the server ends
 CLOSED = 499  # of a response that nobody reads
 PAGE = Path(__file__).parent / "page.html"
+T = TypeVar("T")
 
 
 class Application:
@@ -71,7 +74,9 @@ class Application:
         self.served = {one.name: one for one in served}
         self.stepper, self.limits, self.kept, self.verbose = stepper, limits, traces, verbose
         self.traces: OrderedDict[str, Trace] = OrderedDict()
-        self._bytes = 0  # of bodies that are held
+        self._bytes: Counter[str] = Counter()  # of bodies that are held, by client
+        # Without keys, only clients of other machines differ: by their addresses.
+        stepper.alone = len(keys) == 1 or not (keys or not hosts)
         self._page = PAGE.read_text(encoding="utf-8")
         self._policy = _policy(self._page)
         get = {
@@ -125,37 +130,59 @@ class Application:
 
     async def complete(self, kind: str, request: Request) -> Response:
         """Answer a request for completions, as a whole or as a stream."""
-        data = await self._body(request)
-        body = {key: value for key, value in (await self._parsed(data)).items() if value is not None}
+        data, client = await self._body(request), client_of(request.scope)
+        deadline = asyncio.get_running_loop().time() + self.limits.seconds
+        with self._held(client, len(data)):
+            work = self._submitted(kind, data, client, request.scope.get(SALT, ""))
+            del data
+            answers, tickets = await self._awaited(request, work, deadline)
+        if answers.asked.stream:
+            return Events(answers, tickets, deadline, self.limits.seconds, self._log)
+        try:
+            results = await self._awaited(request, asyncio.gather(*(ticket.result() for ticket in tickets)), deadline)
+        finally:
+            _cancel(tickets)
+        data = await _written(answers, lambda: encoded(answers.whole(results)))
+        return Response(data, media_type="application/json")
+
+    async def _submitted(self, kind: str, data: bytes, client: str, salt: str) -> tuple[Answers, list[Ticket]]:
+        """Check the body of a request, and queue what it asks for. Raises CoppiceError."""
+        body = {key: value for key, value in (await self._parsed(data, client)).items() if value is not None}
         served = self._find(body.get("model"))
         identity = ("chatcmpl-" if kind == CHAT else "cmpl-") + secrets.token_urlsafe(16)
-        if (count := len(prompts_of(body, kind))) > served.lane.places:
-            raise UsageError(f"prompt: this server takes {served.lane.places} prompts at once, got {count}")
-        with served.lane.place(count):
-            work = partial(read, body, kind, served, self.limits, identity, request.scope.get(SALT, ""))
-            asked = await self.stepper.check(work)
-            tickets = [served.lane.submit(checked, asked.stream) for checked in asked.checked]
+        if (count := len(prompts_of(body, kind))) > served.lane.most:
+            raise UsageError(f"prompt: this server takes {served.lane.most} prompts of a client at once, got {count}")
+        with served.lane.place(client, count):
+            work = partial(read, body, kind, served, self.limits, identity, salt)
+            asked = await self.stepper.check(work, client)
+            tickets = [served.lane.submit(checked, asked.stream, client) for checked in asked.checked]
         self._keep(asked.traces)
-        answers = Answers(identity, asked)
-        if asked.stream:
-            return Events(answers, tickets, self.limits.seconds, self._log)
-        return await self._whole(request, answers, tickets)
+        return Answers(identity, asked), tickets
 
-    async def _whole(self, request: Request, answers: Answers, tickets: Sequence[Ticket]) -> Response:
-        work = asyncio.ensure_future(asyncio.gather(*(ticket.result() for ticket in tickets)))
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks who has left
+    async def _awaited(self, request: Request, work: "Awaitable[T]", deadline: float) -> T:
+        """The result of work that a request waits for. Raises HttpError at the deadline, and ClientDisconnect."""
+        future = asyncio.ensure_future(work)
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks who has left
         try:
-            async with asyncio.timeout(self.limits.seconds):
-                left = await _until(work, request.receive)
+            async with asyncio.timeout_at(deadline):
+                left = await _until(future, request.receive)
         except TimeoutError:
             raise _late(self.limits.seconds) from None
         finally:
-            work.cancel()
-            _cancel(tickets)
+            future.cancel()
         if left:
-            return Response(status_code=CLOSED)
-        data = await _written(answers, lambda: encoded(answers.whole(work.result())))
-        return Response(data, media_type="application/json")
+            raise ClientDisconnect
+        return future.result()
+
+    @contextlib.contextmanager
+    def _held(self, client: str, size: int) -> Iterator[None]:
+        """Count the bytes of a body that a client has sent, for as long as they are there."""
+        self._bytes[client] += size
+        try:
+            yield
+        finally:
+            self._bytes[client] -= size
+            self._bytes += Counter()  # drops the clients that hold none
 
     def _find(self, name: Any) -> Served:
         """The model of a name. Raises HttpError."""
@@ -175,26 +202,33 @@ class Application:
         large = HttpError(413, f"the body has more than {self.limits.body} bytes", code="body_too_large")
         if int(request.headers.get("content-length", 0)) > self.limits.body:
             raise large
-        data = bytearray()
+        data, client = bytearray(), client_of(request.scope)
         try:
             connection = request.scope.get("state", {}).get(CONNECTION)
             spent = 0.0 if connection is None else time.monotonic() - connection.since
             async with asyncio.timeout(BODY_SECONDS - spent):
                 async for part in request.stream():
                     data += part
-                    self._bytes += len(part)
+                    self._bytes[client] += len(part)
                     if len(data) > self.limits.body:
                         raise large
-                    if self._bytes > BODIES * self.limits.body:
+                    others = self._bytes.total() - self._bytes[client]
+                    if self._bytes[client] > share(BODIES * self.limits.body, others, self.stepper.alone):
                         raise HttpError(503, "too many large bodies at once", code="overloaded")
         except TimeoutError:
             raise HttpError(408, f"the request took more than {BODY_SECONDS:g} s to come", code="timeout") from None
         finally:
-            self._bytes -= len(data)
+            self._bytes[client] -= len(data)
+            self._bytes += Counter()
         return bytes(data)
 
-    async def _parsed(self, data: bytes) -> dict[str, Any]:
-        return parse_record(data) if len(data) < 1 << 16 else await self.stepper.check(partial(parse_record, data))
+    async def _parsed(self, data: bytes, client: str) -> dict[str, Any]:
+        """The object that a body holds. Raises UsageError."""
+        if (count := data.count(b"[") + data.count(b"{")) > MOST_BRACKETS:
+            raise UsageError(f"the body has {count} opening brackets, this server takes {MOST_BRACKETS}")
+        if len(data) < 1 << 16:
+            return parse_record(data)
+        return await self.stepper.check(partial(parse_record, data), client)
 
     def _keep(self, traces: Sequence[Trace]) -> None:
         self.traces.update((str(trace.name), trace) for trace in traces)
@@ -234,10 +268,16 @@ class Events(Response):
     """A stream of server-sent events. It ends the searches when the client leaves, and waits for no reader."""
 
     def __init__(
-        self, answers: Answers, tickets: Sequence[Ticket], seconds: float, log: Callable[[Exception], CoppiceError]
+        self,
+        answers: Answers,
+        tickets: Sequence[Ticket],
+        deadline: float,
+        seconds: float,
+        log: Callable[[Exception], CoppiceError],
     ):
         super().__init__()
-        self.answers, self.tickets, self.seconds, self.log = answers, tickets, seconds, log
+        self.answers, self.tickets, self.log = answers, tickets, log
+        self.deadline, self.seconds = deadline, seconds
         self._turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -264,7 +304,7 @@ class Events(Response):
 
     async def _run(self, send: Send) -> None:
         try:
-            async with asyncio.timeout(self.seconds):
+            async with asyncio.timeout_at(self.deadline):
                 await self._follow(send)
         except TimeoutError:
             await self._put(send, event(error_body(_late(self.seconds))))
@@ -310,6 +350,13 @@ class Events(Response):
                         await send(part)
                 except TimeoutError:
                     raise ConnectionError("the client reads nothing") from None
+
+
+def client_of(scope: Scope) -> str:
+    """Who shares queues fairly with others: the bearer of a key, without keys an address, of IPv6 a network."""
+    address = (scope.get("client") or ("", 0))[0]
+    network = address if ":" not in address else ":".join(ipaddress.ip_address(address).exploded.split(":")[:4])
+    return scope.get(SALT) or network
 
 
 def salt_of(key: bytes) -> str:

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
 import math
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
 
 from engine.errors import CoppiceError
 from engine.requests import SearchResult
@@ -33,8 +35,8 @@ class Ticket:
         outcome: the result or the error; None while it runs.
     """
 
-    def __init__(self, lane: "Lane"):
-        self.lane = lane
+    def __init__(self, lane: "Lane", client: str):
+        self.lane, self.client = lane, client
         self.outcome: Outcome | None = None
         self.handle: Handle  # set when it is submitted
         self.asked, self.began, self.spoke = time.perf_counter(), 0.0, 0.0
@@ -78,6 +80,17 @@ class Ticket:
         return self.outcome
 
 
+def share(places: int, others: int, alone: bool) -> int:
+    """How much of something a client may have: half of what the others leave, so that there is room for the next one.
+
+    Args:
+        others: what the others have of it.
+        alone: whether there can be no other client.
+    """
+    left = places - others
+    return left if alone else min(left, max(1, left // 2))
+
+
 class Lane:
     """The requests of one model, counted by the event loop; they run in its `Service`.
 
@@ -90,7 +103,7 @@ class Lane:
     def __init__(self, name: str, service: Service, queue: int, stepper: "Stepper"):
         self.name, self.service, self.queue, self.stepper = name, service, queue, stepper
         self.open: set[Ticket] = set()
-        self.held = 0  # places of requests that are still being checked
+        self.held: Counter[str] = Counter()  # places of requests that are still being checked, by client
         self._seconds: deque[float] = deque(maxlen=32)  # that the latest requests took once they ran
 
     @property
@@ -99,33 +112,48 @@ class Lane:
         return self.queue + self.service.engine.parallel
 
     @property
+    def most(self) -> int:
+        """Most requests of one client."""
+        return share(self.places, 0, self.stepper.alone)
+
+    @property
     def running(self) -> int:
         return sum(1 for ticket in self.open if ticket.began)
 
     @property
     def waiting(self) -> int:
-        return len(self.open) - self.running + self.held
+        return len(self.open) - self.running + self.held.total()
 
     @contextlib.contextmanager
-    def place(self, count: int):
-        """Hold places for requests while they are checked. Raises Busy."""
-        self.require(count)
-        self.held += count
+    def place(self, client: str, count: int) -> Iterator[None]:
+        """Hold places for requests of a client while they are checked. Raises Busy."""
+        if seconds := self.wait(client, count):
+            self.stepper.metrics.count("requests_refused", self.name)
+            raise Busy(seconds)
+        self.held[client] += count
         try:
             yield
         finally:
-            self.held -= count
+            self.held[client] -= count
+            self.held += Counter()  # drops the clients that hold none
 
-    def require(self, count: int) -> None:
-        """Raises Busy if there is no room for as many requests."""
-        if len(self.open) + self.held + count > self.places:
-            self.stepper.metrics.count("requests_refused", self.name)
-            raise Busy(self.wait())
+    def wait(self, client: str, count: int) -> int:
+        """Seconds until there should be room for further requests of a client; 0: there is.
 
-    def wait(self) -> int:
-        """Seconds until a place should be free: by the time that the latest requests took."""
-        each = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
-        return min(60, max(1, math.ceil(each / self.service.engine.parallel)))
+        By the time that the latest requests took, and those that run have taken already: as many searches as run at
+        once take the places of those that end, those of the clients in turn.
+        """
+        taken = Counter(ticket.client for ticket in self.open) + self.held
+        total = taken.total()
+        over = taken[client] + count - share(self.places, total - taken[client], self.stepper.alone)
+        if over <= 0:
+            return 0
+        now = time.perf_counter()
+        each = [*self._seconds] or [now - ticket.began for ticket in self.open if ticket.began] or [0.0]
+        ends = total + count - self.places  # whoever's
+        if over > ends:  # its own; of those that end it has its part
+            ends = over * len({*taken, client})
+        return max(1, math.ceil(ends * sum(each) / len(each) / self.service.engine.parallel))
 
     def figures(self) -> dict[str, float]:
         """Counters and gauges of the model; read while another thread changes them."""
@@ -141,10 +169,10 @@ class Lane:
             "forward_seconds": work.seconds,
         }
 
-    def submit(self, checked: Checked, stream: bool) -> Ticket:
-        """Queue a request."""
-        ticket = Ticket(self)
-        ticket.handle = self.stepper.submit(self.service, checked, ticket.hear, stream=stream)
+    def submit(self, checked: Checked, stream: bool, client: str) -> Ticket:
+        """Queue a request of a client."""
+        ticket = Ticket(self, client)
+        ticket.handle = self.stepper.submit(self.service, checked, ticket.hear, stream=stream, client=client)
         self.open.add(ticket)
         return ticket
 
@@ -185,15 +213,25 @@ class Stepper(StepThread):
 
     Args:
         metrics: counts what happens.
+
+    Attributes:
+        alone: whether all requests come from one client, which need leave no places to others.
     """
 
     def __init__(self, metrics: Metrics):
         super().__init__()
         self.metrics = metrics
+        self.alone = True
         self.lanes: dict[str, Lane] = {}
 
     def add(self, name: str, service: Service, queue: int) -> Lane:
-        """Add a model, before `start`."""
+        """Add a model, before `start`. Its searches keep no files, whose names clients could choose by parameters."""
+        service.engine.keeps_files = False
         self.services.append(service)
         self.lanes[name] = Lane(name, service, queue, self)
         return self.lanes[name]
+
+    def start(self) -> None:
+        gc.collect()
+        gc.freeze()  # the collections that a large body causes need not go through all that was loaded
+        super().start()

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from engine.errors import UsageError
+from engine.errors import UsageError, shortened
 from engine.text.tokenizer import Tokenizer, check_utf8
 
 
 def check_stop(strings: Any) -> None:
     """Check that a value is a list of non-empty strings in valid UTF-8. Raises UsageError."""
     if isinstance(strings, str | bytes) or not isinstance(strings, Sequence) or not all(map(_is_text, strings)):
-        raise UsageError(f"stop: expected a list of non-empty strings, got {strings!r}")
+        raise UsageError(f"stop: expected a list of non-empty strings, got {shortened(repr(strings))}")
     for s in strings:
         check_utf8(s)
 

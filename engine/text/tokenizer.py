@@ -151,6 +151,12 @@ class Tokenizer:
         yield text[start:]
 
     @functools.cached_property
+    def longest(self) -> int:
+        """The most characters that one token stands for; where the vocabulary has a token for what it cannot spell,
+        that one may stand for more."""
+        return max(len(piece) for piece in self._encoder.pieces if piece is not None)
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Equal for tokenizers whose ids all mean the same: 64 hexadecimal digits."""
         return hashlib.sha256(json.dumps([*self._encoder.pieces]).encode()).hexdigest()

@@ -14,6 +14,7 @@ from engine.text.detokenizer import stages_of
 from engine.text.tokenizer_files import MAX_IDS, add_flags, any_of
 from engine.text.tokenizer_limits import Guard, check_output, library_errors
 
+LONG = 1 << 13  # characters; a longer text is encoded by the function that lets other threads of Python run meanwhile
 # The normalizers that spell spaces as SentencePiece does: one before the text, then all spaces.
 SPACES = [
     {"type": "Prepend", "prepend": "▁"},
@@ -163,6 +164,8 @@ class LibraryEncoder:
         if self._guard:
             self._guard.check(text)
         with library_errors("the tokenizer cannot encode this text", self._where):
+            if len(text) > LONG:
+                return self._library.encode_batch_fast([text], add_special_tokens=False)[0]
             return self._library.encode(text, add_special_tokens=False)
 
 

@@ -20,6 +20,8 @@ from search.options import Sampling, check_choices, check_integers, check_number
 from search.picks import Picks
 from search.sample import Sample
 
+OF_PYTHON = 64  # numbers that a tensor computes in the time in which Python looks at one
+
 
 @register("aded")
 @dataclass(frozen=True)
@@ -152,3 +154,7 @@ class ADED(Search):
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         least = prompt_tokens + new_tokens - 1  # drafts are dropped if there is no room for them
         return least, least + (MAX_NODES if self.nodes == "auto" else int(self.nodes))
+
+    def work(self, new_tokens: int) -> tuple[int, int]:
+        looked_at = self.iterations * self.depth * self.successors + self.window
+        return looked_at * OF_PYTHON if self.drafter == "mcts" else 0, 0

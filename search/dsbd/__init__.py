@@ -38,6 +38,7 @@ from search.dsbd.verify import (
 )
 from search.options import MAX_PENALTY, Sampling, check_choices, check_integers, check_numbers
 
+OF_DRAFT = 1 << 12  # numbers that count for a drafted node: it is verified one by one
 VERIFYING = 0  # stream of keyed numbers
 GO_ON, END = "go-on", "end"
 
@@ -189,3 +190,6 @@ class DSBD(Sampling):
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         least = prompt_tokens + new_tokens - 1
         return least, prompt_tokens + self.entries * (new_tokens - 1) + self.gamma * self.draft_beams
+
+    def work(self, new_tokens: int) -> tuple[int, int]:
+        return self.gamma * self.draft_beams * OF_DRAFT, 0

@@ -24,6 +24,7 @@ def model() -> Engine:
 @pytest.fixture
 def service(model: Engine) -> Iterator[Service]:
     engine = Engine(model.model, parallel=2)
+    engine.keeps_files = False
     service = Service(engine)
     yield service
     service.close()

@@ -38,12 +38,14 @@ def post(url: str, body, path="/v1/chat/completions", **options):
     return HTTP.post(url + path, content=content, headers=headers, **options)
 
 
-def raw(port: int, body: dict, path="/v1/chat/completions") -> socket.socket:
-    """A connection that has sent a request and reads nothing."""
+def raw(port: int, body: dict | None, path="/v1/chat/completions", key="") -> socket.socket:
+    """A connection that has sent a request, if any, and reads nothing."""
     data = json.dumps(body).encode()
     peer = socket.create_connection(("127.0.0.1", port), timeout=30)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    peer.sendall(head.encode() + b"\r\n\r\n" + data)
+    head += f"\r\nAuthorization: Bearer {key}" * bool(key)
+    if body is not None:
+        peer.sendall(head.encode() + b"\r\n\r\n" + data)
     return peer
 
 
@@ -281,7 +283,7 @@ def test_a_full_queue_is_429_with_a_time(start):
     assert patient.completions.create(model="demo", prompt="Once", max_tokens=2).choices[0].text
     peers[1].close()
     many = post(server.url, {"prompt": ["x"] * 3}, "/v1/completions")
-    assert many.status_code == 400 and "2 prompts at once" in many.text
+    assert many.status_code == 400 and "2 prompts of a client at once" in many.text
 
 
 def test_a_full_cache_means_waiting(start):

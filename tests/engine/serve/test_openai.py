@@ -255,7 +255,7 @@ def test_logprobs_of_completions(server):
         ({"search": "bon", "bon_n": 100}, None, "keeps 100 sequences"),
         ({"max_tokens": 301}, "max_tokens", "expected at most 300"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "contradicts"),
-        ({"stop": ["x"] * 257}, "stop", "expected at most 256, got 257"),
+        ({"stop": ["x"] * 257}, "stop", "expected at most 256 entries, got 257"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
         ({"logprobs": 3}, "logprobs", "expected true or false"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
