@@ -1,8 +1,8 @@
 """The contract between searches and the engine.
 
 A search is a generator. It yields `Evaluate` and is sent an `Answer`; it yields `Report` or `Pause` and is sent None;
-it returns a `SearchResult`. When the KV pool is full, the driver throws KVMemoryError at the `Evaluate` that did not fit.
-No node of that request is evaluated then, so the search may drop nodes and yield a request again.
+it returns a `SearchResult`. When the KV pool is full, the driver throws KVMemoryError at the `Evaluate` that did not
+fit. No node of that request is evaluated then, so the search may drop nodes and yield a request again.
 """
 
 from abc import ABC, abstractmethod

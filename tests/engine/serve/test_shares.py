@@ -20,13 +20,14 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 httpx2 = pytest.importorskip("httpx2", reason="needs the extra test")
 
 from engine.serve import fields, http  # noqa: E402
-from tests.engine.serve.test_limits import FOX, long, post, raw, until  # noqa: E402
+from tests.engine.serve.test_limits import FOX, long, raw, until  # noqa: E402
 
 A, B, C = "the-key-of-client-a", "the-key-of-client-b", "the-key-of-client-c"
 
 
-def bearer(key: str) -> dict:
-    return {"headers": {"authorization": f"Bearer {key}"}}
+def post(url: str, body: dict, path="/v1/chat/completions", key=""):
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    return httpx2.post(url + path, content=json.dumps(body).encode(), headers=headers, timeout=60)
 
 
 # --- places ---
@@ -79,7 +80,7 @@ def test_a_key_cannot_fill_the_queue(start):
     server = start("--parallel", "1", "--queue", "7", keys=(A, B))
     lane = server.app.served["demo"].lane
     many = {"prompt": ["x"] * 5, "max_tokens": 300}
-    reply = post(server.url, many, "/v1/completions", **bearer(A))
+    reply = post(server.url, many, "/v1/completions", key=A)
     assert reply.status_code == 400 and "4 prompts of a client at once, got 5" in reply.text
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(contextlib.closing(raw(server.port, long(), key=A)))
@@ -87,10 +88,10 @@ def test_a_key_cannot_fill_the_queue(start):
         for _ in range(3):
             stack.enter_context(contextlib.closing(raw(server.port, long(), key=A)))
         until(lambda: len(lane.open) == 4)
-        reply = post(server.url, {"prompt": "x"}, "/v1/completions", **bearer(A))
+        reply = post(server.url, {"prompt": "x"}, "/v1/completions", key=A)
         assert reply.status_code == 429 and int(reply.headers["retry-after"]) >= 1
         two = {"prompt": ["x"] * 3, "max_tokens": 2}
-        assert post(server.url, two, "/v1/completions", **bearer(B)).status_code == 429, "each prompt counts"
+        assert post(server.url, two, "/v1/completions", key=B).status_code == 429, "each prompt counts"
         stack.enter_context(contextlib.closing(raw(server.port, long(), key=B)))
         until(lambda: len(lane.open) == 5)
         first.close()
@@ -125,7 +126,7 @@ def test_large_bodies_of_a_client_leave_room_for_those_of_others(start):
         until(lambda: server.app._bytes.total() > 6 * 60_000)
         assert server.app._bytes.total() <= http.BODIES // 2 * 65536
         small = {"prompt": "Once", "max_tokens": 1, "user": "x" * 30_000}
-        assert post(server.url, small, "/v1/completions", **bearer(B)).status_code == 200
+        assert post(server.url, small, "/v1/completions", key=B).status_code == 200
     until(lambda: not server.app._bytes)
 
 
