@@ -79,7 +79,7 @@ class Service:
     """Steps the requests of one engine. All methods but `check` belong to one thread; any threads may check at once.
 
     A place that becomes free goes to the client, of those that wait, with the fewest running requests; of equals to the
-    one whose last turn was the longest ago.
+    one whose last turn was the longest ago. The last place is for clients that have none.
 
     An error of a request ends that request. An error of a pass, such as a machine out of memory, ends those that were
     under way; those that wait find a new driver and an empty pool.
@@ -87,6 +87,7 @@ class Service:
 
     def __init__(self, engine: Engine):
         self.engine = engine
+        self.alone = True  # whether all requests come from one client
         self.driver: Driver = engine._driver()
         self.entries: list[Entry] = []  # that the driver has
         self.waiting: dict[str, deque[Entry]] = {}  # by client
@@ -184,6 +185,8 @@ class Service:
             if not self.waiting:
                 return
             client = min(self.waiting, key=lambda each: (running[each], self._turns.get(each, 0)))
+            if running[client] and running.total() == self.driver.parallel - 1 and not self.alone:
+                return
             entry = self.waiting[client].popleft()
             if not self.waiting[client]:
                 del self.waiting[client]

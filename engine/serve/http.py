@@ -76,7 +76,9 @@ class Application:
         self.traces: OrderedDict[str, Trace] = OrderedDict()
         self._bytes: Counter[str] = Counter()  # of bodies that are held, by client
         # Without keys, only clients of other machines differ: by their addresses.
-        stepper.alone = len(keys) == 1 or not (keys or not hosts)
+        self.alone = len(keys) == 1 or not (keys or not hosts)
+        for one in served:
+            one.lane.service.alone = self.alone
         self._page = PAGE.read_text(encoding="utf-8")
         self._policy = _policy(self._page)
         get = {
@@ -213,7 +215,7 @@ class Application:
                     if len(data) > self.limits.body:
                         raise large
                     others = self._bytes.total() - self._bytes[client]
-                    if self._bytes[client] > share(BODIES * self.limits.body, others, self.stepper.alone):
+                    if self._bytes[client] > share(BODIES * self.limits.body, others, self.alone):
                         raise HttpError(503, "too many large bodies at once", code="overloaded")
         except TimeoutError:
             raise HttpError(408, f"the request took more than {BODY_SECONDS:g} s to come", code="timeout") from None

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import math
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from engine.errors import CoppiceError
 from engine.requests import SearchResult
 from engine.serve.metrics import Metrics
 from engine.service import Checked, Handle, News, Outcome, Service, StepThread
+
+
+SWITCH_SECONDS = 1e-3  # after which a thread that checks lets the one that steps go on, wherever it has to wait for it
 
 
 class Busy(CoppiceError):
@@ -114,7 +118,7 @@ class Lane:
     @property
     def most(self) -> int:
         """Most requests of one client."""
-        return share(self.places, 0, self.stepper.alone)
+        return share(self.places, 0, self.service.alone)
 
     @property
     def running(self) -> int:
@@ -145,7 +149,7 @@ class Lane:
         """
         taken = Counter(ticket.client for ticket in self.open) + self.held
         total = taken.total()
-        over = taken[client] + count - share(self.places, total - taken[client], self.stepper.alone)
+        over = taken[client] + count - share(self.places, total - taken[client], self.service.alone)
         if over <= 0:
             return 0
         now = time.perf_counter()
@@ -213,15 +217,11 @@ class Stepper(StepThread):
 
     Args:
         metrics: counts what happens.
-
-    Attributes:
-        alone: whether all requests come from one client, which need leave no places to others.
     """
 
     def __init__(self, metrics: Metrics):
         super().__init__()
         self.metrics = metrics
-        self.alone = True
         self.lanes: dict[str, Lane] = {}
 
     def add(self, name: str, service: Service, queue: int) -> Lane:
@@ -234,4 +234,5 @@ class Stepper(StepThread):
     def start(self) -> None:
         gc.collect()
         gc.freeze()  # the collections that a large body causes need not go through all that was loaded
+        sys.setswitchinterval(SWITCH_SECONDS)
         super().start()

@@ -20,7 +20,7 @@ from search.options import Sampling, check_choices, check_integers, check_number
 from search.picks import Picks
 from search.sample import Sample
 
-OF_PYTHON = 64  # numbers that a tensor computes in the time in which Python looks at one
+OF_PYTHON = 128  # numbers that a tensor computes in the time in which Python looks at one
 
 
 @register("aded")

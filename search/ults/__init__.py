@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.errors import KVMemoryError, UsageError
 from engine.requests import Read
 from engine.tree import TokenTree
+from models.memory import trim_memory
 from search.base import (
     Answer,
     Evaluate,
@@ -202,6 +203,7 @@ class ULTS(Search):
         """The prior's vectors. `check` has them made, which takes seconds, and they stay with the request."""
         if vocab_size not in self._made:
             self._made[vocab_size] = dirichlet(float(self.alpha), vocab_size)
+            trim_memory()  # the draws took a hundred times as much
         return self._made[vocab_size]
 
     @cached_property

@@ -70,6 +70,28 @@ def test_clients_take_turns(service):
     assert len(heard.started) == 13 and all(isinstance(end, SearchResult) for _, end in heard if end is not None)
 
 
+def test_the_last_place_is_for_who_has_none(service):
+    """So that a client whose requests run long keeps nobody else waiting; one that is alone has all places."""
+    heard = Heard()
+    for i in range(3):
+        heard.ask(service, f"A{i}", Sample(seed=i), 100)
+    service.step()
+    assert heard.started == ["A0", "A1"]
+    service.close()
+    heard.clear()
+    service.alone = False
+    for i in range(3):
+        heard.ask(service, f"A{i}", Sample(seed=i), 100)
+    service.step()
+    service.step()
+    assert heard.started == ["A0"]
+    heard.ask(service, "B", Greedy(), 4)
+    service.step()
+    assert heard.started == ["A0", "B"]
+    run(service)
+    assert heard.started == ["A0", "B", "A1", "A2"]
+
+
 def test_who_waits_can_leave_and_outlives_a_failure(service, monkeypatch):
     heard = Heard()
     entries = [heard.ask(service, f"A{i}", Greedy(), 8) for i in range(4)]
