@@ -14,7 +14,17 @@ from torch import Tensor
 from engine.best import Best, Next
 from engine.contract import attributed, is_ours
 from engine.errors import UsageError
-from engine.requests import Answer, Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task  # noqa: F401
+from engine.requests import (  # noqa: F401
+    Answer,
+    Evaluate,
+    Output,
+    Pause,
+    Report,
+    Search,
+    SearchGenerator,
+    SearchResult,
+    Task,
+)
 from engine.tree import TokenTree
 from kernels.rows import at_least, best_sums, top_k  # noqa: F401  # searches import from here
 from search.options import without_draws

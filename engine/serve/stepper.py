@@ -14,7 +14,6 @@ from engine.requests import SearchResult
 from engine.serve.metrics import Metrics
 from engine.service import Checked, Handle, News, Outcome, Service, StepThread
 
-
 SWITCH_SECONDS = 1e-3  # after which a thread that checks lets the one that steps go on, wherever it has to wait for it
 
 
