@@ -222,6 +222,7 @@ class Stepper(StepThread):
         super().__init__()
         self.metrics = metrics
         self.lanes: dict[str, Lane] = {}
+        self._interval = sys.getswitchinterval()
 
     def add(self, name: str, service: Service, queue: int) -> Lane:
         """Add a model, before `start`. Its searches keep no files, whose names clients could choose by parameters."""
@@ -233,5 +234,11 @@ class Stepper(StepThread):
     def start(self) -> None:
         gc.collect()
         gc.freeze()  # the collections that a large body causes need not go through all that was loaded
+        self._interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
         super().start()
+
+    def stop(self) -> None:
+        super().stop()
+        sys.setswitchinterval(self._interval)
+        gc.unfreeze()

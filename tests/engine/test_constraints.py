@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine import Choices, Constraint, ConstraintError, Engine, Request, Session, UsageError
+from engine.processors import NoRepeatNGram, RepetitionPenalty
 from engine.trace import Trace
 from search import ADED, DSBD, ULTS, BeamSample, BoN, Greedy, Sample, SBoN, Speculative, Trie
 
@@ -474,3 +475,49 @@ def test_sessions_and_traces(engine, scores):
     [alone] = engine.generate([prompt], Greedy(), max_new_tokens=5)
     assert done.result.outputs[0].token_ids == alone.outputs[0].token_ids
     session.close()
+
+
+# --- what steps do with the tokens that occurred ---
+
+
+def grown(processor, prompt, seed):
+    """States after paths of different lengths from a prompt, and the sequences."""
+    generator = torch.Generator().manual_seed(seed)
+    states, sequences = [], []
+    for length in (0, 1, 2, 5, 9):
+        path = torch.randint(0, 4, (length,), generator=generator).tolist()
+        states.append(functools.reduce(processor.advance, path, processor.start(prompt)))
+        sequences.append([*prompt, *path])
+    return states, sequences
+
+
+@pytest.mark.parametrize("prompt", [[1], [0, 1, 0, 2, 0, 1, 30], [3] * 20, [2, 30, 31]])
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_ngrams_as_a_loop_finds_them(size, prompt):
+    """Of rows of different lengths at once; a row has fewer tokens than ids occur."""
+    states, sequences = grown(processor := NoRepeatNGram(size), prompt, size)
+    rows_NV = torch.zeros(len(states), 31)
+    processor.apply(rows_NV, states)
+    for row, tokens in zip(rows_NV, sequences, strict=True):
+        last = tokens[len(tokens) - size + 1 :] if size <= len(tokens) else None
+        found = {tokens[i + size - 1] for i in range(len(tokens) - size + 1) if tokens[i : i + size - 1] == last}
+        assert {*(row == -math.inf).nonzero().view(-1).tolist()} == found - {31}
+
+
+@pytest.mark.parametrize("prompt", [[1], [3] * 20, [2, 30, 31]])
+def test_penalties_as_a_loop_gives_them(prompt):
+    states, sequences = grown(processor := RepetitionPenalty(2.0), prompt, 0)
+    rows_NV = torch.linspace(-3, 3, 31).repeat(len(states), 1)
+    plain, _ = rows_NV.clone(), processor.apply(rows_NV, states)
+    for row, before, tokens in zip(rows_NV, plain, sequences, strict=True):
+        for token in range(31):
+            factor = (2.0 if before[token] < 0 else 0.5) if token in tokens else 1.0
+            assert row[token] == before[token] * factor
+
+
+def test_ngrams_of_a_long_prompt_take_linear_memory():
+    """Each of a prompt's tokens is kept once, also where one n-gram occurs everywhere."""
+    processor = NoRepeatNGram(2)
+    processor.start([7] * 30_000)
+    [(_, after)] = processor._prompt.items()
+    assert len(after) == 29_999 and after.itemsize == 4
