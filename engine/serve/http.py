@@ -31,6 +31,7 @@ from engine.serve.answers import Answers, HttpError, encoded, error_body, error_
 from engine.serve.fields import CHAT, COMPLETIONS, Limits, Served, prompts_of, read
 from engine.serve.stepper import Abandoned, Stepper, Ticket, share
 from engine.trace import Trace
+from models.memory import trim_memory
 
 SALT = "coppice.salt"  # of cached prefixes, in the scope of a request
 CONNECTION = "coppice.connection"  # in the state of a request's scope: has `admit`, and `since` when it began to come
@@ -38,6 +39,8 @@ OPEN = ("/", "/health")  # that need no key: they tell nothing
 LOCAL = ("localhost", "127.0.0.1", "::1")
 BODY_SECONDS = 30.0  # from the first byte of a request to the last of its body
 BODIES = 16  # bodies of the largest size that are held at once
+LARGE = 1 << 18  # bytes of a body whose memory goes back to the system, when it has been answered
+TRIM_SECONDS = 0.1
 MOST_BRACKETS = 1 << 17  # of a body: the parser makes an object of each without letting other threads run
 PING_SECONDS = 10.0  # a stream without text says that it lives
 STALL_SECONDS = 120.0  # a client that reads nothing for so long is gone
@@ -185,6 +188,9 @@ class Application:
         finally:
             self._bytes[client] -= size
             self._bytes += Counter()  # drops the clients that hold none
+            if size > LARGE:
+                loop = asyncio.get_running_loop()
+                loop.call_later(TRIM_SECONDS, loop.run_in_executor, None, trim_memory)
 
     def _find(self, name: Any) -> Served:
         """The model of a name. Raises HttpError."""
@@ -250,7 +256,10 @@ class Application:
             except asyncio.CancelledError:
                 return _error(_ending())
             except Exception as error:
-                return _error(self._log(error))
+                try:
+                    return _error(self._log(error))
+                finally:  # its frames hold the body, and refer to it themselves
+                    error.__traceback__ = error.__context__ = error.__cause__ = None
 
         return handle
 

@@ -21,7 +21,7 @@ from search.ults.prior import DRAWS, Vectors
 POOL = 1 << 14  # draws on the tape of a level, from which nodes read their samples
 STRIDE = 0x9E3779B1  # odd: siblings whose tokens differ by less than POOL read different windows
 WORD = (1 << 64) - 1
-KEPT_NUMBERS = 1 << 23  # of the distributions that are kept for other requests
+KEPT_NUMBERS = 1 << 22  # of the distributions that are kept for other requests
 
 
 def path_key(path: int, token: int) -> int:

@@ -7,8 +7,8 @@ for the block. What is bounded, during every attack and after it:
 - the victim's requests are answered, with 200, each of them within `PATIENCE` seconds;
 - from the moment when a request of the victim is checked, at most `STEPS` passes go by until it has been in one, as the
   stepping thread counts them;
-- the resident memory of the process, after the attack, has grown by at most `GROWTH` bytes since the first, and it has
-  no more files and connections open than before;
+- the resident memory of the process, after the attack, has grown by at most `GROWTH` or `WARM` bytes since the first,
+  and it has no more files and connections open than before;
 - stderr has nothing but the lines that the attack names, one per fault.
 """
 
@@ -40,6 +40,7 @@ ATTACKER, VICTIM = "the-key-of-an-attacker", "the-key-of-the-victim"
 PATIENCE = 20.0  # seconds until a request of the victim has failed
 STEPS = 2  # passes until a request of the victim runs
 GROWTH = 32 << 20  # bytes
+WARM = 96 << 20  # bytes, after requests whose kinds load code and keep beliefs of a search
 ROUNDS = 10  # requests of the victim that an attack must last for
 # The server, with a record of how many passes each request waited for: its salt and the number, a line each.
 WATCHED = """
@@ -329,9 +330,65 @@ def few_descriptors(live: Live) -> Iterator[None]:
         resource.prlimit(live.process.pid, resource.RLIMIT_NOFILE, before)
 
 
+# --- attacks by requests that are whole ---
+
+
+FOX = [{"role": "user", "content": "Tell me a story about a fox."}]
+
+
+def chats(*bodies: dict) -> list[bytes]:
+    """Chats, of the attacker."""
+    return [request("/v1/chat/completions", {"messages": FOX, "max_tokens": 24} | body) for body in bodies]
+
+
+@contextmanager
+def asked(live: Live, *datas: bytes, statuses: tuple[int, ...] = (200,)) -> Iterator[None]:
+    """Requests at once, again and again, each of which is answered, with one of the statuses."""
+
+    def ask() -> None:
+        with many(live, *datas, each=1) as peers:
+            for peer in peers:
+                first = peer.recv(12)
+                assert int(first.split()[1]) in statuses, first
+                while peer.recv(1 << 16):
+                    pass
+
+    with repeated(ask):
+        yield
+
+
+def large_bodies(live: Live) -> Attack:
+    """Bodies of four megabytes, most of which would be long work."""
+    large = [{"messages": [{"role": "user", "content": "a"}] * 80_000}, {"choices": [f"a{i}" for i in range(300_000)]}]
+    large += [{"bad_words": [f"{i} " + "word " * 2000 for i in range(256)]}, {"x": [[]] * 900_000}]
+    texts = [request("/v1/completions", {"prompt": text}) for text in ("a" * 4_000_000, "once upon " * 400_000)]
+    return asked(live, *chats(*large), *texts, statuses=(400,))
+
+
+def long_checks(live: Live) -> Attack:
+    """Fields of the largest sizes that are allowed."""
+    choices = [f"{i} is" for i in range(4096)]
+    bodies = [{"choices": choices}, {"bad_words": [f"{i} " + "word " * 9 for i in range(256)]}]
+    bodies += [{"stop": ["x" * (15 + i % 2) for i in range(250)]}, {"logit_bias": {str(i): 1 for i in range(1500)}}]
+    return asked(live, *chats(*bodies, *bodies))
+
+
+def long_steps(live: Live) -> Attack:
+    """Searches that compute much besides the model."""
+    bodies = [{"search": "ults", "ults_samples": 20_000, "ults_batch": 9}, {"search": "aded", "aded_drafter": "mcts"}]
+    bodies += [{"no_repeat_ngram_size": 1, "repetition_penalty": 1.1, "beams": 32}, {"n": 32, "logprobs": True}]
+    return asked(live, *chats(*bodies))
+
+
+def many_prompts(live: Live) -> Attack:
+    """Bodies that fill the queue, as far as one key may."""
+    many_at_once = request("/v1/completions", {"prompt": ["Once"] * 20, "max_tokens": 100, "ignore_eos": True})
+    return many(live, many_at_once, each=8)
+
+
 CONNECTIONS = [nothing, half_a_head, half_a_body, idle_keys, a_byte_at_a_time, unread_streams, requests_at_once]
 CONNECTIONS += [leaving, nonsense, few_descriptors]
-REQUESTS: list[Callable[[Live], Attack]] = []
+REQUESTS = [large_bodies, long_checks, long_steps, many_prompts]
 LINES = {
     "few_descriptors": "error: no connection can be accepted: Too many open files; more file descriptors: ulimit -n\n"
 }
@@ -360,7 +417,7 @@ def test_nobody_else_notices(live: tuple[Live, Victim], attack: Callable[[Live],
     victim.more(1)
     steps = server.waited()[waited:]
     assert len(steps) >= ROUNDS and max(steps) <= STEPS
-    assert server.resident() - server.resident_first < GROWTH
+    assert server.resident() - server.resident_first < (WARM if attack in REQUESTS else GROWTH)
     until(lambda: server.descriptors() <= server.descriptors_first + 2)  # of the victim, and of one that is closing
     assert server.stderr() == LINES.get(attack.__name__, "")
 

@@ -1,6 +1,5 @@
 """What one client can take from others: places, checks, bytes; and what is refused before anything is done with it."""
 
-import asyncio
 import contextlib
 import json
 import threading
@@ -307,19 +306,3 @@ def test_spellings_are_computed_once(server):
     served.spelling(300)
     hits = served.spelling.cache_info().hits
     assert served.spelling(300) == served.spelling(300) and served.spelling.cache_info().hits == hits + 2
-
-
-def test_an_answer_is_made_beside_the_event_loop(server, monkeypatch):
-    from engine.serve.answers import Answers
-
-    made = []
-    whole = Answers.whole
-
-    def watched(self, results):
-        with pytest.raises(RuntimeError):
-            asyncio.get_running_loop()
-        made.append(True)
-        return whole(self, results)
-
-    monkeypatch.setattr(Answers, "whole", watched)
-    assert json.loads(post(server.url, {"messages": FOX, "max_tokens": 2}).content)["choices"] and made == [True]
