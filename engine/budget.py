@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from engine.contract import slots_of
 from engine.errors import UsageError
+from engine.grammars import KEPT_BYTES
 from engine.loading import KV_DTYPES, check_kv_dtype, check_quant, pick_device, pick_dtype, pick_quant
 from engine.memory import MAX_TOKENS, read_size, size_text, total_memory
 from engine.requests import Search
@@ -137,6 +139,8 @@ class Loading:
         if device.type != "cpu":
             raise UsageError("memory: the plan is for a CPU", remedy="use --kv-memory on a GPU, or add --device cpu")
         lines = {"runtime: Python, torch, kernels": runtime_bytes() if runtime is None else runtime}
+        if find_spec("llguidance") is not None:
+            lines["compiled grammars"] = KEPT_BYTES
         token = 0
         for role, folder in self.folders.items():
             checkpoint = Checkpoint.open(folder)

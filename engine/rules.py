@@ -35,7 +35,7 @@ class Rules:
         constraint: see `engine.Constraint`.
         constraint_scores: "model": log-probabilities of the model are edited, and not normalised again, as Hugging Face
             does in beam search; "renormalised": logits are edited, before the softmax, as it does elsewhere.
-        choices: texts or token sequences of which the output must be one.
+        choices: texts or token sequences, at least one, of which the output must be one.
         json_schema: a JSON schema, as an object or as JSON: the output is a JSON text that it allows. This and the two
             next need the extra `grammar`; see `engine.grammars`.
         regex: a regular expression that the whole output matches.
@@ -62,7 +62,7 @@ class Rules:
 
     constraint: Constraint | None = None
     constraint_scores: str = MODEL
-    choices: Words = ()
+    choices: Words | None = None
     json_schema: Mapping[str, Any] | bool | str | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -95,9 +95,10 @@ class Rules:
             raise UsageError(f"logits_processor: expected a function, or some, got {brief(self.logits_processor)}")
         if not isinstance(self.catalogue, Catalogue | str | Path | None):
             raise UsageError(f"catalogue: expected a path or an engine.Catalogue, got {brief(self.catalogue)}")
-        alone = {name: getattr(self, name) for name in ONE_OF} | {"choices": self.choices or None}
-        if len(given := [name for name, value in alone.items() if value is not None]) > 1:
+        if len(given := [name for name in ONE_OF if getattr(self, name) is not None]) > 1:
             raise UsageError(f"{' and '.join(given)}: expected at most one of {', '.join(ONE_OF)}")
+        if self.choices is not None and not len(self.choices):
+            raise UsageError("choices: expected at least one text or list of token ids, got none")
         for kind in KINDS:
             if (value := getattr(self, kind)) is not None:
                 source_of(kind, value)
@@ -162,7 +163,7 @@ class Rules:
         for kind in KINDS:
             if (value := getattr(self, kind)) is not None:
                 return compile_grammar(kind, value, tokenizer, vocab, ends)
-        if self.choices:
+        if self.choices is not None:
             return Choices(_sequences("choices", self.choices, vocab, tokenizer), ends)
         if (catalogue := self.items()) is not None:
             catalogue.check(tokenizer, vocab)

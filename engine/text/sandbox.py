@@ -1,4 +1,4 @@
-"""The program that renders chat templates: `engine.text.sandbox_process` runs it and talks to it in JSON lines.
+"""The program that renders chat templates and tries grammars: `engine.text.sandbox_process` runs it, in JSON lines.
 
 A template is an untrusted program. Jinja's sandbox prevents it from running code, but not from filling the memory or
 looping for ever, and one filter (`center(10**9)`) can do either in a single C call that no Python-level deadline
@@ -8,14 +8,19 @@ interpreter, not a fork: a fork of a process with torch's threads may inherit a 
 tables of mapped weights.
 
 Patterns of a tokenizer are untrusted as well: those that are not known to take linear time are tried here (see
-`engine.text.tokenizer_limits`).
+`engine.text.tokenizer_limits`). So are grammars: llguidance recurses over rules and references, and the C stack of a
+long chain of them ends the process. They are compiled here first, on a stack that is smaller than any other thread's.
 
 This file runs as a script and imports nothing of the project, so that its start does not take an `import torch`.
 """
 
+import ctypes
+import importlib
 import itertools
 import json
+import re
 import sys
+import threading
 
 if __name__ == "__main__":  # started with -I -S: no site, no environment; the folders of packages come as arguments
     sys.path += sys.argv[1:]
@@ -48,6 +53,20 @@ MAX_LOOP_DEPTH = 4  # templates in use nest at most three: tools, parameters, en
 OUTPUT_SLACK = 1 << 20  # characters a render may have beyond OUTPUT_FACTOR times the length of its input
 OUTPUT_FACTOR = 4
 COMPILED = 16  # templates kept
+GRAMMAR_SECONDS = 3.0  # CPU time for one grammar
+GRAMMAR_BYTES = 16 << 20  # most memory of a compiled grammar
+STACK_BYTES = 1 << 20  # of the thread that compiles grammars: half of the smallest stack of a thread outside
+SPACES = r"\x20|\n[\x20\t]{0,16}"  # between parts of JSON: without a limit a model may write spaces for ever
+GRAMMAR_LIMITS = {  # llguidance's own, of a grammar and of a mask
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+# Lark's strings, comments, regular expressions and special tokens; the last are the group
+_LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|(<[^<>\s]+>)', re.DOTALL)
 
 
 class Refused(Exception):
@@ -253,6 +272,112 @@ def answer(request: dict[str, Any], compiled: dict[str, Renderer], size: int) ->
         return {"refused": f"{type(error).__name__}: {error}"[:500]}
 
 
+def alone(source: str, lead: str = "") -> str:
+    """A grammar whose forced bytes llguidance does not follow: their number has no limit.
+
+    Args:
+        source: in llguidance's form.
+        lead: what may come before its texts, in Lark's form.
+    """
+    whole = json.loads(source)
+    whole["grammars"][0]["name"] = "value"
+    first = f'%llguidance {{"no_forcing": true}}\nstart: {lead} @value'
+    return json.dumps(whole | {"grammars": [{"lark_grammar": first}, *whole["grammars"]]})
+
+
+class _Bytes:
+    """A vocabulary of the 256 bytes and the end, as llguidance wants it."""
+
+    is_tokenizer_wrapper = True
+    tokens = (*(bytes([byte]) for byte in range(256)), b"")
+    bos_token_id, eos_token_id, special_token_ids = None, 256, (256,)
+
+    def __call__(self, text: str) -> list[int]:
+        return []
+
+
+def _grammar_source(guidance: Any, kind: str, value: str) -> str:
+    """A grammar in llguidance's form. Raises exceptions of any class."""
+    if kind == "json_schema":
+        if value.strip() == "false":
+            return ""
+        schema = guidance.LLMatcher.grammar_from_json_schema(value, defaults={"whitespace_pattern": SPACES})
+        return json.dumps(json.loads(schema))
+    if kind == "regex":
+        return guidance.grammar_from("regex", value)
+    lark = importlib.import_module("llguidance.gbnf_to_lark").any_to_lark(value)
+    source = json.dumps({"grammars": [{"lark_grammar": lark}]})
+    if fault := guidance.LLMatcher.validate_grammar(source):
+        raise Refused(fault)
+    if token := next((found[1] for found in _LARK.finditer(lark) if found[1]), None):
+        raise Refused(f"it names {token}, but control tokens are never part of an output")
+    return source
+
+
+def _held() -> int:
+    """Bytes that the C library's allocator has given out; of all memory where it cannot tell."""
+    try:
+        fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+        info = type("Info", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in fields.split()]})
+        library = ctypes.CDLL(None)
+        library.mallinfo2.restype = info
+        found = library.mallinfo2()
+        return found.uordblks + found.hblkhd
+    except (OSError, AttributeError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _compile(guidance: Any, kind: str, value: str, found: dict[str, Any]) -> None:
+    """Compile a grammar and ask for its first tokens. `found` is the answer, see `compile_grammar`."""
+    try:
+        source = _grammar_source(guidance, kind, value)
+        if not source:
+            found["nothing"] = True
+            return
+        limits = guidance.LLParserLimits(**GRAMMAR_LIMITS)
+        tokens, before = guidance.LLTokenizer(_Bytes()), _held()
+        matcher = guidance.LLMatcher(tokens, alone(source), log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        size = len(source) + max(0, _held() - before)
+        if fault := matcher.get_error():
+            found["refused"] = fault
+        elif size > GRAMMAR_BYTES:
+            found["refused"] = f"it takes {size >> 20} MB when it is compiled, more than {GRAMMAR_BYTES >> 20} MB"
+        else:
+            found.update(source=source, size=size)
+    except Refused as error:
+        found["refused"] = str(error)
+    except MemoryError:
+        found["refused"] = "it needs too much memory"
+    except RecursionError:
+        found["refused"] = "it is nested too deep"
+    except BaseException as error:  # the library's panics derive from BaseException
+        found["refused"] = str(error) or type(error).__name__
+
+
+def compile_grammar(request: dict[str, Any]) -> dict[str, Any]:
+    """Compile a grammar, to see whether that stays within the limits.
+
+    Args:
+        request: "grammar", its kind; "value", its text.
+
+    Returns:
+        {"source", "size"}, the grammar in llguidance's form and the bytes that it takes when it is compiled; or
+        {"nothing"}, if it allows no text; or {"refused"}, why it cannot be used.
+    """
+    guidance = importlib.import_module("llguidance")
+    start_clock(GRAMMAR_SECONDS)
+    found: dict[str, Any] = {}
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_compile, args=(guidance, request["grammar"], request["value"], found))
+    thread.start()
+    thread.join()
+    if len(reason := found.get("refused", "")) > 2000:
+        found["refused"] = reason[:2000]
+    return found
+
+
 def limit_memory() -> None:
     """Limit this process's address space, where the system can do that; no core dumps."""
     try:
@@ -293,7 +418,10 @@ def serve() -> None:
     for line in sys.stdin.buffer:
         start_clock()
         request = json.loads(line)
-        reply = split(request, split_by) if "parts" in request else answer(request, compiled, len(line))
+        if "grammar" in request:
+            reply = compile_grammar(request)
+        else:
+            reply = split(request, split_by) if "parts" in request else answer(request, compiled, len(line))
         text = json.dumps({**reply, "spent": spent()})
         del reply
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,4 +1,7 @@
-"""The process that renders chat templates: one for all templates and engines, started when needed, ended when idle."""
+"""The processes of the sandbox: one for all templates, one for all grammars, started when needed, ended when idle.
+
+A grammar may take seconds, for which no template has to wait.
+"""
 
 import atexit
 import contextlib
@@ -56,7 +59,7 @@ def interpreter() -> str:
         if path and re.match(r"python|pypy", os.path.basename(path), re.IGNORECASE) and _runs(path):
             return path
     raise UsageError(
-        "a chat template is rendered in a process of its own, and no Python interpreter was found for it",
+        "chat templates and grammars have processes of their own, and no Python interpreter was found for them",
         where=f"this process is {sys.executable or 'an application without sys.executable'}",
         remedy=f"set {VARIABLE} to a Python 3 interpreter, or leave the template out (--chat-template none)",
     )
@@ -66,41 +69,78 @@ def _runs(path: str) -> bool:
     return os.path.isabs(path) and os.path.isfile(path) and os.access(path, os.X_OK)
 
 
-def ask(request: dict[str, Any], seconds: float = WALL_SECONDS) -> dict[str, Any] | None:
-    """Have a request answered by this process's sandbox; threads take turns.
+class Sandbox:
+    """A process for requests of a kind; threads take turns.
 
     Args:
-        request: see `engine.text.sandbox.answer` and `engine.text.sandbox.split`.
-        seconds: after which, at the latest, the sandbox is ended.
+        task: what the process does, for messages.
+        remedy: what else to do where it cannot be started.
 
-    Returns:
-        The answer; None if the request broke a limit, which ended the sandbox.
-
-    Raises:
-        UsageError: the sandbox cannot be started.
+    Attributes:
+        process: the running one; None without one.
     """
-    global _process
-    with _lock:
-        if _process is not None and not _process.alive():
-            _end()
-        process = _process = _process or _Process()
-        try:
-            reply = process.ask(request, seconds)
-        except BaseException:  # also Ctrl-C: a late reply would answer the next request
-            _end()
-            raise
-        if reply is None or reply.pop("spent", None):
-            _end()
-        return reply
+
+    def __init__(self, task: str, remedy: str):
+        self.task, self.remedy = task, remedy
+        self.lock = threading.Lock()
+        self.process: _Process | None = None
+
+    def ask(self, request: dict[str, Any], seconds: float = WALL_SECONDS) -> dict[str, Any] | None:
+        """Have a request answered.
+
+        Args:
+            request: see `engine.text.sandbox`: `answer`, `split` and `compile_grammar`.
+            seconds: after which, at the latest, the process is ended.
+
+        Returns:
+            The answer; None if the request broke a limit, which ended the process.
+
+        Raises:
+            UsageError: the process cannot be started.
+        """
+        with self.lock:
+            if self.process is not None and not self.process.alive():
+                self.end()
+            process = self.process = self.process or _Process(self)
+            try:
+                reply = process.ask(request, seconds)
+            except BaseException:  # also Ctrl-C: a late reply would answer the next request
+                self.end()
+                raise
+            if reply is None or reply.pop("spent", None):
+                self.end()
+            return reply
+
+    def end(self) -> None:
+        """End the process; the next request starts another."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.close()
+
+    def forked(self) -> None:
+        """In a fork: leave the process to the parent, and replace the lock, whose holder may be a parent's thread."""
+        process, self.process, self.lock = self.process, None, threading.Lock()
+        if process is not None:
+            process.abandon()
+
+    def failed(self, path: str, why: str) -> UsageError:
+        """The error for a process that cannot be started."""
+        return UsageError(
+            f"the process that {self.task} cannot be started: {why}",
+            where=path,
+            remedy=f"set {VARIABLE} to a Python 3 interpreter, or {self.remedy}",
+        )
 
 
 class _Process:
     """A running sandbox. Not to be used by two threads at once, except for `close`."""
 
-    def __init__(self):
+    def __init__(self, sandbox_of: Sandbox):
+        self._sandbox = sandbox_of
         path = interpreter()
         # Folders of packages come after the library of the interpreter, which may be of another version.
-        packages = jinja2, sys.modules["markupsafe"], tokenizers
+        packages = [jinja2, sys.modules["markupsafe"], tokenizers]
+        packages += [package] if (package := sys.modules.get("llguidance")) else []
         folders = {str(Path(package.__file__ or "").parent.parent) for package in packages}
         with _blocked(TERMINAL_SIGNALS):
             try:
@@ -112,9 +152,10 @@ class _Process:
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,
                     bufsize=0,
+                    env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # further arenas would take the address space
                 )
             except OSError as error:
-                raise _failed(path, error.strerror or str(error)) from None
+                raise sandbox_of.failed(path, error.strerror or str(error)) from None
         assert self._popen.stdin and self._popen.stdout
         self._in, self._out = self._popen.stdin, self._popen.stdout
         os.set_blocking(self._in.fileno(), False)
@@ -122,7 +163,7 @@ class _Process:
         try:
             reply = self._read(START_SECONDS)
             if reply is None or reply.get("ready") is not True:
-                raise _failed(path, str((reply or {}).get("failed", f"it does not run {sandbox.__file__}")))
+                raise sandbox_of.failed(path, str((reply or {}).get("failed", f"it does not run {sandbox.__file__}")))
             self.used = time.monotonic()
             threading.Thread(target=self._expire, name="coppice-sandbox-idle", daemon=True).start()
         except BaseException:
@@ -187,25 +228,17 @@ class _Process:
     def _expire(self) -> None:
         """In a thread: end the process when it was idle long enough."""
         while not self._ended.wait(max(0.0, self.used + IDLE_SECONDS - time.monotonic())):
-            with _lock:
-                if _process is self and time.monotonic() >= self.used + IDLE_SECONDS:
-                    _end()
-                elif _process is not self:
+            with self._sandbox.lock:
+                if self._sandbox.process is not self:
                     return
+                if time.monotonic() >= self.used + IDLE_SECONDS:
+                    self._sandbox.end()
 
 
 def _ready(pipe: IO[bytes], event: int, deadline: float) -> bool:
     poll = select.poll()  # `select.select` refuses descriptors from 1024 on
     poll.register(pipe, event)
     return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-
-
-def _failed(path: str, why: str) -> UsageError:
-    return UsageError(
-        f"the process that renders chat templates cannot be started: {why}",
-        where=path,
-        remedy=f"set {VARIABLE} to a Python 3 interpreter, or leave the template out (--chat-template none)",
-    )
 
 
 @contextlib.contextmanager
@@ -218,24 +251,8 @@ def _blocked(signals: set[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_lock = threading.Lock()
-_process: _Process | None = None
-
-
-def _end() -> None:
-    global _process
-    process, _process = _process, None
-    if process is not None:
-        process.close()
-
-
-def _forked() -> None:
-    """In a fork: leave the sandbox to the parent, and replace the lock, whose holder may be a thread of the parent."""
-    global _lock, _process
-    process, _process, _lock = _process, None, threading.Lock()
-    if process is not None:
-        process.abandon()
-
-
-atexit.register(_end)
-os.register_at_fork(after_in_child=_forked)
+TEMPLATES = Sandbox("renders chat templates", "leave the template out (--chat-template none)")
+GRAMMARS = Sandbox("compiles grammars", "leave the grammar out")
+for _sandbox in (TEMPLATES, GRAMMARS):
+    atexit.register(_sandbox.end)
+    os.register_at_fork(after_in_child=_sandbox.forked)

@@ -266,7 +266,7 @@ class ChatTemplate:
         return self._turn_end
 
     def _ask(self, request: dict[str, Any], source: str | None = None) -> dict[str, Any]:
-        reply = sandbox_process.ask({"source": self.source if source is None else source, **request})
+        reply = sandbox_process.TEMPLATES.ask({"source": self.source if source is None else source, **request})
         if reply is None:
             raise self._refused(f"it takes more than {sandbox.CPU_SECONDS} s or too much memory")
         if (reason := reply.get("refused")) is not None:

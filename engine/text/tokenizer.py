@@ -55,7 +55,7 @@ class Tokenizer:
         self.special_tokens = {name: token for name, token in names.items() if token in vocab}
         self.special_spellings = frozenset(content for content, token in raw.items() if token.special)
         self.added_spellings = frozenset(raw) - self.special_spellings
-        thoughts = Thoughts.find(raw, "")
+        thoughts = Thoughts.find(encoder.added, "")
         skipped = self.special_spellings - {thoughts.opening, thoughts.closing}
         self.special_ids = frozenset(vocab[content] for content in skipped)
         self.thought_ids = tuple(vocab[tag] for tag in (thoughts.opening, thoughts.closing) if tag in vocab)

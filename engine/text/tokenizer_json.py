@@ -97,6 +97,7 @@ class LibraryEncoder:
             add([AddedToken(t.content, special=hidden, normalized=not hidden, **_flags(t)) for t in kept])
         library.encode_special_tokens = True
         self.raw = {content: token for content, token in added.items() if token.special or not token.normalized}
+        self.added = frozenset(added)
 
     def _add_aliases(self, library: tokenizers.Tokenizer, size: int) -> None:
         """Give every raw token an alias. Raises CheckpointError: an alias has the id of another token."""

@@ -140,7 +140,7 @@ class Guard:
         parts = json.dumps([self._parts, self._tokens])
         request = {"parts": parts, "texts": texts, "seconds": seconds, "growth": GROWTH}
         try:
-            reply = sandbox_process.ask(request, sandbox_process.WALL_SECONDS + 10 * seconds)
+            reply = sandbox_process.TEMPLATES.ask(request, sandbox_process.WALL_SECONDS + 10 * seconds)
         except UsageError as error:
             what = f"the patterns of this tokenizer are tried in a process of its own: {error.what}"
             raise UsageError(what, where=error.where, remedy=f"set {sandbox_process.VARIABLE} to a Python 3") from None

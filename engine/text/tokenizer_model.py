@@ -46,6 +46,7 @@ class SentencePieceEncoder:
         self.vocab = vocab = {piece: i for i, piece in enumerate(own)}
         control = [own[i] for i in range(size) if whole.is_control(i) or whole.is_unknown(i)]
         self.raw = add_tokens(folder, vocab, config, {**names, **{piece: piece for piece in control if piece in vocab}})
+        self.added = frozenset(self.raw)
         self._token = {vocab[content]: token for content, token in self.raw.items()}
         self.pieces: list[str | None] = [None] * (max(vocab.values()) + 1)
         for piece, i in vocab.items():

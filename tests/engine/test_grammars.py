@@ -4,17 +4,20 @@ import functools
 import json
 import random
 import re
+import shutil
 import sys
+import weakref
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine import ConstraintError, Engine, Request, UsageError
+from engine import ConstraintError, Engine, Request, UsageError, grammars
 from engine.constraints import AfterThought, Choices, packed
-from engine.grammars import compile_grammar, source_of
+from engine.grammars import Vocabulary, compile_grammar, library, source_of
 from engine.rules import Rules, response_format, with_changes
+from engine.text import sandbox_process
 from engine.text.tokenizer import Tokenizer
 from search import ADED, DSBD, ULTS, BeamSample, BoN, Greedy, Sample, SBoN, Speculative, Trie
 
@@ -288,7 +291,32 @@ def test_a_prompt_that_opens_a_thought(prompt, thinks):
         assert a in allowed and 300 not in allowed
 
 
+def test_tags_of_thoughts_that_are_matched_in_normalised_text(tmp_path):
+    """`<think>` may be an added token that is neither special nor matched before normalisation."""
+    shutil.copytree(GOLDEN / "text" / "qwen", tmp_path / "x")
+    path = tmp_path / "x" / "tokenizer.json"
+    spec = json.loads(path.read_text("utf-8"))
+    for token in spec["added_tokens"]:
+        if "think" in token["content"]:
+            token |= {"special": False, "normalized": True}
+    path.write_text(json.dumps(spec))
+    config = tmp_path / "x" / "tokenizer_config.json"
+    named = json.loads(config.read_text("utf-8")) if config.exists() else {}
+    config.write_text(json.dumps({key: value for key, value in named.items() if key != "added_tokens_decoder"}))
+    tokenizer, usual = (Tokenizer.load(folder) for folder in (tmp_path / "x", GOLDEN / "text" / "qwen"))
+    assert tokenizer.thought_ids == usual.thought_ids and len(tokenizer.thought_ids) == 2
+    ids = tokenizer.encode_rendered([("a<think>\n", True)])
+    constrained = Rules(regex="ab").at_work(ids, 9, tokenizer.size, frozenset([422]), tokenizer)
+    assert isinstance(constrained.mask.constraint, AfterThought)
+
+
 # --- errors ---
+
+CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3000)) + '\nr3000: "x"'
+REFERENCES = {
+    "$ref": "#/$defs/d0",
+    "$defs": {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1000)} | {"d1000": {}},
+}
 
 WRONG = [
     ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema"),
@@ -306,8 +334,16 @@ WRONG = [
     ({"grammar": 'start: "a" b'}, "unknown name"),
     ({"grammar": 'start: a\na: a "x"'}, "grammar: it allows no text"),
     ({"grammar": "root ::= ("}, "grammar: "),
-    ({"grammar": "start: <s>"}, "unknown special token"),
+    ({"grammar": "start: <s>"}, "it names <s>, but control tokens are never part of an output"),
     ({"regex": "a", "choices": ["a"]}, "choices and regex: expected at most one"),
+    ({"choices": []}, "choices: expected at least one"),
+    ({"grammar": 'start: "a" <[5]>'}, "it names <[5]>, but control tokens"),
+    ({"grammar": 'root ::= "a" bar'}, "grammar: Rule 'bar' not found"),
+    ({"grammar": ""}, "grammar: No 'root' rule found"),
+    ({"grammar": "# nothing"}, "grammar: No 'root' rule found"),
+    ({"grammar": "x" * (1 << 20)}, "grammar: expected at most 524288 characters"),
+    ({"grammar": CHAIN}, "grammar: it takes more than 3 s or too much memory to compile, or is nested too deep"),
+    ({"json_schema": REFERENCES}, "json_schema: it takes more than 3 s or too much memory"),
 ]
 
 
@@ -323,6 +359,92 @@ def test_the_extra_is_named_where_it_is_absent(monkeypatch):
     with pytest.raises(UsageError, match="need the package llguidance") as caught:
         Rules(regex="a").check()
     assert "coppice[grammar]" in str(caught.value)
+
+
+# --- limits ---
+
+
+def test_forced_texts_are_read_in_parts(engine):
+    """A grammar of some lines whose text is 40 MB long: it goes on token by token."""
+    literal = "".join(chr(97 + (7 * i + i // 26) % 26) for i in range(10_000))
+    rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(12))
+    grammar = f'start: ("x"|"y") r0\n{rules}\nr12: "{literal}"'
+    [output] = ask(engine, Greedy(), new=30, grammar=grammar).outputs
+    assert output.finish_reason == "length" and literal.startswith(output.text[1:]) and len(output.text) > 20
+    [output] = ask(engine, Greedy(), new=30, regex="(a{1000}){1000}").outputs
+    assert output.finish_reason == "length" and set(output.text) == {"a"}
+
+
+def test_forced_tokens_are_those_of_the_tokenizer():
+    tokenizer = Tokenizer.load(GOLDEN / "text" / "gpt2")
+    text = "the one and only text, which is longer than what is read of it at once: it has one hundred characters"
+    grammar = compile_grammar("regex", text + "( or more)?", tokenizer, tokenizer.size, [0])
+    state, path = grammar.start([]), []
+    while len(allowed := ids_of(*grammar.allowed([state]), tokenizer.size)) == 1:
+        path += allowed
+        state = grammar.advance(state, allowed[0])
+    ids = tokenizer.encode(text)
+    assert len(path) > len(ids) - 4 and path == ids[: len(path)]
+
+
+@pytest.mark.parametrize("kind", ["before", "after"])
+def test_schemas_that_a_model_cannot_spell(kind):
+    """Without braces in its vocabulary, whatever comes first."""
+    tokenizer = Tokenizer.load(GOLDEN / "text" / "sp_legacy")
+    vocabulary = Vocabulary(tokenizer)
+    spelled = [i for i, data in enumerate(vocabulary.tokens[: vocabulary.size]) if not {*b"{}"} & {*data}]
+    vocabulary.tokens = [data if i in spelled else b"" for i, data in enumerate(vocabulary.tokens[: vocabulary.size])]
+    vocabulary.tokens += [b"<end>", *(bytes([byte]) for byte in range(256))]
+    vocabulary.special_token_ids = [i for i, data in enumerate(vocabulary.tokens) if not data] + [vocabulary.size]
+    vocabulary._ours = library().LLTokenizer(library().TokenizerWrapper(vocabulary))
+    schema = {"type": "object"} if kind == "before" else {"anyOf": [{"type": "object"}, {"enum": ["a{"]}]}
+    with pytest.raises(UsageError, match="it allows no text that the model's tokens can spell"):
+        vocabulary.compiled("json_schema", schema)
+
+
+def test_what_is_kept(engine, monkeypatch):
+    """The sandbox sees a grammar once; the oldest compiled ones go; nothing is kept of one that failed."""
+    asked, sandbox = [], sandbox_process.GRAMMARS
+    monkeypatch.setattr(sandbox, "ask", lambda *args, ask=sandbox.ask: asked.append(args) or ask(*args))
+    tokenizer = engine.model.tokenizer
+    make = lambda pattern: compile_grammar("regex", pattern, tokenizer, tokenizer.size, [EOS])  # noqa: E731
+    first = make("kept[0-9]")._compiled
+    assert make("kept[0-9]")._compiled is first and len(asked) == 1
+    monkeypatch.setattr(grammars, "KEPT_BYTES", 4 * first.size)
+    running = [make(f"other{i}[0-9]") for i in range(9)]
+    assert sum(one.size for one in grammars._ALIVE) > grammars.KEPT_BYTES and not grammars._KEPT
+    assert make("other3[0-9]")._compiled is running[3]._compiled  # what runs is shared all the same
+    running.clear()
+    held = weakref.ref(first)
+    del first
+    for i in range(9):
+        make(f"more{i}[0-9]")
+    assert held() is None and 0 < sum(one.size for one in grammars._ALIVE) <= grammars.KEPT_BYTES
+    last = make("more8[0-9]")
+    last._compiled.fail()
+    assert last._compiled not in grammars._KEPT and make("more8[0-9]")._compiled is not last._compiled
+
+
+def test_a_mask_that_takes_too_much_work_ends_its_request(engine, monkeypatch):
+    monkeypatch.setattr(grammars, "GRAMMAR_LIMITS", {**grammars.GRAMMAR_LIMITS, "max_lexer_states": 40})
+    hard = Request([5, 6, 7], Greedy(), max_new_tokens=60, eos_token_ids=[EOS], regex="([ab]*a[ab]{12}c){3}")
+    easy = Request([5, 6, 7], Greedy(), max_new_tokens=60, eos_token_ids=[EOS], regex="ab")
+    results = dict(engine.serve([hard, easy]))
+    assert isinstance(results[0], ConstraintError) and "too many states" in str(results[0])
+    assert results[1].outputs[0].text == "ab" and engine.pool.used_pages == 0
+
+
+def test_outputs_that_a_constraint_ended_come_last(engine):
+    for penalty in (-3.0, 0.0, 1.0, 20.0):
+        search = Trie(beams=4, num_return_sequences=4, length_penalty=penalty)
+        outputs = ask(engine, search, regex="(a{9}é|b|c)d").outputs
+        reasons = [output.finish_reason for output in outputs]
+        assert "constraint" in reasons and reasons == sorted(reasons, reverse=True), penalty
+
+
+def test_fixed_lengths_end_where_nothing_is_allowed(engine):
+    [output] = ask(engine, ULTS(prior="dirichlet", fixed_length=True), choices=["abc"]).outputs
+    assert (output.text, output.finish_reason, output.score) == ("abc", "constraint", None)
 
 
 # --- files of requests ---
@@ -343,4 +465,4 @@ def test_response_formats():
 
 def test_sources_are_checked_without_a_tokenizer():
     for name, (value, _) in GRAMMARS.items():
-        assert json.loads(source_of(kind_of(name), value))["grammars"]
+        assert json.loads(source_of(kind_of(name), value).text)["grammars"]

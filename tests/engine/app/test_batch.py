@@ -247,6 +247,9 @@ def test_grammars_of_flags_and_of_lines(run: Run, tmp_path: Path, capsys: pytest
         {"prompt": "a", "response_format": {"type": "text"}, "params": {"regex": "a"}},
         {"prompt": "a", "response_format": "json"},
         {"prompt": "a", "params": {"regex": "("}},
+        {"prompt": "a", "params": {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000))}},
+        {"prompt": "a", "params": {"grammar": "root ::= bar"}},
+        {"prompt": "a"},
     ]
     code, answers = run(lines, "--json-schema", str(schema), "--max-new-tokens", "20")
     texts = [answer["outputs"][0]["text"] if "outputs" in answer else answer["error"]["message"] for answer in answers]
@@ -254,6 +257,7 @@ def test_grammars_of_flags_and_of_lines(run: Run, tmp_path: Path, capsys: pytest
     assert texts[3] in ("true", "false") and json.loads(texts[4]) == [1]
     assert answers[5]["outputs"][0]["finish_reason"] in ("length", "eos") and "at most one" in texts[6]
     assert "response_format: expected type" in texts[7] and "unclosed group" in texts[8]
+    assert "nested too deep" in texts[9] and "Rule 'bar' not found" in texts[10] and texts[11] == texts[0]
     for path, words in ((wrong, "is not valid JSON"), (tmp_path / "none", "cannot read")):
         with pytest.raises(SystemExit):
             run([], "--json-schema", str(path))

@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,24 @@ def test_broken_bodies(server, body, message):
     reply = post(server.url, body, "/v1/completions")
     assert reply.status_code == 400, reply.text
     assert message in reply.json()["error"]["message"]
+
+
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="llguidance is not installed (extra grammar)")
+def test_grammars_that_overflow_the_stack(server):
+    """Each is an error of its request; the server goes on."""
+    definitions = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1000)}
+    schema = {"$ref": "#/$defs/d0", "$defs": definitions | {"d1000": {}}}
+    chain = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(3000)) + 'r3000: "x"'
+    bad = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"grammar": chain},
+        {"grammar": "root ::= bar"},
+        {"choices": []},
+    ]
+    for fields in bad:
+        reply = post(server.url, {"prompt": "x", "max_tokens": 2} | fields, "/v1/completions")
+        assert reply.status_code == 400, reply.text
+    assert post(server.url, {"prompt": "x", "max_tokens": 2, "regex": "ab"}, "/v1/completions").status_code == 200
 
 
 def test_bodies_of_the_wrong_size_or_kind(server):

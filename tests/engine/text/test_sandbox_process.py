@@ -28,8 +28,8 @@ def rendered(source: str = "{{ messages[0].content }}") -> str:
 
 
 def pid() -> int:
-    assert sandbox_process._process is not None
-    return sandbox_process._process.pid
+    assert sandbox_process.TEMPLATES.process is not None
+    return sandbox_process.TEMPLATES.process.pid
 
 
 def gone(number: int) -> bool:
@@ -51,9 +51,9 @@ def soon(condition: Callable[[], bool]) -> bool:
 @pytest.fixture(autouse=True)
 def afresh():
     """No process from the tests before, none left for those after."""
-    sandbox_process._end()
+    sandbox_process.TEMPLATES.end()
     yield
-    sandbox_process._end()
+    sandbox_process.TEMPLATES.end()
 
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess:
@@ -72,7 +72,7 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess:
 
 def test_one_process_for_all_templates_and_none_before_the_first_render():
     first, second = ChatTemplate("1{{ messages[0].content }}"), ChatTemplate("2{{ messages[0].content }}")
-    assert sandbox_process._process is None
+    assert sandbox_process.TEMPLATES.process is None
     assert first.render(HI) == [("1hi", True)]
     number = pid()
     for n in range(2 * sandbox.COMPILED):  # more than are kept compiled
@@ -85,7 +85,7 @@ def test_an_idle_process_ends(monkeypatch):
     monkeypatch.setattr(sandbox_process, "IDLE_SECONDS", 0.3)
     rendered()
     number = pid()
-    assert soon(lambda: gone(number)) and sandbox_process._process is None
+    assert soon(lambda: gone(number)) and sandbox_process.TEMPLATES.process is None
     assert rendered() == "hi" and pid() != number
 
 
@@ -93,7 +93,7 @@ def test_a_process_in_use_does_not_count_as_idle(monkeypatch):
     monkeypatch.setattr(sandbox_process, "IDLE_SECONDS", 30.0)
     rendered()
     number = pid()
-    sandbox_process._process.used = time.monotonic() - 29.9  # a moment before it would end
+    sandbox_process.TEMPLATES.process.used = time.monotonic() - 29.9  # a moment before it would end
     assert rendered() == "hi"
     time.sleep(0.5)
     assert pid() == number and not gone(number)
@@ -102,7 +102,7 @@ def test_a_process_in_use_does_not_count_as_idle(monkeypatch):
 def test_a_dead_process_is_replaced():
     rendered()
     os.kill(number := pid(), signal.SIGKILL)
-    assert soon(lambda: sandbox_process._process is None or not sandbox_process._process.alive())
+    assert soon(lambda: sandbox_process.TEMPLATES.process is None or not sandbox_process.TEMPLATES.process.alive())
     assert rendered() == "hi" and pid() != number
 
 
@@ -123,9 +123,9 @@ def test_a_process_with_little_memory_left_is_replaced(monkeypatch):
     monkeypatch.setattr(sandbox, "MEMORY_BYTES", 1 << 60)
     assert not sandbox.spent()
     replies = iter([{"text": "one", "spent": True}])
-    monkeypatch.setattr(sandbox_process._process, "ask", lambda *_: next(replies))
+    monkeypatch.setattr(sandbox_process.TEMPLATES.process, "ask", lambda *_: next(replies))
     number = pid()
-    assert rendered() == "one" and sandbox_process._process is None and gone(number)
+    assert rendered() == "one" and sandbox_process.TEMPLATES.process is None and gone(number)
 
 
 @pytest.mark.parametrize("end", ["", "os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)", "raise KeyboardInterrupt"])
@@ -135,7 +135,7 @@ def test_it_ends_with_the_program(end):
         from engine.text import sandbox_process
         from engine.text.template import ChatTemplate
         ChatTemplate("x").render([{{"role": "user", "content": "hi"}}])
-        print(sandbox_process._process.pid, flush=True)
+        print(sandbox_process.TEMPLATES.process.pid, flush=True)
         {end}
     """)
     assert soon(lambda: gone(int(done.stdout)))
@@ -143,7 +143,7 @@ def test_it_ends_with_the_program(end):
 
 def test_an_interrupt_leaves_no_answer_for_the_next_request(monkeypatch):
     rendered()
-    process = sandbox_process._process
+    process = sandbox_process.TEMPLATES.process
     assert process is not None
 
     def interrupted(*_: object) -> bool:
@@ -167,7 +167,7 @@ def test_a_fork_has_a_process_of_its_own():
         template = ChatTemplate("{{ messages[0].content }}")
         render = lambda text: "".join(t for t, _ in template.render([{"role": "user", "content": text}]))
         render("x")
-        own = sandbox_process._process.pid
+        own = sandbox_process.TEMPLATES.process.pid
         stop = threading.Event()
         def busy():
             while not stop.is_set():
@@ -178,11 +178,11 @@ def test_a_fork_has_a_process_of_its_own():
         for n in range(8):
             child = os.fork()
             if not child:
-                os._exit(0 if render(str(n)) == str(n) and sandbox_process._process.pid != own else 1)
+                os._exit(0 if render(str(n)) == str(n) and sandbox_process.TEMPLATES.process.pid != own else 1)
             assert os.waitpid(child, 0)[1] == 0
         stop.set()
         thread.join()
-        assert render("x") == "x" and sandbox_process._process.pid == own
+        assert render("x") == "x" and sandbox_process.TEMPLATES.process.pid == own
         if not os.fork():
             os.close(1), os.close(2)
             time.sleep(60)  # holds whatever it inherited
@@ -305,12 +305,12 @@ def test_the_interpreter_that_was_chosen(monkeypatch, tmp_path, application):
     assert rendered() == "hi" and (tmp_path / "chosen").exists()
     for wrong, words in ((tmp_path / "none", "names no executable"), (tmp_path, "names no executable"),
                          (application, "does not run")):  # fmt: skip
-        sandbox_process._end()
+        sandbox_process.TEMPLATES.end()
         monkeypatch.setenv(sandbox_process.VARIABLE, str(wrong))
         with pytest.raises(UsageError, match=words) as raised:
             rendered()
         assert str(wrong) in str(raised.value) and "COPPICE_PYTHON" in str(raised.value)
-        assert sandbox_process._process is None
+        assert sandbox_process.TEMPLATES.process is None
 
 
 def test_an_interpreter_without_jinja2(monkeypatch, tmp_path):
@@ -318,7 +318,7 @@ def test_an_interpreter_without_jinja2(monkeypatch, tmp_path):
     for package in (sandbox_process.jinja2, sys.modules["markupsafe"], sandbox_process.tokenizers):
         monkeypatch.setattr(package, "__file__", str(tmp_path / "archive.zip" / "jinja2" / "__init__.py"))
     assert rendered() == "hi"
-    sandbox_process._end()
+    sandbox_process.TEMPLATES.end()
     venv.create(tmp_path / "bare", with_pip=False)
     monkeypatch.setenv(sandbox_process.VARIABLE, str(tmp_path / "bare" / "bin" / "python"))
     with pytest.raises(UsageError, match="cannot be started: No module named 'jinja2'") as raised:

@@ -242,7 +242,7 @@ def test_a_section_that_is_bad_by_itself(tmp_path: Path):
 
 
 def test_without_an_interpreter_for_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    sandbox_process._end()
+    sandbox_process.TEMPLATES.end()
     monkeypatch.setenv(sandbox_process.VARIABLE, str(tmp_path / "none"))
     with pytest.raises(UsageError, match="tried in a process of its own") as raised:
         Tokenizer.load(folder(tmp_path, pre_tokenizer=split("a+b")))
