@@ -23,7 +23,7 @@ from engine.processors import Masked, Processor
 from engine.requests import Output, SearchResult
 from engine.tree import TokenTree
 
-STUCK = float(-(1 << 16))  # log-probability of the end where no token is allowed: any other path ranks before
+STUCK = float(-(1 << 16))  # log-probability of the end where no token is allowed: `search.finished` ranks it last
 AHEAD = 8  # most nodes of a pass that are evaluated ahead: a pass of few rows takes hardly longer than one of one
 LEFT = 4  # states are dropped when there are this many times as many as live nodes
 
@@ -369,6 +369,8 @@ class Constrained:
 
     def _settled(self, output: Output, ranked: bool) -> Output:
         tokens = output.token_ids
+        if output.finish_reason == "constraint" and not ranked:  # where a search knows itself
+            return replace(output, score=None)
         if output.finish_reason == "stop" and tuple(tokens) in self._ends:
             return replace(output, finish_reason="constraint")
         if output.finish_reason != "eos" or tuple(tokens[:-1]) not in self._ends:

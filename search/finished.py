@@ -1,12 +1,17 @@
-"""Finished hypotheses: the ended sequences of a search, ranked by score."""
+"""Finished hypotheses: the ended sequences of a search, ranked by score.
+
+Hypotheses that ended because a constraint allowed no token come after all others: their sums have `STUCK`.
+"""
 
 import math
 from bisect import insort
 from collections.abc import Iterable
 
+from engine.constrained import STUCK
 from engine.tree import TokenTree, shared_length
 from search.base import Output
 
+LAST = 1e200  # of a sum with STUCK: below what any length to the power of any penalty makes of another sum
 Candidate = tuple[float | None, list[int]]  # score and tokens, as `Report.beams` returns them
 
 
@@ -36,7 +41,7 @@ class Finished:
 
     def score(self, logprob: float, length: int) -> float:
         """The score of a hypothesis of `length` tokens."""
-        return logprob / length**self.length_penalty
+        return logprob * LAST if logprob <= STUCK else logprob / length**self.length_penalty
 
     def bound(self, logprob: float, shortest: int, longest: int) -> float:
         """The best score that a live hypothesis can still reach: its sum only falls, its length ends in this range."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.constrained import STUCK
 from engine.errors import KVMemoryError, UsageError
 from engine.requests import Read
 from engine.tree import TokenTree
@@ -161,6 +162,8 @@ class ULTS(Search):
             path = task.tree.path(node) if ends else []
             for c, reason in ends.items():
                 leaves.add([*path, tokens[c]], sums[c], reason, excluded)
+            if self.fixed_length and not tokens:  # at most the end is allowed, which no child is
+                leaves.add(task.tree.path(node), above.sums[place] + STUCK, "constraint", above.excluded - STUCK)
         most = min(self.children, answer.rows_NV.shape[1])
         pad = [most - len(f.tokens) for f in families]
         sums = [[s if c in f.open else -math.inf for c, s in enumerate(f.sums)] for f in families]

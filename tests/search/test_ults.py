@@ -516,7 +516,7 @@ def test_only_end_of_sequence_is_possible():
         return torch.tensor([0.0] + [-math.inf] * 5) if path else row(path, seed)
 
     result, asked, _ = follow(ULTS(prior="dirichlet", fixed_length=True, k_max=0), row=ends)
-    assert asked and result.outputs[0].finish_reason == "interrupted"
+    assert asked and result.outputs[0].finish_reason == "constraint" and len(result.outputs[0].token_ids) == 1
 
 
 def test_without_a_cache_folder_it_works_all_the_same(engine, tmp_path, monkeypatch):
