@@ -17,7 +17,11 @@ inline Shorts narrowed(Floats x) {
 
 inline Ints extended(Bytes x) { return (Ints)_mm512_cvtepi8_epi32((__m128i)x); }
 
-inline uint32_t bits_of(Ints truth) { return _mm512_cmplt_epi32_mask((__m512i)truth, _mm512_setzero_si512()); }
+inline uint32_t bits_of(Ints truth) {
+    uint32_t bits = _mm512_cmplt_epi32_mask((__m512i)truth, _mm512_setzero_si512());
+    asm("" : "+r"(bits));  // or GCC 12 spills the 16 bits of the mask and reads back 32
+    return bits;
+}
 
 inline float sum_of(Floats x) { return _mm512_reduce_add_ps((__m512)x); }
 
