@@ -16,14 +16,18 @@ PYTEST = $(PY) -m pytest -m 'not gpu' -n auto --maxprocesses 4 --dist worksteal
 GOLDEN = $(addprefix tests/test_golden.py::test_,logits scores a_search_of_each_family)
 NUMERIC = --full tests/kernels tests/models $(GOLDEN) -k 'not interpreted and not triton'
 AVX2_KERNELS = build/avx2
+# Where the choice of a dtype matters: all but tests that load no model, name its dtype or compare nothing that it computes.
+CHOOSING = tests/engine $(filter-out tests/test_golden.py tests/test_fuzz.py tests/test_numpy_free.py,$(wildcard tests/test_*.py)) \
+	--ignore=tests/engine/text --ignore=tests/engine/test_compiling.py
 
-.PHONY: help chat test test-all test-avx2 test-portable check lint gpu clean
+.PHONY: help chat test test-all test-pretend test-avx2 test-portable check lint gpu clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make chat [MODEL=DIR] [ARGS=...]  talk to the bundled toy, or to a checkpoint (config.json, *.safetensors)"
 	@echo "make test [ARGS=...]              run the tests, but for slow variants of others; ARGS go to pytest"
 	@echo "make test-all [ARGS=...]          run all tests: every variant, build and random draw"
+	@echo "make test-pretend [ARGS=...]      the engine, auto choosing what it does not choose on this processor"
 	@echo "make test-avx2 [ARGS=...]         what can differ by instruction set, any x86-64 processor held to AVX2"
 	@echo "make test-portable [ARGS=...]     the same without C++ kernels, as where there is no compiler"
 	@echo "make check                        lint, types, import arrows, room map, packaging"
@@ -40,6 +44,9 @@ test: .venv/.installed-test
 
 test-all: .venv/.installed-test
 	@$(PYTEST) --full $(ARGS)
+
+test-pretend: .venv/.installed-test
+	@COPPICE_PRETEND=other $(PYTEST) $(CHOOSING) $(ARGS)
 
 test-avx2: $(AVX2_KERNELS)/x86-64-v3.so
 	@COPPICE_KERNELS="$$PWD/$(AVX2_KERNELS)" ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \

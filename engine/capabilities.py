@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from engine.fastest import Choice, fastest_dtype
+from engine.fastest import Choice, fastest_dtype, pretended
 from kernels import cpp
 from models.floats import can_pack, has_kernels, has_products
 from models.linear import FORMATS
@@ -74,21 +74,26 @@ class Capabilities:
             weights = f"{weights or ', weights as they are'} ({chosen})"
         if kv_dtype != "auto":
             weights += f", {kv_dtype} cache"
-        formats = {f"{name} weights": FORMATS[name].why_not(device) is None for name in FORMATS if name != "none"}
         if device.type != "cpu":
-            absent = ", ".join(name for name, here in formats.items() if not here)
-            here = "Triton kernels, CUDA graphs" if graphs else "Triton kernels"
-            return Capabilities(f"{precision}{weights}", f"GPU: {here}; not here: {absent}")
-        which = cpp.built_ahead() if impl == "cpp" else cpp.why_not()
-        paths = {
-            f"C++ kernels ({which})" if which else "C++ kernels": impl == "cpp",
-            "packed weights": has_kernels(precision.dtype, device) or can_pack(precision.dtype, device),
-            "all layers in one call": getattr(model, "stack", None) is not None,
-            **formats,
-        }
+            where, paths = "GPU", {"Triton kernels": True} | ({"CUDA graphs": True} if graphs else {})
+        else:
+            which = cpp.built_ahead() if impl == "cpp" else cpp.why_not()
+            where, paths = f"{processor()} processor", {
+                f"C++ kernels ({which})" if which else "C++ kernels": impl == "cpp",
+                "packed weights": has_kernels(precision.dtype, device) or can_pack(precision.dtype, device),
+                "all layers in one call": getattr(model, "stack", None) is not None,
+            }
+        paths |= weight_formats(device)
         here, absent = ([path for path in paths if paths[path] is there] for there in (True, False))
         parts = [", ".join(here) or "PyTorch only"] + ([f"not here: {', '.join(absent)}"] if absent else [])
-        return Capabilities(f"{precision}{weights}", f"{processor()} processor: {'; '.join(parts)}", warning)
+        return Capabilities(f"{precision}{weights}", f"{where}: {'; '.join(parts)}", warning)
+
+
+def weight_formats(device: torch.device) -> dict[str, bool]:
+    """Whether the device runs quantised weights, by the formats' names: {"int8 and int4 weights": True}."""
+    kinds = {name.partition("-")[0]: FORMATS[name].why_not(device) is None for name in FORMATS if name != "none"}
+    names = {here: " and ".join(kind for kind in kinds if kinds[kind] is here) for here in (True, False)}
+    return {f"{which} weights": here for here, which in names.items() if which}
 
 
 def pick_precision(own: torch.dtype, device: torch.device, float32_bytes: int, memory: int) -> Precision:
@@ -106,7 +111,10 @@ def pick_precision(own: torch.dtype, device: torch.device, float32_bytes: int, m
     name, full = dtype_name(own), torch.float32
     if own == torch.float64:
         return Precision(full, "the checkpoint is float64")
-    if has_products(own, device):
+    pretence = pretended(device) if own == torch.bfloat16 else None
+    if pretence:
+        return Precision(own)
+    if pretence is None and has_products(own, device):
         chosen = fastest_dtype(own, device)
         return Precision(getattr(torch, chosen.name), str(chosen))
     reason = f"this {'GPU' if device.type == 'cuda' else 'processor'} has no {name} products"

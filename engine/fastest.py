@@ -7,6 +7,7 @@ Where a processor has one way only, nothing is measured. The seconds of each way
 import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from engine.errors import UsageError
 from kernels import cpp, files, processor
 from models.files import replacing
 from models.floats import FloatLinear, has_kernels, has_products
@@ -26,6 +28,7 @@ SIDE = 4096  # of the matrix, which is larger than most caches
 ROUNDS = 3
 WORTH = 1.1  # the first way, which takes the least memory or rounds the least, unless another is that much faster
 AUTO_FORMATS = "none", "int8"  # that --quant auto chooses from, where the machine runs them
+PRETEND = "COPPICE_PRETEND"  # environment variable for tests, see `pretended`
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,23 @@ class Choice:
         return f"{others[other] / self.seconds[self.name]:.2f}x as fast as {other}, measured here"
 
 
+def pretended(device: torch.device) -> bool | None:
+    """Whether `auto` has to choose as on a CPU with fast products of bfloat16 and int8; None: as on this one.
+
+    Tests set COPPICE_PRETEND to bf16 or no-bf16, to try both choices on every machine.
+
+    Args:
+        device: that the model computes on; only a CPU is pretended, for others the result is None.
+
+    Raises:
+        UsageError: the variable has another value.
+    """
+    value = os.environ.get(PRETEND, "")
+    if value not in ("", "bf16", "no-bf16"):
+        raise UsageError(f"{PRETEND}: expected bf16 or no-bf16, got {value!r}", remedy="unset it: it is for tests")
+    return value == "bf16" if value and device.type == "cpu" else None
+
+
 def fastest_dtype(own: torch.dtype, device: torch.device) -> Choice:
     """Returns the dtype to compute in on weights of dtype `own`, by name: their own, or float32."""
     names = [str(dtype).removeprefix("torch.") for dtype in (own, torch.float32)]
@@ -63,6 +83,8 @@ def fastest_format(own: torch.dtype, dtype: torch.dtype, device: torch.device) -
     if device.type != "cpu":
         return Choice("none")  # what rounds least; the others are there to be asked for
     names = [name for name in AUTO_FORMATS if FORMATS[name].why_not(device) is None]
+    if (pretence := pretended(device)) is not None:
+        return Choice(names[-1] if pretence else "none")
     ways = {name: lambda name=name: timed(FORMATS[name], own, dtype, device) for name in names}
     return choose(f"format {own} {dtype}", ways)
 

@@ -34,6 +34,7 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 
+PRETEND = "COPPICE_PRETEND"
 THREADS = torch.get_num_threads()
 FULL = "left out: {} of the tests and three quarters of the random draws; `make test-all` (--full) has them"
 LEFT_OUT = pytest.StashKey[int]()
@@ -82,6 +83,8 @@ def own_process() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Builds the kernels before there are worker processes; refuses to test other code than the environment names."""
     draws.FULL = config.getoption("full")
+    if PRETEND in os.environ:
+        pretend()
     missing, kernels = cpp.why_not(), os.environ.get("COPPICE_KERNELS")
     if kernels and (kernels == "off") != bool(missing):
         raise pytest.UsageError(f"COPPICE_KERNELS={kernels}, but {missing or 'there are C++ kernels'}")
@@ -91,10 +94,28 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"ATEN_CPU_CAPABILITY={capability}, but torch runs its code for {loaded}")
 
 
+def pretend() -> None:
+    """Sets the pretence of `engine.fastest.pretended` where it is "other": what this processor does not choose."""
+    from engine.capabilities import pick_precision
+    from engine.errors import UsageError
+    from engine.fastest import pretended
+
+    cpu = torch.device("cpu")
+    if os.environ[PRETEND] == "other":
+        del os.environ[PRETEND]
+        own = pick_precision(torch.bfloat16, cpu, 0, 1).dtype
+        os.environ[PRETEND] = "no-bf16" if own == torch.bfloat16 else "bf16"
+    try:
+        pretended(cpu)
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
 def pytest_report_header() -> list[str]:
     kernels = cpp.why_not() or f"C++ for {cpp.find().target.name}, {cpp.find().path}"
     capability, isa = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "all there is")
-    return [f"kernels: {kernels}", f"torch: {torch.__version__}, {capability}; oneDNN: {isa}; {THREADS} threads"]
+    told = [f"kernels: {kernels}", f"torch: {torch.__version__}, {capability}; oneDNN: {isa}; {THREADS} threads"]
+    return told + ([f"{PRETEND}={os.environ[PRETEND]}"] if PRETEND in os.environ else [])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from engine.capabilities import pick_precision
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,8 +30,28 @@ def test_what_only_a_full_run_has_is_left_out_and_counted():
     assert "left out: 12 of the tests and three quarters of the random draws" in done.stdout
 
 
+def header(pretence: str) -> subprocess.CompletedProcess[str]:
+    """What pytest prints when it collects, and where it fails."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", "tests/test_traps.py"]
+    environment = os.environ | {"COPPICE_PRETEND": pretence}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_the_other_choices_are_those_that_this_processor_does_not_make(monkeypatch):
+    monkeypatch.delenv("COPPICE_PRETEND", raising=False)
+    own = pick_precision(torch.bfloat16, torch.device("cpu"), 0, 1).dtype
+    [pretence] = re.findall(r"COPPICE_PRETEND=(.*)", header("other").stdout)
+    monkeypatch.setenv("COPPICE_PRETEND", pretence)
+    assert {own, pick_precision(torch.bfloat16, torch.device("cpu"), 0, 1).dtype} == {torch.bfloat16, torch.float32}
+
+
+def test_an_unknown_pretence_is_refused():
+    done = header("avx2")
+    assert done.returncode == 4 and "COPPICE_PRETEND: expected bf16 or no-bf16, got 'avx2'" in done.stderr
+
+
 def test_ci_runs_targets_that_help_lists():
     steps = re.findall(r"make ([\w-]+)", (ROOT / ".ci/run").read_text("utf-8"))
     makefile = (ROOT / "Makefile").read_text("utf-8")
-    assert {"test-all", "test-avx2", "test-portable", "check"} == {*steps}
+    assert {"test-all", "test-pretend", "test-avx2", "test-portable", "check"} == {*steps}
     assert all(f'@echo "make {step} ' in makefile and f"\n{step}:" in makefile for step in steps)

@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from engine import Engine, UsageError, capabilities, loading
+from engine import Engine, UsageError, capabilities, fastest, loading
 from engine.app import batch, chat
 from engine.capabilities import Capabilities, Precision, explicit_precision, pick_precision
 from engine.demo import demo_folder
@@ -20,6 +21,12 @@ from models.int8 import Int8Linear
 ROOT = Path(__file__).parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_pretended(monkeypatch) -> None:
+    """What follows is about the processor, real or replaced."""
+    monkeypatch.delenv(fastest.PRETEND, raising=False)
 
 
 @pytest.fixture(params=[True, False], ids=["fast", "slow"])
@@ -33,9 +40,9 @@ def set_products(monkeypatch, fast: bool) -> None:
     def has_products(dtype: torch.dtype, _device: torch.device) -> bool:
         return fast or dtype in (torch.float32, torch.float64)
 
-    for module in (capabilities, loading):
+    for module in (capabilities, fastest, loading):
         monkeypatch.setattr(module, "has_products", has_products)
-    for module in (capabilities, floats):
+    for module in (capabilities, fastest, floats):
         monkeypatch.setattr(module, "has_kernels", lambda *_: False)
 
 
@@ -155,6 +162,24 @@ def test_paths_follow_the_model(monkeypatch):
     monkeypatch.setattr(capabilities.cpp, "why_not", lambda: None)
     assert "C++ kernels" in Capabilities.of(None, precision, "none", CPU, "cpp").paths.partition("; not here")[0]
     assert "CUDA graphs" in Capabilities.of(None, precision, "none", CUDA, "triton").paths
+    assert "CUDA graphs" not in Capabilities.of(None, precision, "none", CUDA, "triton", graphs=False).paths
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+@pytest.mark.parametrize("missing", ["", "int4", "int8 int4"])
+def test_the_banner_names_a_format_once(device, missing, monkeypatch):
+    reasons = {name: "no" if name.partition("-")[0] in missing else None for name in capabilities.FORMATS}
+    formats = {name: SimpleNamespace(why_not=lambda _, reason=reason: reason) for name, reason in reasons.items()}
+    monkeypatch.setattr(capabilities, "FORMATS", formats)
+    told = Capabilities.of(None, Precision(torch.float32), "none", device, "cpp").paths
+    here, _, absent = told.partition("; not here: ")
+    assert told.count("int8") == told.count("int4") == 1
+    expected = {
+        "": ("int8 and int4 weights", False),
+        "int4": ("int8 weights", "int4 weights"),
+        "int8 int4": (False, "int8 and int4 weights"),
+    }[missing]
+    assert tuple("int" in paths and paths.rpartition(", ")[2] for paths in (here, absent)) == expected
 
 
 def test_memory_is_known_without_linux(monkeypatch):

@@ -21,6 +21,7 @@ def cache(monkeypatch, tmp_path):
     cpp.why_not()  # the kernels are found before the cache moves
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(fastest, "_answers", {})
+    monkeypatch.delenv(fastest.PRETEND, raising=False)
     return tmp_path / "coppice" / "kernels"
 
 
@@ -150,6 +151,28 @@ def test_the_format_is_measured_where_there_are_two(measured, monkeypatch):
     assert told == "float32, int8 weights (2.00x as fast as none, measured here)"
     told = Capabilities.of(None, Precision(torch.float32), Choice("none", {"none": 1.0, "int8": 2.0}), CPU, "cpp")
     assert told.precision == "float32, weights as they are (2.00x as fast as int8, measured here)"
+
+
+@pytest.mark.parametrize(("value", "dtype", "format"), [("bf16", "bfloat16", "int8"), ("no-bf16", "float32", "none")])
+@pytest.mark.parametrize("products", [True, False])
+def test_tests_pretend_a_processor(measured, monkeypatch, value, dtype, format, products):
+    _, asked = measured
+    for module in (capabilities, fastest):
+        monkeypatch.setattr(module, "has_products", lambda own, _: products or own == torch.float32)
+    monkeypatch.setattr(fastest.FORMATS["int8"], "why_not", lambda _: None)
+    monkeypatch.setenv("COPPICE_PRETEND", value)
+    assert capabilities.dtype_name(pick_precision(torch.bfloat16, CPU, 1, 8).dtype) == dtype
+    assert fastest_format(torch.bfloat16, torch.float32, CPU) == Choice(format) and not asked
+    assert pick_precision(torch.float32, CPU, 1, 8).dtype == torch.float32
+    for own, expected in ((torch.bfloat16, products), (torch.float32, True)):  # a GPU is none of it
+        assert (pick_precision(own, CUDA, 1, 8).dtype == own) == expected
+    assert fastest_format(torch.bfloat16, torch.float32, CUDA) == Choice("none")
+
+
+def test_an_unknown_pretence_is_an_error(monkeypatch):
+    monkeypatch.setenv("COPPICE_PRETEND", "avx2")
+    with pytest.raises(UsageError, match="expected bf16 or no-bf16, got 'avx2'"):
+        Engine.load(demo_folder())
 
 
 @pytest.mark.skipif(loading.FORMATS["int8"].why_not(CPU) is not None, reason="this machine runs no int8 weights")
