@@ -29,7 +29,7 @@ def test_engines_in_threads_do_not_disturb_each_other():
     from engine.demo import demo_folder
     from search import Trie
 
-    engines = [Engine.load(demo_folder(), threads=1, kv_memory="4M") for _ in range(2)]
+    engines = [Engine.load(demo_folder(), dtype="float32", threads=1, kv_memory="4M") for _ in range(2)]
     answers: list[list[int]] = []
 
     def work(engine: Engine) -> None:

@@ -35,7 +35,8 @@ def test_engine_batch():
 
 
 def test_engine_chat():
-    done = run(RUN.format("chat"), "-p", "What is the opposite of hot?", "--threads", "1", stdin=subprocess.DEVNULL)
+    asked = ["-p", "What is the opposite of hot?", "--dtype", "float32", "--threads", "1"]
+    done = run(RUN.format("chat"), *asked, stdin=subprocess.DEVNULL)
     assert (done.returncode, done.stdout, done.stderr) == (0, "Cold is the opposite of hot.\n", "")
 
 

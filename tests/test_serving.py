@@ -21,7 +21,8 @@ def test_the_snippets_run(capsys: pytest.CaptureFixture[str]):
     from engine.serve import command
 
     names: dict = {}
-    args = command.make_parser().parse_args(["--kv-memory", "8M", "--threads", "1", "-q"])
+    [flags] = re.findall(r"^python -m engine.serve (.*?) +# the demo model", PAGE, re.M)
+    args = command.make_parser().parse_args([*flags.split(), "--kv-memory", "8M", "--threads", "1", "-q"])
     with command.application(args) as app, command.background(app) as url:
         for kind, code, shown in SNIPPETS:
             line = PAGE[: PAGE.index(code)].count("\n")

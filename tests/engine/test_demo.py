@@ -69,7 +69,7 @@ def test_the_wheel_has_them_and_answers(tmp_path: Path):
     away = tmp_path / "elsewhere"
     away.mkdir()
     told = subprocess.run(
-        [sys.executable, "-m", "engine.chat", "-q", "-p", "-"],
+        [sys.executable, "-m", "engine.chat", "--dtype", "float32", "-q", "-p", "-"],
         input="What is the opposite of hot?", cwd=away, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
     )  # fmt: skip
@@ -89,7 +89,7 @@ def test_what_is_the_default_for_what(tmp_path: Path):
 
 def test_one_reply_without_a_model(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"What is the opposite of hot?")))
-    assert chat.main(["--search", "trie"]) == 0
+    assert chat.main(["--search", "trie", "--dtype", "float32"]) == 0
     assert "cold" in capsys.readouterr().out.lower()
 
 
@@ -100,9 +100,8 @@ def test_a_batch_without_a_model(capsys):
     ]
     lines[0]["params"] = {"search": "sbon", "sbon_n": 3}
     out = io.BytesIO()
-    assert (
-        batch.main(["-q", "--max-new-tokens", "30"], io.BytesIO("\n".join(map(json.dumps, lines)).encode()), out) == 0
-    )
+    asked = io.BytesIO("\n".join(map(json.dumps, lines)).encode())
+    assert batch.main(["-q", "--dtype", "float32", "--max-new-tokens", "30"], asked, out) == 0
     answers = [json.loads(line)["outputs"][0]["text"] for line in out.getvalue().splitlines()]
     assert len(answers) == 2 and "Tuesday" in answers[0] and "there was a" in answers[1]
 

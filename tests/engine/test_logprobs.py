@@ -19,7 +19,8 @@ TOP = 3
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine.load(ROOT / "target", device="cpu", draft=ROOT / "draft", reward=ROOT / "reward", kv_memory=1 << 26)
+    companions = {"draft": ROOT / "draft", "reward": ROOT / "reward"}
+    return Engine.load(ROOT / "target", device="cpu", dtype="float32", **companions, kv_memory=1 << 26)
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +126,7 @@ def test_a_search_of_ones_own_and_its_gaps(engine):
 
 def test_in_batches_sessions_and_after_a_preemption(engine):
     prompts = [engine.tokenizer.encode(text) for text in (PROMPT, "The dog", "One day a girl saw a big red")]
-    small = Engine.load(ROOT / "target", device="cpu", kv_memory=60 * engine.pool.bytes_per_token)
+    small = Engine.load(ROOT / "target", device="cpu", dtype="float32", kv_memory=60 * engine.pool.bytes_per_token)
     requests = [
         Request(p, s, 8, logprobs=TOP) for p in prompts for s in (Trie(beams=4), Sample(num_return_sequences=3))
     ]

@@ -36,9 +36,8 @@ def alone() -> Engine:
     """The same model in an engine of its own."""
     from engine.demo import demo_folder
 
-    return Engine.load(
-        demo_folder(), kv_memory="8M", draft=demo_folder("draft"), reward=demo_folder("reward"), threads=1
-    )
+    companions = {role: demo_folder(role) for role in ("draft", "reward")}
+    return Engine.load(demo_folder(), dtype="float32", kv_memory="8M", threads=1, **companions)
 
 
 def ask(server, messages=FOX, tokens=24, **fields):
