@@ -128,6 +128,7 @@ def test_a_spilled_mask_keeps_its_bits(tmp_path, level):
 
 @needs_objdump
 @needs_compiler
+@pytest.mark.full
 @pytest.mark.skipif("COPPICE_KERNELS" in os.environ, reason="a run with kernels that were named builds no others")
 @pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("x86-64-v4")])
 def test_no_library_reads_more_of_a_mask_than_it_stored(tmp_path, target):
