@@ -191,13 +191,13 @@ REFUSED = {
 @pytest.mark.parametrize("source", REFUSED.values(), ids=REFUSED.keys())
 def test_refused_within_the_limits(source):
     t = template(source)
-    sandbox_process._end()
+    sandbox_process.TEMPLATES.end()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises(CheckpointError, match="--chat-template none") as caught:
         t.render(HI)
     assert caught.value.exit_code == 3
     assert len(str(caught.value)) < 1000
-    sandbox_process._end()  # a child's CPU time counts when it has ended
+    sandbox_process.TEMPLATES.end()  # a child's CPU time counts when it has ended
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     # Of CPU time, which other programs do not add to: the interpreter's start, one compilation, one render.
