@@ -41,7 +41,7 @@ REFERENCE = {
 }
 
 
-@pytest.fixture(scope="module", params=ALPHAS)
+@pytest.fixture(scope="module", params=[0.2, *(pytest.param(a, marks=pytest.mark.full) for a in ALPHAS if a != 0.2)])
 def trees(request):
     """All trees of an alpha."""
     return request.param, [ToyTree(seed, request.param) for seed in SEEDS]
