@@ -139,7 +139,7 @@ class LibraryEncoder:
         if self._guard:
             self._guard.check(text)
         with library_errors("the tokenizer cannot encode this text", self._where):
-            ids = library.encode(text, add_special_tokens=add_special).ids
+            ids = _encoded(library, text, add_special).ids
         return [meaning.get(i, i) for i in ids]
 
     @functools.cached_property
@@ -165,9 +165,13 @@ class LibraryEncoder:
         if self._guard:
             self._guard.check(text)
         with library_errors("the tokenizer cannot encode this text", self._where):
-            if len(text) > LONG:
-                return self._library.encode_batch_fast([text], add_special_tokens=False)[0]
-            return self._library.encode(text, add_special_tokens=False)
+            return _encoded(self._library, text)
+
+
+def _encoded(library: tokenizers.Tokenizer, text: str, add_special: bool = False) -> tokenizers.Encoding:
+    if len(text) > LONG:
+        return library.encode_batch_fast([text], add_special_tokens=add_special)[0]
+    return library.encode(text, add_special_tokens=add_special)
 
 
 def unspeakable(piece: str | None) -> UsageError:
