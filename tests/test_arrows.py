@@ -16,6 +16,7 @@ ORACLE = re.compile(r"tools/(make_golden\w*\.py|golden_text\.py|bench.*)")  # th
 # Extras: imported when they are needed, with an error that names them.
 OPTIONAL = {
     "engine/grammars.py": ["llguidance"],
+    "engine/text/sandbox.py": ["llguidance"],
     "engine/serve/http.py": ["starlette"],
     "engine/serve/connections.py": ["uvicorn", "h11"],
 }

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,13 +75,14 @@ class Sandbox:
     Args:
         task: what the process does, for messages.
         remedy: what else to do where it cannot be started.
+        packages: that it imports besides those of templates; the caller has imported them.
 
     Attributes:
         process: the running one; None without one.
     """
 
-    def __init__(self, task: str, remedy: str):
-        self.task, self.remedy = task, remedy
+    def __init__(self, task: str, remedy: str, packages: Sequence[str] = ()):
+        self.task, self.remedy, self.packages = task, remedy, packages
         self.lock = threading.Lock()
         self.process: _Process | None = None
 
@@ -140,7 +141,7 @@ class _Process:
         path = interpreter()
         # Folders of packages come after the library of the interpreter, which may be of another version.
         packages = [jinja2, sys.modules["markupsafe"], tokenizers]
-        packages += [package] if (package := sys.modules.get("llguidance")) else []
+        packages += [sys.modules[name] for name in sandbox_of.packages]
         folders = {str(Path(package.__file__ or "").parent.parent) for package in packages}
         with _blocked(TERMINAL_SIGNALS):
             try:
@@ -252,7 +253,7 @@ def _blocked(signals: set[signal.Signals]) -> Iterator[None]:
 
 
 TEMPLATES = Sandbox("renders chat templates", "leave the template out (--chat-template none)")
-GRAMMARS = Sandbox("compiles grammars", "leave the grammar out")
+GRAMMARS = Sandbox("compiles grammars", "leave the grammar out", ["llguidance"])
 for _sandbox in (TEMPLATES, GRAMMARS):
     atexit.register(_sandbox.end)
     os.register_at_fork(after_in_child=_sandbox.forked)
