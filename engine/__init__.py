@@ -1,15 +1,15 @@
 """The engine: token trees on a paged cache, evaluated for any search."""
 
-import engine.startup  # noqa: F401  # isort: split
+import engine.load.startup  # noqa: F401  # isort: split
 from engine.async_engine import AsyncEngine
-from engine.catalogue import Catalogue
-from engine.constraints import Choices, Constraint, ConstraintError
+from engine.cache.tree import TokenTree
+from engine.contract import Evaluate, Output, Report, SearchResult, Task
 from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
 from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, SearchError, UsageError
 from engine.options import RequestOptions
-from engine.requests import Evaluate, Output, Report, SearchResult, Task
 from engine.rules import Rules
-from engine.tree import TokenTree
+from engine.rules.catalogue import Catalogue
+from engine.rules.constraint import Choices, Constraint, ConstraintError
 from engine.version import __version__
 
 __all__ = [

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from functools import partial
 from typing import Any, ParamSpec, Self, Unpack, overload
 
+from engine.contract import Search, SearchResult
 from engine.engine import Done, Engine, Event, Request, Text, requests_of
 from engine.errors import CoppiceError, UsageError
 from engine.options import RequestOptions
-from engine.requests import Search, SearchResult
 from engine.service import Handle, News, Outcome, Service, StepThread
 
 P = ParamSpec("P")

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
-from engine.capabilities import Capabilities
-from engine.contract import slots_of
+from engine.contract import Output, Search, SearchResult
+from engine.contract.checks import slots_of
 from engine.engine import Done, Engine, Event, Request, Session
 from engine.errors import UsageError
+from engine.load.capabilities import Capabilities
 from engine.options import StreamOptions
-from engine.prompting import TemplateOptions, chat_prompt
-from engine.requests import Output, Search, SearchResult
+from engine.text.prompting import TemplateOptions, chat_prompt
 from engine.text.thinking import Thoughts
 
 OVERFLOW = ("drop-turns", "error")

@@ -12,29 +12,29 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from engine.budget import Loading, Workload, allow
-from engine.constrained import Constrained
-from engine.contract import attributed, check_search, search_error
-from engine.driver import Driver
+from engine.cache.pool import PagePool
+from engine.cache.slots import Trunk
+from engine.cache.tree import TokenTree
+from engine.contract import Evaluate, Judge, Output, Report, Search, SearchGenerator, SearchResult, Task
+from engine.contract.checks import attributed, check_search, search_error
+from engine.contract.trace import Trace
 from engine.errors import CoppiceError, UsageError, check_flag, check_integer, shortened
-from engine.jobs import Job
-from engine.loading import LoadedModel, check_arguments, check_companion, load_models
-from engine.logprobs import Kept, check_logprobs, whole
-from engine.memory import check_memory, is_out_of_memory, out_of_memory
+from engine.load.budget import Loading, Workload, allow
+from engine.load.loading import LoadedModel, check_arguments, check_companion, load_models
+from engine.load.pools import check_memory, is_out_of_memory, out_of_memory
 from engine.options import RequestOptions, StreamOptions, check_options
-from engine.phases import PhaseObserver
-from engine.pool import PagePool
-from engine.prefix_files import load_prefix, save_prefix
-from engine.requests import Evaluate, Judge, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.rewards import Messages, Responses, RewardFunction, check_messages, make_judge
 from engine.rules import Rules
-from engine.slots import Trunk
+from engine.rules.logprobs import Kept, check_logprobs, whole
+from engine.rules.state import Constrained
+from engine.step.driver import Driver
+from engine.step.jobs import Job
+from engine.step.phases import PhaseObserver
+from engine.step.prefix_files import load_prefix, save_prefix
 from engine.text.stopping import StopStrings, TextStream, check_stop
 from engine.text.tokenizer import Tokenizer
-from engine.trace import Trace
-from engine.tree import TokenTree
-from models.memory import release_libraries, trim_memory
 from models.sharding import Shard
+from models.trim import release_libraries, trim_memory
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Engine:
             draft: folder of a smaller model of the same tokenizer, for searches that draft.
             reward: folder of a model with a scalar head, for searches that rank; or a function, see `Request`.
             shard: the place of this process among several that share the models, companions too, see
-                `engine.distributed.together`; all load alike and get the same requests. Memory is that of each.
+                `engine.load.distributed.together`; all load alike and get the same requests. Memory is that of each.
 
         Raises:
             CheckpointError: the folder has no supported checkpoint, or heads that cannot be divided.

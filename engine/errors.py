@@ -28,7 +28,7 @@ class NumericsError(CoppiceError):
 
 
 class SearchError(CoppiceError):
-    """A search that is not part of this project failed or broke the contract of `engine.requests`.
+    """A search that is not part of this project failed or broke the contract of `engine.contract`.
 
     `__cause__` is the exception that its code raised, if it raised one.
     """

@@ -7,12 +7,12 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from engine.catalogue import Catalogue
-from engine.constraints import Constraint
+from engine.contract.trace import Trace
 from engine.errors import UsageError
 from engine.rewards import Messages, RewardFunction
 from engine.rules import Words
-from engine.trace import Trace
+from engine.rules.catalogue import Catalogue
+from engine.rules.constraint import Constraint
 
 
 class RequestOptions(TypedDict, total=False):

@@ -10,13 +10,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.cache.tree import TokenTree, shared_length
+from engine.contract import Answer, Evaluate
 from engine.errors import CheckpointError, KVMemoryError, UsageError
-from engine.loading import LoadedModel
-from engine.requests import Answer, Evaluate
+from engine.load.loading import LoadedModel
 from engine.text.stopping import StopStrings
 from engine.text.template import Span
 from engine.text.tokenizer import Tokenizer
-from engine.tree import TokenTree, shared_length
 
 RewardFunction = Callable[[Any, list[str]], Iterable[float]]
 """(prompt, texts) -> a score for each text. The prompt is the request's messages if it has any, else its text."""

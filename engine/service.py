@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.driver import Driver
+from engine.contract import SearchResult
 from engine.engine import Engine, Prefill, Progress, Request, _event_of, _Prepared
 from engine.errors import CoppiceError
-from engine.jobs import Job
-from engine.requests import SearchResult
+from engine.step.driver import Driver
+from engine.step.jobs import Job
 from engine.text.stopping import TextStream
 
 T = TypeVar("T")

@@ -8,7 +8,11 @@ import torch
 # isort: on
 from collections.abc import Callable
 
-from models import (
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.weights import Weights
+from models.decoder import Decoder
+from models.errors import CheckpointError, nearest
+from models.families import (
     gemma,
     gpt2,
     granite,
@@ -25,10 +29,6 @@ from models import (
     smollm3,
     stablelm,
 )
-from models.checkpoint import Checkpoint
-from models.decoder import Decoder
-from models.errors import CheckpointError, nearest
-from models.weights import Weights
 
 _CLASSES: list[type[Decoder]] = [
     llama.Llama,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from kernels.layout import Kept
-from models.fields import Fields
+from models.checkpoint.fields import Fields
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 from models.rope import RopeConfig
 

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 from kernels.layout import KVCache, TreeLayout
 from kernels.stack import Stack
-from models.checkpoint import Checkpoint
+from models.checkpoint.fields import Fields
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.weights import Weights
 from models.config import HEAD, SCORE, Config, ModelShape, Names
-from models.fields import Fields
+from models.formats.linear import Linear
 from models.layers import Layer, Norm, Rope
-from models.linear import Linear
 from models.rope import BUFFERS, RotaryEmbedding
-from models.weights import Weights
 
 
 class Decoder(nn.Module):

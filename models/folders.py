@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
+from models.checkpoint.files import read_regular
 from models.errors import CheckpointError
-from models.files import read_regular
 
 SNAPSHOTS, MAIN = "snapshots", Path("refs", "main")
 REVISION = re.compile(r"[\w.-]{1,100}")  # a commit; no path

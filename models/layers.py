@@ -16,8 +16,8 @@ from kernels.layout import TreeLayout
 from kernels.rows import activation, activation_mul, add_norm, layer_norm, rms_norm, rotary
 from kernels.short_conv import short_conv
 from kernels.tree_attention import tree_attention
+from models.checkpoint.weights import Weights
 from models.config import Config, Names
-from models.weights import Weights
 
 Rope = tuple[Tensor, ...] | None  # cos_TD and sin_TD, and then those of queries if they are others; None: none
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.checkpoint.fields import Fields
 from models.errors import CheckpointError
-from models.fields import Fields
 
 KINDS = {kind: kind for kind in ("default", "dynamic", "linear", "llama3", "longrope", "yarn")}  # by their labels
 BUFFERS = (  # older checkpoints store frequencies: computed here

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from kernels.stack import Matrix
 from models.config import Config
 from models.errors import CheckpointError
-from models.linear import Linear
+from models.formats.linear import Linear
 
 # An MLP is cut at multiples of one of these, so that groups of quantised weights stay whole: of the largest that leaves
 # each process EVEN of them, so that none has an eighth more than others.
@@ -142,7 +142,7 @@ def _after(some: range, first: int) -> range:
 
 
 class Summed(nn.Module):
-    """A linear layer of some inputs, see `models.linear.Linear`: the processes add up their products.
+    """A linear layer of some inputs, see `models.formats.linear.Linear`: the processes add up their products.
 
     Args:
         layer: without a bias.
@@ -162,11 +162,11 @@ class Summed(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def rows(self, ids_U: Tensor) -> None:
-        """See `models.linear.Linear`."""
+        """See `models.formats.linear.Linear`."""
 
 
 class Gathered(nn.Module):
-    """The head, of which every process has some tokens, see `models.linear.Linear`: whole rows are gathered.
+    """The head, of which every process has some tokens, see `models.formats.linear.Linear`: whole rows are gathered.
 
     Args:
         own: the layer of this process.
@@ -189,7 +189,7 @@ class Gathered(nn.Module):
         return parts.movedim(0, -2).flatten(-2)[..., : self.outs].contiguous()
 
     def rows(self, ids_U: Tensor) -> Any:
-        """See `models.linear.Linear`."""
+        """See `models.formats.linear.Linear`."""
         own = self.own.rows((ids_U - self.tokens.start).clamp(0, len(self.tokens) - 1))
         if own is None:
             return None
@@ -227,7 +227,7 @@ class _Chosen:
 
 
 class Agreed(nn.Module):
-    """A layer that every process has, see `models.linear.Linear`: all return the first one's bits."""
+    """A layer that every process has, see `models.formats.linear.Linear`: all return the first one's bits."""
 
     matrix: Matrix | None = None
 
@@ -242,4 +242,4 @@ class Agreed(nn.Module):
         return self.shard.sum(y if self.shard.rank == 0 else torch.zeros_like(y))
 
     def rows(self, ids_U: Tensor) -> None:
-        """See `models.linear.Linear`."""
+        """See `models.formats.linear.Linear`."""

@@ -11,10 +11,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from engine.best import Best, Next
-from engine.contract import attributed, is_ours
-from engine.errors import UsageError
-from engine.requests import (  # noqa: F401
+from engine.cache.tree import TokenTree
+from engine.contract import (  # noqa: F401
     Answer,
     Evaluate,
     Output,
@@ -25,7 +23,9 @@ from engine.requests import (  # noqa: F401
     SearchResult,
     Task,
 )
-from engine.tree import TokenTree
+from engine.contract.best import Best, Next
+from engine.contract.checks import attributed, is_ours
+from engine.errors import UsageError
 from kernels.rows import at_least, best_sums, top_k  # noqa: F401  # searches import from here
 from search.options import without_draws
 from search.values import default_of, kinds

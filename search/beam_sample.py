@@ -7,7 +7,7 @@ draws the same lists with fewer passes of the target; beam sampling is its basel
 
 from dataclasses import dataclass
 
-from engine.sampling import Uniforms
+from engine.contract.sampling import Uniforms
 from search.base import SearchGenerator, Task, register
 from search.dsbd.beams import Beams
 from search.dsbd.joint import Reader, Rows

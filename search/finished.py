@@ -7,8 +7,8 @@ import math
 from bisect import insort
 from collections.abc import Iterable
 
-from engine.constrained import STUCK
-from engine.tree import TokenTree, shared_length
+from engine.cache.tree import TokenTree, shared_length
+from engine.rules.state import STUCK
 from search.base import Output
 
 LAST = 1e200  # of a sum with STUCK: below what any length to the power of any penalty makes of another sum

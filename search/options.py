@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.contract import Search
+from engine.contract.sampling import Warp
 from engine.errors import UsageError, check_integer, check_number
-from engine.requests import Search
-from engine.sampling import Warp
 from search.values import written
 
 MAX_SEED = 2**63 - 1

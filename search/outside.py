@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+from engine.contract import Search
 from engine.errors import UsageError
-from engine.requests import Search
 from search.base import ALIASES, REGISTRY, check_class, name_of, register
 
 GROUP = "coppice.searches"

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from engine.requests import Read
-from engine.sampling import Warp, draws
-from engine.tree import TokenTree
+from engine.cache.tree import TokenTree
+from engine.contract import Read
+from engine.contract.sampling import Warp, draws
 
 
 class Picks:

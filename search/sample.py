@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.sampling import Warp, draws
-from engine.tree import shared_length
+from engine.cache.tree import shared_length
+from engine.contract.sampling import Warp, draws
 from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
 from search.options import Sampling, check_integers
 

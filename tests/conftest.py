@@ -95,10 +95,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pretend() -> None:
-    """Sets the pretence of `engine.fastest.pretended` where it is "other": what this processor does not choose."""
-    from engine.capabilities import pick_precision
+    """Sets the pretence of `engine.load.fastest.pretended` where it is "other": what this processor does not choose."""
     from engine.errors import UsageError
-    from engine.fastest import pretended
+    from engine.load.capabilities import pick_precision
+    from engine.load.fastest import pretended
 
     cpu = torch.device("cpu")
     if os.environ[PRETEND] == "other":

@@ -15,7 +15,7 @@ COMMAND_LINES = re.compile(r"engine/((app|serve)/\w+|chat|batch)\.py")  # these 
 ORACLE = re.compile(r"tools/(make_golden\w*\.py|golden_text\.py|bench.*)")  # these alone import transformers
 # Extras: imported when they are needed, with an error that names them.
 OPTIONAL = {
-    "engine/grammars.py": ["llguidance"],
+    "engine/rules/grammars.py": ["llguidance"],
     "engine/text/sandbox.py": ["llguidance"],
     "engine/serve/http.py": ["starlette"],
     "engine/serve/connections.py": ["uvicorn", "h11"],
@@ -93,12 +93,12 @@ def test_arrows(package: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source", "allowed"),
     [
-        ("models/llama.py", "from kernels.tree_attention import attend", True),
-        ("models/llama.py", "def f():\n    from engine import tree", False),
-        ("models/llama.py", "from ..engine import tree", False),
-        ("models/llama.py", "from . import layers\nfrom .layers import RMSNorm", True),
-        ("models/llama.py", "import numpy", False),
-        ("models/llama.py", "import transformers", False),
+        ("models/families/llama.py", "from kernels.tree_attention import attend", True),
+        ("models/families/llama.py", "def f():\n    from engine import tree", False),
+        ("models/families/llama.py", "from ...engine import tree", False),
+        ("models/families/llama.py", "from . import layers\nfrom .layers import RMSNorm", True),
+        ("models/families/llama.py", "import numpy", False),
+        ("models/families/llama.py", "import transformers", False),
         ("engine/app/chat.py", "import search", True),
         ("engine/app/chat.py", "import tools.bench", False),
         ("engine/engine.py", "from search import Trie", False),
@@ -108,7 +108,7 @@ def test_arrows(package: str) -> None:
         ("engine/text/template.py", "from search import Trie", False),
         ("engine/app/batch.py", "from .cli import main", True),
         ("engine/__init__.py", "from .engine import Engine", True),
-        ("search/trie.py", "from engine.tree import TokenTree", True),
+        ("search/trie.py", "from engine.cache.tree import TokenTree", True),
         ("kernels/op/__init__.py", "from . import native, reference, torch, triton", True),
         ("kernels/op/torch.py", "import torch\nimport math", True),
         ("kernels/op/torch.py", "from .reference import attend", False),

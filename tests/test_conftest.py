@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.capabilities import pick_precision
+from engine.load.capabilities import pick_precision
 
 ROOT = Path(__file__).parent.parent
 

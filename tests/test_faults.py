@@ -29,11 +29,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from engine.app import batch, chat
-from engine.driver import Driver
+from engine.cache.tree import TokenTree
 from engine.engine import Done, Engine, Prefill, Session
-from engine.runner import Runner
-from engine.tree import TokenTree
-from models.checkpoint import Checkpoint
+from engine.step.driver import Driver
+from engine.step.runner import Runner
+from models.checkpoint.headers import Checkpoint
 from search.greedy import Greedy
 from search.sample import Sample
 from search.trie import Trie
@@ -534,7 +534,7 @@ def test_more_than_the_memory_limit(commands: Commands, engine: Engine, base: Pa
 
 def test_weights_that_the_machine_cannot_map(commands: Commands, folder: Path, monkeypatch: pytest.MonkeyPatch):
     error = SafetensorError("Error while opening: Cannot allocate memory (os error 12)")
-    monkeypatch.setattr("models.checkpoint.safe_open", Mock(side_effect=error))
+    monkeypatch.setattr("models.checkpoint.headers.safe_open", Mock(side_effect=error))
     commands.refuse(folder, 4, "the machine ran out of memory")
 
 

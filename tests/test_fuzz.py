@@ -31,14 +31,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine import catalogue, fastest
 from engine.app import batch, chat, cli, trace_page, transcript
+from engine.contract.trace import Trace
 from engine.conversation import Conversation
 from engine.engine import Engine
+from engine.load import fastest
+from engine.rules import catalogue
 from engine.text.template import ChatTemplate
-from engine.trace import Trace
 from kernels import cpp
-from models import packed
+from models.formats import packed
 from search import ADED, ULTS
 from search.aded import ngrams
 from search.greedy import Greedy

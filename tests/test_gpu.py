@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine import Engine
-from engine.graphs import GraphRunner
+from engine.step.graphs import GraphRunner
 from search import Greedy, Sample, Trie
 
 pytestmark = [

@@ -20,7 +20,7 @@ def run(code: str, *arguments: str, **options) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.full(unless=lambda module: module == "search.base")
-@pytest.mark.parametrize("module", ["kernels.rows", "models.linear", "engine", "search.base", "tools.convert"])
+@pytest.mark.parametrize("module", ["kernels.rows", "models.formats.linear", "engine", "search.base", "tools.convert"])
 def test_whatever_is_imported_first(module):
     done = run(f"import {module}")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from engine.app import cli
-from engine.catalogue import Built, build, write_catalogue
 from engine.demo import demo_folder
 from engine.errors import CoppiceError, UsageError, shortened
+from engine.rules.catalogue import Built, build, write_catalogue
 from engine.text.tokenizer import FILES, Tokenizer
-from models.checkpoint import Checkpoint
+from models.checkpoint.headers import Checkpoint
 
 KEYS = {"id", "text", "token_ids"}
 SHOWN = 5  # repeated items that are named

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from engine.app.cli import run
 from engine.errors import CheckpointError, UsageError
-from models.checkpoint import CONFIG_BYTES, DTYPES, INDEX_BYTES, Checkpoint, read_json, write_tensors
-from models.files import open_regular
+from models.checkpoint.files import open_regular
+from models.checkpoint.headers import CONFIG_BYTES, DTYPES, INDEX_BYTES, Checkpoint, read_json, write_tensors
 from models.folders import snapshot
 from tools import gguf
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from engine.app import cli
 from engine.errors import UsageError
 from engine.text.tokenizer import Tokenizer
-from models.checkpoint import Checkpoint
+from models.checkpoint.headers import Checkpoint
 from search.aded.ngrams import MAGIC, REST, SUCCESSORS, Run, count, merge, open_store, write_store
 
 PIECE = 1 << 18  # characters tokenised at once

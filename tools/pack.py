@@ -17,12 +17,12 @@ from torch import Tensor
 
 from engine.app.cli import run
 from engine.errors import CheckpointError, UsageError
-from engine.loading import check_quant
+from engine.load.loading import check_quant
 from models import load_model
-from models.checkpoint import WEIGHTS, Checkpoint, write_tensors
-from models.floats import PackedLinear, has_kernels
-from models.linear import FORMATS
-from models.packed import PREFIXES, Packing, Size
+from models.checkpoint.headers import WEIGHTS, Checkpoint, write_tensors
+from models.formats.floats import PackedLinear, has_kernels
+from models.formats.linear import FORMATS
+from models.formats.packed import PREFIXES, Packing, Size
 from tools.convert import copy_others, new_folder
 
 
@@ -30,7 +30,7 @@ def pack(source: str | Path, folder: str | Path, *, quant: str = "none") -> dict
     """Write the checkpoint in `source` into the new folder `folder`, its matrices packed.
 
     Args:
-        quant: format of the matrices, a key of `models.linear.FORMATS`; "none" keeps their dtype.
+        quant: format of the matrices, a key of `models.formats.linear.FORMATS`; "none" keeps their dtype.
 
     Returns:
         {"path", "matrices", "bytes"} (bytes of the weights file).

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from engine import Engine, Request
 from engine.app import cli
+from engine.contract import SearchGenerator, SearchResult, Task
 from engine.demo import with_defaults
 from engine.errors import CoppiceError, UsageError
-from engine.requests import SearchGenerator, SearchResult, Task
 from search.sbon import BoN, Race
 from search.sbon.rates import accepted, kendall
 from tools.bench.figures import draw

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.pool import PagePool
-from engine.requests import Evaluate, Search, SearchResult, Task
-from engine.tree import TokenTree
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.contract import Evaluate, Search, SearchResult, Task
 from models.config import ModelShape
 from tools.bench.searches import run_alone
 

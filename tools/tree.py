@@ -12,10 +12,10 @@ from typing import Any
 
 from engine.app import cli
 from engine.app.trace_page import check_target, load, saving, write
+from engine.contract.trace import Traces
 from engine.conversation import Conversation
 from engine.engine import Done, Prefill, Progress
 from engine.errors import UsageError
-from engine.trace import Traces
 from search.base import make_search
 
 PROMPT = "Tell me a story about a fox."

@@ -18,8 +18,8 @@ import torch
 from engine.app import batch, cli
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError
-from engine.prompting import TemplateOptions
-from models.files import obstacle
+from engine.text.prompting import TemplateOptions
+from models.checkpoint.files import obstacle
 from search import ULTS
 from search.base import Output, Search, SearchGenerator, SearchResult, Task
 from search.ults.prior import Vectors, cache_file, gather

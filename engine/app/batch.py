@@ -39,16 +39,16 @@ from engine.app.cli import (
     template_options,
 )
 from engine.app.trace_page import check_target, saving
-from engine.distributed import shared, together
-from engine.driver import Driver
+from engine.contract import SearchResult
+from engine.contract.trace import Traces
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError, shortened
-from engine.prompting import TemplateOptions, chat_prompt
-from engine.requests import SearchResult
+from engine.load.distributed import shared, together
 from engine.rules import ONE_OF, PLAIN_RULES, response_format, with_changes
+from engine.step.driver import Driver
+from engine.text.prompting import TemplateOptions, chat_prompt
 from engine.text.thinking import Thoughts
-from engine.trace import Traces
-from models.files import lock
+from models.checkpoint.files import lock
 from models.sharding import Shard
 from search.base import REGISTRY, chosen, make_search, parameters, paths
 

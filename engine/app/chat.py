@@ -16,17 +16,17 @@ from engine.app.dialog import Dialog
 from engine.app.settings import Settings
 from engine.app.terminal import Interrupt, Label, Quit, Screen
 from engine.app.trace_page import check_target
-from engine.budget import Loading, table
-from engine.capabilities import dtype_name
+from engine.cache.tree import shared_length
+from engine.contract.trace import Traces
 from engine.conversation import OVERFLOW, Conversation
 from engine.demo import BANNER, demo_folder, is_demo
-from engine.distributed import check_alone
 from engine.engine import Engine
 from engine.errors import UsageError
-from engine.trace import Traces
-from engine.tree import shared_length
+from engine.load.budget import Loading, table
+from engine.load.capabilities import dtype_name
+from engine.load.distributed import check_alone
 from engine.version import __version__
-from models.checkpoint import Checkpoint
+from models.checkpoint.headers import Checkpoint
 from models.sharding import Shard
 from search.base import make_search
 from search.trie import Trie

@@ -14,23 +14,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.budget import Workload
-from engine.catalogue import open_catalogue
-from engine.contract import is_ours
+from engine.contract.checks import is_ours
 from engine.demo import with_defaults
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError, shortened
-from engine.loading import DTYPES, KV_DTYPES
-from engine.logprobs import check_logprobs
-from engine.memory import is_out_of_memory, out_of_memory, read_size
-from engine.prompting import TemplateOptions
+from engine.load.budget import Workload
+from engine.load.loading import DTYPES, KV_DTYPES
+from engine.load.pools import is_out_of_memory, out_of_memory, read_size
+from engine.load.startup import started
 from engine.rules import RULES, SCORES, Rules
-from engine.startup import started
+from engine.rules.catalogue import open_catalogue
+from engine.rules.logprobs import check_logprobs
+from engine.text.prompting import TemplateOptions
 from engine.text.template import THINK
 from engine.text.tokenizer import check_utf8
 from engine.version import __version__
-from models.files import obstacle, open_regular, read_regular
-from models.linear import FORMATS
+from models.checkpoint.files import obstacle, open_regular, read_regular
+from models.formats.linear import FORMATS
 from search.base import ALIASES, REGISTRY, SHARED_PARAMS, chosen, make_search, parameters
 from search.outside import find_search, load_entry_points
 from search.values import Kind, default_of, kinds, written

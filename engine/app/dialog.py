@@ -17,13 +17,13 @@ from engine.app.settings import Settings
 from engine.app.suspension import Suspension
 from engine.app.terminal import Interrupt, Label, LineEditor, Quit, Screen, one_line, state_folder
 from engine.app.trace_page import saving
+from engine.contract import Output, Report, Search, SearchResult
+from engine.contract.trace import Traces
 from engine.conversation import Conversation, Dropped, Turn, figures
 from engine.engine import Done, Engine, Event, Prefill, Progress, Text
 from engine.errors import CoppiceError, UsageError
-from engine.requests import Output, Report, Search, SearchResult
 from engine.text.thinking import Thoughts, ThoughtStream
 from engine.text.tokenizer import Tokenizer
-from engine.trace import Traces
 
 STATUS_DELAY = 0.3  # seconds without settled text before the state of the beams is shown
 MAX_SHOWN = 8  # candidates under the text

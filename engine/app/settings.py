@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.contract import Search
 from engine.errors import check_flag, check_integer
-from engine.logprobs import check_logprobs
-from engine.requests import Search
 from engine.rules import PLAIN_RULES, Rules, with_changes
+from engine.rules.logprobs import check_logprobs
 from search.base import REGISTRY, chosen, make_search, parameters
 from search.outside import find_search
 from search.values import plain

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.contract.trace import Traces
 from engine.errors import UsageError
-from engine.trace import Traces
 from engine.version import __version__
-from models.files import obstacle, open_regular, read_regular, replacing
+from models.checkpoint.files import obstacle, open_regular, read_regular, replacing
 
 FORMAT = "coppice trace 1"
 MAX_BYTES = 1 << 28  # of a file that is read

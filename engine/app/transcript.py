@@ -8,12 +8,12 @@ from types import EllipsisType
 from typing import Any
 
 from engine.app.cli import parse_object
+from engine.contract import FINISH_REASONS
 from engine.conversation import Conversation, Turn
 from engine.errors import UsageError, shortened
-from engine.requests import FINISH_REASONS
 from engine.text.tokenizer import check_utf8
 from engine.version import __version__
-from models.files import locked, obstacle, open_regular, read_regular, replacing
+from models.checkpoint.files import locked, obstacle, open_regular, read_regular, replacing
 
 FORMAT, VERSION = "coppice-chat", 1
 MAX_FILE = 64 << 20

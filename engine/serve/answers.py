@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, starmap
 from typing import Any
 
-from engine.constraints import ConstraintError
+from engine.contract import Output, SearchResult
 from engine.errors import CoppiceError, KVMemoryError, UsageError
-from engine.memory import is_out_of_memory
-from engine.requests import Output, SearchResult
+from engine.load.pools import is_out_of_memory
+from engine.rules.constraint import ConstraintError
 from engine.serve.fields import CHAT, Asked
 from engine.serve.stepper import Busy
 from engine.text.thinking import Thoughts, ThoughtStream

@@ -30,15 +30,15 @@ from engine.app.cli import (
     run,
     search_params,
 )
-from engine.catalogue import open_catalogue
 from engine.demo import is_demo
-from engine.distributed import check_alone
 from engine.errors import UsageError
+from engine.load.distributed import check_alone
+from engine.rules.catalogue import open_catalogue
 from engine.serve.fields import Limits, Served
 from engine.serve.metrics import Metrics
 from engine.serve.stepper import Stepper
 from engine.service import Service
-from models.files import read_regular
+from models.checkpoint.files import read_regular
 from search.base import make_search
 
 if TYPE_CHECKING:

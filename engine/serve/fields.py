@@ -10,16 +10,16 @@ from typing import Any
 
 from engine.app.batch import make_request
 from engine.app.cli import template_options
-from engine.catalogue import Catalogue
-from engine.contract import attributed, slots_of
+from engine.contract import Search
+from engine.contract.checks import attributed, slots_of
+from engine.contract.trace import ANCHOR, Trace, token_text
 from engine.engine import Request
 from engine.errors import UsageError, check_flag, check_integer, shortened
-from engine.prompting import TemplateOptions
-from engine.requests import Search
+from engine.rules.catalogue import Catalogue
 from engine.serve.stepper import Lane
 from engine.service import Checked
+from engine.text.prompting import TemplateOptions
 from engine.text.thinking import Thoughts
-from engine.trace import ANCHOR, Trace, token_text
 from search.base import REGISTRY, chosen, parameters
 from search.options import Sampling
 

@@ -25,13 +25,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.app import trace_page
 from engine.app.batch import parse_record
+from engine.contract import SearchResult
+from engine.contract.trace import Trace
 from engine.errors import CoppiceError, UsageError
-from engine.requests import SearchResult
 from engine.serve.answers import Answers, HttpError, encoded, error_body, error_headers, event, status_of
 from engine.serve.fields import CHAT, COMPLETIONS, Limits, Served, prompts_of, read
 from engine.serve.stepper import Abandoned, Stepper, Ticket, share
-from engine.trace import Trace
-from models.memory import trim_memory
+from models.trim import trim_memory
 
 SALT = "coppice.salt"  # of cached prefixes, in the scope of a request
 CONNECTION = "coppice.connection"  # in the state of a request's scope: has `admit`, and `since` when it began to come

@@ -9,8 +9,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 
+from engine.contract import SearchResult
 from engine.errors import CoppiceError
-from engine.requests import SearchResult
 from engine.serve.metrics import Metrics
 from engine.service import Checked, Handle, News, Outcome, Service, StepThread
 

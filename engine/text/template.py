@@ -13,7 +13,7 @@ from engine.text import sandbox, sandbox_process
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer, check_utf8
 from engine.text.tokenizer_files import any_of, read_json
-from models.files import open_regular
+from models.checkpoint.files import open_regular
 
 Span = tuple[str, bool]  # text, and whether special tokens spelled in it are control tokens
 

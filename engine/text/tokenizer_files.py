@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from engine.errors import CheckpointError
 from engine.text.detokenizer import BYTE_OF_CHAR
-from models.files import read_regular
+from models.checkpoint.files import read_regular
 
 MAX_TOKENIZER_BYTES = 512 << 20
 MAX_CONFIG_BYTES = 16 << 20

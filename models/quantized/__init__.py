@@ -6,7 +6,7 @@ them with the headers) and makes a `GroupedWeight` of them, whose rows are read 
 
 from collections.abc import Callable
 
-from models.fields import Fields
+from models.checkpoint.fields import Fields
 from models.quantized import awq, compressed, float8, gptq, own
 from models.quantized.parts import EMBEDDING, LINEAR, TRANSPOSED, Part, Quantization, Scheme, Source, unsupported
 

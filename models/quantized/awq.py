@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.fields import Fields
-from models.grouped import GroupedRows, GroupedWeight
+from models.checkpoint.fields import Fields
+from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import FLOATS, Grid, Part, Source, Uniform, names, unpack, unsupported
 
 ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the field of each output

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from models.fields import Fields
-from models.grouped import GroupedRows, GroupedWeight
+from models.checkpoint.fields import Fields
+from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized import parts as p
 from models.quantized.float8 import Float8
 from models.quantized.parts import Grid, Part, Scheme, Source, unsupported

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from models.fields import Fields
-from models.grouped import GroupedRows, GroupedWeight
+from models.checkpoint.fields import Fields
+from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import FLOATS, Grid, Part, Source, Uniform, names, unsupported
 
 

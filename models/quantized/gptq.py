@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from models.fields import Fields
-from models.grouped import GroupedRows, GroupedWeight
+from models.checkpoint.fields import Fields
+from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import FLOATS, INTEGERS, Grid, Part, Source, order_of, pattern, unpack, unsupported
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # the first version stores zeros minus one, a subtraction from whole words

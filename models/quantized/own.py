@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.linear.panels import GroupKind
-from models.fields import Fields
-from models.grouped import GroupedRows, GroupedWeight
+from models.checkpoint.fields import Fields
+from models.formats.grouped import GroupedRows, GroupedWeight
 from models.quantized.parts import Part, Shape, Source, unsupported
 
 METHOD, VERSION = "coppice", 1

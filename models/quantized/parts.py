@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from models.checkpoint.fields import REQUIRED, Fields
 from models.errors import CheckpointError
-from models.fields import REQUIRED, Fields
-from models.grouped import GroupedWeight
+from models.formats.grouped import GroupedWeight
 
 LINEAR, TRANSPOSED = "Linear", "Conv1D"  # transformers' classes; weights of the second are stored [in, out]
 EMBEDDING = "Embedding"  # a table of token embeddings, which our own layout alone has quantised

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from engine.timing import PassTime
+from engine.step.timing import PassTime
 from search.aded.drafters import Draft
 
 MAX_NODES = 64  # of a draft

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from engine.requests import Read
+from engine.contract import Read
 from search.aded.draft_size import DraftSize
 from search.aded.drafters import Draft, Drafter
 from search.base import Task, likely, likely_tokens

@@ -19,10 +19,10 @@ from typing import IO, NamedTuple
 import torch
 from torch import Tensor
 
+from engine.contract import Task
 from engine.errors import UsageError
-from engine.requests import Task
-from models.checkpoint import buffer_of
-from models.files import locked, map_regular, replacing
+from models.checkpoint.files import locked, map_regular, replacing
+from models.checkpoint.headers import buffer_of
 
 BITS = 21
 REST = (1 << BITS) - 1

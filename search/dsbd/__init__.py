@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.contract.sampling import Uniforms
 from engine.errors import UsageError
-from engine.sampling import Uniforms
 from search.aded.drafters import Backoff
 from search.aded.ngrams import NGramStore, open_store, vocabulary
 from search.base import SearchGenerator, Task, register
@@ -60,8 +60,8 @@ class DSBD(Sampling):
             happens to have been drafted too; "end" (the paper), the next round.
         keep: all beams, or 1: only the most probable one continues after each round (one path of memory, but a
             selection: the draws are no longer from p_beam).
-        temperature, top_k, top_p, min_p: see `engine.sampling.Warp`; of joint distributions over the list's entries and
-            the tokens (see `search.dsbd.joint`), also of the draft's.
+        temperature, top_k, top_p, min_p: see `engine.contract.sampling.Warp`; of joint distributions over the list's
+            entries and the tokens (see `search.dsbd.joint`), also of the draft's.
         seed: of the keyed draws.
         length_penalty: a finished beam scores logprob / length ** length_penalty.
         num_return_sequences: outputs to return; there are fewer if fewer different ones finish.

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from engine.pool import PagePool
-from engine.sampling import Uniforms
-from engine.tree import TokenTree
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.contract.sampling import Uniforms
 from search.aded.drafters import Drafter
 from search.base import Answer, Evaluate, Task
 from search.dsbd.beams import extend

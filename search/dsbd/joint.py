@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.sampling import Uniforms, Warp
-from engine.tree import TokenTree
+from engine.cache.tree import TokenTree
+from engine.contract.sampling import Uniforms, Warp
 from search.base import Evaluate, top_k
 
 MAX_LISTED_CELLS = 1024  # a distribution over more cells is a tensor

@@ -14,8 +14,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.cache.tree import shared_length
 from engine.errors import KVMemoryError, UsageError
-from engine.tree import shared_length
 from search.base import Answer, Evaluate, Report, SearchGenerator, SearchResult, Task, register
 from search.options import Sampling, check_choices, check_integers, check_numbers
 from search.sample import Utterances

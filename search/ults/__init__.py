@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.constrained import STUCK
+from engine.cache.tree import TokenTree
+from engine.contract import Read
 from engine.errors import KVMemoryError, UsageError
-from engine.requests import Read
-from engine.tree import TokenTree
-from models.memory import trim_memory
+from engine.rules.state import STUCK
+from models.trim import trim_memory
 from search.base import (
     Answer,
     Evaluate,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.contract import Pause
 from engine.errors import UsageError
-from engine.requests import Pause
 from search.ults.distributions import beta_draws
 from search.ults.prior import DRAWS, Vectors
 

@@ -18,13 +18,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.contract import Answer, Evaluate, Pause, Report, Task
+from engine.contract.sampling import draws
 from engine.errors import KVMemoryError, UsageError
-from engine.pool import PagePool
-from engine.requests import Answer, Evaluate, Pause, Report, Task
-from engine.sampling import draws
-from engine.tree import TokenTree
-from models.checkpoint import write_tensors
-from models.files import read_regular, replacing
+from models.checkpoint.files import read_regular, replacing
+from models.checkpoint.headers import write_tensors
 from search.ults.distributions import log_gamma
 
 GATHERED = 32  # completions, and most tokens of each, that a search gathers when there is no prior

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from engine import Engine
-from engine.distributed import together
 from engine.errors import CoppiceError
+from engine.load.distributed import together
 from search import Greedy, Sample, Trie
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -8,18 +8,7 @@ from typing import get_type_hints
 
 import pytest
 
-from engine import (
-    Done,
-    Engine,
-    KVMemoryError,
-    Prefill,
-    Progress,
-    Request,
-    RequestOptions,
-    Session,
-    Text,
-    UsageError,
-)
+from engine import Done, Engine, KVMemoryError, Prefill, Progress, Request, RequestOptions, Session, Text, UsageError
 from engine.conversation import Conversation
 from search import Greedy, Sample, Trie
 from tools.random_checkpoint import EOS, make

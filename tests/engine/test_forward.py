@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import Engine, Evaluate, KVMemoryError, NumericsError, Output, Report, SearchResult
-from engine.contract import ContractError
-from engine.driver import Driver
-from engine.jobs import Job
-from engine.loading import LoadedModel
-from engine.memory import make_pools
-from engine.pool import PagePool
-from engine.runner import Runner
+from engine.cache.pool import PagePool
+from engine.contract.checks import ContractError
+from engine.load.loading import LoadedModel
+from engine.load.pools import make_pools
+from engine.step.driver import Driver
+from engine.step.jobs import Job
+from engine.step.runner import Runner
 from tools.random_checkpoint import make
 
 VOCAB = 48

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine import Engine, UsageError, compiling
-from engine.loading import pick_device
+from engine import Engine, UsageError
+from engine.load.loading import pick_device
+from engine.step import compiling
 from kernels import cpp
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")

@@ -10,18 +10,18 @@ import torch
 
 from engine import Engine
 from engine.app import chat
-from engine.capabilities import Capabilities, Precision
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
 from engine.demo import demo_folder
 from engine.errors import UsageError
-from engine.loading import LoadedModel
-from engine.pool import PagePool
-from engine.runner import Runner
-from engine.tree import TokenTree
+from engine.load.capabilities import Capabilities, Precision
+from engine.load.loading import LoadedModel
+from engine.step.runner import Runner
 from kernels import cpp
 from kernels.kv_fp8 import DTYPE as FP8
 from kernels.kv_kinds import parts
 from models.config import ModelShape
-from models.linear import FORMATS
+from models.formats.linear import FORMATS
 from search import ADED, DSBD, ULTS, BeamSample, Greedy, Sample, SBoN, Speculative, Trie
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from engine import Engine
-from engine.packing import Chunk, pack
-from engine.tree import TokenTree
+from engine.cache.tree import TokenTree
+from engine.step.packing import Chunk, pack
 from kernels.rows import best_sums_of, log_softmax
 from kernels.rows.checks import Wanted
-from models.floats import FloatLinear
+from models.formats.floats import FloatLinear
 
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs triton, and no GPU", allow_module_level=True)

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from engine import Engine, KVMemoryError, UsageError
 from engine.app.batch import main as batch
 from engine.app.chat import main as chat
+from engine.contract import Output, Search, SearchResult
 from engine.conversation import Conversation, figures
 from engine.engine import Done, Progress, Request
-from engine.requests import Output, Search, SearchResult
 from search import BoN, SBoN
 from tools.random_checkpoint import EOS, make
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from engine import Engine
+from engine.contract import Evaluate, Output, Pause, Search, SearchResult, Task
 from engine.demo import demo_folder
 from engine.engine import Request
-from engine.logprobs import ROWS
-from engine.requests import Evaluate, Output, Pause, Search, SearchResult, Task
+from engine.rules.logprobs import ROWS
 from engine.service import News, Service
 from search import ULTS, Greedy, Sample
 from search.ults import delta, prior

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine import Done, Engine, Evaluate, Output, SearchResult, Session
-from engine.jobs import Job
+from engine.step.jobs import Job
 from search import Greedy, Sample, Trie
 
 FOLDER = Path(__file__).parents[1] / "golden" / "phi3" / "longrope"

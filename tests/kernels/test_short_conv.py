@@ -8,9 +8,9 @@ import re
 import pytest
 import torch
 
-from engine.packing import Chunk, pack
-from engine.pool import PagePool
-from engine.tree import TokenTree
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.step.packing import Chunk, pack
 from kernels import cpp
 from kernels.kv_write import kv_copier
 from kernels.layout import NULL_SLOT, TRASH_SLOT

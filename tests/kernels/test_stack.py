@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import Engine
+from engine.cache.tree import TokenTree
 from engine.errors import NumericsError
-from engine.packing import Chunk, pack
-from engine.tree import TokenTree
+from engine.step.packing import Chunk, pack
 from kernels import cpp
 from kernels.stack import Stack
 from models import FAMILIES
-from models.checkpoint import Checkpoint
+from models.checkpoint.headers import Checkpoint
 from models.config import Names
-from models.llama import Llama
+from models.families.llama import Llama
 from models.rope import RopeConfig
 from search import Greedy, Trie
 from tools.random_checkpoint import make

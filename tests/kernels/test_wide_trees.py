@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from engine.packing import Chunk, pack
-from engine.pool import PagePool
-from engine.tree import TokenTree
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.step.packing import Chunk, pack
 from kernels import cpp
 from kernels.tree_attention import torch as plain
 from kernels.tree_attention import tree_attention

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from models import FAMILIES
+from models.checkpoint.fields import Fields
+from models.checkpoint.wrapped import TEXT_MODELS
 from models.errors import CheckpointError
-from models.fields import Fields
-from models.wrapped import TEXT_MODELS
 
 SIZES = {
     "vocab_size": 100,

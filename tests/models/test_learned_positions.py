@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from engine import Engine
 from engine.errors import UsageError
 from kernels.rows import activation
-from models.checkpoint import Checkpoint
+from models.checkpoint.headers import Checkpoint
 from models.config import ACTIVATIONS
 from models.errors import CheckpointError
-from models.floats import FloatLinear
+from models.formats.floats import FloatLinear
 from search import Greedy, Trie
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from engine.errors import UsageError
-from engine.loading import pick_dtype, pick_quant
+from engine.load.loading import pick_dtype, pick_quant
 from models import FAMILIES
-from models.checkpoint import Checkpoint
+from models.checkpoint.fields import Fields
+from models.checkpoint.headers import Checkpoint
 from models.errors import CheckpointError
-from models.fields import Fields
 from models.quantized import LINEAR, TRANSPOSED, Source, quantization
 from models.quantized.parts import Grid
 from tools.golden import quantized as recipes

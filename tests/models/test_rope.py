@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kernels.rows import rotary
+from models.checkpoint.fields import Fields
 from models.errors import CheckpointError
-from models.fields import Fields
-from models.phi3 import ROPE_KINDS
+from models.families.phi3 import ROPE_KINDS
 from models.rope import RopeConfig, RotaryEmbedding
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.contract import report_fault, request_fault, result_fault, tokens_fault
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.contract import Answer, Evaluate, Report, Search, SearchGenerator, SearchResult, Task
+from engine.contract.checks import report_fault, request_fault, result_fault, tokens_fault
 from engine.errors import KVMemoryError
-from engine.pool import PagePool
-from engine.requests import Answer, Evaluate, Report, Search, SearchGenerator, SearchResult, Task
-from engine.tree import TokenTree
 from kernels.rows.reference import peaks
 from models.config import ModelShape
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from engine import Engine, Request
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.contract import Task
+from engine.contract.sampling import Warp, gumbels
 from engine.errors import KVMemoryError, UsageError
-from engine.pool import PagePool
-from engine.requests import Task
-from engine.sampling import Warp, gumbels
-from engine.tree import TokenTree
 from search import ADED, Greedy, Sample
 from search.aded.drafters import Draft
 from search.picks import Picks

@@ -9,11 +9,11 @@ from collections import Counter
 import pytest
 import torch
 
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.contract import Task
 from engine.errors import UsageError
-from engine.pool import PagePool
-from engine.requests import Task
-from engine.timing import PassTime
-from engine.tree import TokenTree
+from engine.step.timing import PassTime
 from search import ADED
 from search.aded.draft_size import DraftSize
 from search.aded.drafters import MCTS, Backoff, Draft

@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 import torch
 
+from engine.contract.sampling import Uniforms, Warp
 from engine.errors import KVMemoryError, UsageError
-from engine.sampling import Uniforms, Warp
 from search import DSBD, BeamSample, Greedy, Speculative, make_search
 from search.dsbd.joint import Beam, Reader, pick
 from tests.draws import draws

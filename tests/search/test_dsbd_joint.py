@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine import Engine
+from engine.contract.sampling import Uniforms, Warp
 from engine.engine import Request, Session
 from engine.errors import UsageError
-from engine.sampling import Uniforms, Warp
 from search import DSBD, BeamSample, Greedy, Speculative
 from search.dsbd.joint import Beam, Joint, Reader, Row, block_size, pick
 from search.dsbd.verify import KINDS, Drafted, acceptances, draw, verify_layer

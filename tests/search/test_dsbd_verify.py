@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import search.dsbd
-from engine.sampling import Warp
+from engine.contract.sampling import Warp
 from search.dsbd import DSBD, GO_ON, Layer
 from search.dsbd.beams import Beam
 from search.dsbd.joint import Joint, Reader, pick

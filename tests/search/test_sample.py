@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 import torch
 
+from engine.contract.sampling import Warp, draw, gumbels
 from engine.errors import UsageError
-from engine.sampling import Warp, draw, gumbels
 from search import Sample
 from tests.draws import draws
 from tests.search.drive import drive

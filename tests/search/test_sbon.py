@@ -12,8 +12,8 @@ import random
 import pytest
 import torch
 
+from engine.contract.sampling import gumbels
 from engine.errors import KVMemoryError, UsageError
-from engine.sampling import gumbels
 from search import BoN, SBoN, make_search
 from search.sbon.rates import accepted, accepted_by_risk, expected_lengths, kendall, least_correlation, rank_correlation
 from tests.draws import draws

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine import UsageError
-from engine.logprobs import whole
+from engine.rules.logprobs import whole
 from search import ULTS
 from search.ults import delta
 from search.ults.delta import POOL

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from engine import Engine
-from engine.packing import Blank
-from engine.runner import Runner
+from engine.step.packing import Blank
+from engine.step.runner import Runner
 from kernels.rows import best_sums_of
 from search.base import REGISTRY, make_search
 from tests.search.device import DEVICE, Device, OnDevice, bare
@@ -68,7 +68,7 @@ def test_one_wait_per_pass(name, engine, monkeypatch, tmp_path):
 
     monkeypatch.setattr(Runner, "answer", answer)
     monkeypatch.setattr(Runner, "forward", forward)
-    monkeypatch.setattr("engine.runner.best_sums_of", best)
+    monkeypatch.setattr("engine.step.runner.best_sums_of", best)
     for each in (engine, *engine.companions.values()):
         monkeypatch.setattr(each.pool, "device", DEVICE)
         monkeypatch.setattr(each.runner, "asynchronous", True)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.checkpoint import Checkpoint
-from models.int4 import Int4
+from models.checkpoint.headers import Checkpoint
+from models.formats.int4 import Int4
 from tools.bench import peers, report, variants
 from tools.bench.__main__ import main
 from tools.bench.measure import PeakMemory, memory

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from engine.pool import PagePool
+from engine.cache.pool import PagePool
 from kernels.tree_attention import tree_attention
 from models.config import ModelShape
 from tools.bench import device, gpu, gpu_stages, peers

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from models.checkpoint import Checkpoint
-from models.int8 import Int8Linear
+from models.checkpoint.headers import Checkpoint
+from models.formats.int8 import Int8Linear
 from tools.bench import host, limits, measure, speed
 from tools.bench.__main__ import main
 from tools.random_checkpoint import make

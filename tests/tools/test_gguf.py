@@ -13,8 +13,8 @@ from engine import CheckpointError, Engine, UsageError
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from models import FAMILIES
-from models.checkpoint import WEIGHTS, Checkpoint, write_tensors
-from models.fields import Fields
+from models.checkpoint.fields import Fields
+from models.checkpoint.headers import WEIGHTS, Checkpoint, write_tensors
 from models.quantized.own import GroupedReader
 from models.rope import RopeConfig, RotaryEmbedding
 from search import Greedy, Trie

@@ -8,9 +8,9 @@ import pytest
 
 from engine import CheckpointError, Engine, UsageError
 from kernels import cpp
-from models import weights
-from models.checkpoint import WEIGHTS, Checkpoint, write_tensors
-from models.packed import KEY, Packing
+from models.checkpoint import weights
+from models.checkpoint.headers import WEIGHTS, Checkpoint, write_tensors
+from models.formats.packed import KEY, Packing
 from tools import pack
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine import Engine
+from engine.cache.pool import PagePool
 from engine.demo import demo_folder
-from engine.pool import PagePool
 from models.config import ModelShape
-from models.floats import FloatLinear
+from models.formats.floats import FloatLinear
 from search import Trie
 from tools.bench import limits
 from tools.kernels.scenes import scene

@@ -19,9 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from engine import Engine
+from engine.contract import Answer, Evaluate, Search, Task
 from engine.demo import is_demo
 from engine.errors import UsageError
-from engine.requests import Answer, Evaluate, Search, Task
 from kernels.rows.reference import peaks
 from search import ADED, Greedy
 from search.aded.drafters import MCTS, Draft

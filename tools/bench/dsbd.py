@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import Engine
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.contract import Evaluate, Search, SearchResult, Task
 from engine.errors import UsageError
-from engine.packing import Chunk
-from engine.pool import PagePool
-from engine.requests import Evaluate, Search, SearchResult, Task
-from engine.tree import TokenTree
+from engine.step.packing import Chunk
 from kernels.rows.reference import peaks
-from models.checkpoint import Checkpoint
+from models.checkpoint.headers import Checkpoint
 from models.config import ModelShape
 from search import DSBD, BeamSample, Speculative
 from tools.bench.figures import draw

@@ -22,21 +22,21 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from engine import Engine
-from engine.compiling import compile_model, warm_up
+from engine.cache.pool import PagePool
 from engine.engine import Request
-from engine.graphs import WORDS, make_runner
-from engine.loading import LoadedModel
-from engine.pool import PagePool
+from engine.load.loading import LoadedModel
+from engine.step.compiling import compile_model, warm_up
+from engine.step.graphs import WORDS, make_runner
 from kernels.linear.codes import Codes, row_bytes
 from kernels.tree_attention import tree_attention
-from models.coded import CodedLinear
+from models.checkpoint.fields import Fields
+from models.checkpoint.weights import Weights
 from models.config import HEAD, ModelShape
 from models.decoder import Decoder
-from models.fields import Fields
-from models.linear import format_of
-from models.llama import Llama
-from models.qwen3 import Qwen3
-from models.weights import Weights
+from models.families.llama import Llama
+from models.families.qwen3 import Qwen3
+from models.formats.coded import CodedLinear
+from models.formats.linear import format_of
 from search import Trie
 from tools.bench import device as on_gpu
 from tools.bench import peers
@@ -125,7 +125,7 @@ class Setting:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Within it, why passes run without a graph is noted. Prompts always do."""
-        log, handler = logging.getLogger("engine.graphs"), logging.Handler()
+        log, handler = logging.getLogger("engine.step.graphs"), logging.Handler()
         handler.emit = lambda record: self.notes.append(record.getMessage())  # type: ignore[method-assign]
         handler.addFilter(lambda record: "reads a prompt" not in record.getMessage())
         level = log.level

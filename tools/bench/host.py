@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.engine import Engine
-from engine.graphs import make_runner
-from engine.loading import LoadedModel
-from engine.memory import make_pools
+from engine.load.loading import LoadedModel
+from engine.load.pools import make_pools
+from engine.step.graphs import make_runner
 from models.config import ModelShape
 from search import Trie
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine import Engine
+from engine.contract import Search
 from engine.engine import Done, Progress
-from engine.requests import Search
 from search import Trie
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.flags import add_numbers, add_run_flags

@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 
 from kernels.layout import TreeLayout
-from models.checkpoint import Checkpoint
-from models.linear import FORMATS
+from models.checkpoint.headers import Checkpoint
+from models.formats.linear import FORMATS
 from tools.bench import device as on_gpu
 
 BYTES = 1 << 28  # read to measure the bandwidth: more than any cache holds

@@ -33,7 +33,7 @@ folder, options, beams, prompt, new, threads, memory = json.loads(sys.argv[1])
 sys.orig_argv, sys.argv = ["python", "-m", "engine.chat"], ["-m"]  # what a command line leaves out, this does too
 import engine.app.chat
 from engine import Engine
-from engine.budget import Loading, Workload, peak, resident
+from engine.load.budget import Loading, Workload, peak, resident
 from search import Trie
 start = peak()
 work = Workload(Trie(beams=beams), prompt, new)

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 
 from engine.errors import UsageError
-from models.checkpoint import Checkpoint
+from models.checkpoint.headers import Checkpoint
 from tools.bench import variants
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.flags import add_numbers

@@ -8,13 +8,13 @@ from typing import Any
 from unittest import mock
 
 from engine.demo import demo_folder, is_demo
-from models.linear import FORMATS
+from models.formats.linear import FORMATS
 from tools.bench.cache import COLUMNS, divergence, load, log_probabilities, sampled
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import progress, weight_bytes
 from tools.bench.report import finish, rows_table, stamp
 
-PLAIN: dict[str, Any] = {"STEPS": (8.0,), "SPANS": (15.0,)}  # candidates of models/int4.py
+PLAIN: dict[str, Any] = {"STEPS": (8.0,), "SPANS": (15.0,)}  # candidates of models/formats/int4.py
 LEGEND = """The texts are samples of the float32 model (temperature 1); every position is compared. *KL*: divergence
 from the log-probabilities of float32 weights, in nats; *same best token*: both have the same most probable one.
 *plain*: scales by the largest magnitude of a group (without zeros: an eighth of it) instead of the least squared error
@@ -46,7 +46,7 @@ def measure(folder: Path, name: str, args: argparse.Namespace) -> list[dict[str,
         for rule in ("", "plain ") if quant.startswith("int4") else ("",):
             if quant == "none":
                 continue
-            with mock.patch.multiple("models.int4", **PLAIN) if rule else nullcontext():
+            with mock.patch.multiple("models.formats.int4", **PLAIN) if rule else nullcontext():
                 engine = load(folder, args, quant=quant)
             rows.append({
                 "model": name, "weights": rule + quant, "bytes": weight_bytes(engine.runner.model) / bytes_of_floats,

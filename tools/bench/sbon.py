@@ -11,9 +11,9 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from engine import Engine
+from engine.contract import Search, SearchResult
 from engine.demo import with_defaults
 from engine.errors import CoppiceError, UsageError
-from engine.requests import Search, SearchResult
 from search import BoN, SBoN
 from tools.bench.figures import draw
 from tools.bench.flags import add_numbers, add_run_flags

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from engine.requests import Answer, Evaluate, Search, SearchGenerator, SearchResult, Task
+from engine.contract import Answer, Evaluate, Search, SearchGenerator, SearchResult, Task
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from engine import Engine
-from models.checkpoint import Checkpoint
-from models.int8 import Int8Linear
+from models.checkpoint.headers import Checkpoint
+from models.formats.int8 import Int8Linear
 from tools.bench import gpu, host, limits, peers
 from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.flags import add_numbers

@@ -9,7 +9,7 @@ from random import Random
 import torch
 
 from engine import Engine, Request
-from engine.requests import Answer, Evaluate, Task
+from engine.contract import Answer, Evaluate, Task
 from search import Sample
 from search.aded.ngrams import count, merge, write_store
 from tools.bench.measure import progress

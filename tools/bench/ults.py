@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from engine import Engine
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.contract import Evaluate, Search, SearchResult, Task
 from engine.demo import is_demo
-from engine.pool import PagePool
-from engine.requests import Evaluate, Search, SearchResult, Task
-from engine.tree import TokenTree
 from search import ULTS, Trie
 from search.ults.prior import Vectors
 from tools.bench.checkpoints import add_flags, checkpoint

@@ -27,7 +27,7 @@ class Coppice:
         import torch
 
         from engine import Engine, Request
-        from engine.threads import MACHINE
+        from engine.step.threads import MACHINE
         from engine.version import __version__
         from search import Trie
         from tools.bench.measure import weight_bytes

@@ -15,9 +15,9 @@ import torch
 import search  # noqa: F401 - fills the registry
 from engine import Engine, UsageError
 from engine.app.cli import output_file
+from engine.contract import SearchResult
 from engine.demo import demo_folder
 from engine.engine import Request
-from engine.requests import SearchResult
 from search.base import REGISTRY, make_search, parameters
 
 GOLDEN = Path("tests/golden/demo.json")

@@ -16,9 +16,9 @@ import torch
 
 from engine.app.cli import rules, run, search_params
 from engine.demo import with_defaults
-from engine.distributed import ProcessError, check_alone
 from engine.errors import CoppiceError, UsageError
-from models.checkpoint import Checkpoint
+from engine.load.distributed import ProcessError, check_alone
+from models.checkpoint.headers import Checkpoint
 from search.base import make_search
 from tools.fleet.store import Line, Store, read_input
 from tools.fleet.worker import Worker, check_search, depended_on, make_parser

@@ -10,7 +10,7 @@ from typing import IO, NamedTuple
 
 from engine.app.batch import read_lines
 from engine.errors import UsageError, shortened
-from models.files import lock, read_regular, replacing
+from models.checkpoint.files import lock, read_regular, replacing
 
 ANSWERS, COMING, RUN = "answers.jsonl", "answers.coming.jsonl", "run.json"
 HEAD, MIDDLE, TAIL = b'{"record": ', b', "answer": ', b"}\n"

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from engine.text.tokenizer import Tokenizer
 from models import FAMILIES
-from models.checkpoint import WEIGHTS, Checkpoint, write_tensors
+from models.checkpoint.fields import Fields
+from models.checkpoint.headers import WEIGHTS, Checkpoint, write_tensors
 from models.config import HEAD
-from models.fields import Fields
 from models.quantized import TRANSPOSED
 from models.quantized.own import Grouping, Own
 from models.quantized.parts import EMBEDDING

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from models.checkpoint.fields import Fields
 from models.config import FULL, SLIDING
 from models.errors import nearest
-from models.fields import Fields
 from models.rope import RopeConfig, RotaryEmbedding
 from tools.gguf.reader import FETCH_AGAIN, GGUF, Entry, package
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import CheckpointError, UsageError
-from models.fields import Fields
-from models.files import open_regular
+from models.checkpoint.fields import Fields
+from models.checkpoint.files import open_regular
 
 FETCH_AGAIN = "Download the file again."
 SCALARS = "BbHhIif?", "Qqd"  # struct's codes by the numbers of types 0 to 7 and 10 to 12; 8 and 9 are these:

@@ -25,7 +25,7 @@ import torch
 
 from engine.app import cli
 from engine.errors import UsageError
-from engine.loading import pick_device
+from engine.load.loading import pick_device
 from tools.bench import limits
 from tools.bench.figures import draw, need_figures
 from tools.bench.measure import progress

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.app import cli
+from engine.cache.pool import PagePool
 from engine.errors import UsageError
-from engine.pool import PagePool
 from kernels.kv_write import reference as reference_write
 from kernels.layout import TRASH_SLOT, TreeLayout
 from kernels.tree_attention import reference as reference_attention

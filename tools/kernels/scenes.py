@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.packing import Chunk, pack
-from engine.pool import PagePool
-from engine.tree import TokenTree
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.step.packing import Chunk, pack
 from kernels.layout import NULL_SLOT, TreeLayout
 from models.config import ModelShape
 

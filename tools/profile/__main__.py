@@ -21,11 +21,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine import Engine
 from engine.app import cli
+from engine.contract import Search
 from engine.demo import is_demo
 from engine.engine import Done
 from engine.errors import UsageError
-from engine.requests import Search
-from models.files import obstacle
+from models.checkpoint.files import obstacle
 from search import make_search
 from tools.bench import limits
 from tools.bench.checkpoints import add_random_flag, add_shape_flags, checkpoint

@@ -1,8 +1,8 @@
 """Where a search's time goes: phases of the engine under one stop watch, each without the phases inside it.
 
-The engine notifies the watch of its phases (`engine.phases`). On a CPU, PyTorch's forward hooks separate the linear
-layers from the rest of a forward pass; a GPU, where functions return before their work is done, and compiled layers
-have one time for the whole pass.
+The engine notifies the watch of its phases (`engine.step.phases`). On a CPU, PyTorch's forward hooks separate the
+linear layers from the rest of a forward pass; a GPU, where functions return before their work is done, and compiled
+layers have one time for the whole pass.
 """
 
 import time
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from engine import Engine
-from engine.jobs import Batch
+from engine.step.jobs import Batch
 from kernels.stack import one_by_one
-from models.floats import PackedLinear
-from models.int8 import Int8Linear
+from models.formats.floats import PackedLinear
+from models.formats.int8 import Int8Linear
 from models.layers import Attention
 from tools.bench.limits import attention_work
 

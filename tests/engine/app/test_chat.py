@@ -493,7 +493,7 @@ def test_a_person_at_a_terminal(long):
 SECOND_REPLY = """
 import sys, time
 from engine.app import chat
-from engine.driver import Driver
+from engine.step.driver import Driver
 submit, step, drivers = Driver.submit, Driver.step, []
 def submitting(driver, run):
     drivers.append(driver)

@@ -219,7 +219,7 @@ def test_ctrl_c_while_a_command_line_is_loaded_leaves_no_traceback():
     code = """
 import signal, sys
 sys.argv[0] = "-m"
-from engine.startup import started
+from engine.load.startup import started
 assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
 started()
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

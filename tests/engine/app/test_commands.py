@@ -27,7 +27,7 @@ from engine.conversation import Conversation, Dropped, Turn
 from engine.demo import demo_folder
 from engine.engine import Done, Progress, Text
 from engine.errors import CoppiceError
-from models import files
+from models.checkpoint import files
 from search import Greedy, Sample, Trie
 from tests.engine.app.typist import CHAT, SHAPE, Terminal, Typist, make_templated
 from tools.bench.chat import questions

@@ -10,9 +10,9 @@ from engine import Done, Engine, Text, UsageError
 from engine.app import batch, transcript
 from engine.app.dialog import Voice
 from engine.app.terminal import Screen
+from engine.contract import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.conversation import Conversation
-from engine.prompting import TemplateOptions, chat_prompt
-from engine.requests import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task
+from engine.text.prompting import TemplateOptions, chat_prompt
 from engine.text.thinking import Thoughts
 from search import Greedy, Sample, Trie
 from tests.engine.app.typist import Terminal, make_templated

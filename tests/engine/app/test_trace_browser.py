@@ -17,8 +17,8 @@ import pytest
 
 from engine import Engine
 from engine.app.trace_page import write
+from engine.contract.trace import Trace
 from engine.demo import demo_folder
-from engine.trace import Trace
 from search.base import make_search
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # what the standard calls a reference to one

@@ -18,8 +18,8 @@ import pytest
 from engine import Engine, UsageError
 from engine.app import batch, chat, cli, trace_page
 from engine.app.trace_page import check_target, load, page, write
+from engine.contract.trace import Trace
 from engine.demo import demo_folder
-from engine.trace import Trace
 from search import Trie
 from tests.engine.app.typist import Terminal
 from tools import tree

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.constraints import ConstraintError
 from engine.errors import CheckpointError, CoppiceError, KVMemoryError, UsageError
+from engine.rules.constraint import ConstraintError
 from engine.serve import command
 from engine.serve.answers import HttpError, error_body
 
@@ -528,7 +528,7 @@ def test_catalogues_have_names(start, tmp_path):
 
 
 def test_thoughts_come_apart_from_the_answer(server):
-    from engine.requests import Output, SearchResult
+    from engine.contract import Output, SearchResult
     from engine.serve.answers import Answers
     from engine.serve.fields import CHAT, Asked
     from engine.text.thinking import Thoughts

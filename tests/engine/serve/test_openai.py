@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine import Engine
-from engine.prompting import chat_prompt
+from engine.text.prompting import chat_prompt
 from search import Greedy, Sample, Trie
 from search.base import make_search
 

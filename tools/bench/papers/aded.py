@@ -7,9 +7,9 @@ from statistics import fmean
 from typing import Any
 
 from engine import Engine
+from engine.contract import Search
 from engine.demo import demo_folder
 from engine.engine import Progress
-from engine.requests import Search
 from search import Greedy
 from search.aded.ngrams import count, merge, open_store, write_store
 from tools.bench import aded as bench

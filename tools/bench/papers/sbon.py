@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from engine.requests import Search
+from engine.contract import Search
 from search import SBoN
 from tools import sbon_counterfactual as what_if
 from tools.bench import sbon as bench

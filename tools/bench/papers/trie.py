@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from engine import Engine
-from engine.requests import Search
+from engine.contract import Search
 from search import Trie
 from tools.bench import kv, peers
 from tools.bench.measure import cores, progress

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from engine.requests import Search
+from engine.contract import Search
 from search import ULTS, Trie
 from tools.bench import ults as bench
 from tools.bench.measure import progress

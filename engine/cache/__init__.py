@@ -1,0 +1,1 @@
+"""Token trees, their slots, the pages of the pool, and cached prefixes: the owners of memory."""

@@ -1,0 +1,202 @@
+"""PagePool: the KV cache of one model, cut into pages that trees take and give back."""
+
+import math
+import mmap
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.cache.prefixes import PrefixCache
+from engine.errors import KVMemoryError
+from kernels.kv_write import kv_copier
+from kernels.layout import NULL_SLOT, TRASH_SLOT, Kept, KVCache
+from models.config import ModelShape
+
+FREE, CLAIMED, USED, IDLE = 0, 1, 2, 3
+
+
+class PagePool:
+    """Pages of `page_size` slots; a slot holds what every layer keeps of one token: keys and values as a rule.
+
+    A tree claims room for its trunk to grow in one contiguous piece, which keeps attention over it one matrix product.
+    A claim is a preference and reserves nothing: when free pages run short, any tree takes them.
+
+    Args:
+        shape: the model's dimensions.
+        pages: pages that trees may take.
+        page_size: slots per page.
+        dtype, device: of keys and values; of 8 bits: see `kernels.kv_kinds`.
+
+    Several trees may hold a page, which none of them writes to then. A page of `prefixes` that no tree holds is idle:
+    it counts as free, and goes when a page is wanted and no other is left.
+
+    Attributes:
+        prefixes: cached prefixes; None: none are kept.
+        kept: pages of these, held by trees or idle.
+        ancestors: see `ModelShape`.
+        device: of the cache and of log-probabilities. A search that reads from these after the answer makes the host
+            wait for a GPU; there it has `Evaluate.read` read what it may need.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        pages: int,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        if pages < 1 or page_size < 1:
+            raise ValueError(f"expected pages >= 1 and page_size >= 1, got {pages} and {page_size}")
+        self.page_size = page_size
+        self.reserved = -(-(max(NULL_SLOT, TRASH_SLOT) + 1) // page_size)  # pages that no tree gets
+        self.pages = pages
+        self.ancestors = shape.ancestors
+        self.bytes_per_token = shape.kv_bytes_per_token(dtype)
+        slots = (pages + self.reserved) * page_size
+        self.cache = _cache(shape, slots, dtype, device)
+        self.device = self.cache.k_LGSD.device
+        self._copiers = [kv_copier(*group) for group in self.cache.groups]
+        self._state = bytearray(bytes([USED]) * self.reserved + bytes(pages))  # the rest is FREE
+        self.used_pages = self.idle_pages = 0
+        self.prefixes: PrefixCache | None = None
+        self.kept: set[int] = set()
+        self._others: Counter[int] = Counter()  # page -> trees that hold it besides the first
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no tree holds."""
+        return self.pages - self.used_pages
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * self.bytes_per_token
+
+    def claim(self, pages: int) -> range:
+        """Wish for `pages` contiguous pages; fewer, where no gap is as long."""
+        first = self._state.find(bytes(max(1, pages)))
+        if first < 0:
+            first, pages = self.roomiest()
+        self._state[first : first + pages] = bytes([CLAIMED]) * pages
+        return range(first, first + pages)
+
+    def roomiest(self) -> tuple[int, int]:
+        """First page and length of the longest run of free pages that no tree has claimed."""
+        gaps = (match.span() for match in re.finditer(b"\0+", self._state))
+        first, end = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0, 0))
+        return first, end - first
+
+    def is_free(self, page: int) -> bool:
+        """Whether a page may be wished for, claimed or not."""
+        return 0 <= page < len(self._state) and self._state[page] in (FREE, CLAIMED)
+
+    def is_idle(self, page: int) -> bool:
+        """Whether a page of a cached prefix is held by no tree."""
+        return self._state[page] == IDLE
+
+    def is_shared(self, page: int) -> bool:
+        """Whether anything but one tree has a page, which must not be written to then."""
+        return page in self.kept or page in self._others
+
+    def unclaim(self, pages: range) -> None:
+        """Withdraw a wish."""
+        for page in pages:
+            if self._state[page] == CLAIMED:
+                self._state[page] = FREE
+
+    def take(self, wish: int | None = None) -> int:
+        """Take a page: the one wished for if it is free, else the last free one. Raises KVMemoryError if none is."""
+        if self.used_pages == self.pages:
+            raise KVMemoryError(
+                f"the KV cache is full: all {self.pages} pages of {self.page_size} tokens are in use",
+                remedy="give --kv-memory more, or ask for fewer beams or new tokens",
+            )
+        page = wish if wish is not None and self.is_free(wish) else self._state.rfind(FREE)
+        if page < 0:
+            page = self._state.rfind(CLAIMED)
+        if page < 0:
+            assert self.prefixes is not None
+            self.prefixes.evict()
+            page = self._state.find(FREE)
+        self._state[page] = USED
+        self.used_pages += 1
+        return page
+
+    def give(self, *pages: int) -> None:
+        """Give pages back."""
+        for page in pages:
+            assert page >= self.reserved and self._state[page] == USED, f"page {page} is not in use"
+            if page in self._others:
+                self._others[page] -= 1
+                if not self._others[page]:
+                    del self._others[page]
+                continue
+            self._state[page] = IDLE if page in self.kept else FREE
+            self.idle_pages += page in self.kept
+            self.used_pages -= 1
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Take pages that others have as well."""
+        for page in pages:
+            if self._state[page] == IDLE:
+                self._state[page] = USED
+                self.idle_pages -= 1
+                self.used_pages += 1
+            else:
+                assert self._state[page] == USED, f"page {page} is not in use"
+                self._others[page] += 1
+
+    def keep(self, pages: Iterable[int]) -> None:
+        """Keep pages that trees hold when these give them back."""
+        self.kept.update(pages)
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """Keep pages no longer."""
+        for page in pages:
+            self.kept.remove(page)
+            if self._state[page] == IDLE:
+                self._state[page] = FREE
+                self.idle_pages -= 1
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy what slots keep to others."""
+        for copy in self._copiers:
+            copy(source, target)
+
+    def check_invariants(self, held: list[int] | None = None) -> None:
+        """The books add up; with `held`, exactly these pages are in use."""
+        used = [p for p in range(self.reserved, len(self._state)) if self._state[p] == USED]
+        assert len(used) == self.used_pages, (len(used), self.used_pages)
+        idle = [p for p in range(self.reserved, len(self._state)) if self._state[p] == IDLE]
+        assert len(idle) == self.idle_pages and self.kept.issuperset(idle) and self.kept <= {*used, *idle}
+        assert held is None or used == sorted({*held}), (used, sorted(held))
+        assert held is None or Counter(held) - Counter(used) == self._others
+        if self.prefixes is not None:
+            self.prefixes.check_invariants()
+
+
+def _cache(shape: ModelShape, slots: int, dtype: torch.dtype, device: torch.device | str) -> KVCache:
+    """The tensors of a model's layers; see `KVCache`."""
+    groups, places, seen = shape.groups, [], Counter[Kept]()
+    for kept in shape.kept:
+        places.append(([*groups].index(kept), seen[kept]))
+        seen[kept] += 1
+    tensors = []
+    for kept, layers in groups.items():
+        width, own = kept.row(dtype)
+        tensors.append([_reserve((layers, kept.heads, slots, width), own, device) for _ in range(1 + kept.pair)])
+    (k_LGSD, v_LGSD), *others = tensors
+    return KVCache(k_LGSD, v_LGSD, others, places)
+
+
+def _reserve(size: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A tensor of zeros; on a CPU the operating system commits it page by page as it is first written."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    area = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would commit 2 MB for every head's first token
+        area.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(area, dtype=dtype).view(size)

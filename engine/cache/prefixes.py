@@ -1,0 +1,244 @@
+"""PrefixCache: the trunks of ended requests, kept in pages of a pool that no tree holds, for prompts that begin alike.
+
+A radix tree of tokens and pages. A page that no tree holds is idle: the pool counts it as free, and takes it when it
+has no other, the least recently used first, from the ends of sequences. A tree that uses cached pages holds them
+beside the cache, and never writes to them. Whoever holds a page of the cache holds all pages before it: so a leaf's
+last page is idle wherever any page is.
+
+Sequences are kept apart by a key: the salt of a request, so that nobody can find out by the time of an answer what
+another one asked; and the variant of rotary embeddings that keys were turned by.
+"""
+
+import heapq
+import itertools
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.cache.pool import PagePool
+
+BLOCK = 256  # most pages that go at once: neighbours, so that a trunk finds room in one piece
+SHARE = 16  # but no more than this part of the pool
+Key = tuple[str, bool]  # salt; long variant of rotary embeddings
+
+
+@dataclass(eq=False)
+class Segment:
+    """Tokens and the pages that hold their keys and values; of a leaf the last page may be partly filled."""
+
+    tokens: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    above: "Segment | None" = None
+    below: dict[Hashable, "Segment"] = field(default_factory=dict)  # by the tokens of the first page
+    used: int = 0  # time
+
+
+class PrefixCache:
+    """The cached prefixes of one pool.
+
+    Args:
+        pool: of the pages.
+        most: idle pages; None: all that the pool has.
+
+    Attributes:
+        lookups, hits: prompts looked for, and found in part.
+        asked_tokens, reused_tokens: of these prompts, and what was found of them.
+    """
+
+    def __init__(self, pool: "PagePool", most: int | None = None):
+        self.pool = weakref.proxy(pool)  # a cycle would keep the tensors until the garbage collector runs
+        self.most = pool.pages if most is None else most
+        self.lookups = self.hits = self.asked_tokens = self.reused_tokens = 0
+        self._roots: dict[Key, Segment] = {}
+        self._leaves: list[tuple[int, int, Segment]] = []  # heap by time; entries of an earlier time are void
+        self._room = 64  # entries of the heap at which void ones go
+        self._clock, self._count = itertools.count(1), itertools.count()
+
+    def figures(self) -> dict[str, int]:
+        """Totals, for monitors."""
+        return {
+            "lookups": self.lookups,
+            "hits": self.hits,
+            "asked_tokens": self.asked_tokens,
+            "reused_tokens": self.reused_tokens,
+            "idle_pages": self.pool.idle_pages,
+        }
+
+    def note(self, asked: int, reused: int) -> None:
+        """Count a prompt."""
+        self.lookups += 1
+        self.hits += reused > 0
+        self.asked_tokens += asked
+        self.reused_tokens += reused
+
+    def match(self, tokens: Sequence[int], key: Key) -> tuple[list[int], int]:
+        """The pages that begin with these tokens, and how many tokens they hold; the last page may hold others after.
+
+        The caller holds the pages before it takes any other.
+        """
+        path, pages, length = self._walk(list(tokens), key)
+        self._touch(path)
+        return pages, length
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], key: Key) -> list[int]:
+        """Keep the pages of a tree.
+
+        Args:
+            tokens: all that the pages hold.
+            pages: held by the tree.
+
+        Returns:
+            Pages that were there with the same first tokens: the tree takes them in place of its own.
+        """
+        tokens, size = list(tokens), self.pool.page_size
+        if not tokens:
+            return []
+        path, found, length = self._walk(tokens, key, whole=True)
+        above = path[-1] if path else self._roots.setdefault(key, Segment())
+        inside = length - sum(len(segment.tokens) for segment in path[:-1]) if path else 0
+        if path and inside < len(above.tokens):
+            above = self._split(above, inside // size)
+            path[-1] = above
+        rest = Segment(tokens[length:], list(pages[len(found) :]), above)
+        beside = [*above.below.values()] if size > 1 else []
+        if rest.tokens and not any(_begins(other.tokens[:size], rest.tokens) for other in beside):
+            above.below[self._name(rest.tokens)] = rest
+            self.pool.keep(rest.pages)
+            path.append(rest)
+            for other in beside:
+                if _begins(rest.tokens, other.tokens):  # one page partly filled: this one has its tokens
+                    self._drop(other, 1)
+        self._touch(path)
+        return found
+
+    def evict(self, most: int = BLOCK) -> int:
+        """Give pages at the end of the least recently used sequence back. Returns how many; 0 if none is idle."""
+        held, count, most = [], 0, max(1, min(most, BLOCK, self.pool.pages // SHARE))
+        while self._leaves and not count:
+            entry = used, _, leaf = heapq.heappop(self._leaves)
+            if used != leaf.used or leaf.below or not leaf.pages:
+                continue
+            while count < min(most, len(leaf.pages)) and self.pool.is_idle(leaf.pages[-1 - count]):
+                count += 1
+            if count:
+                self._drop(leaf, count)
+            else:
+                held.append(entry)
+        for entry in held:
+            heapq.heappush(self._leaves, entry)
+        return count
+
+    def trim(self) -> None:
+        """Keep no more idle pages than are allowed."""
+        while self.pool.idle_pages > self.most and self.evict(self.pool.idle_pages - self.most):
+            pass
+
+    def clear(self) -> None:
+        """Forget everything; trees keep what they hold."""
+        waiting = [*self._roots.values()]
+        while waiting:
+            segment = waiting.pop()
+            waiting += segment.below.values()
+            self.pool.drop(segment.pages)
+            segment.pages, segment.below = [], {}
+        self._roots, self._leaves = {}, []
+
+    # --- the tree ---
+
+    def _name(self, tokens: list[int]) -> Hashable:
+        size = self.pool.page_size
+        return tokens[0] if size == 1 else tuple(tokens[:size])
+
+    def _walk(self, tokens: list[int], key: Key, whole: bool = False) -> tuple[list[Segment], list[int], int]:
+        """The segments that these tokens lead through, the pages of them that match, and the tokens in these; with
+        `whole`, no page of which only a part matches."""
+        path, pages, length, size = [], list[int](), 0, self.pool.page_size
+        segment = self._roots.get(key)
+        while segment is not None and length < len(tokens):
+            below = segment.below
+            following = below.get(self._name(tokens[length:]))
+            if following is None and size > 1 and not whole:
+                ahead = tokens[length : length + size]
+                following = max(below.values(), key=lambda s: _common(s.tokens[:size], ahead), default=None)
+            if following is None or not (same := _common(following.tokens, tokens[length:])):
+                break
+            if whole and not length + same == len(tokens) == length + len(following.tokens):
+                same -= same % size
+            path.append(following)
+            pages += following.pages[: -(-same // size)]
+            length += same
+            segment = following if same == len(following.tokens) and not same % size else None
+        return path, pages, length
+
+    def _split(self, segment: Segment, pages: int) -> Segment:
+        """Cut a segment after some pages; returns the first part."""
+        assert segment.above is not None
+        cut = pages * self.pool.page_size
+        first = Segment(segment.tokens[:cut], segment.pages[:pages], segment.above, used=segment.used)
+        segment.above.below[self._name(first.tokens)] = first
+        segment.tokens, segment.pages, segment.above = segment.tokens[cut:], segment.pages[pages:], first
+        first.below[self._name(segment.tokens)] = segment
+        return first
+
+    def _touch(self, path: Sequence[Segment]) -> None:
+        """Note that the segments of a path are used."""
+        now = next(self._clock)
+        for segment in path:
+            segment.used = now
+        if path and not path[-1].below:
+            self._push(path[-1])
+
+    def _push(self, leaf: Segment) -> None:
+        heapq.heappush(self._leaves, (leaf.used, next(self._count), leaf))
+        if len(self._leaves) > self._room:
+            found = {id(e[2]): e for e in self._leaves if e[0] == e[2].used and not e[2].below and e[2].pages}
+            self._leaves, self._room = [*found.values()], 64 + 2 * len(found)
+            heapq.heapify(self._leaves)
+
+    def _drop(self, leaf: Segment, pages: int) -> None:
+        """Forget the last pages of a leaf, and the leaf if it has no other."""
+        left, above = len(leaf.pages) - pages, leaf.above
+        assert above is not None
+        self.pool.drop(leaf.pages[left:])
+        name = self._name(leaf.tokens)
+        leaf.pages, leaf.tokens = leaf.pages[:left], leaf.tokens[: left * self.pool.page_size]
+        if left:
+            self._push(leaf)
+            return
+        del above.below[name]
+        if above.below:
+            return
+        if above.above is not None:
+            self._push(above)
+        else:
+            self._roots = {key: root for key, root in self._roots.items() if root is not above}
+
+    def check_invariants(self) -> None:
+        """Check that redundant state agrees; for tests."""
+        size, kept, waiting = self.pool.page_size, [], [*self._roots.values()]
+        while waiting:
+            segment = waiting.pop()
+            kept += segment.pages
+            for name, other in segment.below.items():
+                assert other.above is segment and name == self._name(other.tokens) and other.pages
+                assert len(other.pages) == -(-len(other.tokens) // size)
+                assert not other.below or len(other.tokens) % size == 0
+                assert other.below or any(e[2] is other and e[0] == other.used for e in self._leaves), "lost leaf"
+                idle = [self.pool.is_idle(page) for page in segment.pages[-1:] + other.pages]
+                assert idle == sorted(idle), "an idle page before one that is held"
+                waiting.append(other)
+        assert sorted(kept) == sorted(self.pool.kept) and len(kept) == len(set(kept))
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    shared = min(len(first), len(second))
+    if first[:shared] == second[:shared]:
+        return shared
+    return next(i for i in range(shared) if first[i] != second[i])
+
+
+def _begins(tokens: Sequence[int], first: Sequence[int]) -> bool:
+    return tokens[: len(first)] == first

@@ -1,0 +1,228 @@
+"""The slots of one tree: those of its trunk, in order, and those of its branches."""
+
+import heapq
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from engine.cache.pool import PagePool
+from engine.errors import KVMemoryError
+
+FREE, RESERVED = -1, -2  # in the place of a node
+
+
+@dataclass
+class Trunk:
+    """Tokens in order and the pages that hold the keys and values of the first `cached` of them."""
+
+    tokens: list[int]
+    pages: list[int] = field(default_factory=list)
+    cached: int = 0
+    long_rope: bool = False  # rotary embeddings of a sequence longer than the model's switch length
+    runs: list[list[int]] = field(default_factory=list)  # [first page, pages] of each contiguous piece
+
+    def reserve(self, pool: PagePool, tokens: int, first: int) -> None:
+        """Take pages for `tokens` tokens, from `first` on if those are free. Raises KVMemoryError."""
+        before, wish = len(self.pages), first
+        try:
+            while len(self.pages) * pool.page_size < tokens:
+                if not pool.is_free(wish):
+                    wish, _ = pool.roomiest()
+                page = pool.take(wish)
+                self._append(page)
+                wish = page + 1
+        except KVMemoryError:
+            self.trim(pool, before)
+            raise
+
+    def _append(self, page: int) -> None:
+        self.pages.append(page)
+        if self.runs and sum(self.runs[-1]) == page:
+            self.runs[-1][1] += 1
+        else:
+            self.runs.append([page, 1])
+
+    def share(self, pool: PagePool, pages: Sequence[int]) -> None:
+        """Hold pages that others have as well, in place of the first ones."""
+        old = self.pages
+        pool.hold(page for i, page in enumerate(pages) if i >= len(old) or old[i] != page)
+        pool.give(*(page for page, other in zip(old, pages, strict=False) if page != other))
+        self.pages, self.runs = [], []
+        for page in [*pages, *old[len(pages) :]]:
+            self._append(page)
+
+    def own_end(self, pool: PagePool) -> None:
+        """Have the last page alone, with what it keeps: more is to be written to it. Raises KVMemoryError."""
+        old, size = self.pages[-1], pool.page_size
+        if not pool.is_shared(old):
+            return
+        pool.give(old)  # it may be the only one that can be taken; what it keeps is there until a pass writes to it
+        try:
+            new = pool.take()
+        except KVMemoryError:
+            pool.hold([old])
+            raise
+        if new != old:
+            pool.copy([*range(old * size, (old + 1) * size)], [*range(new * size, (new + 1) * size)])
+        self.runs[-1][1] -= 1
+        if not self.runs[-1][1]:
+            self.runs.pop()
+        self.pages.pop()
+        self._append(new)
+
+    def trim(self, pool: PagePool, pages: int) -> None:
+        """Give all but the first pages back."""
+        while len(self.pages) > pages:
+            pool.give(self.pages.pop())
+            self.runs[-1][1] -= 1
+            if not self.runs[-1][1]:
+                self.runs.pop()
+
+    def truncate(self, pool: PagePool, cached: int) -> None:
+        """Forget the keys and values after the first `cached` tokens."""
+        self.cached = cached
+        self.trim(pool, -(-cached // pool.page_size))
+
+    def slot(self, place: int, page_size: int) -> int:
+        """The slot in the pool of the token at this place."""
+        return self.pages[place // page_size] * page_size + place % page_size
+
+    def latest(self, end: int, count: int, page_size: int) -> list[int]:
+        """The slots in the pool of the `count` tokens before the `end`-th, the latest first; as many as there are."""
+        return [self.slot(place, page_size) for place in range(end - 1, max(end - count, 0) - 1, -1)]
+
+    def release(self, pool: PagePool) -> None:
+        """Give all pages back."""
+        self.truncate(pool, 0)
+
+
+class BranchSlots:
+    """Slots of branch nodes. Slot s lies in the tree's page s // page_size; pages are taken from the pool as needed.
+
+    Attributes:
+        count: slots that nodes have.
+        owner: the node that has each slot; -1 where it is free, -2 where it is reserved.
+        table: of each slot, its slot in the pool (int64) and its token's position (int32); 0 where it is free.
+    """
+
+    def __init__(self, pool: PagePool):
+        self.pool, self.size = pool, pool.page_size
+        self.clear()
+
+    def clear(self) -> None:
+        """No slot and no page is in use."""
+        self.pages: list[int] = []  # in the pool; -1: given back
+        self.load: list[int] = []  # slots in use of each page
+        self.lost: list[int] = []  # heap of the indices of `pages` that are -1
+        self.free: list[int] = []  # heap: the lowest goes first, which keeps the table short
+        self.owner: list[int] = []
+        self.table = (array("q"), array("i"))
+        self.count = 0
+
+    @property
+    def page_count(self) -> int:
+        """How many pages of the pool are held."""
+        return len(self.pages) - len(self.lost)
+
+    @property
+    def pages_held(self) -> list[int]:
+        """The pages of the pool that are held."""
+        return [page for page in self.pages if page >= 0]
+
+    def take(self, node: int, position: int, wish: int | None) -> int:
+        """A slot for a node; in the page `wish`, if that is free and a new page is needed. Raises KVMemoryError."""
+        slot = heapq.heappop(self.free) if self.free else self._add_page(wish)
+        i, size = slot // self.size, self.size
+        self.load[i] += 1
+        self.count += 1
+        self.owner[slot] = node
+        self.table[0][slot], self.table[1][slot] = self.pages[i] * size + slot % size, position
+        return slot
+
+    def reserve(self, position: int) -> int:
+        """A slot for a node that is not known yet, as of `take`; `assign` or `give_up` ends this."""
+        slot = self.take(RESERVED, position, None)
+        self.count -= 1
+        return slot
+
+    def assign(self, slot: int, node: int) -> None:
+        """A reserved slot becomes a node's."""
+        self.owner[slot] = node
+        self.count += 1
+
+    def give_up(self, slots: Sequence[int]) -> None:
+        """Give reserved slots back."""
+        self.count += len(slots)
+        self.release(slots)
+
+    def _add_page(self, wish: int | None) -> int:
+        """Take a page; returns its first slot, the others are free."""
+        page, size = self.pool.take(wish), self.size
+        if self.lost:
+            i = heapq.heappop(self.lost)
+            self.pages[i] = page
+        else:
+            i = len(self.pages)
+            self.pages.append(page)
+            self.load.append(0)
+            self.owner.extend([FREE] * size)
+            for column in self.table:
+                column.extend([0] * size)
+        for s in range(i * size + 1, (i + 1) * size):
+            heapq.heappush(self.free, s)
+        return i * size
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Give slots back, and the pages that are empty without them."""
+        if not slots:
+            return
+        size, owner, load, (places, positions) = self.size, self.owner, self.load, self.table
+        for slot in slots:
+            owner[slot] = FREE
+            places[slot] = positions[slot] = 0
+            load[slot // size] -= 1
+        self.count -= len(slots)
+        empty = [i for i in {slot // size for slot in slots} if not load[i]]
+        self.pool.give(*(self.pages[i] for i in empty))
+        for i in empty:
+            self.pages[i] = -1
+        self.lost += empty
+        self.free = [s for s in [*self.free, *slots] if self.pages[s // size] >= 0]
+        heapq.heapify(self.free)
+        self._shorten()
+
+    def release_all(self) -> None:
+        """Give everything back."""
+        self.pool.give(*self.pages_held)
+        self.clear()
+
+    def _shorten(self) -> None:
+        """Remove lost pages from the end of the table."""
+        end = len(self.pages)
+        while end and self.pages[end - 1] < 0:
+            end -= 1
+        del self.pages[end:], self.load[end:]
+        for column in (self.owner, *self.table):
+            del column[end * self.size :]
+        self.lost = [i for i in self.lost if i < end]
+        heapq.heapify(self.lost)
+
+    def pages_emptied(self, slots: Iterable[int]) -> int:
+        """How many pages would return to the pool with these slots."""
+        left = list(self.load)
+        for slot in slots:
+            left[slot // self.size] -= 1
+        return sum(before > 0 == after for before, after in zip(self.load, left, strict=True))
+
+    def check_invariants(self) -> None:
+        """Check that redundant state agrees; for tests."""
+        size = self.size
+        assert sorted(self.lost) == [i for i, page in enumerate(self.pages) if page < 0]
+        for s, node in enumerate(self.owner):
+            assert self.table[0][s] == (self.pages[s // size] * size + s % size if node != FREE else 0)
+            assert node != FREE or self.table[1][s] == 0
+        reserved = self.owner.count(RESERVED)
+        assert self.count == sum(node >= 0 for node in self.owner) == sum(self.load) - reserved
+        assert len(self.owner) == len(self.table[0]) == len(self.table[1]) == size * len(self.pages)
+        assert sorted(self.free) == [s for s, n in enumerate(self.owner) if n == FREE and self.pages[s // size] >= 0]
+        assert all((page >= 0) == (load > 0) for page, load in zip(self.pages, self.load, strict=True))

@@ -1,0 +1,614 @@
+"""TokenTree: the tokens of one search, in a trunk that all sequences share, and in branches."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from engine.cache.pool import PagePool
+from engine.cache.slots import BranchSlots, Trunk
+from engine.errors import KVMemoryError
+
+NO_SLOT = -1  # not evaluated yet
+IN_TRUNK = -2  # keys and values lie in the trunk
+FREED = -3
+
+
+class TreeObserver(Protocol):
+    """Observes a tree; each method is called after the change that it names."""
+
+    def kept(self, tree: "TokenTree", nodes: set[int]) -> None:
+        """`keep` was called with these nodes."""
+
+    def allocated(self, tree: "TokenTree", trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
+        """Trunk tokens and branch nodes got slots; `slots` are those of the nodes in the pool."""
+
+    def released(self, tree: "TokenTree", trunk_tokens: int, nodes: Sequence[int], slots: Sequence[int]) -> None:
+        """Trunk tokens and branch nodes lost their slots: a pass failed, or the rotary embeddings change."""
+
+    def ended(self, tree: "TokenTree") -> None:
+        """The branches are freed; this may be called twice."""
+
+
+class TokenTree:
+    """A tree of tokens over one pool. Nodes are integers, parents come before children.
+
+    A node is identified by its path: growing the same token twice under one parent gives the same node. A node takes
+    a slot when it is evaluated and loses it when `keep` drops the node. Every live node descends from the trunk; `keep`
+    promotes the stem that all live nodes share: its keys and values move into the trunk.
+
+    Args:
+        pool: holds the keys and values.
+        prompt: at least one token.
+        expected: tokens that the trunk may grow to; a hint for contiguous memory.
+        trunk: an earlier tree's trunk to take over; the prefix that it shares with the prompt is not evaluated again.
+        switch_length: see `ModelShape`. A tree holds keys and values of one variant of rotary embeddings at a time,
+            that of sequences up to this length or that of longer ones; `by_rope` and `use_rope` change between them.
+
+    Attributes:
+        observer: is called after every change; None by default.
+        salt: of cached prefixes, see `PrefixCache`; None, by default: the tree neither takes over any nor leaves any.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        prompt: Sequence[int],
+        *,
+        expected: int = 0,
+        trunk: Trunk | None = None,
+        switch_length: int | None = None,
+    ):
+        if not prompt:
+            raise ValueError("expected a prompt of at least one token")
+        self.pool, self.switch_length = pool, switch_length
+        self.observer: TreeObserver | None = None
+        self.salt: str | None = None
+        self.prompt_length = len(prompt)
+        self.trunk = Trunk(list(prompt))
+        if trunk is not None:
+            self._adopt(trunk)
+        self.reused = self.trunk.cached  # prompt tokens that need no evaluation
+        self._read = 0  # trunk tokens in the cache when the variant of rotary embeddings last changed
+        wanted = -(-max(expected, len(prompt)) // pool.page_size)
+        self._claim = pool.claim(wanted) if not self.trunk.pages else range(0)
+        # One row per node, live or not.
+        self._token: list[int] = [self.trunk.tokens[-1]]
+        self._parent: list[int] = [-1]
+        self._position: list[int] = [len(prompt) - 1]
+        self._slot: list[int] = [IN_TRUNK]
+        self._bits: dict[int, int] = {}  # latest node -> bits of the branch slots of its ancestors and itself
+        self._spent: list[int] = []  # nodes whose bits are part of those of the latest nodes: to be dropped next
+        self._children: dict[int, dict[int, int]] = {}  # live node that has children -> token -> child
+        self._leaves: dict[int, None] = {0: None}  # ordered, so that nothing depends on hashing
+        self.root = 0
+        self.slots = BranchSlots(pool)
+        self._reserved: list[int] | None = None  # branch slots, see `reserve`
+        self._paths_length = len(prompt)  # sum of the leaves' path lengths
+        self.peak_live = self.peak_unshared = self.peak_pages = 0
+
+    # --- reading ---
+
+    def token(self, node: int) -> int:
+        """The node's token."""
+        return self._token[node]
+
+    def parent(self, node: int) -> int:
+        """The node's parent; -1 for the first root."""
+        return self._parent[node]
+
+    def position(self, node: int) -> int:
+        """The token's index in its sequence; the prompt's first token has 0."""
+        return self._position[node]
+
+    def is_evaluated(self, node: int) -> bool:
+        """Whether the cache has the keys and values of the node and its ancestors."""
+        if self._slot[node] == IN_TRUNK:
+            return self._position[node] < self.trunk.cached
+        return self._slot[node] >= 0
+
+    def can_evaluate(self, nodes: Iterable[int]) -> bool:
+        """Whether all of these are live nodes of this tree that are not evaluated yet."""
+        slots = self._slot
+        for node in nodes:
+            if type(node) is not int or not 0 <= node < len(slots):
+                return False
+            if slots[node] != NO_SLOT and (node != self.root or self.is_evaluated(node)):
+                return False
+        return True
+
+    @property
+    def grown(self) -> int:
+        """The number of nodes ever grown, live or not; they are numbered from 0."""
+        return len(self._token)
+
+    def is_live(self, node: int) -> bool:
+        """Whether the node may have new children and may be evaluated."""
+        return self._slot[node] != FREED and (self._slot[node] != IN_TRUNK or node == self.root)
+
+    def path(self, node: int) -> list[int]:
+        """The generated tokens up to the node."""
+        tail = []
+        while self._slot[node] != IN_TRUNK:
+            tail.append(self._token[node])
+            node = self._parent[node]
+        return self.trunk.tokens[self.prompt_length : self._position[node] + 1] + tail[::-1]
+
+    def descend(self, tokens: Sequence[int]) -> int:
+        """The deepest live node on the path of these generated tokens; the root if they leave the trunk."""
+        trunk = self.settled_from(0)
+        if list(tokens[: len(trunk)]) != trunk:
+            return self.root
+        node = self.root
+        for token in tokens[len(trunk) :]:
+            if token not in (children := self._children.get(node, {})):
+                break
+            node = children[token]
+        return node
+
+    def settled_from(self, start: int) -> list[int]:
+        """The generated tokens of the trunk, from the start-th on."""
+        return self.trunk.tokens[self.prompt_length + start :]
+
+    @property
+    def live_tokens(self) -> int:
+        """Tokens that hold a slot: evaluated trunk and branches."""
+        return self.trunk.cached + self.slots.count
+
+    @property
+    def live_branches(self) -> int:
+        """Branch nodes that hold a slot."""
+        return self.slots.count
+
+    @property
+    def room(self) -> int:
+        """Tokens that all pages of the pool hold, free or not."""
+        return self.pool.pages * self.pool.page_size
+
+    @property
+    def page_count(self) -> int:
+        """How many pages of the pool the tree holds."""
+        return len(self.trunk.pages) + self.slots.page_count
+
+    @property
+    def pages_held(self) -> list[int]:
+        """The pages of the pool that the tree holds."""
+        return self.trunk.pages + self.slots.pages_held
+
+    # --- growing and pruning ---
+
+    def grow(self, parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Children of live nodes, one per (parent, token); they take no slot until they are evaluated.
+
+        Returns:
+            node ids, in the order given; an existing child for a token that the parent already has.
+        """
+        return [self.child(parent, token) for parent, token in zip(parents, tokens, strict=True)]
+
+    def grow_path(self, node: int, tokens: Iterable[int]) -> list[int]:
+        """A chain of tokens below a node; the ids of its nodes."""
+        chain = []
+        for token in tokens:
+            chain.append(node := self.child(node, token))
+        return chain
+
+    def child(self, parent: int, token: int) -> int:
+        """A live node's child for a token, grown if it does not exist yet."""
+        if children := self._children.get(parent):
+            if token in children:
+                return children[token]
+        elif not self.is_live(parent):
+            raise ValueError(f"node {parent} is not live: it was dropped by keep()")
+        return self._grow_one(parent, token)
+
+    def _grow_one(self, parent: int, token: int) -> int:
+        node = len(self._token)
+        position = self._position[parent] + 1
+        self._token.append(token)
+        self._parent.append(parent)
+        self._position.append(position)
+        self._slot.append(NO_SLOT)
+        if parent in self._children:
+            self._children[parent][token] = node
+        else:
+            self._children[parent] = {token: node}
+            del self._leaves[parent]
+            self._paths_length -= position
+        self._leaves[node] = None
+        self._paths_length += position + 1
+        return node
+
+    def keep(self, nodes: Iterable[int]) -> None:
+        """Free every node that is neither one of these nor an ancestor of one; promote the stem they share."""
+        kept = set(nodes)
+        for node in kept:
+            if not self.is_live(node):
+                raise ValueError(f"node {node} is not live: it was dropped by an earlier keep()")
+        if not kept:
+            raise ValueError("expected at least one node to keep")
+        if len(kept) == 1 and not self._reserved:
+            self._keep_path(*kept)
+        else:
+            self._promote(kept, self._prune(kept))
+        if self.observer is not None:
+            self.observer.kept(self, kept)
+
+    def _keep_path(self, node: int) -> None:
+        """Move the path to a node into the trunk and drop all branches at once, which is faster than one by one."""
+        stem = []
+        while node != self.root:
+            stem.append(node)
+            node = self._parent[node]
+        stem.reverse()
+        table, _ = self.slots.table
+        source = [table[slot] for n in stem if (slot := self._slot[n]) >= 0]
+        self.slots.release_all()
+        self._extend_trunk(source)  # the released pages suffice
+        for siblings in self._children.values():
+            for n in siblings.values():
+                self._slot[n] = FREED
+        for n in stem:
+            self._slot[n] = IN_TRUNK
+            self.trunk.tokens.append(self._token[n])
+            self.root = n
+        self._bits.clear()
+        self._children.clear()
+        self._leaves = {self.root: None}
+        self._paths_length = self._position[self.root] + 1
+
+    def _prune(self, kept: set[int]) -> list[int]:
+        """Drop the nodes that are not kept; returns their slots, which the caller must release."""
+        children, leaves, slot_of, slots = self._children, self._leaves, self._slot, []
+        for node in [leaf for leaf in leaves if leaf not in kept]:
+            while node not in children and node not in kept and node != self.root:
+                if slot_of[node] >= 0:
+                    slots.append(slot_of[node])
+                    self._bits.pop(node, None)
+                parent, position = self._parent[node], self._position[node]
+                slot_of[node] = FREED
+                del leaves[node]
+                self._paths_length -= position + 1
+                siblings = children[parent]
+                del siblings[self._token[node]]
+                if not siblings:
+                    del children[parent]
+                    leaves[parent] = None
+                    self._paths_length += position
+                node = parent
+        return slots
+
+    def _promote(self, kept: set[int], free: list[int]) -> None:
+        """Move the stem below the root into the trunk, up to the first kept node or fork; release the slots `free`."""
+        stem = []
+        node = self.root
+        while node not in kept and len(children := self._children[node]) == 1:
+            [node] = children.values()
+            stem.append(node)
+        slots = [slot for n in stem if (slot := self._slot[n]) >= 0]
+        size = self.pool.page_size
+        missing = -(-(len(self.trunk.tokens) + len(slots)) // size) - len(self.trunk.pages)
+        if slots and missing > self.pool.free_pages + self.slots.pages_emptied(free + slots):
+            stem, slots = [], []  # it stays in the branches, with the slots that it has
+        source = [self.slots.table[0][slot] for slot in slots]
+        self.slots.release(free + slots)
+        if not stem:
+            return
+        if slots:
+            promoted = sum(1 << slot for slot in slots)
+            self._extend_trunk(source)
+            for n in stem:
+                self._bits.pop(n, None)
+            for n in self._bits:
+                self._bits[n] &= ~promoted
+        for n in stem:
+            self.trunk.tokens.append(self._token[n])
+            del self._children[self._parent[n]]
+            self._slot[n] = IN_TRUNK
+        self.root = stem[-1]
+
+    def _extend_trunk(self, source: Sequence[int]) -> None:
+        """Copy the keys and values of slots to the trunk's end; the caller has just released these slots.
+
+        The pool has room. Slots that are in their place already are not copied; the others are read before any is
+        written.
+        """
+        if not source:
+            return
+        start, trunk, size = len(self.trunk.tokens), self.trunk, self.pool.page_size
+        trunk.reserve(self.pool, start + len(source), self._next_page())
+        moves = [(s, t) for i, s in enumerate(source) if s != (t := trunk.slot(start + i, size))]
+        if moves:
+            self.pool.copy([s for s, _ in moves], [t for _, t in moves])
+        trunk.cached = start + len(source)
+        self._note_peaks()
+
+    # --- for the packer ---
+
+    def pending(self, nodes: Iterable[int]) -> tuple[int, list[int]]:
+        """The tokens to evaluate for `nodes`: the number of trunk tokens, and branch nodes, parents first."""
+        need: set[int] = set()
+        for node in nodes:
+            if not self.is_live(node):
+                raise ValueError(f"node {node} is not live: it was dropped by keep()")
+            while self._slot[node] == NO_SLOT and node not in need:
+                need.add(node)
+                node = self._parent[node]
+        return len(self.trunk.tokens) - self.trunk.cached, sorted(need)
+
+    def pages_wanted(self, nodes: Iterable[int], more: int) -> int:
+        """The pages that the tree must take to evaluate `nodes`, and then `more` branch nodes below them."""
+        trunk, branches = self.pending(nodes)
+        size, slots = self.pool.page_size, len(branches) + more - len(self.slots.free)
+        return -(-(self.trunk.cached + trunk) // size) - len(self.trunk.pages) + max(0, -(-slots // size))
+
+    @property
+    def least_span(self) -> int:
+        """Every token is evaluated as part of a sequence at least this long."""
+        return self.switch_length + 1 if self.trunk.long_rope and self.switch_length is not None else 0
+
+    def by_rope(self, nodes: Iterable[int]) -> list[tuple[bool, list[int]]]:
+        """Nodes by the rotary embeddings that their sequences need: (long, nodes), the tree's present variant first."""
+        if self.switch_length is None:
+            return [(False, list(nodes))]
+        groups: dict[bool, list[int]] = {self.trunk.long_rope: [], not self.trunk.long_rope: []}
+        for node in nodes:
+            groups[self._position[node] >= self.switch_length].append(node)
+        return [(long, group) for long, group in groups.items() if group]
+
+    def use_rope(self, long: bool) -> None:
+        """Hold keys and values of this variant from now on; those of the other are dropped, to be evaluated afresh."""
+        if long != self.trunk.long_rope:
+            self.trunk.long_rope = long
+            if self.trunk.cached > self.reused:
+                self._read = self.trunk.cached
+            else:  # nothing was evaluated after what was taken over
+                self.reused = 0
+            self.release_slots(self.trunk.cached, [n for n in self.slots.owner if n >= 0])
+
+    def allocate(self, trunk_tokens: int, nodes: Sequence[int]) -> list[int]:
+        """Take slots for the next trunk tokens and for branch nodes (parents first), which are to be evaluated.
+
+        Returns:
+            their slots in the pool, trunk first.
+
+        Raises:
+            KVMemoryError: the pool is full; nothing was taken.
+        """
+        trunk, start, slots, taken, size = self.trunk, self.trunk.cached, self.slots, [], self.pool.page_size
+        self._forget_spent()
+        try:
+            if trunk_tokens and start % size:
+                trunk.own_end(self.pool)
+            trunk.reserve(self.pool, start + trunk_tokens, self._next_page())
+            wish = None
+            for node in nodes:
+                position = self._position[node]
+                if size == 1:  # where the trunk will want the token, should it come to that
+                    wish = trunk.pages[-1] + 1 + position - len(trunk.pages)
+                    wish = wish if wish in self._claim else None
+                taken.append(slot := slots.take(node, position, wish))
+                self._place(node, slot)
+        except KVMemoryError:
+            self._release(0, nodes[: len(taken)])
+            raise
+        self._spent = [self._parent[node] for node in nodes]
+        trunk.cached = start + trunk_tokens
+        self._note_peaks()
+        in_pool = [slots.table[0][slot] for slot in taken]
+        if self.observer is not None:
+            self.observer.allocated(self, trunk_tokens, nodes, in_pool)
+        return [trunk.slot(start + i, size) for i in range(trunk_tokens)] + in_pool
+
+    def _place(self, node: int, slot: int) -> None:
+        self._slot[node] = slot
+        self._bits[node] = self.ancestry(self._parent[node]) | 1 << slot
+
+    def _forget_spent(self) -> None:
+        for node in self._spent:
+            self._bits.pop(node, None)
+
+    # --- for looking ahead ---
+
+    def reserve(self, count: int, position: int) -> tuple[list[int], list[int]]:
+        """Take slots for nodes at a position that are not known yet; for a single one, of a tree without branches, the
+        trunk's next. `adopt` or `give_up` ends this.
+
+        Returns:
+            their slots in the pool, and their branch slots; none of the trunk's next.
+
+        Raises:
+            KVMemoryError: the pool is full; nothing was taken.
+        """
+        assert self._reserved is None
+        trunk, size, self._reserved = self.trunk, self.pool.page_size, []
+        try:
+            if count == 1 and not self.slots.count:
+                if trunk.cached % size:
+                    trunk.own_end(self.pool)
+                trunk.reserve(self.pool, trunk.cached + 1, self._next_page())
+                return [trunk.slot(trunk.cached, size)], []
+            for _ in range(count):
+                self._reserved.append(self.slots.reserve(position))
+        except KVMemoryError:
+            self.give_up()
+            raise
+        return [self.slots.table[0][slot] for slot in self._reserved], self._reserved
+
+    def adopt(self, nodes: Sequence[int]) -> None:
+        """The reserved slots become those of new nodes, in order; without branches, of the trunk's next token."""
+        assert self._reserved is not None and len(nodes) == len(self._reserved)
+        self._forget_spent()
+        for node, slot in zip(nodes, self._reserved, strict=True):
+            self.slots.assign(slot, node)
+            self._place(node, slot)
+        self._spent = [self._parent[node] for node in nodes]
+        self.trunk.cached += not nodes
+        self._reserved = None
+        self._note_peaks()
+
+    def give_up(self) -> None:
+        """Give the reserved slots back, if there are any."""
+        if self._reserved is not None:
+            self.slots.give_up(self._reserved)
+            self.trunk.truncate(self.pool, self.trunk.cached)
+            self._reserved = None
+
+    def _next_page(self) -> int:
+        """Where the trunk goes on: after its last page, or where the claim begins if that page is another tree's."""
+        pages = self.trunk.pages
+        return pages[-1] + 1 if pages and (not self._claim or pages[-1] in self._claim) else self._claim.start
+
+    def _note_peaks(self) -> None:
+        self.peak_live = max(self.peak_live, self.live_tokens)
+        self.peak_unshared = max(self.peak_unshared, self._paths_length)
+        self.peak_pages = max(self.peak_pages, self.page_count)
+
+    def release_slots(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
+        """Undo `allocate` after a pass that failed."""
+        slots = [self.slots.table[0][self._slot[node]] for node in nodes]
+        self._release(trunk_tokens, nodes)
+        if self.observer is not None:
+            self.observer.released(self, trunk_tokens, nodes, slots)
+
+    def _release(self, trunk_tokens: int, nodes: Sequence[int]) -> None:
+        self.slots.release([self._slot[node] for node in nodes])
+        for node in nodes:
+            self._slot[node] = NO_SLOT
+            self._bits.pop(node, None)
+        self.trunk.truncate(self.pool, self.trunk.cached - trunk_tokens)
+
+    def ancestry(self, node: int) -> int:
+        """Bits of the branch slots of the node and its ancestors: bit s is slot s."""
+        bits = 0  # bits of all nodes would take more memory than the cache: only the latest nodes store theirs
+        while self._slot[node] != IN_TRUNK and node not in self._bits:
+            bits |= 1 << self._slot[node]
+            node = self._parent[node]
+        return bits | self._bits.get(node, 0)
+
+    def branch_table(self) -> tuple["array[int]", "array[int]"]:
+        """For each branch slot its slot in the pool and its token's position; 0 if it is free. Read only."""
+        return self.slots.table
+
+    def latest_ancestors(self, node: int, count: int) -> list[int]:
+        """Slots in the pool of an evaluated node's latest ancestors, parents first; as many as there are, at most."""
+        found, table, slot = [], self.slots.table[0], self._slot
+        node = self._parent[node]
+        while len(found) < count and slot[node] != IN_TRUNK:
+            found.append(table[slot[node]])
+            node = self._parent[node]
+        return found + self.trunk.latest(self._position[node] + 1, count - len(found), self.pool.page_size)
+
+    def trunk_runs(self, tokens: int | None = None) -> list[tuple[int, int]]:
+        """(first slot, length) of each contiguous piece of the trunk's first tokens, in order; None: all evaluated."""
+        size, left = self.pool.page_size, self.trunk.cached if tokens is None else tokens
+        runs = []
+        for first, pages in self.trunk.runs:
+            runs.append((first * size, min(pages * size, left)))
+            left -= pages * size
+        return runs
+
+    # --- cached prefixes ---
+
+    def reuse(self) -> int:
+        """Take over what the pool's cache has of the trunk's tokens, but for the last, which is evaluated. Returns how
+        many tokens need no evaluation any more."""
+        trunk, before = self.trunk, self.trunk.cached
+        if self.pool.prefixes is None or self.salt is None:
+            return 0
+        pages, cached = self.pool.prefixes.match(trunk.tokens[:-1], (self.salt, trunk.long_rope))
+        if cached <= before:
+            return 0
+        trunk.share(self.pool, pages)
+        trunk.cached = cached
+        self.reused += max(0, min(cached, self.prompt_length) - max(before, self._read))  # a token counts once
+        return cached - before
+
+    def save(self, whole: bool = False) -> None:
+        """Give the pool's cache what is evaluated of the trunk, and hold its pages where it has the same.
+
+        Args:
+            whole: only pages that are full, as the tree goes on.
+        """
+        trunk, size = self.trunk, self.pool.page_size
+        cached = trunk.cached - trunk.cached % size if whole else trunk.cached
+        if self.pool.prefixes is None or self.salt is None:
+            return
+        pages = trunk.pages[: -(-cached // size)]
+        found = self.pool.prefixes.insert(trunk.tokens[:cached], pages, (self.salt, trunk.long_rope))
+        if found != pages[: len(found)]:
+            trunk.share(self.pool, found)
+
+    # --- the end ---
+
+    def retire(self) -> Trunk:
+        """End the tree and return its trunk with the pages."""
+        self._drop_branches()
+        trunk, self.trunk = self.trunk, Trunk([])
+        trunk.tokens = trunk.tokens[: trunk.cached]
+        return trunk
+
+    def release(self) -> None:
+        """End the tree and return all pages to the pool. It may be called twice."""
+        self._drop_branches()
+        self.trunk.release(self.pool)
+
+    def _drop_branches(self) -> None:
+        self.give_up()
+        self.slots.release_all()
+        self.pool.unclaim(self._claim)
+        self._claim = range(0)
+        if self.observer is not None:
+            self.observer.ended(self)
+
+    def _adopt(self, trunk: Trunk) -> None:
+        """Take over an earlier trunk's pages for the prefix that it shares with the prompt."""
+        limit = min(trunk.cached, len(self.trunk.tokens) - 1)  # the last prompt token is evaluated for its logits
+        shared = shared_length(trunk.tokens[:limit], self.trunk.tokens)
+        mine = self.trunk
+        mine.pages, mine.runs, mine.long_rope = trunk.pages, trunk.runs, trunk.long_rope
+        trunk.pages, trunk.runs, trunk.cached = [], [], 0
+        mine.truncate(self.pool, shared)
+
+    def check_invariants(self) -> None:
+        """Check that redundant state agrees; for tests."""
+        size = self.pool.page_size
+        live = [n for n in range(len(self._token)) if self._slot[n] not in (FREED, IN_TRUNK)] + [self.root]
+        children: dict[int, list[int]] = {n: [] for n in live}
+        for n in live:
+            if n != self.root:
+                assert self._parent[n] in children, f"live node {n} lost its parent"
+                children[self._parent[n]].append(n)
+                assert self._children[self._parent[n]][self._token[n]] == n
+                assert self._position[n] == self._position[self._parent[n]] + 1
+        for n in live:
+            assert sorted(self._children.get(n, {}).values()) == children[n], n
+            assert (n in self._leaves) == (not children[n]), n
+            if n != self.root and self._slot[n] >= 0:
+                assert self.slots.owner[self._slot[n]] == n
+                assert self.ancestry(n) == (self.ancestry(self._parent[n]) | 1 << self._slot[n])
+                assert self._parent[n] == self.root or self._slot[self._parent[n]] >= 0
+        assert sorted(self._children) == sorted(n for n in live if children[n])
+        assert len(self._leaves) == sum(not c for c in children.values())
+        assert self._paths_length == sum(self._position[n] + 1 for n in self._leaves)
+        slots = self.slots
+        slots.check_invariants()
+        owners = [(s, n) for s, n in enumerate(slots.owner) if n >= 0]
+        assert all(slots.table[1][s] == self._position[n] for s, n in owners)
+        assert sorted(n for _, n in owners) == sorted(n for n in live if self._slot[n] >= 0)
+        assert self._position[self.root] == len(self.trunk.tokens) - 1
+        assert self.trunk.cached <= len(self.trunk.tokens)
+        assert len(self.trunk.pages) == -(-self.trunk.cached // size), (len(self.trunk.pages), self.trunk.cached)
+        assert len(set(self.pages_held)) == len(self.pages_held) == self.page_count
+        assert [p for first, n in self.trunk.runs for p in range(first, first + n)] == self.trunk.pages
+
+
+def shared_length(first: Sequence[int], *others: Sequence[int], start: int = 0) -> int:
+    """How many elements sequences begin with in common; the first `start` are equal and are not compared."""
+    shared = len(first)
+    for other in others:
+        if shared == start:
+            break
+        head, tail = first[start:shared], other[start:shared]
+        if head != tail:
+            differ = (i for i, (x, y) in enumerate(zip(head, tail, strict=False), start) if x != y)
+            shared = next(differ, min(shared, len(other)))
+    return shared

@@ -1,0 +1,248 @@
+"""The contract between searches and the engine.
+
+A search is a generator. It yields `Evaluate` and is sent an `Answer`; it yields `Report` or `Pause` and is sent None;
+it returns a `SearchResult`. When the KV pool is full, the driver throws KVMemoryError at the `Evaluate` that did not
+fit. No node of that request is evaluated then, so the search may drop nodes and yield a request again.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from torch import Tensor
+
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.contract.best import Best, Next, of_all
+from engine.text.thinking import Thoughts
+from engine.text.tokenizer import Tokenizer
+
+Read = Callable[[Tensor, Tensor | None], Tensor]
+FINISH_REASONS = ("eos", "stop", "length", "constraint", "interrupted")
+
+
+class Answer(NamedTuple):
+    """The answer to an `Evaluate`.
+
+    Attributes:
+        rows_NV: float32, on the model's device: natural logarithms of probabilities, a row per node in the order of the
+            request, normalised over the model's vocabulary; ids past the tokenizer's are -inf afterwards, and so are
+            tokens that a constraint forbids (see `engine.Rules`). [N, 1], a score per node, for a tree of a scalar-head
+            model.
+            [0, V] if the request has a `best`.
+        numbers: the result of the request's `read` or `best`, float64 [n], on the host; None without them.
+    """
+
+    rows_NV: Tensor
+    numbers: Tensor | None
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """A request for the next-token log-probabilities after `nodes`; the driver sends an `Answer`.
+
+    Nodes must be live and not evaluated yet; ancestors that are not evaluated either are evaluated in the same pass.
+
+    Args:
+        tree: holds the nodes.
+        nodes: at least one.
+        read: function of the rows and their peaks (see `kernels.rows.log_softmax`; None if they were not computed),
+            both on the model's device. It returns the numbers that the search needs on the host, float64 [n] on that
+            device; the driver brings the numbers of all searches to the host at once.
+        best: the best sums are wanted, and no rows, which need not exist then: `numbers` are the sums that are finite,
+            best first, and as many places, row * V + token. Of equal sums the lower place comes first. Not with `read`.
+        next: what the search will most likely ask for after its best sums, if it says: a GPU begins with it before the
+            answer has reached the host. It changes no answer, and means nothing without `best`.
+    """
+
+    tree: TokenTree
+    nodes: Sequence[int]
+    read: Read | None = None
+    best: Best | None = None
+    next: Next | None = None
+
+    def answer(self, rows_NV: Tensor, peaks_NB: Tensor | None = None) -> Answer:
+        """The answer that consists of these rows, and of what `read` returns for them; or of their best sums."""
+        if self.best is not None:
+            return Answer(rows_NV[:0], of_all(rows_NV, peaks_NB, self.best).numbers())
+        return Answer(rows_NV, None if self.read is None else self.read(rows_NV, peaks_NB).cpu())
+
+
+@dataclass(frozen=True)
+class Report:
+    """The state of a search, for observers.
+
+    Args:
+        settled: tokens of the best output that have become certain, after those of earlier reports.
+        best: returns the tokens of the best candidate so far.
+        info: the algorithm's own figures.
+        beams: returns (score, tokens) of the candidates, best first; a score of None is not known yet. `best` and
+            `beams` may be called only until the search is resumed.
+    """
+
+    settled: Sequence[int] = ()
+    best: Callable[[], Sequence[int]] | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    beams: Callable[[], Sequence[tuple[float | None, Sequence[int]]]] | None = None
+
+
+@dataclass(frozen=True)
+class Pause(Report):
+    """Nothing to report: the searches beside may have a pass before this one goes on with a long computation."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One answer.
+
+    Args:
+        token_ids: new tokens, end-of-sequence included when produced.
+        logprob: sum of their log-probabilities under the target model; None if interrupted.
+        score: what the search ranks by; None if interrupted, or if a constraint ended the output.
+        finish_reason: "eos", "stop" (a stop string), "length", "constraint" (it allows no token) or "interrupted".
+        text: the tokens as text, stop string cut off; filled in by the engine.
+        item: the id of the item of a catalogue that the output is; None without a catalogue, or if a limit cut the
+            output before the end of an item. Filled in by the engine.
+        token_logprobs: the log-probability of each token, in the rows that the search was sent, which add up to
+            `logprob`; None at a token after a sequence that the search did not evaluate. These and the next are filled
+            in by the engine for a request with `logprobs`, else None.
+        top_logprobs: at each token's place the most probable tokens and their log-probabilities, best first.
+    """
+
+    token_ids: list[int]
+    logprob: float | None
+    score: float | None
+    finish_reason: str
+    text: str = ""
+    item: str | int | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+
+
+@dataclass
+class SearchResult:
+    """Outputs, best first, and figures of the run (each documented in docs/stats.md)."""
+
+    outputs: list[Output]
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    def record(self, id: int | str, thoughts: Thoughts | None = None) -> dict[str, Any]:
+        """The result as an output line of a batch; `thoughts` part "reasoning" from "text"."""
+        keys = ("text", "token_ids", "logprob", "score", "finish_reason")
+        outputs = [{key: getattr(output, key) for key in keys} for output in self.outputs]
+        for output, record in zip(self.outputs, outputs, strict=True):
+            for key in ("item", "token_logprobs", "top_logprobs"):
+                if (value := getattr(output, key)) is not None:
+                    record[key] = value
+        if thoughts is not None:
+            outputs = [_parted(output, thoughts) for output in outputs]
+        return {"id": id, "outputs": outputs, "stats": self.stats}
+
+
+def _parted(output: dict[str, Any], thoughts: Thoughts) -> dict[str, Any]:
+    """An output's record with the thought, if there is one, beside the answer."""
+    thought, answer = thoughts.split(output["text"])
+    return {"text": answer} | ({} if thought is None else {"reasoning": thought}) | {**output, "text": answer}
+
+
+@dataclass(frozen=True)
+class Task:
+    """The input of a search.
+
+    Args:
+        tree: the target model's tree, holding the prompt.
+        max_new_tokens: at least 1.
+        eos_token_ids: tokens that end a sequence; may be empty.
+        vocab_size: tokens that can be generated; ids from here on have log-probability -inf.
+        hits_stop: whether new tokens, given from the prompt's end on, contain a stop string; None without any.
+        open_tree: (model name, prompt) -> a tree of another model, "draft" or "reward"; freed with the search.
+        tokenizer: the target model's; None without one.
+        seconds: number of target tokens -> this search's share of the seconds of a pass that evaluates them, by recent
+            measurements; 0 before the first one. It may guide how much is tried at once, never the output. None if it
+            is not known.
+        model_key: names files that keep data about the target model between runs; "" to keep none.
+        start_token: the first token of a text of the target model.
+        judge: computes the rewards of responses; for searches whose `models` name "reward".
+        spare: pool -> how many more of its pages this search could take if the driver ran no other. A search that
+            chooses how much to try by this number, and not by the free pages, gives the same answer alone and in a
+            batch.
+        normalised: whether the probabilities of a row add up to 1, but for ids from `vocab_size` on. A constraint cuts
+            tokens off, and may leave next to nothing.
+        rising: whether log-probabilities may be positive, so that a longer sequence may be the more probable one: a
+            bias may raise them.
+    """
+
+    tree: TokenTree
+    max_new_tokens: int
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    hits_stop: Callable[[Sequence[int]], bool] | None = None
+    open_tree: Callable[[str, Sequence[int]], TokenTree] | None = None
+    tokenizer: Tokenizer | None = None
+    seconds: Callable[[int], float] | None = None
+    model_key: str = ""
+    start_token: int = 0
+    judge: "Judge | None" = None
+    spare: Callable[[PagePool], int] = attrgetter("free_pages")
+    normalised: bool = True
+    rising: bool = False
+
+    def finish_reason(self, tokens: Sequence[int]) -> str | None:
+        """Why a sequence ends with its last token; None if it does not end."""
+        if tokens[-1] in self.eos_token_ids:
+            return "eos"
+        if self.hits_stop is not None and self.hits_stop(tokens):
+            return "stop"
+        return "length" if len(tokens) >= self.max_new_tokens else None
+
+
+class Judge(Protocol):
+    """Computes rewards of responses, complete or not. Higher is better."""
+
+    def rewards(self, responses: Sequence[Sequence[int]]) -> Generator[Evaluate, Any, list[float]]:
+        """The rewards of responses, given as new tokens; call it with `yield from`."""
+        ...
+
+    def keep(self, responses: Sequence[Sequence[int]]) -> None:
+        """Free the memory of all responses but these; later calls ask only for these and for what they grow to."""
+        ...
+
+
+SearchGenerator = Generator[Evaluate | Report, Any, SearchResult]
+
+
+class Search(ABC):
+    """Base class of every search: a frozen dataclass derives from it, whose fields are the search's parameters.
+
+    Attributes:
+        models: roles of the models that the search evaluates beside the target: "draft", "reward".
+    """
+
+    models: ClassVar[Sequence[str]] = ()
+
+    @abstractmethod
+    def run(self, task: Task) -> SearchGenerator:
+        """Start the algorithm: a generator that yields `Evaluate` and `Report` and returns a `SearchResult`."""
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        """KV slots that a run of `new_tokens` needs: (at least, at most).
+
+        A request is refused before anything is evaluated if the first number does not fit the cache. By default the
+        first number is one sequence, and the second as many as the fields `beams` or `num_return_sequences` give,
+        which share the prompt alone.
+        """
+        widths = [getattr(self, name, 1) for name in ("beams", "num_return_sequences")]
+        width = max([1, *(n for n in widths if type(n) is int)])
+        return prompt_tokens + new_tokens - 1, prompt_tokens + width * (new_tokens - 1)
+
+    def work(self, new_tokens: int) -> tuple[int, int]:
+        """Numbers that a run of `new_tokens` computes beside the model's rows: (most in a step, most that it keeps).
+
+        A server refuses requests above its limits. By default there are none that count.
+        """
+        return 0, 0
+
+    def check(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:  # noqa: B027  (most need none)
+        """Check that a model can serve this search. Raises UsageError; by default it never does."""

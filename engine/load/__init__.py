@@ -1,0 +1,1 @@
+"""From a checkpoint folder to loaded models with their pools."""

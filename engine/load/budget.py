@@ -1,0 +1,391 @@
+"""The budget of a whole process: what it will hold is predicted from headers, and what is left goes to the cache."""
+
+import re
+import resource
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.contract import Search
+from engine.contract.checks import slots_of
+from engine.errors import UsageError
+from engine.load.loading import KV_DTYPES, check_kv_dtype, check_quant, pick_device, pick_dtype, pick_quant
+from engine.load.pools import MAX_TOKENS, read_size, size_text, total_memory
+from engine.rules.grammars import KEPT_BYTES
+from engine.text.tokenizer import FILES
+from engine.text.tokenizer_files import read_file
+from engine.text.tokenizer_limits import parse
+from kernels.layout import NULL_SLOT, TRASH_SLOT
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.sizes import ModelSize, measure
+from models.formats.linear import FORMATS
+from models.sharding import Shard
+from models.trim import release_libraries
+
+TOKENS = 256  # of a pass, see `Runner`
+GROWTH = 24 << 20  # what a process takes beyond its imports: code that is used again, threads, what malloc keeps
+TOKENIZER = 20  # bytes in memory for a byte of a tokenizer's file
+TOKENIZER_LEAST, ENTRY = 3 << 20, 190  # bytes of a tokenizer.json in memory, and for each of its pieces and merges
+ARENA = 72 << 20  # address space of a thread: its stack, and what malloc reserves for it
+RESERVED = max(NULL_SLOT, TRASH_SLOT) + 1  # slots that no tree gets
+BEAMS = (1, 4, 15)  # of the table
+FORMATS_SHOWN = "none", "int8", "int4"  # of the table: other groups of int4 differ by a few per cent
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What has to fit, whatever else does.
+
+    Args:
+        search: the search, whose least number of slots the cache must hold; None: one token.
+        prompt, new: tokens.
+        parallel: searches that share a pass.
+    """
+
+    search: Search | None = None
+    prompt: int = 1
+    new: int = 1
+    parallel: int = 1
+
+    @property
+    def beams(self) -> int:
+        """Rows that a search asks for."""
+        beams = getattr(self.search, "beams", 1)
+        return beams if type(beams) is int else 1
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Of the cache, at least and at most."""
+        return slots_of(self.search, self.prompt, self.new) if self.search else (1, 1)
+
+    def __str__(self) -> str:
+        beams = f", {self.beams} beams" if self.beams > 1 else ""
+        return f"{self.new} new{beams}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a process will hold, in bytes.
+
+    Args:
+        lines: what is not the cache, by name, in the order of the sum.
+        token: of the cache, all models together.
+    """
+
+    lines: Mapping[str, int]
+    token: int
+
+    @property
+    def fixed(self) -> int:
+        """All but the cache."""
+        return sum(self.lines.values())
+
+    def cache(self, tokens: int) -> int:
+        """Of a cache for some tokens, and for the slots that no tree gets."""
+        return (tokens + RESERVED) * self.token
+
+    def total(self, tokens: int) -> int:
+        """With such a cache."""
+        return self.fixed + self.cache(tokens)
+
+    def left(self, memory: int) -> int:
+        """What is left for slots of the cache."""
+        return memory - self.fixed - self.cache(0)
+
+    def spelled(self, tokens: int, needs: str) -> str:
+        """The sum, line by line."""
+        rows = {**self.lines, f"cache for {tokens} tokens ({needs})": self.cache(tokens)}
+        width = max(map(len, rows))
+        return "\n".join(f"  {name:{width}} {_megabytes(size):>10}" for name, size in rows.items())
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How models are to be loaded: arguments of `Engine.load`, by role for folders.
+
+    Plans are those of one process; of several that share the models, of the one whose place is `shard`.
+    """
+
+    folders: Mapping[str, str | Path]
+    dtype: str = "auto"
+    device: str = "auto"
+    quant: str = "none"
+    kv_dtype: str = "auto"
+    shard: Shard = field(default_factory=Shard)
+
+    @staticmethod
+    def of(folders: Mapping[str, str | Path], options: Mapping[str, Any]) -> "Loading":
+        """Of the options of `load_models` those that a plan depends on."""
+        return Loading(folders, **{f.name: options[f.name] for f in fields(Loading)[1:] if f.name in options})
+
+    def plan(self, workload: Workload, runtime: int | None = None) -> Plan:
+        """What a process will hold, the cache left open; reads configurations and headers.
+
+        Args:
+            runtime: bytes that it holds without a model; None: what this one does now, and what it will grow by.
+
+        Raises:
+            CheckpointError, UsageError: as of `Engine.load`.
+        """
+        device = pick_device(self.device)
+        check_quant(self.quant, device)
+        check_kv_dtype(self.kv_dtype, device)
+        if device.type != "cpu":
+            raise UsageError("memory: the plan is for a CPU", remedy="use --kv-memory on a GPU, or add --device cpu")
+        lines = {"runtime: Python, torch, kernels": runtime_bytes() if runtime is None else runtime}
+        if find_spec("llguidance") is not None:
+            lines["compiled grammars"] = KEPT_BYTES
+        token = 0
+        for role, folder in self.folders.items():
+            checkpoint = Checkpoint.open(folder)
+            precision = pick_dtype(self.dtype, checkpoint, device)
+            quant = pick_quant(self.quant, checkpoint, precision.dtype, device).name
+            size = measure(checkpoint, precision.dtype, device, quant, self.shard)
+            name = role if len(self.folders) > 1 else ""
+            format = f" ({quant})" if quant != "none" else ""
+            lines[f"{name} weights{format}".strip()] = size.weights
+            lines[f"{name} tokenizer".strip()] = _tokenizer(checkpoint.folder)
+            lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
+            token += size.shape.kv_bytes_per_token(KV_DTYPES[self.kv_dtype] or precision.dtype)
+        return Plan(lines, token)
+
+
+def allow(loading: Loading, given: Any, kv_memory: int | None, workload: Workload) -> int:
+    """The bytes for the cache that keep a process within its memory.
+
+    Args:
+        given: bytes that it may hold, a size, or "auto", see `Engine.load`.
+        kv_memory: most of them for the cache; None: as many as are left.
+        workload: what has to fit.
+
+    Raises:
+        CheckpointError: as of `Engine.load`.
+        UsageError: another budget than these, or what has to fit does not; with the sum, and what would.
+    """
+    try:
+        memory = read_memory(given, loading, torch.get_num_threads())
+    except ValueError:
+        raise UsageError(f"memory: expected auto, bytes, or a size such as '900M', got {given!r}") from None
+    plan, (least, _) = loading.plan(workload), workload.slots
+    left = plan.left(memory)
+    if left < plan.cache(least) - plan.cache(0):
+        raise UsageError(
+            f"memory: {size_text(memory)} is less than the {size_text(plan.total(least))} that this needs",
+            where=plan.spelled(least, str(workload)),
+            remedy=_remedies(loading, memory, workload, plan.total(least)),
+        )
+    if kv_memory is not None and kv_memory > left:
+        raise UsageError(
+            f"--kv-memory {size_text(kv_memory)} is more than the {size_text(left)} that --memory leaves",
+            where=plan.spelled(0, "none yet"),
+            remedy="leave out --kv-memory, or lower it",
+        )
+    return kv_memory if kv_memory is not None else min(left, MAX_TOKENS * plan.token)
+
+
+def _remedies(loading: Loading, memory: int, workload: Workload, needed: int) -> str:
+    """What would fit, one line: of each flag, alone or before others, what is nearest to the wanted plan."""
+    fits: dict[str, tuple[int, str]] = {}
+    cheaper = []
+    device = pick_device(loading.device)
+    for other in FORMATS:
+        if other != loading.quant and FORMATS[other].why_not(device) is None:
+            cheaper.append((f"--quant {other}", replace(loading, quant=other), workload))
+    if loading.kv_dtype == "auto":
+        cheaper += [("--kv-dtype int8", replace(loading, kv_dtype="int8"), workload)]
+        cheaper += [(f"{flag} --kv-dtype int8", replace(other, kv_dtype="int8"), w) for flag, other, w in cheaper[:-1]]
+    fewer = [n for n in (8, 4, 2, 1) if n < workload.beams]
+    for beams in fewer:
+        cheaper.append((f"--beams {beams}", loading, replace(workload, search=_with_beams(workload.search, beams))))
+    for new in (128, 64, 32, 16):
+        if new < workload.new:
+            cheaper.append((f"--max-new-tokens {new}", loading, replace(workload, new=new)))
+    for flags, other, work in cheaper:
+        try:
+            total = other.plan(work).total(work.slots[0])
+        except Exception:  # a checkpoint that is packed, or a search that refuses: no advice
+            continue
+        if total <= memory:
+            flag = flags.partition(" ")[0]
+            fits[flag] = max(fits.get(flag, (0, "")), (total, f"{flags} ({size_text(total)})"))
+    nearest = [text for _, text in fits.values()]
+    return f"what would fit: {', '.join(nearest)}{', ' * bool(nearest)}--memory of at least {(needed >> 20) + 1}M"
+
+
+def _megabytes(size: int) -> str:
+    """Of lines that people add up: all in one unit."""
+    return f"{size / 2**20:.1f} MB"
+
+
+def _with_beams(search: Search | None, beams: int) -> Any:
+    returned = {"num_return_sequences": 1} if type(getattr(search, "num_return_sequences", None)) is int else {}
+    return replace(search, beams=beams, **returned)  # type: ignore[type-var]
+
+
+def _tokenizer(folder: Path) -> int:
+    """Bytes of a tokenizer, by its files."""
+    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if path is None:
+        return 0
+    merges = folder / "merges.txt"
+    more = merges.stat().st_size if path.name == FILES[2] and merges.is_file() else 0
+    return _of_file(path, path.stat().st_size + more)
+
+
+@lru_cache(maxsize=8)
+def _of_file(path: Path, size: int) -> int:
+    if path.name != FILES[0]:
+        return TOKENIZER * size
+    model = parse(read_file(path)).get("model")
+    parts = [model.get(name) for name in ("vocab", "merges")] if isinstance(model, dict) else []
+    return TOKENIZER_LEAST + ENTRY * sum(len(part) for part in parts if isinstance(part, dict | list))
+
+
+def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
+    """What a pass computes, see kernels/stack/native.cpp, and log-probabilities of the rows that searches ask for."""
+    c, element = size.config, max(dtype.itemsize, 2)
+    heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim
+    heads += 4 * c.width * bool(c.taps)
+    row = 5 * c.width + heads + (3 if c.gated else 2) * c.mlp_width
+    rows = min(TOKENS, workload.parallel * workload.beams)
+    return TOKENS * row * element + rows * c.vocab_size * (element + 2 * 4)
+
+
+# --- limits ---
+
+
+def runtime_bytes() -> int:
+    """What this process holds now, and what it takes beyond that, without a model."""
+    release_libraries()
+    return resident() + GROWTH
+
+
+def resident() -> int:
+    """Bytes of this process in memory; its largest so far where the system has no /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return peak()
+
+
+def peak() -> int:
+    """The most bytes of this process that were in memory so far."""
+    try:  # `getrusage` of a new process counts what its parent held
+        [size] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8"))
+        return int(size) * 1024
+    except (OSError, ValueError):
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
+
+
+def read_memory(text: Any, loading: Loading, threads: int) -> int:
+    """Bytes of a budget: a size, or "auto" for the least of the limits of this process. Raises ValueError."""
+    if isinstance(text, str) and text != "auto":
+        return read_size(text)
+    if text != "auto":
+        if type(text) is not int or not 0 < text < 1 << 63:
+            raise ValueError
+        return text
+    together = min(total_memory(), *cgroup_limits(), sys.maxsize) // loading.shard.local
+    limits = [together, *_address_space(loading, threads)]
+    return min(limits) * 31 // 32  # the system keeps page tables and the like for a process
+
+
+def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
+    """The memory limits of the control groups that this process is in, versions 1 and 2.
+
+    Args:
+        root: of the file system.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
+    except (OSError, ValueError):
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        file = "memory.limit_in_bytes" if controllers else "memory.max"
+        inside = Path(path.lstrip("/"))
+        for group in (inside, *inside.parents):  # in a container the path may be that of the host: the root counts
+            try:
+                text = (base / group / file).read_text("ascii").strip()
+            except (OSError, ValueError):
+                continue
+            if re.fullmatch(r"\d{1,18}", text) and int(text):  # "max", and 2 ** 63 of version 1, are none
+                yield int(text)
+
+
+def _address_space(loading: Loading, threads: int) -> Iterator[int]:
+    """What RLIMIT_AS leaves: address space that is not memory, and the largest file that is mapped, come off."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return
+    try:
+        spaces = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        spaces = resident()
+    files = {info.file for folder in loading.folders.values() for info in Checkpoint.open(folder).tensors.values()}
+    mapped = max((file.stat().st_size for file in files), default=0)
+    yield max(1, limit - (spaces - resident()) - mapped - ARENA * max(0, threads - 1))
+
+
+# --- the table ---
+
+
+def table(loading: Loading, search_of: Any, context: int | None, new: int) -> str:
+    """The plan of a model: for each format of weights and cache and for some numbers of beams.
+
+    Args:
+        search_of: a number of beams -> a search.
+        context: tokens of prompt and reply; None: all that the checkpoint is made for, 4096 if it has no limit.
+        new: tokens of the reply.
+
+    Raises:
+        CheckpointError, UsageError: as of `Engine.load`.
+    """
+    device = pick_device("cpu")
+    checkpoint = Checkpoint.open(loading.folders["target"])
+    precision = pick_dtype(loading.dtype, checkpoint, device)
+    own = checkpoint.packing or checkpoint.quantization
+    quants = [pick_quant("none", checkpoint, precision.dtype, device).name] if own else [*FORMATS_SHOWN]
+    size = measure(checkpoint, precision.dtype, device, quants[0], loading.shard)
+    reach = size.shape.max_positions
+    context = min(context or reach or 4096, reach or context or 4096)
+    new = min(new, context - 1) or 1
+    start, runtime = peak(), runtime_bytes()  # a small model takes less than the imports did
+    rows = [("weights", "", "cache", "", "beams", "tokens", "scratch", "runtime", "total")]
+    for quant in quants:
+        if FORMATS[quant].why_not(device) is not None:
+            continue
+        for kv_dtype in ("auto", "int8"):
+            for beams in BEAMS:
+                work = Workload(search_of(beams), context - new, new)
+                plan = replace(loading, quant=quant, kv_dtype=kv_dtype, device="cpu").plan(work, runtime)
+                tokens = max(work.slots)
+                weights = sum(n for name, n in plan.lines.items() if "weights" in name)
+                scratch = sum(n for name, n in plan.lines.items() if "scratch" in name)
+                others = plan.fixed - weights - scratch
+                numbers = (weights, plan.cache(tokens), scratch, others, max(start, plan.total(tokens)))
+                w, k, s, r, t = map(_megabytes, numbers)
+                dtype = str(KV_DTYPES[kv_dtype] or precision.dtype).removeprefix("torch.")
+                rows.append(("own" if own else quant, w, dtype, k, str(beams), str(tokens), s, r, t))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = (1, 3, 4, 5, 6, 7, 8)
+    lines = [
+        "  ".join(f"{x:>{n}}" if i in right else f"{x:{n}}" for i, (x, n) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+    title = f"{checkpoint.folder.resolve().name}: {precision}; a prompt of {context - new} tokens, {new} new ones"
+    notes = "runtime: Python, torch, kernels, tokenizer; tokens: the most that all beams can hold; nothing was read."
+    if loading.shard.size > 1:
+        title += f"; each of {loading.shard.size} processes"
+    return "\n".join([title, "", *lines, "", notes])

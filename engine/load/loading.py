@@ -1,0 +1,377 @@
+"""The loader: checkpoint folders become models with their pools, on the device and in the dtype that suit."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.cache.pool import PagePool
+from engine.cache.prefixes import PrefixCache
+from engine.errors import CheckpointError, UsageError, check_integer
+from engine.load.capabilities import Capabilities, Precision, explicit_precision, pick_precision, processor
+from engine.load.distributed import agree, least
+from engine.load.fastest import Choice, fastest_format
+from engine.load.pools import make_pools, read_size, total_memory
+from engine.step.compiling import LEAST, compile_model, warm_up
+from engine.step.gpu import check_gpu
+from engine.step.graphs import GraphRunner, make_runner
+from engine.step.runner import Runner
+from engine.text.template import ChatTemplate
+from engine.text.tokenizer import FILES, Tokenizer
+from kernels.kv_fp8 import DTYPE as FP8
+from models import load_model
+from models.checkpoint.headers import PACK_AGAIN, Checkpoint
+from models.checkpoint.weights import Weights
+from models.config import ModelShape
+from models.formats.floats import has_products
+from models.formats.linear import FORMATS
+from models.sharding import Shard
+from models.trim import trim_memory
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+KV_DTYPES = {"auto": None, "int8": torch.int8, "fp8": FP8}  # None: the model's
+IDLE = 1 << 30  # bytes of cached prefixes that no request uses, where nobody has said how large the pool is
+SAMPLED, PIECE = 16, 1 << 14  # places of a weights file that are hashed, and bytes read at each
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to run, and what belongs to it.
+
+    Args:
+        runner: evaluates it; has its pool.
+        shape: its dimensions.
+        tokenizer, template: of its checkpoint; None where it has none.
+        eos_token_ids: tokens that end a text.
+        name: for messages.
+        capabilities: what it computes in, and which fast paths this machine has.
+        key, start_token: `model_key` and `start_token` of a `Task`.
+    """
+
+    runner: Runner
+    shape: ModelShape
+    tokenizer: Tokenizer | None = None
+    template: ChatTemplate | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    name: str = "model"
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    key: str = ""
+    start_token: int = 0
+
+    def cache_prefixes(self, bounded: bool) -> None:
+        """Keep prefixes of requests in the pool, except where keys depend on how long their sequence was in the end.
+
+        Args:
+            bounded: on a CPU at most `IDLE` bytes: memory of its pool is taken only when it is written to.
+        """
+        pool = self.runner.pool
+        if self.shape.steady_length is None:
+            most = max(1, IDLE // pool.page_bytes) if bounded and pool.device.type == "cpu" else pool.pages
+            if (shard := getattr(self.runner.model, "shard", None)) is not None and shard.size > 1:
+                most = least(shard, most)  # pages go in all processes at once
+            pool.prefixes = PrefixCache(pool, most)
+
+    def need_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises CheckpointError if there is none."""
+        if self.tokenizer is None:
+            raise CheckpointError(
+                "the checkpoint has no tokenizer",
+                where=self.name,
+                remedy="add its tokenizer files, or give prompts as token ids",
+            )
+        return self.tokenizer
+
+
+@dataclass
+class _Weights:
+    """A checkpoint in memory, without a pool yet: pools share what memory the weights of all models leave."""
+
+    folder: Path
+    checkpoint: Checkpoint
+    model: Any
+    precision: Precision
+    quant: Choice
+    compiled: bool
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    kv_dtype: str
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return KV_DTYPES[self.kv_dtype] or self.precision.dtype
+
+    @staticmethod
+    def load(
+        folder: str | Path,
+        dtype: str,
+        device: torch.device,
+        chat_template: str | Path | None,
+        quant: str,
+        compile: str,
+        kv_dtype: str,
+        shard: Shard,
+    ) -> "_Weights":
+        checkpoint = Checkpoint.open(folder)
+        precision = shard.first(lambda: pick_dtype(dtype, checkpoint, device))
+        kept = shard.first(lambda: pick_quant(quant, checkpoint, precision.dtype, device))
+        inside = checkpoint.folder
+        tokenizer = Tokenizer.load(inside) if any((inside / name).exists() for name in FILES) else None
+        template = load_template(inside, chat_template, tokenizer)
+        trim_memory()  # of the parsed files: a third of what a tokenizer took
+        model = load_model(checkpoint, precision.dtype, device, kept.name, partial(Weights, shard=shard))
+        compiled = compile == "on" and compile_model(model, device)
+        return _Weights(Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template, kv_dtype)
+
+    def eos_token_ids(self) -> frozenset[int]:
+        """Those of the checkpoint; else the family's, if its files have no word on it; else the tokenizer's."""
+        eos, checkpoint = self.checkpoint.eos_token_ids, self.checkpoint
+        if not eos and "eos_token_id" not in checkpoint.config and not checkpoint.generation_config:
+            eos = self.model.default_eos_token_ids
+        if not eos and self.tokenizer and self.tokenizer.eos_token_id is not None:
+            eos = frozenset([self.tokenizer.eos_token_id])
+        return eos
+
+    def with_pool(self, pool: PagePool, graphs: bool) -> LoadedModel:
+        """Make the model ready to run on a pool, on a GPU with CUDA graphs if they are wanted."""
+        shape, tokenizer, bos = self.model.shape, self.tokenizer, self.checkpoint.bos_token_id
+        vocab_size = min(shape.vocab_size, tokenizer.size) if tokenizer else shape.vocab_size
+        options = {"graphs": graphs, "compiled": self.compiled}
+        runner = make_runner(self.model, pool, vocab_size, self.precision.dtype, **options)
+        eos = self.eos_token_ids()
+        start = bos if bos is not None else min(eos, default=0)
+        if self.compiled:
+            if runner.device.type == "cpu":
+                runner.token_buckets = runner.word_buckets = LEAST
+            if not warm_up(self.model, lambda: runner.logits([start] * 5)):
+                runner.rows = None
+        key = model_key(self.checkpoint, self.precision.dtype, self.quant.name, self.kv_dtype)
+        agree(self.model.shard, "checkpoint, formats or processor", f"{key}, {runner.impl}, {processor()}")
+        return LoadedModel(
+            runner,
+            shape,
+            tokenizer,
+            self.template,
+            eos,
+            self.folder.resolve().name,
+            self._capabilities(runner),
+            key if self.model.shard.size == 1 else "",  # files that some processes find and others do not part them
+            start,
+        )
+
+    def _capabilities(self, runner: Runner) -> Capabilities:
+        """What the model runs on; its warning names what is not loaded of the checkpoint."""
+        graphs = isinstance(runner, GraphRunner)
+        found = Capabilities.of(
+            self.model, self.precision, self.quant, runner.device, runner.impl, self.kv_dtype, graphs
+        )
+        if (size := self.model.shard.size) > 1:
+            found = replace(found, paths=f"{found.paths}; one of {size} processes that share the model")
+        return replace(found, warning="\n".join([*filter(None, [found.warning]), *self.left_out()]))
+
+    def left_out(self) -> list[str]:
+        """What is not loaded of the checkpoint, for people."""
+        notes = []
+        if left_out := self.checkpoint.left_out:
+            parts = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in left_out.items())
+            notes.append(f"only the text model is loaded, without {parts}")
+        if adapter := self.checkpoint.adapter:
+            notes.append(f"the adapter (LoRA) beside the weights, for {adapter}, is not applied: merge it to use it")
+        return notes
+
+
+def load_models(
+    folders: Mapping[str, str | Path],
+    *,
+    dtype: str,
+    device: str,
+    kv_memory: int | None,
+    compile: str,
+    quant: str,
+    kv_dtype: str,
+    graphs: str,
+    chat_template: str | Path | None,
+    shard: Shard | None = None,
+) -> dict[str, LoadedModel]:
+    """Load models by role, with pools of as many tokens each; arguments and errors as of `Engine.load`.
+
+    Args:
+        folders: by role; "target", whose chat template is chosen, first.
+    """
+    where = pick_device(device)
+    check_quant(quant, where)
+    check_kv_dtype(kv_dtype, where)
+    if graphs not in ("on", "off"):
+        raise UsageError(f"graphs: expected on or off, got {graphs!r}")
+    shard = shard or Shard()
+    if shard.size > 1 and compile == "on":
+        raise UsageError("compile: a model that processes share is not compiled", remedy="leave out --compile on")
+    template = {"target": chat_template}
+    parts = {
+        role: _Weights.load(folder, dtype, where, template.get(role), quant, compile, kv_dtype, shard)
+        for role, folder in folders.items()
+    }
+    caches = [(part.model.shape, part.cache_dtype) for part in parts.values()]
+    recorded = graphs == "on" and shard.size == 1
+    pools = make_pools(caches, where, kv_memory, shard)
+    models = {role: part.with_pool(pool, recorded) for (role, part), pool in zip(parts.items(), pools, strict=True)}
+    target = models["target"]
+    for role in list(models)[1:]:
+        check_companion(role, target, models[role])
+        told = [*filter(None, [target.capabilities.warning]), *(f"{role}: {note}" for note in parts[role].left_out())]
+        target.capabilities = replace(target.capabilities, warning="\n".join(told))
+    return models
+
+
+def check_companion(role: str, target: LoadedModel, other: LoadedModel) -> None:
+    """Refuse a model that cannot play its role, "draft" or "reward", beside another. Raises UsageError."""
+    if role == "reward":
+        if not other.shape.scores:
+            raise UsageError(
+                "the reward model has no scalar head",
+                where=other.name,
+                remedy="give a checkpoint whose architecture ends in ForSequenceClassification",
+            )
+        return
+    if other.shape.scores:
+        raise UsageError("the draft is a reward model: it generates none", where=other.name)
+    if target.tokenizer and other.tokenizer:
+        differ = target.tokenizer.difference(other.tokenizer)
+    elif target.shape.vocab_size != other.shape.vocab_size:
+        differ = f"{target.shape.vocab_size} tokens in one, {other.shape.vocab_size} in the other"
+    else:
+        differ = ""
+    if differ:
+        raise UsageError(
+            "the draft has another tokenizer than the model",
+            where=f"{other.name}: {differ}",
+            remedy="drafts must be made of the same tokens",
+        )
+
+
+def check_arguments(
+    folder: Any, threads: Any, kv_memory: Any, compile: Any, chat_template: Any, parallel: Any, draft: Any, reward: Any
+) -> int | None:
+    """Check those of `Engine.load` that nothing else does; returns kv_memory in bytes. Raises UsageError."""
+    for name, value in {"folder": folder, "draft": draft, "reward": reward, "chat_template": chat_template}.items():
+        if isinstance(value, str | Path) or (value is None and name != "folder"):
+            continue
+        if name != "reward" or not callable(value):
+            kind = "a path or a function of (prompt, texts)" if name == "reward" else "a path"
+            raise UsageError(f"{name}: expected {kind}, got {value!r}")
+    if threads is not None:
+        check_integer("threads", threads, 1, 4096)
+    if compile not in ("on", "off"):
+        raise UsageError(f"compile: expected on or off, got {compile!r}")
+    check_integer("parallel", parallel, 1)
+    if kv_memory is None or (type(kv_memory) is int and 0 < kv_memory < 1 << 63):
+        return kv_memory
+    with suppress(ValueError):
+        if isinstance(kv_memory, str):
+            return read_size(kv_memory)
+    raise UsageError(f"kv_memory: expected bytes, or a size such as '512M' or '1.5G', got {kv_memory!r}")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a name; "auto" is the GPU if there is one. Raises UsageError, also for a GPU that cannot serve."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device: expected auto, cpu or cuda, got {name!r}")
+    if name == "cpu" or not torch.cuda.is_available():
+        if name == "cuda":
+            raise UsageError("device: this machine has no CUDA GPU that torch can use", remedy="use --device cpu")
+        return torch.device("cpu")
+    check_gpu()
+    return torch.device("cuda")
+
+
+def pick_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> Precision:
+    """The dtype of a name, see `Engine.load`, and its reason. Raises UsageError."""
+    if name == "auto" and checkpoint.quantization is not None and device.type == "cpu":
+        return Precision(torch.float32, "the checkpoint is quantised")
+    if name == "auto":
+        size = torch.float32.itemsize * sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+        return pick_precision(checkpoint.torch_dtype, device, size, total_memory())
+    if not isinstance(name, str) or name not in DTYPES:
+        raise UsageError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {name!r}")
+    return explicit_precision(DTYPES[name], device)
+
+
+def check_kv_dtype(kv_dtype: str, device: torch.device) -> None:
+    """Raises UsageError for what is no name of a cache's dtype, or one that the device's kernels do not read."""
+    if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
+        raise UsageError(f"kv_dtype: expected {', '.join(KV_DTYPES)}, got {kv_dtype!r}")
+    if kv_dtype == "fp8" and device.type == "cpu":
+        raise UsageError("kv_dtype: the kernels of a CPU do not read fp8", remedy="use --kv-dtype int8")
+
+
+def check_quant(name: str, device: torch.device) -> None:
+    """Refuse a quantisation that is unknown, or that this machine cannot run. Raises UsageError."""
+    if name == "auto":
+        return
+    if not isinstance(name, str) or name not in FORMATS:
+        raise UsageError(f"quant: expected {', '.join(FORMATS)} or auto, got {name!r}")
+    if reason := FORMATS[name].why_not(device):
+        halves = has_products(torch.bfloat16, device)
+        remedy = "--dtype bfloat16 halves the weights" if halves else "--dtype float32 is the fastest here"
+        raise UsageError(f"quant: {reason}", remedy=f"leave out --quant {name}; {remedy}")
+
+
+def pick_quant(name: str, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Choice:
+    """The format that matrices are kept in: the one that they were packed in, if they were. Raises UsageError.
+
+    Args:
+        name: a key of `FORMATS`, or "auto": the fastest that is measured for a model that computes in `dtype`.
+    """
+    if checkpoint.quantization is not None and name not in ("none", "auto"):
+        raise UsageError(
+            f"quant: the checkpoint's weights are quantised already, got {name}",
+            where=str(checkpoint.folder),
+            remedy="leave out --quant: they are used as they are",
+        )
+    if checkpoint.packing is None:
+        if name != "auto":
+            return Choice(name)
+        own = checkpoint.torch_dtype
+        return Choice("none") if checkpoint.quantization else fastest_format(own, dtype, device)
+    packed = checkpoint.packing.quant
+    if packed not in FORMATS:
+        raise CheckpointError(
+            f"the matrices were packed in the format {packed!r:.80}, which this version does not know",
+            where=str(checkpoint.folder),
+            remedy=PACK_AGAIN,
+        )
+    if name not in ("none", "auto", packed):
+        raise UsageError(
+            f"quant: the matrices were packed without it, expected {packed}, got {name}",
+            where=str(checkpoint.folder),
+            remedy=f"pack the checkpoint with --quant {name}",
+        )
+    return Choice(packed if FORMATS[packed].why_not(device) is None else "none")
+
+
+def load_template(folder: str | Path, choice: str | Path | None, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+    """The chat template to use: a file, none, or the checkpoint's own."""
+    if choice == "none" or tokenizer is None:
+        return None
+    return ChatTemplate.load(folder, tokenizer) if choice is None else ChatTemplate.from_file(choice, tokenizer)
+
+
+def model_key(checkpoint: Checkpoint, dtype: torch.dtype, quant: str, kv_dtype: str = "auto") -> str:
+    """A name for a model as it is computed: the folder's, and a hash of configuration, dtypes and pieces of weights."""
+    formats = [str(dtype), quant, *([] if kv_dtype == "auto" else [kv_dtype])]
+    digest = hashlib.sha256(json.dumps([checkpoint.config, *formats], sort_keys=True).encode())
+    for path in sorted({info.file for info in checkpoint.tensors.values()}):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for i in range(SAMPLED):
+                file.seek(max(0, size - PIECE) * i // (SAMPLED - 1))
+                digest.update(file.read(PIECE))
+    return f"{checkpoint.folder.resolve().name}-{digest.hexdigest()[:16]}"

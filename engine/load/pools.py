@@ -1,0 +1,172 @@
+"""Memory: the pools that a budget allows, and whether they can hold a request."""
+
+import errno
+import math
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from engine.cache.pool import PagePool
+from engine.contract import Search
+from engine.contract.checks import slots_of
+from engine.errors import KVMemoryError
+from engine.load.distributed import least
+from models.config import ModelShape
+from models.sharding import Shard
+
+PAGE_SIZE = {"cpu": 1, "cuda": 16}  # tokens; single ones waste nothing, larger ones suit a GPU's memory
+MAX_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
+
+
+def make_pools(
+    models: Sequence[tuple[ModelShape, torch.dtype]],
+    device: torch.device,
+    kv_memory: int | None,
+    shard: Shard | None = None,
+) -> list[PagePool]:
+    """Make a pool for each model, all of the same number of tokens, of `kv_memory` bytes together; None: up to half of
+    the free memory. The dtypes are those of keys and values. Processes that share the models have pools of one size.
+
+    Raises:
+        KVMemoryError: the bytes do not hold a page for each model, or the machine does not have them.
+    """
+    size = PAGE_SIZE[device.type]
+    page_bytes = size * sum(shape.kv_bytes_per_token(dtype) for shape, dtype in models)
+    if kv_memory is not None:
+        pages = kv_memory // page_bytes
+        if pages < 1:
+            raise KVMemoryError(
+                f"--kv-memory {size_text(kv_memory)} is less than a page of {size} tokens ({size_text(page_bytes)})",
+                remedy=f"give at least {size_text(page_bytes)}",
+            )
+    else:
+        here = shard.local if shard is not None else 1
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() // here
+        pages = max(1, min(free // 2 // page_bytes, MAX_TOKENS // size))
+    pages = least(shard, pages) if shard is not None else pages
+    try:
+        return [PagePool(shape, pages, size, dtype, device) for shape, dtype in models]
+    except (RuntimeError, MemoryError, OSError, OverflowError) as error:
+        raise KVMemoryError(
+            f"the machine cannot give {size_text(pages * page_bytes)} to the KV cache", remedy="lower --kv-memory"
+        ) from error
+
+
+def total_memory() -> int:
+    """Bytes of the machine's memory; 8 GiB if the system does not report it."""
+    return _pages("SC_PHYS_PAGES") or 8 << 30
+
+
+def free_memory() -> int:
+    """Bytes of free memory; half of all memory where the system does not report it, as on macOS."""
+    return _pages("SC_AVPHYS_PAGES") or total_memory() // 2
+
+
+def _pages(name: str) -> int:
+    """Bytes of the number of pages that the system reports under a name; 0 if it reports none."""
+    try:
+        return max(0, os.sysconf(name)) * max(0, os.sysconf("SC_PAGE_SIZE"))
+    except (ValueError, OSError, AttributeError):
+        return 0
+
+
+def check_memory(pool: PagePool, search: Search, prompt: int, new: int) -> None:
+    """Check, before anything is evaluated, that the pool holds the least number of slots that a search needs.
+
+    Args:
+        pool: of the target model.
+        search: its `slots` returns the least and the most that it may need.
+        prompt, new: tokens.
+
+    Raises:
+        KVMemoryError: with the numbers, and the largest limits of this search that would fit.
+        SearchError: `slots` failed.
+    """
+    room, unit = pool.pages * pool.page_size, pool.bytes_per_token
+    least, _ = slots_of(search, prompt, new)
+    if least <= room:
+        return
+    pages = -(-least // pool.page_size) + (least > prompt)  # trunk and branches may each leave a page half empty
+    remedies = [f"give --kv-memory at least {size_text(pages * pool.page_bytes, math.ceil)}"]
+    sure = _most_beams(search, prompt, new, 1, room - 2 * (pool.page_size - 1))
+    perhaps = _most_beams(search, prompt, new, 0, room - (pool.page_size - 1))
+    if sure:
+        remedy = f"--beams at most {sure}, the largest beam count that is sure to fit"
+        remedies.append(remedy + (f" ({perhaps} fit if they differ only at the end)" if perhaps > sure else ""))
+    elif perhaps:
+        remedies.append(f"--beams at most {perhaps}, the largest beam count that fits, if they differ only at the end")
+    elif fewer := bisect_right(range(1, new), room, key=lambda n: slots_of(search, prompt, n)[0]):
+        remedies.append(f"--max-new-tokens at most {fewer}")
+    elif prompt >= room:
+        remedies.append("shorten the prompt")
+    elif hasattr(search, "beams"):
+        remedies.append("fewer --max-new-tokens: no beam count fits")
+    branches = least - (prompt + new - 1)
+    formula = f"prompt {prompt} + new tokens {new} - 1" + (f" + branches {branches}" if branches > 0 else "")
+    raise KVMemoryError(
+        f"the KV cache holds {room} tokens ({size_text(room * unit)}), {type(search).__name__} needs at least {least}",
+        where=f"({formula}) x {unit} bytes per token = {size_text(least * unit)}"
+        if branches >= 0
+        else f"{least} slots x {unit} bytes per token = {size_text(least * unit)}",
+        remedy=", or ".join(remedies),
+    )
+
+
+def _most_beams(search: Search, prompt: int, new: int, case: int, room: int) -> int:
+    """The largest count of beams below the search's own whose slots (0: at the least, 1: at the most) fit.
+
+    Returns:
+        0 if no count fits, or if the search has no beams.
+    """
+    beams = getattr(search, "beams", None)
+    names = {field.name for field in fields(search) if field.init} if is_dataclass(search) else set()
+    if "beams" not in names or type(beams) is not int:
+        return 0
+    returned = getattr(search, "num_return_sequences", None) if "num_return_sequences" in names else None
+
+    def slots(count: int) -> int:
+        less: dict[str, Any] = {"beams": count}
+        if type(returned) is int:
+            less["num_return_sequences"] = min(returned, count)
+        return slots_of(replace(search, **less), prompt, new)[case]  # type: ignore[type-var]
+
+    try:
+        return bisect_right(range(1, beams), room, key=slots)
+    except Exception:  # the search refuses some of these counts: no advice
+        return 0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch, C++ or Python means that the machine is out of memory."""
+    if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+        text = str(error)
+        return ("alloc" in text and "memory" in text) or "bad_alloc" in text
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+
+
+def out_of_memory() -> KVMemoryError:
+    """The error to report when the machine is out of memory."""
+    return KVMemoryError("the machine ran out of memory", remedy="use fewer beams or a shorter prompt")
+
+
+def read_size(text: str) -> int:
+    """Bytes: a number with K, M, G or T (powers of 1024; KB and KiB mean the same). Raises ValueError."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([KMGT]?)(?:I?B)?", text.strip().upper(), re.ASCII)
+    size = int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0
+    if not 0 < size < 1 << 63:
+        raise ValueError(f"expected a size such as 300000, 512M or 1.5G, got {text!r}")
+    return size
+
+
+def size_text(count: int, rounding: Callable[[float], float] = round) -> str:
+    """A number of bytes for people, to a tenth: 1.5 MB."""
+    size, units = float(count), ["bytes", "KB", "MB", "GB", "TB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} bytes" if units[0] == "bytes" else f"{rounding(size * 10) / 10:.1f} {units[0]}"

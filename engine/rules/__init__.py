@@ -1,0 +1,273 @@
+"""The fields of a request that say which tokens may come next, and with which scores; their checks."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.contract.checks import brief
+from engine.errors import UsageError, check_integer, check_number
+from engine.rules.catalogue import Catalogue, Items, open_catalogue
+from engine.rules.constraint import AfterThought, Choices, Constraint, PrefixAllowed, check_constraint, packed
+from engine.rules.grammars import JSON_SCHEMA, KINDS, compile_grammar, source_of
+from engine.rules.processors import Bias, Hook, Masked, NoRepeatNGram, Processor, RepetitionPenalty, Suppress
+from engine.rules.state import Constrained
+from engine.text.tokenizer import Tokenizer
+
+ONE_OF = ("constraint", "choices", "catalogue", *KINDS, "prefix_allowed_tokens_fn")  # at most one is given
+SCORES = MODEL, RENORMALISED = ("model", "renormalised")
+MOST = 1e6  # of a penalty and of a bias
+Words = Sequence[str | Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Which tokens may come next, and how likely they are made; the last part of a `Request`.
+
+    All but `constraint` and `choices` have the meaning that they have in Hugging Face's generation, and all apply in
+    its order; a constraint takes the place of `prefix_allowed_tokens_fn`.
+
+    Args:
+        constraint: see `engine.Constraint`.
+        constraint_scores: "model": log-probabilities of the model are edited, and not normalised again, as Hugging Face
+            does in beam search; "renormalised": logits are edited, before the softmax, as it does elsewhere.
+        choices: texts or token sequences, at least one, of which the output must be one.
+        json_schema: a JSON schema, as an object or as JSON: the output is a JSON text that it allows. This and the two
+            next need the extra `grammar`; see `engine.rules.grammars`.
+        regex: a regular expression that the whole output matches.
+        grammar: a grammar of the output, in Lark's form as llguidance has it, or in llama.cpp's GBNF.
+        catalogue: the same for many: an `engine.Catalogue` or its file, see `tools.catalogue`. An output then has the
+            id of its item.
+        logit_bias: token ids -> numbers added to their log-probabilities.
+        sequence_bias: sequences of token ids -> numbers added to the last of them, where the others come before it; a
+            mapping, or a list of pairs.
+        repetition_penalty: log-probabilities (logits) of tokens that occurred are multiplied by it where they are
+            negative, and divided by it elsewhere; 1 changes nothing.
+        no_repeat_ngram_size: no sequence of this many tokens occurs twice, the prompt included; 0 allows it.
+        bad_words: texts, or token sequences, that must not be generated. A text is banned in the tokens that it has
+            alone and in those that it has after a space.
+        min_length: no end-of-sequence token before there are this many tokens, the prompt included; `min_new_tokens`
+            takes precedence.
+        min_new_tokens: no end-of-sequence token before there are this many new tokens.
+        prefix_allowed_tokens_fn: (0, int64 tensor of the prompt's and the path's tokens) -> allowed token ids.
+        suppress_tokens: token ids that must not be generated.
+        begin_suppress_tokens: token ids that must not be generated first.
+        logits_processor: function, or several, of (int64 [1, L], float32 [1, V]) -> float32 [1, V], called for each row
+            after all others.
+    """
+
+    constraint: Constraint | None = None
+    constraint_scores: str = MODEL
+    choices: Words | None = None
+    json_schema: Mapping[str, Any] | bool | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    catalogue: Catalogue | str | Path | None = None
+    logit_bias: Mapping[int | str, float] | None = None
+    sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any] | None = None
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    bad_words: Words = ()
+    min_length: int = 0
+    min_new_tokens: int = 0
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], Any] | None = None
+    suppress_tokens: Sequence[int] = ()
+    begin_suppress_tokens: Sequence[int] = ()
+    logits_processor: Callable[[Tensor, Tensor], Tensor] | Sequence[Callable[[Tensor, Tensor], Tensor]] | None = None
+
+    def check(self) -> None:
+        """Check what needs no model. Raises UsageError."""
+        if self.constraint_scores not in SCORES:
+            raise UsageError(f"constraint_scores: expected {' or '.join(SCORES)}, got {self.constraint_scores!r}")
+        check_constraint(self.constraint)
+        check_number("repetition_penalty", self.repetition_penalty, 1 / MOST, MOST)
+        for name in ("no_repeat_ngram_size", "min_length", "min_new_tokens"):
+            check_integer(name, getattr(self, name), 0)
+        if not callable(self.prefix_allowed_tokens_fn or len):
+            raise UsageError(
+                f"prefix_allowed_tokens_fn: expected a function, got {brief(self.prefix_allowed_tokens_fn)}"
+            )
+        if not all(map(callable, self._hooks())):
+            raise UsageError(f"logits_processor: expected a function, or some, got {brief(self.logits_processor)}")
+        if not isinstance(self.catalogue, Catalogue | str | Path | None):
+            raise UsageError(f"catalogue: expected a path or an engine.Catalogue, got {brief(self.catalogue)}")
+        if len(given := [name for name in ONE_OF if getattr(self, name) is not None]) > 1:
+            raise UsageError(f"{' and '.join(given)}: expected at most one of {', '.join(ONE_OF)}")
+        if self.choices is not None and not len(self.choices):
+            raise UsageError("choices: expected at least one text or list of token ids, got none")
+        for kind in KINDS:
+            if (value := getattr(self, kind)) is not None:
+                source_of(kind, value)
+        self.items()
+
+    def items(self) -> Catalogue | None:
+        """The catalogue; None without one. Raises UsageError: its file cannot be read."""
+        given = self.catalogue
+        return given if isinstance(given, Catalogue | None) else open_catalogue(given)
+
+    def at_work(
+        self, prompt: Sequence[int], limit: int, vocab: int, eos: frozenset[int], tokenizer: Tokenizer | None
+    ) -> Constrained | None:
+        """What edits the rows of a request; None if nothing does.
+
+        Args:
+            prompt: token ids.
+            limit: most new tokens.
+            vocab: tokens that can be generated.
+            eos: tokens that end an output.
+            tokenizer: of the model.
+
+        Raises:
+            UsageError: a value that does not suit the model, such as an id outside of its vocabulary.
+        """
+        self.check()
+        ends = sorted(token for token in eos if token < vocab)
+        processors = self._processors(prompt, vocab, ends, tokenizer)
+        renormalise = self.constraint_scores == RENORMALISED
+        return Constrained(processors, renormalise, prompt, ends, limit) if processors else None
+
+    def _processors(
+        self, prompt: Sequence[int], vocab: int, ends: list[int], tokenizer: Tokenizer | None
+    ) -> list[Processor]:
+        """The processors, in Hugging Face's order."""
+        made: list[Processor] = []
+        if biases := self._biases(vocab):
+            made.append(Bias(biases))
+        if self.repetition_penalty != 1:
+            made.append(RepetitionPenalty(float(self.repetition_penalty)))
+        if self.no_repeat_ngram_size:
+            made.append(NoRepeatNGram(self.no_repeat_ngram_size))
+        words = _sequences("bad_words", self.bad_words, vocab, tokenizer, spaced=True)
+        if bans := {tuple(word): -math.inf for word in words if word not in [[end] for end in ends]}:
+            made.append(Bias(bans))
+        shortest = self.min_new_tokens or self.min_length - len(prompt)
+        if shortest > 0 and ends:
+            made.append(Suppress(ends, shortest))
+        if (constraint := self._constraint(vocab, ends, tokenizer)) is not None:
+            of_text = constraint is not self.constraint and self.catalogue is None
+            if of_text and tokenizer is not None and _thinks(prompt, tokenizer):
+                free_V = torch.ones(vocab, dtype=torch.int64)
+                free_V[ends] = 0
+                constraint = AfterThought(constraint, tokenizer.thought_ids[1], packed(free_V))
+            made.append(Masked(constraint, vocab))
+        for name, until in (("suppress_tokens", math.inf), ("begin_suppress_tokens", 1)):
+            if tokens := _ids(name, getattr(self, name), vocab):
+                made.append(Suppress(tokens, until))
+        return made + [Hook(function) for function in self._hooks()]
+
+    def _constraint(self, vocab: int, ends: list[int], tokenizer: Tokenizer | None) -> Constraint | None:
+        for kind in KINDS:
+            if (value := getattr(self, kind)) is not None:
+                return compile_grammar(kind, value, tokenizer, vocab, ends)
+        if self.choices is not None:
+            return Choices(_sequences("choices", self.choices, vocab, tokenizer), ends)
+        if (catalogue := self.items()) is not None:
+            catalogue.check(tokenizer, vocab)
+            return Items(catalogue, ends)
+        function = self.prefix_allowed_tokens_fn
+        return PrefixAllowed(function) if function is not None else self.constraint
+
+    def _hooks(self) -> list[Any]:
+        hooks = self.logits_processor
+        return [] if hooks is None else list(hooks) if isinstance(hooks, list | tuple) else [hooks]
+
+    def _biases(self, vocab: int) -> dict[tuple[int, ...], float]:
+        """`sequence_bias` and `logit_bias`, checked."""
+        given = self.sequence_bias or {}
+        pairs: Any = given.items() if isinstance(given, Mapping) else given
+        if not isinstance(given, Mapping | list | tuple) or not all(
+            isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+        ):
+            raise UsageError(f"sequence_bias: expected a list of [[token id, ...], number], got {brief(given)}")
+        biases = {}
+        for sequence, number in pairs:
+            if not (ids := tuple(_ids("sequence_bias", sequence, vocab))):
+                raise UsageError("sequence_bias: expected sequences of at least one token id, got none")
+            biases[ids] = _number("sequence_bias", number)
+        if not isinstance(self.logit_bias or {}, Mapping):
+            raise UsageError(f"logit_bias: expected an object of token id: number, got {brief(self.logit_bias)}")
+        for token, number in (self.logit_bias or {}).items():
+            if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 18:
+                token = int(token)  # a key of JSON
+            [token] = _ids("logit_bias", [token], vocab)
+            biases[token,] = biases.get((token,), 0.0) + _number("logit_bias", number)
+        return biases
+
+
+RULES = tuple(field.name for field in fields(Rules))
+PLAIN_RULES = tuple(
+    name for name in RULES if name not in ("constraint", "catalogue", "prefix_allowed_tokens_fn", "logits_processor")
+)  # those that a batch line may have: JSON, and no files
+
+
+def _thinks(prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Whether a prompt ends with the tag that opens a thought, as some chat templates write it."""
+    if len(tokenizer.thought_ids) < 2 or (opening := tokenizer.thought_ids[0]) not in prompt:
+        return False
+    after = len(prompt) - [*reversed(prompt)].index(opening)
+    return not tokenizer.decode(prompt[after:]).strip()
+
+
+def with_changes(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `Rules` after changes: one of those that exclude each other takes the place of another."""
+    excluded = ONE_OF if any(name in changes for name in ONE_OF) else ()
+    return {name: value for name, value in given.items() if name not in excluded} | dict(changes)
+
+
+def response_format(value: Any) -> dict[str, Any]:
+    """The fields of `Rules` for OpenAI's `response_format`. Raises UsageError."""
+    match value:
+        case {"type": "text", **rest} if not rest:
+            return {JSON_SCHEMA: None}
+        case {"type": "json_object", **rest} if not rest:
+            return {JSON_SCHEMA: {"type": "object"}}
+        case {"type": "json_schema", "json_schema": {"schema": dict() | bool() as schema}}:
+            return {JSON_SCHEMA: schema}
+    what = "expected type text, json_object or json_schema, the last with a json_schema that has a schema"
+    raise UsageError(f"response_format: {what}, got {brief(value)}")
+
+
+def _number(name: str, value: Any) -> float:
+    """A bias."""
+    if value != -math.inf:
+        check_number(name, value, -MOST, MOST)
+    return float(value)
+
+
+def _ids(name: str, values: Any, vocab: int) -> list[int]:
+    """Token ids. Raises UsageError."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise UsageError(f"{name}: expected a list of token ids, got {brief(values)}")
+    for token in values:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise UsageError(f"{name}: expected token ids from 0 to {vocab - 1}, got {brief(token)}")
+    return list(values)
+
+
+def _sequences(
+    name: str, values: Any, vocab: int, tokenizer: Tokenizer | None, spaced: bool = False
+) -> list[list[int]]:
+    """Token sequences, given as ids or as texts. Raises UsageError.
+
+    Args:
+        spaced: whether a text also stands for the tokens that it has after a space.
+    """
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise UsageError(f"{name}: expected a list of texts or of lists of token ids, got {brief(values)}")
+    found = []
+    for value in values:
+        if not isinstance(value, str):
+            sequences = [_ids(name, value, vocab)]
+        elif tokenizer is None:
+            raise UsageError(f"{name}: this checkpoint has no tokenizer", remedy="give lists of token ids")
+        else:
+            texts = [value, f" {value}"] if spaced and value[:1] != " " else [value]
+            sequences = [_ids(name, tokenizer.encode(text, add_special=False), vocab) for text in texts]
+        if not all(sequences):
+            raise UsageError(f"{name}: expected texts and sequences of at least one token, got {brief(value)}")
+        found += sequences
+    return found

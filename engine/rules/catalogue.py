@@ -1,0 +1,330 @@
+"""Catalogues: files of the items that an output may be, as a trie of token sequences, mapped into memory.
+
+Nodes are numbered breadth first, edges in the order of their parents and tokens, so that edge e leads to node e + 1.
+The file, in the machine's byte order: a header (`HEADER`), then
+
+    id starts     int64 [items + 1]    where the id of each item begins; items are in the order of the nodes they end at
+    tokens        int32 [edges]
+    first edges   int32 [edges + 2]    of each node the first edge below it; the last entry is the number of edges
+    ends          int32 [items]        the nodes at which items end, ascending
+    ids           bytes                JSON values, one after the other
+
+An edge takes 8 bytes, an item 12 and its id.
+"""
+
+import functools
+import itertools
+import json
+import os
+import struct
+import zlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.errors import UsageError, shortened
+from engine.rules.constraint import Allowed, Constraint, State, Tokens
+from engine.text.tokenizer import Tokenizer
+from models.checkpoint.files import map_regular, replacing
+from models.checkpoint.headers import buffer_of
+
+MAGIC, VERSION, ORDER = b"COPPICEC", 1, 0x0102
+HEADER = struct.Struct(
+    "=8sHHIQQQ32sII"
+)  # magic, order, version, vocabulary, edges, items, bytes of ids, tokenizer, sums
+LISTED = 64  # tokens of a state that are looked at one by one; for more, tensors are faster
+PIECE = 1 << 20  # entries of an array that are checked at a time
+REMEDY = "make one for this model: python -m tools.catalogue --model DIR --input items.jsonl --output FILE"
+ENDED = -1  # the state after the end of an item
+
+
+class Catalogue:
+    """Items, each a sequence of tokens with an id, in a file that `python -m tools.catalogue` made.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        items, edges: how many there are.
+
+    Raises:
+        UsageError: it cannot be read, is no catalogue, is damaged, or holds what no trie does.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            data = map_regular(path, HEADER.size)
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"the catalogue cannot be read: {getattr(error, 'strerror', None) or error}",
+                where=str(path),
+                remedy=REMEDY,
+            ) from error
+        if bytes(data[:8]) != MAGIC:
+            raise self._refused("this is no catalogue")
+        header = HEADER.unpack(data[: HEADER.size])
+        _, order, version, self.vocab_size, self.edges, self.items, ids, fingerprint, body, head = header
+        if (order, version) != (ORDER, VERSION):
+            raise self._refused("the catalogue is of another version or machine")
+        starts = layout(self.edges, self.items)
+        whole = head == zlib.crc32(data[: HEADER.size - 4]) and len(data) == starts[-1] + ids
+        if not whole or body != zlib.crc32(memoryview(data)[HEADER.size :]):
+            raise self._refused("the catalogue is damaged: not what was written")
+        self.fingerprint = fingerprint.hex() if any(fingerprint) else ""
+        view = memoryview(data)
+        parts = [view[a:b] for a, b in itertools.pairwise(starts)]
+        self._data, self._ids = data, view[starts[-1] :]
+        self._id_starts = parts[0].cast("q")
+        self._tokens, self._first, self._ends = (part.cast("i") for part in parts[1:])
+        if not 0 < self.edges < 1 << 31 or not 0 < self.items <= self.edges:
+            raise self._refused(f"the catalogue has {self.edges} edges and {self.items} items")
+        kinds = (torch.int64, self.items + 1), (torch.int32, self.edges), (torch.int32, self.edges + 2)
+        arrays = [
+            torch.frombuffer(data, dtype=dtype, count=count, offset=at)
+            for (dtype, count), at in zip([*kinds, (torch.int32, self.items)], starts, strict=False)
+        ]
+        id_starts, self._tokens_E, first_N, end_I = arrays
+        if fault := _fault(id_starts, self._tokens_E, first_N, end_I, self.vocab_size, ids):
+            raise self._refused(f"the catalogue is not valid: {fault}")
+
+    def _refused(self, what: str) -> UsageError:
+        return UsageError(what, where=str(self.path), remedy=REMEDY)
+
+    def check(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        """Check that the items are of a model's tokens: `tokenizer` is its, if it has one. Raises UsageError."""
+        fingerprint = tokenizer.fingerprint if tokenizer is not None else ""
+        if self.fingerprint != fingerprint or self.vocab_size > vocab_size:
+            raise self._refused("the catalogue was made with another tokenizer than the model's")
+
+    def child(self, node: int, token: int) -> int | None:
+        """The node after a token; None without one."""
+        end = self._first[node + 1]
+        edge = bisect_left(self._tokens, token, self._first[node], end)
+        return edge + 1 if edge < end and self._tokens[edge] == token else None
+
+    def ends_at(self, node: int) -> bool:
+        """Whether an item ends at a node."""
+        place = bisect_left(self._ends, node)
+        return place < self.items and self._ends[place] == node
+
+    def after(self, node: int) -> list[int] | Tensor:
+        """The tokens after a node, ascending: a list, or int64."""
+        start, end = self._first[node], self._first[node + 1]
+        return self._tokens[start:end].tolist() if end - start <= LISTED else self._tokens_E[start:end].long()
+
+    def item(self, tokens: Sequence[int]) -> str | int | None:
+        """The id of the item that has these tokens, without an end-of-sequence token; None if there is none."""
+        node: int | None = 0
+        for token in tokens:
+            node = self.child(node, token)
+            if node is None:
+                return None
+        assert node is not None
+        if not self.ends_at(node):
+            return None
+        place = bisect_left(self._ends, node)
+        text = bytes(self._ids[self._id_starts[place] : self._id_starts[place + 1]])
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if type(found) not in (str, int):
+            raise self._refused(
+                f"the id of item {place}: expected a string or an integer, got {shortened(ascii(text))}"
+            )
+        return found
+
+
+class Items(Constraint):
+    """An output that is an item of a catalogue, followed by an end-of-sequence token.
+
+    An item that another one begins with may end or go on. Where no token ends an output, the output ends after an item
+    that no other continues, with the finish reason "constraint". A state is a node of the trie.
+
+    Args:
+        catalogue: the items.
+        eos: tokens that end an output, ascending.
+    """
+
+    def __init__(self, catalogue: Catalogue, eos: Sequence[int]):
+        self.catalogue, self.eos = catalogue, list(eos)
+
+    def start(self, prompt: Sequence[int]) -> State:
+        return 0
+
+    def advance(self, state: State, token: int) -> State:
+        node = self.catalogue.child(state, token) if state != ENDED else None
+        return ENDED if node is None else node
+
+    def allowed(self, states: Sequence[State]) -> Sequence[Tokens | Allowed]:
+        return [self._after(state) for state in states]
+
+    def item(self, tokens: Sequence[int]) -> str | int | None:
+        return self.catalogue.item(tokens)
+
+    def _after(self, state: int) -> Allowed:
+        if state == ENDED:
+            return Allowed([])
+        tokens = self.catalogue.after(state)
+        if self.eos and self.catalogue.ends_at(state):
+            if isinstance(tokens, list):
+                return Allowed(sorted({*tokens, *self.eos}))
+            return Allowed(torch.cat([tokens, torch.tensor(self.eos)]).unique())
+        return Allowed(tokens)
+
+
+def open_catalogue(path: str | Path) -> Catalogue:
+    """The catalogue in a file, read and checked again only when the file has changed. Raises UsageError."""
+    try:
+        stat = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"the catalogue cannot be read: {getattr(error, 'strerror', None) or error}", where=str(path), remedy=REMEDY
+        ) from error
+    return _open(os.path.realpath(path), stat.st_mtime_ns, stat.st_size, stat.st_ino)
+
+
+@functools.lru_cache(maxsize=4)
+def _open(path: str, *_: int) -> Catalogue:
+    return Catalogue(path)
+
+
+def _fault(id_starts: Tensor, tokens_E: Tensor, first_N: Tensor, end_I: Tensor, vocab: int, ids: int) -> str:
+    """What is wrong with the arrays of a file, see the top; "" if nothing is.
+
+    Args:
+        vocab: tokens are less than this.
+        ids: bytes of the ids.
+    """
+    edges = len(tokens_E)
+    low, high = (int(x) for x in tokens_E.aminmax())
+    if low < 0 or high >= vocab:
+        return f"tokens: expected ids from 0 to {vocab - 1}, got {low} to {high}"
+    if first_N[0] != 0 or first_N[-1] != edges or not _all(first_N, lambda x, _: x[1:] >= x[:-1]):
+        return f"first edges: expected to rise from 0 to {edges}"
+    if not _all(first_N[:-1], lambda x, at: x >= torch.arange(at, at + len(x), dtype=torch.int32)):
+        return "first edges: expected edges that lead to later nodes"  # edge e leads to node e + 1: no walk comes back
+
+    def rises(x: Tensor, at: int) -> Tensor:
+        places = torch.tensor([at + 1, at + len(x)], dtype=torch.int32)
+        low, high = torch.searchsorted(first_N, places).tolist()
+        rising = x[1:] > x[:-1]  # a difference could wrap around
+        rising[first_N[low:high] - at - 1] = True  # the first edge of a node
+        return rising
+
+    if not _all(tokens_E, rises):
+        return "tokens: expected to rise from edge to edge below a node"
+    if end_I[0] < 1 or end_I[-1] > edges or not _all(end_I, lambda x, _: x[1:] > x[:-1]):
+        return f"ends: expected to rise, from 1 to {edges} at most"
+    leaves = sum(int((x[1:] == x[:-1]).sum()) for x, _ in _pieces(first_N))
+    if sum(int((first_N[x + 1] == first_N[x]).sum()) for x in end_I.split(PIECE)) != leaves:
+        return "ends: expected an item to end at every node without edges"
+    if id_starts[0] != 0 or id_starts[-1] != ids or not _all(id_starts, lambda x, _: x[1:] > x[:-1]):
+        return f"id starts: expected to rise from 0 to {ids}"
+    return ""
+
+
+def _all(x: Tensor, holds: Callable[[Tensor, int], Tensor]) -> bool:
+    """Whether a property holds in all pieces of an array, each given with its place."""
+    return all(bool(holds(piece, at).all()) for piece, at in _pieces(x))
+
+
+def _pieces(x: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """An array in pieces that share one element, and where they begin; so little memory is needed besides."""
+    for at in range(0, max(1, len(x) - 1), PIECE):
+        yield x[at : at + PIECE + 1], at
+
+
+def layout(edges: int, items: int) -> list[int]:
+    """Where the arrays of a file begin, in their order, and then the ids."""
+    sizes = 8 * (items + 1), 4 * edges, 4 * (edges + 2), 4 * items
+    return [HEADER.size + sum(sizes[:i]) for i in range(len(sizes) + 1)]
+
+
+# --- making ---
+
+
+class Built(NamedTuple):
+    """The trie of items, without their ids.
+
+    Attributes:
+        tokens, first_edges, ends: int32, see the top.
+        order: int64 [items], for each end the item, by its place in the input.
+        repeats: (item, earlier item of the same tokens), by their places in the input; these are left out.
+    """
+
+    tokens: Tensor
+    first_edges: Tensor
+    ends: Tensor
+    order: Tensor
+    repeats: list[tuple[int, int]]
+
+
+def build(tokens_T: Tensor, lengths_I: Tensor) -> Built:
+    """Make the trie of items, level by level.
+
+    Args:
+        tokens_T: int32, the tokens of all items, one item after the other.
+        lengths_I: int64, of each item; at least 1.
+    """
+    starts_I, end_I = lengths_I.cumsum(0) - lengths_I, torch.zeros_like(lengths_I)
+    going, parent = torch.arange(len(lengths_I)), torch.zeros_like(lengths_I)
+    nodes, depth = 1, 0
+    tokens, parents = [tokens_T[:0]], [parent[:0]]
+    while len(going):
+        edges, which = torch.unique(parent << 32 | tokens_T[starts_I[going] + depth], return_inverse=True)
+        tokens.append((edges & (1 << 32) - 1).int())
+        parents.append(edges >> 32)
+        node, depth = which + nodes, depth + 1
+        nodes += len(edges)
+        end_I[going] = node  # the last one stays
+        more = lengths_I[going] > depth
+        going, parent = going[more], node[more]
+    children_N = torch.bincount(torch.cat(parents), minlength=nodes)
+    first_edges = torch.cat([children_N[:1] * 0, children_N.cumsum(0)]).int()
+    ends, order = end_I.sort(stable=True)
+    new = torch.ones_like(ends, dtype=torch.bool)
+    new[1:] = ends[1:] != ends[:-1]
+    first = order[new][new.cumsum(0) - 1]
+    repeats = sorted(zip(order[~new].tolist(), first[~new].tolist(), strict=True))
+    return Built(torch.cat(tokens), first_edges, ends[new].int(), order[new], repeats)
+
+
+def write_catalogue(
+    path: str | Path, built: Built, ids: Sequence[str | int], vocab_size: int, fingerprint: str
+) -> None:
+    """Write a catalogue; a write that fails leaves no file, or the old one.
+
+    Args:
+        path: of the file.
+        built: the trie.
+        ids: of all items of the input.
+        vocab_size: tokens are less than this.
+        fingerprint: of the tokenizer; empty for none.
+
+    Raises:
+        UsageError: the file cannot be written, or there are 2^31 edges or more.
+    """
+    if len(built.tokens) >= 1 << 31:
+        raise UsageError(f"catalogues hold less than {1 << 31} edges, this has {len(built.tokens)}", where=str(path))
+    texts = [json.dumps(ids[i]).encode() for i in built.order.tolist()]
+    id_starts = torch.tensor([0, *map(len, texts)], dtype=torch.int64).cumsum(0)
+    arrays = id_starts, built.tokens, built.first_edges, built.ends
+    parts = [*map(buffer_of, arrays), b"".join(texts)]
+    body = 0
+    for part in parts:
+        body = zlib.crc32(part, body)
+    counts = len(built.tokens), len(built.ends), len(parts[-1])
+    header = HEADER.pack(MAGIC, ORDER, VERSION, vocab_size, *counts, bytes.fromhex(fingerprint) or bytes(32), body, 0)
+    try:
+        with replacing(Path(path), 0o666) as file:
+            file.write(header[:-4] + struct.pack("=I", zlib.crc32(header[:-4])))
+            for part in parts:
+                file.write(part)
+    except OSError as error:
+        raise UsageError(f"the catalogue cannot be written: {error.strerror}", where=str(path)) from error

@@ -1,0 +1,271 @@
+"""Constraints: which tokens may come next, as states that belong to nodes of a tree.
+
+A constraint has a start state, a function from a state and a token to the next state, and for each state the tokens
+that are allowed after it. The engine keeps the states beside the nodes of a search's tree (`engine.rules.state`) and
+gives the search rows in which forbidden tokens have the log-probability -inf, so that every search obeys. What edits
+rows in other ways (penalties, biases) has the same form: `engine.rules.processors`.
+"""
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.contract.checks import brief
+from engine.errors import CoppiceError, UsageError
+
+WORD = 32  # bits of a word of a mask
+
+State = Any
+Tokens = Sequence[int] | Tensor | None
+
+
+class ConstraintError(CoppiceError):
+    """A constraint or a hook of a request failed, or returned what it must not; `__cause__` is its exception."""
+
+    exit_code = 2
+    code = "constraint"
+
+
+class Constraint(ABC):
+    """Base class of constraints. One object may serve many requests: whatever changes belongs into states.
+
+    A state is any object and is never changed: `advance` returns a new one (or the same). Each method may raise; the
+    request then ends with a `ConstraintError`, and others go on.
+    """
+
+    @abstractmethod
+    def start(self, prompt: Sequence[int]) -> State:
+        """The state after the prompt, before the first new token."""
+
+    @abstractmethod
+    def advance(self, state: State, token: int) -> State:
+        """The state after a token that the state allows; called once for each token of a path."""
+
+    @abstractmethod
+    def allowed(self, states: Sequence[State]) -> Sequence["Tokens | Allowed"]:
+        """The tokens that each state allows.
+
+        Returns:
+            for each state one of: ids in ascending order, as a list or as an int64 tensor, which needs no conversion;
+            a bit mask, an int32 tensor [ceil(V / 32)], whose bit i of word w stands for the token 32 w + i; None: all
+            tokens. If no token is allowed, the output ends there, with the finish reason "constraint". An `Allowed` is
+            taken as it is, unchecked.
+        """
+
+    def item(self, tokens: Sequence[int]) -> str | int | None:
+        """The id of what an output of these tokens is, without an end-of-sequence token, for `Output.item`."""
+        return None
+
+
+class Allowed(NamedTuple):
+    """The tokens that a state allows, checked.
+
+    Attributes:
+        ids: ascending, a list or int64; None if there is a mask, or if all tokens are allowed.
+        mask: int32 words; None if there are ids, or if all tokens are allowed.
+    """
+
+    ids: Sequence[int] | Tensor | None = None
+    mask: Tensor | None = None
+
+    @classmethod
+    def of(cls, tokens: "Tokens | Allowed", vocab: int) -> "Allowed":
+        """Check what `Constraint.allowed` returned for a state. Raises ConstraintError."""
+        if isinstance(tokens, Allowed):
+            ids = tokens.ids
+            if ids is not None and len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < vocab:
+                raise wrong(f"expected token ids from 0 to {vocab - 1}, got {int(ids[0])} to {int(ids[-1])}")
+            return tokens
+        if tokens is None:
+            return EVERYTHING
+        if isinstance(tokens, Tensor) and tokens.dtype == torch.int32 and tokens.dim() == 1:
+            if len(tokens) < -(-vocab // WORD):
+                got = f"a mask of {len(tokens)} words"
+                raise wrong(f"expected a mask of {-(-vocab // WORD)} words of 32 bits, a bit per token, got {got}")
+            return cls(mask=tokens.cpu())
+        if isinstance(tokens, Tensor):
+            plain = tokens.dtype == torch.int64 and tokens.dim() == 1
+            rising = plain and bool((tokens[1:] > tokens[:-1]).all())
+        else:
+            plain = isinstance(tokens, list | tuple) and {*map(type, tokens)} <= {int}
+            rising = plain and all(a < b for a, b in pairwise(tokens))
+        if not plain:
+            raise wrong(
+                f"expected a list of token ids, an int64 tensor, an int32 bit mask or None, got {brief(tokens)}"
+            )
+        for token in (tokens[0], tokens[-1]) if len(tokens) else ():
+            if not 0 <= int(token) < vocab:
+                raise wrong(f"expected token ids from 0 to {vocab - 1}, got {int(token)}")
+        if not rising:
+            raise wrong(f"expected token ids in ascending order, each once, got {brief(tokens)}")
+        return cls(tokens.cpu() if isinstance(tokens, Tensor) else tokens)
+
+    def __contains__(self, token: object) -> bool:
+        assert isinstance(token, int)
+        if isinstance(self.ids, Tensor):
+            at = int(torch.searchsorted(self.ids, token))
+            return at < len(self.ids) and int(self.ids[at]) == token
+        if self.ids is not None:
+            at = bisect_left(self.ids, token)
+            return at < len(self.ids) and self.ids[at] == token
+        return self.mask is None or bool(int(self.mask[token // WORD]) >> token % WORD & 1)
+
+    @property
+    def nothing(self) -> bool:
+        """Whether no token is allowed."""
+        if self.ids is not None:
+            return not len(self.ids)
+        return self.mask is not None and not bool(self.mask.any())
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that is allowed; None if there are several, or if a mask would have to be searched."""
+        return int(self.ids[0]) if self.ids is not None and len(self.ids) == 1 else None
+
+
+EVERYTHING = Allowed()
+
+
+def wrong(what: str) -> ConstraintError:
+    """The error for what `Constraint.allowed` returned."""
+    return ConstraintError(f"allowed: {what}", remedy="this is a fault of the constraint, not of coppice")
+
+
+@contextmanager
+def attributed(culprit: Any, doing: str) -> Iterator[None]:
+    """Report exceptions of a constraint's or a hook's code as ConstraintError; errors meant for the user pass.
+
+    Args:
+        culprit: the constraint or the function.
+        doing: the method, or what the function was called for.
+    """
+    try:
+        yield
+    except CoppiceError as error:
+        error.where = error.where or f"{name_of(culprit)}.{doing}"
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        place = error.__traceback__
+        while place is not None and place.tb_next is not None:
+            place = place.tb_next
+        line = f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}, in " if place is not None else ""
+        remedy = "this is a fault of the constraint, not of coppice; -v shows the traceback"
+        where = f"{line}{name_of(culprit)}.{doing}"
+        raise ConstraintError(
+            f"the constraint {name_of(culprit)} failed: {what}", where=where, remedy=remedy
+        ) from error
+
+
+def name_of(culprit: Any) -> str:
+    """The name of a constraint's class or of a function."""
+    return getattr(culprit, "__qualname__", None) or type(culprit).__qualname__
+
+
+class PrefixAllowed(Constraint):
+    """Hugging Face's `prefix_allowed_tokens_fn`: (batch id, token ids of prompt and path, int64 [L]) -> allowed ids.
+
+    The batch id is always 0. A state is the tuple of all tokens, so that long outputs cost more than with a constraint
+    that has states of its own.
+    """
+
+    def __init__(self, function: Callable[[int, Tensor], Any]):
+        self.function = function
+        self.__qualname__ = name_of(function)
+
+    def start(self, prompt: Sequence[int]) -> State:
+        return tuple(prompt)
+
+    def advance(self, state: State, token: int) -> State:
+        return (*state, token)
+
+    def allowed(self, states: Sequence[State]) -> Sequence[Tokens]:
+        found = []
+        for state in states:
+            ids = self.function(0, torch.tensor(state, dtype=torch.int64))
+            found.append(sorted({int(token) for token in ids}))
+        return found
+
+
+class Choices(Constraint):
+    """An output that is one of some token sequences, followed by an end-of-sequence token.
+
+    A sequence that begins with another one may go on or end. States are nodes of a trie of the sequences. Where no
+    token ends an output, the output ends after a sequence that no other continues, with the finish reason
+    "constraint".
+
+    Args:
+        sequences: at least one, each of at least one token.
+        eos: tokens that end an output.
+    """
+
+    def __init__(self, sequences: Sequence[Sequence[int]], eos: Sequence[int] = ()):
+        self._next: list[dict[int, int]] = [{}]  # of each node: token -> node
+        whole: set[int] = set()
+        for sequence in sequences:
+            node = 0
+            for token in sequence:
+                if token not in self._next[node]:
+                    self._next[node][token] = len(self._next)
+                    self._next.append({})
+                node = self._next[node][token]
+            whole.add(node)
+        self._ids = [
+            torch.tensor(sorted({*after, *(eos if node in whole else ())}), dtype=torch.int64)
+            for node, after in enumerate(self._next)
+        ]
+        self._next.append({})  # the state after the end of a sequence
+        self._ids.append(torch.empty(0, dtype=torch.int64))
+
+    def start(self, prompt: Sequence[int]) -> State:
+        return 0
+
+    def advance(self, state: State, token: int) -> State:
+        return self._next[state].get(token, len(self._next) - 1)
+
+    def allowed(self, states: Sequence[State]) -> Sequence[Tokens]:
+        return [self._ids[state] for state in states]
+
+
+class AfterThought(Constraint):
+    """Another constraint, from the end of a thought on that the prompt has opened; until then no token ends the output.
+
+    Args:
+        constraint: the other one.
+        closing: token that ends the thought.
+        free_W: mask of the tokens of the thought.
+    """
+
+    def __init__(self, constraint: Constraint, closing: int, free_W: Tensor):
+        self.constraint, self.closing, self.free_W = constraint, closing, free_W
+
+    def start(self, prompt: Sequence[int]) -> State:
+        return True, self.constraint.start(prompt)
+
+    def advance(self, state: State, token: int) -> State:
+        thinks, inner = state
+        return (token != self.closing, inner) if thinks else (False, self.constraint.advance(inner, token))
+
+    def allowed(self, states: Sequence[State]) -> Sequence["Tokens | Allowed"]:
+        found = iter(self.constraint.allowed(inner) if (inner := [s for thinks, s in states if not thinks]) else ())
+        return [self.free_W if thinks else next(found) for thinks, _ in states]
+
+
+def packed(flags_V: Tensor) -> Tensor:
+    """Flags of tokens, int64 [V], as a mask, int32 [ceil(V / 32)]."""
+    flags_V = torch.nn.functional.pad(flags_V, (0, -len(flags_V) % WORD))
+    return (flags_V.view(-1, WORD) << torch.arange(WORD)).sum(1).to(torch.int32)
+
+
+def check_constraint(value: Any) -> None:
+    """Check that a value is a constraint. Raises UsageError."""
+    if value is not None and not isinstance(value, Constraint):
+        missing = [name for name in ("start", "advance", "allowed") if not callable(getattr(value, name, None))]
+        lacks = f", which lacks {', '.join(missing)}" if missing else ", which does not derive from it"
+        raise UsageError(f"constraint: expected an engine.Constraint, got {brief(value)}{lacks}")

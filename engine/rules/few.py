@@ -1,0 +1,106 @@
+"""Rows of which a constraint allows few tokens: their log-probabilities, without rows over the vocabulary."""
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.rules.constraint import Allowed
+from kernels.rows import log_softmax
+
+ROWS = 64  # rows over the vocabulary at a time
+SHARE = 4  # the head is evaluated for some tokens alone if they are less than this part of the vocabulary
+
+
+class Few(NamedTuple):
+    """The allowed tokens of some rows.
+
+    Attributes:
+        token_M: int64, ascending within a row, row after row.
+        count_N: int64, how many each row has.
+        renormalise: whether the log-probabilities of a row add up to 1.
+    """
+
+    token_M: Tensor
+    count_N: Tensor
+    renormalise: bool
+
+    @classmethod
+    def of(cls, allowed: Sequence[Allowed], renormalise: bool) -> "Few":
+        """Those of entries that have ids."""
+        ids = [entry.ids for entry in allowed]
+        count_N = torch.tensor([len(some) for some in ids if some is not None])
+        if any(isinstance(some, Tensor) for some in ids):
+            token_M = torch.cat([torch.as_tensor(some, dtype=torch.int64) for some in ids])
+        else:
+            token_M = torch.tensor([*chain.from_iterable(ids)], dtype=torch.int64)  # type: ignore[arg-type]
+        return cls(token_M, count_N, renormalise)
+
+    @property
+    def row_M(self) -> Tensor:
+        """The row of each token."""
+        return torch.arange(len(self.count_N)).repeat_interleave(self.count_N)
+
+
+class Head:
+    """The head of a model, for few tokens; it keeps its rows of the latest ones.
+
+    Args:
+        model: has `logits` and perhaps a `head`.
+        vocab_size, impl: as of `Runner`.
+    """
+
+    def __init__(self, model: Any, vocab_size: int, impl: str):
+        self.model, self.vocab_size, self.impl = model, vocab_size, impl
+        self._union = torch.empty(0, dtype=torch.int64)
+        self._rows: Any = None
+
+    def logps(self, hidden_NE: Tensor, parts: Sequence[Few]) -> tuple[list[Tensor], list[bool]]:
+        """The log-probabilities of the tokens of each part, float32, and for each row whether its logits were finite.
+
+        Args:
+            hidden_NE: the hidden rows of all parts, on a CPU.
+        """
+        token_M = torch.cat([part.token_M for part in parts])
+        count_N = torch.cat([part.count_N for part in parts])
+        row_M = torch.arange(len(count_N)).repeat_interleave(count_N)
+        if all(part.renormalise for part in parts) and (rows := self._rows_of(token_M.unique())) is not None:
+            logits_NU = self.model.logits(hidden_NE, rows).float()
+            found_M = logits_NU[row_M, torch.searchsorted(self._union, token_M)]
+            finite_N = torch.isfinite(logits_NU.sum(1))
+        else:
+            found_M, finite_N = self._of_all(hidden_NE, row_M, token_M)
+        values = []
+        for part, value_M in zip(parts, found_M.split([len(part.token_M) for part in parts]), strict=True):
+            values.append(_normalised(value_M, part.row_M, len(part.count_N)) if part.renormalise else value_M)
+        return values, finite_N.tolist()
+
+    def _rows_of(self, union_U: Tensor) -> Any:
+        """The head's rows of these tokens; None if all are to be evaluated."""
+        head = getattr(self.model, "head", None)
+        if head is None or not 0 < len(union_U) * SHARE < self.vocab_size:
+            return None
+        if self._rows is None or not union_U.equal(self._union):
+            self._union, self._rows = union_U, head.rows(union_U)
+        return self._rows
+
+    def _of_all(self, hidden_NE: Tensor, row_M: Tensor, token_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities over the whole vocabulary, a few rows at a time."""
+        found, finite = [], []
+        for first in range(0, len(hidden_NE), ROWS):
+            some_NE = hidden_NE[first : first + ROWS]
+            logp_NV, finite_N, _ = log_softmax(self.model.logits(some_NE), self.vocab_size, impl=self.impl)
+            start, end = torch.searchsorted(row_M, torch.tensor([first, first + len(some_NE)])).tolist()
+            found.append(logp_NV[row_M[start:end] - first, token_M[start:end]])
+            finite.append(finite_N)
+        return torch.cat(found), torch.cat(finite)
+
+
+def _normalised(logit_M: Tensor, row_M: Tensor, rows: int) -> Tensor:
+    """Numbers less the log of the sum of the exponentials of their row."""
+    top_N = torch.full((rows,), -math.inf).scatter_reduce_(0, row_M, logit_M, "amax")
+    sum_N = torch.zeros(rows).index_add_(0, row_M, (logit_M - top_N[row_M]).exp())
+    return logit_M - (top_N + sum_N.log())[row_M]

@@ -1,0 +1,196 @@
+"""Log-probabilities of the tokens of outputs, and the most probable tokens at their places, for every search.
+
+A search returns tokens, and the driver cannot know which rows it will have needed. So the hidden rows that the passes
+compute are kept, one per evaluated token of the target's tree, and the head is applied once more to those on the paths
+of the outputs, when these are known: no forward pass is added, and nothing is added to a pass but a copy of rows of the
+model's width. The numbers are those of the rows that the search was sent: the model's log-softmax, before warps, edited
+by the request's constraint and processors.
+"""
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.cache.tree import TokenTree
+from engine.contract import Output
+from engine.errors import check_integer
+from engine.rules.state import Constrained, Known
+from kernels.rows import log_softmax, top_k
+
+ROWS = 64  # rows over the vocabulary at a time
+MOST = 1024  # alternatives
+
+T = TypeVar("T")
+Alternatives = list[tuple[int, float]]  # tokens and their log-probabilities, best first
+
+
+class Scored(NamedTuple):
+    """The numbers of a sequence of new tokens.
+
+    Attributes:
+        logprobs: of each token; None where no row was evaluated, or where the token is forbidden.
+        top: for each place the most probable tokens; those that are impossible are left out.
+    """
+
+    logprobs: list[float | None]
+    top: list[Alternatives]
+
+
+class Kept:
+    """The hidden rows of one request, by the tokens before them.
+
+    A place stands for a sequence of new tokens, 0 for none of them, whether or not the tree still has its node.
+
+    Args:
+        runner: the target's: `model.logits`, `vocab_size` and `impl` are used.
+        k: how many alternatives are wanted.
+        constrained: what edits the rows.
+    """
+
+    def __init__(self, runner: Any, k: int, constrained: Constrained | None):
+        self.runner, self.k, self.constrained = runner, min(k, runner.vocab_size), constrained
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all rows: the search starts again."""
+        self._after: dict[tuple[int, int], int] = {}  # (place, token) -> place
+        self._row: dict[int, Tensor] = {}
+        self._nodes: dict[int, int] = {}  # branch node -> place
+        self._trunk = [0]  # the places of the trunk's tokens, from the last of the prompt on
+
+    def wanted(self, tree: TokenTree, trunk_tokens: int, nodes: Sequence[int]) -> tuple[int, "partial[None]"]:
+        """How many of the last tokens of a chunk have rows to keep, and the function that keeps them.
+
+        Args:
+            tree: the target's, with slots allocated for the chunk.
+            trunk_tokens, nodes: the tokens of the chunk.
+        """
+        new = max(0, min(trunk_tokens, tree.trunk.cached - tree.prompt_length + 1))
+        return new + len(nodes), partial(self.keep, tree, tree.trunk.cached - new, nodes)
+
+    def keep(self, tree: TokenTree, start: int, nodes: Sequence[int], rows_NE: Tensor) -> None:
+        """Keep rows: of trunk tokens from the position `start` on, and of nodes. Of two for a place the first counts:
+        the search was sent that one."""
+        rows_NE = rows_NE.clone()  # the next pass may write to the same memory
+        trunk = len(rows_NE) - len(nodes)
+        for i in range(trunk):
+            self._row.setdefault(self._on_trunk(tree, start + i), rows_NE[i])
+        for node, row_E in zip(nodes, rows_NE[trunk:], strict=True):
+            above = self._nodes.get(parent := tree.parent(node))
+            if above is None:
+                above = self._on_trunk(tree, tree.position(parent))
+            self._nodes[node] = place = self._place(above, tree.token(node))
+            self._row.setdefault(place, row_E)
+
+    def _on_trunk(self, tree: TokenTree, position: int) -> int:
+        first = tree.prompt_length - 1
+        while len(self._trunk) <= position - first:
+            self._trunk.append(self._place(self._trunk[-1], tree.trunk.tokens[first + len(self._trunk)]))
+        return self._trunk[position - first]
+
+    def _place(self, above: int, token: int) -> int:
+        return self._after.setdefault((above, token), len(self._after) + 1)
+
+    def filling(self, outputs: Sequence[Output]) -> Generator[None, None, list[Output]]:
+        """Outputs with `token_logprobs` and `top_logprobs`; yields between pieces of the work."""
+        found = yield from self.scoring([output.token_ids for output in outputs])
+        return [
+            replace(output, token_logprobs=scored.logprobs, top_logprobs=scored.top)
+            for output, scored in zip(outputs, found, strict=True)
+        ]
+
+    def scored(self, sequences: Sequence[Sequence[int]]) -> list[Scored]:
+        """The numbers of sequences of new tokens, which the search may still extend. A GPU is waited for once."""
+        return whole(self.scoring(sequences))
+
+    def scoring(self, sequences: Sequence[Sequence[int]]) -> Generator[None, None, list[Scored]]:
+        """As `scored`; yields after every `ROWS` rows that the head was applied to."""
+        paths = [self._path(tokens) for tokens in sequences]
+        entries = {place: entry for path in paths for place, entry in path if self._has_row(place, entry)}
+        row = {place: i for i, place in enumerate(entries)}
+        pairs = {
+            (row[place], token)
+            for path, tokens in zip(paths, sequences, strict=True)
+            for (place, _), token in zip(path, tokens, strict=True)
+            if place in row
+        }
+        logps, top = {}, []
+        if pairs:
+            logps, top = yield from self._evaluate([*entries], [*entries.values()], sorted(pairs))
+        found = []
+        for path, tokens in zip(paths, sequences, strict=True):
+            scored = Scored([], [])
+            for (place, entry), token in zip(path, tokens, strict=True):
+                only = self._forced(entry)
+                logp = logps[row[place], token] if place in row else 0.0 if token == only else -math.inf
+                scored.logprobs.append(logp if logp > -math.inf else None)
+                scored.top.append(top[row[place]] if place in row else [] if only is None else [(only, 0.0)][: self.k])
+            found.append(scored)
+        return found
+
+    def _path(self, tokens: Sequence[int]) -> list[tuple[int, Known | None]]:
+        """For each token the place before it, -1 where nothing was evaluated, and the constraint's entry there."""
+        entries = [None] * len(tokens) if self.constrained is None else self.constrained.along(tokens)
+        places = [0]
+        for token in tokens[:-1]:
+            places.append(self._after.get((places[-1], token), -1))
+        return [*zip(places, entries, strict=False)]
+
+    def _has_row(self, place: int, entry: Known | None) -> bool:
+        return place in self._row and (entry is None or entry.states is not None)
+
+    def _forced(self, entry: Known | None) -> int | None:
+        """The token that a constraint forces, if that makes its probability 1, so that no row was evaluated."""
+        return self.constrained.certain(entry) if self.constrained is not None and entry is not None else None
+
+    def _evaluate(
+        self, places: Sequence[int], entries: Sequence[Known | None], pairs: Sequence[tuple[int, int]]
+    ) -> Generator[None, None, tuple[dict[tuple[int, int], float], list[Alternatives]]]:
+        """The log-probabilities of (row, token), in the order of rows, and the alternatives of each row."""
+        parts = []
+        row_M, token_M = torch.tensor(pairs).T
+        for first in range(0, len(places), ROWS):
+            some = slice(first, first + ROWS)
+            mine = (row_M >= first) & (row_M < first + ROWS)
+            parts += self._piece(places[some], entries[some], row_M[mine] - first, token_M[mine])
+            yield
+        numbers = torch.cat(parts).cpu().split([len(part) for part in parts])
+        top = []
+        for numbers_n2k in numbers[1::2]:
+            for logps, tokens in numbers_n2k.view(-1, 2, self.k).tolist() if self.k else []:
+                ranked = sorted(zip(logps, map(int, tokens), strict=True), key=lambda pair: (-pair[0], pair[1]))
+                top.append([(token, logp) for logp, token in ranked if logp > -math.inf])
+        found = dict(zip(pairs, torch.cat(numbers[::2]).tolist(), strict=True))
+        return found, top or [[] for _ in places]
+
+    @torch.inference_mode()
+    def _piece(
+        self, places: Sequence[int], entries: Sequence[Known | None], row_M: Tensor, token_M: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The log-probabilities of tokens in rows, and the best tokens of the rows, float64, on the device."""
+        logits_NV = self.runner.model.logits(torch.stack([self._row[place] for place in places]))
+        logp_NV = log_softmax(logits_NV, self.runner.vocab_size, impl=self.runner.impl)[0]
+        if self.constrained is not None:
+            self.constrained.rewrite([e for e in entries if e], logp_NV, logits_NV)
+        place = row_M.to(self.runner.device, non_blocking=True), token_M.to(self.runner.device, non_blocking=True)
+        return logp_NV[place].double(), top_k(logp_NV, self.k).flatten()
+
+
+def whole(work: Generator[None, None, T]) -> T:
+    """What a generator returns, run to its end."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as stop:
+            return stop.value
+
+
+def check_logprobs(k: Any) -> None:
+    """Check a request's number of alternatives, or None. Raises UsageError."""
+    if k is not None:
+        check_integer("logprobs", k, 0, MOST)

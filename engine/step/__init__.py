@@ -1,0 +1,1 @@
+"""The machine: the driver steps searches, the runner evaluates passes."""

@@ -1,0 +1,315 @@
+"""CUDA graphs: a decode step as one launch, recorded once per bucket of sizes.
+
+A small pass is padded to a bucket of (tokens, words of ancestry bits, trees) and written into fixed memory by one copy;
+a graph then computes the log-probabilities: embedding, layers, head, softmax. Lengths, page tables and the words of
+ancestry that are in use are data, so they need no buckets. The first pass of a bucket runs without a graph, as a
+warm-up; the second is recorded. Prompts, and passes larger than the largest bucket, use no graphs: they keep a GPU busy
+by themselves.
+
+Graphs are bounded: `MOST` of them, of which the least recently used goes first, and a share of the device's memory. A
+bucket whose graph cannot be recorded runs without one from then on.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.cache.pool import PagePool
+from engine.errors import UsageError
+from engine.rules.state import Edit
+from engine.step.compiling import LEAST
+from engine.step.gpu import check_triton
+from engine.step.packing import Chunk, Pass, bucket, pack
+from engine.step.phases import phase
+from engine.step.runner import Inputs, Keep, Launched, Part, Ready, Runner
+from kernels import cpp
+from kernels.kv_kinds import row_width
+from kernels.layout import WORD
+
+TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+WORDS = (16, 64, 256, 1024)  # 32 branch slots each; kernels find out how many are in use: these are sizes of the copy
+TREES = (1, 2, 4, 8, 16, 32, 64, 128)
+TABLES = 32 * WORDS[-1]  # words of the branch slots of all trees
+MOST = 64  # graphs
+SHARE = 64  # log-probabilities may take 1/64 of the device's memory, graphs as much again; a stand-in has this memory:
+MEMORY = 1 << 35
+LAYOUT = ("positions_T", "write_slots_T", "trunk_seen_T", "ancestry_TC", "token_starts", "trunk_len_R")
+LAYOUT += (
+    "branch_len_R",
+    "branch_slots_RW",
+    "branch_positions_RW",
+    "ancestors_TN",
+)  # the fields of a layout that change from pass to pass
+BUDGET = 2048  # most tokens of a pass on a GPU, which a few hundred would leave half idle
+
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+log = logging.getLogger(__name__)
+
+
+def make_runner(
+    model,
+    pool: PagePool,
+    vocab_size: int,
+    dtype: torch.dtype | None = None,
+    *,
+    graphs: bool = True,
+    compiled: bool = False,
+) -> Runner:
+    """The runner that suits the device: C++ kernels on a CPU; Triton kernels and CUDA graphs on a GPU.
+
+    Where there are no C++ kernels it takes those in PyTorch, with a warning unless the user switched them off.
+
+    Args:
+        dtype: of the model; None: the cache's.
+        graphs: False: no CUDA graphs.
+        compiled: of a model for which `compile_model` returned True.
+
+    Raises:
+        UsageError: a GPU, but no triton, or a model that its kernels cannot serve.
+    """
+    cache = pool.cache.k_LGSD
+    dtype, head_dim = dtype or cache.dtype, cache.shape[-1] - row_width(0, cache.dtype)
+    if cache.device.type == "cpu":
+        if dtype not in cpp.KINDS:
+            return Runner(model, pool, vocab_size, dtype=dtype)
+        reason = cpp.why_not()
+        if reason and not cpp.off():
+            warnings.warn(f"the kernels in PyTorch run, slower than those in C++: {reason}", stacklevel=2)
+        return Runner(model, pool, vocab_size, impl="torch" if reason else "cpp", dtype=dtype)
+    check_triton()
+    from kernels.tree_attention.triton import DTYPES, MAX_HEAD_DIM
+
+    if dtype not in DTYPES or head_dim > MAX_HEAD_DIM:
+        raise UsageError(
+            f"a GPU cannot serve {dtype} and heads of {head_dim}",
+            where=f"its kernels take float16, bfloat16, float32 and heads of at most {MAX_HEAD_DIM}",
+            remedy="use another --dtype, or --device cpu",
+        )
+    kind = GraphRunner if graphs else Runner
+    options = {"rows": "compiled", "token_buckets": LEAST} if compiled else {}
+    return kind(model, pool, vocab_size, impl="triton", budget=BUDGET, dtype=dtype, **options)
+
+
+class GraphRunner(Runner):
+    """A runner whose small passes are CUDA graphs.
+
+    Args:
+        record: records the work of a function on the device; returns a function that replays it. Its attribute `used`,
+            if it has one, is the memory that its graphs take, in bytes.
+        options: as of `Runner`.
+    """
+
+    def __init__(self, model, pool: PagePool, vocab_size: int, *, record: Recorder | None = None, **options):
+        super().__init__(model, pool, vocab_size, **options)
+        self.record = record or _Recorder()
+        self._steps: dict[tuple[int, int, int], _Step] = {}  # the least recently used first
+        self._told: set[str] = set()
+        self._outputs: tuple[Any, ...] = ()  # results of `answer`, hidden rows: as many as the largest bucket has
+        on_gpu = self.device.type == "cuda"
+        self.allowed = (torch.cuda.get_device_properties(self.device).total_memory if on_gpu else MEMORY) // SHARE
+        rows = self.allowed // (model.shape.vocab_size * torch.float32.itemsize)
+        least = min(self.token_buckets or TOKENS)
+        self.tokens = tuple(n for n in TOKENS if least <= n <= rows) or (least,)
+        most = (
+            4096
+            + self.tokens[-1] * (5 * 2 + 1 + 2 * pool.ancestors + WORDS[-1])
+            + TABLES * WORD * 3
+            + TREES[-1] * pool.pages
+        )
+        most += most % 2  # 64-bit views of both parts are aligned
+        self.host = torch.empty(2, most, dtype=torch.int32, pin_memory=on_gpu)  # taken in turn: a pass may be under way
+        self.copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+        self.memory = torch.empty(most, dtype=torch.int32, device=self.device)
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        chunks: Sequence[Chunk],
+        asked: Sequence[int],
+        reads: Sequence[Part] = (),
+        edits: Sequence[Edit] = (),
+        keeps: Sequence[Keep] = (),
+        fill: Ready | None = None,
+    ) -> Launched:
+        """As `Runner.launch`."""
+        if reason := self._unfit(chunks, asked, edits):
+            self._tell(logging.INFO, reason)
+            return super().launch(chunks, asked, reads, edits, keeps, fill)
+        options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
+        options |= {"token_buckets": self.tokens, "word_buckets": WORDS, "tree_buckets": TREES}
+        with phase(self.observer, "pack"):
+            p = pack(chunks, self.pool.page_size, **options)
+        inputs, step = Inputs(self.device, fill) if self.asynchronous else None, self._step(p)
+        step(p, asked, inputs)
+        rows_N = step.rows_T[: len(asked)]
+        *results, peaks_NB, hidden_TE = self._outputs
+        logp_NV, finite_N = (x.index_select(0, rows_N) for x in results)  # copies: the next pass fills them
+        for rows, keep in keeps:
+            keep(hidden_TE[rows])
+        if edits:
+            logp_NV, finite_N, peaks_NB = self.edited(logp_NV, finite_N, edits)
+        elif peaks_NB is not None:
+            peaks_NB = peaks_NB.index_select(0, rows_N)
+        return self.read(logp_NV, finite_N, peaks_NB, reads, inputs)
+
+    def _step(self, p: Pass) -> "_Step":
+        """The step of a pass's bucket, which becomes the most recently used one."""
+        key = _bucket(p)
+        step = self._steps.pop(key, None) or _Step(self, p)
+        if len(self._steps) >= MOST:
+            del self._steps[next(iter(self._steps))]
+        self._steps[key] = step
+        return step
+
+    def turn(self) -> int:
+        """The part of the host's memory that may be written now."""
+        self._turn ^= 1
+        if (event := self.copied[self._turn]) is not None:
+            event.synchronize()
+        return self._turn
+
+    def copy(self, turn: int, size: int) -> None:
+        """Copy a part of the host's memory to the device."""
+        self.memory[:size].copy_(self.host[turn, :size], non_blocking=True)
+        if self.memory.is_cuda:
+            event = self.copied[turn] = torch.cuda.Event()
+            event.record()
+
+    def _tell(self, level: int, reason: str) -> None:
+        """Log once why something runs without a graph."""
+        if reason not in self._told:
+            self._told.add(reason)
+            log.log(level, "without a CUDA graph: %s", reason)
+
+    def _unfit(self, chunks: Sequence[Chunk], asked: Sequence[int], edits: Sequence[Edit] = ()) -> str:
+        """Why a pass cannot be a graph; "" if it can."""
+        if any(edit.logits for edit in edits):
+            return "a pass whose logits are edited"
+        if not asked or any(c.trunk_tokens > 1 for c in chunks):
+            return "a pass that reads a prompt"
+        if sum(c.trunk_tokens + len(c.nodes) for c in chunks) > self.tokens[-1]:
+            return f"a pass of more than {self.tokens[-1]} tokens"
+        slots = max(len(c.tree.branch_table()[0]) if c.nodes else 0 for c in chunks)
+        if slots > WORDS[-1] * WORD:
+            return f"a tree of more than {WORDS[-1] * WORD} branch slots"
+        if len(chunks) > TREES[-1]:
+            return f"a pass of more than {TREES[-1]} trees"
+        if bucket(len(chunks), TREES) * bucket(-(-slots // WORD), WORDS) > TABLES:
+            return f"a pass of trees with room for more than {TABLES * WORD} branch slots"
+        return ""
+
+    def recorded(self, run: Callable[[], None], like: Pass) -> Callable[[], None]:
+        """A function that replays `run` from a graph; `run` itself where no graph can be recorded."""
+        size = "the bucket of tokens {}, words {}, trees {}".format(*_bucket(like))
+        if getattr(self.record, "used", 0) >= self.allowed:
+            self._tell(logging.WARNING, f"{size}: graphs take {self.allowed >> 20} MiB already")
+            return run
+        try:
+            return self.record(run)
+        except RuntimeError as error:  # of the capture: an operation that no graph can have, or no memory for it
+            self._tell(logging.WARNING, f"{size}: it cannot be recorded: {str(error).strip().partition(chr(10))[0]}")
+            return run
+
+    def run(self, p: Pass) -> None:
+        """The recorded part of a pass."""
+        with phase(self.observer, "forward"):
+            hidden_TE = self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
+        results = *self.answer(hidden_TE), hidden_TE
+        if not self._outputs:
+            most = self.tokens[-1]
+            self._outputs = tuple(x if x is None else x.new_empty(most, *x.shape[1:]) for x in results)
+        for place, result in zip(self._outputs, results, strict=True):
+            if result is not None:  # peaks may be unknown
+                place[: len(result)] = result
+
+
+class _Step:
+    """The graph of one bucket, and its inputs at fixed places of the runner's memory."""
+
+    def __init__(self, runner: GraphRunner, like: Pass):
+        self.runner, self.warm = runner, False
+        self.replay: Callable[[], None] | None = None
+        *fields, pages_PR = _fields(like, torch.empty_like(like.tokens_T))
+        fields.append(pages_PR.new_empty(runner.pool.pages, pages_PR.shape[1], device="meta"))  # as a trunk may get
+        self.starts, at = [], 0
+        for x in fields:
+            self.starts.append(at)
+            at += -(-x.numel() * x.itemsize // 16) * 4  # aligned, as kernels like it
+        self.hosts = [[_view(host, at, x) for at, x in zip(self.starts, fields, strict=True)] for host in runner.host]
+        device = [_view(runner.memory, at, x) for at, x in zip(self.starts, fields, strict=True)]
+        self.inputs, self.rows_T = _rebuild(like, device)
+
+    def __call__(self, p: Pass, asked: Sequence[int], ready: Ready | None) -> None:
+        rows_T = torch.tensor([*asked, *[0] * (len(p.tokens_T) - len(asked))])
+        *fields, pages_PR = _fields(p, rows_T)
+        turn = self.runner.turn()
+        for there, x in zip(self.hosts[turn], fields, strict=False):
+            there.copy_(x)
+        self.hosts[turn][-1][: len(pages_PR)] = pages_PR
+        self.runner.copy(turn, self.starts[-1] + pages_PR.numel())
+        if ready is not None:
+            ready(self.inputs)
+        if not self.warm:
+            self.warm = True
+            self.runner.run(self.inputs)
+            return
+        if self.replay is None:
+            self.replay = self.runner.recorded(lambda: self.runner.run(self.inputs), self.inputs)
+        self.replay()
+
+
+def _bucket(p: Pass) -> tuple[int, int, int]:
+    """Tokens, words of ancestry and trees."""
+    tokens, words = p.layout.ancestry_TC.shape
+    return tokens, words, len(p.layout.trunk_len_R)
+
+
+def _fields(p: Pass, rows_T: Tensor) -> list[Tensor]:
+    """The inputs of a pass; the page table is last and by columns, so that the places of others do not depend on it."""
+    fields = (x for name in LAYOUT if (x := getattr(p.layout, name)) is not None)
+    return [p.tokens_T, p.spans_T, rows_T, *fields, p.layout.trunk_pages_RP.T]
+
+
+def _rebuild(p: Pass, fields: list[Tensor]) -> tuple[Pass, Tensor]:
+    """A pass like p with the tensors that `_fields` lists, and its rows_T."""
+    tokens_T, spans_T, rows_T, *rest, pages_PR = fields
+    layout = replace(p.layout, **dict(zip(LAYOUT, rest, strict=False)), trunk_pages_RP=pages_PR.T)
+    return Pass(tokens_T, spans_T, layout), rows_T
+
+
+def _view(memory: Tensor, at: int, like: Tensor) -> Tensor:
+    """A piece of a buffer of 32-bit words as a tensor of this shape and dtype."""
+    return memory[at : at + like.numel() * like.itemsize // 4].view(like.dtype).view(like.shape)
+
+
+class _Recorder:
+    """Records CUDA graphs that share their memory, as no two of them run at once. Other threads may use the device.
+
+    Attributes:
+        used: bytes of the device that recording took, which are kept when a graph goes: later ones use them again.
+    """
+
+    def __init__(self):
+        self.pool, self.used = torch.cuda.graph_pool_handle(), 0
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # recording begins with this: only what it takes is counted
+        free, _ = torch.cuda.mem_get_info()
+        here = torch.cuda.current_stream()  # where a capture that fails would leave its own
+        try:
+            with torch.cuda.stream(here), torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                run()
+        except BaseException:
+            self.pool = torch.cuda.graph_pool_handle()  # the old one may be taken to be still in a capture
+            raise
+        finally:
+            self.used += max(0, free - torch.cuda.mem_get_info()[0])
+        return graph.replay

@@ -1,0 +1,62 @@
+"""Observation of the driver's phases, for profilers."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from engine.contract import Read
+
+if TYPE_CHECKING:
+    from engine.step.jobs import Batch
+
+
+class PhaseObserver(Protocol):
+    """An object that `Engine.observer` notifies of the phases of each step. Phases nest:
+
+    - "step" contains "admit", "schedule", "run" and "commit", see `Driver.step`, and on a GPU "wait": for the answer of
+      a pass that an earlier "run" launched;
+    - "run" contains "pack", "forward", "logits", "log-softmax" and "fetch", see `Runner.evaluate`; of a CUDA graph the
+      three in the middle occur only while it is recorded;
+    - "search", inside any of them, is the time of a search's generator and of its `Evaluate.read`.
+
+    The methods must not raise.
+    """
+
+    def begin(self, phase: str, batch: "Batch | None") -> None:
+        """A phase begins; `batch` is that of "run" and "commit", None in all other phases.
+
+        The batch of a "run" that looks ahead has no shares yet.
+        """
+
+    def end(self, phase: str) -> None:
+        """The phase that began last ends, possibly by an exception."""
+
+
+_UNOBSERVED = nullcontext()
+
+
+class _Phase(AbstractContextManager[None]):
+    def __init__(self, observer: PhaseObserver, name: str, batch: "Batch | None"):
+        self.observer, self.name, self.batch = observer, name, batch
+
+    def __enter__(self) -> None:
+        self.observer.begin(self.name, self.batch)
+
+    def __exit__(self, *_: object) -> None:
+        self.observer.end(self.name)
+
+
+def phase(observer: PhaseObserver | None, name: str, batch: "Batch | None" = None) -> AbstractContextManager[None]:
+    """A context that notifies the observer of a phase; without an observer it does nothing."""
+    return _UNOBSERVED if observer is None else _Phase(observer, name, batch)
+
+
+def observed_read(observer: PhaseObserver, read: Read) -> Read:
+    """An `Evaluate.read` whose time counts as the search's."""
+
+    def run(logp_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
+        with phase(observer, "search"):
+            return read(logp_NV, peaks_NB)
+
+    return run

@@ -1,0 +1,175 @@
+"""Prefixes in files: the keys and values of a long system prompt, evaluated once and read by every later process.
+
+A safetensors file: for each kind of thing that layers keep one tensor or two, [L, G, tokens, D], and in its metadata
+the tokens, the model as it is computed (weights, dtypes, weight format), and a checksum. It holds no salt.
+"""
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.errors import UsageError, shortened
+from engine.step.packing import Chunk
+from kernels.kv_kinds import parts
+from models.checkpoint.files import open_regular, replacing
+from models.checkpoint.headers import buffer_of, write_tensors
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+FORMAT, VERSION = "coppice prefix", "2"
+LARGEST = float(1 << 20)  # of keys, values and scales: sums of their products stay finite
+REMEDY = "make one with --save-prefix and the same flags"
+
+
+def save_prefix(engine: "Engine", path: str | Path, tokens: Sequence[int]) -> None:
+    """Evaluate tokens, keep them in the engine's cache of prefixes, and write what it keeps of them to a file.
+
+    Raises:
+        UsageError: the file cannot be written, the engine keeps no prefixes, or the tokens are invalid.
+        KVMemoryError: they do not fit into the cache.
+    """
+    _check(engine)
+    runner, switch = engine.runner, engine.shape.switch_length
+    tree = TokenTree(engine.pool, tokens, expected=len(tokens), switch_length=switch)
+    tree.use_rope(switch is not None and len(tokens) > switch)
+    tree.salt = ""
+    try:
+        with torch.inference_mode():
+            while left := len(tokens) - tree.trunk.cached:
+                chunk = min(runner.budget, left)
+                runner.forward([Chunk(tree, chunk, [], tree.allocate(chunk, []))])
+            kept = {name: x_LGSD[:, :, _slots(tree)].cpu() for name, x_LGSD in _parts(engine.pool).items()}
+            tree.save()
+    finally:
+        tree.release()
+    metadata = {"format": FORMAT, "version": VERSION, "model": _model(engine), "tokens": json.dumps([*tokens])}
+    try:
+        with replacing(Path(path)) as file:
+            write_tensors(file, kept, metadata | {"checksum": _checksum(kept, metadata["tokens"])})
+    except OSError as error:
+        raise UsageError(f"the prefix cannot be written: {error.strerror}", where=str(path)) from error
+
+
+def load_prefix(engine: "Engine", path: str | Path, salt: str = "") -> list[int]:
+    """Put a saved prefix into the engine's cache, as if a request of this salt had just used it. Returns its tokens.
+
+    Raises:
+        UsageError: the file cannot be read, is no prefix, is damaged or holds what no model computes, or another model
+            or format made it; the engine keeps no prefixes.
+        KVMemoryError: the prefix does not fit into the cache.
+    """
+    _check(engine)
+    tokens, kept = _read(engine, path)
+    switch = engine.shape.switch_length
+    tree = TokenTree(engine.pool, tokens, expected=len(tokens), switch_length=switch)
+    tree.use_rope(switch is not None and len(tokens) > switch)
+    tree.salt = salt
+    try:
+        with torch.inference_mode():
+            tree.allocate(len(tokens), [])
+            for name, x_LGSD in _parts(engine.pool).items():
+                x_LGSD[:, :, _slots(tree)] = kept[name].to(x_LGSD.device)
+        tree.save()
+    finally:
+        tree.release()
+    return tokens
+
+
+def _check(engine: "Engine") -> None:
+    if engine.shard.size > 1:
+        raise UsageError("a prefix in a file is for a model in one process", remedy="leave out --load-prefix")
+    if engine.pool.prefixes is None:
+        if engine.shape.steady_length is not None:
+            raise UsageError(
+                "prefixes of this model cannot be kept", where="its keys depend on how long the sequence was in the end"
+            )
+        raise UsageError("prefixes are not kept", remedy='load with prefix_cache="on" (--prefix-cache on)')
+
+
+def _parts(pool: PagePool) -> dict[str, Tensor]:
+    """The tensors of a cache whose slots are rows, by the names that a file has for them."""
+    groups = ([part for x_LGSD in group for part in parts(x_LGSD)] for group in pool.cache.groups)
+    return {f"{i}.{j}": x_LGSD for i, group in enumerate(groups) for j, x_LGSD in enumerate(group)}
+
+
+def _slots(tree: TokenTree) -> Tensor:
+    size = tree.pool.page_size
+    return torch.tensor([tree.trunk.slot(i, size) for i in range(tree.trunk.cached)], device=tree.pool.device)
+
+
+def _model(engine: "Engine") -> str:
+    """The model as it is computed, whatever the name of its folder."""
+    return engine.model_key.rpartition("-")[2]
+
+
+def _checksum(kept: dict[str, Tensor], tokens: str) -> str:
+    checksum = zlib.crc32(tokens.encode())
+    for name in sorted(kept):
+        checksum = zlib.crc32(buffer_of(kept[name].contiguous()), checksum)
+    return f"{checksum:08x}"
+
+
+def _read(engine: "Engine", path: str | Path) -> tuple[list[int], dict[str, Tensor]]:
+    """The tokens and tensors of a file, mapped into memory."""
+    where = str(path)
+    try:
+        open_regular(path).close()
+        with safe_open(path, framework="pt") as file:
+            metadata, kept = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except OSError as error:
+        raise UsageError(f"the prefix cannot be read: {error.strerror or error}", where=where) from None
+    except (SafetensorError, ValueError) as error:
+        raise UsageError(f"the file is no prefix, or damaged: {error}", where=where, remedy=REMEDY) from None
+    if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
+        raise UsageError("the file is no prefix of this version", where=where, remedy=REMEDY)
+    if metadata.get("model") != _model(engine):
+        what = "another model, dtype or format of weights or cache made the prefix"
+        raise UsageError(what, where=f"{where}, loaded: {engine.name}", remedy=REMEDY)
+    if metadata.get("checksum") != _checksum(kept, metadata.get("tokens", "")):
+        raise UsageError("the prefix is damaged: its checksum is another", where=where, remedy=REMEDY)
+    try:
+        tokens = _tokens(engine, metadata.get("tokens", ""))
+        _check_tensors(_parts(engine.pool), kept, len(tokens))
+    except ValueError as error:
+        raise UsageError(f"the prefix is not valid: {error}", where=where, remedy=REMEDY) from None
+    return tokens, kept
+
+
+def _tokens(engine: "Engine", text: str) -> list[int]:
+    """The tokens of a file's metadata. Raises ValueError."""
+    vocab, reach = engine.shape.vocab_size, engine.shape.max_positions
+    try:
+        tokens = json.loads(text)
+    except (ValueError, RecursionError):
+        tokens = None
+    if not isinstance(tokens, list) or not tokens or any(type(t) is not int or not 0 <= t < vocab for t in tokens):
+        raise ValueError(f"tokens: expected a list of ids from 0 to {vocab - 1}, got {shortened(ascii(text))}")
+    if reach is not None and len(tokens) > reach:
+        raise ValueError(f"tokens: expected at most {reach}, the model's context, got {len(tokens)}")
+    return tokens
+
+
+def _check_tensors(parts: dict[str, Tensor], kept: dict[str, Tensor], tokens: int) -> None:
+    """Check a file's tensors against those of the cache. Raises ValueError."""
+    if kept.keys() != parts.keys():
+        raise ValueError(f"expected the tensors {', '.join(parts)}, got {shortened(ascii(', '.join(kept)))}")
+    for name, x_LGSD in parts.items():
+        found, shape = kept[name], [*x_LGSD.shape[:2], tokens, x_LGSD.shape[3]]
+        if [*found.shape] != shape or found.dtype != x_LGSD.dtype:
+            want, got = f"{shape} of {x_LGSD.dtype}", f"{[*found.shape]} of {found.dtype}"
+            raise ValueError(f"{name}: expected {want}, got {got}")
+        if found.dtype == torch.uint8:  # e4m3
+            sound = not bool((found & 127 == 127).any())
+        else:
+            sound = found.dtype == torch.int8 or bool(found.abs().amax() <= LARGEST)  # NaN is not
+        if not sound:
+            raise ValueError(f"{name}: expected numbers of at most {LARGEST:.0f}, got larger ones or NaN")

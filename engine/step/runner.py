@@ -1,0 +1,323 @@
+"""The runner: one model and its pool evaluate a forward pass, and need not wait for the answer of a GPU."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.cache.pool import PagePool
+from engine.cache.tree import TokenTree
+from engine.contract import Read
+from engine.contract.best import Best, Found, of_all, of_shards
+from engine.rules.few import Few, Head
+from engine.rules.state import Edit
+from engine.step.packing import Chunk, Pass, pack
+from engine.step.phases import PhaseObserver, phase
+from engine.step.timing import Overlap, PassTime
+from kernels.rows import best_sums_of, log_softmax
+from kernels.rows.checks import Wanted
+from kernels.stack import one_by_one
+from models.sharding import Gathered
+
+Part = tuple[slice, Read | Wanted]  # a range of the rows asked for, and what reads it, or what is wanted of it
+Keep = tuple[slice, Callable[[Tensor], None]]  # a range of a pass's tokens, and what gets their hidden rows
+Answers = tuple[Tensor, list[bool], list[Tensor]]
+Ready = Callable[[Pass], None]  # gets a pass's inputs on the device
+
+
+class Inputs:
+    """The inputs of a pass on the device, what is written into them there, and when a GPU began with it."""
+
+    def __init__(self, device: torch.device, fill: Ready | None):
+        self.fill = fill
+        self.ancestry_TC = torch.empty(0, 0)
+        self.begun = _now() if device.type == "cuda" else None
+
+    def __call__(self, inputs: Pass) -> None:
+        self.ancestry_TC = inputs.layout.ancestry_TC
+        if self.fill is not None:
+            self.fill(inputs)
+
+
+def _now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class Launched:
+    """A pass that a GPU has begun with; on a CPU it is done.
+
+    Args:
+        logp_NV, finite_N, numbers: see `Runner.evaluate`, on the device.
+        inputs: of the pass, on a GPU; to be read before the next pass of the runner is launched.
+
+    Attributes:
+        waited: seconds that the host waited.
+    """
+
+    def __init__(
+        self,
+        logp_NV: Tensor,
+        finite_N: Tensor | None,
+        numbers: list[Tensor],
+        inputs: Inputs | None,
+    ):
+        self.logp_NV, self.finite_N, self.numbers, self.inputs = logp_NV, finite_N, numbers, inputs
+        self.told: Tensor | None = None
+        self.waited = 0.0
+        self.done: torch.cuda.Event | None = None
+        if numbers and finite_N is not None:
+            told = torch.cat([finite_N.double(), *numbers])
+            if told.is_cuda:
+                self.told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
+                self.done = _now()
+            else:
+                self.told = told
+
+    def land(self) -> Answers:
+        """The answers of the pass; the only time in a step that the host waits for a GPU."""
+        if self.finite_N is None:
+            return self.logp_NV, [], []
+        if self.told is None:
+            return self.logp_NV, self.finite_N.tolist(), []
+        began = time.perf_counter()
+        if self.done is not None:
+            self.done.synchronize()
+        told = self.told.cpu()
+        self.waited = time.perf_counter() - began
+        finite_N, *numbers = told.split([len(self.finite_N), *(len(part) for part in self.numbers)])
+        return self.logp_NV, [x == 1 for x in finite_N.tolist()], numbers
+
+    @property
+    def seconds(self) -> float:
+        """Of the device, once it has landed; 0 on a CPU."""
+        begun = None if self.inputs is None else self.inputs.begun
+        return 0.0 if begun is None or self.done is None else begun.elapsed_time(self.done) / 1000
+
+
+class Runner:
+    """One model with its pool: evaluates chunks of trees.
+
+    Args:
+        model: `forward(tokens_T, positions_T, spans_T, cache, layout) -> hidden_TE`, `logits(hidden_NE)` and `shape`.
+        pool: the model's KV cache.
+        vocab_size: tokens that exist; later ids (a padded vocabulary) get log-probability -inf.
+        budget: most tokens per pass; longer prompts go in chunks.
+        impl, rows, token_buckets, word_buckets: see `pack`; buckets are for compiled models.
+        dtype: of the model; None: the cache's.
+    """
+
+    def __init__(
+        self,
+        model,
+        pool: PagePool,
+        vocab_size: int,
+        *,
+        budget: int = 256,
+        impl: str = "torch",
+        token_buckets: Sequence[int] | None = None,
+        word_buckets: Sequence[int] | None = None,
+        rows: str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.model, self.pool, self.vocab_size, self.budget = model, pool, vocab_size, budget
+        self.impl, self.rows, self.token_buckets, self.word_buckets = impl, rows, token_buckets, word_buckets
+        self.device, self.dtype = pool.cache.k_LGSD.device, dtype or pool.cache.k_LGSD.dtype
+        self.asynchronous = self.device.type == "cuda"
+        self.head = Head(model, vocab_size, impl)
+        self.time, self.overlap = PassTime(), Overlap()
+        self.observer: PhaseObserver | None = None
+
+    def forward(self, chunks: Sequence[Chunk], ready: Ready | None = None) -> Tensor:
+        """Pack and run the model: hidden rows of every token of the pass.
+
+        Args:
+            ready: is called with the inputs when they are on the device.
+        """
+        options = {"impl": self.impl, "rows": self.rows, "ancestors": self.pool.ancestors}
+        options |= {"token_buckets": self.token_buckets, "word_buckets": self.word_buckets}
+        with phase(self.observer, "pack"):
+            p = pack(chunks, self.pool.page_size, self.device, **options)
+        if ready is not None:
+            ready(p)
+        with phase(self.observer, "forward"):
+            return self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]."""
+        tree, rows = TokenTree(self.pool, ids), []
+        try:
+            with torch.inference_mode():
+                for start in range(0, len(ids), self.budget):
+                    n = min(self.budget, len(ids) - start)
+                    hidden_TE = self.forward([Chunk(tree, n, [], tree.allocate(n, []))])
+                    rows.append(self.model.logits(hidden_TE[:n]).float())
+        finally:
+            tree.release()
+        return torch.cat(rows)  # outside of inference mode: callers may write to it
+
+    def evaluate(
+        self,
+        chunks: Sequence[Chunk],
+        asked: Sequence[int],
+        reads: Sequence[Part] = (),
+        edits: Sequence[Edit] = (),
+        keeps: Sequence[Keep] = (),
+    ) -> Answers:
+        """One forward pass.
+
+        Args:
+            chunks: parts of trees whose slots are allocated.
+            asked: rows of the pass whose next-token log-probabilities are wanted.
+            reads: functions that read ranges of these rows, or best sums that are wanted of them, see `Evaluate`.
+            edits: functions that edit ranges of these rows before they are read.
+            keeps: functions that get the hidden rows of ranges of the pass's tokens, and must copy what they keep.
+
+        Returns:
+            float32 log-probabilities [len(asked), V] (scores [len(asked), 1] of a scalar-head model), for each row
+            whether all of its logits were finite, and the numbers of each read, on the host.
+        """
+        return self.launch(chunks, asked, reads, edits, keeps).land()
+
+    def launch(
+        self,
+        chunks: Sequence[Chunk],
+        asked: Sequence[int],
+        reads: Sequence[Part] = (),
+        edits: Sequence[Edit] = (),
+        keeps: Sequence[Keep] = (),
+        fill: Ready | None = None,
+    ) -> Launched:
+        """As `evaluate`, but a GPU is not waited for.
+
+        Args:
+            fill: writes what only the device knows into the inputs, see `engine.step.ahead`.
+        """
+        inputs = Inputs(self.device, fill) if self.asynchronous else None
+        rows_NE = self._rows(chunks, asked, keeps, inputs)
+        if not asked:
+            return Launched(torch.empty(0, 0), None, [], inputs)
+        answers = self.answer(rows_NE, edits) if edits else self.answer(rows_NE)
+        return self.read(*answers, reads, inputs)
+
+    def read(
+        self, logp_NV: Tensor, finite_N: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part], inputs: "Inputs | None"
+    ) -> Launched:
+        """The reads of a pass that is launched."""
+        with phase(self.observer, "fetch"):
+            sums, made = iter(self._sums(logp_NV, peaks_NB, reads)), []
+            for rows, read in reads:
+                if isinstance(read, Wanted):
+                    made.append(next(sums))
+                else:
+                    made.append(read(logp_NV[rows], None if peaks_NB is None else peaks_NB[rows]))
+            return Launched(logp_NV, finite_N, made, inputs)
+
+    def evaluate_few(
+        self, chunks: Sequence[Chunk], asked: Sequence[int], parts: Sequence[Few], keeps: Sequence[Keep] = ()
+    ) -> tuple[list[Tensor], list[bool]]:
+        """One forward pass on a CPU, for log-probabilities of few tokens alone; see `Head.logps`.
+
+        Args:
+            chunks, asked, keeps: as of `evaluate`.
+            parts: the tokens, of the rows asked for, in their order.
+        """
+        rows_NE = self._rows(chunks, asked, keeps)
+        with phase(self.observer, "logits"):
+            return self.head.logps(rows_NE, parts)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows have to be gathered from several processes; the best sums of rows do not."""
+        return isinstance(getattr(self.model, "head", None), Gathered)
+
+    def evaluate_best(
+        self, chunks: Sequence[Chunk], asked: Sequence[int], bests: Sequence[Best], keeps: Sequence[Keep] = ()
+    ) -> tuple[list[Found], list[bool]]:
+        """One forward pass, for the best sums of rows that nobody gathers; and for each row whether it is finite.
+
+        Args:
+            chunks, asked, keeps: as of `evaluate`.
+            bests: what is wanted, of the rows asked for, in their order.
+        """
+        rows_NE, head, V = self._rows(chunks, asked, keeps), self.model.head, self.model.shape.vocab_size
+        with phase(self.observer, "logits"):
+            logits_Nv = self.model.logits(rows_NE, head.own)
+        with phase(self.observer, "log-softmax"):
+            logp_Nv, finite_N = head.log_softmax(logits_Nv, self.vocab_size)
+        with phase(self.observer, "fetch"):
+            founds, v = [], len(head.tokens)
+            for part_Nv, best in zip(logp_Nv.split([len(best.sums) for best in bests]), bests, strict=True):
+                values, places = of_all(part_Nv, None, best)
+                founds.append(Found(values, places // v * V + places % v + head.tokens.start))
+            return of_shards(head.shard, founds, bests), finite_N.tolist()
+
+    def _rows(
+        self, chunks: Sequence[Chunk], asked: Sequence[int], keeps: Sequence[Keep], ready: Ready | None = None
+    ) -> Tensor:
+        """Hidden rows of the tokens asked for."""
+        hidden_TE = self.forward(chunks) if ready is None else self.forward(chunks, ready)
+        for rows, keep in keeps:
+            keep(hidden_TE[rows])
+        if len(asked) == len(hidden_TE):
+            return hidden_TE
+        return hidden_TE[torch.tensor(asked, dtype=torch.int64).to(self.device, non_blocking=True)]
+
+    def _sums(self, logp_NV: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part]) -> list[Tensor]:
+        """The best sums that are wanted of a pass, all searches' by one launch on a GPU; on the device."""
+        wanted = [read for _, read in reads if isinstance(read, Wanted)]
+        if not wanted:
+            return []
+        with phase(self.observer, "search"):
+            return best_sums_of(logp_NV, wanted, peaks_NB, impl="triton" if self.impl == "triton" else None)
+
+    def answer(self, hidden_NE: Tensor, edits: Sequence[Edit] = ()) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probabilities (or scores) of hidden rows, whether each row is finite, and peaks, on the device.
+
+        Edited rows have no peaks, and the others of their pass have none either.
+        """
+        with phase(self.observer, "logits"):
+            logits_NV = self.model.logits(hidden_NE)
+        if logits_NV.shape[1] == 1:
+            return logits_NV.float(), torch.isfinite(logits_NV).all(-1), None
+        with phase(self.observer, "log-softmax"):
+            answers = log_softmax(logits_NV, self.vocab_size, impl=self.impl)
+        if not edits:
+            return answers
+        return self.edited(answers[0], answers[1], edits, logits_NV)
+
+    def edited(
+        self, logp_NV: Tensor, finite_N: Tensor, edits: Sequence[Edit], logits_NV: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, None]:
+        """Rows after edits in place, and no peaks."""
+        with phase(self.observer, "edit"):
+            for edit in edits:
+                excess_N1 = None
+                if edit.logits and logits_NV is not None:
+                    excess_N1 = logits_NV[edit.rows, :1].float() - logp_NV[edit.rows, :1]
+                edit.apply(logp_NV[edit.rows], excess_N1)
+        return logp_NV, finite_N, None
+
+    def blame(self, chunk: Chunk) -> str:
+        """The first place of NaN or Inf in a pass: the chunk is evaluated once more, layer by layer."""
+        bad: list[str] = []
+
+        def watch(name: str, x: Tensor | tuple[Tensor, ...]) -> None:
+            x = x[0] if isinstance(x, tuple) else x  # the stream
+            if not bad and not torch.isfinite(x).all():
+                bad.append(name)
+
+        layers = self.model.layers
+        hooks = [layers[0].register_forward_pre_hook(lambda _, args: watch("in the embedding", args[0]))]
+        for i, layer in enumerate(layers, 1):
+            name = f"in layer {i} of {len(layers)}"
+            hooks.append(layer.register_forward_hook(lambda _, args, out, name=name: watch(name, out)))
+        try:
+            with one_by_one(self.model):
+                self.forward([chunk])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return bad[0] if bad else "after the last layer"

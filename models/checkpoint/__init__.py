@@ -1,0 +1,1 @@
+"""Checkpoint folders: files, headers, fields, sizes, weights."""

@@ -1,0 +1,622 @@
+"""A model's folder: its JSON files and safetensors headers, checked before any weight is touched."""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import json
+import math
+import os
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kernels.linear import Packed
+from models.checkpoint.fields import Fields
+from models.checkpoint.files import open_regular, read_regular
+from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
+from models.errors import CheckpointError
+from models.folders import snapshot
+from models.formats.grouped import GroupedWeight
+from models.formats.packed import KEY, PANELS, PREFIXES, Packing
+from models.quantized import EMBEDDING, TRANSPOSED, Part, Quantization, Scheme, Source, quantization
+from models.quantized.own import GroupedReader, Grouping, Own
+
+CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20
+ADAPTERS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"  # as PEFT writes them
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+OTHERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+DTYPES = FLOATS | OTHERS | {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+FETCH_AGAIN = "Download the file again."
+PACK_AGAIN = "Pack the checkpoint again: `python -m tools.pack`."
+LINE = 64  # bytes of the caches of processors
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of a tensor. `packed`: the file has its values in a packed matrix alone.
+
+    `name`: that of the file, where the model has another one for it.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    packed: bool = False
+    name: str = ""
+
+    def fits(self, part: Part) -> bool:
+        """Whether it is what a model needs."""
+        return self.shape in part.shapes and self.dtype in part.dtypes
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder in Hugging Face layout. `config` and `generation_config` are the parsed files (the second may be empty).
+
+    `tensors` comes from the headers alone: opening a checkpoint reads no weights and allocates nothing of their size.
+    `packing` describes the matrices that were packed ahead, if any; `tensors` has them under their own names as well.
+    `quantization` is what the config says of weights that are stored quantised; None: all are floats.
+
+    Of a model of several modalities `config` and `tensors` are those of its text model, by the names that this has
+    on its own; `left_out` are the bytes of the other parts. `adapter`: what an adapter beside the weights was made for,
+    which is not applied; "" without one.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    packing: Packing | None = None
+    quantization: Quantization | None = None
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    adapter: str = ""
+
+    @staticmethod
+    def open(folder: str | Path) -> Checkpoint:
+        """Reads and checks the JSON files and every header. Raises CheckpointError naming the file at fault.
+
+        Of a folder of the hub's cache the snapshot is opened, see `models.folders`.
+        """
+        try:
+            return _open(snapshot(Path(folder)))
+        except OSError as error:  # no permission, a broken disk
+            where = _show(error.filename or folder)
+            raise CheckpointError(f"cannot be read: {error.strerror}", where=where) from error
+
+    @property
+    def fields(self) -> Fields:
+        """Validated access to `config`."""
+        return Fields(self.config, _show(self.folder / "config.json"))
+
+    @property
+    def architecture(self) -> str:
+        """The first of the config's architectures; "" when it names none."""
+        names = self.config.get("architectures") or [""]
+        if not isinstance(names, list) or not isinstance(names[0], str):
+            raise self.fields.error("architectures", "a list of names")
+        return names[0]
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The config's beginning-of-sequence token (some lists occur: their first), else generation_config's."""
+        return self._ids("bos_token_id")[0]
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end a text: config.json and generation_config.json together."""
+        return frozenset(token for token in self._ids("eos_token_id") if token is not None)
+
+    def _ids(self, name: str) -> list[int | None]:
+        generation = Fields(self.generation_config, _show(self.folder / "generation_config.json"))
+        return [*sorted(self.fields.ids(name)), *sorted(generation.ids(name)), None]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """What the config declares (`dtype`, formerly `torch_dtype`), else the float dtype that most tensors have."""
+        names = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
+        names |= {f"torch.{name}": dtype for name, dtype in names.items()}
+        for name in ("dtype", "torch_dtype"):
+            declared = self.fields.choice(name, {*names, "auto"}, None)
+            if declared and declared != "auto":
+                return names[declared]
+        found = Counter(info.dtype for info in self.tensors.values() if info.dtype in FLOATS.values())
+        return found.most_common(1)[0][0] if found else torch.float32
+
+    def check(
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        *,
+        ignore: Sequence[re.Pattern[str]] = (),
+        tied: Mapping[str, str] | None = None,
+        base: str = "",
+        kinds: Mapping[str, str] | None = None,
+    ) -> dict[str, str]:
+        """Compares the headers with the tensors a model needs, by name and shape, and touches no data.
+
+        A name that fully matches a pattern of `ignore` may be there or not. `tied` maps names to the names they share
+        their values with: one of each pair may be absent. `base` begins names in a save of the whole model and is left
+        out in one of the base model, without its head: where no stored name begins with it, none is expected to.
+        `kinds` are the classes of the modules whose weights may be stored quantised, by the names of these.
+        Returns {absent name: the name to read instead} for those.
+        Raises CheckpointError listing up to 10 tensors that are missing, extra, misshapen or of another dtype.
+        """
+        bare = bool(base) and not any(name.startswith(base) for name in self.tensors)
+        stored = {name: name.removeprefix(base) if bare else name for name in expected}
+
+        def parts(name: str) -> dict[str, Part]:
+            return self._parts(name, stored[name], expected[name], (kinds or {}).get(name, ""))
+
+        def held(name: str) -> bool:
+            return any(part in self.tensors for part in parts(name))
+
+        known = set(stored.values())
+        for one, other in (tied or {}).items():
+            if held(one) and not held(other):
+                one, other = other, one  # some checkpoints keep the head and drop the embedding
+            if not held(one):
+                stored[one] = stored[other]
+        wanted: dict[str, Part] = {}
+        for name in expected:
+            wanted |= parts(name)
+        missing = [name for name, part in wanted.items() if name not in self.tensors and not part.optional]
+        known |= wanted.keys()
+        extra = [n for n in self.tensors if n not in known and not any(p.fullmatch(n) for p in ignore)]
+        if self.packing:
+            extra = [name for name in extra if not name.startswith(PREFIXES)]
+        faults = [f"missing {_show(name)}{_nearest(name, extra)}" for name in missing[:10]]
+        faults += [f"unknown {_show(name)} in {_show(self.tensors[name].file.name)}" for name in extra[:10]]
+        wrong = [name for name, part in wanted.items() if name in self.tensors and not self.tensors[name].fits(part)]
+        faults += [self._wrong(name, wanted[name]) for name in wrong[:10]]
+        if faults:
+            raise self._misfit(faults[:10], len(missing) + len(extra) + len(wrong))
+        return {name: other for name, other in stored.items() if other != name}
+
+    def grouped(
+        self, name: str, stored: str, shape: tuple[int, ...], kind: str, *, biased: bool
+    ) -> GroupedWeight | None:
+        """The weight of a linear layer that is stored quantised; None if it is stored as floats.
+
+        Args:
+            name, shape: as given to `check`; kind: its class in transformers.
+            stored: the name that it has here.
+            biased: the layer has a bias; one that has none may be stored with zeros.
+
+        Raises:
+            CheckpointError: values that cannot be right.
+        """
+        scheme = self._scheme(name, stored, kind)
+        if scheme is None:
+            return None
+        module = stored.removesuffix(".weight")
+        files = {info.file for part, info in self.tensors.items() if part.rpartition(".")[0] == module}
+        where = ", ".join(sorted(_show(file) for file in files))
+
+        def read(suffix: str) -> Tensor | None:
+            part = f"{module}.{suffix}"
+            return self.read([part])[part] if part in self.tensors else None
+
+        def error(what: str) -> CheckpointError:
+            return CheckpointError(f"{_show(module)}: {what}", where=where, remedy=FETCH_AGAIN)
+
+        bias = None if biased else read("bias")
+        if bias is not None and bias.any():
+            raise error("it has a bias, and the model has none")
+        outs, width = shape[::-1] if kind == TRANSPOSED else shape
+        weight = scheme.weight(outs, width, Source(read, error))
+        if weight.group % 8 and weight.group != width:
+            raise error(f"groups of {weight.group} elements are not supported, but multiples of 8 and whole rows")
+        return weight
+
+    def _scheme(self, name: str, stored: str, kind: str) -> Scheme | None:
+        """How a weight is stored; None: as floats, as the config says or as the file has it."""
+        info = self.tensors.get(stored)
+        if not kind or self.quantization is None or (info and info.dtype in FLOATS.values()):
+            return None
+        if kind == EMBEDDING and not isinstance(self.quantization, Own):
+            return None
+        module = name.removesuffix(".weight")
+        parts = (self.tensors.get(f"{module}.{suffix}") for suffix in ("weight", "qweight", "weight_packed"))
+        inside = next((part.name for part in parts if part and part.name), None)  # a config has the names of the whole
+        return self.quantization.scheme(inside.rpartition(".")[0] if inside else module, kind)
+
+    def _parts(self, name: str, stored: str, shape: tuple[int, ...], kind: str) -> dict[str, Part]:
+        """The tensors that stand for an expected one."""
+        scheme = self._scheme(name, stored, kind)
+        if scheme is None:
+            return {stored: Part((tuple(shape),), FLOATS.values())}
+        outs, width = shape[::-1] if kind == TRANSPOSED else shape
+        module = stored.removesuffix(".weight")
+        return {f"{module}.{suffix}": part for suffix, part in scheme.parts(outs, width).items()}
+
+    def _wrong(self, name: str, part: Part) -> str:
+        """What is wrong with a tensor's header."""
+        info, floats = self.tensors[name], set(part.dtypes) <= {*FLOATS.values()}
+        dtypes = "floats" if floats else " or ".join(str(dtype)[6:] for dtype in part.dtypes)
+        want = " or ".join(str(list(shape)) for shape in part.shapes)
+        got = f"{list(info.shape)} of {str(info.dtype)[6:]}"
+        return f"{_show(name)} in {_show(info.file.name)}: expected {want} of {dtypes}, got {got}"
+
+    def _misfit(self, faults: Sequence[str], total: int) -> CheckpointError:
+        """The error for headers that are not those of the model."""
+        shown = "\n".join(f"  {fault}" for fault in faults)
+        more = f"\n  and {total - len(faults)} more" if total > len(faults) else ""
+        remedy = "Check that config.json and the weights belong together, and that the download is complete."
+        if "tok_embeddings.weight" in self.tensors:
+            remedy = "This is Meta's own layout: use the Hugging Face version of the model."
+        elif self.packing:
+            remedy = f"Check that config.json is that of the packed checkpoint. {PACK_AGAIN}"
+        return CheckpointError(
+            f"the weights do not fit the config ({total} tensors at fault):\n{shown}{more}",
+            where=_show(self.folder),
+            remedy=remedy,
+        )
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Maps tensors: views of the file, in its dtype, whose memory goes back when the last view does.
+
+        The file must not shrink while views of it live: the operating system would kill the process (SIGBUS).
+        """
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            if self.tensors[name].packed:
+                raise CheckpointError(
+                    f"{_show(name)} was packed with other matrices than this version multiplies it with",
+                    where=_show(self.tensors[name].file),
+                    remedy=PACK_AGAIN,
+                )
+            by_file.setdefault(self.tensors[name].file, []).append(name)
+        out = {}
+        for file, group in by_file.items():
+            try:
+                with safe_open(file, framework="pt") as mapped:
+                    for name in group:
+                        out[name] = mapped.get_tensor(self.tensors[name].name or name)
+            except (SafetensorError, OSError) as error:
+                raise _damaged(file, error) from error
+        for name, tensor in out.items():
+            info = self.tensors[name]
+            if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
+                raise CheckpointError(f"{_show(name)} changed while the model was loaded", where=_show(info.file))
+            if tensor.data_ptr() % tensor.element_size():  # legal in the format, unfit for vector loads
+                out[name] = tensor.clone()
+        return out
+
+    def packed(self, names: Sequence[str], outs: int, width: int) -> Packed | None:
+        """The matrix [outs, width] that was packed ahead of these weights; None if there is none.
+
+        It is multiplied where it is mapped: processes share its memory, and the system may take it back at any time.
+        Raises CheckpointError for one of another size, or whose tensors do not fit it.
+        """
+        key = "+".join(names)
+        if self.packing is None or key not in self.packing.sizes:
+            return None
+        size, wanted = self.packing.sizes[key], [prefix + key for prefix in PREFIXES]
+        try:
+            if (size.outs, size.width) != (outs, width):
+                raise ValueError(f"expected {outs} outputs of width {width}, got {size.outs} of {size.width}")
+            if PANELS + key not in self.tensors:
+                raise ValueError("its panels are not in the file")
+            found = self.read([name for name in wanted if name in self.tensors])
+            return size.packed(found[wanted[0]], *map(found.get, wanted[1:]))
+        except ValueError as error:
+            file = self.tensors[names[0]].file
+            raise CheckpointError(
+                f"packed matrix {_show(key)}: {error}", where=_show(file), remedy=PACK_AGAIN
+            ) from error
+
+    def rows(self, name: str, stored: str, shape: tuple[int, ...]) -> RowReader | GroupedReader:
+        """Reads rows of the token embedding straight from its file, see `RowReader`; arguments as of `grouped`."""
+        scheme = self._scheme(name, stored, EMBEDDING)
+        if not isinstance(scheme, Grouping):
+            return RowReader(self.tensors[stored], stored)
+        parts = {suffix: f"{stored.removesuffix('.weight')}.{suffix}" for suffix in scheme.parts(*shape)}
+        readers = {suffix: RowReader(self.tensors[part], part) for suffix, part in parts.items()}
+        return GroupedReader(scheme, shape[1], readers, stored)
+
+
+class RowReader:
+    """Rows of a matrix in a file, read when they are asked for: an embedding that takes no memory.
+
+    A mapping would do the same, but the kernel maps whole neighbourhoods of every page touched, so that some hundred
+    scattered rows make most of an embedding resident; and a file cut short under a mapping kills the process.
+    """
+
+    def __init__(self, info: TensorInfo, name: str):
+        self.info, self.name = info, name
+        self.width = info.shape[1]
+        self.row_bytes = self.width * info.dtype.itemsize
+        self._fd = os.open(info.file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._fd)
+        size = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        header = json.loads(os.pread(self._fd, size, 8))  # checked by safetensors when the checkpoint was opened
+        self._start = 8 + size + header[info.name or name]["data_offsets"][0]
+
+    def __call__(self, rows: Sequence[int]) -> Tensor:
+        """[len(rows), width] in the file's dtype. Raises CheckpointError if the file has become shorter."""
+        buffer = bytearray(len(rows) * self.row_bytes)
+        view = memoryview(buffer)
+        for i, row in enumerate(rows):
+            piece = view[i * self.row_bytes : (i + 1) * self.row_bytes]
+            if os.preadv(self._fd, [piece], self._start + row * self.row_bytes) != self.row_bytes:
+                raise CheckpointError(f"{self.name} is cut short", where=_show(self.info.file))
+        return torch.frombuffer(buffer, dtype=self.info.dtype).view(-1, self.width)
+
+
+def _open(folder: Path) -> Checkpoint:
+    found = [folder] if folder.is_file() else sorted(folder.glob("*.gguf"))
+    if found and found[0].suffix == ".gguf" and not (folder / "config.json").exists():
+        remedy = f"Convert it: `python -m tools.convert {_show(found[0].name)} --output DIR`."
+        raise CheckpointError("a GGUF file is not read as it is", where=_show(found[0]), remedy=remedy)
+    if not folder.is_dir():
+        what = "is a file: name the folder it lies in" if folder.exists() else "there is no such folder"
+        raise CheckpointError(
+            f"model folder: {what}",
+            where=_show(folder),
+            remedy="A model is a local folder with config.json, *.safetensors and a tokenizer; "
+            "one on the Hugging Face hub is fetched with `hf download NAME --local-dir DIR`.",
+        )
+    if not (folder / "config.json").exists():
+        if adapter := _adapter(folder):
+            raise _adapter_alone(folder, adapter)
+        raise CheckpointError(
+            "the model folder holds no config.json",
+            where=_show(folder),
+            remedy="Name the folder that holds it, or download the model again with all its files.",
+        )
+    config = read_json(folder / "config.json", CONFIG_BYTES)
+    generation = folder / "generation_config.json"
+    generation_config = read_json(generation, CONFIG_BYTES) if generation.exists() else {}
+    tensors = _tensors(folder)
+    left_out: dict[str, int] = {}
+    if is_wrapped(config):
+        config = text_config(config, _show(folder / "config.json"))
+        tensors, left_out = _text_tensors(tensors)
+    packing = _packing(folder / WEIGHTS, tensors) if any(name.startswith(PANELS) for name in tensors) else None
+    quantized = quantization(Fields(config, _show(folder / "config.json")))
+    checkpoint = Checkpoint(folder, config, generation_config, tensors, packing, quantized, left_out, _adapter(folder))
+    # So that a bad value is found here and not in mid-conversation.
+    _ = checkpoint.architecture, checkpoint.torch_dtype, checkpoint.eos_token_ids, checkpoint.bos_token_id
+    return checkpoint
+
+
+def write_tensors(
+    file: IO[bytes],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    read: Callable[[str], Tensor] | None = None,
+) -> None:
+    """Write a safetensors file. The library's own `save` needs NumPy.
+
+    Args:
+        file: takes the bytes.
+        tensors: by name; of any dtype in `DTYPES`, on a CPU. With `read` they may be on the device "meta".
+        metadata: the header's `__metadata__`.
+        read: makes a tensor when it is written, so that one exists at a time.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    # So that all are aligned, and those that fill whole lines of the processor's caches to those.
+    end, order = 0, sorted(tensors, key=lambda name: (tensors[name].nbytes % LINE > 0, -tensors[name].itemsize, name))
+    for name in order:
+        start, end = end, end + tensors[name].nbytes
+        header[name] = {
+            "dtype": names[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % LINE)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        kept = (read(name) if read else tensors[name]).contiguous()  # a name, so that the buffer outlives the write
+        file.write(buffer_of(kept))
+
+
+def buffer_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on a CPU, for writing it without a copy; valid as long as the tensor exists."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def read_json(path: Path, limit: int) -> dict[str, Any]:
+    """Parses a JSON object of at most `limit` bytes. Raises CheckpointError for anything else, double keys included."""
+    try:
+        data = read_regular(path, limit)
+        if len(data) > limit:
+            raise CheckpointError(f"larger than {limit} bytes, the limit for this file", where=_show(path))
+        value = json.loads(data.decode(), object_pairs_hook=_unique)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=_show(path)) from error
+    except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if data.startswith(b"version https://git-lfs"):
+            why = "it is a git-LFS pointer"
+        raise CheckpointError(f"not valid JSON: {why[:200]}", where=_show(path), remedy=FETCH_AGAIN) from error
+    if not isinstance(value, dict):
+        raise CheckpointError("expected a JSON object", where=_show(path), remedy=FETCH_AGAIN)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {_show(key)} occurs twice")
+    return result
+
+
+def _tensors(folder: Path) -> dict[str, TensorInfo]:
+    """The headers of all weight files. A single file wins over an index, as in transformers."""
+    if (folder / WEIGHTS).exists() or (folder / WEIGHTS).is_symlink():
+        return _header(_inside(folder, WEIGHTS, folder / WEIGHTS))
+    index = folder / INDEX
+    if not index.exists():
+        raise _no_weights(folder)
+    weight_map = read_json(index, INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError("weight_map: expected an object that maps tensors to files", where=_show(index))
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise CheckpointError(f"weight_map: {_show(name)}: expected a file name", where=_show(index))
+    tensors: dict[str, TensorInfo] = {}
+    for file in sorted(set(weight_map.values())):
+        found = _header(_inside(folder, file, index))
+        for name in found.keys() & tensors.keys():
+            where = f"{_show(folder)}: {_show(tensors[name].file.name)} and {_show(file)}"
+            raise CheckpointError(f"tensor {_show(name)} lies in two files", where=where, remedy=FETCH_AGAIN)
+        tensors |= found
+    for name, file in weight_map.items():
+        if name not in tensors or tensors[name].file.name != file:
+            what = f"weight_map: tensor {_show(name)} is not in {_show(file)}"
+            raise CheckpointError(what, where=_show(index), remedy=FETCH_AGAIN)
+    return tensors
+
+
+def _text_tensors(tensors: dict[str, TensorInfo]) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+    """The tensors of the text model by their own names, and the bytes of the other parts."""
+    names = text_names(tensors) | {name: name for name in tensors if name.startswith(PREFIXES)}
+    text = {name: replace(tensors[stored], name=stored) for name, stored in names.items()}
+    taken = {*names.values()}
+    others = {name: info for name, info in tensors.items() if name not in taken}
+    sizes = {name: math.prod(info.shape) * info.dtype.itemsize for name, info in others.items()}
+    return text, {_show(part): size for part, size in parts(sizes).items()}
+
+
+def _packing(file: Path, tensors: dict[str, TensorInfo]) -> Packing | None:
+    """What the file says of its packed matrices, which join the tensors under their own names."""
+    try:
+        with safe_open(file, framework="pt") as mapped:
+            packing = Packing.parse(mapped.metadata() or {})
+    except ValueError as error:
+        raise CheckpointError(_show(error), where=_show(file), remedy=PACK_AGAIN) from error
+    for name, (shape, dtype) in (packing.matrices if packing else {}).items():
+        tensors.setdefault(name, TensorInfo(file, shape, dtype, packed=True))  # a head may share its embedding's name
+    return packing
+
+
+def _inside(folder: Path, name: str, where: Path) -> Path:
+    """The path of weight file `name`; refuses what leads out of the folder, but for the links of the hub's cache."""
+    if not name.endswith(".safetensors") or name != Path(name).name or re.search(r"[/\\:\0]", name):
+        raise CheckpointError(f"{_show(name)} is no plain name of a .safetensors file", where=_show(where))
+    path, root = folder / name, folder.resolve()
+    try:
+        target = path.resolve()
+        inside, there = target.is_relative_to(root), target.is_file()
+        # snapshots/<revision>/model.safetensors -> ../../blobs/<hash>
+        link = re.fullmatch(r"\.\./\.\./blobs/([^/]+)", str(path.readlink())) if path.is_symlink() else None
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name the system cannot hold
+        raise CheckpointError(f"{_show(name)} cannot be followed", where=_show(where)) from error
+    if not inside and not (link and target == root.parent.parent / "blobs" / link[1]):
+        raise CheckpointError(
+            f"{_show(name)} is a link that leads out of the model folder",
+            where=_show(where),
+            remedy="Put the file itself there.",
+        )
+    if not there:
+        raise CheckpointError(f"{_show(name)} is not there", where=_show(where), remedy=FETCH_AGAIN)
+    return path
+
+
+def _header(file: Path) -> dict[str, TensorInfo]:
+    """What `file` holds. safetensors itself refuses overlaps, holes, overflows, and headers over 100 MB."""
+    tensors = {}
+    try:
+        with safe_open(file, framework="pt") as mapped:
+            for name in mapped.keys():  # noqa: SIM118 (it is no dict)
+                entry = mapped.get_slice(name)
+                shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
+                if dtype not in DTYPES:
+                    raise CheckpointError(f"tensor {_show(name)}: dtype {dtype} is not supported", where=_show(file))
+                if 0 in shape or len(shape) > 8 or math.prod(shape) >= 2**48:
+                    what = f"tensor {_show(name)}: unusable shape {_show(list(shape))}"
+                    raise CheckpointError(what, where=_show(file), remedy=FETCH_AGAIN)
+                tensors[name] = TensorInfo(file, shape, DTYPES[dtype])
+    except (SafetensorError, OSError) as error:
+        raise _damaged(file, error) from error
+    if not tensors:
+        raise CheckpointError("the file holds no tensors", where=_show(file), remedy=FETCH_AGAIN)
+    return tensors
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError | MemoryError:
+    """The error for a file that safetensors refuses, after a look at what it is instead."""
+    if "(os error 12)" in str(error):  # no address space to map it into: nothing is wrong with the file
+        return MemoryError(str(error))
+    try:
+        with open_regular(file) as stream:
+            start = stream.read(128)
+    except OSError as unreadable:
+        return CheckpointError(f"cannot be read: {unreadable.strerror}", where=_show(file))
+    if start.startswith(b"version https://git-lfs"):
+        return CheckpointError(
+            "a git-LFS pointer lies where the weights should be",
+            where=_show(file),
+            remedy="Fetch the file itself: `git lfs pull` in the model folder.",
+        )
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04")):
+        return CheckpointError(
+            "a pickle lies where safetensors should be; pickles can run code and are never loaded",
+            where=_show(file),
+            remedy="If you trust its source: `python -m tools.convert`.",
+        )
+    remedy = PACK_AGAIN if f'"{KEY}"'.encode() in start else FETCH_AGAIN
+    return CheckpointError(f"not a valid safetensors file: {_show(error)}", where=_show(file), remedy=remedy)
+
+
+def _adapter(folder: Path) -> str:
+    """What the adapter in a folder was made for, for messages; "" if there is none."""
+    found = [name for name in ADAPTERS if (folder / name).exists()]
+    if not found:
+        return ""
+    try:
+        base = read_json(folder / ADAPTERS[0], CONFIG_BYTES).get("base_model_name_or_path")
+    except CheckpointError:
+        base = None
+    return _show(base) if isinstance(base, str) and base else "a model that it does not name"
+
+
+def _adapter_alone(folder: Path, base: str) -> CheckpointError:
+    """The error for a folder that holds an adapter and no model."""
+    return CheckpointError(
+        f"the folder holds an adapter (LoRA) for {base}, not a model",
+        where=_show(folder),
+        remedy="Merge it into that model (PEFT: merge_and_unload, then save_pretrained), or name that model's folder.",
+    )
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    """The error for a folder without weights that can be used."""
+    if adapter := _adapter(folder):
+        return _adapter_alone(folder, adapter)
+    files = sorted(path.name for path in folder.iterdir())
+    pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
+    shards = [name for name in files if name.endswith(".safetensors")]
+    if shards:
+        what, remedy = f"{_show(shards[0])} without {INDEX}", f"Download {INDEX} too, or name a single file {WEIGHTS}."
+    elif pickles:
+        what = f"the weights are pickles ({_show(pickles[0])}), which can run code and are never loaded"
+        remedy = "If you trust their source: `python -m tools.convert`."
+    else:
+        what, remedy = f"the model folder holds neither {WEIGHTS} nor {INDEX}", "Download the model's weights."
+    return CheckpointError(what, where=_show(folder), remedy=remedy)
+
+
+def _nearest(name: str, extra: list[str]) -> str:
+    close = difflib.get_close_matches(name, extra[:1000], n=1)
+    return f" (nearest: {_show(close[0])})" if close else ""
+
+
+def _show(name: object) -> str:
+    """A name from a file, safe to print: no control characters, no lone surrogates, not endless."""
+    text = str(name).encode("utf-8", "backslashreplace").decode()
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return text if len(text) <= 300 else f"{text[:150]}...{text[-150:]}"

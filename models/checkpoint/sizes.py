@@ -1,0 +1,133 @@
+"""What a model will take, from the headers of its checkpoint: the model is built as ever, on weights without data."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.linear.panels import PIECE
+from models import load_model
+from models.checkpoint.headers import FLOATS, Checkpoint
+from models.checkpoint.weights import Weights
+from models.config import HEAD, Config, ModelShape
+from models.formats.floats import has_kernels
+from models.formats.linear import FORMATS, format_of
+from models.formats.packed import PREFIXES
+from models.sharding import Shard, part
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Bytes of a model, and what the bytes of its passes depend on.
+
+    Args:
+        matrices: of the linear layers, as their format keeps them.
+        vectors: norms, biases, tables of positions, and on a device the embedding.
+        config, shape: of the model.
+    """
+
+    matrices: int
+    vectors: int
+    config: Config
+    shape: ModelShape
+
+    @property
+    def weights(self) -> int:
+        """All that stays in memory."""
+        return self.matrices + self.vectors
+
+
+def measure(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = "none", shard: Shard | None = None
+) -> ModelSize:
+    """Count the bytes of a model, or of a process's part of it; no weights are read.
+
+    See `load_model` for arguments and errors.
+    """
+    found: list[Sizes] = []
+
+    def reader(*arguments: Any) -> Sizes:
+        found.append(Sizes(*arguments, shard=shard))
+        return found[-1]
+
+    model = load_model(checkpoint, dtype, device, quant, reader)
+    return ModelSize(found[0].matrices, found[0].vectors, model.config, model.shape)
+
+
+class Sizes(Weights):
+    """In the place of `Weights`: reads nothing and counts the bytes of what it is asked for."""
+
+    matrices = vectors = 0
+    _share = 1.0  # of a matrix that this process has
+
+    def vector(self, name: str, *, plus_one: bool = False, some: range | None = None) -> Tensor:
+        """A vector without data."""
+        first, *others = self.shapes[name]
+        vector = torch.empty(first if some is None else len(some), *others, dtype=self.dtype, device="meta")
+        self.vectors += vector.nbytes
+        return vector
+
+    def linear(
+        self,
+        *names: str,
+        bias: bool = False,
+        transposed: bool = False,
+        outs: Sequence[range] | None = None,
+        ins: range | None = None,
+    ) -> Any:
+        """A linear layer without a matrix."""
+        all_outs = {name: self.shapes[f"{name}.weight"][transposed] for name in names}
+        width = self.shapes[f"{names[0]}.weight"][not transposed]
+        own = dict.fromkeys(names, 0)
+        for name, some in self.pieces(names, transposed, outs):
+            own[name] += all_outs[name] if some is None else len(some)
+        stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
+        self.vectors += sum(own.values()) * self.dtype.itemsize * bias
+        self._share = sum(own.values()) / sum(all_outs.values()) * (1 if ins is None else len(ins) / width)
+        self.matrices += self._bytes(
+            stored, [*own.values()], width if ins is None else len(ins), head=tuple(names) == (HEAD,)
+        )
+        return _Nothing(stored)
+
+    def embedding(self, name: str) -> Any:
+        """Rows that are read from the file on a CPU, and resident elsewhere."""
+        if self.device.type != "cpu":
+            rows, width = self.shapes[name]
+            self.vectors += len(part(rows, self.shard)) * width * self.dtype.itemsize
+        return nn.Identity()
+
+    def _bytes(self, stored: Sequence[str], outs: Sequence[int], width: int, *, head: bool = False) -> int:
+        tensors, key = self.checkpoint.tensors, "+".join(stored)
+        if self.checkpoint.packing and key in self.checkpoint.packing.sizes and has_kernels(torch.float32, self.device):
+            parts = [tensors[name] for name in (prefix + key for prefix in PREFIXES) if name in tensors]
+            return sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
+        floats = {
+            name: tensors[name].dtype for name in stored if name in tensors and tensors[name].dtype in FLOATS.values()
+        }
+        if floats and len(floats) < len(stored):  # `Joined`: the others are stored quantised
+            return sum(self._bytes([name], [rows], width) for name, rows in zip(stored, outs, strict=True))
+        if not floats:
+            return sum(map(self._quantised, stored, outs))
+        own = {*floats.values()}
+        quant = format_of(self.quant, sum(outs), head=head)
+        return FORMATS[quant].bytes(sum(outs), width, own, self.dtype, self.device)
+
+    def _quantised(self, name: str, outs: int) -> int:
+        """Of a weight that is stored quantised: panels have as many bits and scales, of outputs padded to a piece."""
+        module, tensors = name.removesuffix(".weight"), self.checkpoint.tensors
+        parts = [info for part, info in tensors.items() if part.rpartition(".")[0] == module]
+        stored = sum(math.prod(info.shape) * info.dtype.itemsize for info in parts)
+        return int(stored * self._share) * (-(-outs // PIECE) * PIECE) // outs
+
+
+class _Nothing(nn.Module):
+    """A linear layer without a matrix, see `models.formats.linear.Linear`."""
+
+    bias, matrix = None, None
+
+    def __init__(self, names: Sequence[str]):
+        super().__init__()
+        self.names = names

@@ -1,0 +1,244 @@
+"""Weights: a checkpoint's tensors made ready for use, one matrix at a time: loading peaks at one above the result.
+
+A process that computes a model with others reads its part of each.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kernels.linear.reference import unpacked
+from models.checkpoint.headers import Checkpoint
+from models.config import HEAD, Config
+from models.errors import CheckpointError
+from models.formats.coded import CodedLinear, has_codes, of_packed
+from models.formats.floats import PackedLinear, blocks, has_kernels
+from models.formats.grouped import GroupedLinear, GroupedWeight
+from models.formats.linear import FORMATS, Joined, Linear, format_of
+from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
+from models.sharding import EVEN, Agreed, Gathered, Partition, Shard, Summed, part
+from models.trim import trim_memory
+
+LARGE = 1 << 20  # elements of a matrix
+
+
+class Weights:
+    """Reads a checkpoint's tensors for a dtype and device.
+
+    Args:
+        checkpoint: checked already.
+        stored: the name a tensor is stored under, where it is not its own (`Checkpoint.check` returns this).
+        shapes: of the tensors, as the checkpoint was checked for.
+        dtype, device: to compute in.
+        quant: format of the matrices, a key of `models.formats.linear.FORMATS`; "none" keeps them in `dtype`.
+        shard: the place of this process among those that compute the model.
+
+    Attributes:
+        part: what this process has of the model, once `divide` was called.
+    """
+
+    part: Partition
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        stored: Mapping[str, str],
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        quant: str = "none",
+        shard: Shard | None = None,
+    ):
+        self.checkpoint, self.stored, self.shapes = checkpoint, stored, shapes
+        self.dtype, self.device, self.quant, self.shard = dtype, device, quant, shard or Shard()
+
+    def divide(self, c: Config) -> Config:
+        """The configuration of this process's part of a model. Raises CheckpointError if it cannot be divided."""
+        if self.checkpoint.packing and self.shard.size > 1:
+            raise CheckpointError(
+                "matrices that were packed ahead cannot be divided among processes",
+                where=str(self.checkpoint.folder),
+                remedy="give the checkpoint that they were packed from",
+            )
+        even = 1 if self.checkpoint.quantization else EVEN  # groups that share a scale stay whole if they can
+        self.part = Partition.of(c, self.shard, str(self.checkpoint.folder), even)
+        return self.part.config
+
+    def vector(self, name: str, *, plus_one: bool = False, some: range | None = None) -> Tensor:
+        """A norm's weight or a table of positions, say: a copy, as a view would hold on to the whole mapping.
+
+        Args:
+            plus_one: adds 1 in float32, before the sum is rounded to the dtype.
+            some: elements, or rows; None: all.
+        """
+        found = _cut(self._read(name), some)
+        return (found.float() + 1 if plus_one else found).to(self.device, self.dtype, copy=True)
+
+    def linear(
+        self,
+        *names: str,
+        bias: bool = False,
+        transposed: bool = False,
+        outs: Sequence[range] | None = None,
+        ins: range | None = None,
+    ) -> Linear:
+        """A linear layer of one matrix, or of several that share their input; names without `.weight`.
+
+        Matrices are stored [out, in]; `transposed` ones [in, out].
+
+        Args:
+            outs: of all matrices below each other, the outputs that the layer has; None: all.
+            ins: the inputs that it has; the processes add up its products then. None: all.
+        """
+        pieces = self.pieces(names, transposed, outs)
+        layer = self._linear(names, bias, transposed, pieces, ins)
+        if sum(math.prod(self.shapes[f"{name}.weight"]) for name in names) >= LARGE:
+            trim_memory()  # of what packing took besides
+        if ins is None:
+            return layer
+        added = torch.cat([self.vector(f"{name}.bias") for name in names]) if bias else None
+        return Summed(layer, added, self.shard)
+
+    def head(self, name: str, *, bias: bool = False) -> Linear:
+        """The matrix that makes logits, or the scores of a scalar head."""
+        if self.shard.size == 1:
+            return self.linear(name, bias=bias)
+        if self.part.vocab is None:
+            return Agreed(self.linear(name, bias=bias), self.shard)
+        own = self.linear(name, bias=bias, outs=[self.part.vocab])
+        return Gathered(own, self.part.vocab, self.shapes[f"{name}.weight"][0], self.shard)
+
+    def pieces(
+        self, names: Sequence[str], transposed: bool, outs: Sequence[range] | None
+    ) -> list[tuple[str, range | None]]:
+        """The outputs of each matrix that are among those of all matrices below each other."""
+        if outs is None:
+            return [(name, None) for name in names]
+        found: list[tuple[str, range | None]] = []
+        first = 0
+        for name in names:
+            last = first + self.shapes[f"{name}.weight"][transposed]
+            found += [(name, range(x.start - first, x.stop - first)) for x in outs if first <= x.start < last]
+            first = last
+        return found
+
+    def _linear(
+        self,
+        names: Sequence[str],
+        bias: bool,
+        transposed: bool,
+        pieces: Sequence[tuple[str, range | None]],
+        ins: range | None,
+    ) -> Linear:
+        own = bias and ins is None  # a sum over processes gets its bias after it is made
+        biases = [_cut(self._read(f"{name}.bias"), some) for name, some in pieces] if own else None
+        outs = sum(self.shapes[f"{name}.weight"][transposed] for name in names)
+        quant = format_of(self.quant, outs, head=tuple(names) == (HEAD,))
+        stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
+        width = self.shapes[f"{names[0]}.weight"][not transposed]
+        if (packed := self.checkpoint.packed(stored, outs, width)) and has_kernels(torch.float32, self.device):
+            return PackedLinear(packed, biases, dtype=self.dtype, device=self.device)
+        grouped = self._grouped(pieces, bias, transposed, ins) if not packed else []
+        if grouped and not all(grouped):
+            return Joined([self._linear((piece[0],), bias, transposed, [piece], ins) for piece in pieces])
+        if grouped:
+            layer: Linear = GroupedLinear([w for w in grouped if w], biases, dtype=self.dtype, device=self.device)
+            layer.names = stored
+            return layer
+        codes = of_packed(packed, self.device) if packed and has_codes(self.dtype, self.device) else None
+        if codes:
+            layer = CodedLinear([codes], biases, dtype=self.dtype, device=self.device)
+            layer.names = stored
+            return layer
+        if packed:
+            weights = iter([unpacked(packed)])
+        else:
+            # Read one after the other by whoever takes them, so that their pages of the file can go when copied.
+            read = ((self._read(f"{name}.weight"), some) for name, some in pieces)
+            if transposed:
+                weights = (_cut(weight, ins, some).T for weight, some in read)
+            else:
+                weights = (_cut(weight, some, ins) for weight, some in read)
+        layer = FORMATS[quant](weights, biases, dtype=self.dtype, device=self.device)
+        layer.names = stored
+        return layer
+
+    def embedding(self, name: str) -> "Embedding":
+        """Token embeddings."""
+        stored, shape = self.stored.get(name, name), self.shapes[name]
+        if self.device.type == "cpu":
+            return Embedding(self.checkpoint.rows(name, stored, shape), self.dtype)
+        grouped = self.checkpoint.grouped(name, stored, shape, EMBEDDING, biased=True)
+        some = part(shape[0], self.shard)
+        table = grouped.floats(some.start, some.stop) if grouped else _cut(self._read(name), some)
+        return Embedding(table.to(self.device, self.dtype), self.dtype, some.start, self.shard)
+
+    def _grouped(
+        self, pieces: Sequence[tuple[str, range | None]], bias: bool, transposed: bool, ins: range | None
+    ) -> list[GroupedWeight | None]:
+        """The weights that are stored quantised, None for others; empty if all are others."""
+        found, kind = [], TRANSPOSED if transposed else LINEAR
+        for module, some in pieces:
+            name = f"{module}.weight"
+            stored, shape = self.stored.get(name, name), self.shapes[name]
+            weight = self.checkpoint.grouped(name, stored, shape, kind, biased=bias)
+            try:
+                found.append(weight and weight.part(some, ins))
+            except ValueError as error:
+                remedy = "use fewer processes, or a checkpoint that is not quantised"
+                what = f"{module} cannot be divided among {self.shard.size} processes: {error}"
+                raise CheckpointError(what, where=str(self.checkpoint.folder), remedy=remedy) from None
+        return found if any(found) else []
+
+    def _read(self, name: str) -> Tensor:
+        name = self.stored.get(name, name)
+        return self.checkpoint.read([name])[name]
+
+
+class Embedding(nn.Module):
+    """Token embeddings: on a CPU read row by row from the checkpoint's file, on a device resident.
+
+    Args:
+        table: the matrix [V, E], or reads rows of it. Of several processes each has some rows of a matrix.
+        dtype: of the rows returned.
+        first: the token of the matrix's first row.
+        shard: the place of this process.
+    """
+
+    def __init__(
+        self,
+        table: Tensor | Callable[[Sequence[int]], Tensor],
+        dtype: torch.dtype,
+        first: int = 0,
+        shard: Shard | None = None,
+    ):
+        super().__init__()
+        self.dtype, self.first, self.shard = dtype, first, shard or Shard()
+        self.weight, self.rows = (table, None) if isinstance(table, Tensor) else (None, table)
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        """int64 [T] -> [T, E]."""
+        if self.weight is not None:
+            if self.shard.size == 1:
+                return F.embedding(tokens_T, self.weight)
+            row_T = tokens_T - self.first
+            mine_T = (row_T >= 0) & (row_T < len(self.weight))
+            return self.shard.sum(torch.where(mine_T.unsqueeze(1), self.weight[row_T * mine_T], 0))
+        assert self.rows is not None
+        return self.rows(tokens_T.tolist()).to(self.dtype)
+
+
+def _cut(x: Tensor, rows: range | None, columns: range | None = None) -> Tensor:
+    """Some rows, a view; and of these some columns, a copy that is read a few rows at a time."""
+    if rows is not None:
+        x = x[rows.start : rows.stop]
+    if columns is None:
+        return x
+    copy, at = x.new_empty(len(x), len(columns)), 0
+    for block in blocks([x]):
+        copy[at : at + len(block)] = block[:, columns.start : columns.stop]
+        at += len(block)
+    return copy

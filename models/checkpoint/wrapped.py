@@ -1,0 +1,137 @@
+"""The text model inside a checkpoint of several modalities: its config, its tensors, and what is left out."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from models.checkpoint.fields import Fields
+from models.errors import CheckpointError, nearest
+
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")  # these win over the text's own
+DTYPES = ("dtype", "torch_dtype")
+# Where the tensors of a text model lie: `language_model.model.layers.0`, `model.language_model.layers.0`, ...
+NESTED = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(.+)")
+TEXT = re.compile(r"(?:model\.(?:layers|embed_tokens|norm|decoder|rotary_emb)|transformer|lm_head)\..+")
+REFUSED = {"paligemma": "it attends to a prompt in both directions"}
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A text model by the `model_type` of its config.
+
+    Args:
+        architecture: of the text model alone.
+        required: values of `REQUIRED` where the config leaves them out, as transformers has them.
+        more: further fields that differ from the architecture's own defaults.
+        unused: fields that transformers makes use of in the text model alone, and not inside a whole.
+    """
+
+    architecture: str
+    required: tuple[int, int, int, int, int]
+    more: Mapping[str, Any] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    def defaults(self) -> dict[str, Any]:
+        """All fields that a config may leave out."""
+        return dict(zip(REQUIRED, self.required, strict=True)) | dict(self.more)
+
+
+_QWEN_VL = TextModel(
+    "Qwen2ForCausalLM",
+    (152064, 8192, 29568, 80, 64),
+    {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6},
+)
+TEXT_MODELS = {
+    "gemma2": TextModel("Gemma2ForCausalLM", (256000, 2304, 9216, 26, 8)),
+    "gemma3_text": TextModel("Gemma3ForCausalLM", (262208, 2304, 9216, 26, 8), unused=("final_logit_softcapping",)),
+    "granite": TextModel("GraniteForCausalLM", (32000, 4096, 11008, 32, 32)),
+    "hunyuan_v1_dense": TextModel("HunYuanDenseV1ForCausalLM", (290943, 4096, 11008, 32, 32)),
+    "lfm2": TextModel("Lfm2ForCausalLM", (65536, 2560, 12288, 32, 32)),
+    "llama": TextModel("LlamaForCausalLM", (32000, 4096, 11008, 32, 32)),
+    "ministral": TextModel("MinistralForCausalLM", (32000, 4096, 14336, 32, 32)),
+    "ministral3": TextModel("Ministral3ForCausalLM", (131072, 4096, 14336, 34, 32)),
+    "mistral": TextModel("MistralForCausalLM", (32000, 4096, 14336, 32, 32)),
+    "olmo2": TextModel("Olmo2ForCausalLM", (50304, 4096, 11008, 32, 32)),
+    "olmo3": TextModel("Olmo3ForCausalLM", (50304, 4096, 11008, 32, 32)),
+    "phi": TextModel("PhiForCausalLM", (51200, 2048, 8192, 24, 32)),
+    "phi3": TextModel("Phi3ForCausalLM", (32064, 3072, 8192, 32, 32)),
+    "qwen2": TextModel("Qwen2ForCausalLM", (151936, 4096, 22016, 32, 32)),
+    "qwen2_vl": _QWEN_VL,
+    "qwen2_vl_text": _QWEN_VL,
+    "qwen2_5_vl": _QWEN_VL,
+    "qwen2_5_vl_text": _QWEN_VL,
+    "qwen3": TextModel("Qwen3ForCausalLM", (151936, 4096, 22016, 32, 32)),
+    "qwen3_vl_text": TextModel("Qwen3ForCausalLM", (151936, 4096, 22016, 32, 32), {"rope_theta": 5e5}),
+    "smollm3": TextModel("SmolLM3ForCausalLM", (128256, 2048, 11008, 36, 16)),
+    "stablelm": TextModel("StableLmForCausalLM", (50304, 2560, 6912, 32, 32)),
+}
+
+
+def is_wrapped(config: Mapping[str, Any]) -> bool:
+    """Whether a config describes a text model and encoders of other modalities around it."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    inside = "text_config" in config or "vision_config" in config
+    return isinstance(name, str) and name.endswith("ForConditionalGeneration") and inside
+
+
+def text_config(config: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """The config of the text model alone, as if it were a checkpoint's own.
+
+    Fields of the outer config win where transformers reads them there. Older Qwen-VL configs have the text's fields at
+    the top. Rotary embeddings of several axes ("mrope") are plain ones for text, whose positions are equal on all axes.
+
+    Raises:
+        CheckpointError: the text model is not supported, or the whole computes text otherwise than the text model.
+    """
+    outer = Fields(config, file)
+    given = outer.sub("text_config")
+    inner = dict(given.config if given else config)
+    architecture, whole = config["architectures"][0], outer.str("model_type", "")
+    kind = (given or outer).str("model_type", "")
+    if whole in REFUSED:
+        raise CheckpointError(f"{architecture} is not loaded as a text model: {REFUSED[whole]}", where=file)
+    if kind not in TEXT_MODELS:
+        where = "text_config.model_type" if given else "model_type"
+        raise CheckpointError(
+            f"architecture {architecture!r}: {where} {kind[:80]!r} is not supported",
+            where=file,
+            remedy=nearest(kind, TEXT_MODELS, "docs/checkpoints.md lists all that are supported"),
+        )
+    model = TEXT_MODELS[kind]
+    outside = [name for name in DTYPES if config.get(name) is not None]
+    if outside:
+        inner = {name: value for name, value in inner.items() if name not in DTYPES}
+    inner |= {name: config[name] for name in (*OUTER, *outside) if config.get(name) is not None}
+    if given and given.config.get("tie_word_embeddings") is True:  # configs before transformers 5 have it there
+        inner["tie_word_embeddings"] = True
+    # Of both, the defaults of the wrappers differ: a file without a head has its embedding for one.
+    inner.setdefault("tie_word_embeddings", True)
+    inner |= {name: value for name, value in model.defaults().items() if inner.get(name) is None}
+    inner |= dict.fromkeys(model.unused)
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := inner.get(name), dict):
+            inner[name] = {key: "default" if value == "mrope" else value for key, value in rope.items()}
+    return inner | {"architectures": [model.architecture]}
+
+
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """The tensors of the text model: by its own names, the names that they are stored under."""
+    names = list(names)
+    nested = {name: found[1] for name in names if (found := NESTED.fullmatch(name))}
+    if not nested:
+        return {name: name for name in names if TEXT.fullmatch(name)}
+    heads = {name: name for name in names if name.startswith("lm_head.")}
+    own = {name: rest if TEXT.fullmatch(rest) else f"model.{rest}" for name, rest in nested.items()}
+    return {text: stored for stored, text in (heads | own).items()}
+
+
+def parts(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of each part of a model, "vision_tower" for one, from those of its tensors."""
+    found: Counter[str] = Counter()
+    for name, size in sizes.items():
+        found[name.removeprefix("model.").partition(".")[0]] += size
+    return dict(found)

@@ -1,0 +1,103 @@
+"""Gemma 1, 2 and 3, text only (Gemma Team 2024, 2024, 2025): gates of GELU, norms that multiply by 1 + weight."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from models.checkpoint.fields import Fields
+from models.config import FULL, SLIDING, Config, Names, layer_types, ropes, rotary, windows
+from models.decoder import Decoder
+
+BASES = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}  # of Gemma 3
+
+
+def common(fields: Fields, *, positions: int, kv_heads: int, activation: str, **options: bool) -> dict[str, Any]:
+    """Arguments of a `Config` that all Gemmas read alike; see `rotary`."""
+    if fields.bool("use_bidirectional_attention", default=False):
+        raise fields.error("use_bidirectional_attention", "false: a token that sees later ones is not supported")
+    found = rotary(
+        fields,
+        positions=positions,
+        kv_heads=kv_heads,
+        head_dim=256,
+        tied=True,
+        activation="gelu_pytorch_tanh",
+        activation_field=activation,
+        **options,
+    )
+    return found | {
+        "norm_eps": fields.float("rms_norm_eps", default=1e-6, low=0.0),
+        "attention_bias": fields.bool("attention_bias", default=False),
+        "plus_one": True,
+        "embedding_scale": found["width"] ** 0.5,
+        "rounded_scale": True,
+    }
+
+
+def kinds_of(fields: Fields, layers: int, period: int) -> tuple[str, ...]:
+    """The kinds of layers; if the field `layer_types` is absent, every `period`-th has no window."""
+    return layer_types(fields, [SLIDING if i % period else FULL for i in range(1, layers + 1)])
+
+
+def alternating(fields: Fields, kinds: Sequence[str]) -> dict[str, Any]:
+    """Arguments of a `Config` that Gemma 2 and 3 read alike, of layers of these kinds."""
+    window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
+    scale = fields.float("query_pre_attn_scalar", default=256.0, low=1e-6) ** -0.5
+    return {
+        "norms": ("input", "output"),
+        "windows": windows(fields, kinds, window),
+        "scales": (scale,) * len(kinds),
+    }
+
+
+def cap(fields: Fields, name: str, default: float | None) -> float | None:
+    """A cap: null is none, absent is the default."""
+    return fields.float(name, None, low=1e-6) if name in fields.config else default
+
+
+class Gemma(Decoder):
+    """A Llama but for its embedding's scale, its norms and its gates."""
+
+    architectures = ("GemmaForCausalLM", "GemmaForSequenceClassification")
+    default_eos_token_ids = frozenset([1])
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        options = common(fields, positions=8192, kv_heads=16, activation="hidden_act")
+        if options["activation"] == "gelu":  # the first configs mean its approximation
+            options["activation"] = "gelu_tanh"
+        return Config(**options)
+
+
+class Gemma2(Gemma):
+    """Norms on both sides of attention and MLP, capped scores and logits, a window in every other layer."""
+
+    architectures = ("Gemma2ForCausalLM", "Gemma2ForSequenceClassification")
+    names = Names(mlp_norm="pre_feedforward_layernorm")
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        options = common(fields, positions=8192, kv_heads=4, activation="hidden_activation")
+        return Config(
+            **options,
+            **alternating(fields, kinds_of(fields, options["layers"], 2)),
+            attention_cap=cap(fields, "attn_logit_softcapping", 50.0),
+            logit_cap=cap(fields, "final_logit_softcapping", 30.0),
+        )
+
+
+class Gemma3(Gemma2):
+    """Norms of heads, no capped scores, and a rotary table of their own for layers with a window."""
+
+    architectures = ("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification")
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        options = common(fields, positions=131072, kv_heads=4, activation="hidden_activation", one_rope=False)
+        kinds = kinds_of(fields, options["layers"], fields.int("sliding_window_pattern", default=6))
+        return Config(
+            **options,
+            **alternating(fields, kinds),
+            head_norms="each",
+            ropes=ropes(fields, kinds, options["head_dim"], options["max_positions"], BASES),
+            logit_cap=cap(fields, "final_logit_softcapping", None),
+        )

@@ -1,0 +1,79 @@
+"""LFM2 and LFM2.5 (Liquid AI, 2025): short convolutions in most layers, attention with norms of heads in the others."""
+
+from typing import Any
+
+from models.checkpoint.fields import Fields
+from models.config import Config, Names, rotary
+from models.decoder import Decoder
+
+CONV, FULL = "conv", "full_attention"
+
+
+class LFM2(Decoder):
+    """The dense models."""
+
+    architectures = ("Lfm2ForCausalLM",)
+    names = Names(
+        attention_norm="operator_norm",
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
+        out="self_attn.out_proj",
+        mlp_norm="ffn_norm",
+        up=("feed_forward.w1", "feed_forward.w3"),
+        down="feed_forward.w2",
+        norm="model.embedding_norm",
+    )
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        fields = _renamed(fields)
+        options = rotary(fields, positions=128_000, kv_heads=None if "num_key_value_heads" in fields.config else 8)
+        kinds, taps = _kinds(fields, options["layers"]), fields.int("conv_L_cache", default=3, high=64)
+        if FULL not in kinds:
+            raise fields.error("layer_types", f"at least one layer of {FULL}")
+        return Config(
+            norm_eps=fields.float("norm_eps", default=1e-5, low=0.0),
+            head_norms="each",
+            taps=tuple(taps if kind == CONV else 0 for kind in kinds) if CONV in kinds else (),
+            conv_bias=fields.bool("conv_bias", default=False),
+            **options | {"mlp_width": _mlp_width(fields), "tied": fields.bool("tie_word_embeddings", default=True)},
+        )
+
+
+def _renamed(fields: Fields) -> Fields:
+    """The fields under the names of today, with the family's base of the rotary angles; the activation is fixed."""
+    config: dict[str, Any] = {name: value for name, value in fields.config.items() if name != "hidden_act"}
+    for new, old in (("intermediate_size", "block_ff_dim"), ("tie_word_embeddings", "tie_embedding")):
+        if old in config:  # transformers lets the older name win
+            config[new] = config[old]
+    config.setdefault("intermediate_size", 12288)
+    if config.get("rope_theta") is None:
+        config["rope_theta"] = 1e6
+    return Fields(config, fields.file, fields.prefix)
+
+
+def _kinds(fields: Fields, layers: int) -> list[str]:
+    kinds = fields.config.get("layer_types")
+    if kinds is None:
+        attention = fields.config.get("full_attn_idxs")
+        if attention is None:
+            return [FULL] * layers
+        if type(attention) is not list or any(type(i) is not int or not 0 <= i < layers for i in attention):
+            raise fields.error("full_attn_idxs", f"numbers of layers below {layers}")
+        return [FULL if i in attention else CONV for i in range(layers)]
+    if type(kinds) is not list or len(kinds) != layers or any(kind not in (CONV, FULL) for kind in kinds):
+        raise fields.error("layer_types", f"{layers} of {CONV} and {FULL}")
+    return kinds
+
+
+def _mlp_width(fields: Fields) -> int:
+    """Two thirds of the field, times a factor, up to the next multiple."""
+    width = fields.int("intermediate_size")
+    if not fields.bool("block_auto_adjust_ff_dim", default=True):
+        return width
+    width = int(2 * width / 3)
+    if "block_ffn_dim_multiplier" in fields.config and fields.config["block_ffn_dim_multiplier"] is None:
+        return width
+    width = int(fields.float("block_ffn_dim_multiplier", default=1.0, low=1e-3, high=1e3) * width)
+    multiple = fields.int("block_multiple_of", default=256)
+    return multiple * -(-width // multiple)

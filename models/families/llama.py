@@ -1,0 +1,20 @@
+"""Llama 1, 2, 3.x (Touvron et al. 2023)."""
+
+from models.checkpoint.fields import Fields
+from models.config import Config, rotary
+from models.decoder import Decoder
+
+
+class Llama(Decoder):
+    """The decoder whose options are the defaults."""
+
+    architectures = ("LlamaForCausalLM", "LlamaForSequenceClassification")
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        return Config(
+            **rotary(fields, positions=2048),
+            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
+            attention_bias=fields.bool("attention_bias", default=False),
+            mlp_bias=fields.bool("mlp_bias", default=False),
+        )

@@ -1,0 +1,43 @@
+"""OLMo 2 and 3 (Team OLMo 2025): norms on the outputs of attention and MLP, and on all heads as one row."""
+
+from models.checkpoint.fields import Fields
+from models.config import FULL, SLIDING, Config, architecture, layer_types, ropes, rotary, windows
+from models.decoder import Decoder
+
+BASE = 500000.0  # of OLMo 3's rotary embedding
+
+
+class Olmo(Decoder):
+    """A Llama normed after its parts; OLMo 3 has windows in three of four layers, which have a rotary table apart."""
+
+    architectures = (
+        "Olmo2ForCausalLM",
+        "Olmo2ForSequenceClassification",
+        "Olmo3ForCausalLM",
+        "Olmo3ForSequenceClassification",
+    )
+    default_eos_token_ids = frozenset([50279])
+    base = "model."
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        third = architecture(fields).startswith(
+            "Olmo3"
+        )  # whose `rope_parameters` have an object for each kind of layer
+        plain = {
+            name: value for name, value in fields.config.items() if name not in ("rope_parameters", "rope_scaling")
+        }
+        options = rotary(Fields(plain, fields.file) if third else fields, positions=2048)
+        if third:
+            window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
+            kinds = layer_types(fields, [FULL if (i + 1) % 4 == 0 else SLIDING for i in range(options["layers"])])
+            bases = {FULL: ("rope_theta", BASE), SLIDING: ("", BASE)}  # so does transformers read files of before
+            options["windows"] = windows(fields, kinds, window)
+            options["ropes"] = ropes(fields, kinds, options["head_dim"], options["max_positions"], bases)
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-5, low=0.0),
+            attention_bias=fields.bool("attention_bias", default=False),
+            norms=("output",),
+            head_norms="all",
+            **options,
+        )

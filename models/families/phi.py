@@ -1,0 +1,33 @@
+"""Phi 1, 1.5 and 2 (Gunasekar et al. 2023, Li et al. 2023): attention and MLP side by side, heads rotated in part."""
+
+from models.checkpoint.fields import Fields
+from models.config import Config, Names, rotary
+from models.decoder import Decoder
+
+
+class Phi(Decoder):
+    """LayerNorms, biases everywhere, one norm for attention and MLP."""
+
+    architectures = ("PhiForCausalLM", "PhiForSequenceClassification")
+    names = Names(
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
+        out="self_attn.dense",
+        up=("mlp.fc1",),
+        down="mlp.fc2",
+        norm="model.final_layernorm",
+    )
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        return Config(
+            **rotary(fields, positions=2048, activation="gelu_new", partial=0.5),
+            norm_eps=fields.float("layer_norm_eps", default=1e-5, low=0.0),
+            head_norms="each" if fields.bool("qk_layernorm", default=False) else "",
+            rms=False,
+            gated=False,
+            parallel=True,
+            attention_bias=True,
+            mlp_bias=True,
+            head_bias=True,
+        )

@@ -1,0 +1,35 @@
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): a Llama with biases of queries, keys and values, and windows in some layers."""
+
+from models.checkpoint.fields import Fields
+from models.config import FULL, SLIDING, Config, layer_types, rotary, windows
+from models.decoder import Decoder
+
+
+class Qwen2(Decoder):
+    """A Llama with biases that only three of four matrices of attention have."""
+
+    architectures = ("Qwen2ForCausalLM", "Qwen2ForSequenceClassification")
+    default_eos_token_ids = frozenset([151645])
+    base = "model."
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        kv_heads = None if "num_key_value_heads" in fields.config else 32
+        options = rotary(fields, positions=32768, kv_heads=kv_heads)
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
+            attention_bias=True,
+            out_bias=False,
+            windows=windows_from(fields, options["layers"]),
+            **options,
+        )
+
+
+def windows_from(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """The window of each layer: of those from `max_window_layers` on, or by `layer_types`, if any layer has one."""
+    window = fields.int("sliding_window", None, high=2**31) if "sliding_window" in fields.config else 4096
+    if not fields.bool("use_sliding_window", default=False):
+        window = None
+    first = fields.int("max_window_layers", default=28, low=0) if window else layers
+    kinds = layer_types(fields, [SLIDING if i >= first else FULL for i in range(layers)])
+    return windows(fields, kinds, window)

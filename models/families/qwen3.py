@@ -1,0 +1,26 @@
+"""Qwen3 (Yang et al. 2025): a Llama with an RMSNorm per head on queries and keys, and windows in some layers."""
+
+from models.checkpoint.fields import Fields
+from models.config import Config, rotary
+from models.decoder import Decoder
+from models.families.qwen2 import windows_from
+
+
+class Qwen3(Decoder):
+    """A Llama with norms of heads."""
+
+    architectures = ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification")
+    default_eos_token_ids = frozenset([151645])
+    base = "model."
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        kv_heads = None if "num_key_value_heads" in fields.config else 32
+        options = rotary(fields, positions=32768, kv_heads=kv_heads, head_dim=128)
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
+            attention_bias=fields.bool("attention_bias", default=False),
+            head_norms="each",
+            windows=windows_from(fields, options["layers"]),
+            **options,
+        )

@@ -1,0 +1,41 @@
+"""SmolLM3 (Bakouch et al. 2025): a Llama of which some layers rotate nothing, and may have windows."""
+
+from models.checkpoint.fields import Fields
+from models.config import FULL, SLIDING, Config, layer_types, rotary, windows
+from models.decoder import Decoder
+
+
+class SmolLM3(Decoder):
+    """A Llama with layers that do not see positions."""
+
+    architectures = ("SmolLM3ForCausalLM", "SmolLM3ForSequenceClassification")
+    default_eos_token_ids = frozenset([128001])
+    base = "model."
+
+    @staticmethod
+    def read(fields: Fields) -> Config:
+        kv_heads = None if "num_key_value_heads" in fields.config else 4
+        options = rotary(fields, positions=32768, kv_heads=kv_heads, tied=True, theta=2e6)
+        rotated = _rotated(fields, options["layers"])
+        window = fields.int("sliding_window", None, high=2**31)
+        sliding = fields.bool("use_sliding_window", default=False) and window is not None
+        kinds = layer_types(fields, [SLIDING if sliding and not turned else FULL for turned in rotated])
+        return Config(
+            norm_eps=fields.float("rms_norm_eps", default=1e-6, low=0.0),
+            attention_bias=fields.bool("attention_bias", default=False),
+            mlp_bias=fields.bool("mlp_bias", default=False),
+            windows=windows(fields, kinds, window),
+            ropes=tuple(options["rope"] if turned else None for turned in rotated),
+            **options,
+        )
+
+
+def _rotated(fields: Fields, layers: int) -> list[bool]:
+    """Which layers rotate queries and keys: those with a 1 in `no_rope_layers`."""
+    found = fields.config.get("no_rope_layers")
+    if found is None:
+        interval = fields.int("no_rope_layer_interval", default=4)
+        return [(i + 1) % interval != 0 for i in range(layers)]
+    if type(found) is not list or len(found) < layers or any(turned not in (0, 1) for turned in found):
+        raise fields.error("no_rope_layers", f"{layers} numbers, 1 for each layer that rotates, 0 for others")
+    return [bool(turned) for turned in found[:layers]]

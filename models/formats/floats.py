@@ -1,0 +1,245 @@
+"""Linear layers on floats: packed on a CPU, by our own kernels, or by oneDNN where there are none."""
+
+import math
+import mmap
+import os
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kernels import cpp
+from kernels.cpp import watched
+from kernels.linear import Packed, dot_products, linear, pack
+from kernels.linear.panels import shape as panels_shape
+from kernels.stack import Matrix
+from models.trim import is_mapped, let_go
+
+CHUNK = 1 << 18  # elements of a matrix that are in memory at once, beside what is made of them
+
+CONVERTING = ("AVX512_CORE", "AVX512_CORE_VNNI")  # levels of oneDNN that take bfloat16 and have no products of it
+
+
+def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether our own C++ kernels compute in this dtype on this machine."""
+    return device.type == "cpu" and dtype in cpp.KINDS and not cpp.why_not()
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN multiplies by prepacked weights of this dtype on this machine (float16 needs AVX512-FP16)."""
+    if (
+        device.type != "cpu"
+        or not torch.backends.mkldnn.is_available()
+        or platform.machine() not in ("x86_64", "AMD64")
+    ):
+        return False
+    if dtype == torch.float32:
+        return True
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return False
+
+
+def has_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device multiplies matrices of this dtype by instructions made for it; float32 is faster if not."""
+    if dtype in (torch.float32, torch.float64):
+        return True
+    if device.type == "cuda":
+        return dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
+    if has_kernels(dtype, device):
+        return dtype in dot_products()
+    if dtype != torch.bfloat16 or device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return can_pack(dtype, device)
+    # oneDNN packs bfloat16 on processors with AVX-512 but without AVX512-BF16, and converts it in every product.
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True  # aarch64 with the BF16 extension
+    level = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    return torch.cpu._is_avx512_bf16_supported() and level.upper() not in CONVERTING
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + b of a packed matrix, see `models.formats.linear.Linear`.
+
+    Args:
+        packed: the matrix; None where a subclass keeps it in another way.
+        biases: one [out] per weight, or None for all.
+        dtype, device: to compute in; int8 matrices take any dtype.
+
+    Attributes:
+        names: of the checkpoint's tensors that it is made of.
+    """
+
+    names: Sequence[str] = ()
+
+    def __init__(
+        self, packed: Packed | None, biases: Sequence[Tensor] | None, *, dtype: torch.dtype, device: torch.device
+    ):
+        super().__init__()
+        self.packed, self.dtype = packed, dtype
+        self.bias = torch.cat([b.to(device, dtype) for b in biases]) if biases is not None else None
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """For a stack, which has our own products only."""
+        return Matrix(self.packed, self.bias) if self.packed and self.dtype in cpp.KINDS else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., sum of outs]."""
+        assert self.packed is not None
+        if self.dtype in cpp.KINDS:
+            return linear(x, self.packed, self.bias)
+        y = linear(x.float(), self.packed).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+    def rows(self, ids_U: Tensor) -> "PackedLinear | None":
+        """See `models.formats.linear.Linear`."""
+        if self.packed is None:
+            return None
+        bias = None if self.bias is None else [self.bias[ids_U]]
+        return PackedLinear(self.packed.rows(ids_U), bias, dtype=self.dtype, device=self.packed.panels.device)
+
+
+class FloatLinear(PackedLinear):
+    """y = x W^T + b, see `models.formats.linear.Linear`.
+
+    Where there are C++ kernels, weights are packed into their panels, else, where oneDNN can, into its blocked layout,
+    and the original is let go, so that one copy stays resident; elsewhere they are used as they lie, memory-mapped or
+    on the device. Panels keep weights of half precision as they are where the layer computes in float32: the products
+    are the same, and memory is half as large.
+    """
+
+    ROWS_HINT = 16  # rows per product that oneDNN packs for: a step of decoding, the common case
+
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        biases: Sequence[Tensor] | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__(None, biases, dtype=dtype, device=device)
+        weights = list(weights)
+        self.out_features = sum(w.shape[0] for w in weights)
+        self.blocked = False  # by oneDNN
+        self.joined = device.type != "cpu"  # the bias to the product, in one launch
+        self.weights: list[Tensor] = []
+        if has_kernels(dtype, device):
+            own, width = stored_dtype({w.dtype for w in weights}, dtype), weights[0].shape[1]
+            panels = pack(blocks(weights), own, self.out_features, width)
+            self.packed = Packed(panels, self.out_features, width)
+        elif can_pack(dtype, device):
+            self.blocked = True
+            self.weights = [torch.ops.mkldnn._reorder_linear_weight(_stack(weights, dtype), self.ROWS_HINT)]
+        elif device.type == "cpu":
+            self.weights = [w.to(device, dtype) for w in weights]
+        else:  # one product instead of several
+            self.weights = [_stack(weights, dtype).to(device)]
+
+    @staticmethod
+    def why_not(device: torch.device) -> str | None:
+        """Every device multiplies floats."""
+        return None
+
+    @staticmethod
+    def bytes(outs: int, width: int, own: set[torch.dtype], dtype: torch.dtype, device: torch.device) -> int:
+        """See `models.formats.linear.Format`."""
+        if not has_kernels(dtype, device):
+            return outs * width * dtype.itemsize
+        stored = stored_dtype(own, dtype)
+        return panel_bytes(stored, outs, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., sum of outs]."""
+        if self.packed:
+            return super().forward(x)
+        if self.blocked:
+            # Opaque to the compiler, which would take the packed weight for a plain one.
+            run = torch.ops.coppice.blocked_linear if watched() else blocked_linear
+            return run(x, self.weights[0], self.bias, self.out_features)
+        if self.joined:
+            return F.linear(x, self.weights[0], self.bias)
+        y = (
+            F.linear(x, self.weights[0])
+            if len(self.weights) == 1
+            else torch.cat([F.linear(x, w) for w in self.weights], -1)
+        )
+        return y if self.bias is None else y + self.bias
+
+
+def stored_dtype(own: set[torch.dtype], dtype: torch.dtype) -> torch.dtype:
+    """The dtype that panels keep weights in: their own if it is half of the float32 that the layer computes in."""
+    halves = ({torch.bfloat16}, {torch.float16})
+    return next(iter(own)) if dtype == torch.float32 and own in halves else dtype
+
+
+def panel_bytes(dtype: torch.dtype, outs: int, width: int) -> int:
+    """Bytes of a matrix's panels, without scales."""
+    return math.prod(panels_shape(dtype, outs, width)) * dtype.itemsize
+
+
+def blocks(weights: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Rows of matrices, a few at a time; a block's pages of its file are let go when the next one is asked for.
+
+    Without this the pages that were touched count until the whole matrix is done: half a gigabyte of some heads.
+    """
+    for weight in weights:
+        mapped = is_mapped(weight)
+        for block in weight.split(max(1, CHUNK // weight.shape[1])):
+            yield block
+            if mapped:
+                let_go(block)
+
+
+def _stack(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The weights below each other, contiguous, cast on the way, so that there is never a cast copy besides.
+
+    What is copied lies in a mapping of its own: it goes back to the system at once, while the C library would put the
+    next matrices into the holes that it leaves, and keep what they leave in turn.
+    """
+    if len(weights) == 1 and weights[0].dtype == dtype and weights[0].is_contiguous():
+        return weights[0]
+    shape = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    size = max(1, math.prod(shape) * dtype.itemsize)
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(area, dtype=dtype, count=math.prod(shape)).view(shape)
+    for part, w in zip(whole.split([w.shape[0] for w in weights]), weights, strict=True):
+        part.copy_(w)
+    return whole
+
+
+def blocked_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """x W^T + b with W packed by oneDNN."""
+    rows = x.numel() // x.shape[-1]
+    spare = padded_rows(rows) - rows
+    if not spare:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    y = torch.ops.mkldnn._linear_pointwise(F.pad(x.reshape(rows, -1), (0, 0, 0, spare)), weight, bias, "none", [], "")
+    return y[:rows].view(*x.shape[:-1], out_features)
+
+
+def padded_rows(rows: int) -> int:
+    """The number of rows, at least this one, that oneDNN is asked for: any up to 16, few different ones beyond.
+
+    oneDNN compiles a primitive for each number of rows that a matrix meets, half a megabyte and a millisecond each,
+    and keeps a thousand of them: without this a chat, whose prompts have any length, grows by a hundred megabytes.
+    Multiples of three where it matters, as its blocks have three rows on AVX2; powers of two stay as they are above.
+    """
+    if rows <= 16:
+        return rows
+    step = 3 if rows <= 33 else 6 if rows <= 66 else 16 if rows <= 256 else 64
+    return -(-rows // step) * step
+
+
+torch.library.custom_op("coppice::blocked_linear", blocked_linear, mutates_args=())
+
+
+@torch.library.register_fake("coppice::blocked_linear")
+def _(x, weight, bias, out_features):
+    return x.new_empty(*x.shape[:-1], out_features)

@@ -1,0 +1,221 @@
+"""Weights as small numbers in groups that share a scale, as quantised checkpoints have them.
+
+Shape legend: O outputs, I inputs (the width of a row), G groups of a row.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kernels.linear import Packed, linear, pack_groups
+from kernels.linear.codes import Codes, pack_codes, takes
+from kernels.linear.panels import ZEROS, GroupKind
+from kernels.linear.reference import quantize
+from models.formats.coded import CodedLinear, has_codes, warn_of_floats
+from models.formats.floats import FloatLinear, PackedLinear, has_kernels
+
+CHUNK = 1 << 21  # weights of which there are codes or floats at once
+
+
+class GroupedRows(NamedTuple):
+    """Rows of a matrix: w[o, i] = (number of codes[o, i] - zero[o, i / group]) * scale[o, i / group].
+
+    Args:
+        codes_OI: uint8. int4: 0 to 15; int8: 0 to 255; float8: the bits of an e4m3 number.
+        scale_OG: float32.
+        zero_OG: float32, or None for that of `ZEROS`.
+    """
+
+    codes_OI: Tensor
+    scale_OG: Tensor
+    zero_OG: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedWeight:
+    """A weight [outs, width] that a checkpoint holds quantised. Nothing of its size exists before rows are asked for.
+
+    Args:
+        kind: what codes are.
+        shape: outs, width.
+        group: elements of a row, side by side, that share a scale; the last group may be shorter.
+        rows: rows [first, last) of the matrix.
+        order_I: int64; codes_OI[:, i] multiplies input order_I[i]. None: in their own order.
+        levels: activations are rounded to steps of 1 / levels of the largest magnitude of their row and multiplied as
+            int8, which int4 alone has; None: they are multiplied as floats.
+    """
+
+    kind: GroupKind
+    shape: tuple[int, int]
+    group: int
+    rows: Callable[[int, int], GroupedRows]
+    order_I: Tensor | None = None
+    levels: float | None = None
+
+    @property
+    def groups(self) -> int:
+        """Groups of a row."""
+        return -(-self.shape[1] // self.group)
+
+    @property
+    def kinship(self) -> tuple[str, int, int, float | None]:
+        """What weights have to share to be one matrix, besides their order."""
+        return self.kind, self.shape[1], self.group, self.levels
+
+    def part(self, outs: range | None, ins: range | None) -> "GroupedWeight":
+        """Some outputs and inputs of it; None: all. Raises ValueError for inputs that are not those of whole groups."""
+        first, (rows, width), group, some = 0, self.shape, self.group, slice(None)
+        if outs is not None:
+            first, rows = outs.start, len(outs)
+        if ins is not None:
+            if self.order_I is not None:
+                raise ValueError("its inputs have an order of their own (desc_act)")
+            if group == width:
+                group = len(ins)
+            elif ins.start % group or (ins.stop % group and ins.stop != width):
+                raise ValueError(f"inputs {ins.start} to {ins.stop} are no whole groups of {group}")
+            else:
+                some = slice(ins.start // group, -(-ins.stop // group))
+            width = len(ins)
+        columns = slice(None) if ins is None else slice(ins.start, ins.stop)
+
+        def read(start: int, stop: int) -> GroupedRows:
+            codes_OI, scale_OG, zero_OG = self.rows(first + start, first + stop)
+            zero_OG = None if zero_OG is None else zero_OG[:, some]
+            return GroupedRows(codes_OI[:, columns].contiguous(), scale_OG[:, some], zero_OG)
+
+        return replace(self, shape=(rows, width), group=group, rows=read) if outs or ins else self
+
+    def floats(self, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows [first, last) as float32, their columns in the order of the inputs."""
+        codes_OI, scale_OG, zero_OG = self.rows(first, self.shape[0] if last is None else last)
+        numbers_OI = codes_OI.view(torch.float8_e4m3fn).float() if self.kind == "float8" else codes_OI.float()
+        spread = partial(_spread, group=self.group, width=self.shape[1])
+        numbers_OI -= ZEROS[self.kind] if zero_OG is None else spread(zero_OG)
+        numbers_OI *= spread(scale_OG)
+        if self.order_I is None:
+            return numbers_OI
+        floats_OI = torch.empty_like(numbers_OI)
+        floats_OI[:, self.order_I] = numbers_OI
+        return floats_OI
+
+
+def _spread(x_OG: Tensor, group: int, width: int) -> Tensor:
+    """Values of groups to every element of a row."""
+    return x_OG.repeat_interleave(group, 1)[:, :width]
+
+
+class GroupedLinear(PackedLinear):
+    """y = x W^T + b of weights in groups, see `models.formats.linear.Linear`.
+
+    Where there are C++ kernels, and on a GPU, weights of one kind are packed into one matrix, as they are. Elsewhere on
+    a CPU every product makes floats of a few rows at a time, which is slow. Groups of a size that a GPU's kernel does
+    not have become floats once, with a warning.
+
+    Args:
+        weights: of equal widths.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[GroupedWeight],
+        biases: Sequence[Tensor] | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__(None, biases, dtype=dtype, device=device)
+        self.weights, self.parts, self.whole = [*weights], [], None
+        if device.type != "cpu":
+            self.whole, self.weights = _on_device(weights, biases, dtype, device), []
+        elif has_kernels(torch.float32, device):
+            self.parts = [_packed(alike) for alike in _alike(weights)]
+            self.packed = self.parts[0] if len(self.parts) == 1 else None
+            self.weights = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., sum of outs]."""
+        if self.packed:
+            return super().forward(x)
+        if self.whole:
+            return self.whole(x)
+        if self.parts:
+            y = torch.cat([linear(x.float(), part) for part in self.parts], -1).to(x.dtype)
+        else:
+            y = torch.cat([_product(x.float(), weight) for weight in self.weights], -1).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+def _alike(weights: Sequence[GroupedWeight]) -> list[list[GroupedWeight]]:
+    """Neighbours that can be one matrix, side by side."""
+    found: list[list[GroupedWeight]] = []
+    for weight in weights:
+        last = found[-1][-1] if found else None
+        if last is not None and last.kinship == weight.kinship and _same(last.order_I, weight.order_I):
+            found[-1].append(weight)
+        else:
+            found.append([weight])
+    return found
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and one.equal(other))
+
+
+def _on_device(
+    weights: Sequence[GroupedWeight], biases: Sequence[Tensor] | None, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """A layer on a GPU; on other devices, and of groups that have no product, one of floats."""
+    refused = next((w for w in weights if not takes(w.kind, w.group, w.shape[1])), None)
+    if refused is None and has_codes(dtype, device):
+        return CodedLinear([_codes(w, device) for w in _alike(weights)], biases, dtype=dtype, device=device)
+    if refused is not None:
+        warn_of_floats(refused.kind, refused.group, dtype)
+    return FloatLinear((weight.floats() for weight in weights), biases, dtype=dtype, device=device)
+
+
+def _packed(weights: Sequence[GroupedWeight]) -> Packed:
+    """One matrix of weights that are alike."""
+    first, outs, width = weights[0], sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    order_I = None if first.order_I is None else first.order_I.to(torch.int32)
+    panels, groups = pack_groups(_blocks(weights), first.kind, outs, width, first.group)
+    return Packed(panels, outs, width, groups=groups, order_I=order_I, levels=first.levels or 0)
+
+
+def _codes(weights: Sequence[GroupedWeight], device: torch.device) -> Codes:
+    """The same on a GPU."""
+    first, outs, width = weights[0], sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    return pack_codes(_blocks(weights), first.kind, outs, width, first.group, first.order_I, device)
+
+
+def _blocks(weights: Sequence[GroupedWeight]) -> Iterator[GroupedRows]:
+    """Rows of weights that are alike, below each other."""
+    step = max(1, CHUNK // weights[0].shape[1])
+    blocks = (
+        weight.rows(at, min(at + step, weight.shape[0])) for weight in weights for at in range(0, weight.shape[0], step)
+    )
+    return _with_zeros(blocks, weights)
+
+
+def _with_zeros(blocks: Iterable[GroupedRows], weights: Sequence[GroupedWeight]) -> Iterator[GroupedRows]:
+    """The same blocks, all with zeros if any weight has some."""
+    zeros = any(weight.rows(0, 1).zero_OG is not None for weight in weights)
+    for block in blocks:
+        if zeros and block.zero_OG is None:
+            block = block._replace(zero_OG=torch.full_like(block.scale_OG, ZEROS[weights[0].kind]))
+        yield block
+
+
+def _product(x: Tensor, weight: GroupedWeight) -> Tensor:
+    """x W^T by floats that are made as they are needed; x is float32."""
+    if weight.levels is not None:
+        steps, top = quantize(x, weight.levels)
+        x = torch.where(top > 0, (steps.float() - 128) * (top / weight.levels), 0)
+    outs, step = weight.shape[0], max(1, CHUNK // weight.shape[1])
+    rows = (weight.floats(at, min(at + step, outs)) for at in range(0, outs, step))
+    return torch.cat([F.linear(x, part) for part in rows], -1)

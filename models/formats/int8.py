@@ -1,0 +1,129 @@
+"""Int8 linear layers: weights quantised per output channel when loaded, activations per token as they come.
+
+A product of two int8 numbers is exact in int32, and every token has a scale of its own, so a token's result does not
+depend on those beside it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kernels.cpp import watched
+from kernels.linear import Packed, pack
+from kernels.linear.reference import quantize as quantize_rows
+from models.formats import coded
+from models.formats.coded import CodedLinear, of_int8
+from models.formats.floats import PackedLinear, blocks, has_kernels, panel_bytes
+
+
+@lru_cache(maxsize=1)
+def _exact() -> bool:
+    """Whether oneDNN adds up products of int8 in 32 bits: without VNNI it does so in 16, which overflow unnoticed."""
+    weight, ones = torch.full((64, 64), 127, dtype=torch.int8), torch.ones(64)
+    packed = torch.ops.onednn.qlinear_prepack(weight, None)
+    x, zero = torch.full((1, 64), 255, dtype=torch.uint8), torch.zeros(64, dtype=torch.int32)
+    return bool(_onednn(x, packed, ones, zero, torch.float32).eq(64 * 127 * (255 - 128)).all())
+
+
+class Int8Linear(PackedLinear):
+    """y = x W^T + b with W as int8 times a scale per row, see `models.formats.linear.Linear`.
+
+    x is rounded to 255 steps, each row by its own largest magnitude; on a GPU it is not rounded.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        biases: Sequence[Tensor] | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        super().__init__(None, biases, dtype=dtype, device=device)
+        weights = [*weights]
+        outs, width = sum(len(w) for w in weights), weights[0].shape[1]
+        scale_O = torch.empty(outs)
+        rows, self.whole = quantized(weights, scale_O), None
+        if device.type != "cpu":
+            parts = [of_int8(rows, scale_O, outs, width, device)]
+            self.whole = CodedLinear(parts, biases, dtype=dtype, device=device)
+        elif has_kernels(torch.float32, device):
+            panels = pack(rows, torch.int8, outs, width)
+            self.packed = Packed(panels, outs, width, scale_O.div_(127))
+        else:
+            self.weight = torch.ops.onednn.qlinear_prepack(torch.cat([*rows]), None)
+            self.scale_O = scale_O.div_(127)  # the rows of x are scaled to -127 .. 127
+            self.zero_O = torch.zeros(outs, dtype=torch.int32)
+
+    @staticmethod
+    def why_not(device: torch.device) -> str | None:
+        """What int8 linear layers lack on this machine; None: nothing."""
+        if device.type != "cpu":
+            return coded.why_not(device)
+        if has_kernels(torch.float32, device):
+            return None
+        if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qlinear_pointwise"):
+            return "this torch was built without oneDNN's int8 products"
+        if not torch.cpu._is_vnni_supported():
+            return "without C++ kernels int8 needs a processor with AVX-VNNI or AVX512-VNNI"
+        if not _exact():
+            return "oneDNN's int8 products overflow here: is ONEDNN_MAX_CPU_ISA set to less than the processor has?"
+        return None
+
+    @staticmethod
+    def bytes(outs: int, width: int, own: set[torch.dtype], dtype: torch.dtype, device: torch.device) -> int:
+        """See `models.formats.linear.Format`."""
+        if device.type != "cpu":
+            return coded.code_bytes("int8", outs, width, torch.float32.itemsize)
+        if has_kernels(torch.float32, device):
+            return panel_bytes(torch.int8, outs, width) + outs * torch.float32.itemsize
+        return outs * (width + torch.float32.itemsize + torch.int32.itemsize)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., sum of outs]."""
+        if self.whole:
+            return self.whole(x)
+        if self.packed:
+            return super().forward(x)
+        run = torch.ops.coppice.int8_linear if watched() else int8_linear
+        return run(x, self.weight, self.scale_O, self.zero_O, self.bias)
+
+
+def quantized(weights: Sequence[Tensor], scale_O: Tensor) -> Iterator[Tensor]:
+    """Matrices of equal width, below each other, as blocks of int8 rows; float32 scales per row go to scale_O.
+
+    Rows are read in chunks, so that there is never a float copy of a matrix.
+    """
+    first = 0
+    for part in blocks(weights):
+        last = first + len(part)
+        part = part.float()
+        scale_O[first:last] = part.abs().amax(-1) / 127
+        steps = scale_O[first:last].clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        yield (part / steps).round_().to(torch.int8)
+        first = last
+
+
+def int8_linear(x: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, bias: Tensor | None) -> Tensor:
+    """The product by oneDNN; scale_O is that of the weights over 127."""
+    steps, top = quantize_rows(x)
+    kind = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    # A row of zeros has undefined steps, and is 0 again at the end.
+    y = _onednn(steps, weight, scale_O, zero_O, kind).to(x.dtype)
+    return y.mul_(top) if bias is None else torch.addcmul(bias, y, top)
+
+
+def _onednn(steps: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, kind: torch.dtype) -> Tensor:
+    """oneDNN's product of uint8 steps, 128 standing for 0, with a packed matrix."""
+    product = (steps, 1.0, 128, weight, scale_O, zero_O, None, 1.0, 0, kind, "none", [], "")
+    return torch.ops.onednn.qlinear_pointwise(*product)
+
+
+torch.library.custom_op("coppice::int8_linear", int8_linear, mutates_args=())
+
+
+@torch.library.register_fake("coppice::int8_linear")
+def _(x, weight, scale_O, *_args):
+    return x.new_empty(*x.shape[:-1], scale_O.shape[0])

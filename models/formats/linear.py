@@ -1,0 +1,109 @@
+"""Linear layers: what every format of their weights offers, and which formats there are."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kernels.stack import Matrix
+from models.formats.floats import FloatLinear
+from models.formats.int4 import Int4
+from models.formats.int8 import Int8Linear
+
+
+class Linear(Protocol):
+    """y = x W^T + b for one weight or for several that share their input, below each other (query, key, value, say)."""
+
+    bias: Tensor | None
+    names: Sequence[str]  # of the checkpoint's tensors
+
+    @property
+    def matrix(self) -> Matrix | None:
+        """For the native stack of layers; None: it has no product of this matrix."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., sum of outs]."""
+        ...
+
+    def rows(self, ids_U: Tensor) -> "Linear | None":
+        """A layer of these outputs alone, int64, in their order; None if the weights are in no form for that."""
+
+
+class Joined(nn.Module):
+    """Layers of one input side by side, see `Linear`: for matrices that are kept in different ways."""
+
+    bias: Tensor | None = None
+    names: Sequence[str]
+    matrix: Matrix | None = None
+
+    def __init__(self, layers: Sequence[Linear]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)  # type: ignore[arg-type]
+        self.names = [name for layer in layers for name in layer.names]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., sum of outs]."""
+        return torch.cat([layer(x) for layer in self.layers], -1)
+
+    def rows(self, ids_U: Tensor) -> None:
+        """See `Linear`."""
+
+
+class Format(Protocol):
+    """A way to keep weights: a class of linear layers, whose instances are `Linear` and modules."""
+
+    def __call__(
+        self,
+        weights: Iterable[Tensor],
+        biases: Sequence[Tensor] | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Linear:
+        """Pack a layer.
+
+        Args:
+            weights: [out, in] each, in the checkpoint's dtype, memory-mapped as a rule. Those of an iterator are let go
+                as soon as they are copied.
+            biases: one [out] per weight, or None for all.
+            dtype, device: to compute in.
+        """
+        ...
+
+    def why_not(self, device: torch.device) -> str | None:
+        """What this machine lacks for it; None: nothing."""
+
+    def bytes(self, outs: int, width: int, own: set[torch.dtype], dtype: torch.dtype, device: torch.device) -> int:
+        """Bytes that a matrix [outs, width] will take, without its bias.
+
+        Args:
+            own: dtypes of the weights in the checkpoint.
+            dtype, device: to compute in.
+        """
+        ...
+
+
+FORMATS: dict[str, Format] = {  # by the value of --quant
+    "none": FloatLinear,
+    "int8": Int8Linear,
+    "int4": Int4(),
+    "int4-head": Int4(head=True),
+    "int4-64": Int4(64),
+    "int4-128": Int4(128),
+    "int4-zeros": Int4(32, zeros=True),
+    "int4-zeros-64": Int4(64, zeros=True),
+    "int4-zeros-128": Int4(128, zeros=True),
+}
+
+
+def format_of(quant: str, outs: int, *, head: bool = False) -> str:
+    """The format of a matrix of so many outputs, in a model whose matrices are kept in `quant`.
+
+    A scalar head saves nothing and loses the most; the matrix that makes logits takes 8 bits where others take 4,
+    but in a format that names the head.
+    """
+    if outs == 1:
+        return "none"
+    kept = FORMATS[quant]
+    return "int8" if head and isinstance(kept, Int4) and not kept.head else quant

@@ -1,0 +1,323 @@
+"""Cached prefixes: the tokens of a cold engine, whatever ran before and beside; the pool exact; no memory lost."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+import engine.load.pools
+from engine import Engine, KVMemoryError, Request, Session, UsageError
+from engine.step import prefix_files
+from models.checkpoint.headers import write_tensors
+from search import DSBD, Greedy, Sample, Trie
+from tools.random_checkpoint import make
+
+ROOT = Path(__file__).parents[3]
+VOCAB = 120
+SEARCHES = [Greedy(), Trie(beams=3), Sample(num_return_sequences=3, seed=4), Trie(beams=5, early_stopping=True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    make(folder, layers=2, width=32, mlp=48, heads=4, kv_heads=2, vocab=VOCAB, max_positions=400, seed=1, scale=0.7)
+    return folder
+
+
+@pytest.fixture(params=[1, 4], ids=["tokens", "pages"])
+def page_size(request, monkeypatch):
+    monkeypatch.setitem(engine.memory.PAGE_SIZE, "cpu", request.param)
+    return request.param
+
+
+def load(folder, tokens=4000, **options):
+    per_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, their size, bytes
+    return Engine.load(folder, kv_memory=tokens * per_token, dtype="float32", **{"prefix_cache": "on"} | options)
+
+
+def exact(engine, held=0):
+    engine.pool.check_invariants([] if not held else None)
+    assert engine.pool.used_pages == held
+
+
+def same(warm, cold):
+    assert [(o.token_ids, o.finish_reason) for o in warm.outputs] == [
+        (o.token_ids, o.finish_reason) for o in cold.outputs
+    ]
+    assert [o.logprob for o in warm.outputs] == pytest.approx([o.logprob for o in cold.outputs], abs=1e-4)
+
+
+def requests(rng, count):
+    """Prompts that share beginnings, of different lengths, with salts and without."""
+    stems = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(5, 60))] for _ in range(3)]
+    for _ in range(count):
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randint(1, len(stem))] + [rng.randrange(3, VOCAB) for _ in range(rng.randint(0, 9))]
+        options = {"logprobs": rng.choice([None, 1]), "cache_salt": rng.choice(["", "", "a", None])}
+        yield Request(prompt, rng.choice(SEARCHES), rng.randint(1, 12), **options)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("tokens", [110, 4000])
+def test_random_requests_give_what_a_cold_engine_gives(folder, page_size, tokens, seed):
+    """With a pool that holds one of them at a time, and with one that holds all."""
+    rng = random.Random(seed)
+    warm, cold = load(folder, tokens, parallel=3), load(folder, tokens, parallel=3, prefix_cache="off")
+    asked = [*requests(rng, 25)]
+    results, expected = dict(warm.serve(asked)), dict(cold.serve(asked))
+    for i, request in enumerate(asked):
+        if isinstance(expected[i], KVMemoryError):
+            assert isinstance(results[i], KVMemoryError), (i, request)
+            continue
+        same(results[i], expected[i])
+        assert results[i].stats["nodes_evaluated"] == expected[i].stats["nodes_evaluated"]
+        assert request.cache_salt is not None or not results[i].stats["reused_tokens"]
+    figures = warm.pool.prefixes.figures()
+    assert figures["hits"] > 3 and figures["reused_tokens"] > 30
+    exact(warm)
+    warm.pool.prefixes.clear()
+    assert not warm.pool.kept and not warm.pool.idle_pages
+    exact(warm)
+
+
+def test_a_prompt_is_read_once(folder, page_size):
+    warm, document = load(folder), [5 + i % 90 for i in range(300)]
+    [first] = warm.generate([[*document, 7]], Greedy(), max_new_tokens=4)
+    [again] = warm.generate([[*document, 9, 8]], Greedy(), max_new_tokens=4)
+    assert first.stats["reused_tokens"] == 0 and again.stats["reused_tokens"] == 300
+    assert again.stats["forward_passes"] == 4 and again.stats["nodes_evaluated"] == first.stats["nodes_evaluated"]
+    continued = [*document, 9, 8, *again.outputs[0].token_ids, 6]
+    [more] = warm.generate([continued], Greedy(), max_new_tokens=2)
+    assert more.stats["reused_tokens"] == len(continued) - 2  # the answer's last token was never evaluated
+    assert warm.pool.prefixes.figures()["hits"] == 2
+    exact(warm)
+
+
+def test_requests_that_wait_share_what_the_first_reads(folder, page_size):
+    warm, document = load(folder), [5 + i % 90 for i in range(390)]
+    results = warm.generate([[*document, i] for i in range(10, 18)], Trie(beams=2), max_new_tokens=3)
+    read = sum(390 - result.stats["reused_tokens"] for result in results)
+    assert read < 390 + 8 * 40 and warm.pool.prefixes.figures()["lookups"] == 8
+    cold = load(folder, prefix_cache="off")
+    for warm_result, cold_result in zip(
+        results, cold.generate([[*document, i] for i in range(10, 18)], Trie(beams=2), max_new_tokens=3), strict=True
+    ):
+        same(warm_result, cold_result)
+    exact(warm)
+
+
+def test_salts_keep_prompts_apart(folder):
+    warm, prompt = load(folder), [5 + i % 90 for i in range(50)]
+    reused = []
+    for salt in ("", "a", "a", "b", None, ""):
+        [result] = warm.generate([prompt], Greedy(), max_new_tokens=2, cache_salt=salt)
+        reused.append(result.stats["reused_tokens"])
+    assert reused == [0, 0, 49, 0, 0, 49]
+    with pytest.raises(UsageError, match="cache_salt: expected a text or None, got 3"):
+        warm.generate([prompt], Greedy(), cache_salt=3)
+
+
+def test_a_prompt_token_is_reused_once_where_its_text_crosses_the_border_of_longrope():
+    """The prompt is taken over from the cache in both variants of the rotary embeddings: below and above 32 tokens."""
+    warm = Engine.load(ROOT / "tests/golden/phi3/longrope", dtype="float32", kv_memory=1 << 22, prefix_cache="on")
+    for prompt, new in ((range(5, 35), 20), (range(5, 36), 8), (range(5, 45), 4)):
+        for expected in (None, len(prompt) - 1):
+            [result] = warm.generate([[*prompt]], Greedy(), max_new_tokens=new, ignore_eos=True)
+            assert expected in (None, result.stats["reused_tokens"])
+            assert 0 <= result.stats["reused_tokens"] < len(prompt)
+
+
+def test_the_least_recently_used_goes_first(folder, page_size):
+    warm = load(folder, 120)
+    ask = lambda start: warm.generate([[start] * 4 + [9] * 26], Greedy(), max_new_tokens=2)[0].stats["reused_tokens"]  # noqa: E731
+    assert [ask(3), ask(4), ask(5)] == [0, 0, 0]
+    assert ask(3) == 29
+    ask(6), ask(7)
+    assert ask(3) > 0 and ask(4) == 0
+    exact(warm)
+
+
+def test_a_full_cache_is_no_full_pool(folder, page_size):
+    """What a search may take, and what it is refused, is as without cached prefixes."""
+    warm, cold = load(folder, 100), load(folder, 100, prefix_cache="off")
+    for engine_ in (warm, cold):
+        for start in range(10, 20):
+            engine_.generate([[start] * 60], Greedy(), max_new_tokens=8)
+        with pytest.raises(KVMemoryError):
+            engine_.generate([[5] * 101], Greedy(), max_new_tokens=8)
+    assert warm.pool.free_pages == cold.pool.free_pages == warm.pool.pages and warm.pool.idle_pages > 60 // page_size
+    for beams in (2, 8):
+        prompt = [[31] * 60 + [7, 9]]
+        same(*(e.generate(prompt, Trie(beams=beams), max_new_tokens=5)[0] for e in (warm, cold)))
+    exact(warm)
+
+
+def test_sessions(folder, page_size):
+    warm, cold = load(folder, 300), load(folder, 300, prefix_cache="off")
+    for _ in range(2):
+        sessions, prompts = [Session(warm), Session(cold)], [[5 + i % 90 for i in range(40)]] * 2
+        for turn in range(3):
+            done = [[*s.stream(p, Trie(beams=3), max_new_tokens=6)][-1] for s, p in zip(sessions, prompts, strict=True)]
+            same(done[0].result, done[1].result)
+            assert done[0].result.stats["reused_tokens"] >= done[1].result.stats["reused_tokens"]
+            prompts = [[*p, *d.result.outputs[0].token_ids, 8 + turn] for p, d in zip(prompts, done, strict=True)]
+        warm.pool.check_invariants(sessions[0].trunk.pages)
+        [beside] = warm.generate([prompts[0][:50]], Greedy(), max_new_tokens=3)
+        assert beside.stats["reused_tokens"] == 49
+        sessions[0].close(), sessions[1].close()
+        exact(warm)
+
+
+def test_companions(folder, page_size):
+    warm = load(folder, 600, draft=folder)
+    cold = load(folder, 600, draft=folder, prefix_cache="off")
+    prompt, search = [5 + i % 90 for i in range(60)], DSBD(draft_beams=2, gamma=3, seed=3)
+    for _ in range(3):
+        same(*(e.generate([prompt], search, max_new_tokens=10)[0] for e in (warm, cold)))
+    assert warm.companions["draft"].pool.prefixes.figures()["idle_pages"] > 0
+    exact(warm), exact(warm.companions["draft"])
+
+
+@pytest.mark.parametrize("family", ["lfm2/plain", "mistral/window", "gemma/two", "phi3/longrope", "llama/plain"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_families(family, kv_dtype, page_size):
+    path = ROOT / "tests/golden" / family
+    warm, cold = (
+        Engine.load(path, kv_memory=1 << 22, dtype="float32", kv_dtype=kv_dtype, prefix_cache=cache)
+        for cache in ("on", "off")
+    )
+    rng = random.Random(1)
+    reach = min(warm.shape.max_positions or 60, 60) - 8
+    stem = [rng.randrange(3, warm.runner.vocab_size) for _ in range(reach)]
+    for _ in range(6):
+        prompt = stem[: rng.randint(3, reach)] + [rng.randrange(3, warm.runner.vocab_size) for _ in range(2)]
+        same(*(e.generate([prompt], Trie(beams=3), max_new_tokens=6)[0] for e in (warm, cold)))
+    assert warm.pool.prefixes.figures()["hits"] >= 4
+    exact(warm)
+
+
+def test_keys_that_depend_on_the_whole_sequence_are_not_kept(tmp_path):
+    make(tmp_path, layers=1, width=32, mlp=48, heads=4, kv_heads=2, vocab=VOCAB, max_positions=64, seed=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_scaling"] = {"rope_type": "dynamic", "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load(tmp_path).pool.prefixes is None
+    with pytest.raises(UsageError, match="prefix_cache: expected on or off, got 'yes'"):
+        load(tmp_path, prefix_cache="yes")
+
+
+# --- files ---
+
+
+def test_a_prefix_in_a_file(folder, page_size, tmp_path):
+    file, prefix = tmp_path / "prefix", [5 + i % 90 for i in range(130)]
+    writer, reader, cold = load(folder), load(folder), load(folder, prefix_cache="off")
+    writer.save_prefix(file, prefix)
+    assert reader.load_prefix(file) == prefix and file.stat().st_mode & 0o777 == 0o600
+    for warm in (writer, reader):
+        [result] = warm.generate([[*prefix, 9, 8]], Trie(beams=3), max_new_tokens=6)
+        assert result.stats["reused_tokens"] == 130
+        same(result, cold.generate([[*prefix, 9, 8]], Trie(beams=3), max_new_tokens=6)[0])
+        exact(warm)
+    reader.load_prefix(file, cache_salt="a")
+    [result] = reader.generate([[*prefix, 9, 8]], Greedy(), max_new_tokens=2, cache_salt="a")
+    assert result.stats["reused_tokens"] == 130
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_convolutions_and_int8_in_a_file(kv_dtype, tmp_path):
+    path = ROOT / "tests/golden/lfm2/plain"
+    options = {"kv_memory": 1 << 22, "dtype": "float32", "kv_dtype": kv_dtype}
+    writer, reader = (Engine.load(path, prefix_cache="on", **options) for _ in range(2))
+    prefix = [3 + i % 40 for i in range(30)]
+    writer.save_prefix(tmp_path / "prefix", prefix)
+    reader.load_prefix(tmp_path / "prefix")
+    results = [e.generate([[*prefix, 9]], Trie(beams=3), max_new_tokens=5)[0] for e in (writer, reader)]
+    same(*results)
+    assert results[1].stats["reused_tokens"] == 30
+    same(results[0], Engine.load(path, **options).generate([[*prefix, 9]], Trie(beams=3), max_new_tokens=5)[0])
+
+
+def test_files_that_are_refused(folder, tmp_path):
+    file, prefix, whole = tmp_path / "prefix", [5 + i % 90 for i in range(60)], load(folder)
+    whole.save_prefix(file, prefix)
+    data = file.read_bytes()
+
+    def refused(words, engine=whole, path=file):
+        with pytest.raises(UsageError, match=words):
+            engine.load_prefix(path)
+        engine.pool.check_invariants([])
+
+    refused("another model, dtype or format", load(folder, kv_dtype="int8"))
+    refused("prefixes are not kept", load(folder, prefix_cache="off"))
+    refused("cannot be read: No such file", path=tmp_path / "none")
+    refused("cannot be read: Is a directory", path=tmp_path)
+    refused("no prefix of this version", path=folder / "model.safetensors")
+    with pytest.raises(KVMemoryError, match="full"):
+        load(folder, 40).load_prefix(file)
+    for damaged, words in ((data[:-9], "damaged"), (data[:-9] + b"x" * 9, "checksum"), (b"abc", "damaged")):
+        file.write_bytes(damaged)
+        refused(words)
+    with pytest.raises(UsageError, match="prefix cannot be written: No such file"):
+        whole.save_prefix(tmp_path / "none" / "prefix", prefix)
+    with pytest.raises(UsageError, match="token ids from 0 to 119, got 500"):
+        whole.save_prefix(file, [500])
+
+
+def metadata(key, value):
+    return lambda found, tensors: found.update({key: value})
+
+
+def numbers(value):
+    def change(found, tensors):
+        tensors[min(tensors)].view(-1)[7] = value
+
+    return change
+
+
+CRAFTED = {
+    "no tokens": (lambda found, tensors: found.pop("tokens"), "tokens: expected a list of ids from 0 to 119, got ''"),
+    "no list": (metadata("tokens", "7"), "tokens: expected a list"),
+    "no JSON": (metadata("tokens", "[1, 2"), "tokens: expected a list"),
+    "nested": (metadata("tokens", "[" * 100_000), "tokens: expected a list"),
+    "empty": (metadata("tokens", "[]"), "tokens: expected a list"),
+    "floats": (metadata("tokens", str([5.0] * 60)), "tokens: expected a list"),
+    "truths": (metadata("tokens", "[" + "true, " * 59 + "true]"), "tokens: expected a list"),
+    "negative": (metadata("tokens", str([-1] * 60)), "tokens: expected a list"),
+    "outside": (metadata("tokens", str([120] * 60)), "tokens: expected a list of ids from 0 to 119"),
+    "endless": (metadata("tokens", str([5] * 401)), "tokens: expected at most 400, the model's context, got 401"),
+    "fewer": (metadata("tokens", str([5] * 59)), "expected .*59.* got .*60"),
+    "another tensor": (lambda found, tensors: tensors.update(x=tensors[min(tensors)]), "expected the tensors"),
+    "a tensor less": (lambda found, tensors: tensors.pop(min(tensors)), "expected the tensors"),
+    "a shape": (
+        lambda found, tensors: tensors.update({n: x[:1].clone() for n, x in tensors.items()}),
+        "expected .* got",
+    ),
+    "a dtype": (lambda found, tensors: tensors.update({n: x.double() for n, x in tensors.items()}), "got .*float64"),
+    "NaN": (numbers(math.nan), "expected numbers of at most"),
+    "infinite": (numbers(-math.inf), "expected numbers of at most"),
+    "huge": (numbers(1e30), "expected numbers of at most"),
+}
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_crafted_files_with_right_checksums(case, folder, tmp_path):
+    """Refused by name, nothing changed: no request ever reads them."""
+    change, words = CRAFTED[case]
+    file, engine = tmp_path / "prefix", load(folder)
+    engine.save_prefix(file, [5 + i % 90 for i in range(60)])
+    engine.pool.prefixes.clear()
+    with safe_open(file, framework="pt") as opened:
+        found, tensors = dict(opened.metadata()), {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+    change(found, tensors)
+    found["checksum"] = prefix_files._checksum(tensors, found.get("tokens", ""))
+    with file.open("wb") as out:
+        write_tensors(out, tensors, found)
+    with pytest.raises(UsageError, match=words) as error:
+        engine.load_prefix(file)
+    assert error.value.where == str(file) and "--save-prefix" in error.value.remedy
+    engine.pool.check_invariants([])
+    assert engine.pool.free_pages == engine.pool.pages

@@ -1,0 +1,326 @@
+"""The budget of a process: predictions beside the truth, refusals, limits of control groups."""
+
+import gc
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import Engine, UsageError
+from engine.app.chat import main
+from engine.demo import demo_folder
+from engine.load.budget import (
+    ENTRY,
+    FORMATS_SHOWN,
+    TOKENIZER,
+    TOKENIZER_LEAST,
+    Loading,
+    Plan,
+    Workload,
+    _tokenizer,
+    allow,
+    cgroup_limits,
+    read_memory,
+    resident,
+)
+from models import FAMILIES, load_model
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.sizes import measure
+from models.formats.floats import has_kernels
+from models.formats.linear import FORMATS
+from models.trim import trim_memory
+from search import Greedy, Trie
+from tools import random_checkpoint
+from tools.pack import pack
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "golden"
+CPU = torch.device("cpu")
+MB = 1 << 20
+
+
+def folders() -> list[Path]:
+    found = [config.parent for config in sorted(GOLDEN.rglob("config.json"))]
+    return [folder for folder in found if json.loads((folder / "config.json").read_text()).get("architectures")]
+
+
+def kind(folder: Path) -> tuple[str, ...]:
+    """The family of a checkpoint, or the method and the format that quantised it."""
+    fields = json.loads((folder / "config.json").read_text())
+    quantised = fields.get("quantization_config", {})
+    return tuple(quantised[name] for name in ("quant_method", "format") if name in quantised) or (
+        fields["architectures"][0],
+    )
+
+
+ONE_OF_EACH = {kind(folder): folder for folder in folders()}.values()
+
+
+def tensors_in(layers: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Of packed matrices and of their groups, each once."""
+    found = [p for x in layers for p in (getattr(x, "packed", None), *getattr(x, "parts", ())) if p is not None]
+    for packed in {id(p): p for p in found}.values():
+        yield from (x for x in (*vars(packed).values(), *(packed.groups or ())) if isinstance(x, torch.Tensor))
+
+
+@pytest.mark.skipif(not has_kernels(torch.float32, CPU), reason="needs C++ kernels, whose panels are counted")
+@pytest.mark.full(unless=lambda folder: folder in ONE_OF_EACH)
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: str(folder.relative_to(GOLDEN)))
+def test_weights_are_counted_to_the_byte(folder):
+    checkpoint = Checkpoint.open(folder)
+    if checkpoint.quantization:  # scales may change their dtype
+        size, model = measure(checkpoint, torch.float32, CPU), load_model(checkpoint, torch.float32, CPU)
+        tensors = [*tensors_in(model.modules())]
+        assert 0.5 < size.matrices / sum(x.nbytes for x in tensors) < 2
+        return
+    for quant in FORMATS:
+        size, model = measure(checkpoint, torch.float32, CPU, quant), load_model(checkpoint, torch.float32, CPU, quant)
+        assert size.matrices == sum(x.nbytes for x in tensors_in(model.modules())), quant
+        assert size.shape == model.shape and size.config == model.config
+
+
+def test_all_families_are_counted():
+    names = {json.loads((folder / "config.json").read_text())["architectures"][0] for folder in folders()}
+    assert {FAMILIES[name] for name in names if name in FAMILIES} == {*FAMILIES.values()}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """36 MB of float32, of which half are the head."""
+    folder = tmp_path_factory.mktemp("budget") / "model"
+    random_checkpoint.make(folder, layers=4, width=384, mlp=1024, heads=6, vocab=12000)
+    return folder
+
+
+PEAK = """
+import sys
+from engine import Engine
+from engine.load.budget import FORMATS_SHOWN, Loading, Workload, peak
+from search import Trie
+folder, memory, quant = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+work = Workload(Trie(beams=8), 400, 24)
+plan = Loading({"target": folder}, quant=quant).plan(work)
+engine = Engine.load(folder, memory=memory or None, quant=quant, threads=2, kv_memory=None if memory else "64M")
+engine.generate([[5 + i % 900 for i in range(400)]], work.search, max_new_tokens=24, ignore_eos=True)
+print(plan.total(work.slots[1]), peak(), engine.pool.pages, plan.fixed)
+"""
+
+
+@pytest.mark.full(unless=lambda quant: quant != "int8")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("quant", ["none", "int8", "int4"])
+def test_prediction_and_peak(checkpoint, quant):
+    """The plan holds at the peak, loading included, and is not much more than the truth."""
+    if FORMATS[quant].why_not(CPU) is not None:
+        pytest.skip(f"no {quant} here")
+    command = [sys.executable, "-c", PEAK, str(checkpoint), "0", quant]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    planned, peak, *_ = map(int, done.stdout.split())
+    assert planned / 1.25 < peak < planned * 1.08, (planned / MB, peak / MB)
+
+
+LOAD = """
+import json, sys
+from pathlib import Path
+from engine import Engine
+from engine.load.budget import peak, resident
+from models.trim import release_libraries
+folder, quant = sys.argv[1:]
+release_libraries()
+Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+before = resident()
+engine = Engine.load(folder, quant=quant, kv_memory="1M", threads=2)
+print(json.dumps({"peak": peak(), "loaded": resident(), "before": before}))
+"""
+
+
+@pytest.mark.full(unless=lambda quant: quant in ("none", "packed"))
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("quant", ["none", "int8", "int4", "packed"])
+def test_loading_peaks_at_the_loaded_model_and_one_tensor(tmp_path, quant):
+    """67 MB of bfloat16 tensors: two of 16 MB are packed together, and never in memory together as they were.
+
+    Libraries take 27 MB while they load and give it back.
+    """
+    if FORMATS["int4" if quant == "packed" else quant].why_not(CPU) is not None:
+        pytest.skip(f"no {quant} here")
+    make = random_checkpoint.make
+    folder, largest = tmp_path / "model", 16 * MB
+    make(folder, layers=1, width=1024, mlp=8192, heads=8, vocab=2000, dtype="bfloat16")
+    if quant == "packed":
+        pack(folder, tmp_path / "packed", quant="int4")
+        folder, quant = tmp_path / "packed", "none"
+    command = [sys.executable, "-c", LOAD, str(folder), quant]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    found = json.loads(done.stdout)
+    assert found["peak"] - found["loaded"] < largest + (27 + 21) * MB, {name: size / MB for name, size in found.items()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_budget_is_kept(checkpoint):
+    """The cache gets what is left, and the process stays within its budget."""
+    command = [sys.executable, "-c", PEAK, str(checkpoint), str(400 * MB), "none"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    _, peak, pages, fixed = map(int, done.stdout.split())
+    assert peak <= 400 * MB
+    token = 2 * 4 * 384 * 4
+    assert abs(pages * token + fixed - 400 * MB) < 24 * MB  # the process grew between the two plans
+
+
+def test_refusal_spells_the_sum_out(checkpoint, monkeypatch):
+    monkeypatch.setattr("engine.load.budget.runtime_bytes", lambda: 200 * MB)
+    loading, work = Loading({"target": checkpoint}), Workload(Trie(beams=15), 1, 256)
+    plan = loading.plan(work)
+    short = plan.total(work.slots[0]) - MB // 2
+    with pytest.raises(UsageError) as refused:
+        allow(loading, short, None, work)
+    assert refused.value.exit_code == 2
+    text = str(refused.value)
+    for line in (
+        "runtime: Python, torch, kernels",
+        "weights",
+        "tokenizer",
+        "scratch of a pass",
+        "cache for 270 tokens",
+    ):
+        assert line in text
+    assert "what would fit: " in text and "--memory of at least" in text
+    if FORMATS["int8"].why_not(CPU) is None:
+        assert "--quant int8 (" in text
+    assert "--beams" in text and "--max-new-tokens" in text
+    flags = [fit.split()[0] for fit in text.rpartition("what would fit: ")[2].split(", ")]
+    assert len(flags) == len({*flags}) <= 5 and flags[-1] == "--memory"  # of each flag the nearest alone
+
+
+def test_what_is_left_is_the_caches(checkpoint, monkeypatch):
+    monkeypatch.setattr("engine.load.budget.runtime_bytes", lambda: 200 * MB)
+    loading = Loading({"target": checkpoint})
+    fixed = loading.plan(Workload()).fixed
+    left = allow(loading, fixed + 40 * MB, None, Workload())
+    assert 30 * MB < left < 41 * MB
+    assert allow(loading, fixed + 40 * MB, 5 * MB, Workload()) == 5 * MB
+    with pytest.raises(UsageError, match=r"--kv-memory 300\.0 MB is more than"):
+        allow(loading, fixed + 40 * MB, 300 * MB, Workload())
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, True, "much", "12Q", 1 << 63, None])
+def test_other_budgets_are_refused(checkpoint, given):
+    with pytest.raises(UsageError, match="memory: expected auto"):
+        allow(Loading({"target": checkpoint}), given, None, Workload())
+
+
+def test_load_takes_it(checkpoint):
+    gc.collect()  # what other tests left would go in between
+    trim_memory()
+    need = Loading({"target": checkpoint}).plan(Workload(parallel=16)).fixed
+    engine = Engine.load(checkpoint, memory=need + 30 * MB, threads=2)
+    assert 0 < engine.pool.pages * engine.pool.page_bytes <= 40 * MB
+    with pytest.raises(UsageError, match="is less than"):
+        Engine.load(checkpoint, memory="1M")
+
+
+def test_tokenizers_are_counted(tmp_path):
+    """Pieces and merges of a tokenizer.json, bytes of other files."""
+    assert _tokenizer(demo_folder()) == TOKENIZER_LEAST + ENTRY * (1536 + 1274)
+    assert _tokenizer(tmp_path) == 0
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "merges.txt").write_text("a b\n")
+    assert _tokenizer(tmp_path) == TOKENIZER * 6
+    (tmp_path / "tokenizer.json").write_text('{"model": []}')
+    assert _tokenizer(tmp_path) == TOKENIZER_LEAST
+
+
+def test_plan_and_workload():
+    plan = Plan({"a": 10, "b": 20}, token=5)
+    assert (plan.fixed, plan.cache(4), plan.total(4), plan.left(100)) == (30, 30, 60, 60)
+    assert Workload(Trie(beams=3), 10, 5).slots == (16, 22) and Workload(Greedy()).beams == 1
+    assert resident() > 50 * MB
+
+
+def test_a_command_line_imports_less_of_torch():
+    """What only torch's compiler needs is left out, and there for whoever asks."""
+    code = "import engine.load.startup as s, sys, torch; print(s.lean, s.METAS in sys.modules)\n"
+    code += "torch.Generator(); import torch._prims.rng_prims; torch.Generator()\n"  # as searches that draw ahead do
+    code += "import torch._meta_registrations as m; print(hasattr(m, '__file__'))"
+    run = f"import sys; sys.argv = ['-m']; sys.orig_argv = ['python', '-m', 'engine.chat']; exec({code!r})"
+    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.stdout.split(), done.stderr) == (["True", "False", "True"], "")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.stdout.split(), done.stderr) == (["False", "True", "True"], "")
+
+
+# --- limits ---
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "limits"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "900", "memory.max": "700"}, [900, 700]),
+        ("0::/../x\n", {"memory.max": "5000\n"}, [5000]),
+        ("0::/host/path\n", {"memory.max": "77"}, [77]),
+        ("4:cpu:/a\n3:memory:/a\n", {"memory/a/memory.limit_in_bytes": "123"}, [123]),
+        ("3:cpu,memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, []),
+        ("1:name=systemd:/\n", {"memory/memory.limit_in_bytes": "5"}, []),
+        ("0::/\n", {"memory.max": "rubbish"}, []),
+        ("nothing of the kind\n", {}, []),
+    ],
+)
+def test_limits_of_control_groups(tmp_path, cgroup, files, limits):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert [*cgroup_limits(tmp_path)] == limits
+
+
+def test_without_control_groups(tmp_path):
+    assert [*cgroup_limits(tmp_path)] == []
+
+
+def test_auto_is_the_least_limit(checkpoint, monkeypatch):
+    loading = Loading({"target": checkpoint})
+    monkeypatch.setattr("engine.load.budget.total_memory", lambda: 3200 * MB)
+    monkeypatch.setattr("engine.load.budget.cgroup_limits", lambda: iter([640 * MB]))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert read_memory("auto", loading, 2) == 620 * MB
+    monkeypatch.setattr("engine.load.budget.cgroup_limits", lambda: iter(()))
+    assert read_memory("auto", loading, 2) == 3100 * MB
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2000 * MB, resource.RLIM_INFINITY))
+    limited = read_memory("auto", loading, 1)
+    assert limited < 2000 * MB and limited - read_memory("auto", loading, 2) > 60 * MB  # address space of a thread
+
+
+# --- the command line ---
+
+
+def test_the_table(checkpoint, capsys):
+    assert main(["--plan", str(checkpoint), "--context", "1024", "--max-new-tokens", "24"]) == 0
+    title, _, heads, *rows, _, notes = capsys.readouterr().out.splitlines()
+    assert title.startswith("model: float32; a prompt of 1000 tokens, 24 new ones") and "tokens" in notes
+    formats = [name for name in FORMATS_SHOWN if FORMATS[name].why_not(CPU) is None]
+    assert heads.split() == ["weights", "cache", "beams", "tokens", "scratch", "runtime", "total"]
+    assert [row.split()[0] for row in rows][:: len(rows) // len(formats)] == formats
+    assert [row.split()[6:8] for row in rows[:3]] == [["1", "1023"], ["4", "1092"], ["15", "1345"]]
+
+
+def test_the_table_reads_no_weights(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights are read"))
+    assert main(["--plan", str(checkpoint)]) == 0
+
+
+def test_refusals_on_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["-p", "Hello", "--memory", "20M"]) == 2
+    told = capsys.readouterr().err
+    assert "error: memory: 20.0 MB is less than" in told and "target weights" in told and "reward tokenizer" in told
+    assert main(["--plan", str(tmp_path)]) == 3
+    with pytest.raises(SystemExit) as stop:
+        main(["--memory", "lots"])
+    assert stop.value.code == 2 and demo_folder().is_dir()

@@ -1,0 +1,149 @@
+"""Text models inside checkpoints of several modalities; their numbers are in tests/test_golden.py."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import Engine
+from models.checkpoint.headers import Checkpoint, write_tensors
+from models.checkpoint.sizes import measure
+from models.checkpoint.wrapped import parts, text_config, text_names
+from models.errors import CheckpointError
+from models.formats.floats import has_kernels
+from tools.pack import pack
+
+GOLDEN = Path(__file__).parents[2] / "golden/wrapped"
+TEXT = {"model_type": "llama"}
+LLAVA = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "text_config": TEXT}
+
+
+def changed(tmp_path, variant, change):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(GOLDEN / variant, folder)
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_note_names_what_is_left_out_with_its_bytes():
+    for variant, part in {"llava": "multi_modal_projector", "qwen3_vl": "visual", "idefics3": "connector"}.items():
+        engine = Engine.load(GOLDEN / variant)
+        assert f"only the text model is loaded, without {part} (0.0 MiB)" in engine.capabilities.warning
+        checkpoint = Checkpoint.open(GOLDEN / variant)
+        assert [*checkpoint.left_out] == [part] and checkpoint.left_out[part] in (16, 512, 2048)
+
+
+@pytest.mark.parametrize(
+    ("stored", "text"),
+    [
+        ("language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.language_model.layers.0.mlp.up_proj.qweight", "model.layers.0.mlp.up_proj.qweight"),
+        ("model.text_model.norm.weight", "model.norm.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("language_model.model.decoder.layers.0.fc1.bias", "model.decoder.layers.0.fc1.bias"),
+    ],
+)
+def test_names(stored, text):
+    assert text_names([stored, "vision_tower.layers.0.weight", "lm_head.bias"]) == {
+        text: stored,
+        "lm_head.bias": "lm_head.bias",
+    }
+
+
+def test_names_without_a_prefix():
+    names = ["model.layers.0.x", "model.embed_tokens.weight", "lm_head.weight", "visual.blocks.0.x", "model.visual.y"]
+    assert text_names(names) == {name: name for name in names[:3]}
+    assert parts({"visual.blocks.0.x": 3, "model.visual.y": 4, "model.projector.z": 1}) == {"visual": 7, "projector": 1}
+
+
+def test_fields_come_from_where_transformers_finds_them():
+    outer = LLAVA | {"eos_token_id": [1, 106], "torch_dtype": "bfloat16", "tie_word_embeddings": False, "vocab_size": 9}
+    inner = TEXT | {"eos_token_id": 2, "bos_token_id": 3, "dtype": "float32", "hidden_size": 64, "vocab_size": None}
+    config = text_config(outer | {"text_config": inner}, "config.json")
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["eos_token_id"] == [1, 106] and config["bos_token_id"] == 3
+    assert config["torch_dtype"] == "bfloat16" and "dtype" not in config
+    assert config["tie_word_embeddings"] is False and config["hidden_size"] == 64
+    assert config["vocab_size"] == 32000 and config["num_hidden_layers"] == 32  # Llama's own
+    assert text_config(LLAVA | {"tie_word_embeddings": False, "text_config": TEXT | {"tie_word_embeddings": True}}, "")[
+        "tie_word_embeddings"
+    ]
+
+
+def test_a_whole_gemma_3_caps_no_logits(tmp_path):
+    """As transformers, whose text model alone reads the field."""
+    folder = changed(tmp_path, "gemma3", lambda config: config["text_config"].update(final_logit_softcapping=0.1))
+    found = [Engine.load(path, dtype="float32").logits([5, 6, 7]) for path in (folder, GOLDEN / "gemma3")]
+    assert found[0].equal(found[1])
+
+
+def test_an_older_qwen_has_the_fields_of_its_text_at_the_top():
+    rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    outer = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "vision_config": {}}
+    config = text_config(outer | {"hidden_size": 1536, "rope_scaling": rope}, "config.json")
+    assert config["architectures"] == ["Qwen2ForCausalLM"] and config["hidden_size"] == 1536
+    assert config["rope_scaling"]["type"] == "default" and config["rope_theta"] == 1e6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "paligemma"}, "is not loaded as a text model: it attends to a prompt in both directions"),
+        ({"text_config": {"model_type": "mllama_text_model"}}, "text_config.model_type 'mllama_text_model' is not"),
+        ({"text_config": {}, "model_type": "musicgen"}, "model_type 'musicgen' is not supported"),
+        ({"text_config": "no"}, "text_config: expected an object"),
+        ({"text_config": {"model_type": 3}}, "text_config.model_type: expected a string"),
+    ],
+)
+def test_refusals(tmp_path, changes, message):
+    folder = changed(tmp_path, "llava", lambda config: config.update(changes))
+    with pytest.raises(CheckpointError, match=message):
+        Engine.load(folder)
+
+
+def test_a_wrong_field_and_an_unknown_tensor_are_named(tmp_path):
+    folder = changed(tmp_path, "llava", lambda config: config["text_config"].update(num_key_value_heads=3))
+    with pytest.raises(CheckpointError, match="num_key_value_heads: expected a divisor"):
+        Engine.load(folder)
+    shutil.rmtree(folder)
+    folder = changed(tmp_path, "llava", lambda config: config["text_config"].update(num_hidden_layers=1))
+    with pytest.raises(CheckpointError, match=r"unknown model.layers.1.input_layernorm.weight in model.safetensors"):
+        Engine.load(folder)
+
+
+def test_a_plan_counts_the_text_model_alone():
+    one, other = (Checkpoint.open(GOLDEN / variant) for variant in ("llava", "llava_outer"))
+    assert not any("projector" in name for name in one.tensors)
+    sizes = [measure(checkpoint, torch.float32, torch.device("cpu")).weights for checkpoint in (one, other)]
+    assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize("variant", ["pack8_channel", "awq", "fp8_tensor"])
+def test_a_quantised_text_model(tmp_path, variant):
+    plain, folder = GOLDEN.parent / "quantized" / variant, tmp_path / "checkpoint"
+    shutil.copytree(plain, folder)
+    config = json.loads((plain / "config.json").read_text())
+    outer = LLAVA | {"quantization_config": config.pop("quantization_config"), "text_config": config}
+    (folder / "config.json").write_text(json.dumps(outer))
+    checkpoint = Checkpoint.open(plain)
+    tensors = {f"language_model.{name}": x.clone() for name, x in checkpoint.read(checkpoint.tensors).items()}
+    with (folder / "model.safetensors").open("wb") as file:
+        write_tensors(file, tensors | {"vision_tower.x.weight": torch.ones(2, 2)})
+    ids = [3, 5, 7, 11, 13]
+    expected, found = (Engine.load(where, dtype="float32").logits(ids) for where in (plain, folder))
+    assert found.equal(expected)
+
+
+def test_a_packed_text_model(tmp_path):
+    if not has_kernels(torch.float32, torch.device("cpu")):
+        pytest.skip("needs the C++ kernels")
+    pack(GOLDEN / "llava", tmp_path / "packed")
+    ids = [3, 5, 7, 11, 13]
+    expected, found = (
+        Engine.load(where, dtype="float32").logits(ids) for where in (GOLDEN / "llava", tmp_path / "packed")
+    )
+    assert torch.allclose(found, expected, atol=1e-5)
