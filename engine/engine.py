@@ -17,7 +17,7 @@ from engine.cache.slots import Trunk
 from engine.cache.tree import TokenTree
 from engine.contract import Evaluate, Judge, Output, Report, Search, SearchGenerator, SearchResult, Task
 from engine.contract.checks import attributed, check_search, search_error
-from engine.contract.trace import Trace
+from engine.contract.trace import UNTRACED, Trace
 from engine.errors import CoppiceError, UsageError, check_flag, check_integer, shortened
 from engine.load.budget import Loading, Workload, allow
 from engine.load.loading import LoadedModel, check_arguments, check_companion, load_models
@@ -29,6 +29,7 @@ from engine.rules.logprobs import Kept, check_logprobs, whole
 from engine.rules.state import Constrained
 from engine.step.driver import Driver
 from engine.step.jobs import Job
+from engine.step.overlapped import make_driver
 from engine.step.phases import PhaseObserver
 from engine.step.prefix_files import load_prefix, save_prefix
 from engine.text.stopping import StopStrings, TextStream, check_stop
@@ -450,7 +451,7 @@ class Engine:
 
     def _driver(self) -> Driver:
         runners = {"target": self.runner, **{role: engine.runner for role, engine in self.companions.items()}}
-        return Driver(runners, self.parallel, self.observer)
+        return make_driver(runners, self.parallel, self.observer)
 
     def _submit(
         self,
@@ -508,7 +509,7 @@ class Engine:
             names = {role: engine.name for role, engine in models.items()}
             request.trace.begin(request.search, ids, names, {role: e.model.tokenizer for role, e in models.items()})
         prepared.job = driver.submit(
-            Job(start, retire=retire, trace=request.trace, search=request.search, constrained=constrained)
+            Job(start, retire=retire, trace=request.trace or UNTRACED, search=request.search, constrained=constrained)
         )
         if request.logprobs is not None:
             prepared.job.kept = Kept(self.runner, request.logprobs, constrained)

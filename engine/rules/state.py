@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from engine.cache.tree import TokenTree
@@ -221,14 +220,6 @@ class Constrained:
         self._known[tree] = {node: entry for node, entry in known.items() if tree.is_live(node)}
 
     # --- rows ---
-
-    @staticmethod
-    def known_rows(plan: Plan, size: int, device: torch.device) -> Tensor:
-        """The rows of a plan's known nodes, float32 [K, size]."""
-        tokens, numbers = zip(*plan.known.values(), strict=True)
-        rows_KV = torch.full((len(tokens), size), -math.inf, device=device)
-        token_K1, number_K1 = (torch.tensor(x, device=device).unsqueeze(1) for x in (tokens, numbers))
-        return rows_KV.scatter_(1, token_K1, number_K1)
 
     def edit(self, tree: TokenTree, nodes: Sequence[int], rows: slice) -> Edit:
         """The edit of the rows of evaluated nodes, whose states are known."""

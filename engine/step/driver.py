@@ -6,12 +6,12 @@ again later; a search that is alone gets KVMemoryError.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,24 +31,26 @@ from engine.contract.checks import (
     tokens_fault,
 )
 from engine.errors import KVMemoryError, NumericsError
-from engine.rules.state import Plan
-from engine.step.ahead import Fill, choose
 from engine.step.interrupts import uninterrupted
 from engine.step.jobs import Batch, Job, Pending, Share, Work
 from engine.step.packing import Chunk
+from engine.step.partial import known_rows, partial_answer
 from engine.step.phases import PhaseObserver, observed_read, phase
-from engine.step.runner import Runner
+from engine.step.runner import Rows, Runner
+from engine.step.strategies import strategy_of
 from engine.step.threads import MACHINE
 
 
 class Driver:
-    """Runs searches to their end, step by step.
+    """Runs searches to their end, step by step; on a GPU it is an `engine.step.overlapped.Overlapped`.
 
     Args:
         runners: by model name; "target" first.
         parallel: most searches at once.
         observer: is notified of the phases of each step.
     """
+
+    batches: ClassVar[type[Batch]] = Batch
 
     def __init__(self, runners: dict[str, Runner], parallel: int = 16, observer: PhaseObserver | None = None):
         self.runners, self.parallel, self.observer = runners, parallel, observer
@@ -59,8 +61,6 @@ class Driver:
         self.paused: list[Job] = []  # of those that run; in the order in which they go on, one in a step
         self.work: dict[str, Work] = {name: Work() for name in runners}  # of all searches together
         self._crowded = False  # a search was preempted: none starts before another one ends
-        self._landed = 0.0  # when the latest answer of a GPU was read
-        self.under_way: dict[str, Batch] = {}  # by model: a pass that a GPU has begun with
 
     def submit(self, job: Job) -> Job:
         """Queue a search."""
@@ -84,8 +84,7 @@ class Driver:
             tree.reuse()
         if job.constrained is not None and (len(job.trees) == 1 or model == "draft"):
             job.constrained.watch(tree)
-        if job.trace is not None:
-            job.trace.watch(tree, model)
+        job.trace.watch(tree, model)
         return tree
 
     def spare(self, job: Job, pool: PagePool) -> int:
@@ -102,52 +101,16 @@ class Driver:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Start searches, evaluate once per model, resume every search whose answer is complete."""
-        watch = partial(phase, self.observer)
-        # What is compiled is so for one number of threads; processes that share a model have to round alike.
-        steady = any(runner.token_buckets or runner.gathers for runner in self.runners.values())
-        with uninterrupted(), contextlib.nullcontext() if steady else MACHINE.limited(), watch("step"):
-            try:
-                with watch("admit"):
-                    self._admit()
-                if self.paused:
-                    self._resume(self.paused.pop(0))
-                for name, runner in self.runners.items():
-                    self._turn(name, runner)
-            except KeyboardInterrupt:  # a tree may have slots that are allocated and were not written
-                for job in self.running:
-                    job.retire = None
-                    for tree in job.trees:
-                        tree.salt = None
-                raise
+        """Start searches, evaluate one pass of each model, resume every search whose answer is complete."""
+        with self._undisturbed(), self._phase("step"):
+            self._admit()
+            for model in self.runners:
+                self.turn(model)
 
-    def _turn(self, model: str, runner: Runner) -> None:
-        """Evaluate one pass of a model; on a GPU, begin with the next one before the answer of this one is read."""
-        watch, batch, after = partial(phase, self.observer), self.under_way.pop(model, None), None
-        began = time.perf_counter()
-        if batch is None or not batch.leave(self.running):
-            batch = self._begun(model, runner)
-        try:
-            if batch.launched is not None:
-                after = self._look_ahead(batch) or self._beside(batch)
-                batch.leave(self.running)
-            if batch.shares:
-                with watch("run", batch) if batch.launched is None else watch("wait"):
-                    rows = self._run(batch)
-                with watch("commit", batch):
-                    self._commit(batch, *rows)
-                    if after is not None:
-                        self._adopt(after)
-        except BaseException:
-            for job in self.running:
-                for tree in job.trees:
-                    tree.give_up()
-            raise
-        if after is not None and after.shares:
-            self.under_way[model] = after
-        if batch.launched is not None and batch.shares and batch.launched.seconds:
-            host = time.perf_counter() - began - batch.launched.waited
-            runner.overlap.note(host, batch.launched.seconds, len(batch.shares))
+    def turn(self, model: str) -> None:
+        """Evaluate one pass of a model."""
+        if (batch := self._schedule(model, self._asking(model))).shares:
+            self._commit(batch, *self._run(batch))
 
     def stop(self, job: Job, result: SearchResult) -> None:
         """End a search early, with this result."""
@@ -165,112 +128,79 @@ class Driver:
     def close(self) -> None:
         """Abandon all jobs and return all pages to their pools."""
         self.waiting.clear()
-        self.under_way.clear()
         with uninterrupted(), contextlib.ExitStack() as stack:  # ends all jobs even if one of them raises
             for job in self.running:
                 stack.callback(self._end, job)
 
     # --- one step ---
 
+    def _phase(self, name: str, batch: Batch | None = None) -> AbstractContextManager[None]:
+        return phase(self.observer, name, batch)
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """A step runs within: Ctrl-C waits for its end, and it takes no cores that other programs use."""
+        # What is compiled is so for one number of threads; processes that share a model have to round alike.
+        steady = any(runner.token_buckets or runner.gathers for runner in self.runners.values())
+        with uninterrupted(), contextlib.nullcontext() if steady else MACHINE.limited():
+            try:
+                yield
+            except KeyboardInterrupt:  # a tree may have slots that are allocated and were not written
+                for job in self.running:
+                    job.retire = None
+                    for tree in job.trees:
+                        tree.salt = None
+                raise
+
     def _admit(self) -> None:
-        """Start the searches that there is room for."""
-        while self.waiting and len(self.running) < self.parallel and not self._crowded:
-            self._begin(self.waiting.pop(0))
+        """Start the searches that there is room for, and let one that paused go on."""
+        with self._phase("admit"):
+            while self.waiting and len(self.running) < self.parallel and not self._crowded:
+                self._begin(self.waiting.pop(0))
+            if self.paused:
+                self._resume(self.paused.pop(0))
 
-    def _begun(self, model: str, runner: Runner, beside: Batch | None = None) -> Batch:
-        """A model's next pass; a GPU has begun with it.
+    def _asking(self, model: str) -> list[Job]:
+        """The searches that wait for rows of a model."""
+        pool = self.runners[model].pool
+        return [job for job in self.running if job.pending and job.pending.request.tree.pool is pool]
 
-        Args:
-            beside: a pass under way, whose searches wait for it.
-        """
-        with phase(self.observer, "schedule"):
-            batch = self._schedule(model, runner, beside)
-        if batch.shares and runner.asynchronous:
-            with phase(self.observer, "run", batch), self._released_if_failed(batch):
-                chunks = [share.chunk for share in batch.shares]
-                batch.launched = runner.launch(chunks, batch.asked, batch.reads, batch.edits, batch.keeps)
-        return batch
-
-    def _look_ahead(self, batch: Batch) -> Batch | None:
-        """Launch what the searches will most likely ask for after a pass; None unless all that run have told."""
-        runner, launched, nexts = batch.runner, batch.launched, [share.next for share in batch.shares]
-        after = Batch(batch.model, runner, time.perf_counter())
-        assert launched is not None and launched.inputs is not None, "a CPU does not look ahead"
-        if len(nexts) < len(self.running) or sum(next.width if next else math.inf for next in nexts) > runner.budget:
-            return None
-        choices = []
-        try:
-            for share, numbers in zip(batch.readers, launched.numbers, strict=True):
-                if share is not None and (guess := share.guess(numbers, batch.asked[share.rows])) is not None:
-                    choices.append(choose(numbers, guess, share.pending.width))
-                    after.guess(share, guess, choices[-1])
-        except KVMemoryError:
-            choices.clear()
-        if len(choices) < len(batch.shares):
-            after.give_up()
-            return None
-        guesses = [guess for _, guess, _ in after.guesses]
-        with phase(self.observer, "run", after):
-            fill = Fill(guesses, choices, launched.inputs.ancestry_TC)
-            after.launched = runner.launch([guess.chunk for guess in guesses], after.asked, after.reads, fill=fill)
-        return after
-
-    def _adopt(self, after: Batch) -> None:
-        """Keep the part of a pass that was guessed right, now that the searches have asked."""
-        for before, guess, rows in after.guesses:
-            share = before.follows(guess, rows) if before.job in self.running else None
-            after.readers.append(share)
-            if share is None:
-                guess.chunk.tree.give_up()
-            else:
-                after.shares.append(share)
-
-    def _beside(self, batch: Batch) -> Batch | None:
-        """Launch a pass of the searches that wait for none, if that hides the host's work; see `Overlap`."""
-        if not batch.runner.overlap.helps(len(self.running)):
-            return None
-        other = self._begun(batch.model, batch.runner, batch)
-        return other if other.shares else None
-
-    def _schedule(self, model: str, runner: Runner, beside: Batch | None = None) -> Batch:
+    def _schedule(self, model: str, jobs: Sequence[Job]) -> Batch:
         """Choose the tokens of a model's next pass, and take slots for them.
 
         Short requests come first: others decode while a long prompt fills the rest of the budget.
         """
-        batch = Batch(model, runner, time.perf_counter())
-        jobs = [job for job in self.running if job.pending and job.pending.request.tree.pool is runner.pool]
-        if beside is not None:
-            theirs = {id(share.job) for share in beside.shares}
-            jobs = [job for job in jobs if id(job) not in theirs]
-        elif runner.overlap.helps(len(jobs)) and not all(job.next for job in jobs):
-            jobs = jobs[: -(-len(jobs) // 2)]  # the others take turns with these
-        room, chosen = runner.budget, []
-        for job in sorted(jobs, key=lambda job: job.pending.left if job.pending else 0):
-            if room and job in self.running and (chunk := self._allocate(job, room)) is not None:
-                chosen.append((job, chunk))
-                room -= len(chunk)
-        for job, chunk in chosen:
-            if job in self.running and job.pending:  # it was not preempted since
-                batch.add(job, chunk)
+        with self._phase("schedule"):
+            batch = self.batches(model, self.runners[model], time.perf_counter())
+            room, chosen = batch.runner.budget, []
+            for job in sorted(jobs, key=lambda job: job.pending.left if job.pending else 0):
+                if room and job in self.running and (chunk := self._allocate(job, room)) is not None:
+                    chosen.append((job, chunk))
+                    room -= len(chunk)
+            for job, chunk in chosen:
+                if job in self.running and job.pending:  # it was not preempted since
+                    batch.add(job, chunk)
+            batch.strategy = strategy_of(batch)
         return batch
 
-    def _run(self, batch: Batch) -> tuple[Tensor, list[bool]]:
+    def _run(self, batch: Batch) -> Rows:
         """Evaluate a batch: rows, and whether each is finite. If that fails, its slots are released."""
-        shares, runner, began = batch.shares, batch.runner, time.perf_counter()
-        with self._released_if_failed(batch):
-            logp_NV, finite = self._evaluate(batch)
-        now = time.perf_counter()
-        if batch.launched is not None:
-            began = batch.began = max(batch.began, self._landed)
-            self._landed = now
+        with self._phase("run", batch), self._released_if_failed(batch):
+            began = time.perf_counter()
+            rows = batch.runner.run(batch)
+            self._account(batch, began, time.perf_counter())
+        return rows
+
+    def _account(self, batch: Batch, began: float, ended: float) -> None:
+        """Note the time and the tokens of a pass that has run."""
+        shares = batch.shares
         if all(share.chunk.trunk_tokens <= 1 for share in shares):  # `PassTime` excludes prompts
-            runner.time.note(batch.tokens, now - batch.began)
+            batch.runner.time.note(batch.tokens, ended - batch.began)
         for share in shares:
             tokens = len(share.chunk)
             share.job.batch_load = batch.tokens - tokens, len(shares) - 1
-            share.job.work.setdefault(batch.model, Work()).add(tokens, now - began)
-        self.work[batch.model].add(batch.tokens, now - began)
-        return logp_NV, finite
+            share.job.work.setdefault(batch.model, Work()).add(tokens, ended - began)
+        self.work[batch.model].add(batch.tokens, ended - began)
 
     @staticmethod
     @contextlib.contextmanager
@@ -283,51 +213,30 @@ class Driver:
                 chunk.tree.release_slots(chunk.trunk_tokens, chunk.nodes)
             raise
 
-    @staticmethod
-    def _evaluate(batch: Batch) -> tuple[Tensor, list[bool]]:
-        """As `_run`; no rows if only the few tokens that constraints allow were evaluated, or only the best sums of
-        rows that would have to be gathered."""
-        runner, asked = batch.runner, batch.asked
-        if batch.launched is not None:
-            return batch.take(*batch.launched.land())
-        chunks, answered = [share.chunk for share in batch.shares], [share for share in batch.shares if share.nodes]
-        few = [share.few for share in answered] if runner.device.type == "cpu" else []
-        if parts := [part for part in few if part is not None] if None not in few else []:
-            logps, finite = runner.evaluate_few(chunks, asked, parts, batch.keeps)
-            with phase(runner.observer, "search"):
-                for share, part, logp_M in zip(answered, parts, logps, strict=True):
-                    share.take_few(part, logp_M)
-            return torch.empty(0, 0), finite
-        bests = [share.best for share in answered] if runner.gathers else []
-        if wanted := [best for best in bests if best is not None] if None not in bests else []:
-            founds, finite = runner.evaluate_best(chunks, asked, wanted, batch.keeps)
-            for share, found in zip(answered, founds, strict=True):
-                share.pending.found(found, share.nodes)
-            return torch.empty(0, 0), finite
-        return batch.take(*runner.evaluate(chunks, asked, batch.reads, batch.edits, batch.keeps))
-
     def _commit(self, batch: Batch, logp_NV: Tensor, finite: list[bool]) -> None:
         """Distribute the rows; resume each search whose request is complete."""
-        for share in batch.shares:
-            job, pending = share.job, share.pending
-            if not all(finite[share.rows]):
-                self._resume(job, error=self._not_finite(batch.runner, share))
-                continue
-            tree = share.chunk.tree
-            if share.chunk.trunk_tokens > 1 and tree.trunk.cached <= tree.prompt_length:
-                tree.save(whole=True)  # others that wait with the same prompt need not read it
-            if share.nodes:
-                pending.answered += share.nodes
-                if pending.parts is None:
-                    pending.rows.append(logp_NV[share.rows])
-                if job.trace is not None:
-                    job.trace.answered(share.chunk.tree, share.nodes, logp_NV[share.rows])
-            if pending.left:
-                continue
-            if pending.by_rope:
-                pending.begin()
-            else:
-                self._resume(job, answer=pending.answer())
+        with self._phase("commit", batch):
+            for share in batch.shares:
+                if not all(finite[share.rows]):
+                    self._resume(share.job, error=self._not_finite(batch.runner, share))
+                    continue
+                tree = share.chunk.tree
+                if share.chunk.trunk_tokens > 1 and tree.trunk.cached <= tree.prompt_length:
+                    tree.save(whole=True)  # others that wait with the same prompt need not read it
+                if share.nodes:
+                    rows_NV = logp_NV[share.rows]
+                    share.pending.partial.add(share.nodes, rows_NV)
+                    share.job.trace.answered(tree, share.nodes, rows_NV)
+                self._go_on(share.job, share.pending)
+
+    def _go_on(self, job: Job, pending: Pending) -> None:
+        """Resume a search if its request is complete, else begin with the next group of its nodes."""
+        if pending.left:
+            return
+        if pending.by_rope:
+            pending.begin()
+        else:
+            self._resume(job, answer=pending.partial.answer())
 
     @staticmethod
     def _not_finite(runner: Runner, share: Share) -> NumericsError:
@@ -346,7 +255,7 @@ class Driver:
         pending = job.pending
         assert pending is not None
         tree = pending.request.tree
-        if pending.trunk_left > 1 and tree.trunk.cached < tree.prompt_length - 1 and job.trace is None:
+        if pending.trunk_left > 1 and tree.trunk.cached < tree.prompt_length - 1 and not job.traced:
             pending.trunk_left -= tree.reuse()  # another request may have read the same since
         trunk = min(pending.trunk_left, room)
         nodes = pending.nodes_left[: room - trunk] if trunk == pending.trunk_left else []
@@ -392,27 +301,19 @@ class Driver:
             job.prefilled = time.perf_counter()
         try:
             while True:
-                if job.trace is not None:
-                    job.trace.resume()
+                job.trace.resume()
                 if job.fault is not None:
                     raise job.fault
-                with phase(self.observer, "search"):
+                with self._phase("search"):
                     request = generator.throw(error) if error is not None else generator.send(answer)
                 request = self._request(job, request)
                 if isinstance(request, Pause):
                     self.paused.append(job)
                     break
-                pending, plan = self._pending(job, request)
-                job.pending = pending
-                if pending.by_rope:
-                    pending.begin()
-                if job.trace is not None:
-                    job.trace.asked(request)
-                if plan is not None and plan.known:
-                    pending.know(plan, self._runner(request).device, job.trace)
+                pending = self._ask(job, request)
                 if pending.left:
                     break
-                error, answer, job.pending = None, pending.answer(), None
+                error, answer, job.pending = None, pending.partial.answer(), None
         except StopIteration as stop:
             wrong = result_fault(stop.value, self.runners["target"].vocab_size if job.foreign else None)
             if wrong:
@@ -437,9 +338,8 @@ class Driver:
                 request = guarded_report(request, fail)
             job.settled += request.settled
             job.report = request
-            if job.trace is not None:
-                job.trace.reported(request)
-            with phase(self.observer, "search"):
+            job.trace.reported(request)
+            with self._phase("search"):
                 request = job.generator.send(None)
         knows = job.constrained.knows if job.constrained is not None else None
         if wrong := request_fault(request, job.trees, knows) or (job.foreign and self._wrong_tokens(request)):
@@ -448,15 +348,25 @@ class Driver:
             request = replace(request, read=observed_read(self.observer, request.read))
         return guarded_read(request, fail) if job.foreign else request
 
-    def _pending(self, job: Job, request: Evaluate) -> tuple[Pending, Plan | None]:
-        """The work of a request, and a constraint's plan of it. Raises ConstraintError."""
-        tree, constrained = request.tree, job.constrained
-        width = self._runner(request).model.shape.vocab_size
+    def _ask(self, job: Job, request: Evaluate) -> Pending:
+        """Begin with a request: what its constraint knows needs no evaluation. Raises ConstraintError."""
+        tree, constrained, runner = request.tree, job.constrained, self._runner(request)
+        answer, known = partial_answer(request, runner.model.shape.vocab_size), {}
         if constrained is None or not constrained.watches(tree):
-            return Pending(request, tree.by_rope(request.nodes), width=width), None
-        plan = constrained.plan(tree, request.nodes)
-        groups = tree.by_rope([*plan.asked, *plan.ahead]) if plan.asked else []
-        return Pending(request, groups, constrained, width=width), plan
+            pending = Pending(request, tree.by_rope(request.nodes), answer)
+        else:
+            plan = constrained.plan(tree, request.nodes)
+            groups = tree.by_rope([*plan.asked, *plan.ahead]) if plan.asked else []
+            pending, known = Pending(request, groups, answer, constrained), plan.known
+        job.pending = pending
+        if pending.by_rope:
+            pending.begin()
+        job.trace.asked(request)
+        if known:
+            answer.know(known, runner.device)
+            if job.traced:
+                job.trace.answered(tree, [*known], known_rows(known, answer.width, runner.device))
+        return pending
 
     def _runner(self, request: Evaluate) -> Runner:
         return next(r for r in self.runners.values() if r.pool is request.tree.pool)
@@ -483,8 +393,7 @@ class Driver:
                 result, error = None, error or failure
             if result is not None:
                 result.stats = self._stats(job) | result.stats
-            if job.trace is not None:
-                job.trace.finish(result, error)
+            job.trace.finish(result, error)
             if job.trees and error is None:
                 self._leave(job, job.settled if result is None else result.outputs[0].token_ids)
         finally:
@@ -536,8 +445,7 @@ class Driver:
         if job.kept is not None:
             job.kept.restart()
         job.prefilled = 0.0
-        if job.trace is not None:
-            job.trace.restart()
+        job.trace.restart()
         self.waiting.insert(0, job)
         self._crowded = True
 

@@ -216,7 +216,7 @@ class GraphRunner(Runner):
             self._tell(logging.WARNING, f"{size}: it cannot be recorded: {str(error).strip().partition(chr(10))[0]}")
             return run
 
-    def run(self, p: Pass) -> None:
+    def compute(self, p: Pass) -> None:
         """The recorded part of a pass."""
         with phase(self.observer, "forward"):
             hidden_TE = self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
@@ -257,10 +257,10 @@ class _Step:
             ready(self.inputs)
         if not self.warm:
             self.warm = True
-            self.runner.run(self.inputs)
+            self.runner.compute(self.inputs)
             return
         if self.replay is None:
-            self.replay = self.runner.recorded(lambda: self.runner.run(self.inputs), self.inputs)
+            self.replay = self.runner.recorded(lambda: self.runner.compute(self.inputs), self.inputs)
         self.replay()
 
 

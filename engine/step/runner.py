@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,21 @@ Part = tuple[slice, Read | Wanted]  # a range of the rows asked for, and what re
 Keep = tuple[slice, Callable[[Tensor], None]]  # a range of a pass's tokens, and what gets their hidden rows
 Answers = tuple[Tensor, list[bool], list[Tensor]]
 Ready = Callable[[Pass], None]  # gets a pass's inputs on the device
+Rows = tuple[Tensor, list[bool]]  # float32 [N, V], or empty where no search needs them; whether each row is finite
+
+
+class Strategy(Protocol):
+    """A way to evaluate a batch, see `engine.step.strategies`."""
+
+    def run(self, runner: "Runner", batch: Any) -> Rows:
+        """Evaluate a batch, and give each share what it wants of its rows."""
+        ...
+
+
+class Planned(Protocol):
+    """A batch whose strategy was chosen when it was built."""
+
+    strategy: Strategy
 
 
 class Inputs:
@@ -157,6 +173,10 @@ class Runner:
         finally:
             tree.release()
         return torch.cat(rows)  # outside of inference mode: callers may write to it
+
+    def run(self, batch: Planned) -> Rows:
+        """Evaluate a batch: its rows, and whether each is finite."""
+        return batch.strategy.run(self, batch)
 
     def evaluate(
         self,

@@ -115,7 +115,7 @@ def test_wrong_guesses_change_nothing(plain, monkeypatch, events):
             row_n, token_n = row_n * 0, (token_n + 1) % vocab_size
         return sums_n, row_n, token_n
 
-    monkeypatch.setattr("engine.step.driver.choose", lambda *a: type(choose(*a))(*wrong(*a)))
+    monkeypatch.setattr("engine.step.overlapped.choose", lambda *a: type(choose(*a))(*wrong(*a)))
     for page_size, prompts in ((4, PROMPTS[:1]), (1, PROMPTS), (16, PROMPTS)):
         engine = ahead(plain, page_size=page_size, pages=6400 // page_size)
         for beams in (1, 5):

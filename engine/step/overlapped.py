@@ -1,0 +1,231 @@
+"""The driver of a GPU: it launches the next pass before the host has read the answer of the last one.
+
+A reader of the CPU's path needs nothing of this file. Where all searches that run have said what they will most likely
+ask for (`Evaluate.next`), that is launched, see `engine.step.ahead`; a wrong guess costs the device a pass. Other
+searches take turns in two halves where that is faster.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from engine.contract.best import Next
+from engine.errors import KVMemoryError
+from engine.step.ahead import Choice, Fill, Guess, choose
+from engine.step.driver import Driver
+from engine.step.jobs import Batch, Job, Share
+from engine.step.packing import Blank, Chunk
+from engine.step.partial import PartialSums
+from engine.step.phases import PhaseObserver
+from engine.step.runner import Launched, Rows, Runner
+from kernels.rows.checks import Wanted
+
+
+def make_driver(runners: dict[str, Runner], parallel: int = 16, observer: PhaseObserver | None = None) -> Driver:
+    """The driver that suits the device of the models; arguments as of `Driver`."""
+    asynchronous = any(runner.asynchronous for runner in runners.values())
+    return (Overlapped if asynchronous else Driver)(runners, parallel, observer)
+
+
+@dataclass
+class Flight(Batch):
+    """A batch whose pass a GPU has begun with.
+
+    Attributes:
+        guesses: shares of the pass before, what their searches will most likely ask for, and its rows in this pass.
+    """
+
+    launched: Launched | None = None
+    guesses: list[tuple[Share, Guess, slice]] = field(default_factory=list)
+
+    def guess(self, share: Share, guess: Guess, choice: Choice) -> None:
+        """Add what a search will most likely ask for after a share; `Overlapped._confirm` compares."""
+        rows = slice(self.tokens, self.tokens + len(guess.chunk))
+        self.guesses.append((share, guess, rows))
+        self.asked += range(rows.start, rows.stop)
+        self.reads.append((rows, Wanted(rows, choice.sums_n, guess.k)))
+        self.tokens += len(guess.chunk)
+
+    def give_up(self) -> None:
+        """Give the slots of all guesses back."""
+        for _, guess, _ in self.guesses:
+            guess.chunk.tree.give_up()
+
+    def leave(self, running: Sequence[Job]) -> bool:
+        """Take out the searches that have ended or begun anew since the launch; whether any is left."""
+        self.shares = [s for s in self.shares if s.job in running and s.job.pending is s.pending]
+        self.readers = [s if s in self.shares else None for s in self.readers]
+        return bool(self.shares)
+
+
+class Overlapped(Driver):
+    """A driver whose host works while a GPU does."""
+
+    batches = Flight
+
+    def __init__(self, runners: dict[str, Runner], parallel: int = 16, observer: PhaseObserver | None = None):
+        super().__init__(runners, parallel, observer)
+        self.under_way: dict[str, Flight] = {}  # by model
+        self._landed = 0.0  # when the latest answer was read
+
+    def turn(self, model: str) -> None:
+        """Commit one pass of a model; begin with the next one before the answer of this one is read."""
+        began, batch = time.perf_counter(), self.under_way.pop(model, None)
+        if batch is None or not batch.leave(self.running):
+            batch = self._launch(model, self._taking_turns(model))
+        if batch.launched is None:  # no search asks, or the model is on a CPU
+            if batch.shares:
+                self._commit(batch, *self._run(batch))
+            return
+        try:
+            after = self._guess(batch) or self._beside(batch)
+            if batch.leave(self.running):
+                self._commit(batch, *self._land(batch, batch.launched))
+                self._confirm(after)
+        except BaseException:
+            for job in self.running:
+                for tree in job.trees:
+                    tree.give_up()
+            raise
+        if after is not None and after.shares:
+            self.under_way[model] = after
+        if batch.shares and batch.launched.seconds:
+            host = time.perf_counter() - began - batch.launched.waited
+            batch.runner.overlap.note(host, batch.launched.seconds, len(batch.shares))
+
+    def close(self) -> None:
+        """See `Driver.close`."""
+        self.under_way.clear()
+        super().close()
+
+    def _taking_turns(self, model: str) -> list[Job]:
+        """The searches of the next pass: half of those that ask, where the others are better evaluated beside them."""
+        jobs = self._asking(model)
+        if self.runners[model].overlap.helps(len(jobs)) and not all(next_of(job) for job in jobs):
+            return jobs[: -(-len(jobs) // 2)]
+        return jobs
+
+    def _launch(self, model: str, jobs: Sequence[Job]) -> Flight:
+        """Schedule a pass, and have the GPU begin with it."""
+        batch, runner = self._schedule(model, jobs), self.runners[model]
+        assert isinstance(batch, Flight)
+        if batch.shares and runner.asynchronous:
+            with self._phase("run", batch), self._released_if_failed(batch):
+                batch.launched = runner.launch(batch.chunks, batch.asked, batch.reads, batch.edits, batch.keeps)
+        return batch
+
+    def _land(self, batch: Flight, launched: Launched) -> Rows:
+        """Wait for the answer of a pass."""
+        with self._phase("wait"), self._released_if_failed(batch):
+            rows = batch.take(*launched.land())
+        now, batch.began = time.perf_counter(), max(batch.began, self._landed)
+        self._landed = now
+        self._account(batch, batch.began, now)
+        return rows
+
+    def _guess(self, batch: Flight) -> Flight | None:
+        """Launch the predicted next pass. Returns None unless every running search has given a hint."""
+        runner, launched, nexts = batch.runner, batch.launched, [next_of_share(share) for share in batch.shares]
+        after = Flight(batch.model, runner, time.perf_counter())
+        assert launched is not None and launched.inputs is not None, "a CPU does not look ahead"
+        if len(nexts) < len(self.running) or sum(next.width if next else math.inf for next in nexts) > runner.budget:
+            return None
+        choices = []
+        try:
+            for share, numbers in zip(batch.readers, launched.numbers, strict=True):
+                if share is None or (guess := guess_of(share, numbers, batch.asked[share.rows])) is None:
+                    continue
+                choices.append(choose(numbers, guess, share.pending.partial.width))
+                after.guess(share, guess, choices[-1])
+        except KVMemoryError:
+            choices.clear()
+        if len(choices) < len(batch.shares):
+            after.give_up()
+            return None
+        guesses = [guess for _, guess, _ in after.guesses]
+        with self._phase("run", after):
+            fill = Fill(guesses, choices, launched.inputs.ancestry_TC)
+            after.launched = runner.launch([guess.chunk for guess in guesses], after.asked, after.reads, fill=fill)
+        return after
+
+    def _confirm(self, after: Flight | None) -> None:
+        """Keep the part of a pass that was guessed right, now that the searches have asked."""
+        for before, guess, rows in after.guesses if after is not None else ():
+            share = confirmed(before, guess, rows) if before.job in self.running else None
+            assert after is not None
+            after.readers.append(share)
+            if share is None:
+                guess.chunk.tree.give_up()
+            else:
+                after.shares.append(share)
+
+    def _beside(self, batch: Flight) -> Flight | None:
+        """Launch a pass of the searches that wait for none, if that hides the host's work; see `Overlap`."""
+        if not batch.runner.overlap.helps(len(self.running)):
+            return None
+        theirs = {id(share.job) for share in batch.shares}
+        other = self._launch(batch.model, [job for job in self._asking(batch.model) if id(job) not in theirs])
+        return other if other.shares else None
+
+
+# --- what a search will ask for ---
+
+
+def next_of(job: Job) -> Next | None:
+    """A search's hint, if nothing but the answer of its present request decides what it asks for next."""
+    pending = job.pending
+    if pending is None or pending.constrained is not None or job.traced or job.kept is not None:
+        return None
+    tree = pending.request.tree
+    return pending.request.next if tree.switch_length is None and not tree.pool.ancestors else None
+
+
+def next_of_share(share: Share) -> Next | None:
+    """As `next_of`, if this pass is the whole of a request whose nodes are equally deep."""
+    next, pending, tree = next_of(share.job), share.pending, share.chunk.tree
+    if next is None or not isinstance(pending.partial, PartialSums) or pending.left or pending.by_rope:
+        return None
+    if share.nodes != list(pending.request.nodes) or len({tree.position(node) for node in share.nodes}) > 1:
+        return None
+    return None if next.width == 1 and tree.live_branches else next
+
+
+def guess_of(share: Share, numbers: Tensor, asked: Sequence[int]) -> Guess | None:
+    """The predicted request after a share, with slots; None if it cannot be predicted. Raises KVMemoryError.
+
+    Args:
+        numbers: of its best sums.
+        asked: the tokens of the pass that have its rows.
+    """
+    next, best, tree = next_of_share(share), share.pending.request.best, share.chunk.tree
+    if next is None or best is None or len(numbers) // 2 < next.width:
+        return None
+    position = tree.position(share.nodes[0]) + 1
+    slots, branches = tree.reserve(next.width, position)
+    return Guess(next, best.k, asked, Blank(tree, int(not branches), branches, slots, position))
+
+
+def confirmed(before: Share, guess: Guess, rows: slice) -> Share | None:
+    """A search's next request as a share of a guessed pass, with its rows there; None if the guess was wrong."""
+    pending, tree = before.job.pending, guess.chunk.tree
+    if pending is None or pending.request.tree is not tree or not isinstance(pending.partial, PartialSums):
+        return None
+    if before.numbers is None:
+        return None
+    best, nodes = pending.partial.best, list(pending.request.nodes)
+    sums, chosen = guess.picked(before.numbers, pending.partial.width)
+    if best.k != guess.k or list(best.sums) != sums:
+        return None
+    parents = [(before.nodes[row], token) for row, token in chosen]
+    if [(tree.parent(node), tree.token(node)) for node in nodes] != parents:
+        return None
+    branches = nodes if guess.chunk.nodes else []
+    if (pending.trunk_left, pending.nodes_left) != (guess.chunk.trunk_tokens, branches):
+        return None
+    tree.adopt(pending.nodes_left)
+    chunk = Chunk(tree, pending.trunk_left, pending.nodes_left, guess.chunk.slots)
+    pending.allocated(chunk.trunk_tokens, chunk.nodes)
+    return Share(before.job, pending, chunk, nodes, rows)
