@@ -6,7 +6,7 @@ from engine.cache.tree import TokenTree
 from engine.contract import Evaluate, Output, Report, SearchResult, Task
 from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
 from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, SearchError, UsageError
-from engine.options import RequestOptions
+from engine.request import RequestOptions
 from engine.rules import Rules
 from engine.rules.catalogue import Catalogue
 from engine.rules.constraint import Choices, Constraint, ConstraintError

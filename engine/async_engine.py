@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, ParamSpec, Self, Unpack, overload
 
 from engine.contract import Search, SearchResult
-from engine.engine import Done, Engine, Event, Request, Text, requests_of
+from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError
-from engine.options import RequestOptions
-from engine.service import Handle, News, Outcome, Service, StepThread
+from engine.request import Done, Event, Request, RequestOptions, Text, requests_of
+from engine.service import Handle, News, Outcome, StepThread
 
 P = ParamSpec("P")
 
@@ -51,7 +51,7 @@ class AsyncEngine:
             what = "AsyncEngine: processes that share a model need the same requests in the same order"
             raise UsageError(what, remedy="use Engine.serve, or one process")
         self.engine = engine
-        self._service, self._thread = Service(engine), StepThread()
+        self._service, self._thread = engine.service(), StepThread()
         self._thread.services.append(self._service)
 
     async def __aenter__(self) -> Self:

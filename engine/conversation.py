@@ -10,7 +10,7 @@ from engine.contract.checks import slots_of
 from engine.engine import Done, Engine, Event, Request, Session
 from engine.errors import UsageError
 from engine.load.capabilities import Capabilities
-from engine.options import StreamOptions
+from engine.request import StreamOptions
 from engine.text.prompting import TemplateOptions, chat_prompt
 from engine.text.thinking import Thoughts
 

@@ -16,15 +16,23 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.contract import SearchResult
-from engine.engine import Engine, Prefill, Progress, Request, _event_of, _Prepared
+from engine.cache.slots import Trunk
+from engine.cache.tree import TokenTree
+from engine.contract import Judge, Output, SearchGenerator, SearchResult, Task
+from engine.contract.checks import search_error
+from engine.contract.trace import UNTRACED
 from engine.errors import CoppiceError
+from engine.load.pools import is_out_of_memory, out_of_memory
+from engine.request import Checked, Models, Prefill, Progress, Request, check_request, event_of
+from engine.rewards import Responses, make_judge
+from engine.rules.logprobs import Kept
 from engine.step.driver import Driver
 from engine.step.jobs import Job
+from engine.step.overlapped import make_driver
+from engine.step.phases import PhaseObserver
 from engine.text.stopping import TextStream
 
 T = TypeVar("T")
-Checked = _Prepared  # a request after `Service.check`
 Outcome = SearchResult | CoppiceError
 CLIENTS = 4096  # whose last turns are known
 CHECKS = 4  # at once, of as many clients
@@ -56,6 +64,9 @@ class Entry:
         tell: called with every `News`, by the thread that steps; it must not raise.
         text: makes text of settled tokens; None if the caller wants the result alone.
         wants: set by the caller while it waits for the next event; None if it wants none.
+        trunk: the cache that its tree takes over.
+        retire: gets the target's tree at the end.
+        job: what the driver works on; None while the request waits.
         told: whether `tell` was called, which happens first when the search starts.
         seen: the latest event.
         finish: makes the outcome of a search that has ended, a piece at a time.
@@ -66,37 +77,58 @@ class Entry:
     tell: Callable[[News], None]
     text: TextStream | None
     wants: threading.Event | None = None
+    trunk: Trunk | None = None
+    retire: Callable[[TokenTree], None] | None = None
+    job: Job | None = None
     told: bool = False
     seen: Prefill | Progress | None = None
     finish: Generator[None, None, Outcome] | None = None
 
     @property
-    def job(self) -> Job:
-        return self.checked.job
+    def began(self) -> float:
+        """When the search started; 0.0 before."""
+        return 0.0 if self.job is None else self.job.started
 
 
 class Service:
-    """Steps the requests of one engine. All methods but `check` belong to one thread; any threads may check at once.
+    """The one loop: requests come and go while one driver steps them all.
+
+    All methods but `check` belong to one thread; any threads may check at once.
 
     A place that becomes free goes to the client, of those that wait, with the fewest running requests; of equals to the
     one whose last turn was the longest ago. The last place is for clients that have none.
 
-    An error of a request ends that request. An error of a pass, such as a machine out of memory, ends those that were
-    under way; those that wait find a new driver and an empty pool.
+    An error of a request ends that request.
+
+    Args:
+        models: answer the requests.
+        parallel: most searches at once.
+        observer: is notified of the phases of each step.
+
+    Attributes:
+        alone: whether all requests come from one client.
+        keeps_files: whether searches may keep data about the model in the user's cache folder.
+        entries: the requests that the driver has.
+        waiting: the others, by client.
     """
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self.alone = True  # whether all requests come from one client
-        self.driver: Driver = engine._driver()
-        self.entries: list[Entry] = []  # that the driver has
-        self.waiting: dict[str, deque[Entry]] = {}  # by client
+    def __init__(self, models: Models, parallel: int = 16, observer: PhaseObserver | None = None):
+        self.models, self.parallel, self.observer = models, parallel, observer
+        self.alone = self.keeps_files = True
+        self.entries: list[Entry] = []
+        self.waiting: dict[str, deque[Entry]] = {}
         self._turns: dict[str, int] = {}  # clients -> when they had their last turns, the latest last
         self._turn = 0
+        self.driver = self._new_driver()
+
+    def _new_driver(self) -> Driver:
+        runners = {role: model.runner for role, model in self.models.by_role.items()}
+        return make_driver(runners, self.parallel, self.observer)
 
     def check(self, request: Request) -> Checked:
-        """Check a request against the model and its memory; compiles its grammar. Raises UsageError, KVMemoryError."""
-        return self.engine._prepare(request)
+        """Check a request against the models and their memory; compiles its grammar. Raises UsageError,
+        KVMemoryError."""
+        return check_request(self.models, request)
 
     def submit(
         self,
@@ -106,11 +138,25 @@ class Service:
         stream: bool = False,
         wants: threading.Event | None = None,
         client: str = "",
+        trunk: Trunk | None = None,
+        retire: Callable[[TokenTree], None] | None = None,
     ) -> Entry:
-        """Queue a request of a client; `stream`: its text is wanted as soon as it is certain. `tell`, `wants`: see
-        `Entry`."""
-        text = TextStream(self.engine.model.tokenizer, checked.request.stop) if stream else None
-        entry = Entry(checked, client, tell, text, wants)
+        """Queue a request of a client; `stream`: its text is wanted as soon as it is certain. All others: see `Entry`.
+
+        Raises:
+            ValueError: its trace has recorded another request.
+        """
+        request, target = checked.request, self.models.target
+        steady = target.shape.steady_length
+        if trunk is not None and steady is not None and max(len(checked.ids), trunk.cached) > steady:
+            trunk.release(target.runner.pool)
+        if request.trace is not None:
+            models = self.models.by_role
+            names = {role: model.name for role, model in models.items()}
+            tokenizers = {role: model.tokenizer for role, model in models.items()}
+            request.trace.begin(request.search, checked.ids, names, tokenizers)
+        text = TextStream(target.tokenizer, request.stop) if stream else None
+        entry = Entry(checked, client, tell, text, wants, trunk, retire)
         self.waiting.setdefault(client, deque()).append(entry)
         return entry
 
@@ -118,8 +164,9 @@ class Service:
         """Abandon a request: its pages return to the pool now. Without effect on one that has ended."""
         if entry in self.entries:
             self.entries.remove(entry)
-            self.driver.cancel(entry.job)
-            entry.job.error = None  # see `Engine._submit`
+            if entry.job is not None:
+                self.driver.cancel(entry.job)
+                entry.job.error = None  # its traceback refers to the job
         elif entry in (queue := self.waiting.get(entry.client, deque())):
             queue.remove(entry)
             if not queue:
@@ -129,14 +176,30 @@ class Service:
     def busy(self) -> bool:
         return self.driver.busy or bool(self.waiting or self.entries)
 
+    def interrupt(self, entry: Entry) -> None:
+        """End a search with its best candidate so far; the next step tells the outcome."""
+        if (job := entry.job) is not None and not job.done:
+            best = list(job.report.best()) if job.report.best else list(job.settled)
+            self.driver.stop(job, SearchResult([Output(best, None, None, "interrupted")]))
+
     def step(self) -> None:
-        """Evaluate one pass, and tell what it did."""
-        try:
-            self._admit()
-            if self.driver.busy:
-                self.engine._step(self.driver)
-        except BaseException as error:  # libraries in other languages panic with one
-            self._abandon(_ours(error, "a forward pass failed"))
+        """Evaluate one pass of each model, and tell what it did.
+
+        Raises:
+            KVMemoryError: the machine is out of memory. After this, as after any other error, `abandon` or `close`.
+        """
+        self._admit()
+        if self.driver.busy:
+            try:
+                self.driver.step()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise out_of_memory() from error
+        self.report()
+
+    def report(self) -> None:
+        """Tell what became of requests since the last call."""
         for entry in [*self.entries]:
             with self._failing(entry):
                 self._report(entry)
@@ -147,9 +210,11 @@ class Service:
         """An error ends one request."""
         try:
             yield
-        except BaseException as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # libraries in other languages panic with one
             self.cancel(entry)
-            entry.tell(News(entry.job.started, outcome=_ours(error, "the answer failed")))
+            entry.tell(News(entry.began, outcome=_ours(error, "the answer failed")))
 
     def close(self) -> None:
         """Abandon all requests and return their pages."""
@@ -157,25 +222,26 @@ class Service:
         entries, self.entries = self.entries, []
         self.driver.close()
         for entry in entries:
-            entry.job.error = None
+            if entry.job is not None:
+                entry.job.error = None
 
     def end(self, error: CoppiceError) -> None:
         """End all requests with an error, and begin afresh."""
         waiting, self.waiting = self.waiting, {}
-        self._abandon(error)
+        self.abandon(error)
         for entry in itertools.chain(*waiting.values()):
             entry.tell(News(0.0, outcome=error))
 
-    def _abandon(self, error: CoppiceError) -> None:
+    def abandon(self, error: CoppiceError) -> None:
         """End the requests that the driver has with an error; those that wait get a new one."""
         entries, work, waiting = self.entries, self.driver.work, self.waiting
         try:
             self.close()
         finally:
-            self.driver = self.engine._driver()
+            self.driver = self._new_driver()
             self.driver.work, self.waiting = work, waiting
             for entry in entries:
-                entry.tell(News(entry.job.started, outcome=error))
+                entry.tell(News(entry.began, outcome=error))
 
     def _admit(self) -> None:
         """Hand over as many requests as the driver starts at once. It has others first if it had to preempt some."""
@@ -193,10 +259,26 @@ class Service:
             running[client] += 1
             self._note_turn(client)
             try:
-                self.engine._start(self.driver, entry.checked)
+                self._start(entry)
                 self.entries.append(entry)
             except Exception as error:
                 entry.tell(News(0.0, outcome=_ours(error, "the start failed")))
+
+    def _start(self, entry: Entry) -> None:
+        """Hand a request to the driver."""
+        checked, request, target = entry.checked, entry.checked.request, self.models.target
+        model_key = target.key if self.keeps_files else ""
+        job = Job(
+            starter(self.models, self.driver, checked, entry.trunk, model_key),
+            retire=entry.retire,
+            trace=request.trace or UNTRACED,
+            search=request.search,
+            constrained=checked.constrained,
+            salt=request.cache_salt,
+        )
+        if request.logprobs is not None:
+            job.kept = Kept(target.runner, request.logprobs, checked.constrained)
+        entry.job, entry.trunk, entry.retire = self.driver.submit(job), None, None
 
     def _note_turn(self, client: str) -> None:
         self._turn += 1
@@ -208,12 +290,12 @@ class Service:
     def _report(self, entry: Entry) -> None:
         """Tell what a step did for a request that has started and not ended."""
         job, text, event = entry.job, "", None
-        if not job.started or entry.finish is not None:
+        if job is None or not job.started or entry.finish is not None:
             return
         if entry.text is not None and job.settled:
             text = entry.text.push(job.settled)
         if job.done:
-            entry.finish = self.engine._finish(entry.checked)
+            entry.finish = finishing(self.models, entry.checked, job)
         elif entry.wants is not None and entry.wants.is_set():
             event = self._event(entry)
         if text or event or not entry.told:
@@ -240,16 +322,16 @@ class Service:
         if entry.text is not None and isinstance(outcome, SearchResult):
             text = entry.text.finish(outcome.outputs[0].text)
         self.entries.remove(entry)
-        entry.tell(News(entry.job.started, text, outcome))
+        entry.tell(News(entry.began, text, outcome))
         return True
 
     @staticmethod
     def _event(entry: Entry) -> Prefill | Progress | None:
         """The state of a search, if it is new."""
-        event = _event_of(entry.job, entry.seen)
+        assert entry.job is not None and entry.wants is not None
+        event = event_of(entry.job, entry.seen)
         if event is None:
             return None
-        assert entry.wants is not None
         entry.wants.clear()
         entry.seen = event
         if not isinstance(event, Progress):
@@ -259,6 +341,88 @@ class Service:
         ready = {} if best is None else {"best": lambda: best}
         ready |= {} if beams is None else {"beams": lambda: beams}
         return Progress(replace(report, **ready), tree)
+
+
+def starter(
+    models: Models, driver: Driver, checked: Checked, trunk: Trunk | None, model_key: str
+) -> Callable[[Job], SearchGenerator]:
+    """The function that starts a request's search. It refers to no job: that would be a cycle, which keeps the models
+    in memory until the garbage collector runs."""
+    target, search, constrained = models.target, checked.request.search, checked.constrained
+    time = target.runner.time
+
+    def start(job: Job) -> SearchGenerator:
+        tree = driver.open_tree(job, "target", checked.ids, len(checked.ids) + checked.limit, trunk)
+        hits_stop = checked.stops
+        if constrained is not None and not constrained.eos:  # no token can end an output that is stuck
+            hits_stop = constrained.with_ends(tree, checked.stops)
+        return search.run(
+            Task(
+                tree,
+                checked.limit,
+                checked.eos,
+                target.runner.vocab_size,
+                hits_stop,
+                lambda model, prompt: driver.open_tree(job, model, prompt),
+                target.tokenizer,
+                # Measured times would part processes that share the model.
+                None if models.shard.size > 1 else lambda tokens: time.charge(tokens, *job.batch_load),
+                model_key=model_key,
+                start_token=target.start_token,
+                judge=judge_of(models, driver, job, checked) if "reward" in search.models else None,
+                spare=lambda pool: driver.spare(job, pool),
+                normalised=constrained is None,
+                rising=constrained is not None and constrained.raises,
+            )
+        )
+
+    return start
+
+
+def judge_of(models: Models, driver: Driver, job: Job, checked: Checked) -> Judge:
+    """The object that computes rewards for a request whose search ranks by them."""
+    request, target, given = checked.request, models.target, checked.request.prompt
+    if not isinstance(given, str):
+        given = target.tokenizer.decode(checked.ids) if target.tokenizer else ""
+    answer = Responses(target.tokenizer, checked.ids, request.messages, checked.eos, checked.stops, given)
+    reward = request.reward or models.reward or models.others["reward"]
+    return make_judge(reward, target, answer, lambda prompt: driver.open_tree(job, "reward", prompt))
+
+
+def finishing(models: Models, checked: Checked, job: Job) -> Generator[None, None, Outcome]:
+    """The outcome of a request that has ended; yields between pieces of work as long as a pass of few rows."""
+    cause, job.error = job.error, None  # its traceback refers to the job
+    if cause is not None:
+        return _reported(checked, cause)
+    assert job.result is not None
+    result, tokenizer = job.result, models.target.tokenizer
+    if checked.constrained is not None:
+        checked.constrained.settle(result, "reward" in checked.request.search.models)
+    try:
+        if job.kept is not None:
+            result.outputs = yield from job.kept.filling(result.outputs)
+    except Exception as failure:
+        return _reported(checked, failure)
+    try:
+        texts = ["" if tokenizer is None else tokenizer.decode(output.token_ids) for output in result.outputs]
+    except CoppiceError as error:  # the tokenizer cannot decode these tokens
+        return error
+    if checked.stops is not None:
+        texts = [checked.stops.cut(text) for text in texts]
+    result.outputs = [replace(output, text=text) for output, text in zip(result.outputs, texts, strict=True)]
+    result.stats["new_tokens"] = len(result.outputs[0].token_ids)
+    return result
+
+
+def _reported(checked: Checked, cause: BaseException) -> CoppiceError:
+    """The error to report for what ended a request."""
+    if isinstance(cause, CoppiceError):
+        return cause
+    if not is_out_of_memory(cause):
+        return search_error(type(checked.request.search), cause)
+    error = out_of_memory()
+    error.__cause__ = cause
+    return error
 
 
 @dataclass(eq=False)
@@ -450,7 +614,7 @@ class StepThread:
             while self._take_calls():
                 for service in self.services:
                     if service.busy:
-                        service.step()
+                        self._step(service)
         except BaseException as error:
             why = f"the thread that steps failed: {type(error).__name__}: {error}"[:500]
             raise
@@ -462,6 +626,16 @@ class StepThread:
                     endings.callback(service.end, CoppiceError(self._ended))
                 while not self._calls.empty():
                     self._make(self._calls.get())
+
+    @staticmethod
+    def _step(service: Service) -> None:
+        """Step a service. An error of a pass, such as a machine out of memory, ends the requests under way; those that
+        wait find a new driver and an empty pool."""
+        try:
+            service.step()
+        except BaseException as error:  # libraries in other languages panic with one
+            service.abandon(_ours(error, "a forward pass failed"))
+            service.report()
 
     def _take_calls(self) -> bool:
         """Make the calls that wait, if nothing runs at least one. Returns False at the end."""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ import torch
 
 from engine.cache.pool import PagePool
 from engine.cache.prefixes import PrefixCache
-from engine.errors import CheckpointError, UsageError, check_integer
+from engine.errors import CheckpointError, UsageError, check_flag, check_integer
 from engine.load.capabilities import Capabilities, Precision, explicit_precision, pick_precision, processor
 from engine.load.distributed import agree, least
 from engine.load.fastest import Choice, fastest_format
@@ -53,6 +54,7 @@ class LoadedModel:
         name: for messages.
         capabilities: what it computes in, and which fast paths this machine has.
         key, start_token: `model_key` and `start_token` of a `Task`.
+        warned: of a control token that is read as text.
     """
 
     runner: Runner
@@ -64,6 +66,24 @@ class LoadedModel:
     capabilities: Capabilities = field(default_factory=Capabilities)
     key: str = ""
     start_token: int = 0
+    warned: bool = False
+
+    def encode(self, prompt: str, parse_special: bool = False) -> list[int]:
+        """The token ids of a prompt that is text. Warns once if it spells a control token and is not to be parsed.
+
+        Raises:
+            UsageError: as `Tokenizer.encode`.
+        """
+        check_flag("parse_special", parse_special)
+        tokenizer = self.need_tokenizer()
+        if not parse_special and not self.warned and (token := tokenizer.spelled(prompt)):
+            self.warned = True
+            warnings.warn(
+                f"{token!r} in a prompt is read as text, not as the control token: parse_special (--parse-special) "
+                "reads such spellings as tokens; this is said once",
+                stacklevel=2,
+            )
+        return tokenizer.encode(prompt, parse_special=parse_special)
 
     def cache_prefixes(self, bounded: bool) -> None:
         """Keep prefixes of requests in the pool, except where keys depend on how long their sequence was in the end.

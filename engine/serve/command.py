@@ -37,7 +37,6 @@ from engine.rules.catalogue import open_catalogue
 from engine.serve.fields import Limits, Served
 from engine.serve.metrics import Metrics
 from engine.serve.stepper import Stepper
-from engine.service import Service
 from models.checkpoint.files import read_regular
 from search.base import make_search
 
@@ -165,7 +164,7 @@ def load(name: str, args: argparse.Namespace, stepper: Stepper) -> Served:
             raise UsageError(f"--catalogue: expected NAME=FILE, got {word!r}")
         catalogues[key] = open_catalogue(file)
         catalogues[key].check(engine.model.tokenizer, engine.runner.vocab_size)
-    return Served(name, stepper.add(name, Service(engine), args.queue), args, catalogues)
+    return Served(name, engine, stepper.add(name, engine.service(), args.queue), args, catalogues)
 
 
 def each_model(args: argparse.Namespace) -> dict[str, argparse.Namespace]:

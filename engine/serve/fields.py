@@ -13,7 +13,7 @@ from engine.app.cli import template_options
 from engine.contract import Search
 from engine.contract.checks import attributed, slots_of
 from engine.contract.trace import ANCHOR, Trace, token_text
-from engine.engine import Request
+from engine.engine import Engine, Request
 from engine.errors import UsageError, check_flag, check_integer, shortened
 from engine.rules.catalogue import Catalogue
 from engine.serve.stepper import Lane
@@ -108,18 +108,19 @@ class Served:
 
     Args:
         name: by which requests choose it.
+        engine: has its models.
         lane: where its requests run.
         args: the command line: gives what a request lacks.
         catalogues: by the names that requests use.
     """
 
     name: str
+    engine: Engine
     lane: Lane
     args: argparse.Namespace
     catalogues: Mapping[str, Catalogue] = field(default_factory=dict)
 
     def __post_init__(self):
-        self.engine = self.lane.service.engine
         self.template: TemplateOptions = template_options(self.args)
         self.created = int(time.time())
         self._bytes: list[bytes] | None = None

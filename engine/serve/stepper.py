@@ -112,7 +112,7 @@ class Lane:
     @property
     def places(self) -> int:
         """Most requests that run or wait."""
-        return self.queue + self.service.engine.parallel
+        return self.queue + self.service.parallel
 
     @property
     def most(self) -> int:
@@ -156,11 +156,11 @@ class Lane:
         ends = total + count - self.places  # whoever's
         if over > ends:  # its own; of those that end it has its part
             ends = over * len({*taken, client})
-        return max(1, math.ceil(ends * sum(each) / len(each) / self.service.engine.parallel))
+        return max(1, math.ceil(ends * sum(each) / len(each) / self.service.parallel))
 
     def figures(self) -> dict[str, float]:
         """Counters and gauges of the model; read while another thread changes them."""
-        driver, pool = self.service.driver, self.service.engine.pool
+        driver, pool = self.service.driver, self.service.models.target.runner.pool
         work = driver.work["target"]
         return {
             "requests_running": self.running,
@@ -226,7 +226,7 @@ class Stepper(StepThread):
 
     def add(self, name: str, service: Service, queue: int) -> Lane:
         """Add a model, before `start`. Its searches keep no files, whose names clients could choose by parameters."""
-        service.engine.keeps_files = False
+        service.keeps_files = False
         self.services.append(service)
         self.lanes[name] = Lane(name, service, queue, self)
         return self.lanes[name]

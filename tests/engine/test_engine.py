@@ -222,7 +222,7 @@ def test_control_tokens_in_a_prompt_are_text_unless_they_are_asked_for(folder):
     assert EOS in parsed and EOS not in plain
 
     def read(prompt, **options):
-        return engine._prepare(Request(prompt, Greedy(), **options)).ids
+        return engine.service().check(Request(prompt, Greedy(), **options)).ids
 
     assert read(prompt, parse_special=True) == parsed and read(plain, parse_special=True) == plain
     assert read("ab") == engine.tokenizer.encode("ab")

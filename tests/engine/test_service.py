@@ -24,8 +24,8 @@ def model() -> Engine:
 @pytest.fixture
 def service(model: Engine) -> Iterator[Service]:
     engine = Engine(model.model, parallel=2)
-    engine.keeps_files = False
-    service = Service(engine)
+    service = engine.service()
+    service.keeps_files = False
     yield service
     service.close()
     assert engine.pool.used_pages == 0

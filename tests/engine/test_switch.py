@@ -48,7 +48,7 @@ def wander(driver, run, prompt, seed, records):
 @pytest.mark.parametrize("seed", range(2))
 def test_random_trees_across_the_border(engine, seed):
     rng = random.Random(seed)
-    records, driver = [], engine._driver()
+    records, driver = [], engine.service().driver
     runs = []
     for i, length in enumerate([20, 29, 31, 32, 33, 50]):
         prompt = [rng.randrange(3, 100) for _ in range(length)]

@@ -14,8 +14,10 @@ from engine.cache.tree import TokenTree
 from engine.contract.best import Next
 from engine.engine import Request
 from engine.load.loading import LoadedModel
+from engine.service import starter
 from engine.step.ahead import Guess, choose
 from engine.step.graphs import GraphRunner
+from engine.step.jobs import Job
 from engine.step.packing import Blank
 from engine.step.runner import Launched, Runner
 from engine.step.timing import Overlap
@@ -142,11 +144,13 @@ def test_searches_come_and_go(plain):
     engine, rng = ahead(plain, page_size=4), random.Random(1)
     requests = [Request(PROMPTS[i % 4], Trie(beams=2 + i % 3), max_new_tokens=8, ignore_eos=True) for i in range(12)]
     alone = [plain.generate([r.prompt], r.search, max_new_tokens=8, ignore_eos=True)[0].outputs for r in requests]
-    driver, jobs, cancelled = engine._driver(), {}, set()
+    service, jobs, cancelled = engine.service(), {}, set()
+    driver = service.driver
     while len(jobs) < len(requests) or driver.busy:
         for _ in range(rng.randrange(3)):
             if len(jobs) < len(requests):
-                jobs[len(jobs)] = engine._submit(driver, requests[len(jobs)]).job
+                checked = service.check(requests[len(jobs)])
+                jobs[len(jobs)] = driver.submit(Job(starter(service.models, driver, checked, None, "")))
         driver.step()
         running = [i for i, job in jobs.items() if job in driver.running]
         engine.pool.check_invariants([p for i in running for tree in jobs[i].trees for p in tree.pages_held])

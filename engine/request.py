@@ -1,0 +1,321 @@
+"""A request: what a caller wants, checked against the models that answer it; and the events of its answer."""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypedDict
+
+from torch import Tensor
+
+from engine.cache.tree import TokenTree
+from engine.contract import Report, Search, SearchResult
+from engine.contract.checks import attributed, check_search
+from engine.contract.trace import Trace
+from engine.errors import UsageError, check_flag, check_integer, shortened
+from engine.load.loading import LoadedModel
+from engine.load.pools import check_memory
+from engine.rewards import Messages, RewardFunction, check_messages
+from engine.rules import Rules, Words
+from engine.rules.catalogue import Catalogue
+from engine.rules.constraint import Constraint
+from engine.rules.logprobs import check_logprobs
+from engine.rules.state import Constrained
+from engine.step.jobs import Job
+from engine.text.stopping import StopStrings, check_stop
+from models.sharding import Shard
+
+
+@dataclass(frozen=True)
+class Request(Rules):
+    """One prompt, the search that answers it, its limits, and `Rules`, whose fields are given by name.
+
+    Args:
+        prompt: token ids, or text (encoded with the special tokens that the tokenizer adds by itself).
+        search: a search's configuration.
+        max_new_tokens: limit of each output; the model's context may end it earlier.
+        eos_token_ids: tokens that end an output; None takes the checkpoint's.
+        ignore_eos: no token ends an output.
+        stop: strings that end an output; they are cut off its text.
+        messages: the messages that were rendered to the prompt, for a reward model with a chat template; it reads a
+            plain prompt as a user's only message.
+        reward: (prompt, texts) -> scores, instead of a reward model. The prompt is `messages`, if there are any, else
+            its text.
+        trace: records the steps of the search; each request needs its own.
+        logprobs: how many alternatives are wanted beside the log-probability of each token, 0 for none, see `Output`;
+            None: no log-probabilities of tokens.
+        parse_special: in a prompt that is text the spellings of control tokens are these tokens. Leave it off where
+            others write into the prompt.
+        cache_salt: only requests of the same salt share cached prefixes: with one for each user nobody finds out by the
+            time of an answer what another one asked. None: the request neither uses nor leaves any. See `Engine.load`.
+    """
+
+    prompt: Sequence[int] | str
+    search: Search
+    max_new_tokens: int = 256
+    eos_token_ids: Iterable[int] | None = None
+    ignore_eos: bool = False
+    stop: Sequence[str] = ()
+    messages: Messages | None = None
+    reward: RewardFunction | None = None
+    trace: Trace | None = None
+    logprobs: int | None = None
+    cache_salt: str | None = ""
+    parse_special: bool = False
+
+
+class RequestOptions(TypedDict, total=False):
+    """The fields of `engine.Request` but for its prompt and its search; see there."""
+
+    max_new_tokens: int
+    eos_token_ids: Iterable[int] | None
+    ignore_eos: bool
+    stop: Sequence[str]
+    messages: Messages | None
+    reward: RewardFunction | None
+    trace: Trace | None
+    logprobs: int | None
+    cache_salt: str | None
+    parse_special: bool
+    constraint: Constraint | None
+    constraint_scores: str
+    choices: Words
+    json_schema: Mapping[str, Any] | bool | str | None
+    regex: str | None
+    grammar: str | None
+    catalogue: Catalogue | str | Path | None
+    logit_bias: Mapping[int | str, float] | None
+    sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any] | None
+    repetition_penalty: float
+    no_repeat_ngram_size: int
+    bad_words: Words
+    min_length: int
+    min_new_tokens: int
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], Any] | None
+    suppress_tokens: Sequence[int]
+    begin_suppress_tokens: Sequence[int]
+    logits_processor: Callable[[Tensor, Tensor], Tensor] | Sequence[Callable[[Tensor, Tensor], Tensor]] | None
+
+
+class StreamOptions(RequestOptions, total=False):
+    """The same, and what `Engine.stream` takes besides."""
+
+    interrupted: Callable[[], bool]
+
+
+def check_options(options: Mapping[str, Any], search: Any) -> None:
+    """Check the names of options. Raises UsageError."""
+    known = RequestOptions.__annotations__
+    for name in options:
+        if name in known:
+            continue
+        if hasattr(search, name):
+            remedy = f"it is a parameter of the search: {type(search).__name__}({name}=...)"
+        else:
+            near = difflib.get_close_matches(name, known, 1)
+            remedy = f"did you mean {near[0]}?" if near else "help(engine.RequestOptions) lists all"
+        raise UsageError(f"{name[:100]}: no such option", remedy=remedy)
+
+
+def requests_of(prompts: Iterable[Sequence[int] | str], search: Search, options: RequestOptions) -> Iterator[Request]:
+    """The requests of `Engine.generate`, made one by one. Raises UsageError at once."""
+    if isinstance(prompts, str):
+        raise UsageError("prompts: expected a list of prompts, got one string", remedy="write [prompt]")
+    if not isinstance(prompts, Iterable):
+        raise UsageError(f"prompts: expected a list of prompts, got {prompts!r}", remedy="write [prompt]")
+    check_options(options, search)
+    return (Request(prompt, search, **options) for prompt in prompts)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Progress of the prefill: `done` of `total` prompt tokens are evaluated."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """The next part of the best output's text, as soon as it is certain."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A step of the search; `report` has its figures and its best candidate so far, `tree` is the live tree."""
+
+    report: Report
+    tree: TokenTree
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end; the texts of all `Text` events, joined, are the text of the best output."""
+
+    result: SearchResult
+
+
+Event = Prefill | Text | Progress | Done
+
+
+def event_of(job: Job, seen: Prefill | Progress | None) -> Prefill | Progress | None:
+    """The state of a search; None if it is as in the event before, or has ended."""
+    if job.done or not job.trees:
+        return None
+    tree = job.trees[0]
+    if not job.prefilled:
+        event = Prefill(tree.trunk.cached, tree.prompt_length)
+        return None if event == seen else event
+    shown = isinstance(seen, Progress) and seen.report is job.report
+    return None if shown or job.report == Report() else Progress(job.report, tree)  # it may pause before it reports
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models that answer requests.
+
+    Args:
+        target: continues prompts.
+        others: by role: "draft", "reward".
+        reward: a function instead of a reward model.
+    """
+
+    target: LoadedModel
+    others: Mapping[str, LoadedModel] = field(default_factory=dict)
+    reward: RewardFunction | None = None
+
+    @property
+    def shard(self) -> Shard:
+        """The place of this process among those that share the models."""
+        return getattr(self.target.runner.model, "shard", Shard())
+
+    @property
+    def by_role(self) -> dict[str, LoadedModel]:
+        return {"target": self.target, **self.others}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A request that suits the models.
+
+    Args:
+        ids: of the prompt.
+        limit: most new tokens, in the models' contexts.
+        eos: tokens that end an output.
+        stops: None without stop strings.
+        constrained: edits its rows; None if nothing does. It belongs to one run of the request.
+    """
+
+    request: Request
+    ids: list[int]
+    limit: int
+    eos: frozenset[int] = frozenset()
+    stops: StopStrings | None = None
+    constrained: Constrained | None = None
+
+
+def check_request(models: Models, request: Request) -> Checked:
+    """Check a request against the models and their memory. Raises UsageError or KVMemoryError."""
+    target = models.target
+    if target.shape.scores:
+        raise UsageError(
+            "this checkpoint is a reward model: it scores texts and generates none",
+            where=target.name,
+            remedy="give a checkpoint whose architecture ends in ForCausalLM",
+        )
+    if isinstance(request.search, type) or not hasattr(request.search, "run"):
+        raise UsageError(f"search: expected a configuration such as search.Trie(), got {request.search!r}")
+    ids, eos = _prompt(target, request), _ends(target, request)
+    _check_fields(request)
+    stops = StopStrings(target.need_tokenizer(), request.stop) if request.stop else None
+    check_search(request.search)
+    _check_roles(models, request)
+    limit, vocab_size = _limit(models, request, len(ids)), target.runner.vocab_size
+    with attributed(type(request.search)):
+        request.search.check(vocab_size, eos)
+    constrained = request.at_work(ids, limit, vocab_size, eos, target.tokenizer)
+    check_memory(target.runner.pool, request.search, len(ids), limit)
+    return Checked(request, ids, limit, eos, stops, constrained)
+
+
+def _prompt(target: LoadedModel, request: Request) -> list[int]:
+    """The token ids of a request's prompt. Raises UsageError."""
+    prompt = request.prompt
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):  # text is one too
+        raise UsageError(f"prompt: expected token ids or text, got {prompt!r}")
+    check_flag("parse_special", request.parse_special)
+    ids = target.encode(prompt, request.parse_special) if isinstance(prompt, str) else list(prompt)
+    check_ids(target, ids)
+    return ids
+
+
+def check_ids(target: LoadedModel, ids: Sequence[int]) -> None:
+    """Check that a prompt is not empty, fits the context and has valid ids only. Raises UsageError."""
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        raise UsageError(f"prompt: expected token ids, got {ids!r}")
+    if not ids:
+        bare = target.tokenizer is not None and not target.tokenizer.encode("")
+        why = ", and this tokenizer adds no token of its own to begin with" if bare else ""
+        raise UsageError("the prompt is empty" + why, remedy="give at least one token to go on from")
+    reach = target.shape.max_positions
+    if reach is not None and len(ids) > reach:
+        raise UsageError(
+            f"the prompt has {len(ids)} tokens, the model's context holds {reach}", remedy="shorten the prompt"
+        )
+    vocab = target.shape.vocab_size
+    for i, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocab:
+            got = shortened(repr(token))
+            raise UsageError(f"prompt: expected token ids from 0 to {vocab - 1}, got {got}", where=f"token {i}")
+
+
+def _ends(target: LoadedModel, request: Request) -> frozenset[int]:
+    """The tokens that end an output. Raises UsageError."""
+    check_integer("max_new_tokens", request.max_new_tokens, 1)
+    if not isinstance(request.eos_token_ids, Iterable | None):
+        raise UsageError(f"eos_token_ids: expected a list of token ids, got {request.eos_token_ids!r}")
+    ends = target.eos_token_ids if request.eos_token_ids is None else list(request.eos_token_ids)
+    if any(type(token) is not int or token < 0 for token in ends):
+        raise UsageError(f"eos_token_ids: expected token ids, got {sorted(map(repr, ends))}")
+    check_flag("ignore_eos", request.ignore_eos)
+    return frozenset() if request.ignore_eos else frozenset(ends)
+
+
+def _check_fields(request: Request) -> None:
+    """Check the fields that need no model, but for those of `Rules`. Raises UsageError."""
+    check_stop(request.stop)
+    check_logprobs(request.logprobs)
+    if not isinstance(request.cache_salt, str | None):
+        raise UsageError(f"cache_salt: expected a text or None, got {request.cache_salt!r}")
+    check_messages(request.messages)
+    if not isinstance(request.trace, Trace | None):
+        raise UsageError(f"trace: expected a Trace, got {request.trace!r}")
+    check_callable("reward", request.reward, " of (prompt, texts)")
+
+
+def _check_roles(models: Models, request: Request) -> None:
+    """Check that the models of a search are there, and that it may write its files. Raises UsageError."""
+    for role in request.search.models:
+        if role not in models.others and not (role == "reward" and (request.reward or models.reward)):
+            kind = {"draft": "a smaller one of the same tokenizer", "reward": "one with a scalar head"}[role]
+            raise UsageError(f"this search needs a {role} model", remedy=f"give --{role} DIR, {kind}")
+    if models.shard.size > 1 and getattr(request.search, "save", None) is not None:
+        raise UsageError("save: processes that share a model save nothing", remedy="leave out --aded-save")
+
+
+def _limit(models: Models, request: Request, prompt: int) -> int:
+    """Most new tokens of a request, in the contexts of the models."""
+    new, reach = request.max_new_tokens, models.target.shape.max_positions
+    if reach is not None:
+        new = min(new, reach - prompt + 1)  # the last token is never evaluated: it needs no position
+    if "draft" in request.search.models and (beside := models.others["draft"].shape.max_positions) is not None:
+        new = min(new, max(1, beside - prompt + 1))  # it reads the same tokens
+    return new
+
+
+def check_callable(name: str, value: object, arguments: str = "") -> None:
+    """Check that a value is a function or None. Raises UsageError."""
+    if value is not None and not callable(value):
+        raise UsageError(f"{name}: expected a function{arguments}, got {value!r}")
