@@ -1,7 +1,6 @@
 """The engine: token trees on a paged cache, evaluated for any search."""
 
 import engine.load.startup  # noqa: F401  # isort: split
-from engine.async_engine import AsyncEngine
 from engine.cache.tree import TokenTree
 from engine.contract import Evaluate, Output, Report, SearchResult, Task
 from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
@@ -10,6 +9,7 @@ from engine.request import RequestOptions
 from engine.rules import Rules
 from engine.rules.catalogue import Catalogue
 from engine.rules.constraint import Choices, Constraint, ConstraintError
+from engine.tasks.async_engine import AsyncEngine
 from engine.version import __version__
 
 __all__ = [

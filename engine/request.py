@@ -79,7 +79,7 @@ class RequestOptions(TypedDict, total=False):
     parse_special: bool
     constraint: Constraint | None
     constraint_scores: str
-    choices: Words
+    choices: Words | None
     json_schema: Mapping[str, Any] | bool | str | None
     regex: str | None
     grammar: str | None

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from engine.contract import SearchResult
 from engine.errors import CoppiceError
 from engine.serve.metrics import Metrics
-from engine.service import Checked, Handle, News, Outcome, Service, StepThread
+from engine.service import Checked, News, Outcome, Service
+from engine.tasks.step_thread import Handle, StepThread
 
 SWITCH_SECONDS = 1e-3  # after which a thread that checks lets the one that steps go on, wherever it has to wait for it
 

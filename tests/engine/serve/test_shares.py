@@ -12,7 +12,7 @@ from engine.app.batch import _unique
 from engine.errors import UsageError
 from engine.serve.metrics import Metrics
 from engine.serve.stepper import Lane, Stepper, Ticket, share
-from engine.service import Checks
+from engine.tasks.step_thread import Checks
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")

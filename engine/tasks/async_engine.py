@@ -12,7 +12,8 @@ from engine.contract import Search, SearchResult
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError
 from engine.request import Done, Event, Request, RequestOptions, Text, requests_of
-from engine.service import Handle, News, Outcome, StepThread
+from engine.service import News, Outcome
+from engine.tasks.step_thread import Handle, StepThread
 
 P = ParamSpec("P")
 

@@ -1,0 +1,1 @@
+"""Engines that many tasks share: the thread that steps, and `AsyncEngine`."""

@@ -1,0 +1,265 @@
+"""The thread that steps services for many tasks, and those that check their requests."""
+
+import asyncio
+import contextlib
+import queue
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from engine.errors import CoppiceError
+from engine.request import Checked
+from engine.service import Entry, News, Service, as_ours
+
+T = TypeVar("T")
+CHECKS = 4  # at once, of as many clients
+
+
+@dataclass(eq=False)
+class Handle:
+    """A request that `StepThread.submit` has taken; its fields belong to the stepping thread.
+
+    Attributes:
+        entry: None until the request is submitted to its service.
+        gone: cancelled before that.
+    """
+
+    service: Service
+    entry: Entry | None = None
+    gone: bool = False
+
+
+class Checks:
+    """Threads that check requests, those of a client one after another: nobody's checks wait for all of another's."""
+
+    def __init__(self, threads: int = CHECKS):
+        self._threads = ThreadPoolExecutor(threads, "check")
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # in turn
+        self._busy: set[str] = set()  # clients one of whose requests is being checked
+
+    def submit(self, client: str, function: Callable[[], T]) -> "Future[T]":
+        """Have a function called for a client; a future that is cancelled before has it not called at all."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._waiting.setdefault(client, deque()).append((future, function))
+        self._threads.submit(self._run)
+        return future
+
+    def stop(self) -> None:
+        """Take no more; what waits is still called."""
+        self._threads.shutdown(wait=False)
+
+    def _run(self) -> None:
+        """In a thread: check what there is. Whoever has checked for a client goes on with what it left waiting."""
+        client = None
+        while True:
+            with self._lock:
+                if client is not None:
+                    self._busy.discard(client)
+                client = next((each for each in self._waiting if each not in self._busy), None)
+                if client is None:
+                    return
+                mine = self._waiting.pop(client)
+                future, function = mine.popleft()
+                if mine:
+                    self._waiting[client] = mine
+                self._busy.add(client)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+                except BaseException as error:  # a panic of a library, which would end the event loop
+                    future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"[:500]))
+            del future, function
+
+
+class StepThread:
+    """A thread that steps services, and those that check requests: a long prompt or a grammar delays no step.
+
+    `call` and `cancel` are for any thread, `check` and `submit` for coroutines of any event loop. When the thread ends,
+    by `stop` or by a bug, the requests under way end with an error and later ones are refused: nothing waits for ever.
+    """
+
+    def __init__(self):
+        self.services: list[Service] = []  # complete before `start`
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ended, self._lock = "", threading.RLock()  # why no call is taken any more; `call` may be a finalizer's
+        self._checks = Checks()
+        self._threads = torch.get_num_threads()  # a new thread would begin with the library's number
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread, unless it was started."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+                self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread still steps."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Have the stepping thread call a function before its next step. Raises CoppiceError: the thread has ended."""
+        with self._lock:
+            self._require()
+            self._calls.put(function)
+
+    async def check(self, function: Callable[[], T], client: str = "") -> T:
+        """Call a function in a checking thread, for a client; returns and raises what the function does. Cancelled
+        before it has begun it is not called, later its result is dropped.
+
+        Raises:
+            CoppiceError: the thread has ended.
+        """
+        with self._lock:
+            self._require()
+            future = asyncio.wrap_future(self._checks.submit(client, partial(self._unless_ended, function)))
+        try:
+            return await future
+        finally:
+            del future  # an error's traceback refers to this frame
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Call a function in the stepping thread, between two steps; returns and raises what the function does.
+
+        Raises:
+            CoppiceError: the thread has ended.
+        """
+        future: Future[T] = Future()
+        self.call(partial(_fulfil, future, partial(self._unless_ended, function)))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future  # an error's traceback refers to this frame
+
+    def _unless_ended(self, function: Callable[[], T]) -> T:
+        self._require()
+        return function()
+
+    def _require(self) -> None:
+        """Raises CoppiceError: the thread has ended."""
+        if self._ended:
+            raise CoppiceError(self._ended)
+
+    def submit(
+        self,
+        service: Service,
+        checked: Checked,
+        hear: Callable[[News], None],
+        *,
+        stream: bool = False,
+        wants: threading.Event | None = None,
+        client: str = "",
+    ) -> Handle:
+        """As `Service.submit`, for a coroutine: its event loop calls `hear`, also with an error of the start.
+
+        Raises:
+            CoppiceError: the thread has ended.
+        """
+        handle, loop = Handle(service), asyncio.get_running_loop()
+
+        def tell(news: News) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(hear, news)
+
+        def start() -> None:
+            if handle.gone:
+                return
+            try:
+                handle.entry = service.submit(checked, tell, stream=stream, wants=wants, client=client)
+            except Exception as error:
+                tell(News(0.0, outcome=as_ours(error, "the start failed")))
+
+        self.call(start)
+        return handle
+
+    def cancel(self, handle: Handle) -> None:
+        """Abandon a request: its pages are free before the next step. Without effect on one that has ended."""
+
+        def stop() -> None:
+            handle.gone = True
+            if handle.entry is not None:
+                handle.service.cancel(handle.entry)
+
+        with contextlib.suppress(CoppiceError):  # the thread has ended, and all requests with it
+            self.call(stop)
+
+    def stop(self) -> None:
+        """End all requests with an error, return their pages, end the threads."""
+        with self._lock:
+            self._ended = self._ended or "the engine was closed"
+            self._calls.put(None)
+        self._checks.stop()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        why = ""
+        try:
+            while self._take_calls():
+                for service in self.services:
+                    if service.busy:
+                        self._step(service)
+        except BaseException as error:
+            why = f"the thread that steps failed: {type(error).__name__}: {error}"[:500]
+            raise
+        finally:
+            with self._lock:  # no call comes after those that wait
+                self._ended = self._ended or why
+            with contextlib.ExitStack() as endings:
+                for service in self.services:
+                    endings.callback(service.end, CoppiceError(self._ended))
+                while not self._calls.empty():
+                    self._make(self._calls.get())
+
+    @staticmethod
+    def _step(service: Service) -> None:
+        """Step a service. An error of a pass, such as a machine out of memory, ends the requests under way; those that
+        wait find a new driver and an empty pool."""
+        try:
+            service.step()
+        except BaseException as error:  # libraries in other languages panic with one
+            service.abandon(as_ours(error, "a forward pass failed"))
+            service.report()
+
+    def _take_calls(self) -> bool:
+        """Make the calls that wait, if nothing runs at least one. Returns False at the end."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call = self._calls.get(block=not any(service.busy for service in self.services))
+                if call is None:
+                    return False
+                self._make(call)
+        return True
+
+    @staticmethod
+    def _make(call: Callable[[], None] | None) -> None:
+        try:
+            if call is not None:
+                call()
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+
+
+def _fulfil(future: "Future[T] | None", function: Callable[[], T]) -> None:
+    """Make a call that somebody waits for, unless it was cancelled."""
+    if future is None or not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+        future = None  # the error's traceback refers to this frame
