@@ -97,7 +97,7 @@ class Rules:
             raise UsageError(f"catalogue: expected a path or an engine.Catalogue, got {brief(self.catalogue)}")
         if len(given := [name for name in ONE_OF if getattr(self, name) is not None]) > 1:
             raise UsageError(f"{' and '.join(given)}: expected at most one of {', '.join(ONE_OF)}")
-        if self.choices is not None and not len(self.choices):
+        if isinstance(self.choices, Sequence) and not self.choices:  # other values are refused with their types
             raise UsageError("choices: expected at least one text or list of token ids, got none")
         for kind in KINDS:
             if (value := getattr(self, kind)) is not None:

@@ -37,7 +37,7 @@ BASE = {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, COMPLETIONS: {"
 PATH = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
 OTHERS = ("prompt", "prompt_ids", "chat_template_kwargs", "logprobs", "top_logprobs")
 OTHERS += ("stop", "ignore_eos", "eos_token_ids", "max_new_tokens")
-NAMES = sorted({*OWN, *IGNORED, *REFUSED, *RENAMED, *RECORD[CHAT], *OTHERS, *PLAIN_RULES} - {"grammar", "regex"})
+NAMES = sorted({*OWN, *IGNORED, *REFUSED, *RENAMED, *RECORD[CHAT], *OTHERS, *PLAIN_RULES})
 CASES = [(name, None) for name in NAMES] + [(key, search) for search in REGISTRY for key in parameters(search)]
 
 
