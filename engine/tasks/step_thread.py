@@ -212,7 +212,7 @@ class StepThread:
             while self._take_calls():
                 for service in self.services:
                     if service.busy:
-                        self._step(service)
+                        self.step(service)
         except BaseException as error:
             why = f"the thread that steps failed: {type(error).__name__}: {error}"[:500]
             raise
@@ -226,7 +226,7 @@ class StepThread:
                     self._make(self._calls.get())
 
     @staticmethod
-    def _step(service: Service) -> None:
+    def step(service: Service) -> None:
         """Step a service. An error of a pass, such as a machine out of memory, ends the requests under way; those that
         wait find a new driver and an empty pool."""
         try:

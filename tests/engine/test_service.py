@@ -12,6 +12,7 @@ from engine.demo import demo_folder
 from engine.engine import Request
 from engine.rules.logprobs import ROWS
 from engine.service import News, Service
+from engine.tasks.step_thread import StepThread
 from search import ULTS, Greedy, Sample
 from search.ults import delta, prior
 
@@ -51,7 +52,7 @@ def run(service: Service, most: int = 10_000) -> int:
     for step in range(most):
         if not service.busy:
             return step
-        service.step()
+        StepThread.step(service)
     raise AssertionError("it goes on")
 
 
@@ -103,7 +104,7 @@ def test_who_waits_can_leave_and_outlives_a_failure(service, monkeypatch):
         monkeypatch.undo()
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(service.engine.runner, "forward", broken)
+    monkeypatch.setattr(service.models.target.runner, "forward", broken)
     run(service)
     ends = {name: end for name, end in heard if end is not None}
     assert "A2" not in ends and not service.waiting
@@ -151,7 +152,7 @@ def test_a_search_that_computes_can_be_cancelled(service):
 def test_log_probabilities_are_computed_in_pieces(service, monkeypatch):
     """A step applies the head to a bounded number of rows, whoever has ended, and other searches go on."""
     heard, rows, passes = Heard(), [], service.driver.work["target"]
-    head = type(service.engine.runner.model).logits
+    head = type(service.models.target.runner.model).logits
 
     def logits(self, hidden_NE):
         rows.append(len(hidden_NE))
@@ -160,7 +161,7 @@ def test_log_probabilities_are_computed_in_pieces(service, monkeypatch):
     heard.ask(service, "A", Sample(num_return_sequences=8, seed=1), 60, logprobs=3)
     while not any(entry.finish for entry in service.entries):
         service.step()
-    monkeypatch.setattr(type(service.engine.runner.model), "logits", logits)
+    monkeypatch.setattr(type(service.models.target.runner.model), "logits", logits)
     heard.ask(service, "B", Greedy(), 40)
     steps = before = 0
     while not heard or heard[-1][0] != "A" or heard[-1][1] is None:

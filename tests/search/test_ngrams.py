@@ -76,8 +76,8 @@ def test_merging_in_any_portions_gives_the_same(parts, successors, block):
 
 
 def test_largest_ids(tmp_path):
-    top = REST - 1
-    write_store(tmp_path / "s", merge([count([top, top, top, 0, top])]), top, MARK)
+    top = REST - 2
+    write_store(tmp_path / "s", merge([count([top, top, top, 0, top])]), top + 1, MARK)
     store = open_store(tmp_path / "s")
     assert store.after_pair(top, top) == ([0, top], [1, 1], 2) and store.after(top).total == 3
     with pytest.raises(UsageError, match="vocabularies of less than"):

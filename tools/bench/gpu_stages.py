@@ -353,7 +353,7 @@ class RandomCheckpoint:
         table = self.read([name])[name]
         return lambda tokens: table[torch.tensor(tokens)]
 
-    def packed(self, names: Sequence[str]) -> None:
+    def packed(self, names: Sequence[str], outs: int, width: int) -> None:
         """Nothing is packed ahead."""
 
     def grouped(self, *_: Any, **__: Any) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-import engine.load.pools
 from engine import Engine, KVMemoryError, Request, Session, UsageError
+from engine.load import pools
 from engine.step import prefix_files
 from models.checkpoint.headers import write_tensors
 from search import DSBD, Greedy, Sample, Trie
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(params=[1, 4], ids=["tokens", "pages"])
 def page_size(request, monkeypatch):
-    monkeypatch.setitem(engine.memory.PAGE_SIZE, "cpu", request.param)
+    monkeypatch.setitem(pools.PAGE_SIZE, "cpu", request.param)
     return request.param
 
 
