@@ -50,7 +50,7 @@ def test_a_share_is_half_of_what_the_others_leave(places, others, alone, expecte
 @pytest.fixture
 def lane():
     stepper = Stepper(Metrics())
-    yield Lane("demo", SimpleNamespace(engine=SimpleNamespace(parallel=2), alone=True), 8, stepper)  # type: ignore[arg-type]
+    yield Lane("demo", SimpleNamespace(parallel=2, alone=True), 8, stepper)  # type: ignore[arg-type]
     stepper.stop()
 
 
