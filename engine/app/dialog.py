@@ -14,8 +14,7 @@ from pathlib import Path
 
 from engine.app import transcript
 from engine.app.settings import Settings
-from engine.app.suspension import Suspension
-from engine.app.terminal import Interrupt, Label, LineEditor, Quit, Screen, one_line, state_folder
+from engine.app.terminal import Interrupt, Label, LineEditor, Quit, Screen, no_echo, one_line, state_folder
 from engine.app.trace_page import saving
 from engine.contract import Output, Report, Search, SearchResult
 from engine.contract.trace import Traces
@@ -84,7 +83,6 @@ class Dialog:
         self.made: tuple[Turn, Settings] | None = None  # the last turn, and its settings
         self.candidates: Candidates = ()  # of the last reply, if it was interrupted
         self._editor: LineEditor | None = None
-        self._suspension = Suspension()
         self._saved: tuple[Sequence[Turn], str | None] = (), None  # turns and system message that a file has
         self._cut: Turn | None = None  # the turn under way when the chat was left
 
@@ -208,7 +206,7 @@ class Dialog:
 
     def answer(self, user: str, settings: Settings | None = None) -> None:
         """`reply`, without an echo of text that is typed meanwhile."""
-        with self._suspension.no_echo():
+        with no_echo():
             self.reply(user, settings)
 
     def again(self, settings: Settings) -> None:
@@ -234,14 +232,13 @@ class Dialog:
         An exception that ends the dialog first saves a conversation that no file has, see `rescue`.
         """
         try:
-            with self._suspension:
-                return self._converse()
+            return self._converse()
         except BaseException:
             self.rescue()
             raise
 
     def _converse(self) -> int:
-        self._editor = LineEditor([*self.commands], True, self._suspension)
+        self._editor = LineEditor([*self.commands], True)
         if self._editor.complaint:
             self.screen.hint(f"[{self._editor.complaint}]")
         cleared = False  # whether the latest input was a Ctrl-C at the prompt
@@ -284,12 +281,9 @@ class Dialog:
         if self.screen.tty:
             return self._editor.ask(prompt) if self._editor else input(prompt)
 
-        def read() -> str:
-            self.screen.err.write(prompt)
-            self.screen.err.flush()
-            return sys.stdin.readline()
-
-        line = self._suspension.ask(read)
+        self.screen.err.write(prompt)
+        self.screen.err.flush()
+        line = sys.stdin.readline()
         if not line:
             raise EOFError
         return line.removesuffix("\n")

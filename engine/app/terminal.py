@@ -8,15 +8,13 @@ import os
 import shutil
 import signal
 import sys
+import termios
 import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, TextIO
-
-from engine.app.suspension import Suspended, Suspension
 
 # A model may write escape sequences, which must not reach a terminal. A pipe gets the bytes unchanged.
 CONTROLS = {i: chr(0x2400 + i) for i in range(32) if i not in (9, 10)} | {127: "␡"}
@@ -241,16 +239,14 @@ class LineEditor:
     Args:
         words: completions of a line's first word.
         history: whether lines are stored, in the state folder.
-        suspension: handles Ctrl-Z.
 
     Attributes:
         complaint: why lines cannot be stored, for people; "" if they can or need not be.
     """
 
-    def __init__(self, words: Sequence[str] = (), history: bool = False, suspension: Suspension | None = None):
+    def __init__(self, words: Sequence[str] = (), history: bool = False):
         self.path: Path | None = None
         self.complaint = ""
-        self.suspension = suspension or Suspension()
         try:
             if not (os.isatty(sys.stdin.fileno()) and os.isatty(sys.stdout.fileno())):
                 raise OSError
@@ -287,30 +283,13 @@ class LineEditor:
     def ask(self, prompt: str) -> str:
         """Return one line. Raises EOFError."""
         if self.readline is None:
-            return self.suspension.ask(lambda: input(prompt))
+            return input(prompt)
         before = self.readline.get_current_history_length()
-        line = self._edited(prompt, self.readline)
+        line = input(prompt)
         if self.path and self.readline.get_current_history_length() > before:
             with contextlib.suppress(OSError, AttributeError):  # AttributeError: libedit cannot append
                 self.readline.append_history_file(1, self.path)  # at once: the process may be killed
         return line
-
-    def _edited(self, prompt: str, readline: ModuleType) -> str:
-        """Return one line; text typed before the process was stopped can be edited when it continues."""
-        typed = ""
-
-        def read() -> str:
-            nonlocal typed
-            readline.set_startup_hook(lambda: readline.insert_text(typed))
-            try:
-                return input(prompt)
-            except Suspended:
-                typed = readline.get_line_buffer()
-                raise
-            finally:
-                readline.set_startup_hook(None)
-
-        return self.suspension.ask(read)
 
     def _complete(self, words: Sequence[str], text: str, i: int) -> str | None:
         line = self.readline.get_line_buffer() if self.readline else ""
@@ -320,6 +299,26 @@ class LineEditor:
         elif line.startswith("/") and " " not in line:
             matches = [word + " " for word in words if word.startswith(text)]
         return matches[i] if i < len(matches) else None
+
+
+@contextlib.contextmanager
+def no_echo() -> Iterator[None]:
+    """Do not echo typed text in this block; the next prompt shows it. Without a terminal, do nothing."""
+    try:
+        before = termios.tcgetattr(sys.stdin.fileno())
+    except (OSError, ValueError, AttributeError, termios.error):
+        yield
+        return
+    _set_modes([*before[:3], before[3] & ~termios.ECHO, *before[4:]])
+    try:
+        yield
+    finally:
+        _set_modes(before)
+
+
+def _set_modes(modes: list[Any]) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError, termios.error):  # the terminal is gone
+        termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, modes)
 
 
 class Quit(KeyboardInterrupt):

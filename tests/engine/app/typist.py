@@ -106,22 +106,6 @@ class Typist:
         """Whether the terminal shows what is typed."""
         return bool(termios.tcgetattr(self.master)[3] & termios.ECHO)
 
-    def echo_becomes(self, wanted: bool) -> bool:
-        """Wait until it does, or does not."""
-        deadline = time.monotonic() + 30
-        while self.echoes != wanted and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return self.echoes == wanted
-
-    def change_modes(self, flags: int) -> None:
-        """Set local modes while the process is stopped, as a shell does; then it continues."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-        modes = termios.tcgetattr(self.master)
-        modes[3] |= flags
-        termios.tcsetattr(self.master, termios.TCSANOW, modes)
-        self.process.send_signal(signal.SIGCONT)
-
     def hang_up(self) -> None:
         """Close the terminal."""
         if self.master >= 0:
