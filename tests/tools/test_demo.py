@@ -1,6 +1,8 @@
 """The demo models' text and training: the generator checks itself, what is trained is what the engine reads."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 from random import Random
 
@@ -10,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from engine import Engine
-from engine.demo import ROLES, demo_folder
-from tools.demo import card, evaluate, train
+from engine.demo import demo_folder
+from tools.bench.texts import prompt
+from tools.demo import train
 from tools.demo.generator import STYLES, TASKS, dialogue, pair
-from tools.demo.net import Net, Size
 from tools.demo.talk import Talk, is_brief, is_polite
-from tools.demo.text import BEGIN, END, batches, encode, rows
+from tools.demo.train import BEGIN, END, encode
 
 FOLDER = demo_folder().parent
 
@@ -89,19 +91,19 @@ def test_training_rows_are_what_the_engine_reads(target: Engine):
         rendered = target.template.render(talk.messages(), add_generation_prompt=False)
         row = encode(tokenizer, talk)
         assert row.ids == target.tokenizer.encode_rendered(rendered)
-        assert row.ids[: row.reply] == evaluate.prompt(target, talk)
+        assert row.ids[: row.reply] == prompt(target, talk)
         assert len(row.weights) == len(row.ids) and row.ids[-1] == END
         assert target.tokenizer.decode(row.ids[row.reply :]) == talk.turns[-1].reply
     assert tokenizer.encode("Once upon").ids[0] == BEGIN
     assert len(tokenizer.encode("2026", add_special_tokens=False).ids) == 4
 
 
-def test_batches_hold_every_row_once():
+def test_batches_are_padded_rows_of_similar_length(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(train, "CHUNK", 100)
+    monkeypatch.setattr(train, "TOKENS", 1000)
     tokenizer = tokenizers.Tokenizer.from_file(str(demo_folder() / "tokenizer.json"))
-    drawn = list(rows(tokenizer, "batches", 200))
-    made = batches(drawn, 1000, Random(0))
-    assert sum(len(ids) for ids, _ in made) == len(drawn)
-    assert sum(int((ids != 0).sum()) for ids, _ in made) == sum(len(row.ids) for row in drawn)
+    made = train.language_batches(tokenizer, 512, "batches")
+    assert 95 <= sum(len(ids) for ids, _ in made) <= 100
     assert all(ids.numel() <= 1000 or len(ids) == 1 for ids, _ in made)
     assert all(bool((weights[ids == 0] == 0).all()) for ids, weights in made)
 
@@ -109,69 +111,33 @@ def test_batches_hold_every_row_once():
 # --- training ---
 
 
-def run(folder: Path, *flags: str) -> None:
-    options = ["--tiny", "--chunk", "40", "--tokens", "800", "--device", "cpu"]
-    assert train.main([*flags, *options, "--work", str(folder), "--out", str(folder / "out")]) == 0
+def test_training_from_nothing_to_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(train, "CHUNK", 40)
+    monkeypatch.setattr(train, "TOKENS", 800)
+    monkeypatch.setattr(train, "STEPS", {"target": 51, "reward": 2, "draft": 2})
+    for name in train.STEPS:
+        shutil.copytree(FOLDER / name, tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors"))
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        config |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+                   "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert train.main(["--folder", str(tmp_path)]) == 0
+    losses = [float(loss) for loss in re.findall(r"target: step \d+, loss ([\d.]+)", capsys.readouterr().err)]
+    assert len(losses) == 2 and losses[1] < losses[0] - 0.5
 
-
-def test_training_from_nothing_to_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture):
-    run(tmp_path, "--steps", "2")
-    run(tmp_path, "target", "--steps", "12")
-    assert "target: going on at step 2" in capsys.readouterr().err
-    figures = json.loads((tmp_path / "out/figures.json").read_text())["training"]
-    assert {name: figure["step"] for name, figure in figures.items()} == {"target": 12, "reward": 2, "draft": 2}
-    curve = [point["validation"] for point in figures["target"]["curve"]]
-    assert curve[-1] < curve[0] - 0.05
-    assert (tmp_path / "out/SHA256SUMS").read_text().count("\n") == 14
-
-    engine = Engine.load(tmp_path / "out/target", draft=tmp_path / "out/draft", reward=tmp_path / "out/reward",
+    engine = Engine.load(tmp_path / "target", draft=tmp_path / "draft", reward=tmp_path / "reward",
                          dtype="float32", kv_memory=1 << 20)  # fmt: skip
     ids = engine.tokenizer.encode("What is 2 + 3?")
-    for folder, said in (("target", engine.logits(ids)), ("draft", engine.companions["draft"].logits(ids))):
-        torch.testing.assert_close(said.float(), trained(tmp_path / "out" / folder)(ids), atol=1e-4, rtol=1e-4)
+    for name, said in (("target", engine.logits(ids)), ("draft", engine.companions["draft"].logits(ids))):
+        weights, rows = trained(tmp_path / name, ids)
+        torch.testing.assert_close(said.float(), train.logits(weights, rows), atol=1e-4, rtol=1e-4)
     [score] = engine.companions["reward"].scores([ids])
-    assert score == pytest.approx(trained(tmp_path / "out/reward")(ids)[-1].item(), abs=1e-4)
+    weights, rows = trained(tmp_path / "reward", ids)
+    assert score == pytest.approx((rows[-1] @ weights["score.weight"][0]).item(), abs=1e-4)
 
 
-def trained(folder: Path):
-    """What the training's own model makes of the weights that were written: logits, or scores."""
-    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    net = Net(Size(config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"],
-                   config["num_attention_heads"], config["num_key_value_heads"], "score.weight" in weights,
-                   config["vocab_size"]))  # fmt: skip
-    net.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
-    head = net.score if net.size.scores else net.logits
-    return lambda ids: head(net.hidden(torch.tensor([ids])))[0].detach()
-
-
-def test_unknown_models_are_refused(capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit):
-        train.main(["teacher"])
-    assert "expected models out of target, reward, draft, got teacher" in capsys.readouterr().err
-
-
-# --- the bundled models ---
-
-
-def test_the_card_has_the_figures_and_the_figures_reach_the_goals():
-    figures = json.loads((FOLDER / "figures.json").read_text(encoding="utf-8"))
-    assert (FOLDER / "README.md").read_text(encoding="utf-8") == card.card(figures)
-    told = figures["evaluation"]
-    assert told["target"]["questions"] == 500 and told["target"]["accuracy"] >= 0.9
-    assert told["draft"]["agreement"] >= 0.6
-    assert told["reward"]["accuracy"] >= 0.85
-    for name in ROLES:
-        weights = load_file(FOLDER / name / "model.safetensors")
-        assert figures["training"][name]["parameters"] == sum(tensor.numel() for tensor in weights.values())
-        assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-
-
-def test_the_bundled_models_are_that_good(target: Engine):
-    """The same figures on a part of the questions, with room for its chance: four standard deviations at least."""
-    talks = list(evaluate.questions(60, "another seed"))
-    figures, texts = evaluate.answers(target, talks)
-    assert figures["accuracy"] >= 0.75
-    draft = Engine.load(demo_folder("draft"), dtype="float32", kv_memory=8 << 20)
-    assert evaluate.agreement(draft, texts[:20]) >= 0.5
-    reward = Engine.load(demo_folder("reward"), dtype="float32", kv_memory=32 << 20)
-    assert evaluate.preference(reward, evaluate.pairs(60, "another seed"))["accuracy"] >= 0.7
+def trained(folder: Path, ids: list[int]) -> tuple[train.Weights, torch.Tensor]:
+    """The weights that were written, and the rows that the training's own model makes of them."""
+    config = json.loads((folder / "config.json").read_text())
+    weights = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    return weights, train.hidden(weights, config, torch.tensor([ids]))[0]

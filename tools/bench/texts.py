@@ -48,6 +48,14 @@ def story_requests(seed: str, turns: int | None = None) -> Iterator[Dialogue]:
     return (talk for talk in talks if talk.turns[-1].task == "story")
 
 
+def prompt(engine: Engine, talk: Dialogue, reply: str | None = None) -> list[int]:
+    """Token ids of a conversation up to its last reply, or with `reply` as the last."""
+    assert engine.template is not None
+    messages = talk.messages()[:-1] if reply is None else talk.messages(reply)
+    spans = engine.template.render(messages, add_generation_prompt=reply is None)
+    return engine.tokenizer.encode_rendered(spans)
+
+
 def corpus(writer: Engine, tokens: int, path: Path) -> Path:
     """A store of the n-grams of texts that the model draws; none of them is a prompt."""
     progress(f"drawing {tokens} tokens to count")

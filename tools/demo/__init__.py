@@ -1,1 +1,1 @@
-"""The bundled demo models: their training text, training and evaluation."""
+"""The bundled demo models: their training text, their training, their golden answers."""

@@ -17,7 +17,7 @@ from tools.bench.measure import progress
 from tools.bench.papers.common import Findings, Models, bullets, ratio, stories
 from tools.bench.report import rows_table, table
 from tools.bench.texts import corpus as draw_corpus
-from tools.demo.evaluate import prompt
+from tools.bench.texts import prompt
 from tools.demo.generator import dialogue
 
 TITLE = "Adaptive Draft-Verification for Efficient Large Language Model Decoding (ADED)"

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from engine import Engine
 from engine.errors import UsageError
-from tools.bench.texts import story_requests
-from tools.demo.evaluate import prompt
+from tools.bench.texts import prompt, story_requests
 
 T = TypeVar("T")
 
