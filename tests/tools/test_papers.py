@@ -52,8 +52,7 @@ def test_sbon(capsys):
     rows = {row["search"]: row for row in found["sbon"]["rows"]}
     assert code == 0 and list(rows)[:4] == ["Bo8", "SBoN", "Bo2", "SBoN, the paper's rule"]
     assert rows["SBoN"]["score"] >= rows["SBoN, the paper's rule"]["score"] and rows["Bo8"]["score"] == 100
-    assert all(row["token_rate"] <= 1 and row["score"] <= 100 for row in found["sbon"]["counterfactual"])
-    assert "4.95" in text and "98.8" in text
+    assert "4.95" in text
 
 
 def test_aded(capsys):
@@ -168,7 +167,7 @@ def test_the_papers_numbers_agree_with_each_other():
 
 @pytest.mark.parametrize(
     ("paper", "names"),
-    [(trie, ["TABLE_1"]), (ults, ["PAPER", "ALPHAS", "BEAMS"]), (sbon, ["TABLE_1", "MEAN_M", "SLOWEST", "FIGURE_3"]),
+    [(trie, ["TABLE_1"]), (ults, ["PAPER", "ALPHAS", "BEAMS"]), (sbon, ["TABLE_1", "MEAN_M", "SLOWEST"]),
      (aded, ["TABLE_1", "CHAIN"]), (dsbd, ["TABLE_1", "TABLE_2", "SPEEDUP"])],
 )  # fmt: skip
 def test_every_number_of_a_paper_says_where_it_stands(paper, names):

@@ -1,16 +1,17 @@
 """Speculative best-of-N against best-of-N: time, reward and memory. Figures need the extra `viz`."""
 
 import argparse
+import itertools
+import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from statistics import fmean, median, stdev
 from typing import Any
 
-from engine import Engine
+from engine import Engine, Request
 from engine.contract import Search, SearchResult
 from engine.demo import with_defaults
 from engine.errors import CoppiceError, UsageError
@@ -19,7 +20,7 @@ from tools.bench.figures import draw
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import in_turn, ratio, standard_error
 from tools.bench.report import finish, rows_table, stamp
-from tools.sbon_counterfactual import add_prompt_flags, as_request, prompts
+from tools.bench.texts import story_requests
 
 Run = tuple[float, SearchResult]  # seconds and result
 STEPS = "12:0.5,24:0.5,48:0.5"  # an additional line of the figure
@@ -138,7 +139,7 @@ def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     room = longest + args.kept * args.max_new_tokens
     tight = load(args, kv_memory=room * sum(e.pool.bytes_per_token for e in (free, free.companions["reward"])))
     plans = memory_plans(args, tight, free)
-    cases = list(product(range(args.seed, args.seed + args.seeds), records))
+    cases = list(itertools.product(range(args.seed, args.seed + args.seeds), records))
 
     def run(engine: Engine, search: Search, i: int) -> Run:
         seed, record = cases[i]
@@ -214,6 +215,33 @@ def paint(figure: Any, held: dict[str, list[tuple[int, int]]], room: int) -> Non
 
 
 # --- both ---
+
+
+def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The first prompts of the file, or requests for stories of the demo's generator; other ones for each seed."""
+    if args.input:
+        with open(args.input, encoding="utf-8") as source:
+            return [json.loads(line) for line in source if line.strip()][: args.prompts]
+    talks = (talk for talk in story_requests(f"sbon:{args.seed}") if len(talk.turns) <= 3)
+    return [{"messages": talk.messages()[:-1]} for talk in itertools.islice(talks, args.prompts)]
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser, count: int) -> None:
+    """The flags that `prompts` reads, except the seed."""
+    text = "JSON Lines with messages or a prompt each (fresh ones for the demo)"
+    parser.add_argument("--input", metavar="FILE", help=text)
+    parser.add_argument("--prompts", type=int, default=count, help="how many (%(default)s)")
+
+
+def as_request(record: dict[str, Any], engine: Engine, search: Any, **options: Any) -> Request:
+    """The request of a line of `engine.batch` input: messages or a prompt."""
+    messages = record.get("messages")
+    if messages is None:
+        return Request(record["prompt"], search, **options)
+    if engine.template is None:
+        raise UsageError("the input has messages, the model no chat template")
+    prompt = engine.tokenizer.encode_rendered(engine.template.render(messages))
+    return Request(prompt, search, messages=messages, **options)
 
 
 def load(args: argparse.Namespace, **options: Any) -> Engine:

@@ -1,11 +1,10 @@
-"""Speculative best-of-N against best-of-N, and every tau and alpha at once (the paper's table 1 and figure 3)."""
+"""Speculative best-of-N against best-of-N (the paper's table 1)."""
 
 import argparse
 from typing import Any
 
 from engine.contract import Search
 from search import SBoN
-from tools import sbon_counterfactual as what_if
 from tools.bench import sbon as bench
 from tools.bench.measure import progress
 from tools.bench.papers.common import Findings, Models, bullets
@@ -14,7 +13,7 @@ from tools.bench.report import rows_table
 TITLE = "Accelerating Best-of-N via Speculative Rejection"
 SETTING = """AlpacaFarm-SFT10K, Llama3-8B and Llama3-8B-Instruct, each with the reward models Mistral-7B-RM, Eurus-7B-RM
 and Llama3-8B-RM; 100 prompts of AlpacaFarm-Eval, N = 100, decision tokens from 256 to 1024 and rejection rates from 0.5
-to 0.95 by pair (section 6.1, table 3); counterfactual: 1000 utterances per prompt (section 6.2)."""
+to 0.95 by pair (section 6.1, table 3)."""
 RANDOM = """There are no rewards to rank by: a random reward model's scores of a beginning and of the end are
 unrelated. docs/sbon.md has the value of a correlation. Give trained models with --model and --reward."""
 # Table 1, the column of averages over the nine pairs: (speedup, score).
@@ -22,8 +21,6 @@ TABLE_1 = {"Bo100": (1.000, 100.0), "SBoN": (4.951, 99.1), "Bo25": (3.189, 88.9)
 MEAN_M = 25.6  # of BoM, in table 1
 # Table 1, SBoN: (speedup, score) of the pair that did worst and of the one that did best by speedup.
 SLOWEST, FASTEST = ("Llama3-8B, Llama3-8B-RM", 1.987, 100.6), ("Llama3-8B-Instruct, Llama3-8B-RM", 8.865, 99.3)
-FIGURE_3 = """Llama3-8B-Instruct with Mistral-7B-RM, rejecting 80% at token 256, 3.2% of the maximal length: score
-about 98.8 (section 6.2; the figure's other numbers are not in the text)"""
 DIFFERS = (
     """Every search here runs on the same keyed draws, so that no score exceeds 100; the paper compares independent
     draws (100.6 is in its table).""",
@@ -31,13 +28,11 @@ DIFFERS = (
     here all N run side by side, and a step of few utterances costs less than one of many, but not in proportion.""",
     """*SBoN* keeps utterances that had finished although they rank below the cut: it costs nothing. *the paper's rule*
     gives them up. Both keep exactly N - floor(alpha N); the paper's quantile keeps one more, and ties.""",
-    """The paper's token rate (its eq. 6) leaves out what the survivors go on to draw, so that it does not depend on
-    alpha; here an accepted utterance counts whole.""",
 )
 
 
 def run(models: Models) -> Findings:
-    """Measure and report the table, then the heat map."""
+    """Measure and report."""
     engine = models.engine("reward")
     if models.kind != "demo":
         progress("sbon: the prompts are the demo's requests for stories, which may mean little to another model")
@@ -46,17 +41,9 @@ def run(models: Models) -> Findings:
         n=models.pick(100, 8), tau=models.pick(16, 3), alpha=0.6, schedule="", input=None, **shared,
         prompts=models.pick(16, 1), max_new_tokens=models.pick(96, 12),
     )  # fmt: skip
-    records = what_if.prompts(asked)
+    records = bench.prompts(asked)
     faithful: Search = SBoN(n=asked.n, tau=asked.tau, alpha=asked.alpha, keep_finished=False, **shared)
     rows = bench.table_rows(engine, records, asked, {"SBoN, the paper's rule": faithful})
-    each, every = models.pick(400, 12), models.pick(8, 4)
-    drawing = argparse.Namespace(n=each, every=every, max_new_tokens=asked.max_new_tokens, **shared)
-    gathered = []
-    for i, record in enumerate(records[: models.pick(8, 1)]):
-        gathered.append(what_if.Utterances.of(what_if.draw_utterances(engine, record, drawing)))
-        progress(f"sbon: {each} utterances to prompt {i + 1}")
-    maps = what_if.bootstrap(gathered, asked.n, models.pick(200, 5), False, models.seed)
-    related = what_if.correlations(gathered)
     body = "\n\n".join([
         f"{models.name}, {models.dtype}, {len(records)} prompts (requests for stories), up to {asked.max_new_tokens} "
         f"tokens, temperature {shared['temperature']}, tau {asked.tau}, alpha {asked.alpha}.",
@@ -64,14 +51,9 @@ def run(models: Models) -> Findings:
         bench.TABLE,
         f"In the paper SBoN's speedup is from {SLOWEST[1]} ({SLOWEST[0]}, score {SLOWEST[2]}) to {FASTEST[1]} "
         f"({FASTEST[0]}, score {FASTEST[2]}); BoM's M is {MEAN_M} in the mean.",
-        f"Counterfactual (figure 3), {len(gathered)} prompts, {each} utterances each, the paper's rule, N = {asked.n}: "
-        "score / token rate by decision token and rejection rate, correlations of partial and final rewards.",
-        what_if.grid(maps, related),
-        f"The paper: {' '.join(FIGURE_3.split())}.",
         bullets(DIFFERS),
     ])  # fmt: skip
-    result = {"rows": rows, "counterfactual": maps, "correlations": related}
-    return Findings(body, result, (11, 8), lambda figure: what_if.figure_of(figure, gathered, maps, related))
+    return Findings(body, {"rows": rows})
 
 
 def compared(rows: list[dict[str, Any]]) -> str:
