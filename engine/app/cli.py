@@ -18,7 +18,7 @@ from engine.contract.checks import is_ours
 from engine.demo import with_defaults
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError, shortened
-from engine.load.budget import Workload
+from engine.load.budget import FORMATS_SHOWN, Workload
 from engine.load.loading import DTYPES, KV_DTYPES
 from engine.load.pools import is_out_of_memory, out_of_memory, read_size
 from engine.load.startup import started
@@ -30,7 +30,6 @@ from engine.text.template import THINK
 from engine.text.tokenizer import check_utf8
 from engine.version import __version__
 from models.checkpoint.files import obstacle, open_regular, read_regular
-from models.formats.linear import FORMATS
 from search.base import ALIASES, REGISTRY, SHARED_PARAMS, chosen, make_search, parameters
 from search.outside import find_search, load_entry_points
 from search.values import Kind, default_of, kinds, written
@@ -131,10 +130,8 @@ def add_model_flags(parser: argparse.ArgumentParser, several: bool = False) -> N
     group.add_argument(
         "--dtype", choices=dtypes, default="auto", help="of weights and cache (auto: the checkpoint's, or float32)"
     )
-    formats = [*FORMATS, "auto"]
-    group.add_argument(
-        "--quant", choices=formats, default="none", help="weights as int8, or int4 in groups of 32 or as named (none)"
-    )
+    formats = [*FORMATS_SHOWN, "auto"]
+    group.add_argument("--quant", choices=formats, default="none", help="weights in 8 or 4 bits (none)")
     group.add_argument(
         "--kv-dtype",
         choices=KV_DTYPES,

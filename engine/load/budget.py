@@ -35,7 +35,7 @@ TOKENIZER_LEAST, ENTRY = 3 << 20, 190  # bytes of a tokenizer.json in memory, an
 ARENA = 72 << 20  # address space of a thread: its stack, and what malloc reserves for it
 RESERVED = max(NULL_SLOT, TRASH_SLOT) + 1  # slots that no tree gets
 BEAMS = (1, 4, 15)  # of the table
-FORMATS_SHOWN = "none", "int8", "int4"  # of the table: other groups of int4 differ by a few per cent
+FORMATS_SHOWN = "none", "int8", "int4"  # of tables and flags: other groups of int4 differ by a few per cent
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _remedies(loading: Loading, memory: int, workload: Workload, needed: int) ->
     fits: dict[str, tuple[int, str]] = {}
     cheaper = []
     device = pick_device(loading.device)
-    for other in FORMATS:
+    for other in FORMATS_SHOWN:
         if other != loading.quant and FORMATS[other].why_not(device) is None:
             cheaper.append((f"--quant {other}", replace(loading, quant=other), workload))
     if loading.kv_dtype == "auto":

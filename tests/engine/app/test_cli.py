@@ -38,6 +38,14 @@ def test_no_sizes(text: str):
         cli.parse_size(text)
 
 
+def test_weights_are_int8_or_int4(capsys: pytest.CaptureFixture):
+    parser = make_parser()
+    assert [parser.parse_args(["--quant", name]).quant for name in ("int8", "int4", "auto")] == ["int8", "int4", "auto"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--quant", "int4-64"])
+    assert "choose from 'none', 'int8', 'int4', 'auto'" in capsys.readouterr().err
+
+
 def test_search_parameters_are_those_given():
     args = make_parser().parse_args([])
     assert (args.search, cli.search_params(args)) == ("greedy", {})
