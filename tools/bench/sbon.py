@@ -1,4 +1,4 @@
-"""Speculative best-of-N against best-of-N: time, reward and memory. Figures need the extra `viz`."""
+"""Speculative best-of-N against best-of-N: time and reward."""
 
 import argparse
 import itertools
@@ -6,9 +6,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 from engine import Engine, Request
@@ -16,23 +14,17 @@ from engine.contract import Search, SearchResult
 from engine.demo import with_defaults
 from engine.errors import CoppiceError, UsageError
 from search import BoN, SBoN
-from tools.bench.figures import draw
 from tools.bench.flags import add_numbers, add_run_flags
 from tools.bench.measure import in_turn, ratio, standard_error
 from tools.bench.report import finish, rows_table, stamp
 from tools.bench.texts import story_requests
 
 Run = tuple[float, SearchResult]  # seconds and result
-STEPS = "12:0.5,24:0.5,48:0.5"  # an additional line of the figure
 TABLE = """Per prompt, all on the same keyed draws. *speedup*: seconds of the first row over its own, the median over
 the prompts; *score*: 100 for the first row's reward, 0 for the worst of its utterances, the mean and its standard error
 over the prompts; *tokens*: generated, against the first row's; *seconds*: the median; *peak*: bytes of the pages held
 when most were, generator and reward model together. BoM is best-of-M with M = N / speedup, which takes about the time
 that SBoN takes."""
-MEMORY = """Pools hold the prompt and {kept} utterances of {length} tokens, generator's and reward model's alike; rows
-with a star do not fit and had ample memory. *reward*: mean over prompts and seeds; *gain*: over
-the first row, in standard deviations of the rewards of one prompt's utterances, and its standard error (runs of one
-prompt and seed are compared); *seconds*, *time* (over the first row's): medians; *tokens*: drawn, the mean."""
 
 
 def add_parser(commands: Any) -> None:
@@ -41,18 +33,11 @@ def add_parser(commands: Any) -> None:
     one = parts.add_parser("table", help="speedup and score (the paper's table 1)")
     add_numbers(one, n=(100, "utterances"), tau=(11, "decision token"), alpha=(0.6, "rejection rate"))
     one.add_argument("--schedule", default="", help="instead of tau and alpha, as --sbon-schedule")
-    two = parts.add_parser("memory", help="many started and few kept in the memory of the few (the paper's figure 4)")
-    add_numbers(two, started=250, kept=20, tau=(10, "decision token"), seeds=6)
-    two.add_argument("--schedule", default="9:0.92", help="several decision points besides (%(default)s)")
-    for part, run, count, temperature in ((one, run_table, 50, 1.5), (two, run_memory, 24, 1.0)):
-        part.add_argument("--model", metavar="DIR", help="(the bundled demo)")
-        part.add_argument("--reward", metavar="DIR", help="(the demo's)")
-        add_prompt_flags(part, count)
-        add_numbers(part, max_new_tokens=96, temperature=temperature, seed=0)
-        add_run_flags(part, "sbon", "auto", run)
-
-
-# --- the paper's table 1 ---
+    one.add_argument("--model", metavar="DIR", help="(the bundled demo)")
+    one.add_argument("--reward", metavar="DIR", help="(the demo's)")
+    add_prompt_flags(one, 50)
+    add_numbers(one, max_new_tokens=96, temperature=1.5, seed=0)
+    add_run_flags(one, "sbon", "auto", run_table)
 
 
 def run_table(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
@@ -97,124 +82,30 @@ def table_rows(
     return [summary(name, own, first) for name, own in runs.items()]
 
 
-def summary(name: str, own: Sequence[Run], first: Sequence[Run], spread: float = 1.0) -> dict[str, Any]:
+def summary(name: str, own: Sequence[Run], first: Sequence[Run]) -> dict[str, Any]:
     """Means of a search's runs and medians of its times, alone and relative to best-of-N's runs `first` on the same
-    prompts and draws; gains are in units of `spread`."""
+    prompts and draws."""
     seconds, base_seconds = ([took for took, _ in runs] for runs in (own, first))
     results, base = ([result for _, result in runs] for runs in (own, first))
-    rewards, base_rewards = ([result.outputs[0].score or 0.0 for result in x] for x in (results, base))
+    rewards = [result.outputs[0].score or 0.0 for result in results]
     drawn, base_drawn = ([result.stats["tokens_drawn"] for result in x] for x in (results, base))
     finals = [[reward for _, reward in result.stats["rewards"]] for result in base]
     bests, spans = [max(x) for x in finals], [max(x) - min(x) for x in finals]
     scores = [100 * (1 - (best - reward) / span) if span else 100.0
               for reward, best, span in zip(rewards, bests, spans, strict=True)]  # fmt: skip
-    gains = [(a - b) / spread for a, b in zip(rewards, base_rewards, strict=True)]
     return {
         "search": name,
         "seconds": median(seconds),
         "speedup": ratio(base_seconds, seconds),
-        "time": ratio(seconds, base_seconds),
         "reward": fmean(rewards),
         "score": fmean(scores),
         "score_se": standard_error(scores),
         "worst": min(scores),
         "kept": fmean(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(rewards, bests, strict=True)),
-        "gain": fmean(gains),
-        "gain_se": standard_error(gains),
-        "drawn": fmean(drawn),
         "tokens": fmean(a / b for a, b in zip(drawn, base_drawn, strict=True)),
         "reward_passes": fmean(result.stats["reward_forward_passes"] for result in results),
         "bytes": max(result.stats["kv_bytes_peak"] for result in results),
     }
-
-
-# --- the paper's figure 4 ---
-
-
-def run_memory(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
-    """Measure and report."""
-    made, free = stamp(argv), load(args)
-    records = prompts(args)
-    longest = max(len(as_request(r, free, BoN()).prompt) for r in records)
-    room = longest + args.kept * args.max_new_tokens
-    tight = load(args, kv_memory=room * sum(e.pool.bytes_per_token for e in (free, free.companions["reward"])))
-    plans = memory_plans(args, tight, free)
-    cases = list(itertools.product(range(args.seed, args.seed + args.seeds), records))
-
-    def run(engine: Engine, search: Search, i: int) -> Run:
-        seed, record = cases[i]
-        return ask(engine, record, replace(search, seed=seed), args)  # type: ignore[type-var]
-
-    ask(tight, records[0], BoN(n=args.kept, temperature=args.temperature), args)  # warm
-    runs = in_turn({name: partial(run, *plan) for name, plan in plans.items()}, len(cases), what="prompt")
-    *_, most = runs.values()
-    spread = fmean(stdev(reward for _, reward in result.stats["rewards"]) for _, result in most)
-    first = runs[f"Bo{args.kept}"]
-    rows = [summary(name, own, first, spread) for name, own in runs.items()]
-    timed = {name: plan for name, plan in plans.items() if plan[0] is tight} | {
-        f"SBoN 100 at {STEPS}": (free, SBoN(n=100, schedule=STEPS, temperature=args.temperature)),
-        "Bo100": (free, BoN(n=100, temperature=args.temperature)),
-    }
-    held = {name: timeline(engine, records[0], search, args) for name, (engine, search) in timed.items()}
-    if args.save is not None:
-        draw(args.save.with_name("sbon_memory.svg"), (9, 3.8), lambda figure: paint(figure, held, room))
-    body = memory_report(args, f"{tight.name}, {len(records)} prompts", rows)
-    result = {"model": tight.name, "room": room, "rows": rows, "timelines": held}
-    finish("sbon-memory", made, body, result, args.save)
-    return result
-
-
-def memory_plans(args: argparse.Namespace, tight: Engine, free: Engine) -> dict[str, tuple[Engine, Search]]:
-    """The searches to compare, each with its engine: the one with small pools, or the one with ample memory."""
-    plain: dict[str, Any] = {"temperature": args.temperature}
-    options: dict[str, Any] = {"n": args.started, "tau": args.tau, "alpha": 1 - args.kept / args.started} | plain
-    halved: dict[str, Any] = options | {"alpha": 0.5}
-    return {
-        f"Bo{args.kept}": (tight, BoN(n=args.kept, **plain)),
-        f"SBoN {args.started} -> {args.kept} at {args.tau}": (tight, SBoN(**options)),
-        f"SBoN {args.started} at {args.schedule}": (tight, SBoN(**options, schedule=args.schedule)),
-        f"SBoN {args.started} -> {args.kept} when full": (tight, SBoN(**options, schedule="memory")),
-        f"SBoN {args.started}, halved when full": (tight, SBoN(**halved, schedule="memory")),
-        **{f"Bo{n}*": (free, BoN(n=n, **plain)) for n in (2 * args.kept, 4 * args.kept)},
-    }
-
-
-def memory_report(args: argparse.Namespace, setting: str, rows: Sequence[dict[str, Any]]) -> str:
-    """The page's section."""
-    return "\n\n".join([
-        f"{setting}, {args.seeds} seeds, up to {args.max_new_tokens} tokens, temperature {args.temperature}.",
-        rows_table(rows, {
-            "": "{search}", "reward": "{reward:.3f}", "gain": "{gain:.2f} ± {gain_se:.2f}",
-            "seconds": "{seconds:.2f}", "time": "{time:.2f}", "tokens": "{drawn:.0f}", "peak MB": "{bytes:MB}"}),
-        MEMORY.format(kept=args.kept, length=args.max_new_tokens),
-        "![live tokens over the steps of one prompt](sbon_memory.svg)",
-    ])  # fmt: skip
-
-
-def timeline(engine: Engine, record: dict[str, Any], search: Search, args: argparse.Namespace) -> list[tuple[int, int]]:
-    """Tokens held by the generator and by the reward model, after every step."""
-    pools, held = [engine.pool, engine.companions["reward"].pool], []
-    request = as_request(record, engine, search, max_new_tokens=args.max_new_tokens)
-    for _, outcome in engine.serve(
-        [request], on_step=lambda _: held.append(tuple(p.used_pages * p.page_size for p in pools))
-    ):
-        if isinstance(outcome, CoppiceError):
-            raise outcome
-    return held
-
-
-def paint(figure: Any, held: dict[str, list[tuple[int, int]]], room: int) -> None:
-    """Draw the live tokens of both models over time."""
-    titles = ("generator", "reward model")
-    for place, (axes, title) in enumerate(zip(figure.subplots(1, 2, sharey=True), titles, strict=True)):
-        for name, steps in held.items():
-            axes.plot([tokens[place] for tokens in steps], label=name, lw=1.2)
-        axes.axhline(room, color="grey", ls="--", lw=1, label="what the small pools hold")
-        axes.set(title=title, xlabel="step", ylabel="tokens in the cache" if not place else "")
-    axes.legend(fontsize=7)
-
-
-# --- both ---
 
 
 def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -244,12 +135,12 @@ def as_request(record: dict[str, Any], engine: Engine, search: Any, **options: A
     return Request(prompt, search, messages=messages, **options)
 
 
-def load(args: argparse.Namespace, **options: Any) -> Engine:
+def load(args: argparse.Namespace) -> Engine:
     """The two models. Raises UsageError without a reward model."""
     model, _, reward = with_defaults(args.model, None, args.reward)
     if reward is None:
         raise UsageError("no reward model", remedy="give --reward DIR")
-    return Engine.load(model, reward=reward, dtype=args.dtype, threads=args.threads, **options)
+    return Engine.load(model, reward=reward, dtype=args.dtype, threads=args.threads)
 
 
 def ask(engine: Engine, record: dict[str, Any], search: Search, args: argparse.Namespace) -> Run:
