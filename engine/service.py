@@ -16,7 +16,7 @@ from engine.errors import CoppiceError
 from engine.load.pools import is_out_of_memory, out_of_memory
 from engine.request import Checked, Models, Prefill, Progress, Request, check_request, event_of
 from engine.rewards import Responses, make_judge
-from engine.rules.logprobs import Kept
+from engine.rules.logprobs import HiddenRows
 from engine.step.driver import Driver
 from engine.step.jobs import Job
 from engine.step.overlapped import make_driver
@@ -266,7 +266,7 @@ class Service:
             salt=request.cache_salt,
         )
         if request.logprobs is not None:
-            job.kept = Kept(target.runner, request.logprobs, checked.constrained)
+            job.kept = HiddenRows(target.runner, request.logprobs, checked.constrained)
         entry.job, entry.trunk, entry.retire = self.driver.submit(job), None, None
 
     def _note_turn(self, client: str) -> None:

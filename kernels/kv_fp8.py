@@ -11,11 +11,11 @@ normal number is 0. So no e is NaN itself.
 import torch
 from torch import Tensor
 
-from kernels.kv_int8 import LEAST
+from kernels.kv_int8 import LEAST_SCALE
 
 DTYPE = torch.float8_e4m3fn
-MOST = 448
-PER_STEP = 1 / MOST
+LARGEST_NUMBER = 448
+PER_STEP = 1 / LARGEST_NUMBER
 
 
 def quantise(x_D: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,9 +24,9 @@ def quantise(x_D: Tensor) -> tuple[Tensor, Tensor]:
     largest = x_D.abs().amax(-1, keepdim=True)
     bad = ~largest.isfinite()
     scale = largest * PER_STEP
-    scale = torch.where(scale < LEAST, 0.0, scale)
+    scale = torch.where(scale < LEAST_SCALE, 0.0, scale)
     inverse = torch.where(scale == 0, 0.0, 1 / scale)
-    e_D = (x_D * inverse).clamp(-MOST, MOST).masked_fill(bad, 0.0).to(DTYPE)
+    e_D = (x_D * inverse).clamp(-LARGEST_NUMBER, LARGEST_NUMBER).masked_fill(bad, 0.0).to(DTYPE)
     return e_D.view(torch.uint8), scale.masked_fill(bad, float("nan"))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 PER_STEP = 1 / 127
-LEAST = 2.0**-126  # the smallest scale that is not 0
+LEAST_SCALE = 2.0**-126  # the smallest scale that is not 0
 
 
 def quantise(x_D: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,7 +21,7 @@ def quantise(x_D: Tensor) -> tuple[Tensor, Tensor]:
     x_D = x_D.float()
     largest = x_D.abs().amax(-1, keepdim=True)
     exact = largest * PER_STEP
-    scale = torch.where(exact < LEAST, 0.0, exact).masked_fill(~largest.isfinite(), float("inf")).bfloat16()
+    scale = torch.where(exact < LEAST_SCALE, 0.0, exact).masked_fill(~largest.isfinite(), float("inf")).bfloat16()
     inverse = torch.where(scale == 0, 0.0, 1 / scale.float())
     q_D = (x_D * inverse).nan_to_num(0.0).clamp(-127, 127).round().to(torch.int8)
     return q_D, scale

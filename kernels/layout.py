@@ -69,7 +69,7 @@ class TreeLayout:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CacheKind:
     """What a layer keeps of each token, in the token's slot: rows of a tensor, or of two.
 
     Args:
@@ -101,7 +101,7 @@ class KVCache:
 
     Args:
         k_LGSD, v_LGSD: of the layers with attention.
-        others: one tensor or two for each other `Kept`.
+        others: one tensor or two for each other `CacheKind`.
         places: of each layer: the number of its tensors (0: keys and values, 1: the first of the others), and its place
             in them; layers may share one. Empty: keys and values, in order.
     """

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from kernels.layout import Kept
+from kernels.layout import CacheKind
 from models.checkpoint.fields import Fields
 from models.quantized import EMBEDDING, LINEAR, TRANSPOSED
 from models.rope import RopeConfig
@@ -110,11 +110,11 @@ class Config:
         """Of a layer's attention."""
         return self.scales[layer] if self.scales else self.head_dim**-0.5
 
-    def kept(self, layer: int) -> Kept:
+    def kept(self, layer: int) -> CacheKind:
         """What a layer keeps of each token."""
         if self.taps and self.taps[layer]:
-            return Kept(1, self.conv_width or self.width, pair=False)
-        return Kept(self.kv_heads, self.head_dim)
+            return CacheKind(1, self.conv_width or self.width, pair=False)
+        return CacheKind(self.kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class ModelShape:
     steady_length: int | None = None
     scores: bool = False
     switch_length: int | None = None
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[CacheKind, ...] = ()
     ancestors: int = 0
 
     @staticmethod
@@ -157,9 +157,9 @@ class ModelShape:
         return ModelShape(c.layers, c.kv_heads, c.head_dim, c.vocab_size, reach, steady, c.scores, switch, **more)
 
     @property
-    def groups(self) -> dict[Kept, int]:
+    def groups(self) -> dict[CacheKind, int]:
         """How many layers keep what; keys and values of `kv_heads` heads of `head_dim` first."""
-        first = Kept(self.kv_heads, self.head_dim)
+        first = CacheKind(self.kv_heads, self.head_dim)
         return {first: 0} | Counter(self.kept) if self.kept else {first: self.layers}
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:

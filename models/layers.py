@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import stack
-from kernels.kv_write import Turn, kv_write, rotary_write
+from kernels.kv_write import HeadTransform, kv_write, rotary_write
 from kernels.layout import TreeLayout
 from kernels.rows import activation, activation_mul, add_norm, layer_norm, rms_norm, rotary
 from kernels.short_conv import short_conv
@@ -44,9 +44,9 @@ class Norm(nn.Module):
             self.bias = torch.zeros_like(self.weight)
 
     @property
-    def vectors(self) -> stack.Norm:
+    def vectors(self) -> stack.StackNorm:
         """For a stack."""
-        return stack.Norm(self.weight, self.bias)
+        return stack.StackNorm(self.weight, self.bias)
 
     def forward(self, x: Tensor, impl: str) -> Tensor:
         """[..., E] -> the same; `impl` is the pass's."""
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         turned = rope is not None or self.q_norm is not None
         if impl == "triton" and turned and not isinstance(self.q_norm, DividedNorm):
             q_norm, k_norm = (norm and (norm.weight, norm.bias) for norm in (self.q_norm, self.k_norm))
-            turn = Turn(rope or (), q_norm, k_norm, self.eps, self.norms_last, self.all_heads)
+            turn = HeadTransform(rope or (), q_norm, k_norm, self.eps, self.norms_last, self.all_heads)
             q_THD, k_TGD, v_TGD = self._split(rows_THD)
             q_THD = rotary_write(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, layout.write_slots_T, turn, impl=impl)
         else:
@@ -246,12 +246,12 @@ class Layer(nn.Module):
         self.attention, self.mlp = mixer(c, names, weights, index), MLP(c, names, weights, index)
         self.table = c.table(index)
 
-    def described(self) -> stack.Layer | None:
+    def described(self) -> stack.StackLayer | None:
         """For a stack; None: it has no product of a matrix."""
         (into, out), (up, down) = self.attention.matrices, (self.mlp.up.matrix, self.mlp.down.matrix)
         if into is None or out is None or up is None or down is None:
             return None
-        return stack.Layer(
+        return stack.StackLayer(
             attention_norms=self.attention_residual.norms,
             mlp_norms=self.mlp_residual and self.mlp_residual.norms,
             qkv=into,

@@ -67,3 +67,21 @@ def test_every_name_exists():
 @pytest.mark.parametrize("name", ["Sequence", "TokenTree.drop_all", "engine.nothing", '"cuda_graph_of_nothing"'])
 def test_a_stale_name_would_be_seen(name: str):
     assert name not in names()
+
+
+VAGUE = {"MOST", "LEAST", "SHARE", "KEPT", "MAX", "MIN", "LIMIT"}  # names of constants that do not say of what
+
+
+def test_one_class_has_one_name_and_constants_say_of_what_they_are():
+    """Private names, and names that the implementations of one operator share, do not meet."""
+    classes: dict[str, set[str]] = {}
+    vague = []
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            path = file.relative_to(ROOT).as_posix()
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    classes.setdefault(node.name, set()).add(path)
+                vague += [f"{path}: {name}" for name in assigned(node) if name in VAGUE]
+    assert {name: paths for name, paths in classes.items() if len(paths) > 1} == {}
+    assert not vague

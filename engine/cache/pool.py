@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.cache.prefixes import PrefixCache
 from engine.errors import KVMemoryError
 from kernels.kv_write import kv_copier
-from kernels.layout import NULL_SLOT, TRASH_SLOT, Kept, KVCache
+from kernels.layout import NULL_SLOT, TRASH_SLOT, CacheKind, KVCache
 from models.config import ModelShape
 
 FREE, CLAIMED, USED, IDLE = 0, 1, 2, 3
@@ -180,7 +180,7 @@ class PagePool:
 
 def _cache(shape: ModelShape, slots: int, dtype: torch.dtype, device: torch.device | str) -> KVCache:
     """The tensors of a model's layers; see `KVCache`."""
-    groups, places, seen = shape.groups, [], Counter[Kept]()
+    groups, places, seen = shape.groups, [], Counter[CacheKind]()
     for kept in shape.kept:
         places.append(([*groups].index(kept), seen[kept]))
         seen[kept] += 1

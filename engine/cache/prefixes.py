@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.cache.pool import PagePool
 
-BLOCK = 256  # most pages that go at once: neighbours, so that a trunk finds room in one piece
-SHARE = 16  # but no more than this part of the pool
+MOST_EVICTED = 256  # most pages that go at once: neighbours, so that a trunk finds room in one piece
+EVICTED_SHARE = 16  # but no more than this part of the pool
 Key = tuple[str, bool]  # salt; long variant of rotary embeddings
 
 
@@ -113,9 +113,9 @@ class PrefixCache:
         self._touch(path)
         return found
 
-    def evict(self, most: int = BLOCK) -> int:
+    def evict(self, most: int = MOST_EVICTED) -> int:
         """Give pages at the end of the least recently used sequence back. Returns how many; 0 if none is idle."""
-        held, count, most = [], 0, max(1, min(most, BLOCK, self.pool.pages // SHARE))
+        held, count, most = [], 0, max(1, min(most, MOST_EVICTED, self.pool.pages // EVICTED_SHARE))
         while self._leaves and not count:
             entry = used, _, leaf = heapq.heappop(self._leaves)
             if used != leaf.used or leaf.below or not leaf.pages:

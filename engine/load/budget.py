@@ -70,7 +70,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """What a process will hold, in bytes.
 
     Args:
@@ -124,7 +124,7 @@ class Loading:
         """Of the options of `load_models` those that a plan depends on."""
         return Loading(folders, **{f.name: options[f.name] for f in fields(Loading)[1:] if f.name in options})
 
-    def plan(self, workload: Workload, runtime: int | None = None) -> Plan:
+    def plan(self, workload: Workload, runtime: int | None = None) -> MemoryPlan:
         """What a process will hold, the cache left open; reads configurations and headers.
 
         Args:
@@ -153,7 +153,7 @@ class Loading:
             lines[f"{name} tokenizer".strip()] = _tokenizer(checkpoint.folder)
             lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
             token += size.shape.kv_bytes_per_token(KV_DTYPES[self.kv_dtype] or precision.dtype)
-        return Plan(lines, token)
+        return MemoryPlan(lines, token)
 
 
 def allow(loading: Loading, given: Any, kv_memory: int | None, workload: Workload) -> int:

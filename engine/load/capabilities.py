@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from engine.load.fastest import Choice, fastest_dtype, pretended
+from engine.load.fastest import FormatChoice, fastest_dtype, pretended
 from kernels import cpp
 from models.formats.floats import can_pack, has_kernels, has_products
 from models.formats.linear import FORMATS
@@ -49,7 +49,7 @@ class Capabilities:
     def of(
         model: Any,
         precision: Precision,
-        quant: str | Choice,
+        quant: str | FormatChoice,
         device: torch.device,
         impl: str,
         kv_dtype: str = "auto",
@@ -68,7 +68,7 @@ class Capabilities:
         """
         name = dtype_name(precision.dtype)
         warning = f"{name} is slow: {precision.reason}" if precision.slow else ""
-        chosen = quant if isinstance(quant, Choice) else Choice(quant)
+        chosen = quant if isinstance(quant, FormatChoice) else FormatChoice(quant)
         weights = "" if chosen.name == "none" else f", {chosen.name} weights"
         if str(chosen):
             weights = f"{weights or ', weights as they are'} ({chosen})"

@@ -32,7 +32,7 @@ PRETEND = "COPPICE_PRETEND"  # environment variable for tests, see `pretended`
 
 
 @dataclass(frozen=True)
-class Choice:
+class FormatChoice:
     """The way that was chosen.
 
     Args:
@@ -69,27 +69,27 @@ def pretended(device: torch.device) -> bool | None:
     return value == "bf16" if value and device.type == "cpu" else None
 
 
-def fastest_dtype(own: torch.dtype, device: torch.device) -> Choice:
+def fastest_dtype(own: torch.dtype, device: torch.device) -> FormatChoice:
     """Returns the dtype to compute in on weights of dtype `own`, by name: their own, or float32."""
     names = [str(dtype).removeprefix("torch.") for dtype in (own, torch.float32)]
     if own == torch.float32 or not has_kernels(own, device) or not has_products(own, device):
-        return Choice(names[0])
+        return FormatChoice(names[0])
     ways = {name: lambda name=name: timed(FloatLinear, own, getattr(torch, name), device) for name in names}
     return choose(f"dtype {names[0]}", ways)
 
 
-def fastest_format(own: torch.dtype, dtype: torch.dtype, device: torch.device) -> Choice:
+def fastest_format(own: torch.dtype, dtype: torch.dtype, device: torch.device) -> FormatChoice:
     """Returns the format, a key of `FORMATS`, for weights of dtype `own` in a model that computes in `dtype`."""
     if device.type != "cpu":
-        return Choice("none")  # what rounds least; the others are there to be asked for
+        return FormatChoice("none")  # what rounds least; the others are there to be asked for
     names = [name for name in AUTO_FORMATS if FORMATS[name].why_not(device) is None]
     if (pretence := pretended(device)) is not None:
-        return Choice(names[-1] if pretence else "none")
+        return FormatChoice(names[-1] if pretence else "none")
     ways = {name: lambda name=name: timed(FORMATS[name], own, dtype, device) for name in names}
     return choose(f"format {own} {dtype}", ways)
 
 
-def choose(question: str, ways: dict[str, Callable[[], list[float]]]) -> Choice:
+def choose(question: str, ways: dict[str, Callable[[], list[float]]]) -> FormatChoice:
     """Returns the fastest way; the first if none is `WORTH` more.
 
     Args:
@@ -97,10 +97,10 @@ def choose(question: str, ways: dict[str, Callable[[], list[float]]]) -> Choice:
         ways: by name, functions that measure seconds per product, for each of `ROWS`.
     """
     if len(ways) == 1:
-        return Choice(next(iter(ways)))
+        return FormatChoice(next(iter(ways)))
     means = {name: math.exp(sum(map(math.log, taken)) / len(taken)) for name, taken in _asked(question, ways).items()}
     first, best = next(iter(ways)), min(means, key=means.__getitem__)
-    return Choice(best if means[best] * WORTH < means[first] else first, means)
+    return FormatChoice(best if means[best] * WORTH < means[first] else first, means)
 
 
 def timed(format: Any, own: torch.dtype, dtype: torch.dtype, device: torch.device) -> list[float]:

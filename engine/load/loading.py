@@ -18,9 +18,9 @@ from engine.cache.prefixes import PrefixCache
 from engine.errors import CheckpointError, UsageError, check_flag, check_integer
 from engine.load.capabilities import Capabilities, Precision, explicit_precision, pick_precision, processor
 from engine.load.distributed import agree, least
-from engine.load.fastest import Choice, fastest_format
+from engine.load.fastest import FormatChoice, fastest_format
 from engine.load.pools import make_pools, read_size, total_memory
-from engine.step.compiling import LEAST, compile_model, warm_up
+from engine.step.compiling import LEAST_SIZES, compile_model, warm_up
 from engine.step.gpu import check_gpu
 from engine.step.graphs import GraphRunner, make_runner
 from engine.step.runner import Runner
@@ -117,7 +117,7 @@ class _Weights:
     checkpoint: Checkpoint
     model: Any
     precision: Precision
-    quant: Choice
+    quant: FormatChoice
     compiled: bool
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
@@ -169,7 +169,7 @@ class _Weights:
         start = bos if bos is not None else min(eos, default=0)
         if self.compiled:
             if runner.device.type == "cpu":
-                runner.token_buckets = runner.word_buckets = LEAST
+                runner.token_buckets = runner.word_buckets = LEAST_SIZES
             if not warm_up(self.model, lambda: runner.logits([start] * 5)):
                 runner.rows = None
         key = model_key(self.checkpoint, self.precision.dtype, self.quant.name, self.kv_dtype)
@@ -343,7 +343,7 @@ def check_quant(name: str, device: torch.device) -> None:
         raise UsageError(f"quant: {reason}", remedy=f"leave out --quant {name}; {remedy}")
 
 
-def pick_quant(name: str, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Choice:
+def pick_quant(name: str, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> FormatChoice:
     """The format that matrices are kept in: the one that they were packed in, if they were. Raises UsageError.
 
     Args:
@@ -357,9 +357,9 @@ def pick_quant(name: str, checkpoint: Checkpoint, dtype: torch.dtype, device: to
         )
     if checkpoint.packing is None:
         if name != "auto":
-            return Choice(name)
+            return FormatChoice(name)
         own = checkpoint.torch_dtype
-        return Choice("none") if checkpoint.quantization else fastest_format(own, dtype, device)
+        return FormatChoice("none") if checkpoint.quantization else fastest_format(own, dtype, device)
     packed = checkpoint.packing.quant
     if packed not in FORMATS:
         raise CheckpointError(
@@ -373,7 +373,7 @@ def pick_quant(name: str, checkpoint: Checkpoint, dtype: torch.dtype, device: to
             where=str(checkpoint.folder),
             remedy=f"pack the checkpoint with --quant {name}",
         )
-    return Choice(packed if FORMATS[packed].why_not(device) is None else "none")
+    return FormatChoice(packed if FORMATS[packed].why_not(device) is None else "none")
 
 
 def load_template(folder: str | Path, choice: str | Path | None, tokenizer: Tokenizer | None) -> ChatTemplate | None:

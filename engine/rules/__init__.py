@@ -20,7 +20,7 @@ from engine.text.tokenizer import Tokenizer
 
 ONE_OF = ("constraint", "choices", "catalogue", *KINDS, "prefix_allowed_tokens_fn")  # at most one is given
 SCORES = MODEL, RENORMALISED = ("model", "renormalised")
-MOST = 1e6  # of a penalty and of a bias
+MOST_BIAS = 1e6  # of a penalty and of a bias
 Words = Sequence[str | Sequence[int]]
 
 
@@ -84,7 +84,7 @@ class Rules:
         if self.constraint_scores not in SCORES:
             raise UsageError(f"constraint_scores: expected {' or '.join(SCORES)}, got {self.constraint_scores!r}")
         check_constraint(self.constraint)
-        check_number("repetition_penalty", self.repetition_penalty, 1 / MOST, MOST)
+        check_number("repetition_penalty", self.repetition_penalty, 1 / MOST_BIAS, MOST_BIAS)
         for name in ("no_repeat_ngram_size", "min_length", "min_new_tokens"):
             check_integer(name, getattr(self, name), 0)
         if not callable(self.prefix_allowed_tokens_fn or len):
@@ -234,7 +234,7 @@ def response_format(value: Any) -> dict[str, Any]:
 def _number(name: str, value: Any) -> float:
     """A bias."""
     if value != -math.inf:
-        check_number(name, value, -MOST, MOST)
+        check_number(name, value, -MOST_BIAS, MOST_BIAS)
     return float(value)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.contract.checks import brief
 from engine.errors import CoppiceError, UsageError
 
-WORD = 32  # bits of a word of a mask
+MASK_WORD = 32  # bits of a word of a mask
 
 State = Any
 Tokens = Sequence[int] | Tensor | None
@@ -85,9 +85,9 @@ class Allowed(NamedTuple):
         if tokens is None:
             return EVERYTHING
         if isinstance(tokens, Tensor) and tokens.dtype == torch.int32 and tokens.dim() == 1:
-            if len(tokens) < -(-vocab // WORD):
+            if len(tokens) < -(-vocab // MASK_WORD):
                 got = f"a mask of {len(tokens)} words"
-                raise wrong(f"expected a mask of {-(-vocab // WORD)} words of 32 bits, a bit per token, got {got}")
+                raise wrong(f"expected a mask of {-(-vocab // MASK_WORD)} words of 32 bits, a bit per token, got {got}")
             return cls(mask=tokens.cpu())
         if isinstance(tokens, Tensor):
             plain = tokens.dtype == torch.int64 and tokens.dim() == 1
@@ -114,7 +114,7 @@ class Allowed(NamedTuple):
         if self.ids is not None:
             at = bisect_left(self.ids, token)
             return at < len(self.ids) and self.ids[at] == token
-        return self.mask is None or bool(int(self.mask[token // WORD]) >> token % WORD & 1)
+        return self.mask is None or bool(int(self.mask[token // MASK_WORD]) >> token % MASK_WORD & 1)
 
     @property
     def nothing(self) -> bool:
@@ -259,8 +259,8 @@ class AfterThought(Constraint):
 
 def packed(flags_V: Tensor) -> Tensor:
     """Flags of tokens, int64 [V], as a mask, int32 [ceil(V / 32)]."""
-    flags_V = torch.nn.functional.pad(flags_V, (0, -len(flags_V) % WORD))
-    return (flags_V.view(-1, WORD) << torch.arange(WORD)).sum(1).to(torch.int32)
+    flags_V = torch.nn.functional.pad(flags_V, (0, -len(flags_V) % MASK_WORD))
+    return (flags_V.view(-1, MASK_WORD) << torch.arange(MASK_WORD)).sum(1).to(torch.int32)
 
 
 def check_constraint(value: Any) -> None:

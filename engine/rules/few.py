@@ -12,7 +12,7 @@ from engine.rules.constraint import Allowed
 from kernels.rows import log_softmax
 
 ROWS = 64  # rows over the vocabulary at a time
-SHARE = 4  # the head is evaluated for some tokens alone if they are less than this part of the vocabulary
+HEAD_SHARE = 4  # the head is evaluated for some tokens alone if they are less than this part of the vocabulary
 
 
 class Few(NamedTuple):
@@ -81,7 +81,7 @@ class Head:
     def _rows_of(self, union_U: Tensor) -> Any:
         """The head's rows of these tokens; None if all are to be evaluated."""
         head = getattr(self.model, "head", None)
-        if head is None or not 0 < len(union_U) * SHARE < self.vocab_size:
+        if head is None or not 0 < len(union_U) * HEAD_SHARE < self.vocab_size:
             return None
         if self._rows is None or not union_U.equal(self._union):
             self._union, self._rows = union_U, head.rows(union_U)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.contract.checks import brief
 from engine.errors import UsageError
-from engine.rules.constraint import WORD, Constraint, ConstraintError, State, Tokens, packed
+from engine.rules.constraint import MASK_WORD, Constraint, ConstraintError, State, Tokens, packed
 from engine.text.sandbox import GRAMMAR_LIMITS, GRAMMAR_SECONDS, alone
 from engine.text.sandbox_process import GRAMMARS, WALL_SECONDS
 from engine.text.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ def library() -> Any:
         raise UsageError(what, remedy="pip install 'coppice[grammar]'") from None
 
 
-class Source(NamedTuple):
+class GrammarSource(NamedTuple):
     """A grammar that has passed the sandbox.
 
     Attributes:
@@ -62,11 +62,11 @@ class Source(NamedTuple):
     size: int
 
 
-_SOURCES: dict[tuple[str, str], Source] = {}
+_SOURCES: dict[tuple[str, str], GrammarSource] = {}
 _LOCK = threading.Lock()  # of what is kept
 
 
-def source_of(kind: str, value: Any) -> Source:
+def source_of(kind: str, value: Any) -> GrammarSource:
     """A grammar in llguidance's form, checked as far as that needs no tokenizer.
 
     Args:
@@ -89,7 +89,7 @@ def source_of(kind: str, value: Any) -> Source:
         fault = _first_lines(reply.get("refused", NOTHING if "nothing" in reply else ""))
     if fault or reply is None:
         raise UsageError(f"{kind}: {NOTHING if fault in ENDED else fault}")
-    found = Source(reply["source"], reply["size"])
+    found = GrammarSource(reply["source"], reply["size"])
     with _LOCK:
         _SOURCES[key] = found
         while sum(len(value) + len(source.text) for (_, value), source in _SOURCES.items()) > SOURCE_BYTES:
@@ -303,15 +303,15 @@ class Grammar(Constraint):
 
     def __init__(self, compiled: Compiled, vocabulary: Vocabulary, vocab: int, eos: Sequence[int]):
         self._compiled, self._vocabulary = compiled, vocabulary
-        self._words = -(-len(vocabulary.tokens) // WORD)
-        ends_V, kept_V = torch.zeros(2, self._words * WORD, dtype=torch.int64)
+        self._words = -(-len(vocabulary.tokens) // MASK_WORD)
+        ends_V, kept_V = torch.zeros(2, self._words * MASK_WORD, dtype=torch.int64)
         self._ends = frozenset(eos)
         ends_V[list(eos)], kept_V[:vocab] = 1, 1
         kept_V[vocabulary.special_token_ids] = 0
         self._ends_W, self._kept_W = packed(ends_V), packed(kept_V & ~ends_V)
 
     def start(self, prompt: Sequence[int]) -> State:
-        return Place(self._compiled.matcher.deep_copy())
+        return GrammarState(self._compiled.matcher.deep_copy())
 
     def advance(self, state: State, token: int) -> State:
         matcher = state.matcher.deep_copy()
@@ -319,7 +319,7 @@ class Grammar(Constraint):
         if not matcher.consume_token(token):
             fault = _first_lines(matcher.get_error())
             raise ConstraintError(f"the grammar does not go on with token {token}: {fault}")
-        data, after = self._vocabulary.tokens[token], Place(matcher, token)
+        data, after = self._vocabulary.tokens[token], GrammarState(matcher, token)
         if state.forced[:1] == [token]:
             after.forced, after.unsure = state.forced[1:], state.unsure
         elif state.unsure.startswith(data):
@@ -351,7 +351,7 @@ class Grammar(Constraint):
                 masks_NW[i] |= self._ends_W
         return [*zip(masks_NW, (masks_NW != 0).sum(1).tolist(), strict=True)]
 
-    def _tokens(self, place: "Place", mask_W: Tensor, words: int) -> Tokens:
+    def _tokens(self, place: "GrammarState", mask_W: Tensor, words: int) -> Tokens:
         """A mask, or the list of its tokens if it has at most one, or if all but one cannot be."""
         if words > WAYS:
             return mask_W
@@ -368,7 +368,7 @@ class Grammar(Constraint):
             return None
         return longest if all(tokens[token] and tokens[longest].startswith(tokens[token]) for token in ids) else None
 
-    def _force(self, place: "Place", first: list[int]) -> None:
+    def _force(self, place: "GrammarState", first: list[int]) -> None:
         """Find the tokens that must follow, where one of these does."""
         data, matcher, ids, whole = b"", place.matcher, first, False
         while len(data) < FORCED and (token := self._longest(ids)) is not None:
@@ -386,7 +386,7 @@ class Grammar(Constraint):
             place.unsure = data[sum(len(self._vocabulary.tokens[token]) for token in place.forced) :]
 
 
-class Place:
+class GrammarState:
     """A state: a matcher and what is known of the text after it.
 
     Attributes:
@@ -411,7 +411,7 @@ def _ids(mask_W: Tensor) -> list[int]:
         bits &= 0xFFFFFFFF
         while bits:
             low = bits & -bits
-            found.append(word * WORD + low.bit_length() - 1)
+            found.append(word * MASK_WORD + low.bit_length() - 1)
             bits ^= low
     return found
 

@@ -23,7 +23,7 @@ from engine.rules.state import Constrained, Known
 from kernels.rows import log_softmax, top_k
 
 ROWS = 64  # rows over the vocabulary at a time
-MOST = 1024  # alternatives
+MOST_ALTERNATIVES = 1024  # alternatives
 
 T = TypeVar("T")
 Alternatives = list[tuple[int, float]]  # tokens and their log-probabilities, best first
@@ -41,7 +41,7 @@ class Scored(NamedTuple):
     top: list[Alternatives]
 
 
-class Kept:
+class HiddenRows:
     """The hidden rows of one request, by the tokens before them.
 
     A place stands for a sequence of new tokens, 0 for none of them, whether or not the tree still has its node.
@@ -193,4 +193,4 @@ def whole(work: Generator[None, None, T]) -> T:
 def check_logprobs(k: Any) -> None:
     """Check a request's number of alternatives, or None. Raises UsageError."""
     if k is not None:
-        check_integer("logprobs", k, 0, MOST)
+        check_integer("logprobs", k, 0, MOST_ALTERNATIVES)

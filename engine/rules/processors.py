@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.rules.constraint import WORD, Allowed, Constraint, ConstraintError, State, attributed, brief
+from engine.rules.constraint import MASK_WORD, Allowed, Constraint, ConstraintError, State, attributed, brief
 
 MOST_ROWS = 64  # masked at a time: a mask's limits take as much memory as its row
 Entry = tuple[int, int, float]  # row, token, number
@@ -95,7 +95,7 @@ def mask(rows_NV: Tensor, allowed: Sequence[Allowed]) -> None:
         flat[kept] = values
     every = [i for i, tokens in enumerate(allowed) if tokens.mask is not None]
     for masked in (every[i : i + MOST_ROWS] for i in range(0, len(every), MOST_ROWS)):
-        words_NW = torch.stack([allowed[i].mask[: -(-V // WORD)] for i in masked]).to(device)  # type: ignore[index]
+        words_NW = torch.stack([allowed[i].mask[: -(-V // MASK_WORD)] for i in masked]).to(device)  # type: ignore[index]
         limits_NV = _limits(device).index_select(0, words_NW.view(torch.uint8).int().view(-1)).view(len(masked), -1)
         if short := V - limits_NV.shape[1]:
             limits_NV = torch.nn.functional.pad(limits_NV, (0, short), value=-math.inf)

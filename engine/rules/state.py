@@ -58,7 +58,7 @@ class Known:
     forced: "Known | None" = None
 
 
-class Plan(NamedTuple):
+class RowPlan(NamedTuple):
     """An `Evaluate` of a constrained tree: the nodes that the model must evaluate, and the known rows of the others.
 
     Attributes:
@@ -115,16 +115,16 @@ class Constrained:
 
     # --- states ---
 
-    def plan(self, tree: TokenTree, nodes: Sequence[int]) -> Plan:
+    def plan(self, tree: TokenTree, nodes: Sequence[int]) -> RowPlan:
         """Compute the states of nodes. Raises ConstraintError."""
         known = self._known[tree]
         found = [(node, self._states(tree, node)) for node in nodes]
         if len(known) > LEFT * (len(nodes) + tree.live_branches) + 64:
             self._forget(tree)
         if self.mask is None:
-            return Plan([*nodes], {}, [])
+            return RowPlan([*nodes], {}, [])
         self._allow([entry for _, entry in found])
-        plan = Plan([], {}, [])
+        plan = RowPlan([], {}, [])
         for node, entry in found:
             if entry.row is None and entry.states is None:
                 entry.row = self.eos[0] if self.eos else 0, STUCK

@@ -32,8 +32,8 @@ REQUEST_SECONDS = BODY_SECONDS + 1  # from accept to the end of the request: the
 SWEEP_SECONDS = 1.0
 RETRY_SECONDS = 1.0  # after an accept that the system refused
 FEWER_SECONDS = 60.0  # that fewer connections are open after that; between two lines about it
-LEAST = 8  # connections
-SHARE = 8  # of the room for strangers, that is given away at once
+LEAST_CONNECTIONS = 8  # connections
+STRANGERS_SHARE = 8  # of the room for strangers, that is given away at once
 
 
 def most_connections(wanted: int) -> int:
@@ -41,7 +41,7 @@ def most_connections(wanted: int) -> int:
     if resource is None:
         return wanted
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return wanted if files == resource.RLIM_INFINITY else max(LEAST, min(wanted, files // 2))
+    return wanted if files == resource.RLIM_INFINITY else max(LEAST_CONNECTIONS, min(wanted, files // 2))
 
 
 class Connection(H11Protocol):
@@ -232,7 +232,7 @@ class Door:
             self._connecting.add(connecting)
             connecting.add_done_callback(self._connecting.discard)
             accepted += 1
-            if accepted % max(1, self.connections.room // SHARE) == 0:
+            if accepted % max(1, self.connections.room // STRANGERS_SHARE) == 0:
                 await asyncio.sleep(0)  # else new ones would close each other before a request is read
 
     async def _connect(self, peer: socket.socket) -> None:

@@ -52,7 +52,7 @@ PLAIN_DRAWS = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0
 MOST_LOGPROBS = 20
 MOST_FIELDS = 256  # of a body
 # Fields that a check or every step goes through -> most entries, most values and most characters of all entries.
-MOST: dict[str, tuple[int, int, int]] = {
+MOST_IN_FIELD: dict[str, tuple[int, int, int]] = {
     "messages": (4096, 1 << 16, 1 << 62),  # their characters: as of a prompt
     "tools": (1024, 1 << 16, 1 << 20),
     "template": (256, 1 << 14, 1 << 18),
@@ -331,7 +331,7 @@ def _sizes(body: Mapping[str, Any], served: Served, limits: Limits) -> None:
         raise UsageError(f"the body has {len(body)} fields, this server takes {MOST_FIELDS}")
     for key, value in body.items():
         if key not in ("prompt", *IGNORED):
-            _size(key, value, *MOST.get(key, OTHERS))
+            _size(key, value, *MOST_IN_FIELD.get(key, OTHERS))
     engine = served.engine
     reach = limits.prompt or engine.shape.max_positions or engine.pool.pages * engine.pool.page_size
     prompt = body.get("prompt")

@@ -51,7 +51,7 @@ class Guess:
         return numbers[chosen].tolist(), [places[i] for i in chosen]
 
 
-class Choice(NamedTuple):
+class GuessedNodes(NamedTuple):
     """The nodes of a guess, on the device: their sums, float32, the rows of their parents and their tokens."""
 
     sums_n: Tensor
@@ -59,7 +59,7 @@ class Choice(NamedTuple):
     token_n: Tensor
 
 
-def choose(numbers: Tensor, guess: Guess, vocab_size: int) -> Choice:
+def choose(numbers: Tensor, guess: Guess, vocab_size: int) -> GuessedNodes:
     """As `Guess.picked`, on the device.
 
     Args:
@@ -71,7 +71,7 @@ def choose(numbers: Tensor, guess: Guess, vocab_size: int) -> Choice:
     if guess.next.ends:
         ended_k = (token_k.unsqueeze(1) == _tokens(guess.next.ends, numbers.device)).any(1)
         order = ended_k.byte().sort(stable=True).indices[order]
-    return Choice(numbers[:k][order].float(), place_k[order] // vocab_size, token_k[order])
+    return GuessedNodes(numbers[:k][order].float(), place_k[order] // vocab_size, token_k[order])
 
 
 @lru_cache(maxsize=16)
@@ -87,7 +87,7 @@ class Fill:
         ancestry_TC: of the pass under way. It is read here and not later, as the inputs may take its place.
     """
 
-    def __init__(self, guesses: Sequence[Guess], choices: Sequence[Choice], ancestry_TC: Tensor):
+    def __init__(self, guesses: Sequence[Guess], choices: Sequence[GuessedNodes], ancestry_TC: Tensor):
         C, device = ancestry_TC.shape[1], ancestry_TC.device
         asked = [torch.tensor(guess.asked).to(device, non_blocking=True) for guess in guesses]
         parent_n = torch.cat([at[choice.row_n] for at, choice in zip(asked, choices, strict=True)])

@@ -15,7 +15,7 @@ from kernels import cpp
 from kernels.files import private
 
 CPU = torch.device("cpu")
-LEAST = (2,)  # tokens of a pass, and words of ancestry: torch would make graphs of their own for sizes 0 and 1
+LEAST_SIZES = (2,)  # tokens of a pass, and words of ancestry: torch would make graphs of their own for sizes 0 and 1
 
 
 def compile_model(model: nn.Module, device: torch.device = CPU) -> bool:

@@ -6,8 +6,8 @@ ancestry that are in use are data, so they need no buckets. The first pass of a 
 warm-up; the second is recorded. Prompts, and passes larger than the largest bucket, use no graphs: they keep a GPU busy
 by themselves.
 
-Graphs are bounded: `MOST` of them, of which the least recently used goes first, and a share of the device's memory. A
-bucket whose graph cannot be recorded runs without one from then on.
+Graphs are bounded: `MOST_GRAPHS` of them, of which the least recently used goes first, and a share of the device's
+memory. A bucket whose graph cannot be recorded runs without one from then on.
 """
 
 import logging
@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.cache.pool import PagePool
 from engine.errors import UsageError
 from engine.rules.state import Edit
-from engine.step.compiling import LEAST
+from engine.step.compiling import LEAST_SIZES
 from engine.step.gpu import check_triton
 from engine.step.packing import Chunk, Pass, bucket, pack
 from engine.step.phases import phase
@@ -35,9 +35,9 @@ TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 WORDS = (16, 64, 256, 1024)  # 32 branch slots each; kernels find out how many are in use: these are sizes of the copy
 TREES = (1, 2, 4, 8, 16, 32, 64, 128)
 TABLES = 32 * WORDS[-1]  # words of the branch slots of all trees
-MOST = 64  # graphs
-SHARE = 64  # log-probabilities may take 1/64 of the device's memory, graphs as much again; a stand-in has this memory:
-MEMORY = 1 << 35
+MOST_GRAPHS = 64  # graphs
+MEMORY_SHARE = 64  # log-probabilities may take 1/64 of the device's memory, graphs as much again
+MEMORY = 1 << 35  # of a stand-in
 LAYOUT = ("positions_T", "write_slots_T", "trunk_seen_T", "ancestry_TC", "token_starts", "trunk_len_R")
 LAYOUT += (
     "branch_len_R",
@@ -91,7 +91,7 @@ def make_runner(
             remedy="use another --dtype, or --device cpu",
         )
     kind = GraphRunner if graphs else Runner
-    options = {"rows": "compiled", "token_buckets": LEAST} if compiled else {}
+    options = {"rows": "compiled", "token_buckets": LEAST_SIZES} if compiled else {}
     return kind(model, pool, vocab_size, impl="triton", budget=BUDGET, dtype=dtype, **options)
 
 
@@ -111,7 +111,8 @@ class GraphRunner(Runner):
         self._told: set[str] = set()
         self._outputs: tuple[Any, ...] = ()  # results of `answer`, hidden rows: as many as the largest bucket has
         on_gpu = self.device.type == "cuda"
-        self.allowed = (torch.cuda.get_device_properties(self.device).total_memory if on_gpu else MEMORY) // SHARE
+        memory = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else MEMORY
+        self.allowed = memory // MEMORY_SHARE
         rows = self.allowed // (model.shape.vocab_size * torch.float32.itemsize)
         least = min(self.token_buckets or TOKENS)
         self.tokens = tuple(n for n in TOKENS if least <= n <= rows) or (least,)
@@ -162,7 +163,7 @@ class GraphRunner(Runner):
         """The step of a pass's bucket, which becomes the most recently used one."""
         key = _bucket(p)
         step = self._steps.pop(key, None) or _Step(self, p)
-        if len(self._steps) >= MOST:
+        if len(self._steps) >= MOST_GRAPHS:
             del self._steps[next(iter(self._steps))]
         self._steps[key] = step
         return step

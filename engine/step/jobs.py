@@ -11,7 +11,7 @@ from engine.contract import Evaluate, Report, Search, SearchGenerator, SearchRes
 from engine.contract.best import Best
 from engine.contract.checks import guarded_edit, is_ours
 from engine.contract.trace import UNTRACED, Trace, Untraced
-from engine.rules.logprobs import Kept
+from engine.rules.logprobs import HiddenRows
 from engine.rules.state import Constrained, Edit
 from engine.step.packing import Chunk
 from engine.step.partial import PartialRows, PartialSums
@@ -53,7 +53,7 @@ class Job:
     prefilled: float = 0.0
     constrained: Constrained | None = None
     salt: str | None = None  # of cached prefixes, see `TokenTree`
-    kept: Kept | None = None  # of a request that wants log-probabilities of tokens
+    kept: HiddenRows | None = None  # of a request that wants log-probabilities of tokens
     search: Search | None = None  # a search that is not this project's is checked more closely; None is trusted
     fault: Exception | None = None  # raised by a function of a Report or an Evaluate; it ends the job at its next step
 

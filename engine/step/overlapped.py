@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.contract.best import Next
 from engine.errors import KVMemoryError
-from engine.step.ahead import Choice, Fill, Guess, choose
+from engine.step.ahead import Fill, Guess, GuessedNodes, choose
 from engine.step.driver import Driver
 from engine.step.jobs import Batch, Job, Share
 from engine.step.packing import Blank, Chunk
@@ -41,7 +41,7 @@ class Flight(Batch):
     launched: Launched | None = None
     guesses: list[tuple[Share, Guess, slice]] = field(default_factory=list)
 
-    def guess(self, share: Share, guess: Guess, choice: Choice) -> None:
+    def guess(self, share: Share, guess: Guess, choice: GuessedNodes) -> None:
         """Add what a search will most likely ask for after a share; `Overlapped._confirm` compares."""
         rows = slice(self.tokens, self.tokens + len(guess.chunk))
         self.guesses.append((share, guess, rows))

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, normalizers
 from engine.errors import CheckpointError, UsageError
 from engine.text.detokenizer import stages_of
 from engine.text.tokenizer_files import MAX_IDS, add_flags, any_of
-from engine.text.tokenizer_limits import Guard, check_output, library_errors
+from engine.text.tokenizer_limits import EncodingGuard, check_output, library_errors
 
 LONG = 1 << 13  # characters; a longer text is encoded by the function that lets other threads of Python run meanwhile
 # The normalizers that spell spaces as SentencePiece does: one before the text, then all spaces.
@@ -36,7 +36,7 @@ class LibraryEncoder:
         library: tokenizers.Tokenizer,
         config: dict[str, Any],
         names: dict[str, str],
-        guard: Guard | None = None,
+        guard: EncodingGuard | None = None,
         where: str = "",
     ):
         """

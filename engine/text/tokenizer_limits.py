@@ -25,7 +25,7 @@ from engine.text import sandbox, sandbox_process
 GROWTH = 100  # most times longer that normalizers, and plain pre-tokenizers, may make a text
 TOKEN_TEXT = 4096  # most characters that decoders may make of a token; the longest tokens in use have some hundred
 ADDED_IDS = 1024  # most ids that a post-processor may add to a text
-WORD = 256  # most characters of a word in WordPiece, which takes cubic time; the library's default is 100
+LONGEST_WORD = 256  # most characters of a word in WordPiece, which takes cubic time; the library's default is 100
 AFFIX = 64  # most characters of the marks of continued and final pieces
 PARTS = 64  # most parts of a sequence
 PUMP = 48  # repetitions of a character in a text that reveals patterns of exponential time
@@ -105,7 +105,7 @@ def _bytes(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
 
 
-class Guard:
+class EncodingGuard:
     """Tries normalizers and pre-tokenizers that are not plain in the sandbox.
 
     Args:
@@ -178,7 +178,7 @@ def parse(data: bytes) -> dict[str, Any]:
     return value
 
 
-def guard(spec: dict[str, Any], where: str = "") -> Guard | None:
+def guard(spec: dict[str, Any], where: str = "") -> EncodingGuard | None:
     """Check the model of a tokenizer.json and, before the library reads it, its normalizer and pre-tokenizer.
 
     Returns:
@@ -188,14 +188,15 @@ def guard(spec: dict[str, Any], where: str = "") -> Guard | None:
         CheckpointError: a limit is broken.
     """
     model = spec["model"] if isinstance(spec.get("model"), dict) else {}
-    if isinstance(value := model.get("max_input_chars_per_word"), int) and value > WORD:
-        raise CheckpointError(f"model: max_input_chars_per_word: expected at most {WORD}, got {value}", remedy=REMEDY)
+    if isinstance(value := model.get("max_input_chars_per_word"), int) and value > LONGEST_WORD:
+        what = f"model: max_input_chars_per_word: expected at most {LONGEST_WORD}, got {value}"
+        raise CheckpointError(what, remedy=REMEDY)
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if isinstance(value := model.get(key), str) and len(value) > AFFIX:
             raise CheckpointError(f"model: {key}: expected at most {AFFIX} characters, got {len(value)}", remedy=REMEDY)
     if plain(spec.get("normalizer"), spec.get("pre_tokenizer")):
         return None
-    found = Guard(spec.get("normalizer"), spec.get("pre_tokenizer"), where)
+    found = EncodingGuard(spec.get("normalizer"), spec.get("pre_tokenizer"), where)
     added = spec.get("added_tokens")
     entries = [token.get("content") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     found.probe(content for content in entries if isinstance(content, str))

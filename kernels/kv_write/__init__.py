@@ -10,7 +10,7 @@ from kernels.cpp import watched, why_not
 from kernels.kv_fp8 import DTYPE as FP8
 from kernels.kv_write import native, reference
 from kernels.kv_write import torch as plain
-from kernels.kv_write.turn import Turn
+from kernels.kv_write.turn import HeadTransform
 
 Copier = Callable[[Sequence[int], Sequence[int]], None]
 IMPLEMENTATIONS = ("reference", "torch", "cpp", "triton")
@@ -59,7 +59,7 @@ def rotary_write(
     k_TGD: Tensor,
     v_TGD: Tensor,
     slots_T: Tensor,
-    turn: Turn,
+    turn: HeadTransform,
     *,
     impl: str = "reference",
 ) -> Tensor:

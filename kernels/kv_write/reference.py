@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from kernels.kv_kinds import parts, stored
-from kernels.kv_write.turn import Turn
+from kernels.kv_write.turn import HeadTransform
 from kernels.rows import layer_norm, rms_norm, rotary
 from kernels.rows.checks import Vectors
 
@@ -17,7 +17,7 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
 
 
 def rotary_write(
-    k_GSD: Tensor, v_GSD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, turn: Turn
+    k_GSD: Tensor, v_GSD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, turn: HeadTransform
 ) -> Tensor:
     """See the front for arguments."""
 

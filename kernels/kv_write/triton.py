@@ -11,14 +11,14 @@ from torch import Tensor
 
 from kernels.custom_ops import nothing, register
 from kernels.gpu import INTERPRETED, cast, check_device, raw
-from kernels.kv_fp8 import MOST as FP8_MOST
+from kernels.kv_fp8 import LARGEST_NUMBER as FP8_MOST
 from kernels.kv_fp8 import PER_STEP as FP8_PER_STEP
-from kernels.kv_int8 import LEAST, PER_STEP
-from kernels.kv_write.turn import Turn
+from kernels.kv_int8 import LEAST_SCALE, PER_STEP
+from kernels.kv_write.turn import HeadTransform
 
 BLOCK = 1024
 HEADS = 64 if INTERPRETED.value else 4  # of a program: an interpreted one costs the same however many it has
-PER_STEP, LEAST = tl.constexpr(PER_STEP), tl.constexpr(LEAST)
+PER_STEP, LEAST_SCALE = tl.constexpr(PER_STEP), tl.constexpr(LEAST_SCALE)
 FP8_MOST, FP8_PER_STEP = tl.constexpr(float(FP8_MOST)), tl.constexpr(FP8_PER_STEP)
 
 
@@ -47,7 +47,7 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
 
 
 def rotary_write(
-    k_GSD: Tensor, v_GSD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, turn: Turn
+    k_GSD: Tensor, v_GSD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, turn: HeadTransform
 ) -> Tensor:
     """See the front for arguments.
 
@@ -147,7 +147,7 @@ def _store_fp8(x_MD, cache_ptr, at_M, scale_at_M, real_M, D: tl.constexpr, D2: t
     """Rows, as `kernels.kv_fp8` defines them. Processors before sm_89 have no conversion."""
     x_MD, most_M, finite_M = _largest(x_MD)
     scale_M = most_M * FP8_PER_STEP
-    scale_M = tl.where(scale_M < LEAST, 0.0, scale_M)
+    scale_M = tl.where(scale_M < LEAST_SCALE, 0.0, scale_M)
     inverse_M = tl.where(scale_M == 0, 0.0, tl.div_rn(1.0, tl.where(scale_M == 0, 1.0, scale_M)))
     y_MD = tl.minimum(tl.maximum(x_MD * inverse_M[:, None], -FP8_MOST), FP8_MOST)
     size_MD, sign_MD = tl.abs(y_MD), (y_MD.to(tl.int32, bitcast=True) >> 24) & 0x80
@@ -168,7 +168,8 @@ def _store_int8(x_MD, cache_ptr, at_M, scale_at_M, real_M, D: tl.constexpr, D2: 
     x_MD, most_M, finite_M = _largest(x_MD)
     exact_M = most_M * PER_STEP
     bits_M = exact_M.to(tl.int32, bitcast=True)
-    bits_M = tl.where(exact_M < LEAST, 0, (bits_M + 0x7FFF + ((bits_M >> 16) & 1)) >> 16)  # of the nearest bfloat16
+    nearest_M = (bits_M + 0x7FFF + ((bits_M >> 16) & 1)) >> 16  # of the nearest bfloat16
+    bits_M = tl.where(exact_M < LEAST_SCALE, 0, nearest_M)
     scale_M = (bits_M << 16).to(tl.float32, bitcast=True)
     inverse_M = tl.where(bits_M == 0, 0.0, tl.div_rn(1.0, tl.where(bits_M == 0, 1.0, scale_M)))
     q_MD = tl.minimum(tl.maximum(x_MD * inverse_M[:, None], -127.0), 127.0)

@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels.rows.checks import Vectors
 
 
-class Turn(NamedTuple):
+class HeadTransform(NamedTuple):
     """What happens to heads of queries and keys before keys are written.
 
     Args:

@@ -27,7 +27,7 @@ from kernels.rows.checks import SPAN
 TILE = 2048
 GROUPS = (1, 16, 64)  # blocks of a group: few sizes, as each is compiled by itself
 OPTIONS = {"num_warps": 8, "maxnreg": 192}  # at 128 registers a few are spilled
-LEAST = tl.constexpr(-0x7FFFFFFF)  # below the key of -inf
+LEAST_KEY = tl.constexpr(-0x7FFFFFFF)  # below the key of -inf
 FLIP = tl.constexpr(0x7FFFFFFF)
 
 
@@ -119,9 +119,9 @@ def _key(x):
 
 @triton.jit
 def _sums(x_ptrs, sum_ptrs, real):
-    """The keys of sums; `LEAST` where there are none."""
+    """The keys of sums; `LEAST_KEY` where there are none."""
     x = tl.load(x_ptrs, mask=real, other=0.0) + tl.load(sum_ptrs, mask=real, other=0.0)
-    return tl.where(real, _key(x), LEAST)
+    return tl.where(real, _key(x), LEAST_KEY)
 
 
 @triton.jit
@@ -132,10 +132,10 @@ def _choose(near_ptr, most, n, k, best_ptr, TILE: tl.constexpr):
     """
     tl.debug_barrier()
     i_T = tl.arange(0, TILE)
-    key_T = tl.load(near_ptr + i_T, mask=i_T < n, other=LEAST, cache_modifier=".cg")  # the others are read again
+    key_T = tl.load(near_ptr + i_T, mask=i_T < n, other=LEAST_KEY, cache_modifier=".cg")  # the others are read again
     low_T, high_T = tl.where(i_T < n, key_T, FLIP), key_T
     for first in range(TILE, n, TILE):
-        more_T = tl.load(near_ptr + first + i_T, mask=first + i_T < n, other=LEAST, cache_modifier=".cg")
+        more_T = tl.load(near_ptr + first + i_T, mask=first + i_T < n, other=LEAST_KEY, cache_modifier=".cg")
         low_T = tl.minimum(low_T, tl.where(first + i_T < n, more_T, FLIP))
         high_T = tl.maximum(high_T, more_T)
     low, high, above = tl.min(low_T, 0).to(tl.int64), tl.max(high_T, 0).to(tl.int64), k * 0
@@ -144,7 +144,7 @@ def _choose(near_ptr, most, n, k, best_ptr, TILE: tl.constexpr):
         middle = (low + high + 1) >> 1
         count_T = (key_T >= middle.to(tl.int32)).to(tl.int32)
         for first in range(TILE, n, TILE):
-            more_T = tl.load(near_ptr + first + i_T, mask=first + i_T < n, other=LEAST, cache_modifier=".cg")
+            more_T = tl.load(near_ptr + first + i_T, mask=first + i_T < n, other=LEAST_KEY, cache_modifier=".cg")
             count_T += (more_T >= middle.to(tl.int32)).to(tl.int32)
         count = tl.sum(count_T, 0)
         low = tl.where(count < k, low, middle)
@@ -154,14 +154,14 @@ def _choose(near_ptr, most, n, k, best_ptr, TILE: tl.constexpr):
     stored, equals = k * 0, k * 0
     for first in range(0, n, TILE):
         real_T = first + i_T < n
-        key_T = tl.load(near_ptr + first + i_T, mask=real_T, other=LEAST, cache_modifier=".cg")
+        key_T = tl.load(near_ptr + first + i_T, mask=real_T, other=LEAST_KEY, cache_modifier=".cg")
         equal_T = (real_T & (key_T == least)).to(tl.int32)
         rank_T = equals + tl.cumsum(equal_T, 0) - equal_T
         chosen_T = real_T & ((key_T > least) | ((equal_T > 0) & (rank_T < k - above)))
         place_T = tl.load(near_ptr + most + first + i_T, mask=chosen_T, other=0, cache_modifier=".cg")
         stored = _append(best_ptr, k, stored, key_T, place_T, chosen_T)
         equals += tl.sum(equal_T, 0)
-    return stored, tl.where(n < k, LEAST, least)
+    return stored, tl.where(n < k, LEAST_KEY, least)
 
 
 @triton.jit
@@ -212,7 +212,7 @@ def _write(best_ptr, count, k, out_ptr, RANKED: tl.constexpr):
         before_R = tl.zeros([RANKED], tl.int32)
         for other in range(0, count, 32):
             j_J = other + tl.arange(0, 32)
-            key_J = tl.load(best_ptr + j_J, mask=j_J < count, other=LEAST, cache_modifier=".cg")
+            key_J = tl.load(best_ptr + j_J, mask=j_J < count, other=LEAST_KEY, cache_modifier=".cg")
             equal_RJ = (key_J[None, :] == key_R[:, None]) & (j_J[None, :] < i_R[:, None])
             before_R += tl.sum(((key_J[None, :] > key_R[:, None]) | equal_RJ).to(tl.int32), 1)
         at_R = tl.where(there_R, before_R, i_R)

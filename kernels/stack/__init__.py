@@ -28,7 +28,7 @@ class Matrix(NamedTuple):
     bias: Tensor | None = None
 
 
-class Norm(NamedTuple):
+class StackNorm(NamedTuple):
     """A LayerNorm, or, without a bias, an RMSNorm."""
 
     weight: Tensor
@@ -38,9 +38,9 @@ class Norm(NamedTuple):
 class Norms(NamedTuple):
     """Of attention or an MLP: on what it reads, on its output before that is added to the stream, on the sum."""
 
-    input: Norm | None = None
-    output: Norm | None = None
-    sum: Norm | None = None
+    input: StackNorm | None = None
+    output: StackNorm | None = None
+    sum: StackNorm | None = None
 
 
 class Conv(NamedTuple):
@@ -50,7 +50,7 @@ class Conv(NamedTuple):
     bias: Tensor | None = None
 
 
-class Layer(NamedTuple):
+class StackLayer(NamedTuple):
     """Attention and an MLP, each added to the stream.
 
     Args:
@@ -72,8 +72,8 @@ class Layer(NamedTuple):
     up: Matrix
     down: Matrix
     scale: float
-    q_norm: Norm | None = None
-    k_norm: Norm | None = None
+    q_norm: StackNorm | None = None
+    k_norm: StackNorm | None = None
     all_heads: bool = False
     norms_last: bool = False
     residual_scale: float = 1.0
@@ -104,8 +104,8 @@ class Stack:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
-        norm: Norm | None,
+        layers: Sequence[StackLayer],
+        norm: StackNorm | None,
         *,
         activation: str,
         gated: bool,
@@ -125,7 +125,7 @@ class Stack:
         convs = [layer.conv is not None for layer in layers]
         places = [convs[:i].count(conv) for i, conv in enumerate(convs)]  # in the tensors of layers of its kind
         self.attending, self.convolving = convs.count(False), convs.count(True)
-        self._layers = (_STRUCTURES["Layer"] * len(layers))(*map(_layer, layers, places))
+        self._layers = (_STRUCTURES["StackLayer"] * len(layers))(*map(_layer, layers, places))
         pointer = ctypes.addressof(self._layers)
         self._packed = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, self.taps, pointer, _norm(norm), eps)
         tables = 1 + max(-1 if layer.table is None else layer.table for layer in layers)
@@ -146,7 +146,7 @@ class Stack:
             if x is not None:
                 expect(name, x, dtype, (size,), _CPU)
 
-        def check_norm(name: str, norm: Norm | None, size: int) -> None:
+        def check_norm(name: str, norm: StackNorm | None, size: int) -> None:
             if norm is not None:
                 check(f"{name}'s weight", norm.weight, size)
                 check(f"{name}'s bias", norm.bias, size)
@@ -247,19 +247,19 @@ def one_by_one(model: Any) -> Iterator[None]:
         stack.idle = idle
 
 
-def _norm(norm: Norm | None) -> ctypes.Structure:
-    return _STRUCTURES["Norm"](*map(_address, norm or (None, None)))
+def _norm(norm: StackNorm | None) -> ctypes.Structure:
+    return _STRUCTURES["StackNorm"](*map(_address, norm or (None, None)))
 
 
-def _layer(layer: Layer, place: int) -> ctypes.Structure:
+def _layer(layer: StackLayer, place: int) -> ctypes.Structure:
     flags = layer.mlp_norms is None, layer.all_heads, layer.norms_last
     numbers = (-1 if x is None else x for x in (layer.window, layer.table))
     norms = (_STRUCTURES["Norms"](*map(_norm, norms or Norms())) for norms in layer[:2])
     matrices = (packed.described(bias) for packed, bias in (layer.qkv, layer.out, layer.up, layer.down))
     scales = layer.scale, layer.cap or 0.0, layer.residual_scale
     head_norms = _norm(layer.q_norm), _norm(layer.k_norm)
-    conv = _norm(Norm(*layer.conv) if layer.conv else None)
-    return _STRUCTURES["Layer"](*flags, *numbers, place, *norms, *head_norms, conv, *matrices, *scales)
+    conv = _norm(StackNorm(*layer.conv) if layer.conv else None)
+    return _STRUCTURES["StackLayer"](*flags, *numbers, place, *norms, *head_norms, conv, *matrices, *scales)
 
 
 def _address(x: Tensor | None) -> int | None:

@@ -63,8 +63,8 @@ WAVES = 4  # so many times the programs that run at once even out trees of all l
 ROOM: dict[tuple, int] = {}  # how many programs a multiprocessor has room for, by kernel
 WHOLE, LAST, LATER = (tl.constexpr(i) for i in range(3))  # tiles are not cut; who merges their shares
 ALONE = 1 << 16  # bytes that a program merges in less time than the launch of another kernel takes
-LEAST = tl.constexpr(2)  # blocks of a share: fewer are sooner done than merged
-MOST = tl.constexpr(1 << 18)  # bytes that the last program of a tile merges
+LEAST_SHARE = tl.constexpr(2)  # blocks of a share: fewer are sooner done than merged
+MOST_MERGED = tl.constexpr(1 << 18)  # bytes that the last program of a tile merges
 WORD = tl.constexpr(32)
 LOG2_E = 1.4426950408889634
 
@@ -249,9 +249,9 @@ def _shares(
     size = 1 << 30
     if SPLIT != WHOLE:
         spare = tl.maximum(programs - tl.sum(tiles_R), 1)
-        size = tl.maximum((tl.sum(tiles_R * blocks_R) + spare - 1) // spare, LEAST)
+        size = tl.maximum((tl.sum(tiles_R * blocks_R) + spare - 1) // spare, LEAST_SHARE)
         if SPLIT == LAST:
-            SHARES: tl.constexpr = MOST // (M * D2 * 4)
+            SHARES: tl.constexpr = MOST_MERGED // (M * D2 * 4)
             size = tl.maximum(size, (tl.max(tl.where(tiles_R > 0, blocks_R, 0)) + SHARES - 1) // SHARES)
     return tl.cumsum(tiles_R * ((blocks_R + size - 1) // size)), size
 

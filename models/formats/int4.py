@@ -15,7 +15,7 @@ from models.formats.grouped import GroupedLinear, GroupedRows, GroupedWeight
 from models.trim import is_mapped, let_go
 
 CHUNK = 1 << 18  # weights that are floats at once, in each thread, while a matrix is quantised
-MOST = 4  # threads that quantise: the C library keeps megabytes for each
+MOST_THREADS = 4  # threads that quantise: the C library keeps megabytes for each
 LEVELS = 127.0  # of activations
 STEPS = 7.0, 7.5, 8.0, 8.5, 9.0, 9.5  # candidates: the steps that the largest magnitude of a group is apart from zero
 SPANS = 15.0, 15.75, 16.5, 17.25, 18.0  # candidates: the steps from the least to the largest of a group with a zero
@@ -114,7 +114,8 @@ def _side_by_side(function: Callable[[Part], Made], parts: Sequence[Part]) -> It
     if threads == 1 or len(parts) == 1:
         yield from map(function, parts)
         return
-    with ThreadPoolExecutor(min(threads, len(parts), MOST), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    count = min(threads, len(parts), MOST_THREADS)
+    with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         yield from pool.map(function, parts)
     torch.set_num_threads(threads)  # the threads' own numbers are theirs alone, but for those of some libraries
 

@@ -53,7 +53,7 @@ class GPTQ:
 
 
 @dataclass(frozen=True)
-class Rules:
+class GPTQRules:
     """A config: the scheme of most layers, and those of others (None: floats) in the order in which they are tried."""
 
     common: GPTQ
@@ -64,7 +64,7 @@ class Rules:
         return next((scheme for rule, scheme in self.dynamic if rule.match(module)), self.common)
 
 
-def parse(fields: Fields) -> Rules:
+def parse(fields: Fields) -> GPTQRules:
     """Read a config. Raises CheckpointError for what is not read."""
     layout, words = (
         fields.str("checkpoint_format", None) or fields.str("format", "gptq"),
@@ -79,7 +79,7 @@ def parse(fields: Fields) -> Rules:
         changes, expression = given.sub(key), pattern(key.removeprefix("-:").removeprefix("+:"), fields)
         own = {**fields.config, **(changes.config if changes else {})}
         rules.append((expression, None if key.startswith("-:") else _scheme(own, fields, layout)))
-    return Rules(_scheme(fields.config, fields, layout), tuple(rules))
+    return GPTQRules(_scheme(fields.config, fields, layout), tuple(rules))
 
 
 def _scheme(config: Mapping[str, Any], fields: Fields, layout: str) -> GPTQ:

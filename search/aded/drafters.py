@@ -16,7 +16,7 @@ from typing import Protocol
 from search.aded.ngrams import BITS, NONE, NGramStore
 
 MAX_PAPER_NODES = 64  # of a draft of `MCTS`
-KEPT = 16  # successors that remain of a context that has more than twice as many
+KEPT_SUCCESSORS = 16  # successors that remain of a context that has more than twice as many
 
 
 @dataclass
@@ -115,8 +115,8 @@ class Backoff:
                     continue
                 for token, weight in weights.items():
                     seen[token] = seen.pop(token, 0.0) + weight  # the latest last
-                if len(seen) > 2 * KEPT:
-                    latest = sorted(reversed(seen.items()), key=lambda entry: -entry[1])[:KEPT]
+                if len(seen) > 2 * KEPT_SUCCESSORS:
+                    latest = sorted(reversed(seen.items()), key=lambda entry: -entry[1])[:KEPT_SUCCESSORS]
                     known[part] = dict(reversed(latest))
 
     def draft(self, nodes: int, depth: int) -> Draft:

@@ -22,7 +22,7 @@ from search.aded.drafters import Backoff
 from search.aded.ngrams import NGramStore, open_store, vocabulary
 from search.base import SearchGenerator, Task, register
 from search.dsbd.beams import Beams
-from search.dsbd.forest import Forester, Layer, ModelForester, NGramForester
+from search.dsbd.forest import Forester, ForestLevel, ModelForester, NGramForester
 from search.dsbd.joint import Beam, Joint, Reader, Rows
 from search.dsbd.stats import Stats
 from search.dsbd.verify import (
@@ -125,7 +125,9 @@ class DSBD(Sampling):
             yield report
         return beams.result(self.num_return_sequences, stats.figures(beams.steps))
 
-    def _verify(self, task: Task, beams: Beams, layers: list[Layer], reader: Reader, rows: Rows, stats: Stats) -> None:
+    def _verify(
+        self, task: Task, beams: Beams, layers: list[ForestLevel], reader: Reader, rows: Rows, stats: Stats
+    ) -> None:
         """Algorithm 1: replace the list of beams, layer by layer, until a layer falls short or none is left."""
         for depth, layer in enumerate([*layers, None]):
             live = [beam.node for beam in beams.live]
@@ -146,7 +148,7 @@ class DSBD(Sampling):
                 return
 
     def judge(
-        self, p: Joint, layer: Layer, parents: Sequence[int], room: int, numbers: Iterator[float]
+        self, p: Joint, layer: ForestLevel, parents: Sequence[int], room: int, numbers: Iterator[float]
     ) -> tuple[int, Verdict]:
         """D4 to D7 for one layer.
 

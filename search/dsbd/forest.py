@@ -17,7 +17,7 @@ from search.dsbd.verify import draw
 DRAFTING = 1  # stream of keyed numbers for the first layer of a round; layer i of the round uses DRAFTING + i
 
 
-class Layer(NamedTuple):
+class ForestLevel(NamedTuple):
     """A layer of a forest: the beams above it, their joint distribution, the draws in their order."""
 
     beams: list[Beam]
@@ -40,21 +40,21 @@ class Forester:
     def __init__(self, task: Task, reader: Reader, width: int, gamma: int, kind: str, seed: int):
         self.task, self.reader, self.width, self.gamma, self.kind, self.seed = task, reader, width, gamma, kind, seed
 
-    def forest(self, beams: Sequence[Beam]) -> Generator[Evaluate, Answer, tuple[list[Layer], list[Beam]]]:
+    def forest(self, beams: Sequence[Beam]) -> Generator[Evaluate, Answer, tuple[list[ForestLevel], list[Beam]]]:
         """Beam sampling below the target's beams, which keep the target's log-probabilities.
 
         Returns:
             the layers, and the beams after the last one.
         """
         heads, start = list(beams), self.task.tree.position(beams[0].node) + 1
-        layers: list[Layer] = []
+        layers: list[ForestLevel] = []
         most = self.layers(beams)
         while heads and len(layers) < most:
             q = yield from self.joint(heads)
             if q is None:
                 break
             numbers = Uniforms(self.seed, DRAFTING + len(layers), start)
-            layers.append(Layer(heads, q, draw(q.probs, self.width, self.kind, numbers)))
+            layers.append(ForestLevel(heads, q, draw(q.probs, self.width, self.kind, numbers)))
             heads, _ = extend(self.task, heads, q, layers[-1].drawn)
         return layers, heads
 

@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
     tried: int
 
 
-class Residual:
+class ResidualDistribution:
     """p', the residual distribution after rejections: norm(max(0, p - s q)).
 
     A rejection replaces p' by norm(max(0, p' - q / mass)), whichever draft was rejected: only s grows. A rejected cell
@@ -121,7 +121,7 @@ def verify_layer(
         numbers: keyed uniform numbers; one per decision.
         kind: how the drafts were drawn.
     """
-    residual, left = Residual(p, q), mass  # p'; the mass of q that can still be drawn
+    residual, left = ResidualDistribution(p, q), mass  # p'; the mass of q that can still be drawn
     spent: list[int] = []  # cells that cannot be drawn any more
     accepted: list[int] = []
     tried = 0
@@ -168,7 +168,7 @@ def excess(p: Probabilities, q: Probabilities, s: float) -> float:
 
 def acceptances(p: Probabilities, q: Probabilities, m: int, mass: float) -> list[float]:
     """Equation (4): the probability that a draft is accepted after all before it were rejected, for m drafts."""
-    residual = Residual(p, q)
+    residual = ResidualDistribution(p, q)
     return [1 - residual.reject(mass) for _ in range(m)]
 
 

@@ -20,15 +20,15 @@ from search.ults.prior import DRAWS, Vectors
 
 POOL = 1 << 14  # draws on the tape of a level, from which nodes read their samples
 STRIDE = 0x9E3779B1  # odd: siblings whose tokens differ by less than POOL read different windows
-WORD = (1 << 64) - 1
+WORD_BITS = (1 << 64) - 1
 KEPT_NUMBERS = 1 << 22  # of the distributions that are kept for other requests
 
 
 def path_key(path: int, token: int) -> int:
     """The key of a path and one more token: 64 bits (splitmix64)."""
-    x = (path ^ (token + 1) * 0x9E3779B97F4A7C15) & WORD
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & WORD
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & WORD
+    x = (path ^ (token + 1) * 0x9E3779B97F4A7C15) & WORD_BITS
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & WORD_BITS
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & WORD_BITS
     return x ^ x >> 31
 
 

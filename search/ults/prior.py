@@ -29,8 +29,8 @@ from search.ults.distributions import log_gamma
 
 GATHERED = 32  # completions, and most tokens of each, that a search gathers when there is no prior
 MOST_KEPT = 16  # collections of vectors in memory, of a model
-KEPT: "WeakKeyDictionary[PagePool, dict[tuple[int, frozenset[int]], Vectors]]" = WeakKeyDictionary()
-UNDER_WAY: set[Any] = set()  # files, or keys of `KEPT`, whose vectors a search of this process is gathering
+KEPT_VECTORS: "WeakKeyDictionary[PagePool, dict[tuple[int, frozenset[int]], Vectors]]" = WeakKeyDictionary()
+UNDER_WAY: set[Any] = set()  # files, or keys of `KEPT_VECTORS`, whose vectors a search of this process is gathering
 WIDTH = 64  # largest entries of a softmax vector that are kept: smaller ones do not decide a maximum
 DRAWS = 4096  # of Delta per level: N of algorithm 1
 STICKS, LEFT = 512, 1e-9  # most entries of a Dirichlet vector that are drawn; the expected rest that ends drawing
@@ -199,7 +199,7 @@ def own_vectors(task: Task, children: int, logp_NV: Tensor) -> Generator[Evaluat
         raise UsageError("prior: there is no model to gather one from", remedy="give dirichlet or a file")
     length, eos = min(task.max_new_tokens, GATHERED), task.eos_token_ids
     path = cache_file(task.model_key, task.max_new_tokens, children, eos)
-    kept = KEPT.setdefault(task.tree.pool, {})
+    kept = KEPT_VECTORS.setdefault(task.tree.pool, {})
     key = (id(task.tree.pool), length, eos) if path is None else path
     for _ in range(2 * GATHERED):  # one search gathers, the others wait
         if key not in UNDER_WAY:

@@ -181,7 +181,7 @@ def test_log_probabilities_are_computed_in_pieces(service, monkeypatch):
 def test_a_prior_is_kept_in_memory_and_in_no_file(service, tmp_path, monkeypatch):
     """The parameters of a request name the file of its prior: there would be one for each combination."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    prior.KEPT.clear()
+    prior.KEPT_VECTORS.clear()
     heard = Heard()
     for children in (3, 4):
         heard.ask(service, f"A{children}", ULTS(k_max=2, children=children), 5)
@@ -190,7 +190,7 @@ def test_a_prior_is_kept_in_memory_and_in_no_file(service, tmp_path, monkeypatch
     for i in range(prior.MOST_KEPT + 4):
         heard.ask(service, "A", ULTS(k_max=1, children=2), 2 + i)
     run(service)
-    [kept] = prior.KEPT.values()
+    [kept] = prior.KEPT_VECTORS.values()
     assert len(kept) == prior.MOST_KEPT and not prior.UNDER_WAY
     assert not [*tmp_path.iterdir()]
 

@@ -16,7 +16,7 @@ from kernels.kv_write import kv_copier, kv_write
 from kernels.kv_write import torch as kv_torch
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import Packed, linear
-from kernels.stack import Conv, Layer, Matrix, Norm, Norms, Stack
+from kernels.stack import Conv, Matrix, Norms, Stack, StackLayer, StackNorm
 from kernels.tree_attention import tree_attention
 
 needs_cpp = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
@@ -270,30 +270,30 @@ def matrix(outs: int, width: int, bias: torch.Tensor | None = None) -> Matrix:
 def stack(**changes):
     """A layer of two heads, whose matrices nobody reads."""
     sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "eps": 1e-5, "activation": "gelu", "gated": False}
-    parts = {"norm": Norm(torch.ones(8)), "qkv": matrix(24, 8), "out": matrix(8, 8, torch.zeros(8)), **changes}
+    parts = {"norm": StackNorm(torch.ones(8)), "qkv": matrix(24, 8), "out": matrix(8, 8, torch.zeros(8)), **changes}
     up, down = matrix(16, 8), parts.get("down", matrix(8, 16))
     options = "q_norm", "k_norm", "all_heads", "table", "conv"
     names = {name: parts[name] for name in options if name in parts}
-    norms = Norms(Norm(torch.ones(8))), Norms(output=parts["norm"])
-    layer = Layer(*norms, parts["qkv"], parts["out"], up, down, scale=0.5, **names)
-    return Stack([layer], Norm(torch.ones(8)), **sizes)
+    norms = Norms(StackNorm(torch.ones(8))), Norms(output=parts["norm"])
+    layer = StackLayer(*norms, parts["qkv"], parts["out"], up, down, scale=0.5, **names)
+    return Stack([layer], StackNorm(torch.ones(8)), **sizes)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"norm": Norm(torch.ones(7))},
-        {"norm": Norm(torch.ones(8).double())},
-        {"norm": Norm(torch.ones(16)[::2])},
-        {"norm": Norm(torch.ones(8), torch.ones(9))},
+        {"norm": StackNorm(torch.ones(7))},
+        {"norm": StackNorm(torch.ones(8).double())},
+        {"norm": StackNorm(torch.ones(16)[::2])},
+        {"norm": StackNorm(torch.ones(8), torch.ones(9))},
         {"qkv": matrix(23, 8)},
         {"out": matrix(8, 8, torch.zeros(7))},
         {"out": matrix(8, 8, torch.zeros(8).double())},
         {"out": matrix(8, 16)},
         {"down": matrix(8, 8)},
-        {"q_norm": Norm(torch.ones(8))},
-        {"k_norm": Norm(torch.ones(4), torch.ones(8))},
-        {"q_norm": Norm(torch.ones(4)), "all_heads": True},
+        {"q_norm": StackNorm(torch.ones(8))},
+        {"k_norm": StackNorm(torch.ones(4), torch.ones(8))},
+        {"q_norm": StackNorm(torch.ones(4)), "all_heads": True},
     ],
 )
 def test_parts_that_make_no_stack(changes):

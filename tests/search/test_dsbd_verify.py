@@ -25,7 +25,7 @@ from search.dsbd.verify import (
     KINDS,
     WITHOUT,
     Drafted,
-    Residual,
+    ResidualDistribution,
     acceptances,
     accepted_counts,
     draw,
@@ -150,7 +150,7 @@ def test_what_is_left(spared):
     """p' against its definition, rejection by rejection."""
     for as_they_are in (list, lambda x: torch.tensor(x, dtype=torch.float64)):
         p, q = PAIRS[1]
-        residual, expected = Residual(as_they_are(p), as_they_are(q)), p
+        residual, expected = ResidualDistribution(as_they_are(p), as_they_are(q)), p
         residual.reject(1.0)
         residual.reset(spared)
         for mass in (0.9, 0.7, 0.65):
@@ -165,7 +165,7 @@ def test_what_is_left(spared):
 
 def test_nothing_is_left_of_equal_distributions():
     p, _ = PAIRS[0]
-    residual = Residual(p, p)
+    residual = ResidualDistribution(p, p)
     assert residual.reject(sum(p)) < 1e-15
     assert [x / residual.total for x in residual.probabilities()] == pytest.approx(p)
 

@@ -20,7 +20,7 @@ from engine.load.budget import (
     TOKENIZER,
     TOKENIZER_LEAST,
     Loading,
-    Plan,
+    MemoryPlan,
     Workload,
     _tokenizer,
     allow,
@@ -236,7 +236,7 @@ def test_tokenizers_are_counted(tmp_path):
 
 
 def test_plan_and_workload():
-    plan = Plan({"a": 10, "b": 20}, token=5)
+    plan = MemoryPlan({"a": 10, "b": 20}, token=5)
     assert (plan.fixed, plan.cache(4), plan.total(4), plan.left(100)) == (30, 30, 60, 60)
     assert Workload(Trie(beams=3), 10, 5).slots == (16, 22) and Workload(Greedy()).beams == 1
     assert resident() > 50 * MB

@@ -10,7 +10,7 @@ from engine.app import chat
 from engine.demo import demo_folder
 from engine.load import capabilities, fastest, loading
 from engine.load.capabilities import Capabilities, Precision, pick_precision
-from engine.load.fastest import Choice, choose, fastest_dtype, fastest_format
+from engine.load.fastest import FormatChoice, choose, fastest_dtype, fastest_format
 from kernels import cpp
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -66,7 +66,7 @@ def test_the_geometric_mean_decides_and_small_gains_do_not():
 
 def test_one_way_is_not_measured():
     asked = []
-    assert choose("a", ways(asked, only=[1.0])) == Choice("only") and not asked and not str(Choice("only"))
+    assert choose("a", ways(asked, only=[1.0])) == FormatChoice("only") and not asked and not str(FormatChoice("only"))
 
 
 def test_a_machine_chooses_once(cache, monkeypatch):
@@ -126,13 +126,13 @@ def test_what_others_could_have_written_is_not_believed(cache, monkeypatch):
 def test_the_dtype_is_measured_where_there_are_two_ways(measured, monkeypatch):
     seconds, asked = measured
     monkeypatch.setattr(fastest, "has_kernels", lambda *_: False)
-    assert fastest_dtype(torch.bfloat16, CPU) == Choice("bfloat16") and not asked
+    assert fastest_dtype(torch.bfloat16, CPU) == FormatChoice("bfloat16") and not asked
     monkeypatch.setattr(fastest, "has_kernels", lambda *_: True)
     monkeypatch.setattr(fastest, "has_products", lambda dtype, _: dtype == torch.float32)
-    assert fastest_dtype(torch.bfloat16, CPU) == Choice("bfloat16") and not asked
+    assert fastest_dtype(torch.bfloat16, CPU) == FormatChoice("bfloat16") and not asked
     monkeypatch.setattr(fastest, "has_products", lambda *_: True)
     monkeypatch.setattr(capabilities, "has_products", lambda *_: True)
-    assert fastest_dtype(torch.float32, CPU) == Choice("float32") and not asked
+    assert fastest_dtype(torch.float32, CPU) == FormatChoice("float32") and not asked
     seconds["none", torch.bfloat16] = 2.0
     expected = Precision(torch.float32, "2.00x as fast as bfloat16, measured here")
     assert pick_precision(torch.bfloat16, CPU, 1, 1) == expected and len(asked) == 2
@@ -143,14 +143,14 @@ def test_the_dtype_is_measured_where_there_are_two_ways(measured, monkeypatch):
 
 def test_the_format_is_measured_where_there_are_two(measured, monkeypatch):
     seconds, asked = measured
-    assert fastest_format(torch.float32, torch.float32, CUDA) == Choice("none") and not asked
+    assert fastest_format(torch.float32, torch.float32, CUDA) == FormatChoice("none") and not asked
     monkeypatch.setattr(fastest.FORMATS["int8"], "why_not", lambda _: None)
     seconds["int8", torch.float32] = 0.5
     chosen = fastest_format(torch.float32, torch.float32, CPU)
     assert chosen.name == "int8" and len(asked) == 2
     told = Capabilities.of(None, Precision(torch.float32), chosen, CPU, "cpp").precision
     assert told == "float32, int8 weights (2.00x as fast as none, measured here)"
-    told = Capabilities.of(None, Precision(torch.float32), Choice("none", {"none": 1.0, "int8": 2.0}), CPU, "cpp")
+    told = Capabilities.of(None, Precision(torch.float32), FormatChoice("none", {"none": 1.0, "int8": 2.0}), CPU, "cpp")
     assert told.precision == "float32, weights as they are (2.00x as fast as int8, measured here)"
 
 
@@ -163,11 +163,11 @@ def test_tests_pretend_a_processor(measured, monkeypatch, value, dtype, format, 
     monkeypatch.setattr(fastest.FORMATS["int8"], "why_not", lambda _: None)
     monkeypatch.setenv("COPPICE_PRETEND", value)
     assert capabilities.dtype_name(pick_precision(torch.bfloat16, CPU, 1, 8).dtype) == dtype
-    assert fastest_format(torch.bfloat16, torch.float32, CPU) == Choice(format) and not asked
+    assert fastest_format(torch.bfloat16, torch.float32, CPU) == FormatChoice(format) and not asked
     assert pick_precision(torch.float32, CPU, 1, 8).dtype == torch.float32
     for own, expected in ((torch.bfloat16, products), (torch.float32, True)):  # a GPU is none of it
         assert (pick_precision(own, CUDA, 1, 8).dtype == own) == expected
-    assert fastest_format(torch.bfloat16, torch.float32, CUDA) == Choice("none")
+    assert fastest_format(torch.bfloat16, torch.float32, CUDA) == FormatChoice("none")
 
 
 def test_an_unknown_pretence_is_an_error(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine import Engine, Request, Session, UsageError
-from engine.rules.logprobs import Kept
+from engine.rules.logprobs import HiddenRows
 from engine.step.runner import Runner
 from search import DSBD, Greedy, Sample, Trie
 from search.base import REGISTRY, Evaluate, Output, Search, SearchResult, make_search
@@ -154,7 +154,7 @@ def test_no_pass_is_added_and_nothing_is_kept_unasked(engine, monkeypatch):
     monkeypatch.setattr(
         Runner, "forward", lambda self, chunks, real=Runner.forward: calls.append(1) or real(self, chunks)
     )
-    monkeypatch.setattr(Kept, "keep", lambda *args, real=Kept.keep: calls.append("keep") or real(*args))
+    monkeypatch.setattr(HiddenRows, "keep", lambda *args, real=HiddenRows.keep: calls.append("keep") or real(*args))
     counts = []
     for options in ({}, {"logprobs": 0}):
         calls.clear()

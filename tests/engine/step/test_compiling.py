@@ -144,7 +144,7 @@ def test_on_a_gpu_operators_on_rows_are_compiled_once(model, operators, counted)
     """Whatever passes come, as the runner of a GPU makes them: prompts, graphs of all buckets, several trees."""
     plain = Engine.load(GOLDEN / model, dtype="float32", device="cpu", kv_memory=1 << 22)
     assert compiling.compile_model(plain.runner.model, torch.device("cuda"))
-    pool, options = PagePool(plain.shape, 400, 16), {"rows": "compiled", "token_buckets": compiling.LEAST}
+    pool, options = PagePool(plain.shape, 400, 16), {"rows": "compiled", "token_buckets": compiling.LEAST_SIZES}
     source = plain.runner
     runner = GraphRunner(source.model, pool, source.vocab_size, impl="reference", record=lambda run: run, **options)
     compiled = Engine(LoadedModel(runner, plain.shape, eos_token_ids=plain.eos_token_ids))

@@ -213,7 +213,7 @@ def test_a_graph_that_cannot_be_recorded_is_done_without(caplog):
 
 def test_graphs_are_bounded(caplog, monkeypatch):
     """In number, the least recently used goes; in memory, no more are recorded; log-probabilities by rows."""
-    monkeypatch.setattr("engine.step.graphs.MOST", 2)
+    monkeypatch.setattr("engine.step.graphs.MOST_GRAPHS", 2)
     plain, graphs = engines("plain", "reference")
     runner = graphs.runner
     for beams in (1, 3, 7, 3):
