@@ -14,10 +14,7 @@ import itertools
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from engine.cache.pool import PagePool
+from typing import Protocol
 
 MOST_EVICTED = 256  # most pages that go at once: neighbours, so that a trunk finds room in one piece
 EVICTED_SHARE = 16  # but no more than this part of the pool
@@ -35,6 +32,19 @@ class Segment:
     used: int = 0  # time
 
 
+class Pages(Protocol):
+    """The pages that prefixes are kept in: a `PagePool`."""
+
+    pages: int
+    page_size: int
+    idle_pages: int
+    kept: set[int]
+
+    def is_idle(self, page: int) -> bool: ...
+    def keep(self, pages: Sequence[int]) -> None: ...
+    def drop(self, pages: Sequence[int]) -> None: ...
+
+
 class PrefixCache:
     """The cached prefixes of one pool.
 
@@ -47,7 +57,7 @@ class PrefixCache:
         asked_tokens, reused_tokens: of these prompts, and what was found of them.
     """
 
-    def __init__(self, pool: "PagePool", most: int | None = None):
+    def __init__(self, pool: Pages, most: int | None = None):
         self.pool = weakref.proxy(pool)  # a cycle would keep the tensors until the garbage collector runs
         self.most = pool.pages if most is None else most
         self.lookups = self.hits = self.asked_tokens = self.reused_tokens = 0

@@ -1,14 +1,11 @@
 """Observation of the driver's phases, for profilers."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from engine.contract import Read
-
-if TYPE_CHECKING:
-    from engine.step.jobs import Batch
 
 
 class PhaseObserver(Protocol):
@@ -23,8 +20,8 @@ class PhaseObserver(Protocol):
     The methods must not raise.
     """
 
-    def begin(self, phase: str, batch: "Batch | None") -> None:
-        """A phase begins; `batch` is that of "run" and "commit", None in all other phases.
+    def begin(self, phase: str, batch: Any) -> None:
+        """A phase begins; `batch` is the `Batch` of "run" and "commit", None in all other phases.
 
         The batch of a "run" that looks ahead has no shares yet.
         """
@@ -37,7 +34,7 @@ _UNOBSERVED = nullcontext()
 
 
 class _Phase(AbstractContextManager[None]):
-    def __init__(self, observer: PhaseObserver, name: str, batch: "Batch | None"):
+    def __init__(self, observer: PhaseObserver, name: str, batch: Any):
         self.observer, self.name, self.batch = observer, name, batch
 
     def __enter__(self) -> None:
@@ -47,7 +44,7 @@ class _Phase(AbstractContextManager[None]):
         self.observer.end(self.name)
 
 
-def phase(observer: PhaseObserver | None, name: str, batch: "Batch | None" = None) -> AbstractContextManager[None]:
+def phase(observer: PhaseObserver | None, name: str, batch: Any = None) -> AbstractContextManager[None]:
     """A context that notifies the observer of a phase; without an observer it does nothing."""
     return _UNOBSERVED if observer is None else _Phase(observer, name, batch)
 

@@ -2,12 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from engine.engine import Engine
 from engine.errors import UsageError
-from engine.text.template import THINK
+from engine.text.template import THINK, ChatTemplate
 from engine.text.thinking import Thoughts
+from engine.text.tokenizer import Tokenizer
+
+
+class Speaker(Protocol):
+    """A model that takes messages: an `engine.Engine`."""
+
+    template: ChatTemplate | None
+    eos_token_ids: frozenset[int]
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ class ChatPrompt:
 
 
 def chat_prompt(
-    engine: Engine, messages: Sequence[Mapping[str, Any]], options: TemplateOptions | None = None
+    engine: Speaker, messages: Sequence[Mapping[str, Any]], options: TemplateOptions | None = None
 ) -> ChatPrompt:
     """Render messages by the engine's chat template.
 
