@@ -8,7 +8,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,19 +18,32 @@ from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.errors import UsageError, shortened
 from engine.step.packing import Chunk
+from engine.step.runner import Runner
 from kernels.kv_kinds import parts
 from models.checkpoint.files import open_regular, replacing
 from models.checkpoint.headers import buffer_of, write_tensors
-
-if TYPE_CHECKING:
-    from engine.engine import Engine
+from models.config import ModelShape
+from models.sharding import Shard
 
 FORMAT, VERSION = "coppice prefix", "2"
 LARGEST = float(1 << 20)  # of keys, values and scales: sums of their products stay finite
 REMEDY = "make one with --save-prefix and the same flags"
 
 
-def save_prefix(engine: "Engine", path: str | Path, tokens: Sequence[int]) -> None:
+class Owner(Protocol):
+    """A model with its pool, whose prefixes files hold: an `engine.Engine`."""
+
+    runner: Runner
+    shape: ModelShape
+    shard: Shard
+    name: str
+    model_key: str
+
+    @property
+    def pool(self) -> PagePool: ...
+
+
+def save_prefix(engine: Owner, path: str | Path, tokens: Sequence[int]) -> None:
     """Evaluate tokens, keep them in the engine's cache of prefixes, and write what it keeps of them to a file.
 
     Raises:
@@ -59,7 +72,7 @@ def save_prefix(engine: "Engine", path: str | Path, tokens: Sequence[int]) -> No
         raise UsageError(f"the prefix cannot be written: {error.strerror}", where=str(path)) from error
 
 
-def load_prefix(engine: "Engine", path: str | Path, salt: str = "") -> list[int]:
+def load_prefix(engine: Owner, path: str | Path, salt: str = "") -> list[int]:
     """Put a saved prefix into the engine's cache, as if a request of this salt had just used it. Returns its tokens.
 
     Raises:
@@ -84,7 +97,7 @@ def load_prefix(engine: "Engine", path: str | Path, salt: str = "") -> list[int]
     return tokens
 
 
-def _check(engine: "Engine") -> None:
+def _check(engine: Owner) -> None:
     if engine.shard.size > 1:
         raise UsageError("a prefix in a file is for a model in one process", remedy="leave out --load-prefix")
     if engine.pool.prefixes is None:
@@ -106,7 +119,7 @@ def _slots(tree: TokenTree) -> Tensor:
     return torch.tensor([tree.trunk.slot(i, size) for i in range(tree.trunk.cached)], device=tree.pool.device)
 
 
-def _model(engine: "Engine") -> str:
+def _model(engine: Owner) -> str:
     """The model as it is computed, whatever the name of its folder."""
     return engine.model_key.rpartition("-")[2]
 
@@ -118,7 +131,7 @@ def _checksum(kept: dict[str, Tensor], tokens: str) -> str:
     return f"{checksum:08x}"
 
 
-def _read(engine: "Engine", path: str | Path) -> tuple[list[int], dict[str, Tensor]]:
+def _read(engine: Owner, path: str | Path) -> tuple[list[int], dict[str, Tensor]]:
     """The tokens and tensors of a file, mapped into memory."""
     where = str(path)
     try:
@@ -144,7 +157,7 @@ def _read(engine: "Engine", path: str | Path) -> tuple[list[int], dict[str, Tens
     return tokens, kept
 
 
-def _tokens(engine: "Engine", text: str) -> list[int]:
+def _tokens(engine: Owner, text: str) -> list[int]:
     """The tokens of a file's metadata. Raises ValueError."""
     vocab, reach = engine.shape.vocab_size, engine.shape.max_positions
     try:
