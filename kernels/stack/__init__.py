@@ -125,7 +125,7 @@ class Stack:
         convs = [layer.conv is not None for layer in layers]
         places = [convs[:i].count(conv) for i, conv in enumerate(convs)]  # in the tensors of layers of its kind
         self.attending, self.convolving = convs.count(False), convs.count(True)
-        self._layers = (_STRUCTURES["StackLayer"] * len(layers))(*map(_layer, layers, places))
+        self._layers = (_STRUCTURES["Layer"] * len(layers))(*map(_layer, layers, places))
         pointer = ctypes.addressof(self._layers)
         self._packed = _STRUCTURES["Stack"](KINDS[dtype], dtype.itemsize, *sizes, self.taps, pointer, _norm(norm), eps)
         tables = 1 + max(-1 if layer.table is None else layer.table for layer in layers)
@@ -248,7 +248,7 @@ def one_by_one(model: Any) -> Iterator[None]:
 
 
 def _norm(norm: StackNorm | None) -> ctypes.Structure:
-    return _STRUCTURES["StackNorm"](*map(_address, norm or (None, None)))
+    return _STRUCTURES["Norm"](*map(_address, norm or (None, None)))
 
 
 def _layer(layer: StackLayer, place: int) -> ctypes.Structure:
@@ -259,7 +259,7 @@ def _layer(layer: StackLayer, place: int) -> ctypes.Structure:
     scales = layer.scale, layer.cap or 0.0, layer.residual_scale
     head_norms = _norm(layer.q_norm), _norm(layer.k_norm)
     conv = _norm(StackNorm(*layer.conv) if layer.conv else None)
-    return _STRUCTURES["StackLayer"](*flags, *numbers, place, *norms, *head_norms, conv, *matrices, *scales)
+    return _STRUCTURES["Layer"](*flags, *numbers, place, *norms, *head_norms, conv, *matrices, *scales)
 
 
 def _address(x: Tensor | None) -> int | None:
