@@ -17,7 +17,7 @@ import torch
 
 import search.dsbd
 from engine.contract.sampling import Warp
-from search.dsbd import DSBD, GO_ON, Layer
+from search.dsbd import DSBD, GO_ON, ForestLevel
 from search.dsbd.beams import Beam
 from search.dsbd.joint import Joint, Reader, pick
 from search.dsbd.verify import (
@@ -308,7 +308,7 @@ class Toy:
 
     def layer(self, beams, drawn):
         nodes, q = [Beam(self.node(path), logprob, count) for path, logprob, count in beams], self.joint("draft", beams)
-        return Layer(nodes, q, list(drawn)), self.grown("draft", beams, drawn)
+        return ForestLevel(nodes, q, list(drawn)), self.grown("draft", beams, drawn)
 
 
 def spelled(p, toy, entries):
@@ -364,7 +364,7 @@ def two_cells(config, judge=DSBD.judge, runs=RUNS):
         {},
     )
     for _ in range(runs):
-        layer = Layer([Beam(0, 0.0), Beam(1, 0.0)], q, draw(q.probs, 2, config.drafts, rng))
+        layer = ForestLevel([Beam(0, 0.0), Beam(1, 0.0)], q, draw(q.probs, 2, config.drafts, rng))
         width, verdict = judge(config, p, layer, [0], config.entries, rng)
         groups.setdefault(width, Counter())[tuple(verdict.entries)] += 1
     return [(counts, lists(p.probs, width)) for width, counts in groups.items()]
