@@ -12,7 +12,7 @@ import torch
 from kernels import rows
 from kernels.kv_fp8 import DTYPE as FP8
 from kernels.kv_kinds import floats, parts, row_width
-from kernels.kv_write import Turn, rotary_write
+from kernels.kv_write import HeadTransform, rotary_write
 from kernels.rows import reference
 from kernels.rows.checks import Wanted
 
@@ -203,7 +203,7 @@ def test_heads_are_normed_rotated_and_written(kind, last, dims, tables, whole, k
         caches = [torch.zeros(G, 12, row_width(D, kept or own), dtype=kept or own, device=where) for _ in "kv"]
         for part in (part for cache in caches for part in parts(cache)):
             part.fill_(5)
-        turn = Turn(moved(angles, where, own), *(moved(norm, where, own) for norm in norms), 1e-5, last, whole)
+        turn = HeadTransform(moved(angles, where, own), *(moved(norm, where, own) for norm in norms), 1e-5, last, whole)
         q = rotary_write(*caches, *split(x.to(where, own)), slots.to(where), turn, impl=impl)
         return q, *caches
 
@@ -236,12 +236,12 @@ def test_fronts_check_their_arguments():
     q, cache, slots = torch.zeros(2, 2, 8), torch.zeros(2, 4, 8), torch.tensor([2, 3])
     cos = torch.ones(2, 8)
     short = w[:4], None
-    for turn, message in ((Turn((cos,)), "angles"), (Turn((cos[:, :3], cos[:, :3])), "even number"),
-                          (Turn(q_norm=(w, None)), "both or none"), (Turn((), short, short), "q_norm")):  # fmt: skip
+    for turn, message in ((HeadTransform((cos,)), "angles"), (HeadTransform((cos[:, :3], cos[:, :3])), "even number"),
+                          (HeadTransform(q_norm=(w, None)), "both or none"), (HeadTransform((), short, short), "q_norm")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             rotary_write(cache, cache.clone(), q, q, q, slots, turn)
     with pytest.raises(ValueError, match="reference or triton"):
-        rotary_write(cache, cache.clone(), q, q, q, slots, Turn(), impl="cpp")
+        rotary_write(cache, cache.clone(), q, q, q, slots, HeadTransform(), impl="cpp")
     with pytest.raises(ValueError, match="slots_T: expected slots from 0 to 3, got 8"):
-        rotary_write(cache, cache.clone(), q, q, q, slots + 6, Turn())
+        rotary_write(cache, cache.clone(), q, q, q, slots + 6, HeadTransform())
     assert all(a.equal(b) for a, b in itertools.pairwise([rows.add_norm(x, [x], None, eps=0.0, impl="torch")[0], x]))
