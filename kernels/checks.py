@@ -118,7 +118,7 @@ def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T
 
 
 def turn(q_THD: Tensor, k_TGD: Tensor, turn: Any) -> None:
-    """Raises ValueError for queries, or a `kernels.kv_write.Turn`, that do not fit the keys."""
+    """Raises ValueError for queries, or a `kernels.kv_write.HeadTransform`, that do not fit the keys."""
     (T, _, D), dtype, device = k_TGD.shape, k_TGD.dtype, k_TGD.device
     floats("q_THD", q_THD, 3)
     expect("q_THD", q_THD, dtype, (T, q_THD.shape[1], D), device, contiguous=False)

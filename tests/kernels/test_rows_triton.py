@@ -236,8 +236,12 @@ def test_fronts_check_their_arguments():
     q, cache, slots = torch.zeros(2, 2, 8), torch.zeros(2, 4, 8), torch.tensor([2, 3])
     cos = torch.ones(2, 8)
     short = w[:4], None
-    for turn, message in ((HeadTransform((cos,)), "angles"), (HeadTransform((cos[:, :3], cos[:, :3])), "even number"),
-                          (HeadTransform(q_norm=(w, None)), "both or none"), (HeadTransform((), short, short), "q_norm")):  # fmt: skip
+    for turn, message in (
+        (HeadTransform((cos,)), "angles"),
+        (HeadTransform((cos[:, :3], cos[:, :3])), "even number"),
+        (HeadTransform(q_norm=(w, None)), "both or none"),
+        (HeadTransform((), short, short), "q_norm"),
+    ):
         with pytest.raises(ValueError, match=message):
             rotary_write(cache, cache.clone(), q, q, q, slots, turn)
     with pytest.raises(ValueError, match="reference or triton"):
