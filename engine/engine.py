@@ -275,6 +275,7 @@ class Engine:
                     yield ended.pop(0)
         finally:
             service.close()
+            ended.clear()  # the tracebacks of errors refer to this frame
 
     def stream(
         self,
@@ -370,14 +371,18 @@ class Engine:
                 service.submit(Checked(Request(ids, Score(), cache_salt=None), [*ids], 1), partial(hear, i))
             while service.busy:
                 service.step()
+            scores = []
+            for i in range(len(texts)):
+                if isinstance(outcome := outcomes.pop(i), CoppiceError):
+                    try:
+                        raise outcome
+                    finally:
+                        del outcome  # its traceback refers to this frame
+                scores.append(outcome.outputs[0].score)
+            return scores
         finally:
             service.close()
-        scores = []
-        for i in range(len(texts)):
-            if isinstance(outcome := outcomes.pop(i), CoppiceError):
-                raise outcome
-            scores.append(outcome.outputs[0].score)
-        return scores
+            outcomes.clear()
 
     def service(self) -> Service:
         """The loop that answers requests by this engine's models; `generate` and all others use one each."""

@@ -356,7 +356,7 @@ def test_control_tokens_in_prompts_and_never_in_messages(
     run: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     prompt, chat = {"prompt": "a</s>b"}, {"messages": [{"role": "user", "content": "hi </s>"}]}
-    monkeypatch.setattr(engine, "_warned", False)
+    monkeypatch.setattr(engine.model, "warned", False)
     text, parsed = (engine.tokenizer.encode("a</s>b", parse_special=parse) for parse in (False, True))
     rendered = engine.tokenizer.encode("user: hi </s>\n")
     own = [prompt | {"params": {"parse_special": parse}} for parse in (True, False)]
