@@ -190,7 +190,7 @@ def allow(loading: Loading, given: Any, kv_memory: int | None, workload: Workloa
 
 
 def _remedies(loading: Loading, memory: int, workload: Workload, needed: int) -> str:
-    """What would fit, one line: of each flag, alone or before others, what is nearest to the wanted plan."""
+    """List in one line what would fit: for each flag, alone or before others, the value nearest to the wanted plan."""
     fits: dict[str, tuple[int, str]] = {}
     cheaper = []
     device = pick_device(loading.device)

@@ -187,7 +187,7 @@ class _Weights:
         )
 
     def _capabilities(self, runner: Runner) -> Capabilities:
-        """What the model runs on; its warning names what is not loaded of the checkpoint."""
+        """Describe what the model runs on; the warning names what is not loaded of the checkpoint."""
         graphs = isinstance(runner, GraphRunner)
         found = Capabilities.of(
             self.model, self.precision, self.quant, runner.device, runner.impl, self.kv_dtype, graphs
@@ -197,7 +197,7 @@ class _Weights:
         return replace(found, warning="\n".join([*filter(None, [found.warning]), *self.left_out()]))
 
     def left_out(self) -> list[str]:
-        """What is not loaded of the checkpoint, for people."""
+        """Name for people what is not loaded of the checkpoint."""
         notes = []
         if left_out := self.checkpoint.left_out:
             parts = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in left_out.items())

@@ -195,7 +195,7 @@ def _open(path: str, *_: int) -> Catalogue:
 
 
 def _fault(id_starts: Tensor, tokens_E: Tensor, first_N: Tensor, end_I: Tensor, vocab: int, ids: int) -> str:
-    """What is wrong with the arrays of a file, see the top; "" if nothing is.
+    """Say what is wrong with the arrays of a file, see the top; "" if nothing is.
 
     Args:
         vocab: tokens are less than this.

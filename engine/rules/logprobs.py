@@ -182,7 +182,7 @@ class HiddenRows:
 
 
 def whole(work: Generator[None, None, T]) -> T:
-    """What a generator returns, run to its end."""
+    """Run a generator to its end, and return what it returns."""
     while True:
         try:
             next(work)

@@ -414,7 +414,7 @@ def width_of(search: Search) -> int:
 
 
 def work_of(search: Search, new_tokens: int) -> tuple[int, int]:
-    """What a search computes beside the model's rows, see `Search.work`. Raises SearchError."""
+    """Return what a search computes beside the model's rows, see `Search.work`. Raises SearchError."""
     with attributed(type(search)):
         return search.work(new_tokens)
 

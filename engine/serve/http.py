@@ -448,7 +448,7 @@ def _late(seconds: float) -> HttpError:
 
 
 async def _written(answers: Answers, write: Callable[[], bytes]) -> bytes:
-    """What a function returns; that of a large answer runs in a thread, so that others are answered meanwhile."""
+    """Return what a function returns; for a large answer it runs in a thread, so that others are answered meanwhile."""
     return await asyncio.to_thread(write) if answers.large else write()
 
 

@@ -34,7 +34,7 @@ class PartialRows:
         return None
 
     def wants(self, nodes: Sequence[int], rows: slice) -> Read | Wanted | None:
-        """What reads the rows of some nodes; the request's `read`, if they are all that it asks for."""
+        """Return what reads the rows of some nodes: the request's `read`, if they are all that it asks for."""
         return self.request.read if list(nodes) == list(self.request.nodes) else None
 
     def take(self, nodes: Sequence[int], rows_NV: Tensor, numbers: Tensor) -> None:

@@ -63,7 +63,7 @@ def _check_regular(mode: int, path: str | Path) -> None:
 
 
 def obstacle(path: str | Path) -> tuple[str, str] | None:
-    """What keeps a file from being written or replaced, and the path at fault, before any work is done for it.
+    """Return what keeps a file from being written or replaced, and the path at fault, before any work is done for it.
 
     None: nothing that can be seen; a device or a pipe may be written to as well.
     """

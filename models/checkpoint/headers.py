@@ -573,7 +573,7 @@ def _damaged(file: Path, error: Exception) -> CheckpointError | MemoryError:
 
 
 def _adapter(folder: Path) -> str:
-    """What the adapter in a folder was made for, for messages; "" if there is none."""
+    """Say for messages what the adapter in a folder was made for; "" if there is none."""
     found = [name for name in ADAPTERS if (folder / name).exists()]
     if not found:
         return ""

@@ -35,7 +35,7 @@ class Size(NamedTuple):
 
     @staticmethod
     def parse(key: str, entry: Any) -> "Size":
-        """Of an entry of the metadata. Raises ValueError for one that has no such form."""
+        """Read an entry of the metadata. Raises ValueError for one that has no such form."""
         types = [*map(type, entry)] if isinstance(entry, list) else []
         if types not in ([int, int, str, int, float], [int, int, str, int, int]):
             wanted = "expected outputs, width, kind, group and levels"

@@ -133,7 +133,7 @@ class NGramStore:
 
 
 def _fault(keys: Tensor, counts: Tensor, vocab: int) -> str:
-    """What is wrong with the entries of a store, see the top; "" if nothing is. `vocab`: tokens are less than this."""
+    """Say what is wrong with the entries of a store, see the top; "" if nothing is. `vocab`: tokens are less."""
     if not 0 < vocab < REST:
         return f"expected a vocabulary of 1 to {REST - 1} tokens, got {vocab}"
     for at in range(0, len(keys), PIECE):

@@ -40,7 +40,7 @@ ATTACKER, VICTIM = "the-key-of-an-attacker", "the-key-of-the-victim"
 PATIENCE = 20.0  # seconds until a request of the victim has failed
 STEPS = 2  # passes until a request of the victim runs
 GROWTH = 32 << 20  # bytes
-WARM = 96 << 20  # bytes, after requests whose kinds load code and keep beliefs of a search
+WARM = 192 << 20  # bytes, after requests whose kinds load code and keep beliefs of a search; up to 129 MB were seen
 ROUNDS = 10  # requests of the victim that an attack must last for
 # The server, with a record of how many passes each request waited for: its salt and the number, a line each.
 WATCHED = """
