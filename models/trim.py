@@ -8,6 +8,8 @@ from torch import Tensor
 
 WORTHWHILE = 1 << 20  # bytes of a mapping, or of a matrix in one, that are worth a call
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
+_M_ARENA_MAX = -8  # malloc.h
 _MADVISE = getattr(ctypes.CDLL(None), "madvise", None)
 
 
@@ -15,6 +17,16 @@ def trim_memory() -> None:
     """Return freed memory to the system where the C library would keep it (glibc)."""
     if _MALLOC_TRIM is not None:
         _MALLOC_TRIM(0)
+
+
+def share_heap() -> None:
+    """Let threads that start from now on allocate from one heap (glibc), which otherwise gives a thread its own.
+
+    Small blocks that outlive a large request keep the pages around them: a server whose requests move between threads
+    would pay for that in each of their heaps.
+    """
+    if _MALLOPT is not None:
+        _MALLOPT(_M_ARENA_MAX, 1)
 
 
 def release_libraries() -> None:

@@ -38,6 +38,7 @@ from engine.serve.fields import Limits, Served
 from engine.serve.metrics import Metrics
 from engine.serve.stepper import Stepper
 from models.checkpoint.files import read_regular
+from models.trim import share_heap
 from search.base import make_search
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ IDLE_SECONDS = 15  # that a connection stays open without a request
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
     args = make_parser().parse_args(argv)
+    share_heap()
     return run(lambda: serve(args), args.verbose, args.quiet)
 
 
