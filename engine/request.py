@@ -216,8 +216,8 @@ class Checked:
     constrained: Constrained | None = None
 
 
-def check_request(models: Models, request: Request) -> Checked:
-    """Check a request against the models and their memory. Raises UsageError or KVMemoryError."""
+def check_request(models: Models, request: Request, share: float = 1.0) -> Checked:
+    """Check a request against the models and a share of their memory. Raises UsageError or KVMemoryError."""
     target = models.target
     if target.shape.scores:
         raise UsageError(
@@ -236,7 +236,7 @@ def check_request(models: Models, request: Request) -> Checked:
     with attributed(type(request.search)):
         request.search.check(vocab_size, eos)
     constrained = request.at_work(ids, limit, vocab_size, eos, target.tokenizer)
-    check_memory(target.runner.pool, request.search, len(ids), limit)
+    check_memory(target.runner.pool, request.search, len(ids), limit, share)
     return Checked(request, ids, limit, eos, stops, constrained)
 
 

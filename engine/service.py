@@ -25,6 +25,7 @@ from engine.text.stopping import TextStream
 
 Outcome = SearchResult | CoppiceError
 CLIENTS = 4096  # whose last turns are known
+CLIENT_SHARE = 7 / 8  # of the KV cache, that one of several clients may have
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Service:
     All methods but `check` belong to one thread; any threads may check at once.
 
     A place that becomes free goes to the client, of those that wait, with the fewest running requests; of equals to the
-    one whose last turn was the longest ago. The last place is for clients that have none.
+    one whose last turn was the longest ago. The last place is for clients that have none, and so is a part of the KV
+    cache.
 
     An error of a request ends that request.
 
@@ -117,7 +119,12 @@ class Service:
     def check(self, request: Request) -> Checked:
         """Check a request against the models and their memory; compiles its grammar. Raises UsageError,
         KVMemoryError."""
-        return check_request(self.models, request)
+        return check_request(self.models, request, self._share)
+
+    @property
+    def _share(self) -> float:
+        """How much of the KV cache one client may have."""
+        return 1.0 if self.alone else CLIENT_SHARE
 
     def submit(
         self,
@@ -233,13 +240,15 @@ class Service:
                 entry.tell(News(entry.began, outcome=error))
 
     def _admit(self) -> None:
-        """Hand over as many requests as the driver starts at once. It has others first if it had to preempt some."""
-        room = 0 if self.driver.waiting else self.driver.parallel - len(self.driver.running)
+        """Hand over as many requests as the driver starts at once; none of a client of which it had to preempt one."""
+        self.driver.share = self._share
+        preempted = {job.client for job in self.driver.waiting}
+        room = self.driver.parallel - len(self.driver.running) - len(self.driver.waiting)
         running = Counter(entry.client for entry in self.entries)
         for _ in range(room):
-            if not self.waiting:
+            if not (clients := [client for client in self.waiting if client not in preempted]):
                 return
-            client = min(self.waiting, key=lambda each: (running[each], self._turns.get(each, 0)))
+            client = min(clients, key=lambda each: (running[each], self._turns.get(each, 0)))
             if running[client] and running.total() == self.driver.parallel - 1 and not self.alone:
                 return
             entry = self.waiting[client].popleft()
@@ -264,6 +273,7 @@ class Service:
             search=request.search,
             constrained=checked.constrained,
             salt=request.cache_salt,
+            client=entry.client,
         )
         if request.logprobs is not None:
             job.kept = HiddenRows(target.runner, request.logprobs, checked.constrained)

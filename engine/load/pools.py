@@ -75,24 +75,25 @@ def _pages(name: str) -> int:
         return 0
 
 
-def check_memory(pool: PagePool, search: Search, prompt: int, new: int) -> None:
+def check_memory(pool: PagePool, search: Search, prompt: int, new: int, share: float = 1.0) -> None:
     """Check, before anything is evaluated, that the pool holds the least number of slots that a search needs.
 
     Args:
         pool: of the target model.
         search: its `slots` returns the least and the most that it may need.
         prompt, new: tokens.
+        share: of the pool, that the search may have.
 
     Raises:
         KVMemoryError: with the numbers, and the largest limits of this search that would fit.
         SearchError: `slots` failed.
     """
-    room, unit = pool.pages * pool.page_size, pool.bytes_per_token
+    room, unit = int(share * pool.pages) * pool.page_size, pool.bytes_per_token
     least, _ = slots_of(search, prompt, new)
     if least <= room:
         return
     pages = -(-least // pool.page_size) + (least > prompt)  # trunk and branches may each leave a page half empty
-    remedies = [f"give --kv-memory at least {size_text(pages * pool.page_bytes, math.ceil)}"]
+    remedies = [f"give --kv-memory at least {size_text(math.ceil(pages / share) * pool.page_bytes, math.ceil)}"]
     sure = _most_beams(search, prompt, new, 1, room - 2 * (pool.page_size - 1))
     perhaps = _most_beams(search, prompt, new, 0, room - (pool.page_size - 1))
     if sure:
@@ -108,8 +109,9 @@ def check_memory(pool: PagePool, search: Search, prompt: int, new: int) -> None:
         remedies.append("fewer --max-new-tokens: no beam count fits")
     branches = least - (prompt + new - 1)
     formula = f"prompt {prompt} + new tokens {new} - 1" + (f" + branches {branches}" if branches > 0 else "")
+    holder = "the KV cache holds" if share == 1 else "of the KV cache, one client may have"
     raise KVMemoryError(
-        f"the KV cache holds {room} tokens ({size_text(room * unit)}), {type(search).__name__} needs at least {least}",
+        f"{holder} {room} tokens ({size_text(room * unit)}), {type(search).__name__} needs at least {least}",
         where=f"({formula}) x {unit} bytes per token = {size_text(least * unit)}"
         if branches >= 0
         else f"{least} slots x {unit} bytes per token = {size_text(least * unit)}",

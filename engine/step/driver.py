@@ -1,8 +1,8 @@
 """The driver (scheduler): many searches, one forward pass per model and step.
 
 A search yields a request; its pending tokens join those of other searches; one pass answers all of them. Long prompts
-are evaluated in chunks, beside the decoding of others. When the pool is full, the latest search is preempted and starts
-again later; a search that is alone gets KVMemoryError.
+are evaluated in chunks, beside the decoding of others. When the pool is full, a search is preempted
+(`engine.step.crowding`) and starts again later; a search that is alone gets KVMemoryError.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ from engine.contract.checks import (
     tokens_fault,
 )
 from engine.errors import KVMemoryError, NumericsError
+from engine.step.crowding import check_share, who_gives_way
 from engine.step.interrupts import uninterrupted
 from engine.step.jobs import Batch, Job, Pending, Share, Work
 from engine.step.packing import Chunk
@@ -60,7 +61,7 @@ class Driver:
         self.running: list[Job] = []
         self.paused: list[Job] = []  # of those that run; in the order in which they go on, one in a step
         self.work: dict[str, Work] = {name: Work() for name in runners}  # of all searches together
-        self._crowded = False  # a search was preempted: none starts before another one ends
+        self.share = 1.0  # of a pool, that the searches of one client may hold
 
     def submit(self, job: Job) -> Job:
         """Queue a search."""
@@ -155,8 +156,13 @@ class Driver:
     def _admit(self) -> None:
         """Start the searches that there is room for, and let one that paused go on."""
         with self._phase("admit"):
-            while self.waiting and len(self.running) < self.parallel and not self._crowded:
-                self._begin(self.waiting.pop(0))
+            blocked: set[str] = set()  # clients of which a search was preempted: their others do not pass it
+            for job in [*self.waiting]:
+                if job.client in blocked or (job.gave_way_to and all(each in self.running for each in job.gave_way_to)):
+                    blocked.add(job.client)
+                elif len(self.running) < self.parallel:
+                    self.waiting.remove(job)
+                    self._begin(job)
             if self.paused:
                 self._resume(self.paused.pop(0))
 
@@ -260,19 +266,25 @@ class Driver:
         trunk = min(pending.trunk_left, room)
         nodes = pending.nodes_left[: room - trunk] if trunk == pending.trunk_left else []
         while True:
+            among = self.running
             try:
                 slots = tree.allocate(trunk, nodes)
+                try:
+                    check_share(job, among, tree.pool, self.share)
+                except KVMemoryError:
+                    tree.release_slots(trunk, nodes)
+                    among = [each for each in among if each.client == job.client]
+                    raise
                 break
             except KVMemoryError as error:
-                youngest = self.running[-1]
-                if youngest is self.running[0]:
+                if len(among) == 1:
                     error.where = f"with {tree.live_tokens} live tokens, and {trunk + len(nodes)} more to evaluate"
                     # The search may ask for any of them again.
                     tree.release_slots(pending.trunk_allocated, pending.nodes_allocated)
                     self._resume(job, error=error)
                     return None
-                self._preempt(youngest)
-                if youngest is job:
+                self._preempt(other := who_gives_way(among, tree.pool))
+                if other is job:
                     return None
         pending.allocated(trunk, nodes)
         return Chunk(tree, trunk, nodes, slots)
@@ -280,6 +292,7 @@ class Driver:
     # --- the life of a job ---
 
     def _begin(self, job: Job) -> None:
+        job.gave_way_to = []
         self.running.append(job)
         job.started = time.perf_counter()
         try:
@@ -405,7 +418,6 @@ class Driver:
             # The report's functions refer to the search, and it to its job: a cycle, which keeps the model in memory.
             job.generator, job.report = None, Report(info=job.report.info)
             self._leaves(job)
-            self._crowded = False
 
     def _leaves(self, job: Job) -> None:
         for jobs in (self.running, self.paused):
@@ -428,7 +440,7 @@ class Driver:
             job.retire(tree)
 
     def _preempt(self, job: Job) -> None:
-        """Free the pages of a search for those before it; it starts again, to the same result, when one has ended."""
+        """Free the pages of a search for the others; it starts again, to the same result, when one has ended."""
         assert job.generator is not None
         try:
             job.generator.close()
@@ -446,8 +458,8 @@ class Driver:
             job.kept.restart()
         job.prefilled = 0.0
         job.trace.restart()
+        job.gave_way, job.gave_way_to = job.gave_way + 1, [*self.running]
         self.waiting.insert(0, job)
-        self._crowded = True
 
     def _stats(self, job: Job) -> dict:
         target = job.trees[0]

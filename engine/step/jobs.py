@@ -53,6 +53,9 @@ class Job:
     prefilled: float = 0.0
     constrained: Constrained | None = None
     salt: str | None = None  # of cached prefixes, see `TokenTree`
+    client: str = ""  # whose request it is
+    gave_way: int = 0  # times that it was preempted
+    gave_way_to: list["Job"] = field(default_factory=list)  # it waits for one of them to end
     kept: HiddenRows | None = None  # of a request that wants log-probabilities of tokens
     search: Search | None = None  # a search that is not this project's is checked more closely; None is trusted
     fault: Exception | None = None  # raised by a function of a Report or an Evaluate; it ends the job at its next step

@@ -10,10 +10,12 @@ from engine import Engine
 from engine.contract import Evaluate, Output, Pause, Search, SearchResult, Task
 from engine.demo import demo_folder
 from engine.engine import Request
+from engine.errors import KVMemoryError
 from engine.rules.logprobs import ROWS
-from engine.service import News, Service
+from engine.service import CLIENT_SHARE, News, Service
+from engine.step.crowding import held_pages
 from engine.tasks.step_thread import StepThread
-from search import ULTS, Greedy, Sample
+from search import ULTS, Greedy, Sample, Trie
 from search.ults import delta, prior
 
 
@@ -91,6 +93,48 @@ def test_the_last_place_is_for_who_has_none(service):
     assert heard.started == ["A0", "B"]
     run(service)
     assert heard.started == ["A0", "B", "A1", "A2"]
+
+
+def test_who_fills_the_cache_keeps_nobody_waiting():
+    """A search of the client that has the most pages gives way, and others start although one was preempted."""
+    service = Engine.load(demo_folder(), kv_memory="1M", threads=1).service()
+    service.alone = service.keeps_files = False
+    pool, driver, heard = service.models.target.runner.pool, service.driver, Heard()
+    for i in range(2):
+        heard.ask(service, f"A{i}", Trie(beams=16), 80)
+    while not driver.waiting:
+        service.step()
+        assert driver.running, "the cache is too large for this test"
+    heard.ask(service, "A2", Greedy())
+    for i in range(4):
+        heard.ask(service, f"B{i}", Sample(seed=i), 60)
+    before = driver.work["target"].passes
+    while "B0" not in heard.started:
+        service.step()
+    assert driver.work["target"].passes - before <= 2 and heard.started == ["A0", "A1", "B0", "B1", "B2", "B3"]
+    while not any(name == "B3" and end is not None for name, end in heard):
+        service.step()
+        assert held_pages(driver.running, pool)["A"] <= CLIENT_SHARE * pool.pages
+        assert not any(job.client == "B" and job.gave_way for job in driver.running + driver.waiting)
+    run(service)
+    assert len(heard.started) == 7 and all(isinstance(end, SearchResult) for _, end in heard if end is not None)
+    assert pool.used_pages == 0
+
+
+def test_one_of_several_clients_has_a_share_of_the_cache():
+    service = Engine.load(demo_folder(), kv_memory="512K", threads=1).service()
+    pool, heard = service.models.target.runner.pool, Heard()
+    long = list(range(10, 20)) * 32
+    request = Request(long, Greedy(), max_new_tokens=2)
+    service.check(request)
+    service.alone = False
+    with pytest.raises(KVMemoryError, match=f"one client may have {int(CLIENT_SHARE * pool.pages)} tokens"):
+        service.check(request)
+    heard.ask(service, "A", Trie(beams=64), 100)
+    run(service)
+    [(_, error)] = [(name, end) for name, end in heard if end is not None]
+    assert isinstance(error, KVMemoryError) and "of which one client may have" in str(error)
+    assert pool.used_pages == 0
 
 
 def test_who_waits_can_leave_and_outlives_a_failure(service, monkeypatch):

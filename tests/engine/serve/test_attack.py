@@ -80,7 +80,7 @@ class Live:
         (keys := folder / "keys").write_text(f"{ATTACKER}\n{VICTIM}\n")
         self.waits, self.err = folder / "waits", folder / "stderr"
         limited = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(files)]
-        command = [sys.executable, "-c", WATCHED, str(self.waits), "--port", "0", "--kv-memory", "8M", "--threads", "1"]
+        command = [sys.executable, "-c", WATCHED, str(self.waits), "--port", "0", "--kv-memory", "2M", "--threads", "1"]
         with self.err.open("wb") as err:
             self.process = subprocess.Popen(
                 [*limited, *command, "--api-key-file", str(keys), "--drain", "5", *flags],
@@ -388,9 +388,15 @@ def many_prompts(live: Live) -> Attack:
     return many(live, many_at_once, each=8)
 
 
+def full_cache(live: Live) -> Attack:
+    """Searches that fill the KV cache."""
+    body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "beams": 32, "length_penalty": 2}
+    return many(live, *(request("/v1/completions", body | {"prompt": "Once " * i}) for i in range(1, 13)), each=1)
+
+
 CONNECTIONS = [nothing, half_a_head, half_a_body, idle_keys, a_byte_at_a_time, unread_streams, requests_at_once]
 CONNECTIONS += [leaving, nonsense]
-REQUESTS = [large_bodies, long_checks, long_steps, many_prompts]
+REQUESTS = [large_bodies, long_checks, long_steps, many_prompts, full_cache]
 ATTACKS = [*CONNECTIONS, *REQUESTS, few_descriptors]  # after the last there are fewer connections for a minute
 LINES = {
     "few_descriptors": "error: no connection can be accepted: Too many open files; more file descriptors: ulimit -n\n"
