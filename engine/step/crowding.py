@@ -11,7 +11,9 @@ from engine.cache.pool import PagePool
 from engine.errors import KVMemoryError
 from engine.step.jobs import Job
 
-TIMES_TO_GIVE_WAY = 2  # times that a search gives way to those of other clients; then it goes by age, and comes to its end
+TIMES_TO_GIVE_WAY = (
+    2  # times that a search gives way to those of other clients; then it goes by age, and comes to its end
+)
 
 
 def held_pages(jobs: Sequence[Job], pool: PagePool) -> Counter[str]:

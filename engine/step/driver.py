@@ -440,7 +440,7 @@ class Driver:
             job.retire(tree)
 
     def _preempt(self, job: Job) -> None:
-        """Free the pages of a search for the others; it starts again, to the same result, when one has ended."""
+        """Free the pages of a search for others; it starts again, to the same result, when one has ended."""
         assert job.generator is not None
         try:
             job.generator.close()
