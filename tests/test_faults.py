@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from engine.app import batch, chat
+from engine.app.sink import Sink
 from engine.cache.tree import TokenTree
 from engine.engine import Done, Engine, Prefill, Session
 from engine.step.driver import Driver
@@ -734,7 +735,7 @@ def test_interrupted_batches(commands: Commands, engine: Engine, monkeypatch: py
     for _ in range(20):
         path.unlink(missing_ok=True)
         with monkeypatch.context() as patch:
-            failing(patch, *draw.choice([*CALLS, (batch.Sink, "put")]), draw.randrange(1, 6), KeyboardInterrupt())
+            failing(patch, *draw.choice([*CALLS, (Sink, "put")]), draw.randrange(1, 6), KeyboardInterrupt())
             code, _, err = commands.batch(lines, *argv, "--output", path)
         assert code == 130 and "--resume goes on" in err
         engine.pool.check_invariants([])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from engine.app import batch, cli
+from engine.app import cli, records
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError
 from engine.text.prompting import TemplateOptions
@@ -122,7 +122,7 @@ def requests(args: argparse.Namespace, engine: Engine, found: list[Vectors]) -> 
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                request, _ = batch.make_request(batch.parse_record(line), engine, defaults, TemplateOptions())
+                request, _ = records.make_request(records.parse_record(line), engine, defaults, TemplateOptions())
             except UsageError as error:
                 raise UsageError(f"line {number}: {error}", where=args.input) from None
             yield replace(

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.app.batch import make_request
 from engine.app.cli import template_options
+from engine.app.records import make_request
 from engine.contract import Search
 from engine.contract.checks import attributed, slots_of
 from engine.contract.trace import ANCHOR, Trace, token_text

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.app import trace_page
-from engine.app.batch import parse_record
+from engine.app.records import parse_record
 from engine.contract import SearchResult
 from engine.contract.trace import Trace
 from engine.errors import CoppiceError, UsageError

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from engine.app.batch import read_lines
+from engine.app.records import read_lines
 from engine.errors import UsageError, shortened
 from models.checkpoint.files import lock, read_regular, replacing
 

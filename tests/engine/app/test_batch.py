@@ -20,7 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.app import batch
+from engine.app import batch, meter, sink
+from engine.app.records import read_lines
 from engine.engine import Engine
 from engine.errors import CheckpointError
 from kernels import files
@@ -308,7 +309,7 @@ def test_bad_lines_do_not_disturb_the_others(run: Run, capsys: pytest.CaptureFix
 
 
 def test_a_line_that_is_too_long(run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(batch, "MAX_LINE", 50)
+    monkeypatch.setattr("engine.app.records.MAX_LINE", 50)
     _, records = run(b'{"prompt": "' + b"a" * 5000 + b'"}\n{"prompt": "a"}\n' + b"b" * 51)
     assert [("error" in r) for r in records] == [True, False, True]
 
@@ -563,7 +564,7 @@ def test_a_full_disk_leaves_whole_lines(run: Run, tmp_path: Path, capsys: pytest
 
     path = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "open", lambda name, mode, **_: Full(name, mode), raising=False)
+        patch.setattr(sink, "open", lambda name, mode, **_: Full(name, mode), raising=False)
         assert run(LINES, "--output", path) == (2, [])
     assert "No space left on device" in capsys.readouterr().err
     assert [identity for identity, _ in outputs(path.read_bytes())] == [0, 1] and path.read_bytes().endswith(b"\n")
@@ -598,7 +599,7 @@ def test_a_pipe_gets_its_answers_while_it_stays_open(run: Run):
 def test_a_busy_engine_is_not_kept_waiting():
     inlet, to = os.pipe()
     with os.fdopen(inlet, "rb") as source:
-        lines = batch.read_lines(source, lambda: True)
+        lines = read_lines(source, lambda: True)
         assert next(lines) == (0, None)
         os.write(to, b"a\nb")
         while (item := next(lines)) == (0, None):
@@ -616,7 +617,7 @@ def test_progress(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert "2 lines, 12 new tokens in" in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     clock = iter(range(10**6))
-    monkeypatch.setattr(batch, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(meter, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert run(b"", "--input", path)[0] == 0
     err = capsys.readouterr().err
     assert "\r0/2 lines, " in err and "tokens/s, KV 0.0 MB\x1b[K" in err and err.count("\n") == 4

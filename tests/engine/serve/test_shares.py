@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.app.batch import _unique
+from engine.app.records import _unique
 from engine.errors import UsageError
 from engine.serve.metrics import Metrics
 from engine.serve.stepper import Lane, Stepper, Ticket, share

@@ -1,0 +1,336 @@
+"""The wire format: lines of JSON to requests, results to lines. The command, the server and the fleet share it."""
+
+import argparse
+import codecs
+import difflib
+import json
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Any
+
+from engine.app.cli import (
+    Parser,
+    add_limit_flags,
+    add_model_flags,
+    add_prompt_flags,
+    add_rule_flags,
+    add_search_flags,
+    add_template_flags,
+    limits,
+    parse_object,
+    rules,
+    search_params,
+    template_options,
+)
+from engine.contract import SearchResult
+from engine.contract.trace import Traces
+from engine.engine import Engine, Request
+from engine.errors import CoppiceError, UsageError, shortened
+from engine.load.distributed import shared
+from engine.rules import ONE_OF, PLAIN_RULES, response_format, with_changes
+from engine.text.prompting import TemplateOptions, chat_prompt
+from engine.text.thinking import Thoughts
+from search.base import REGISTRY, chosen, make_search, parameters, paths
+
+DESCRIPTION = "Answer prompts: JSON Lines in, JSON Lines out, in input order, each line as soon as it is ready."
+MAX_LINE = 64 << 20
+PROMPTS = ("prompt", "messages", "prompt_ids")
+TEMPLATE = ("tools", "template", "think")
+LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids", "logprobs")
+READ_AHEAD = 64  # lines of a pipe
+AWAKE = 30.0  # seconds after which an idle reader of a pipe says so, to processes that wait for it
+
+
+def add_request_flags(parser: Parser) -> None:
+    """The flags of everything that answers lines."""
+    add_model_flags(parser)
+    add_template_flags(parser)
+    add_prompt_flags(parser)
+    add_search_flags(parser)
+    add_limit_flags(parser)
+    add_rule_flags(parser)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The id of a record, its line in the input, counted from 1, and how answers to its messages write thoughts."""
+
+    id: str | int
+    line: int
+    thoughts: Thoughts | None = None
+
+
+class Records:
+    """The items for `Engine.serve`: requests, errors in place of requests, None while a pipe is empty.
+
+    Args:
+        source: the input.
+        engine: has the tokenizer and the template.
+        args: the command line.
+        kept: ids of the records that are answered already.
+        traces: records the other requests.
+    """
+
+    def __init__(
+        self,
+        source: IO[bytes],
+        engine: Engine,
+        args: argparse.Namespace,
+        kept: Sequence[str | int],
+        traces: Traces | None = None,
+    ):
+        self.source, self.engine, self.args, self.kept, self.traces = source, engine, args, kept, traces
+        self.index = 0  # records read
+        self.options = template_options(args)
+        self._places: dict[int, Place] = {}  # index of an unfinished request -> its place
+
+    def finish(self, i: int) -> Place:
+        """The place of the i-th request, which is answered."""
+        return self._places.pop(i)
+
+    def __iter__(self) -> Iterator[Request | CoppiceError | None]:
+        for number, line in shared(self.engine.shard, lambda: read_lines(self.source, lambda: bool(self._places))):
+            if line is None:
+                yield None
+                continue
+            if not line.strip():
+                continue
+            index, self.index = self.index, self.index + 1
+            record, identity, error = identified(line, index)
+            if index < len(self.kept):
+                if identity != self.kept[index]:
+                    raise UsageError(
+                        f"record {index} of the input has the id {identity!r}, its answer {self.kept[index]!r}",
+                        where=f"line {number} of the input, answer {index + 1} of {self.args.output}",
+                        remedy="--resume needs the input that the answers are for",
+                    )
+                continue
+            place = self._places[index - len(self.kept)] = Place(identity, number)
+            try:
+                request = error
+                if request is None:
+                    request, thoughts = make_request(record, self.engine, self.args, self.options)
+                    self._places[index - len(self.kept)] = replace(place, thoughts=thoughts)
+                if self.traces and isinstance(request, Request):
+                    request = replace(request, trace=self.traces.new(identity))
+                yield request
+            except CoppiceError as fault:
+                yield fault
+
+
+def read_lines(source: IO[bytes], busy: Callable[[], bool]) -> Iterator[tuple[int, bytes | None]]:
+    """Numbered lines of the input. For a pipe also (0, None) whenever it has no line at the moment and `busy()`, and
+    every `AWAKE` seconds."""
+    lines = enumerate(iter(lambda: _line(source), b""), 1)
+    if source.seekable():
+        yield from ((number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line) for number, line in lines)
+        return
+    waiting: queue.Queue = queue.Queue(READ_AHEAD)
+
+    def read() -> None:
+        try:
+            for item in lines:
+                waiting.put(item)
+            waiting.put(None)
+        except Exception as error:
+            waiting.put(error)
+
+    threading.Thread(target=read, name="input", daemon=True).start()
+    while True:
+        try:
+            item = waiting.get(block=not busy(), timeout=AWAKE)
+        except queue.Empty:
+            yield 0, None
+            continue
+        if item is None:
+            return
+        if isinstance(item, Exception):
+            raise item
+        yield item
+
+
+def _line(source: IO[bytes]) -> bytes:
+    """The next line; at most MAX_LINE + 1 bytes of it, so that a wrong file does not fill the memory."""
+    try:
+        line = source.readline(MAX_LINE + 1)
+        if len(line) > MAX_LINE:
+            while (more := source.readline(1 << 20)) and not more.endswith(b"\n"):
+                pass
+    except OSError as error:
+        raise UsageError(f"cannot read the input: {error.strerror}") from None
+    return line
+
+
+def count_records(source: IO[bytes]) -> int | None:
+    """The number of records of a file; None for a pipe."""
+    if not source.seekable():
+        return None
+    count = sum(1 for line in iter(lambda: _line(source), b"") if line.strip())
+    source.seek(0)
+    return count
+
+
+def parse_record(line: bytes) -> dict[str, Any]:
+    """A line of the input as an object. Raises UsageError."""
+    if len(line) > MAX_LINE:
+        raise UsageError(f"the line has more than {MAX_LINE >> 20} MB")
+    hooks = {"parse_constant": _no_constant, "parse_float": _finite, "parse_int": _sane, "object_pairs_hook": _unique}
+    try:
+        return parse_object(line, **hooks)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def identified(line: bytes, index: int) -> tuple[dict[str, Any], str | int, UsageError | None]:
+    """A record, its id, which is its number if it has none, and what is wrong with it."""
+    try:
+        record = parse_record(line)
+    except UsageError as error:
+        return {}, index, error
+    identity = record.get("id", index)
+    if not is_id(identity):
+        return record, index, UsageError(f"id: expected a string or an integer, got {_show(identity)}")
+    return record, identity, None
+
+
+def _no_constant(name: str) -> float:
+    raise UsageError(f"malformed JSON: {name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise UsageError(f"the number {digits[:40]} is out of range")
+    return value
+
+
+def _sane(digits: str) -> int:
+    if len(digits) > 20 or abs(value := int(digits)) >= 1 << 63:
+        raise UsageError(f"the integer {digits[:40]} is out of range")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise UsageError(f"the key {shortened(twice)!r} occurs twice")
+    return record
+
+
+def is_id(value: Any) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool)
+
+
+def make_request(
+    record: dict[str, Any], engine: Engine, args: argparse.Namespace, options: TemplateOptions
+) -> tuple[Request, Thoughts | None]:
+    """The request of a record, and how its answers write thoughts; the command line gives what the record lacks.
+
+    Raises CoppiceError.
+    """
+    _known(record, ["id", *PROMPTS, *TEMPLATE, "response_format", "params"], "")
+    given = [key for key in PROMPTS if key in record]
+    if len(given) != 1:
+        raise UsageError(f"expected one of prompt, messages and prompt_ids, got {' and '.join(given) or 'none'}")
+    params = record.get("params", {})
+    if not isinstance(params, dict):
+        raise UsageError(f"params: expected an object, got {_show(params)}")
+    own_options = (*LIMITS, *PLAIN_RULES, "parse_special")
+    known = ["search", *own_options, *dict.fromkeys(key for name in REGISTRY for key in parameters(name))]
+    _known(params, known, "params.")
+    bounds = limits(args) | {key: params[key] for key in LIMITS if key in params}
+    own_rules = {key: params[key] for key in PLAIN_RULES if key in params}
+    if "response_format" in record:
+        if other := next((key for key in ONE_OF if key in own_rules), None):
+            raise UsageError(f"response_format and params.{other}: expected at most one of them")
+        own_rules |= response_format(record["response_format"])
+    bounds |= with_changes(rules(args), own_rules)
+    for key in ("stop", "choices", "bad_words"):
+        if isinstance(bounds.get(key), str):
+            bounds[key] = [bounds[key]]
+    if bounds.get("eos_token_ids", ()) is None:  # None would be the checkpoint's
+        raise UsageError("eos_token_ids: expected a list of token ids, got null")
+    for key, words in paths().items():
+        if params.get(key) is not None and params[key] not in words:
+            also = f"; here it may be {' or '.join(words)}" if words else ""
+            raise UsageError(f"params.{key}: paths are given on the command line only{also}")
+    own = {key: value for key, value in params.items() if key not in ("search", *own_options)}
+    name, inherited = chosen(params, args.search), search_params(args)
+    if isinstance(name, str) and name != args.search and name in REGISTRY:
+        inherited = {key: value for key, value in inherited.items() if key in parameters(name)}
+    search = make_search(name, inherited | own)
+    if given != ["messages"]:
+        if other := next((key for key in TEMPLATE if key in record), None):
+            raise UsageError(f"{other}: only a line with messages has a chat template")
+        parse = params.get("parse_special", getattr(args, "parse_special", False))
+        return Request(_prompt(given[0], record[given[0]], engine, parse), search, **bounds), None
+    if params.get("parse_special"):
+        raise UsageError("parse_special: messages are from users, it is for a prompt", remedy="leave it out")
+    prompt = chat_prompt(engine, _messages(record["messages"]), _options(record, options))
+    bounds.setdefault("eos_token_ids", prompt.eos_token_ids)
+    return Request(prompt.ids, search, messages=record["messages"], **bounds), prompt.thoughts
+
+
+def _options(record: dict[str, Any], options: TemplateOptions) -> TemplateOptions:
+    """What the chat template of a record gets; the command line gives what the record lacks. Raises UsageError."""
+    variables = record.get("template", {})
+    if not isinstance(variables, dict):
+        raise UsageError(f"template: expected an object of variables, got {_show(variables)}")
+    tools = record.get("tools", options.tools)
+    return TemplateOptions(tools, {**options.variables, **variables}, record.get("think", options.think))
+
+
+def _prompt(key: str, value: Any, engine: Engine, parse_special: bool) -> Sequence[int]:
+    if key == "prompt_ids":
+        if not isinstance(value, list):
+            raise UsageError(f"prompt_ids: expected a list of integers, got {_show(value)}")
+        return value
+    if not isinstance(value, str):
+        raise UsageError(f"prompt: expected a string, got {_show(value)}")
+    return engine.encode(value, parse_special)
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """The messages of a record. Raises UsageError."""
+    if not isinstance(value, list) or not value:
+        raise UsageError(f"messages: expected a list of at least one message, got {_show(value)}")
+    for i, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise UsageError(f"messages[{i}]: expected an object, got {_show(message)}")
+        for part in ("role",) if message.get("tool_calls") else ("role", "content"):
+            if not isinstance(message.get(part), str):
+                got = _show(message[part]) if part in message else "none"
+                raise UsageError(f"messages[{i}].{part}: expected a string, got {got}")
+    return value
+
+
+def _known(record: dict[str, Any], keys: Sequence[str], where: str) -> None:
+    for key in record:
+        if key not in keys:
+            near = difflib.get_close_matches(key[:100], keys, 1)
+            rest = "--help lists all, as flags" if where else f"known: {', '.join(keys)}"
+            remedy = f"did you mean {near[0]}?" if near else rest
+            raise UsageError(f"{where}{key[:100]}: no such key", remedy=remedy)
+
+
+def _show(value: Any) -> str:
+    """A JSON value for a message, shortened."""
+    return shortened(json.dumps(value))
+
+
+def answer(place: Place, outcome: SearchResult | CoppiceError) -> dict[str, Any]:
+    """The output record of a request."""
+    if isinstance(outcome, CoppiceError):
+        message = f"line {place.line}: {'; '.join(str(outcome).splitlines())}"
+        return {"id": place.id, "error": {"code": outcome.code, "message": message}}
+    return outcome.record(place.id, place.thoughts)
+
+
+def encoded(record: dict[str, Any]) -> bytes:
+    """A record as JSON on one line; a lone surrogate (of an id) becomes an escape of JSON, as in the input."""
+    return json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
