@@ -45,8 +45,8 @@ void coppice_log_softmax(int64_t kind, int64_t threads, const void* x, float* ou
 void coppice_top_k(int64_t threads, const float* x, double* out, int64_t rows, int64_t width, int64_t k);
 
 // k of 1 to the number of elements. `peaks` may be null.
-void coppice_best_sums(const float* x, const float* peaks, const float* sums, double* out, int64_t rows, int64_t width,
-                       int64_t k);
+void coppice_top_sums(const float* x, const float* peaks, const float* sums, double* out, int64_t rows, int64_t width,
+                      int64_t k);
 
 // `peaks` may be null.
 void coppice_at_least(const float* x, const float* peaks, double* out, int64_t rows, int64_t width, int64_t k,

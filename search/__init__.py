@@ -15,7 +15,7 @@ from search.base import (
     SearchGenerator,
     SearchResult,
     Task,
-    evaluate_best,
+    evaluate_top_sums,
     make_search,
     register,
 )
@@ -52,7 +52,7 @@ __all__ = [
     "Task",
     "Trie",
     "UsageError",
-    "evaluate_best",
+    "evaluate_top_sums",
     "make_search",
     "register",
 ]

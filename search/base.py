@@ -23,10 +23,10 @@ from engine.contract import (  # noqa: F401
     SearchResult,
     Task,
 )
-from engine.contract.best import Best, Next
 from engine.contract.checks import attributed, is_ours
+from engine.contract.top_sums import Next, TopSums
 from engine.errors import UsageError
-from kernels.rows import at_least, best_sums, top_k  # noqa: F401  # searches import from here
+from kernels.rows import at_least, top_k, top_sums  # noqa: F401  # searches import from here
 from search.options import without_draws
 from search.values import default_of, kinds
 
@@ -200,10 +200,10 @@ def _remedy(key: str, params: Collection[str], known: Collection[str]) -> str:
     return f"searches that {what}: {', '.join(names[:3])}{rest}"
 
 
-def evaluate_best(
+def evaluate_top_sums(
     tree: TokenTree, nodes: Sequence[int], scores: list[float], k: int, next: Next | None = None
 ) -> Generator[Evaluate, Any, tuple[list[float], list[int], list[int]]]:
-    """Evaluate nodes and find the k best sums of score and log-probability, exactly; call it with `yield from`.
+    """Evaluate nodes and find the k greatest sums of score and log-probability, exactly; call it with `yield from`.
 
     Args:
         tree: holds the nodes.
@@ -215,7 +215,7 @@ def evaluate_best(
     Returns:
         sums, rows, tokens: the greatest sum first, of equal sums the lower row, then the lower token.
     """
-    rows_0V, numbers = yield Evaluate(tree, nodes, best=Best(scores, k), next=next)
+    rows_0V, numbers = yield Evaluate(tree, nodes, top_sums=TopSums(scores, k), next=next)
     sums, places = numbers.view(2, -1)
     rows, tokens = places.long() // (V := rows_0V.shape[1]), places.long() % V
     return sums.tolist(), rows.tolist(), tokens.tolist()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from search.base import Next, Output, Report, Search, SearchGenerator, SearchResult, Task, evaluate_best, register
+from search.base import Next, Output, Report, Search, SearchGenerator, SearchResult, Task, evaluate_top_sums, register
 
 
 @register("greedy")
@@ -14,7 +14,7 @@ class Greedy(Search):
         tree, tokens, logprob = task.tree, [], 0.0
         following = Next(1, task.eos_token_ids)
         while True:
-            [logp], _, [token] = yield from evaluate_best(tree, [tree.root], [0.0], 1, following)
+            [logp], _, [token] = yield from evaluate_top_sums(tree, [tree.root], [0.0], 1, following)
             tokens.append(token)
             logprob += logp
             reason = task.finish_reason(tokens)

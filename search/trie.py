@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from engine.errors import UsageError
-from search.base import Next, Report, Search, SearchGenerator, SearchResult, Task, evaluate_best, register
+from search.base import Next, Report, Search, SearchGenerator, SearchResult, Task, evaluate_top_sums, register
 from search.finished import Candidate, Finished
 from search.options import MAX_PENALTY, check_integers, check_numbers
 
@@ -48,7 +48,7 @@ class Trie(Search):
         done = Finished(self.length_penalty, self.beams)
         for step in range(1, task.max_new_tokens + 1):
             following = Next(self.beams, task.eos_token_ids) if step < task.max_new_tokens else None
-            sums, rows, tokens = yield from evaluate_best(tree, live, scores, candidates, following)  # T2
+            sums, rows, tokens = yield from evaluate_top_sums(tree, live, scores, candidates, following)  # T2
             reasons = self._reasons(task, live, rows, tokens, step)  # T3
             for rank, reason in enumerate(reasons[: self.beams]):  # T4
                 if reason:

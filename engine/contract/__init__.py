@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
-from engine.contract.best import Best, Next, of_all
+from engine.contract.top_sums import Next, TopSums, find_top_sums
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer import Tokenizer
 
@@ -31,8 +31,8 @@ class Answer(NamedTuple):
             request, normalised over the model's vocabulary; ids past the tokenizer's are -inf afterwards, and so are
             tokens that a constraint forbids (see `engine.Rules`). [N, 1], a score per node, for a tree of a scalar-head
             model.
-            [0, V] if the request has a `best`.
-        numbers: the result of the request's `read` or `best`, float64 [n], on the host; None without them.
+            [0, V] if the request is for top sums.
+        numbers: the result of the request's `read`, or the top sums, float64 [n], on the host; None without either.
     """
 
     rows_NV: Tensor
@@ -51,22 +51,23 @@ class Evaluate:
         read: function of the rows and their peaks (see `kernels.rows.log_softmax`; None if they were not computed),
             both on the model's device. It returns the numbers that the search needs on the host, float64 [n] on that
             device; the driver brings the numbers of all searches to the host at once.
-        best: the best sums are wanted, and no rows, which need not exist then: `numbers` are the sums that are finite,
-            best first, and as many places, row * V + token. Of equal sums the lower place comes first. Not with `read`.
-        next: what the search will most likely ask for after its best sums, if it says: a GPU begins with it before the
-            answer has reached the host. It changes no answer, and means nothing without `best`.
+        top_sums: the top sums are wanted, and no rows, which need not exist then: `numbers` are the sums that are
+            finite, best first, and as many places, row * V + token. Of equal sums the lower place comes first. Not with
+            `read`.
+        next: what the search will most likely ask for after its top sums, if it says: a GPU begins with it before the
+            answer has reached the host. It changes no answer, and means nothing without `top_sums`.
     """
 
     tree: TokenTree
     nodes: Sequence[int]
     read: Read | None = None
-    best: Best | None = None
+    top_sums: TopSums | None = None
     next: Next | None = None
 
     def answer(self, rows_NV: Tensor, peaks_NB: Tensor | None = None) -> Answer:
-        """The answer that consists of these rows, and of what `read` returns for them; or of their best sums."""
-        if self.best is not None:
-            return Answer(rows_NV[:0], of_all(rows_NV, peaks_NB, self.best).numbers())
+        """The answer that consists of these rows, and of what `read` returns for them; or of their top sums."""
+        if self.top_sums is not None:
+            return Answer(rows_NV[:0], find_top_sums(rows_NV, peaks_NB, self.top_sums).numbers())
         return Answer(rows_NV, None if self.read is None else self.read(rows_NV, peaks_NB).cpu())
 
 

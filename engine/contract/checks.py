@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.cache.tree import TokenTree
 from engine.contract import FINISH_REASONS, Evaluate, Output, Report, Search, SearchResult
-from engine.contract.best import Best, Next
+from engine.contract.top_sums import Next, TopSums
 from engine.errors import CoppiceError, SearchError, UsageError, shortened
 
 OURS = ("search", "tools")  # packages whose searches are part of this project
@@ -151,8 +151,9 @@ def request_fault(
     tree, nodes = request.tree, request.nodes
     if not callable(request.read or len):
         return f"Evaluate.read: expected a function or None, got {brief(request.read)}"
-    if request.best is not None and (request.read is not None or not _is_best(request.best, nodes)):
-        return f"Evaluate.best: expected Best, of a number for each node, and no read, got {brief(request.best)}"
+    wanted = request.top_sums
+    if wanted is not None and (request.read is not None or not _is_top_sums(wanted, nodes)):
+        return f"Evaluate.top_sums: expected TopSums, of a number for each node, and no read, got {brief(wanted)}"
     if request.next is not None and not _is_next(request.next):
         return f"Evaluate.next: expected Next, of a positive width and a set of tokens, got {brief(request.next)}"
     if tree not in trees:
@@ -176,8 +177,8 @@ def request_fault(
     return ""
 
 
-def _is_best(best: Any, nodes: Any) -> bool:
-    return isinstance(best, Best) and len(best.sums) == len(nodes) and type(best.k) is int and best.k > 0
+def _is_top_sums(wanted: Any, nodes: Any) -> bool:
+    return isinstance(wanted, TopSums) and len(wanted.sums) == len(nodes) and type(wanted.k) is int and wanted.k > 0
 
 
 def _is_next(next: Any) -> bool:

@@ -1,6 +1,6 @@
 """Look-ahead: a GPU begins with the next pass of a search before the host has read the answer of the last one.
 
-A search says which nodes it will most likely ask for after its best sums (`Evaluate.next`). The device finds their
+A search says which nodes it will most likely ask for after its top sums (`Evaluate.next`). The device finds their
 tokens, and the branch slots that they see, by itself. Meanwhile the host reads the answer, lets the search go on, and
 compares what it asks for with what was guessed::
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.tree import TokenTree
-from engine.contract.best import Next
+from engine.contract.top_sums import Next
 from engine.step.packing import Blank, Pass, tensor_of
 from kernels.layout import WORD
 
@@ -33,8 +33,8 @@ class Guess:
 
     Args:
         next: what the search said.
-        k: how many best sums.
-        asked: the tokens of the pass under way that have the rows whose best sums choose.
+        k: how many top sums.
+        asked: the tokens of the pass under way that have the rows whose top sums choose.
         chunk: the nodes, with their slots.
     """
 
@@ -63,7 +63,7 @@ def choose(numbers: Tensor, guess: Guess, vocab_size: int) -> GuessedNodes:
     """As `Guess.picked`, on the device.
 
     Args:
-        numbers: returned by `best_sums`. Numbers that are not finite choose tokens that exist, as all others.
+        numbers: returned by `top_sums`. Numbers that are not finite choose tokens that exist, as all others.
     """
     k = len(numbers) // 2
     place_k = numbers[k : 2 * k].long().clamp(0, len(guess.asked) * vocab_size - 1)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from engine.cache.tree import TokenTree
 from engine.contract import Evaluate, Report, Search, SearchGenerator, SearchResult
-from engine.contract.best import Best
 from engine.contract.checks import guarded_edit, is_ours
+from engine.contract.top_sums import TopSums
 from engine.contract.trace import UNTRACED, Trace, Untraced
 from engine.rules.logprobs import HiddenRows
 from engine.rules.state import Constrained, Edit
@@ -122,9 +122,9 @@ class Share:
     numbers: Tensor | None = None  # that were read of its rows
 
     @property
-    def best(self) -> Best | None:
-        """The best sums that are wanted of its rows, if the rows are for nothing else."""
-        return None if self.job.traced else self.pending.partial.best_of(self.nodes)
+    def top_sums(self) -> TopSums | None:
+        """The top sums that are wanted of its rows, if the rows are for nothing else."""
+        return None if self.job.traced else self.pending.partial.top_sums(self.nodes)
 
     def take(self, numbers: Tensor, logp_NV: Tensor) -> None:
         """Take what a read of its rows returned."""

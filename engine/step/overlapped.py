@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from engine.contract.best import Next
+from engine.contract.top_sums import Next, TopSums
 from engine.errors import KVMemoryError
 from engine.step.ahead import Fill, Guess, GuessedNodes, choose
 from engine.step.driver import Driver
@@ -21,7 +21,6 @@ from engine.step.packing import Blank, Chunk
 from engine.step.partial import PartialSums
 from engine.step.phases import PhaseObserver
 from engine.step.runner import Launched, Rows, Runner
-from kernels.rows.checks import Wanted
 
 
 def make_driver(runners: dict[str, Runner], parallel: int = 16, observer: PhaseObserver | None = None) -> Driver:
@@ -46,7 +45,7 @@ class Flight(Batch):
         rows = slice(self.tokens, self.tokens + len(guess.chunk))
         self.guesses.append((share, guess, rows))
         self.asked += range(rows.start, rows.stop)
-        self.reads.append((rows, Wanted(rows, choice.sums_n, guess.k)))
+        self.reads.append((rows, TopSums(choice.sums_n, guess.k)))
         self.tokens += len(guess.chunk)
 
     def give_up(self) -> None:
@@ -197,15 +196,15 @@ def guess_of(share: Share, numbers: Tensor, asked: Sequence[int]) -> Guess | Non
     """The predicted request after a share, with slots; None if it cannot be predicted. Raises KVMemoryError.
 
     Args:
-        numbers: of its best sums.
+        numbers: of its top sums.
         asked: the tokens of the pass that have its rows.
     """
-    next, best, tree = next_of_share(share), share.pending.request.best, share.chunk.tree
-    if next is None or best is None or len(numbers) // 2 < next.width:
+    next, wanted, tree = next_of_share(share), share.pending.request.top_sums, share.chunk.tree
+    if next is None or wanted is None or len(numbers) // 2 < next.width:
         return None
     position = tree.position(share.nodes[0]) + 1
     slots, branches = tree.reserve(next.width, position)
-    return Guess(next, best.k, asked, Blank(tree, int(not branches), branches, slots, position))
+    return Guess(next, wanted.k, asked, Blank(tree, int(not branches), branches, slots, position))
 
 
 def confirmed(before: Share, guess: Guess, rows: slice) -> Share | None:
@@ -215,9 +214,9 @@ def confirmed(before: Share, guess: Guess, rows: slice) -> Share | None:
         return None
     if before.numbers is None:
         return None
-    best, nodes = pending.partial.best, list(pending.request.nodes)
+    wanted, nodes = pending.partial.wanted, list(pending.request.nodes)
     sums, chosen = guess.picked(before.numbers, pending.partial.width)
-    if best.k != guess.k or list(best.sums) != sums:
+    if wanted.k != guess.k or list(wanted.sums) != sums:
         return None
     parents = [(before.nodes[row], token) for row, token in chosen]
     if [(tree.parent(node), tree.token(node)) for node in nodes] != parents:

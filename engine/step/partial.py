@@ -1,4 +1,4 @@
-"""The answer of an `Evaluate` while passes bring its parts: as rows, or as the best sums alone."""
+"""The answer of an `Evaluate` while passes bring its parts: as rows, or as the top sums alone."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.contract import Answer, Evaluate, Read
-from engine.contract.best import Best, Found, merged, of_entries, of_rows
-from kernels.rows.checks import Wanted
+from engine.contract.top_sums import FoundSums, TopSums, found_in_entries, found_in_rows, merged
 
 Known = Mapping[int, tuple[int, float]]  # node -> its only token, and the token's log-probability
 
@@ -29,11 +28,11 @@ class PartialRows:
         self.known: list[int] = []
         self.numbers: Tensor | None = None  # the result of the request's `read`
 
-    def best_of(self, nodes: Sequence[int]) -> Best | None:
+    def top_sums(self, nodes: Sequence[int]) -> TopSums | None:
         """None: the rows themselves are wanted."""
         return None
 
-    def wants(self, nodes: Sequence[int], rows: slice) -> Read | Wanted | None:
+    def wants(self, nodes: Sequence[int], rows: slice) -> Read | TopSums | None:
         """Return what reads the rows of some nodes: the request's `read`, if they are all that it asks for."""
         return self.request.read if list(nodes) == list(self.request.nodes) else None
 
@@ -63,33 +62,33 @@ class PartialRows:
 
 
 class PartialSums:
-    """The best sums of an answer, merged from those of each pass; no rows are kept.
+    """The top sums of an answer, merged from those of each pass; no rows are kept.
 
     Args:
         request: asks for them, with nodes in ascending order.
-        best: what it asks for.
+        wanted: what it asks for.
         width: of a row.
     """
 
-    def __init__(self, request: Evaluate, best: Best, width: int):
-        self.request, self.best, self.width = request, best, width
-        self.parts: list[Found] = []
+    def __init__(self, request: Evaluate, wanted: TopSums, width: int):
+        self.request, self.wanted, self.width = request, wanted, width
+        self.parts: list[FoundSums] = []
         self._place = {node: i for i, node in enumerate(request.nodes)}
 
-    def best_of(self, nodes: Sequence[int]) -> Best:
-        """The request for the best sums, restricted to some nodes; nodes outside the request get -inf."""
+    def top_sums(self, nodes: Sequence[int]) -> TopSums:
+        """The request for the top sums, restricted to some nodes; nodes outside the request get -inf."""
         if list(nodes) == list(self.request.nodes):
-            return self.best
-        sums, k = self.best
-        return Best([sums[self._place[node]] if node in self._place else -math.inf for node in nodes], k)
+            return self.wanted
+        sums, k = self.wanted
+        return TopSums([float(sums[self._place[node]]) if node in self._place else -math.inf for node in nodes], k)
 
-    def wants(self, nodes: Sequence[int], rows: slice) -> Wanted | None:
-        """As `PartialRows.wants`: the best sums of the rows."""
-        return Wanted(rows, *self.best_of(nodes)) if nodes else None
+    def wants(self, nodes: Sequence[int], rows: slice) -> TopSums | None:
+        """As `PartialRows.wants`: the top sums of the rows."""
+        return self.top_sums(nodes) if nodes else None
 
     def take(self, nodes: Sequence[int], rows_NV: Tensor, numbers: Tensor) -> None:
         """As `PartialRows.take`."""
-        self.found(of_rows(numbers, rows_NV, self.best_of(nodes)), nodes)
+        self.found(found_in_rows(numbers, rows_NV, self.top_sums(nodes)), nodes)
 
     def add(self, nodes: Sequence[int], rows_NV: Tensor) -> None:
         """As `PartialRows.add`: the rows are not needed."""
@@ -98,17 +97,18 @@ class PartialSums:
         """As `PartialRows.know`."""
         tokens, numbers = zip(*known.values(), strict=True)
         values_K, token_K, nodes = torch.tensor(numbers, dtype=torch.float32), torch.tensor(tokens), [*known]
-        self.found(of_entries(values_K, torch.arange(len(tokens)), token_K, self.best_of(nodes), self.width), nodes)
+        wanted, row_K = self.top_sums(nodes), torch.arange(len(tokens))
+        self.found(found_in_entries(values_K, row_K, token_K, wanted, self.width), nodes)
 
-    def found(self, part: Found, nodes: Sequence[int]) -> None:
-        """Add the best sums of the rows of some nodes, at places in these rows."""
+    def found(self, part: FoundSums, nodes: Sequence[int]) -> None:
+        """Add the top sums of the rows of some nodes, at places in these rows."""
         first_N = torch.tensor([self._place.get(node, 0) for node in nodes]) * self.width
         row = part.places // self.width
-        self.parts.append(Found(part.values, part.places - row * self.width + first_N[row]))
+        self.parts.append(FoundSums(part.values, part.places - row * self.width + first_N[row]))
 
     def answer(self) -> Answer:
-        """The best sums, and no rows."""
-        return Answer(torch.empty(0, self.width), merged(self.parts, self.best.k).numbers())
+        """The top sums, and no rows."""
+        return Answer(torch.empty(0, self.width), merged(self.parts, self.wanted.k).numbers())
 
 
 def partial_answer(request: Evaluate, width: int) -> PartialRows | PartialSums:
@@ -117,8 +117,8 @@ def partial_answer(request: Evaluate, width: int) -> PartialRows | PartialSums:
     Sums are merged by the order of nodes; a request whose nodes are not in ascending order is answered from its rows.
     """
     nodes = list(request.nodes)
-    if request.best is not None and nodes == sorted({*nodes}):
-        return PartialSums(request, request.best, width)
+    if request.top_sums is not None and nodes == sorted({*nodes}):
+        return PartialSums(request, request.top_sums, width)
     return PartialRows(request, width)
 
 

@@ -10,18 +10,17 @@ from torch import Tensor
 from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.contract import Read
-from engine.contract.best import Best, Found, of_all, of_shards
+from engine.contract.top_sums import FoundSums, TopSums, find_top_sums, found_in_shards
 from engine.rules.few import Few, Head
 from engine.rules.state import Edit
 from engine.step.packing import Chunk, Pass, pack
 from engine.step.phases import PhaseObserver, phase
 from engine.step.timing import Overlap, PassTime
-from kernels.rows import best_sums_of, log_softmax
-from kernels.rows.checks import Wanted
+from kernels.rows import log_softmax, top_sums_of
 from kernels.stack import one_by_one
 from models.sharding import Gathered
 
-Part = tuple[slice, Read | Wanted]  # a range of the rows asked for, and what reads it, or what is wanted of it
+Part = tuple[slice, Read | TopSums]  # a range of the rows asked for, and what reads it, or the top sums that are wanted
 Keep = tuple[slice, Callable[[Tensor], None]]  # a range of a pass's tokens, and what gets their hidden rows
 Answers = tuple[Tensor, list[bool], list[Tensor]]
 Ready = Callable[[Pass], None]  # gets a pass's inputs on the device
@@ -191,7 +190,7 @@ class Runner:
         Args:
             chunks: parts of trees whose slots are allocated.
             asked: rows of the pass whose next-token log-probabilities are wanted.
-            reads: functions that read ranges of these rows, or best sums that are wanted of them, see `Evaluate`.
+            reads: functions that read ranges of these rows, or top sums that are wanted of them, see `Evaluate`.
             edits: functions that edit ranges of these rows before they are read.
             keeps: functions that get the hidden rows of ranges of the pass's tokens, and must copy what they keep.
 
@@ -227,9 +226,9 @@ class Runner:
     ) -> Launched:
         """The reads of a pass that is launched."""
         with phase(self.observer, "fetch"):
-            sums, made = iter(self._sums(logp_NV, peaks_NB, reads)), []
+            sums, made = iter(self._top_sums(logp_NV, peaks_NB, reads)), []
             for rows, read in reads:
-                if isinstance(read, Wanted):
+                if isinstance(read, TopSums):
                     made.append(next(sums))
                 else:
                     made.append(read(logp_NV[rows], None if peaks_NB is None else peaks_NB[rows]))
@@ -250,17 +249,17 @@ class Runner:
 
     @property
     def gathers(self) -> bool:
-        """Whether rows have to be gathered from several processes; the best sums of rows do not."""
+        """Whether rows have to be gathered from several processes; the top sums of rows do not."""
         return isinstance(getattr(self.model, "head", None), Gathered)
 
-    def evaluate_best(
-        self, chunks: Sequence[Chunk], asked: Sequence[int], bests: Sequence[Best], keeps: Sequence[Keep] = ()
-    ) -> tuple[list[Found], list[bool]]:
-        """One forward pass, for the best sums of rows that nobody gathers; and for each row whether it is finite.
+    def evaluate_top_sums(
+        self, chunks: Sequence[Chunk], asked: Sequence[int], wanted: Sequence[TopSums], keeps: Sequence[Keep] = ()
+    ) -> tuple[list[FoundSums], list[bool]]:
+        """One forward pass, for the top sums of rows that nobody gathers; and for each row whether it is finite.
 
         Args:
             chunks, asked, keeps: as of `evaluate`.
-            bests: what is wanted, of the rows asked for, in their order.
+            wanted: what is wanted, of the rows asked for, in their order.
         """
         rows_NE, head, V = self._rows(chunks, asked, keeps), self.model.head, self.model.shape.vocab_size
         with phase(self.observer, "logits"):
@@ -269,10 +268,10 @@ class Runner:
             logp_Nv, finite_N = head.log_softmax(logits_Nv, self.vocab_size)
         with phase(self.observer, "fetch"):
             founds, v = [], len(head.tokens)
-            for part_Nv, best in zip(logp_Nv.split([len(best.sums) for best in bests]), bests, strict=True):
-                values, places = of_all(part_Nv, None, best)
-                founds.append(Found(values, places // v * V + places % v + head.tokens.start))
-            return of_shards(head.shard, founds, bests), finite_N.tolist()
+            for part_Nv, each in zip(logp_Nv.split([len(each.sums) for each in wanted]), wanted, strict=True):
+                values, places = find_top_sums(part_Nv, None, each)
+                founds.append(FoundSums(values, places // v * V + places % v + head.tokens.start))
+            return found_in_shards(head.shard, founds, wanted), finite_N.tolist()
 
     def _rows(
         self, chunks: Sequence[Chunk], asked: Sequence[int], keeps: Sequence[Keep], ready: Ready | None = None
@@ -285,13 +284,13 @@ class Runner:
             return hidden_TE
         return hidden_TE[torch.tensor(asked, dtype=torch.int64).to(self.device, non_blocking=True)]
 
-    def _sums(self, logp_NV: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part]) -> list[Tensor]:
-        """The best sums that are wanted of a pass, all searches' by one launch on a GPU; on the device."""
-        wanted = [read for _, read in reads if isinstance(read, Wanted)]
+    def _top_sums(self, logp_NV: Tensor, peaks_NB: Tensor | None, reads: Sequence[Part]) -> list[Tensor]:
+        """The top sums that are wanted of a pass, all searches' by one launch on a GPU; on the device."""
+        wanted = [(rows, read) for rows, read in reads if isinstance(read, TopSums)]
         if not wanted:
             return []
         with phase(self.observer, "search"):
-            return best_sums_of(logp_NV, wanted, peaks_NB, impl="triton" if self.impl == "triton" else None)
+            return top_sums_of(logp_NV, wanted, peaks_NB, impl="triton" if self.impl == "triton" else None)
 
     def answer(self, hidden_NE: Tensor, edits: Sequence[Edit] = ()) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities (or scores) of hidden rows, whether each row is finite, and peaks, on the device.

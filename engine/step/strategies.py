@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.contract.best import Best, of_entries
+from engine.contract.top_sums import TopSums, found_in_entries
 from engine.rules.constraint import ConstraintError
 from engine.rules.few import Few
 from engine.step.jobs import Batch, Share
@@ -51,25 +51,25 @@ class FewTokens:
             constrained.note(share.chunk.tree, share.nodes, few, logp_M)
         except ConstraintError as error:
             share.job.fault = error
-        best = sums.best_of(share.nodes)
-        sums.found(of_entries(logp_M, few.row_M, few.token_M, best, sums.width), share.nodes)
+        wanted = sums.top_sums(share.nodes)
+        sums.found(found_in_entries(logp_M, few.row_M, few.token_M, wanted, sums.width), share.nodes)
 
 
 @dataclass(frozen=True)
-class TopSums:
-    """The best sums of rows that are divided among processes, and which nobody gathers.
+class DividedRows:
+    """The top sums of rows that are divided among processes, and which nobody gathers.
 
     Args:
         shares: those that have rows.
-        bests: what each wants.
+        wanted: what each wants.
     """
 
     shares: Sequence[Share]
-    bests: Sequence[Best]
+    wanted: Sequence[TopSums]
 
     def run(self, runner: Runner, batch: Batch) -> Rows:
         """See `Strategy`."""
-        founds, finite = runner.evaluate_best(batch.chunks, batch.asked, self.bests, batch.keeps)
+        founds, finite = runner.evaluate_top_sums(batch.chunks, batch.asked, self.wanted, batch.keeps)
         for share, found in zip(self.shares, founds, strict=True):
             assert isinstance(share.pending.partial, PartialSums)
             share.pending.partial.found(found, share.nodes)
@@ -87,13 +87,13 @@ def strategy_of(batch: Batch) -> Strategy:
         if None not in parts:
             return FewTokens(shares, [part for part in parts if part is not None])
     if shares and batch.runner.gathers:
-        bests = [None if share.pending.constrained is not None else share.best for share in shares]
-        if None not in bests:
-            return TopSums(shares, [best for best in bests if best is not None])
+        wanted = [None if share.pending.constrained is not None else share.top_sums for share in shares]
+        if None not in wanted:
+            return DividedRows(shares, [each for each in wanted if each is not None])
     return WHOLE_ROWS
 
 
 def few_of(share: Share) -> Few | None:
-    """The tokens that constraints allow after a share's nodes, if the best sums over them are all that is wanted."""
+    """The tokens that constraints allow after a share's nodes, if the top sums over them are all that is wanted."""
     constrained = share.pending.constrained
-    return None if constrained is None or share.best is None else constrained.few(share.chunk.tree, share.nodes)
+    return None if constrained is None or share.top_sums is None else constrained.few(share.chunk.tree, share.nodes)

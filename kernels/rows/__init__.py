@@ -2,7 +2,7 @@
 
 All take `impl`, the implementation of the pass (see `kernels.tree_attention`): "cpp" is C++, eager on a CPU, one pass
 over the rows for each operator; "triton" has kernels for a GPU of norms, activations and gates, with a launch each, of
-log_softmax and of best sums; "compiled" is what torch.compile makes of PyTorch's, once for each operator, dtype and
+log_softmax and of top sums; "compiled" is what torch.compile makes of PyTorch's, once for each operator, dtype and
 number of dimensions, for passes of two tokens or more; anything else is PyTorch, which a compiler can fuse. From
 `top_k` on, None chooses "cpp" for float32 on a CPU where there are C++ kernels, "triton" for float32 on a GPU where
 triton is installed, else PyTorch.
@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels.checks import expect
 from kernels.cpp import watched, why_not
 from kernels.rows import checks, native, reference
-from kernels.rows.checks import Vectors, Wanted
+from kernels.rows.checks import TopSums, Vectors
 
 IN_TRITON = frozenset(["rms_norm", "layer_norm", "add_norm", "activation", "activation_mul", "log_softmax"])
 
@@ -179,7 +179,7 @@ def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
     return _pick("top_k", impl or _best(x_NV))(x_NV, k)
 
 
-def best_sums(
+def top_sums(
     logp_NV: Tensor,
     sums: Sequence[float] | Tensor,
     k: int,
@@ -206,33 +206,33 @@ def best_sums(
         checks.peaks(logp_NV, peaks_NB)
     impl = impl or _best(logp_NV)
     if impl == "triton":
-        return best_sums_of(logp_NV, [Wanted(slice(0, len(logp_NV)), sums, k)], peaks_NB, impl=impl)[0]
+        return top_sums_of(logp_NV, [(slice(0, len(logp_NV)), TopSums(sums, k))], peaks_NB, impl=impl)[0]
     if impl == "cpp" and isinstance(sums, Tensor):
         sums = sums.tolist()
-    return _pick("best_sums", impl)(logp_NV, sums, k, peaks_NB)
+    return _pick("top_sums", impl)(logp_NV, sums, k, peaks_NB)
 
 
-def best_sums_of(
-    logp_NV: Tensor, wanted: Sequence[Wanted], peaks_NB: Tensor | None = None, *, impl: str | None = None
+def top_sums_of(
+    logp_NV: Tensor, wanted: Sequence[tuple[slice, TopSums]], peaks_NB: Tensor | None = None, *, impl: str | None = None
 ) -> list[Tensor]:
-    """`best_sums` of ranges of rows, with indices in the flattened range; Triton finds all of them in one launch.
+    """`top_sums` of ranges of rows, with indices in the flattened range; Triton finds all of them in one launch.
 
     Args:
-        wanted: at least one.
-        logp_NV, peaks_NB: see `best_sums`.
+        wanted: at least one, each with its rows from a start to an end.
+        logp_NV, peaks_NB: see `top_sums`.
     """
     impl, (N, V) = impl or _best(logp_NV), logp_NV.shape
-    for rows, sums, k in wanted:
+    for rows, (sums, k) in wanted:
         checks.sums(logp_NV[rows], sums, k)
     if impl == "triton" and N * V < 1 << 31 and not torch.compiler.is_compiling():
         from kernels.rows import triton  # absent on some machines, and slow to import
 
         checks.peaks(logp_NV, peaks_NB)
-        return triton.best_sums_of(logp_NV, wanted, peaks_NB)
+        return triton.top_sums_of(logp_NV, wanted, peaks_NB)
     impl = "torch" if impl == "triton" else impl
     return [
-        best_sums(logp_NV[rows], sums, k, None if peaks_NB is None else peaks_NB[rows], impl=impl)
-        for rows, sums, k in wanted
+        top_sums(logp_NV[rows], sums, k, None if peaks_NB is None else peaks_NB[rows], impl=impl)
+        for rows, (sums, k) in wanted
     ]
 
 

@@ -13,16 +13,14 @@ Vectors = tuple[Tensor, Tensor | None]  # of a norm: its weight, and the bias of
 SPAN = 128  # elements of a row whose largest is a peak
 
 
-class Wanted(NamedTuple):
-    """Best sums that are wanted of a range of rows, see `kernels.rows.best_sums`.
+class TopSums(NamedTuple):
+    """A request for the k greatest sums of a number of a row and an element of it, see `kernels.rows.top_sums`.
 
-    Args:
-        rows: with a start and an end.
-        sums: numbers, or float32 on the device of the rows.
-        k: how many.
+    Attributes:
+        sums: the number of each row; a tensor is float32 on the device of the rows.
+        k: how many; fewer are found if fewer are finite.
     """
 
-    rows: slice
     sums: Sequence[float] | Tensor
     k: int
 

@@ -359,8 +359,8 @@ extern "C" void coppice_top_k(int64_t threads, const float* x, double* out, int6
     }
 }
 
-extern "C" void coppice_best_sums(const float* x, const float* peaks, const float* sums, double* out, int64_t rows,
-                                  int64_t width, int64_t k) {
+extern "C" void coppice_top_sums(const float* x, const float* peaks, const float* sums, double* out, int64_t rows,
+                                 int64_t width, int64_t k) {
     Leaders leaders;
     leaders.find(x, rows, width, k, peaks, sums);
     leaders.write(k, out);

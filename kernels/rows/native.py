@@ -83,13 +83,13 @@ def top_k(x_NV: Tensor, k: int) -> Tensor:
     return out_N2K
 
 
-def best_sums(logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor | None = None) -> Tensor:
+def top_sums(logp_NV: Tensor, sums: Sequence[float], k: int, peaks_NB: Tensor | None = None) -> Tensor:
     """See the front for arguments; float32 only. Values are sorted and ties broken, so that the last number is inf."""
     native(logp_NV, torch.float32)
     logp_NV, sums_N = logp_NV.contiguous(), array("f", sums)
     out = _sums_like(logp_NV, sums, k).fill_(math.inf)
     pointers = logp_NV.data_ptr(), _pointer(peaks_NB), sums_N.buffer_info()[0], out.data_ptr()
-    function("best_sums")(*pointers, *logp_NV.shape, len(out) // 2)
+    function("top_sums")(*pointers, *logp_NV.shape, len(out) // 2)
     return out
 
 
@@ -166,7 +166,7 @@ register("activation_mul", activation_mul, lambda x_NM, name: _half(x_NM))
 register("activation", activation, like)
 register("log_softmax", log_softmax, _log_softmax_like)
 register("top_k", top_k, _pairs)
-register("best_sums", best_sums, _sums_like)
+register("top_sums", top_sums, _sums_like)
 register("at_least", at_least, lambda x_NV, _least, k, _peaks_NB=None: _pairs(x_NV, k))
 register("gumbel_argmax", gumbel_argmax, lambda x_NV, _keys: x_NV.new_empty(len(x_NV), dtype=torch.int64))
 register("window_max", window_max, _samples)

@@ -125,7 +125,7 @@ def _line_starts(width: int, device: torch.device) -> Tensor:
     return torch.arange(0, LINES * width, width, device=device).unsqueeze(1)
 
 
-def best_sums(logp_NV: Tensor, sums: Sequence[float] | Tensor, k: int, peaks_NB: Tensor | None = None) -> Tensor:
+def top_sums(logp_NV: Tensor, sums: Sequence[float] | Tensor, k: int, peaks_NB: Tensor | None = None) -> Tensor:
     """See the front for arguments."""
     N, V = logp_NV.shape
     sums_N = torch.as_tensor(sums, dtype=torch.float32).to(logp_NV.device, non_blocking=True)

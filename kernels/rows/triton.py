@@ -1,4 +1,4 @@
-"""Operators on rows on a GPU: norms, the norm of a sum, activations, gates and the best sums, one launch each;
+"""Operators on rows on a GPU: norms, the norm of a sum, activations, gates and the top sums, one launch each;
 log-probabilities, two."""
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false, reportAttributeAccessIssue=false
 # pyright: reportIndexIssue=false, reportGeneralTypeIssues=false
@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu import INTERPRETED, cast, check_device, tanh
-from kernels.rows import leaders
-from kernels.rows.checks import SPAN, Vectors, Wanted
+from kernels.rows import triton_sums
+from kernels.rows.checks import SPAN, TopSums, Vectors
 
 BLOCK = 1024
 WIDE = 4096  # elements of a row of logits that a program takes
@@ -66,24 +66,24 @@ def log_softmax(x_NV: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     return logp_NV, finite_N, peaks_NB
 
 
-def best_sums_of(logp_NV: Tensor, wanted: Sequence[Wanted], peaks_NB: Tensor | None) -> list[Tensor]:
+def top_sums_of(logp_NV: Tensor, wanted: Sequence[tuple[slice, TopSums]], peaks_NB: Tensor | None) -> list[Tensor]:
     """See the front for arguments; one launch, and another one where peaks are not known."""
     check_device(logp_NV)
     (N, V), device = logp_NV.shape, logp_NV.device
     logp_NV = _rows(logp_NV)
-    ranges = [(rows.start, rows.stop) for rows, _, _ in wanted]
-    counts = [min(k, (end - first) * V) for (first, end), (_, _, k) in zip(ranges, wanted, strict=True)]
+    ranges = [(rows.start, rows.stop) for rows, _ in wanted]
+    counts = [min(k, (end - first) * V) for (first, end), (_, (_, k)) in zip(ranges, wanted, strict=True)]
     if peaks_NB is None:
         peaks_NB = torch.empty(N, triton.cdiv(V, SPAN), dtype=torch.float32, device=device)
         grid = triton.cdiv(N, ROWS), triton.cdiv(V, WIDE)
         _peaks[grid](logp_NV, peaks_NB, N, logp_NV.stride(0), V=V, SPAN=SPAN, M=ROWS, WIDE=WIDE)
-    lists = [x for _, sums, _ in wanted if not isinstance(sums, Tensor) for x in sums]
+    lists = [x for _, (sums, _) in wanted if not isinstance(sums, Tensor) for x in sums]
     given_M, parts, at = torch.tensor(lists, dtype=torch.float32).to(device, non_blocking=True), [], 0
-    for _, sums, _ in wanted:
+    for _, (sums, _) in wanted:
         parts.append(sums if isinstance(sums, Tensor) else given_M[at : at + len(sums)])
         at += 0 if isinstance(sums, Tensor) else len(sums)
     sums_M = given_M if at == sum(map(len, parts)) else torch.cat(parts)
-    out = leaders.best_sums(logp_NV, ranges, sums_M, counts, peaks_NB)
+    out = triton_sums.top_sums(logp_NV, ranges, sums_M, counts, peaks_NB)
     return list(out.split([2 * k + 1 for k in counts]))
 
 

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from engine import Engine
 from engine.cache.tree import TokenTree
 from engine.step.packing import Chunk, pack
-from kernels.rows import best_sums_of, log_softmax
-from kernels.rows.checks import Wanted
+from kernels.rows import TopSums, log_softmax, top_sums_of
 from models.formats.floats import FloatLinear
 
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
@@ -120,15 +119,16 @@ def test_launches_of_a_layer(name, launches):
 
 
 def test_launches_after_the_last_layer(launches):
-    """Of log-probabilities, and of the best sums of three searches."""
+    """Of log-probabilities, and of the top sums of three searches."""
     logits_NV = torch.randn(6, 5000, generator=torch.Generator().manual_seed(0)).bfloat16()
     counters(logits_NV.device)  # made once per process
     with torch.inference_mode(), launches:
         logp_NV, _, peaks_NB = log_softmax(logits_NV, 4990, impl="triton")
         assert peaks_NB is not None
-        wanted = [Wanted(slice(0, 1), [0.0], 4), Wanted(slice(1, 4), [0.5] * 3, 9), Wanted(slice(4, 6), [0.0] * 2, 4)]
-        best_sums_of(logp_NV, wanted, peaks_NB, impl="triton")
+        wanted = [(slice(0, 1), TopSums([0.0], 4)), (slice(1, 4), TopSums([0.5] * 3, 9))]
+        wanted += [(slice(4, 6), TopSums([0.0] * 2, 4))]
+        top_sums_of(logp_NV, wanted, peaks_NB, impl="triton")
     assert {name: count for name, count in launches.found.items() if name[0] == "_"} == {
-        "_mass": 1, "_log_softmax": 1, "_leaders": 1,
+        "_mass": 1, "_log_softmax": 1, "_top_sums": 1,
     }  # fmt: skip
     assert launches.found.total() == 3, launches.found

@@ -21,8 +21,8 @@ from kernels.gpu import Properties
 from kernels.kv_write import triton as kv_write
 from kernels.linear import triton as products
 from kernels.linear.codes import Codes
-from kernels.rows import leaders
 from kernels.rows import triton as on_rows
+from kernels.rows import triton_sums
 from kernels.tree_attention import triton as tree_attention
 
 WHOLE, LAST = tree_attention.WHOLE.value, tree_attention.LAST.value
@@ -136,11 +136,11 @@ def log_softmax(capability, width):
     yield compile(on_rows._peaks, capability, {"x_ptr": "*fp32", "peaks_ptr": "*fp32"}, sizes | {"SPAN": on_rows.SPAN})
 
 
-def best_sums(capability, group):
+def top_sums(capability, group):
     types = {f"{name}_ptr": "*fp32" for name in ("logp", "peaks", "sums")} | {"out_ptr": "*fp64"}
     types |= {f"{name}_ptr": "*i32" for name in ("table", "work", "count")}
-    sizes = {"LOG_GROUP": group.bit_length() - 1, "LOG_SPAN": 7, "TILE": leaders.TILE, "RANKED": 256}
-    return compile(leaders._leaders, capability, types, sizes, **leaders.OPTIONS)
+    sizes = {"LOG_GROUP": group.bit_length() - 1, "LOG_SPAN": 7, "TILE": triton_sums.TILE, "RANKED": 256}
+    return compile(triton_sums._top_sums, capability, types, sizes, **triton_sums.OPTIONS)
 
 
 def unspilled(compiled, most=0):
@@ -222,8 +222,8 @@ for capability, width in ((80, 4096), (90, 8192)):
     unspilled(gate(capability, width))
 for compiled in log_softmax(90, 128_256):
     unspilled(compiled)
-for capability, group in zip(GPUS, itertools.cycle(leaders.GROUPS), strict=False):
-    unspilled(best_sums(capability, group))
+for capability, group in zip(GPUS, itertools.cycle(triton_sums.GROUPS), strict=False):
+    unspilled(top_sums(capability, group))
 AROUND = 8  # bytes that ptxas spills around a loop with registers to spare
 for capability, (kind, group, rows) in itertools.product((80, 90), ((4, 32, 16), (5, 4096, 64), (6, 128, 16))):
     unspilled(product(capability, kind, rows, group=group), AROUND)

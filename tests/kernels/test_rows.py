@@ -175,7 +175,7 @@ def test_cpp_refuses_what_it_cannot_do():
         lambda: rows.top_k(x.double(), 2, impl="cpp"),
         lambda: rows.top_k(x.to("meta"), 2, impl="cpp"),
         lambda: rows.at_least(x.double(), 0.5, 2, impl="cpp"),
-        lambda: rows.best_sums(x.double(), [0.0, 0.0], 2, impl="cpp"),
+        lambda: rows.top_sums(x.double(), [0.0, 0.0], 2, impl="cpp"),
         lambda: rows.gumbel_argmax(x.double(), [1, 2, 3, 4], impl="cpp"),
         lambda: rows.window_max(x[0].double(), *windows, 3, impl="cpp"),
         lambda: rows.window_wins(x[0].double(), *windows, x[0, :3], impl="cpp"),
@@ -253,7 +253,7 @@ def test_at_least(width, impl):
 
 @pytest.mark.parametrize("width", [1, 5, 128, 340, 1000, 32000])
 @pytest.mark.parametrize("n", [1, 4, 15])
-def test_best_sums(width, n):
+def test_top_sums(width, n):
     """The same values, places and order whether peaks are known or not; the definition has the same values."""
     for k in {1, min(3, n * width), min(40, n * width), min(600, n * width)}:
         for x in (draw(n, width), (draw(n, width) * 2).round()):
@@ -262,14 +262,14 @@ def test_best_sums(width, n):
             added = (x + torch.tensor(sums).unsqueeze(1)).view(-1)
             ranked = added.sort(descending=True, stable=True)
             for peaks in (None, reference.peaks(x)):
-                told = rows.best_sums(x, sums, k, peaks, impl="cpp")
+                told = rows.top_sums(x, sums, k, peaks, impl="cpp")
                 assert told[:k].float().equal(ranked.values[:k]) and told[k:-1].long().equal(ranked.indices[:k])
                 assert told[-1] == math.inf
-            told = rows.best_sums(x, sums, k, impl="torch")
+            told = rows.top_sums(x, sums, k, impl="torch")
             assert told[:k].float().equal(ranked.values[:k]) and added[told[k:-1].long()].equal(ranked.values[:k])
             rest = ranked.values[k:].max() if k < n * width else torch.tensor(float("-inf"))
             assert told[-1].float() == rest or told[-1] <= rest < ranked.values[k - 1]
-    assert rows.best_sums(x, sums, 10**6, impl="cpp").shape == rows.best_sums(x, sums, 10**6, impl="torch").shape
+    assert rows.top_sums(x, sums, 10**6, impl="cpp").shape == rows.top_sums(x, sums, 10**6, impl="torch").shape
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 100, 3001])
@@ -330,7 +330,7 @@ def test_custom_ops():
     calls = {"rms_norm": (x, weight, 1e-5), "rotary": (heads, cos, sin), "top_k": (x, 3)}
     calls |= {"layer_norm": (x, weight, weight, 1e-5), "activation": (x, "gelu"), "activation_mul": (x, "silu")}
     calls["at_least"] = (torch.log_softmax(x, -1), -9.0, 3)
-    calls["best_sums"] = (x, [0.0, 1.0, 2.0, 3.0, 4.0], 3, reference.peaks(x))
+    calls["top_sums"] = (x, [0.0, 1.0, 2.0, 3.0, 4.0], 3, reference.peaks(x))
     calls["log_softmax"] = (x, 15)
     calls["gumbel_argmax"] = (x, list(range(10)))
     windows = x.view(-1), torch.tensor([[0, 9], [70, 3]]), torch.zeros(2, 2)

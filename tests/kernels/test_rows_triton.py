@@ -14,7 +14,7 @@ from kernels.kv_fp8 import DTYPE as FP8
 from kernels.kv_kinds import floats, parts, row_width
 from kernels.kv_write import HeadTransform, rotary_write
 from kernels.rows import reference
-from kernels.rows.checks import Wanted
+from kernels.rows.checks import TopSums
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled on this machine's GPU")
@@ -143,34 +143,34 @@ SHAPES = [
 @DEVICES
 @pytest.mark.parametrize("many", [False, True], ids=["few ties", "many ties"])
 @pytest.mark.parametrize(("count", "width", "k", "tile"), SHAPES)
-def test_best_sums(count, width, k, tile, many, device, monkeypatch):
+def test_top_sums(count, width, k, tile, many, device, monkeypatch):
     """Bit by bit, in the order of places among equals, whether peaks are known or not."""
-    monkeypatch.setattr("kernels.rows.leaders.TILE", tile)
+    monkeypatch.setattr("kernels.rows.triton_sums.TILE", tile)
     x = draw(count, width)
     x = x.round() if many else x
     x[-1, width // 2 :] = -math.inf
     sums = (draw(count, seed=1) * 2).round().tolist()
     if count == 33:
         sums[5:30] = [-math.inf] * 25
-    told = rows.best_sums(x.to(device), sums, k, None if many else reference.peaks(x).to(device), impl="triton")
+    told = rows.top_sums(x.to(device), sums, k, None if many else reference.peaks(x).to(device), impl="triton")
     assert told.cpu().equal(ranked(x, sums, k))
 
 
 @DEVICES
-def test_best_sums_of_several_ranges(device):
+def test_top_sums_of_several_ranges(device):
     """Of rows with NaN anything, in its own range alone."""
     x, sums = draw(9, 300).round(), draw(9, seed=1).round()
     x[4] = math.nan
-    wanted = [Wanted(slice(0, 3), sums[:3].tolist(), 20), Wanted(slice(3, 5), [0.0, 1.0], 700)]
-    wanted += [Wanted(slice(5, 9), sums[5:].to(device), 3), Wanted(slice(1, 2), [-0.0], 40)]
-    expected = [ranked(x[rows], torch.as_tensor(sums).tolist(), k) for rows, sums, k in wanted]
+    wanted = [(slice(0, 3), TopSums(sums[:3].tolist(), 20)), (slice(3, 5), TopSums([0.0, 1.0], 700))]
+    wanted += [(slice(5, 9), TopSums(sums[5:].to(device), 3)), (slice(1, 2), TopSums([-0.0], 40))]
+    expected = [ranked(x[rows], torch.as_tensor(sums).tolist(), k) for rows, (sums, k) in wanted]
     for some in (wanted, wanted[2:3]):
-        told = rows.best_sums_of(x.to(device), some, reference.peaks(x).to(device), impl="triton")
-        assert [len(each) for each in told] == [2 * min(each.k, len(each.sums) * 300) + 1 for each in some]
+        told = rows.top_sums_of(x.to(device), some, reference.peaks(x).to(device), impl="triton")
+        assert [len(each) for each in told] == [2 * min(k, len(sums) * 300) + 1 for _, (sums, k) in some]
         for each, found in zip(some, told, strict=True):
-            if each.rows.start != 3:
+            if each[0].start != 3:
                 assert found.cpu().equal(expected[wanted.index(each)])
-    rest = rows.best_sums_of(x, wanted, impl="torch")
+    rest = rows.top_sums_of(x, wanted, impl="torch")
     assert all(len(found) == len(right) for found, right in zip(rest, expected, strict=True))
 
 

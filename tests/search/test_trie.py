@@ -9,7 +9,7 @@ import torch
 
 from engine.errors import UsageError
 from search import Trie
-from search.base import evaluate_best
+from search.base import evaluate_top_sums
 from tests.search.drive import drive
 
 PROMPT = 3  # tokens
@@ -210,7 +210,7 @@ def test_extreme_penalties(penalty):
         assert len(drive(Trie(1, penalty, mode), lambda path: row, 1300, (2,), page_size=64).outputs) == 1
 
 
-# --- evaluate_best ---
+# --- evaluate_top_sums ---
 
 
 def brute_force(logp_NV, scores, k):
@@ -221,14 +221,14 @@ def brute_force(logp_NV, scores, k):
 
 
 def equal(logp_NV, scores, k):
-    steps = evaluate_best(None, range(len(logp_NV)), scores, k)
+    steps = evaluate_top_sums(None, range(len(logp_NV)), scores, k)
     with pytest.raises(StopIteration) as stop:
         steps.send(next(steps).answer(logp_NV))
     assert stop.value.value == brute_force(logp_NV, scores, k)
 
 
 @pytest.mark.parametrize("V", [1, 2, 7, 15, 16, 17, 31, 32, 97, 101, 480, 512, 997, 1000, 1024, 2048])
-def test_evaluate_best(V):
+def test_evaluate_top_sums(V):
     generator = torch.Generator().manual_seed(V)
     for N, k, levels in itertools.product([1, 2, 5], [1, 2, 3, 8, 40, N_ALL], [None, 2, 5, 50]):
         logp_NV = torch.log_softmax(torch.randn(N, V, generator=generator), -1)
@@ -244,7 +244,7 @@ def test_evaluate_best(V):
 N_ALL = None
 
 
-def test_evaluate_best_at_the_edges():
+def test_evaluate_top_sums_at_the_edges():
     inf = float("-inf")
     equal(torch.full((2, 32), inf), [0.0, 0.0], 4)  # nothing is possible
     equal(torch.zeros(3, 1024), [0.0, 0.0, 0.0], 7)  # everything ties

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from engine import Engine
 from engine.step.packing import Blank
 from engine.step.runner import Runner
-from kernels.rows import best_sums_of
+from kernels.rows import TopSums, top_sums_of
 from search.base import REGISTRY, make_search
 from tests.search.device import DEVICE, Device, OnDevice, bare
 
@@ -50,10 +50,10 @@ def test_one_wait_per_pass(name, engine, monkeypatch, tmp_path):
         with _disable_current_modes():
             return tuple(x if x is None else OnDevice(x.clone()) for x in real(self, hidden_NE, *edits))
 
-    def best(logp_NV, wanted, peaks_NB, *, impl=None, real=best_sums_of):
+    def top(logp_NV, wanted, peaks_NB, *, impl=None, real=top_sums_of):
         """A GPU's kernel breaks ties, as that of a CPU does."""
         with _disable_current_modes():
-            wanted = [each._replace(sums=bare(each.sums)) for each in wanted]
+            wanted = [(rows, TopSums(bare(sums), k)) for rows, (sums, k) in wanted]
             return [OnDevice(x) for x in real(bare(logp_NV), wanted, bare(peaks_NB))]
 
     def forward(self, chunks, ready, real=Runner.forward):
@@ -68,7 +68,7 @@ def test_one_wait_per_pass(name, engine, monkeypatch, tmp_path):
 
     monkeypatch.setattr(Runner, "answer", answer)
     monkeypatch.setattr(Runner, "forward", forward)
-    monkeypatch.setattr("engine.step.runner.best_sums_of", best)
+    monkeypatch.setattr("engine.step.runner.top_sums_of", top)
     for each in (engine, *engine.companions.values()):
         monkeypatch.setattr(each.pool, "device", DEVICE)
         monkeypatch.setattr(each.runner, "asynchronous", True)

@@ -11,7 +11,7 @@ import torch
 from engine import Engine
 from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
-from engine.contract.best import Next
+from engine.contract.top_sums import Next
 from engine.engine import Request
 from engine.load.loading import LoadedModel
 from engine.service import starter

@@ -178,7 +178,7 @@ def log_softmax(recording: Recording) -> None:
 
 
 def best(recording: Recording) -> None:
-    """top_k, best_sums and at_least: exact, of equal values the first."""
+    """top_k, top_sums and at_least: exact, of equal values the first."""
     for width in (1, 5, 128, 340, 1000, 2015):
         for x in (draw(3, width), draw(3, width).sort(1).values, (draw(3, width) * 2).round()):
             x[2, width // 2 :] = -math.inf
@@ -193,7 +193,7 @@ def best(recording: Recording) -> None:
                 pairs = torch.stack([flat.values[:k].double(), flat.indices[:k].double()])
                 for known in (None, peaks) if k else ():
                     out = Expected(blank(pairs), pairs)
-                    recording.add(f"{k} of 3 x {width}", "best_sums", x, known, sums, out, 3, width, k)
+                    recording.add(f"{k} of 3 x {width}", "top_sums", x, known, sums, out, 3, width, k)
                 least = x[0].sort(descending=True).values[min(k, width - 1)].item()
                 pairs = torch.full((3, 2, k), math.nan, dtype=torch.float64)
                 for row in range(3):

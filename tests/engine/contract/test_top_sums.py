@@ -1,4 +1,4 @@
-"""The best sums, of rows, of entries and of parts; log-probabilities of few tokens; searches that use both."""
+"""The top sums, of rows, of entries and of parts; log-probabilities of few tokens; searches that use both."""
 
 import math
 import random
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import Choices, Engine
-from engine.contract.best import Best, Found, Next, merged, of_all, of_entries
+from engine.contract.top_sums import FoundSums, Next, TopSums, find_top_sums, found_in_entries, merged
 from engine.rules.constraint import Allowed
 from engine.rules.few import Few, Head
 from kernels.rows import log_softmax
@@ -37,16 +37,16 @@ def test_entries_and_parts_give_what_the_rows_give(seed):
     N, V, k = rng.randint(1, 9), rng.choice((3, 40, 300)), rng.choice((1, 4, 20, 5000))
     rows_NV = torch.randn(N, V, generator=generator).mul(2).round()
     rows_NV[torch.rand(N, V, generator=generator) < rng.choice((0.1, 0.9))] = -math.inf
-    best = Best([float(rng.randint(-3, 3)) for _ in range(N)], k)
+    best = TopSums([float(rng.randint(-3, 3)) for _ in range(N)], k)
     expected = brute_force(rows_NV, best)
-    assert lists(of_all(rows_NV, None, best)) == expected
+    assert lists(find_top_sums(rows_NV, None, best)) == expected
     row_M, token_M = (rows_NV > -math.inf).nonzero(as_tuple=True)
-    assert lists(of_entries(rows_NV[row_M, token_M], row_M, token_M, best, V)) == expected
+    assert lists(found_in_entries(rows_NV[row_M, token_M], row_M, token_M, best, V)) == expected
     cuts = sorted({0, N, *(rng.randrange(N) for _ in range(3))})
     parts = []
     for a, b in pairwise(cuts):
-        part = of_all(rows_NV[a:b], None, Best(best.sums[a:b], k))
-        parts.append(Found(part.values, part.places + a * V))
+        part = find_top_sums(rows_NV[a:b], None, TopSums(best.sums[a:b], k))
+        parts.append(FoundSums(part.values, part.places + a * V))
     rng.shuffle(parts)
     assert lists(merged(parts, k)) == expected
 
@@ -128,11 +128,11 @@ def test_a_wrong_best_is_a_fault_of_the_search(engine):
 
     tree = TokenTree(engine.pool, [5, 6])
     nodes = [tree.root]
-    assert not request_fault(Evaluate(tree, nodes, best=Best([0.0], 3)), [tree])
-    for best in (Best([], 3), Best([0.0], 0), ([0.0], 3)):
-        assert "Evaluate.best" in request_fault(Evaluate(tree, nodes, best=best), [tree])
+    assert not request_fault(Evaluate(tree, nodes, top_sums=TopSums([0.0], 3)), [tree])
+    for best in (TopSums([], 3), TopSums([0.0], 0), ([0.0], 3)):
+        assert "Evaluate.top_sums" in request_fault(Evaluate(tree, nodes, top_sums=best), [tree])
     for next in (5, Next(0, frozenset()), Next(1.5, frozenset()), Next(2, [3])):
-        assert "Evaluate.next" in request_fault(Evaluate(tree, nodes, best=Best([0.0], 2), next=next), [tree])
-    both = Evaluate(tree, nodes, lambda rows, peaks: rows.view(-1), Best([0.0], 3))
-    assert "Evaluate.best" in request_fault(both, [tree])
+        assert "Evaluate.next" in request_fault(Evaluate(tree, nodes, top_sums=TopSums([0.0], 2), next=next), [tree])
+    both = Evaluate(tree, nodes, lambda rows, peaks: rows.view(-1), TopSums([0.0], 3))
+    assert "Evaluate.top_sums" in request_fault(both, [tree])
     tree.release()

@@ -1,4 +1,4 @@
-"""The best sums of rows on a GPU, of several searches at once: one launch.
+"""The top sums of rows on a GPU, of several searches at once: one launch.
 
 The k largest elements lie in the k blocks with the largest peaks, and those blocks in the k groups of blocks with the
 largest peaks; of equal ones the lower come first everywhere, so this holds with ties as well. Programs find the groups'
@@ -31,10 +31,10 @@ LEAST_KEY = tl.constexpr(-0x7FFFFFFF)  # below the key of -inf
 FLIP = tl.constexpr(0x7FFFFFFF)
 
 
-def best_sums(
+def top_sums(
     logp_NV: Tensor, ranges: Sequence[tuple[int, int]], sums_M: Tensor, counts: Sequence[int], peaks_NB: Tensor
 ) -> Tensor:
-    """The results of `kernels.rows.best_sums` for ranges of rows, one after the other.
+    """The results of `kernels.rows.top_sums` for ranges of rows, one after the other.
 
     Args:
         ranges: the first row of each, and the end.
@@ -48,7 +48,7 @@ def best_sums(
     table_P7, outs, works = _table(tuple(ranges), tuple(counts), B, group, logp_NV.device)
     out = torch.empty(outs, dtype=torch.float64, device=logp_NV.device)
     work = torch.empty(works, dtype=torch.int32, device=logp_NV.device)
-    _leaders[triton.cdiv(most, TILE), len(ranges)](
+    _top_sums[triton.cdiv(most, TILE), len(ranges)](
         logp_NV, peaks_NB, sums_M, table_P7, work, out, counters(logp_NV.device), V, B, logp_NV.stride(0),
         LOG_GROUP=group.bit_length() - 1, LOG_SPAN=SPAN.bit_length() - 1, TILE=TILE, RANKED=256, **OPTIONS,
     )  # fmt: skip
@@ -72,7 +72,7 @@ def _table(
 
 
 @triton.jit(do_not_specialize=["V", "B"])
-def _leaders(
+def _top_sums(
     logp_ptr, peaks_ptr, sums_ptr, table_ptr, work_ptr, out_ptr, count_ptr, V, B, stride_n,
     LOG_GROUP: tl.constexpr, LOG_SPAN: tl.constexpr, TILE: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
