@@ -18,9 +18,9 @@ from engine.load.pools import check_memory
 from engine.rewards import Messages, RewardFunction, check_messages
 from engine.rules import Rules, Words
 from engine.rules.catalogue import Catalogue
+from engine.rules.constrained import Constrained
 from engine.rules.constraint import Constraint
 from engine.rules.logprobs import check_logprobs
-from engine.rules.state import Constrained
 from engine.step.jobs import Job
 from engine.text.stopping import StopStrings, check_stop
 from models.sharding import Shard

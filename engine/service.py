@@ -353,8 +353,8 @@ def starter(
     def start(job: Job) -> SearchGenerator:
         tree = driver.open_tree(job, "target", checked.ids, len(checked.ids) + checked.limit, trunk)
         hits_stop = checked.stops
-        if constrained is not None and not constrained.eos:  # no token can end an output that is stuck
-            hits_stop = constrained.with_ends(tree, checked.stops)
+        if constrained is not None and not constrained.endings.eos:  # no token can end an output that is stuck
+            hits_stop = constrained.endings.hits_stop(tree, checked.stops)
         return search.run(
             Task(
                 tree,
@@ -396,7 +396,7 @@ def finishing(models: Models, checked: Checked, job: Job) -> Generator[None, Non
     assert job.result is not None
     result, tokenizer = job.result, models.target.tokenizer
     if checked.constrained is not None:
-        checked.constrained.settle(result, "reward" in checked.request.search.models)
+        checked.constrained.endings.settle(result, "reward" in checked.request.search.models)
     try:
         if job.kept is not None:
             result.outputs = yield from job.kept.filling(result.outputs)

@@ -8,7 +8,7 @@ from bisect import insort
 from collections.abc import Iterable
 
 from engine.cache.tree import TokenTree, shared_length
-from engine.rules.state import STUCK
+from engine.rules.endings import STUCK
 from search.base import Output
 
 LAST = 1e200  # of a sum with STUCK: below what any length to the power of any penalty makes of another sum

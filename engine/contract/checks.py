@@ -137,14 +137,14 @@ def report_fault(report: Report) -> str:
 
 
 def request_fault(
-    request: Any, trees: Sequence[TokenTree], knows: Callable[[TokenTree, int], bool] | None = None
+    request: Any, trees: Sequence[TokenTree], has_row: Callable[[TokenTree, int], bool] | None = None
 ) -> str:
     """The fault of a value that a search yielded, and that is no Report; "" if there is none.
 
     Args:
         request: the value.
         trees: the trees of the run.
-        knows: whether the row of a node is known, so that the node may have been evaluated ahead.
+        has_row: whether the row of a node is known, so that the node may have been evaluated ahead.
     """
     if not isinstance(request, Evaluate):
         return f"expected it to yield Evaluate or Report, got {brief(request)}"
@@ -171,9 +171,9 @@ def request_fault(
             return f"Evaluate.nodes: expected nodes of this tree, which has grown {grown}, got {brief(node)}"
         if not tree.is_live(node):
             return f"Evaluate.nodes: expected live nodes, got {node}, which keep() has freed or moved into the trunk"
-        if tree.is_evaluated(node) and not (knows is not None and knows(tree, node)):
+        if tree.is_evaluated(node) and not (has_row is not None and has_row(tree, node)):
             return f"Evaluate.nodes: expected nodes not evaluated yet, got {node}; a search stores the rows it is sent"
-    assert knows is not None, "a tree refused valid nodes"
+    assert has_row is not None, "a tree refused valid nodes"
     return ""
 
 

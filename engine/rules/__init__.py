@@ -12,10 +12,10 @@ from torch import Tensor
 from engine.contract.checks import brief
 from engine.errors import UsageError, check_integer, check_number
 from engine.rules.catalogue import Catalogue, Items, open_catalogue
+from engine.rules.constrained import Constrained
 from engine.rules.constraint import AfterThought, Choices, Constraint, PrefixAllowed, check_constraint, packed
 from engine.rules.grammars import JSON_SCHEMA, KINDS, compile_grammar, source_of
 from engine.rules.processors import Bias, Hook, Masked, NoRepeatNGram, Processor, RepetitionPenalty, Suppress
-from engine.rules.state import Constrained
 from engine.text.tokenizer import Tokenizer
 
 ONE_OF = ("constraint", "choices", "catalogue", *KINDS, "prefix_allowed_tokens_fn")  # at most one is given

@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engine.cache.tree import TokenTree
 from engine.rules.constraint import Allowed
+from engine.rules.endings import STUCK, Endings
+from engine.rules.state import NodeStates
 from kernels.rows import log_softmax
 
 ROWS = 64  # rows over the vocabulary at a time
@@ -43,6 +46,41 @@ class Few(NamedTuple):
     def row_M(self) -> Tensor:
         """The row of each token."""
         return torch.arange(len(self.count_N)).repeat_interleave(self.count_N)
+
+
+class FewAnswers:
+    """The answers of one request from few tokens, for rows that the constraint alone edits.
+
+    Args:
+        states: of the nodes.
+        endings: gets the nodes after which no token is allowed.
+        renormalise: whether the log-probabilities of a row add up to 1.
+    """
+
+    def __init__(self, states: NodeStates, endings: Endings, renormalise: bool):
+        self.states, self.endings, self.renormalise = states, endings, renormalise
+
+    def wanted(self, tree: TokenTree, nodes: Sequence[int]) -> Few | None:
+        """The allowed tokens of evaluated nodes; None if other processors edit rows, or if there are not ids for all.
+
+        Where no token is allowed the output ends: an end-of-sequence token stands for that.
+        """
+        found = [self.states.of(tree, node).allowed for node in nodes]
+        if not self.states.alone or any(allowed is None or allowed.ids is None for allowed in found):
+            return None
+        end = Allowed([self.endings.token])
+        return Few.of([end if allowed.nothing else allowed for allowed in found if allowed], self.renormalise)
+
+    def note(self, tree: TokenTree, nodes: Sequence[int], few: Few, logp_M: Tensor) -> None:
+        """Keep known rows, and give ends their log-probability, in place, as an edit does. Raises ConstraintError."""
+        single = (few.count_N == 1).nonzero().view(-1)
+        for i, place in zip(single.tolist(), (few.count_N.cumsum(0) - 1)[single].tolist(), strict=True):
+            state = self.states.of(tree, nodes[i])
+            if state.allowed is not None and state.allowed.nothing:
+                self.endings.note(tree, nodes[i], state.allowed)
+                logp_M[place] = STUCK
+            elif not self.renormalise:
+                state.row = int(few.token_M[place]), float(logp_M[place])
 
 
 class Head:

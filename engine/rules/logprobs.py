@@ -19,7 +19,8 @@ from torch import Tensor
 from engine.cache.tree import TokenTree
 from engine.contract import Output
 from engine.errors import check_integer
-from engine.rules.state import Constrained, Known
+from engine.rules.constrained import Constrained
+from engine.rules.state import NodeState
 from kernels.rows import log_softmax, top_k
 
 ROWS = 64  # rows over the vocabulary at a time
@@ -111,8 +112,8 @@ class HiddenRows:
     def scoring(self, sequences: Sequence[Sequence[int]]) -> Generator[None, None, list[Scored]]:
         """As `scored`; yields after every `ROWS` rows that the head was applied to."""
         paths = [self._path(tokens) for tokens in sequences]
-        entries = {place: entry for path in paths for place, entry in path if self._has_row(place, entry)}
-        row = {place: i for i, place in enumerate(entries)}
+        states = {place: state for path in paths for place, state in path if self._has_row(place, state)}
+        row = {place: i for i, place in enumerate(states)}
         pairs = {
             (row[place], token)
             for path, tokens in zip(paths, sequences, strict=True)
@@ -121,35 +122,35 @@ class HiddenRows:
         }
         logps, top = {}, []
         if pairs:
-            logps, top = yield from self._evaluate([*entries], [*entries.values()], sorted(pairs))
+            logps, top = yield from self._evaluate([*states], [*states.values()], sorted(pairs))
         found = []
         for path, tokens in zip(paths, sequences, strict=True):
             scored = Scored([], [])
-            for (place, entry), token in zip(path, tokens, strict=True):
-                only = self._forced(entry)
+            for (place, state), token in zip(path, tokens, strict=True):
+                only = self._forced(state)
                 logp = logps[row[place], token] if place in row else 0.0 if token == only else -math.inf
                 scored.logprobs.append(logp if logp > -math.inf else None)
                 scored.top.append(top[row[place]] if place in row else [] if only is None else [(only, 0.0)][: self.k])
             found.append(scored)
         return found
 
-    def _path(self, tokens: Sequence[int]) -> list[tuple[int, Known | None]]:
-        """For each token the place before it, -1 where nothing was evaluated, and the constraint's entry there."""
-        entries = [None] * len(tokens) if self.constrained is None else self.constrained.along(tokens)
+    def _path(self, tokens: Sequence[int]) -> list[tuple[int, NodeState | None]]:
+        """For each token the place before it, -1 where nothing was evaluated, and the state there."""
+        states = [None] * len(tokens) if self.constrained is None else self.constrained.states.along(tokens)
         places = [0]
         for token in tokens[:-1]:
             places.append(self._after.get((places[-1], token), -1))
-        return [*zip(places, entries, strict=False)]
+        return [*zip(places, states, strict=False)]
 
-    def _has_row(self, place: int, entry: Known | None) -> bool:
-        return place in self._row and (entry is None or entry.states is not None)
+    def _has_row(self, place: int, state: NodeState | None) -> bool:
+        return place in self._row and (state is None or state.by_processor is not None)
 
-    def _forced(self, entry: Known | None) -> int | None:
+    def _forced(self, state: NodeState | None) -> int | None:
         """The token that a constraint forces, if that makes its probability 1, so that no row was evaluated."""
-        return self.constrained.certain(entry) if self.constrained is not None and entry is not None else None
+        return self.constrained.certain(state) if self.constrained is not None and state is not None else None
 
     def _evaluate(
-        self, places: Sequence[int], entries: Sequence[Known | None], pairs: Sequence[tuple[int, int]]
+        self, places: Sequence[int], states: Sequence[NodeState | None], pairs: Sequence[tuple[int, int]]
     ) -> Generator[None, None, tuple[dict[tuple[int, int], float], list[Alternatives]]]:
         """The log-probabilities of (row, token), in the order of rows, and the alternatives of each row."""
         parts = []
@@ -157,7 +158,7 @@ class HiddenRows:
         for first in range(0, len(places), ROWS):
             some = slice(first, first + ROWS)
             mine = (row_M >= first) & (row_M < first + ROWS)
-            parts += self._piece(places[some], entries[some], row_M[mine] - first, token_M[mine])
+            parts += self._piece(places[some], states[some], row_M[mine] - first, token_M[mine])
             yield
         numbers = torch.cat(parts).cpu().split([len(part) for part in parts])
         top = []
@@ -170,13 +171,13 @@ class HiddenRows:
 
     @torch.inference_mode()
     def _piece(
-        self, places: Sequence[int], entries: Sequence[Known | None], row_M: Tensor, token_M: Tensor
+        self, places: Sequence[int], states: Sequence[NodeState | None], row_M: Tensor, token_M: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The log-probabilities of tokens in rows, and the best tokens of the rows, float64, on the device."""
         logits_NV = self.runner.model.logits(torch.stack([self._row[place] for place in places]))
         logp_NV = log_softmax(logits_NV, self.runner.vocab_size, impl=self.runner.impl)[0]
         if self.constrained is not None:
-            self.constrained.rewrite([e for e in entries if e], logp_NV, logits_NV)
+            self.constrained.edits.rewrite([s for s in states if s], logp_NV, logits_NV)
         place = row_M.to(self.runner.device, non_blocking=True), token_M.to(self.runner.device, non_blocking=True)
         return logp_NV[place].double(), top_k(logp_NV, self.k).flatten()
 

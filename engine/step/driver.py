@@ -84,7 +84,7 @@ class Driver:
             tree.use_rope(switch is not None and len(prompt) > switch)
             tree.reuse()
         if job.constrained is not None and (len(job.trees) == 1 or model == "draft"):
-            job.constrained.watch(tree)
+            job.constrained.states.watch(tree)
         job.trace.watch(tree, model)
         return tree
 
@@ -354,8 +354,8 @@ class Driver:
             job.trace.reported(request)
             with self._phase("search"):
                 request = job.generator.send(None)
-        knows = job.constrained.knows if job.constrained is not None else None
-        if wrong := request_fault(request, job.trees, knows) or (job.foreign and self._wrong_tokens(request)):
+        has_row = job.constrained.states.has_row if job.constrained is not None else None
+        if wrong := request_fault(request, job.trees, has_row) or (job.foreign and self._wrong_tokens(request)):
             self._refuse(job, wrong)
         if self.observer is not None and request.read is not None:
             request = replace(request, read=observed_read(self.observer, request.read))
@@ -365,7 +365,7 @@ class Driver:
         """Begin with a request: what its constraint knows needs no evaluation. Raises ConstraintError."""
         tree, constrained, runner = request.tree, job.constrained, self._runner(request)
         answer, known = partial_answer(request, runner.model.shape.vocab_size), {}
-        if constrained is None or not constrained.watches(tree):
+        if constrained is None or not constrained.states.watches(tree):
             pending = Pending(request, tree.by_rope(request.nodes), answer)
         else:
             plan = constrained.plan(tree, request.nodes)
@@ -376,7 +376,7 @@ class Driver:
             pending.begin()
         job.trace.asked(request)
         if known:
-            answer.know(known, runner.device)
+            answer.add_known(known, runner.device)
             if job.traced:
                 job.trace.answered(tree, [*known], known_rows(known, answer.width, runner.device))
         return pending

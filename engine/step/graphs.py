@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.cache.pool import PagePool
 from engine.errors import UsageError
-from engine.rules.state import Edit
+from engine.rules.edits import Edit
 from engine.step.compiling import LEAST_SIZES
 from engine.step.gpu import check_triton
 from engine.step.packing import Chunk, Pass, bucket, pack

@@ -11,8 +11,9 @@ from engine.contract import Evaluate, Report, Search, SearchGenerator, SearchRes
 from engine.contract.checks import guarded_edit, is_ours
 from engine.contract.top_sums import TopSums
 from engine.contract.trace import UNTRACED, Trace, Untraced
+from engine.rules.constrained import Constrained
+from engine.rules.edits import Edit
 from engine.rules.logprobs import HiddenRows
-from engine.rules.state import Constrained, Edit
 from engine.step.packing import Chunk
 from engine.step.partial import PartialRows, PartialSums
 from engine.step.runner import Keep, Part, Runner, Strategy
@@ -171,7 +172,7 @@ class Batch:
             self.reads.append((rows, read))
             self.readers.append(share)
         if pending.constrained is not None and nodes:
-            edit = pending.constrained.edit(chunk.tree, nodes, rows)
+            edit = pending.constrained.edits.edit(chunk.tree, nodes, rows)
             self.edits.append(edit._replace(apply=guarded_edit(edit.apply, partial(setattr, job, "fault"))))
         self.tokens += len(chunk)
         if job.kept is not None and chunk.tree is job.trees[0]:

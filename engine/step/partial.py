@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.contract import Answer, Evaluate, Read
 from engine.contract.top_sums import FoundSums, TopSums, found_in_entries, found_in_rows, merged
 
-Known = Mapping[int, tuple[int, float]]  # node -> its only token, and the token's log-probability
+KnownRows = Mapping[int, tuple[int, float]]  # node -> its only token, and the token's log-probability
 
 
 class PartialRows:
@@ -45,7 +45,7 @@ class PartialRows:
         self.nodes += nodes
         self.rows.append(rows_NV)
 
-    def know(self, known: Known, device: torch.device) -> None:
+    def add_known(self, known: KnownRows, device: torch.device) -> None:
         """Add nodes whose rows need no evaluation."""
         self.known, self.known_KV = [*known], known_rows(known, self.width, device)
 
@@ -93,8 +93,8 @@ class PartialSums:
     def add(self, nodes: Sequence[int], rows_NV: Tensor) -> None:
         """As `PartialRows.add`: the rows are not needed."""
 
-    def know(self, known: Known, device: torch.device) -> None:
-        """As `PartialRows.know`."""
+    def add_known(self, known: KnownRows, device: torch.device) -> None:
+        """As `PartialRows.add_known`."""
         tokens, numbers = zip(*known.values(), strict=True)
         values_K, token_K, nodes = torch.tensor(numbers, dtype=torch.float32), torch.tensor(tokens), [*known]
         wanted, row_K = self.top_sums(nodes), torch.arange(len(tokens))
@@ -122,7 +122,7 @@ def partial_answer(request: Evaluate, width: int) -> PartialRows | PartialSums:
     return PartialRows(request, width)
 
 
-def known_rows(known: Known, width: int, device: torch.device) -> Tensor:
+def known_rows(known: KnownRows, width: int, device: torch.device) -> Tensor:
     """The rows of nodes after which one token is possible, float32 [K, width]."""
     tokens, numbers = zip(*known.values(), strict=True)
     rows_KV = torch.full((len(tokens), width), -math.inf, device=device)

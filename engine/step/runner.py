@@ -11,8 +11,8 @@ from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.contract import Read
 from engine.contract.top_sums import FoundSums, TopSums, find_top_sums, found_in_shards
+from engine.rules.edits import Edit
 from engine.rules.few import Few, Head
-from engine.rules.state import Edit
 from engine.step.packing import Chunk, Pass, pack
 from engine.step.phases import PhaseObserver, phase
 from engine.step.timing import Overlap, PassTime

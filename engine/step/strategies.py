@@ -48,7 +48,7 @@ class FewTokens:
         constrained, sums = share.pending.constrained, share.pending.partial
         assert constrained is not None and isinstance(sums, PartialSums)
         try:
-            constrained.note(share.chunk.tree, share.nodes, few, logp_M)
+            constrained.few.note(share.chunk.tree, share.nodes, few, logp_M)
         except ConstraintError as error:
             share.job.fault = error
         wanted = sums.top_sums(share.nodes)
@@ -96,4 +96,6 @@ def strategy_of(batch: Batch) -> Strategy:
 def few_of(share: Share) -> Few | None:
     """The tokens that constraints allow after a share's nodes, if the top sums over them are all that is wanted."""
     constrained = share.pending.constrained
-    return None if constrained is None or share.top_sums is None else constrained.few(share.chunk.tree, share.nodes)
+    if constrained is None or share.top_sums is None:
+        return None
+    return constrained.few.wanted(share.chunk.tree, share.nodes)

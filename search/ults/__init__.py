@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.cache.tree import TokenTree
 from engine.contract import Read
 from engine.errors import KVMemoryError, UsageError
-from engine.rules.state import STUCK
+from engine.rules.endings import STUCK
 from models.trim import trim_memory
 from search.base import (
     Answer,

@@ -280,14 +280,14 @@ def test_a_prompt_that_opens_a_thought(prompt, thinks):
     tokenizer = Tokenizer.load(GOLDEN / "text" / "qwen")
     ids = tokenizer.encode_rendered([(prompt, True)])
     constrained = Rules(regex="ab").at_work(ids, 9, tokenizer.size, frozenset([422]), tokenizer)
-    assert isinstance(constrained.mask.constraint, AfterThought) is thinks
-    state = constrained.mask.start(ids)
-    [allowed] = constrained.mask.allowed([state])
+    assert isinstance(constrained.states.mask.constraint, AfterThought) is thinks
+    state = constrained.states.mask.start(ids)
+    [allowed] = constrained.states.mask.allowed([state])
     a, close = tokenizer.encode("a")[0], tokenizer.encode_rendered([("</think>", True)])[0]
     assert a in allowed and (close in allowed) is thinks and 422 not in allowed
     if thinks:
-        state = constrained.mask.advance(constrained.mask.advance(state, 300), close)
-        [allowed] = constrained.mask.allowed([state])
+        state = constrained.states.mask.advance(constrained.states.mask.advance(state, 300), close)
+        [allowed] = constrained.states.mask.allowed([state])
         assert a in allowed and 300 not in allowed
 
 
@@ -307,7 +307,7 @@ def test_tags_of_thoughts_that_are_matched_in_normalised_text(tmp_path):
     assert tokenizer.thought_ids == usual.thought_ids and len(tokenizer.thought_ids) == 2
     ids = tokenizer.encode_rendered([("a<think>\n", True)])
     constrained = Rules(regex="ab").at_work(ids, 9, tokenizer.size, frozenset([422]), tokenizer)
-    assert isinstance(constrained.mask.constraint, AfterThought)
+    assert isinstance(constrained.states.mask.constraint, AfterThought)
 
 
 # --- errors ---

@@ -1,0 +1,89 @@
+"""Edits of rows: what the processors of one request do to the log-probabilities of nodes."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.cache.tree import TokenTree
+from engine.rules.constraint import EVERYTHING
+from engine.rules.endings import STUCK, Endings
+from engine.rules.state import NodeState, NodeStates
+
+
+class Edit(NamedTuple):
+    """An edit of a range of rows after the softmax.
+
+    Attributes:
+        rows: the range.
+        apply: function of the rows, and of what their logits have in excess of them [N, 1] where `logits` asks for it.
+        logits: whether it needs the logits.
+    """
+
+    rows: slice
+    apply: "partial[None]"
+    logits: bool
+
+
+class RowEdits:
+    """The edits of the rows of one request.
+
+    Args:
+        states: of the nodes.
+        endings: gets the nodes after which no token is left.
+        renormalise: whether processors edit logits, before the softmax, instead of log-probabilities.
+    """
+
+    def __init__(self, states: NodeStates, endings: Endings, renormalise: bool):
+        self.states, self.endings, self.renormalise = states, endings, renormalise
+        self._logits = renormalise and any(p.of_logits for p in states.processors)
+        self._bans = any(p.bans for p in states.processors)
+
+    def edit(self, tree: TokenTree, nodes: Sequence[int], rows: slice) -> Edit:
+        """The edit of the rows of evaluated nodes, whose states are known."""
+        return Edit(rows, partial(self._apply, tree, nodes), self._logits)
+
+    def rewrite(self, states: Sequence[NodeState], logp_NV: Tensor, logits_NV: Tensor) -> None:
+        """Edit rows in place as those were that a search was sent."""
+        self._rewrite(states, logp_NV, logits_NV[:, :1].float() - logp_NV[:, :1] if self._logits else None)
+
+    def _apply(self, tree: TokenTree, nodes: Sequence[int], rows_NV: Tensor, excess_N1: Tensor | None) -> None:
+        """Edit rows in place. Raises ConstraintError."""
+        states = [self.states.of(tree, node) for node in nodes]
+        self._rewrite(states, rows_NV, excess_N1)
+        if self._bans:
+            self._end(tree, nodes, states, rows_NV)
+        if self.states.alone and not self.renormalise:
+            self._note(states, rows_NV)
+
+    def _rewrite(self, states: Sequence[NodeState], rows_NV: Tensor, excess_N1: Tensor | None) -> None:
+        if excess_N1 is not None:
+            rows_NV += excess_N1
+        for i, processor in enumerate(self.states.processors):
+            if processor is self.states.mask:
+                processor.apply(rows_NV, [state.allowed or EVERYTHING for state in states])
+            else:
+                processor.apply(rows_NV, [s.by_processor[i] for s in states if s.by_processor is not None])
+        if self.renormalise:
+            rows_NV -= rows_NV.logsumexp(1, keepdim=True).clamp_(min=-3e38)  # of rows without any token
+
+    @staticmethod
+    def _note(states: Sequence[NodeState], rows_NV: Tensor) -> None:
+        """Keep the rows of the states whose only token was evaluated ahead, or which were."""
+        chains = [(i, s, s.allowed.forced) for i, s in enumerate(states) if s.allowed and s.allowed.forced is not None]
+        if chains:
+            places, found, tokens = zip(*chains, strict=True)
+            for state, token, number in zip(found, tokens, rows_NV[places, tokens].tolist(), strict=True):
+                state.row = token, number
+
+    def _end(self, tree: TokenTree, nodes: Sequence[int], states: Sequence[NodeState], rows_NV: Tensor) -> None:
+        """Where no token is allowed, the output ends: give an end-of-sequence token a row's only log-probability."""
+        if self.states.alone and all(state.allowed is None or state.allowed.ids is not None for state in states):
+            stuck = [i for i, state in enumerate(states) if state.allowed is not None and state.allowed.nothing]
+        else:
+            stuck = (rows_NV.amax(1) == -math.inf).nonzero().view(-1).tolist()
+        for i in stuck:
+            self.endings.note(tree, nodes[i], states[i].allowed)
+            rows_NV[i, self.endings.token] = STUCK
