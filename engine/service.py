@@ -52,26 +52,28 @@ class Entry:
     Attributes:
         client: whose request it is.
         tell: called with every `News`, by the thread that steps; it must not raise.
-        text: makes text of settled tokens; None if the caller wants the result alone.
+        stream: whether its text is wanted as soon as it is certain.
         wants: set by the caller while it waits for the next event; None if it wants none.
         trunk: the cache that its tree takes over.
         retire: gets the target's tree at the end.
         job: what the driver works on; None while the request waits.
         told: whether `tell` was called, which happens first when the search starts.
         seen: the latest event.
+        text: makes text of settled tokens, for `stream`, once the request is queued.
         finish: makes the outcome of a search that has ended, a piece at a time.
     """
 
     checked: Checked
     client: str
     tell: Callable[[News], None]
-    text: TextStream | None
+    stream: bool = False
     wants: threading.Event | None = None
     trunk: Trunk | None = None
     retire: Callable[[TokenTree], None] | None = None
     job: Job | None = None
     told: bool = False
     seen: Prefill | Progress | None = None
+    text: TextStream | None = None
     finish: Generator[None, None, Outcome] | None = None
 
     @property
@@ -137,13 +139,15 @@ class Service:
         trunk: Trunk | None = None,
         retire: Callable[[TokenTree], None] | None = None,
     ) -> Entry:
-        """Queue a request of a client; `stream`: its text is wanted as soon as it is certain. All others: see `Entry`.
+        """Queue a request of a client; for arguments see `Entry`. Raises as `queue`."""
+        entry = Entry(checked, client, tell, stream, wants, trunk, retire)
+        self.queue(entry)
+        return entry
 
-        Raises:
-            ValueError: its trace has recorded another request.
-        """
-        request, target = checked.request, self.models.target
-        steady = target.shape.steady_length
+    def queue(self, entry: Entry) -> None:
+        """Have a request wait for its turn. Raises ValueError: its trace has recorded another request."""
+        checked, request, target = entry.checked, entry.checked.request, self.models.target
+        steady, trunk = target.shape.steady_length, entry.trunk
         if trunk is not None and steady is not None and max(len(checked.ids), trunk.cached) > steady:
             trunk.release(target.runner.pool)
         if request.trace is not None:
@@ -151,10 +155,9 @@ class Service:
             names = {role: model.name for role, model in models.items()}
             tokenizers = {role: model.tokenizer for role, model in models.items()}
             request.trace.begin(request.search, checked.ids, names, tokenizers)
-        text = TextStream(target.tokenizer, request.stop) if stream else None
-        entry = Entry(checked, client, tell, text, wants, trunk, retire)
-        self.waiting.setdefault(client, deque()).append(entry)
-        return entry
+        if entry.stream:
+            entry.text = TextStream(target.tokenizer, request.stop)
+        self.waiting.setdefault(entry.client, deque()).append(entry)
 
     def cancel(self, entry: Entry) -> None:
         """Abandon a request: its pages return to the pool now. Without effect on one that has ended."""

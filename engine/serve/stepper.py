@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from engine.contract import SearchResult
 from engine.errors import CoppiceError
 from engine.serve.metrics import Metrics
-from engine.service import Checked, News, Outcome, Service
-from engine.tasks.step_thread import Handle, StepThread
+from engine.service import Checked, Entry, News, Outcome, Service
+from engine.tasks.step_thread import StepThread
 
 SWITCH_SECONDS = 1e-3  # after which a thread that checks lets the one that steps go on, wherever it has to wait for it
 
@@ -42,7 +42,7 @@ class Ticket:
     def __init__(self, lane: "Lane", client: str):
         self.lane, self.client = lane, client
         self.outcome: Outcome | None = None
-        self.handle: Handle  # set when it is submitted
+        self.entry: Entry  # set when it is submitted
         self.asked, self.began, self.spoke = time.perf_counter(), 0.0, 0.0
         self._text = ""
         self._changed = asyncio.Event()
@@ -176,7 +176,7 @@ class Lane:
     def submit(self, checked: Checked, stream: bool, client: str) -> Ticket:
         """Queue a request of a client."""
         ticket = Ticket(self, client)
-        ticket.handle = self.stepper.submit(self.service, checked, ticket.hear, stream=stream, client=client)
+        ticket.entry = self.stepper.submit(self.service, checked, ticket.hear, stream=stream, client=client)
         self.open.add(ticket)
         return ticket
 
@@ -187,7 +187,7 @@ class Lane:
         self.open.discard(ticket)
         ticket.abandon()
         self.stepper.metrics.count("requests_cancelled", self.name)
-        self.stepper.cancel(ticket.handle)
+        self.stepper.cancel(self.service, ticket.entry)
 
     def started(self, ticket: Ticket) -> None:
         """A search has begun."""

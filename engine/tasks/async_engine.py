@@ -12,8 +12,8 @@ from engine.contract import Search, SearchResult
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError
 from engine.request import Done, Event, Request, RequestOptions, Text, requests_of
-from engine.service import News, Outcome
-from engine.tasks.step_thread import Handle, StepThread
+from engine.service import Entry, News, Outcome
+from engine.tasks.step_thread import StepThread
 
 P = ParamSpec("P")
 
@@ -111,7 +111,7 @@ class AsyncEngine:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         results: dict[int, SearchResult] = {}
         errors: list[CoppiceError] = []
-        handles: list[Handle] = []
+        entries: list[Entry] = []
 
         def hear(i: int, news: News) -> None:
             if ended.done() or news.outcome is None:
@@ -125,19 +125,19 @@ class AsyncEngine:
 
         try:
             for i, request in enumerate(requests):
-                handles.append(await self._submit(request, partial(hear, i)))
+                entries.append(await self._submit(request, partial(hear, i)))
                 if ended.done():
                     break
             if requests:
                 await ended
         finally:
-            while handles:
-                self._thread.cancel(handles.pop())
+            while entries:
+                self._thread.cancel(self._service, entries.pop())
         if errors:
             raise errors.pop()
         return [results[i] for i in range(len(requests))]
 
-    async def _submit(self, request: Request, hear: Callable[[News], None], **how: Any) -> Handle:
+    async def _submit(self, request: Request, hear: Callable[[News], None], **how: Any) -> Entry:
         """Check a request and queue it; `how`: see `StepThread.submit`. Raises CoppiceError."""
         self._thread.start()
         checked = await self._thread.check(partial(self._service.check, request))
@@ -155,7 +155,7 @@ class Stream(AsyncIterator[Event]):
 
     def __init__(self, engine: AsyncEngine, request: Request):
         self._engine, self._request = engine, request
-        self._handle: Handle | None = None
+        self._entry: Entry | None = None
         self._events: list[Event] = []
         self._outcome: Outcome | None = None
         self._over = False
@@ -167,7 +167,7 @@ class Stream(AsyncIterator[Event]):
         if self._over:
             raise StopAsyncIteration
         try:
-            if self._handle is None:
+            if self._entry is None:
                 await self._begin()
             while not self._events and self._outcome is None:
                 self._changed.clear()
@@ -189,10 +189,10 @@ class Stream(AsyncIterator[Event]):
             if (stream := weak()) is not None:
                 stream._hear(news)
 
-        self._handle = await self._engine._submit(self._request, hear, stream=True, wants=self._wants)
+        self._entry = await self._engine._submit(self._request, hear, stream=True, wants=self._wants)
 
     def _done(self) -> Done:
-        self._over, self._handle = True, None
+        self._over, self._entry = True, None
         outcome, self._outcome = self._outcome, None
         if isinstance(outcome, SearchResult):
             return Done(outcome)
@@ -210,9 +210,9 @@ class Stream(AsyncIterator[Event]):
         self._end()
 
     def _end(self) -> None:
-        handle, self._over, self._handle = self._handle, True, None
-        if handle is not None:
-            self._engine._thread.cancel(handle)
+        entry, self._over, self._entry = self._entry, True, None
+        if entry is not None:
+            self._engine._thread.cancel(self._engine._service, entry)
 
     def _hear(self, news: News) -> None:
         if news.text:

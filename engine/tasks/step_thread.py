@@ -9,7 +9,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,20 +20,6 @@ from engine.service import Entry, News, Service, as_ours
 
 T = TypeVar("T")
 CHECKS = 4  # at once, of as many clients
-
-
-@dataclass(eq=False)
-class Handle:
-    """A request that `StepThread.submit` has taken; its fields belong to the stepping thread.
-
-    Attributes:
-        entry: None until the request is submitted to its service.
-        gone: cancelled before that.
-    """
-
-    service: Service
-    entry: Entry | None = None
-    gone: bool = False
 
 
 class Checks:
@@ -162,39 +147,33 @@ class StepThread:
         stream: bool = False,
         wants: threading.Event | None = None,
         client: str = "",
-    ) -> Handle:
-        """As `Service.submit`, for a coroutine: its event loop calls `hear`, also with an error of the start.
+    ) -> Entry:
+        """As `Service.submit`, for a coroutine: its event loop calls `hear`, also with an error of the start. The entry
+        belongs to the stepping thread.
 
         Raises:
             CoppiceError: the thread has ended.
         """
-        handle, loop = Handle(service), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
 
         def tell(news: News) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(hear, news)
 
         def start() -> None:
-            if handle.gone:
-                return
             try:
-                handle.entry = service.submit(checked, tell, stream=stream, wants=wants, client=client)
+                service.queue(entry)
             except Exception as error:
                 tell(News(0.0, outcome=as_ours(error, "the start failed")))
 
+        entry = Entry(checked, client, tell, stream, wants)
         self.call(start)
-        return handle
+        return entry
 
-    def cancel(self, handle: Handle) -> None:
+    def cancel(self, service: Service, entry: Entry) -> None:
         """Abandon a request: its pages are free before the next step. Without effect on one that has ended."""
-
-        def stop() -> None:
-            handle.gone = True
-            if handle.entry is not None:
-                handle.service.cancel(handle.entry)
-
         with contextlib.suppress(CoppiceError):  # the thread has ended, and all requests with it
-            self.call(stop)
+            self.call(partial(service.cancel, entry))
 
     def stop(self) -> None:
         """End all requests with an error, return their pages, end the threads."""
