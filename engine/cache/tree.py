@@ -1,16 +1,13 @@
-"""TokenTree: the tokens of one search, in a trunk that all sequences share, and in branches."""
+"""TokenTree: the tokens of one search, in a trunk that all sequences share, and in branches, with their slots."""
 
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from engine.cache.nodes import FREED, IN_TRUNK, NO_SLOT, Nodes
 from engine.cache.pool import PagePool
 from engine.cache.slots import BranchSlots, Trunk
 from engine.errors import KVMemoryError
-
-NO_SLOT = -1  # not evaluated yet
-IN_TRUNK = -2  # keys and values lie in the trunk
-FREED = -3
 
 
 class TreeObserver(Protocol):
@@ -29,12 +26,11 @@ class TreeObserver(Protocol):
         """The branches are freed; this may be called twice."""
 
 
-class TokenTree:
-    """A tree of tokens over one pool. Nodes are integers, parents come before children.
+class TokenTree(Nodes):
+    """A tree of tokens over one pool.
 
-    A node is identified by its path: growing the same token twice under one parent gives the same node. A node takes
-    a slot when it is evaluated and loses it when `keep` drops the node. Every live node descends from the trunk; `keep`
-    promotes the stem that all live nodes share: its keys and values move into the trunk.
+    A node takes a slot when it is evaluated and loses it when `keep` drops the node. `keep` promotes the stem that all
+    live nodes share: its keys and values move into the trunk.
 
     Args:
         pool: holds the keys and values.
@@ -58,47 +54,23 @@ class TokenTree:
         trunk: Trunk | None = None,
         switch_length: int | None = None,
     ):
-        if not prompt:
-            raise ValueError("expected a prompt of at least one token")
+        super().__init__(prompt)
         self.pool, self.switch_length = pool, switch_length
         self.observer: TreeObserver | None = None
         self.salt: str | None = None
-        self.prompt_length = len(prompt)
-        self.trunk = Trunk(list(prompt))
         if trunk is not None:
             self._adopt(trunk)
         self.reused = self.trunk.cached  # prompt tokens that need no evaluation
         self._read = 0  # trunk tokens in the cache when the variant of rotary embeddings last changed
         wanted = -(-max(expected, len(prompt)) // pool.page_size)
         self._claim = pool.claim(wanted) if not self.trunk.pages else range(0)
-        # One row per node, live or not.
-        self._token: list[int] = [self.trunk.tokens[-1]]
-        self._parent: list[int] = [-1]
-        self._position: list[int] = [len(prompt) - 1]
-        self._slot: list[int] = [IN_TRUNK]
         self._bits: dict[int, int] = {}  # latest node -> bits of the branch slots of its ancestors and itself
         self._spent: list[int] = []  # nodes whose bits are part of those of the latest nodes: to be dropped next
-        self._children: dict[int, dict[int, int]] = {}  # live node that has children -> token -> child
-        self._leaves: dict[int, None] = {0: None}  # ordered, so that nothing depends on hashing
-        self.root = 0
         self.slots = BranchSlots(pool)
         self._reserved: list[int] | None = None  # branch slots, see `reserve`
-        self._paths_length = len(prompt)  # sum of the leaves' path lengths
         self.peak_live = self.peak_unshared = self.peak_pages = 0
 
     # --- reading ---
-
-    def token(self, node: int) -> int:
-        """The node's token."""
-        return self._token[node]
-
-    def parent(self, node: int) -> int:
-        """The node's parent; -1 for the first root."""
-        return self._parent[node]
-
-    def position(self, node: int) -> int:
-        """The token's index in its sequence; the prompt's first token has 0."""
-        return self._position[node]
 
     def is_evaluated(self, node: int) -> bool:
         """Whether the cache has the keys and values of the node and its ancestors."""
@@ -115,39 +87,6 @@ class TokenTree:
             if slots[node] != NO_SLOT and (node != self.root or self.is_evaluated(node)):
                 return False
         return True
-
-    @property
-    def grown(self) -> int:
-        """The number of nodes ever grown, live or not; they are numbered from 0."""
-        return len(self._token)
-
-    def is_live(self, node: int) -> bool:
-        """Whether the node may have new children and may be evaluated."""
-        return self._slot[node] != FREED and (self._slot[node] != IN_TRUNK or node == self.root)
-
-    def path(self, node: int) -> list[int]:
-        """The generated tokens up to the node."""
-        tail = []
-        while self._slot[node] != IN_TRUNK:
-            tail.append(self._token[node])
-            node = self._parent[node]
-        return self.trunk.tokens[self.prompt_length : self._position[node] + 1] + tail[::-1]
-
-    def descend(self, tokens: Sequence[int]) -> int:
-        """The deepest live node on the path of these generated tokens; the root if they leave the trunk."""
-        trunk = self.settled_from(0)
-        if list(tokens[: len(trunk)]) != trunk:
-            return self.root
-        node = self.root
-        for token in tokens[len(trunk) :]:
-            if token not in (children := self._children.get(node, {})):
-                break
-            node = children[token]
-        return node
-
-    def settled_from(self, start: int) -> list[int]:
-        """The generated tokens of the trunk, from the start-th on."""
-        return self.trunk.tokens[self.prompt_length + start :]
 
     @property
     def live_tokens(self) -> int:
@@ -174,48 +113,7 @@ class TokenTree:
         """The pages of the pool that the tree holds."""
         return self.trunk.pages + self.slots.pages_held
 
-    # --- growing and pruning ---
-
-    def grow(self, parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Children of live nodes, one per (parent, token); they take no slot until they are evaluated.
-
-        Returns:
-            node ids, in the order given; an existing child for a token that the parent already has.
-        """
-        return [self.child(parent, token) for parent, token in zip(parents, tokens, strict=True)]
-
-    def grow_path(self, node: int, tokens: Iterable[int]) -> list[int]:
-        """A chain of tokens below a node; the ids of its nodes."""
-        chain = []
-        for token in tokens:
-            chain.append(node := self.child(node, token))
-        return chain
-
-    def child(self, parent: int, token: int) -> int:
-        """A live node's child for a token, grown if it does not exist yet."""
-        if children := self._children.get(parent):
-            if token in children:
-                return children[token]
-        elif not self.is_live(parent):
-            raise ValueError(f"node {parent} is not live: it was dropped by keep()")
-        return self._grow_one(parent, token)
-
-    def _grow_one(self, parent: int, token: int) -> int:
-        node = len(self._token)
-        position = self._position[parent] + 1
-        self._token.append(token)
-        self._parent.append(parent)
-        self._position.append(position)
-        self._slot.append(NO_SLOT)
-        if parent in self._children:
-            self._children[parent][token] = node
-        else:
-            self._children[parent] = {token: node}
-            del self._leaves[parent]
-            self._paths_length -= position
-        self._leaves[node] = None
-        self._paths_length += position + 1
-        return node
+    # --- pruning ---
 
     def keep(self, nodes: Iterable[int]) -> None:
         """Free every node that is neither one of these nor an ancestor of one; promote the stem they share."""
@@ -571,30 +469,17 @@ class TokenTree:
     def check_invariants(self) -> None:
         """Check that redundant state agrees; for tests."""
         size = self.pool.page_size
-        live = [n for n in range(len(self._token)) if self._slot[n] not in (FREED, IN_TRUNK)] + [self.root]
-        children: dict[int, list[int]] = {n: [] for n in live}
+        live = self.check_nodes()
         for n in live:
-            if n != self.root:
-                assert self._parent[n] in children, f"live node {n} lost its parent"
-                children[self._parent[n]].append(n)
-                assert self._children[self._parent[n]][self._token[n]] == n
-                assert self._position[n] == self._position[self._parent[n]] + 1
-        for n in live:
-            assert sorted(self._children.get(n, {}).values()) == children[n], n
-            assert (n in self._leaves) == (not children[n]), n
             if n != self.root and self._slot[n] >= 0:
                 assert self.slots.owner[self._slot[n]] == n
                 assert self.ancestry(n) == (self.ancestry(self._parent[n]) | 1 << self._slot[n])
                 assert self._parent[n] == self.root or self._slot[self._parent[n]] >= 0
-        assert sorted(self._children) == sorted(n for n in live if children[n])
-        assert len(self._leaves) == sum(not c for c in children.values())
-        assert self._paths_length == sum(self._position[n] + 1 for n in self._leaves)
         slots = self.slots
         slots.check_invariants()
         owners = [(s, n) for s, n in enumerate(slots.owner) if n >= 0]
         assert all(slots.table[1][s] == self._position[n] for s, n in owners)
         assert sorted(n for _, n in owners) == sorted(n for n in live if self._slot[n] >= 0)
-        assert self._position[self.root] == len(self.trunk.tokens) - 1
         assert self.trunk.cached <= len(self.trunk.tokens)
         assert len(self.trunk.pages) == -(-self.trunk.cached // size), (len(self.trunk.pages), self.trunk.cached)
         assert len(set(self.pages_held)) == len(self.pages_held) == self.page_count

@@ -1,0 +1,149 @@
+"""The nodes of one search's token tree, as arrays; no memory of the cache is taken or freed here."""
+
+from collections.abc import Iterable, Sequence
+
+from engine.cache.slots import Trunk
+
+NO_SLOT = -1  # not evaluated yet
+IN_TRUNK = -2  # keys and values lie in the trunk
+FREED = -3
+
+
+class Nodes:
+    """A trunk that all sequences share, and nodes below it. Nodes are integers, parents come before children.
+
+    A node is identified by its path: growing the same token twice under one parent gives the same node. Every live node
+    descends from the trunk.
+
+    Args:
+        prompt: at least one token.
+
+    Attributes:
+        prompt_length: tokens.
+        trunk: its tokens, and their pages.
+        root: the node of the trunk's last token.
+    """
+
+    def __init__(self, prompt: Sequence[int]):
+        if not prompt:
+            raise ValueError("expected a prompt of at least one token")
+        self.prompt_length = len(prompt)
+        self.trunk = Trunk(list(prompt))
+        # One row per node, live or not.
+        self._token: list[int] = [self.trunk.tokens[-1]]
+        self._parent: list[int] = [-1]
+        self._position: list[int] = [len(prompt) - 1]
+        self._slot: list[int] = [IN_TRUNK]
+        self._children: dict[int, dict[int, int]] = {}  # live node that has children -> token -> child
+        self._leaves: dict[int, None] = {0: None}  # ordered, so that nothing depends on hashing
+        self.root = 0
+        self._paths_length = len(prompt)  # sum of the leaves' path lengths
+
+    # --- reading ---
+
+    def token(self, node: int) -> int:
+        """The node's token."""
+        return self._token[node]
+
+    def parent(self, node: int) -> int:
+        """The node's parent; -1 for the first root."""
+        return self._parent[node]
+
+    def position(self, node: int) -> int:
+        """The token's index in its sequence; the prompt's first token has 0."""
+        return self._position[node]
+
+    @property
+    def grown(self) -> int:
+        """The number of nodes ever grown, live or not; they are numbered from 0."""
+        return len(self._token)
+
+    def is_live(self, node: int) -> bool:
+        """Whether the node may have new children and may be evaluated."""
+        return self._slot[node] != FREED and (self._slot[node] != IN_TRUNK or node == self.root)
+
+    def path(self, node: int) -> list[int]:
+        """The generated tokens up to the node."""
+        tail = []
+        while self._slot[node] != IN_TRUNK:
+            tail.append(self._token[node])
+            node = self._parent[node]
+        return self.trunk.tokens[self.prompt_length : self._position[node] + 1] + tail[::-1]
+
+    def descend(self, tokens: Sequence[int]) -> int:
+        """The deepest live node on the path of these generated tokens; the root if they leave the trunk."""
+        trunk = self.settled_from(0)
+        if list(tokens[: len(trunk)]) != trunk:
+            return self.root
+        node = self.root
+        for token in tokens[len(trunk) :]:
+            if token not in (children := self._children.get(node, {})):
+                break
+            node = children[token]
+        return node
+
+    def settled_from(self, start: int) -> list[int]:
+        """The generated tokens of the trunk, from the start-th on."""
+        return self.trunk.tokens[self.prompt_length + start :]
+
+    # --- growing ---
+
+    def grow(self, parents: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Children of live nodes, one per (parent, token); they take no slot until they are evaluated.
+
+        Returns:
+            node ids, in the order given; an existing child for a token that the parent already has.
+        """
+        return [self.child(parent, token) for parent, token in zip(parents, tokens, strict=True)]
+
+    def grow_path(self, node: int, tokens: Iterable[int]) -> list[int]:
+        """A chain of tokens below a node; the ids of its nodes."""
+        chain = []
+        for token in tokens:
+            chain.append(node := self.child(node, token))
+        return chain
+
+    def child(self, parent: int, token: int) -> int:
+        """A live node's child for a token, grown if it does not exist yet."""
+        if children := self._children.get(parent):
+            if token in children:
+                return children[token]
+        elif not self.is_live(parent):
+            raise ValueError(f"node {parent} is not live: it was dropped by keep()")
+        return self._grow_one(parent, token)
+
+    def _grow_one(self, parent: int, token: int) -> int:
+        node = len(self._token)
+        position = self._position[parent] + 1
+        self._token.append(token)
+        self._parent.append(parent)
+        self._position.append(position)
+        self._slot.append(NO_SLOT)
+        if parent in self._children:
+            self._children[parent][token] = node
+        else:
+            self._children[parent] = {token: node}
+            del self._leaves[parent]
+            self._paths_length -= position
+        self._leaves[node] = None
+        self._paths_length += position + 1
+        return node
+
+    def check_nodes(self) -> list[int]:
+        """Check that redundant state agrees, for tests. Returns the live nodes."""
+        live = [n for n in range(len(self._token)) if self._slot[n] not in (FREED, IN_TRUNK)] + [self.root]
+        children: dict[int, list[int]] = {n: [] for n in live}
+        for n in live:
+            if n != self.root:
+                assert self._parent[n] in children, f"live node {n} lost its parent"
+                children[self._parent[n]].append(n)
+                assert self._children[self._parent[n]][self._token[n]] == n
+                assert self._position[n] == self._position[self._parent[n]] + 1
+        for n in live:
+            assert sorted(self._children.get(n, {}).values()) == children[n], n
+            assert (n in self._leaves) == (not children[n]), n
+        assert sorted(self._children) == sorted(n for n in live if children[n])
+        assert len(self._leaves) == sum(not c for c in children.values())
+        assert self._paths_length == sum(self._position[n] + 1 for n in self._leaves)
+        assert self._position[self.root] == len(self.trunk.tokens) - 1
+        return live
