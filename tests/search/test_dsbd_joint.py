@@ -189,15 +189,6 @@ def test_pick():
     assert found == pick(probs.tolist(), numbers) and not any(100 <= i < 3000 for i in found)
 
 
-def test_uniforms():
-    numbers = list(itertools.islice(Uniforms(1, 2, 3), 20_000))
-    assert numbers == list(itertools.islice(Uniforms(1, 2, 3), 20_000)) and 0 < min(numbers) < max(numbers) < 1
-    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1 + 2**32, 2, 3)):
-        assert len(set(numbers) & set(itertools.islice(Uniforms(*other), 20_000))) < 5
-    steps = [(i + 1) / len(numbers) for i in range(len(numbers))]
-    assert max(abs(a - b) for a, b in zip(sorted(numbers), steps, strict=True)) < 2.23 / math.sqrt(len(numbers))
-
-
 # --- real models ---
 
 

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -232,22 +231,6 @@ Forest.TestCase.settings = settings(
 TestForest = Forest.TestCase
 
 
-def test_growing_is_idempotent_and_free():
-    pool = pool_of(4)
-    tree = TokenTree(pool, [1, 2, 3])
-    a, b, again = tree.grow([tree.root] * 3, [5, 6, 5])
-    assert a == again != b and tree.grow([a], [7]) == [tree.child(a, 7)] == tree.grow([a], [7])
-    assert pool.used_pages == 0 and tree.live_tokens == 0
-    check(pool, tree)
-
-
-def test_grow_path_and_path():
-    tree = TokenTree(pool_of(4), [1, 2, 3])
-    chain = tree.grow_path(tree.root, [4, 5, 6])
-    assert [tree.path(n) for n in chain] == [[4], [4, 5], [4, 5, 6]] and tree.path(tree.root) == []
-    assert tree.grow_path(tree.root, []) == []
-
-
 def test_a_node_that_was_dropped_cannot_be_used():
     tree = TokenTree(pool_of(8), [1])
     a, b = tree.grow([tree.root] * 2, [1, 2])
@@ -415,37 +398,3 @@ def test_claims_keep_a_trunk_in_one_piece():
     for tree in trees:
         tree.release()
     assert pool.claim(30) == range(1, 31)
-
-
-def test_a_claim_reserves_nothing():
-    pool = pool_of(4)
-    wish = pool.claim(4)
-    assert pool.claim(1) == range(0) and pool.free_pages == 4
-    taken = [pool.take() for _ in range(4)]
-    with pytest.raises(KVMemoryError, match="all 4 pages of 4 tokens"):
-        pool.take(1)
-    pool.give(taken[0])
-    pool.unclaim(wish)
-    pool.check_invariants(taken[1:])
-    assert pool.take(taken[1]) == taken[0]  # a wish for a page in use gets another
-    with pytest.raises(ValueError, match="pages >= 1"):
-        PagePool(SHAPE, 0)
-
-
-def test_a_page_given_back_inside_another_claim_can_be_claimed_again():
-    pool = pool_of(6)
-    first = pool.claim(3)
-    pages = [pool.take(p) for p in first]
-    for page in pages:
-        pool.give(page)
-    second = pool.claim(3)
-    assert second == first
-    pool.unclaim(first)
-    assert pool.take(second.start) == second.start
-    pool.check_invariants([second.start])
-
-
-def test_null_and_trash_slots_are_never_given_out():
-    pool = pool_of(3)
-    assert 0 not in [pool.take() for _ in range(3)]
-    assert pool.cache.k_LGSD[:, :, :4].eq(0).all() and torch.isnan(pool.cache.k_LGSD[:, :, 4:]).all()

@@ -21,7 +21,7 @@ from models.config import ModelShape
 from models.errors import CheckpointError
 from models.families.lfm2 import LFM2
 from search import ADED, DSBD, ULTS, BeamSample, Greedy, Sample, SBoN, Speculative, Trie
-from tests.engine.test_forward import Bench, finish, raise_errors, walks_of
+from tests.engine.step.test_driver import Bench, finish, raise_errors, walks_of
 
 GOLDEN = Path(__file__).parents[2] / "golden/lfm2"
 IMPLS = ["reference", "torch", *([] if cpp.why_not() else ["cpp"])]

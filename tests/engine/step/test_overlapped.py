@@ -1,0 +1,177 @@
+"""Passes that a GPU begins with before the host has the answer of the last one: the same tokens, whatever was guessed.
+
+Without a GPU a pass is done when it is launched; that it is launched earlier is what these tests make of the runner.
+"""
+
+import random
+
+import pytest
+
+from engine import Engine
+from engine.cache.pool import PagePool
+from engine.engine import Request
+from engine.load.loading import LoadedModel
+from engine.service import starter
+from engine.step.ahead import choose
+from engine.step.graphs import GraphRunner
+from engine.step.jobs import Job
+from engine.step.packing import Blank
+from engine.step.runner import Launched, Runner
+from engine.step.timing import Overlap
+from search import Sample, Trie
+from tools.random_checkpoint import make
+
+PROMPTS = [[7, 20, 33], list(range(5, 40)), [9], list(range(40, 17, -1))]
+END = 11
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    make(folder, layers=2, width=32, mlp=40, heads=4, kv_heads=2, vocab=48, max_positions=512, seed=3)
+    return Engine.load(folder, dtype="float32", kv_memory=1 << 22)
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What is launched and read, in order."""
+    seen, read, land = [], Runner.read, Launched.land
+    for kind in (Runner, GraphRunner):
+
+        def launch(self, chunks, *arguments, real=kind.launch, **options):
+            self.guessed = isinstance(chunks[0], Blank)
+            return real(self, chunks, *arguments, **options)
+
+        monkeypatch.setattr(kind, "launch", launch)
+
+    def launched(self, *arguments):
+        seen.append("guess" if self.guessed else "launch")
+        return read(self, *arguments)
+
+    def landed(self):
+        seen.append("read")
+        return land(self)
+
+    monkeypatch.setattr(Runner, "read", launched)
+    monkeypatch.setattr(Launched, "land", landed)
+    return seen
+
+
+def ahead(plain, kind=Runner, pages=400, page_size=16):
+    """An engine that looks ahead, with a pool of its own, full of NaN."""
+    pool = PagePool(plain.shape, pages, page_size)
+    for cache in (pool.cache.k_LGSD, pool.cache.v_LGSD):
+        cache[:, :, pool.reserved * page_size :] = float("nan")
+    options = {"record": lambda run: run} if kind is GraphRunner else {}
+    runner = kind(plain.runner.model, pool, plain.runner.vocab_size, impl="reference", **options)
+    runner.asynchronous = True
+    return Engine(LoadedModel(runner, plain.shape, plain.model.tokenizer, eos_token_ids=plain.eos_token_ids))
+
+
+def check(plain, other, prompts, search, **options):
+    wanted, got = (engine.generate(prompts, search, **options) for engine in (plain, other))
+    for w, g in zip(wanted, got, strict=True):
+        assert [o.token_ids for o in g.outputs] == [o.token_ids for o in w.outputs]
+        assert [o.finish_reason for o in g.outputs] == [o.finish_reason for o in w.outputs]
+        assert [o.logprob for o in g.outputs] == pytest.approx([o.logprob for o in w.outputs], abs=1e-4)
+        for name in ("forward_passes", "nodes_evaluated", "live_nodes_peak", "unshared_nodes_peak"):
+            assert g.stats[name] == w.stats[name], name
+    other.pool.check_invariants([])
+    return got
+
+
+@pytest.mark.parametrize("kind", [Runner, GraphRunner])
+@pytest.mark.parametrize("beams", [1, 3, 15])
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_same_tokens(plain, kind, beams, count, events):
+    search = Trie(beams=beams, num_return_sequences=beams, length_penalty=0.5)
+    got = check(plain, ahead(plain, kind), PROMPTS[:count], search, max_new_tokens=14, eos_token_ids=[END])
+    passes = max(result.stats["forward_passes"] for result in got)
+    assert events.count("guess") >= passes - 3 * count
+
+
+def test_a_pass_is_launched_before_the_last_one_is_read(plain, events):
+    ahead(plain).generate([PROMPTS[0]], Trie(beams=3), max_new_tokens=6, ignore_eos=True)
+    assert events == ["launch", *["guess", "read"] * 5, "read"]
+
+
+def test_several_ends(plain, events):
+    """The device knows which tokens end a hypothesis, and not when a search does."""
+    engine = ahead(plain)
+    for ends in ([END], [END, 3, 5, 30], list(range(24))):
+        options = {"max_new_tokens": 12, "eos_token_ids": ends}
+        check(plain, engine, PROMPTS, Trie(beams=4, num_return_sequences=4), **options)
+    assert "guess" in events
+
+
+def test_wrong_guesses_change_nothing(plain, monkeypatch, events):
+    rng = random.Random(5)
+
+    def wrong(numbers, guess, vocab_size):
+        sums_n, row_n, token_n = choose(numbers, guess, vocab_size)
+        if rng.random() < 0.5:
+            guess.k += 1  # as no search asks
+            row_n, token_n = row_n * 0, (token_n + 1) % vocab_size
+        return sums_n, row_n, token_n
+
+    monkeypatch.setattr("engine.step.overlapped.choose", lambda *a: type(choose(*a))(*wrong(*a)))
+    for page_size, prompts in ((4, PROMPTS[:1]), (1, PROMPTS), (16, PROMPTS)):
+        engine = ahead(plain, page_size=page_size, pages=6400 // page_size)
+        for beams in (1, 5):
+            check(plain, engine, prompts, Trie(beams=beams), max_new_tokens=20, eos_token_ids=[END])
+    assert events.count("guess") > 60
+
+
+def test_a_full_pool(plain, events):
+    """Without room for a guess a search goes on as it would."""
+    for pages in range(6, 20):
+        engine = ahead(plain, pages=pages, page_size=4)
+        check(plain, engine, [PROMPTS[0], PROMPTS[2]], Trie(beams=4), max_new_tokens=8, ignore_eos=True)
+    assert "guess" in events
+
+
+@pytest.mark.parametrize("options", [{"logprobs": 1}, {"repetition_penalty": 1.5}], ids=str)
+def test_what_is_not_looked_ahead(plain, events, options):
+    check(plain, ahead(plain), PROMPTS[:2], Trie(beams=3), max_new_tokens=6, ignore_eos=True, **options)
+    assert "guess" not in events
+
+
+def test_searches_come_and_go(plain):
+    """Some begin and some are cancelled while a pass is under way."""
+    engine, rng = ahead(plain, page_size=4), random.Random(1)
+    requests = [Request(PROMPTS[i % 4], Trie(beams=2 + i % 3), max_new_tokens=8, ignore_eos=True) for i in range(12)]
+    alone = [plain.generate([r.prompt], r.search, max_new_tokens=8, ignore_eos=True)[0].outputs for r in requests]
+    service, jobs, cancelled = engine.service(), {}, set()
+    driver = service.driver
+    while len(jobs) < len(requests) or driver.busy:
+        for _ in range(rng.randrange(3)):
+            if len(jobs) < len(requests):
+                checked = service.check(requests[len(jobs)])
+                jobs[len(jobs)] = driver.submit(Job(starter(service.models, driver, checked, None, "")))
+        driver.step()
+        running = [i for i, job in jobs.items() if job in driver.running]
+        engine.pool.check_invariants([p for i in running for tree in jobs[i].trees for p in tree.pages_held])
+        for tree in (tree for i in running for tree in jobs[i].trees):
+            tree.check_invariants()
+        if running and rng.random() < 0.15:
+            cancelled.add(i := rng.choice(running))
+            driver.cancel(jobs[i])
+    engine.pool.check_invariants([])
+    for i, job in jobs.items():
+        assert (job.result is None) == (i in cancelled) and job.error is None
+        assert i in cancelled or [o.token_ids for o in job.result.outputs] == [o.token_ids for o in alone[i]]
+    assert 0 < len(cancelled) < len(jobs)
+
+
+def test_halves_take_turns(plain, monkeypatch, events):
+    """One half is launched before the other is read; searches that look ahead have no need of it."""
+    monkeypatch.setattr(Overlap, "helps", lambda self, searches: searches > 1)
+    search = Sample(seed=3, num_return_sequences=2)
+    check(plain, ahead(plain), PROMPTS, search, max_new_tokens=8, ignore_eos=True)
+    events.clear()
+    ahead(plain).generate(PROMPTS, search, max_new_tokens=8, ignore_eos=True)
+    assert events == ["launch", *["launch", "read"] * 15, "read"]
+    check(plain, ahead(plain), PROMPTS, Trie(beams=2), max_new_tokens=8, ignore_eos=True)
+    events.clear()
+    ahead(plain).generate(PROMPTS, Trie(beams=2), max_new_tokens=8, ignore_eos=True)
+    assert events.count("launch") <= 2 and events.count("guess") == 7
