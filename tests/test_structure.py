@@ -28,6 +28,12 @@ OPEN_ROOMS = (
     "models/formats",
     "models/checkpoint",
 )  # whose modules have rows of their own
+CORE_ROOMS = (
+    "engine/cache",
+    "engine/contract",
+    "engine/rules",
+    "engine/step",
+)  # whose modules have tests of their names
 PAGE = (ROOT / "docs/structure.md").read_text(encoding="utf-8")
 
 
@@ -58,6 +64,13 @@ def test_every_room_is_on_the_map() -> None:
 def test_no_room_is_there_twice() -> None:
     rows = room_map()
     assert len(rows) == len(set(rows)), sorted(row for row in set(rows) if rows.count(row) > 1)
+
+
+def test_every_module_of_the_core_has_a_test_file_of_its_name() -> None:
+    modules = {file for room in CORE_ROOMS for file in (ROOT / room).glob("*.py") if file.name != "__init__.py"}
+    homes = {file: ROOT / "tests" / file.parent.relative_to(ROOT) / f"test_{file.name}" for file in modules}
+    missing = sorted(str(home.relative_to(ROOT)) for home in homes.values() if not home.is_file())
+    assert len(modules) > 30 and not missing, missing
 
 
 def test_everything_on_the_page_exists() -> None:

@@ -1,82 +1,29 @@
-"""Constraints and processors: against transformers (golden files), brute force, and what must hold of every search."""
+"""Constraints: against transformers (golden files), brute force, and what must hold of every search."""
 
 import functools
-import json
 import math
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from engine import Choices, Constraint, ConstraintError, Engine, Request, Session, UsageError
-from engine.contract.trace import Trace
-from engine.rules.processors import NoRepeatNGram, RepetitionPenalty
+from engine import ConstraintError, Engine, Request, UsageError
 from search import ADED, DSBD, ULTS, BeamSample, BoN, Greedy, Sample, SBoN, Speculative, Trie
+from tests.engine.rules.automata import (
+    CASES,
+    EOS,
+    GOLDEN,
+    STATES,
+    Automaton,
+    ask,
+    constraint_of,
+    named,
+    rows_of,
+    scored,
+)
 
-GOLDEN = Path(__file__).parents[2] / "golden"
-CASES = json.loads((GOLDEN / "constraints.json").read_text())["cases"]
-PROCESSED = json.loads((GOLDEN / "processors.json").read_text())["cases"]
-EOS = 2
-
-
-class Automaton(Constraint):
-    """States are numbers; `kind` chooses the form in which allowed tokens are returned."""
-
-    def __init__(self, states, kind="list", vocab=104):
-        self.next = [dict(map(tuple, state)) for state in states]
-        self.kind, self.vocab = kind, vocab
-        self.advanced = 0
-
-    def start(self, prompt):
-        return 0
-
-    def advance(self, state, token):
-        self.advanced += 1
-        return self.next[state][token]
-
-    def allowed(self, states):
-        return [self.form(sorted(self.next[state])) for state in states]
-
-    def form(self, ids):
-        if self.kind == "list":
-            return ids
-        if self.kind == "tensor":
-            return torch.tensor(ids, dtype=torch.int64)
-        words = [0] * -(-self.vocab // 32)
-        for token in ids:
-            words[token // 32] |= 1 << token % 32
-        return torch.tensor([word - (1 << 32) * (word >> 31) for word in words], dtype=torch.int32)
-
-
-def constraint_of(case, number=0):
-    if "catalogue" in case:
-        return Choices(case["catalogue"], [EOS])
-    return Automaton(case["automaton"], ("list", "tensor", "mask")[number % 3])
-
-
-@pytest.fixture(scope="module")
-def engine():
-    rewards = lambda prompt, texts: [float(len(text)) for text in texts]  # noqa: E731
-    engine = Engine.load(GOLDEN / "llama/plain", dtype="float32", kv_memory="8M", reward=rewards)
-    engine.add("draft", Engine.load(GOLDEN / "llama/gqa", dtype="float32", kv_memory="4M"))
-    return engine
-
-
-@pytest.fixture(autouse=True)
-def exact_pool(engine):
-    """All pages are free after every test."""
-    yield
-    for each in (engine, engine.companions["draft"]):
-        assert each.pool.free_pages == each.pool.pages
-
-
-def ask(engine, search, prompt=(5, 6, 7), new=6, **options):
-    options.setdefault("eos_token_ids", [EOS])
-    [result] = engine.generate([list(prompt)], search, max_new_tokens=new, **options)
-    return result
-
+pytestmark = pytest.mark.usefixtures("exact_pool")
 
 # --- against transformers ---
 
@@ -94,29 +41,7 @@ def test_beam_search_is_that_of_transformers(engine, start):
         assert scores == pytest.approx([o["score"] for o in expected], abs=1e-3, rel=0), number
 
 
-@pytest.mark.parametrize("start", range(0, 60, 20))
-def test_processors_are_those_of_transformers(engine, start):
-    """Greedy search edits logits there, beam search log-probabilities."""
-    for number, case in enumerate(PROCESSED[start : start + 20], start):
-        beams, options = case["beams"], dict(case["processors"])
-        if "bad_words_ids" in options:
-            options["bad_words"] = options.pop("bad_words_ids")
-        search = Trie(beams=beams, num_return_sequences=beams) if beams > 1 else Greedy()
-        scores = "model" if beams > 1 else "renormalised"
-        options |= {"constraint_scores": scores, "eos_token_ids": [case["eos"]]}
-        result = ask(engine, search, case["prompt_ids"], case["max_new_tokens"], **options)
-        expected = case["outputs"]
-        assert [o.token_ids for o in result.outputs] == [o["token_ids"] for o in expected], number
-        assert [o.score for o in result.outputs] == pytest.approx([o["score"] for o in expected], abs=1e-3), number
-
-
 # --- against brute force ---
-
-STATES = [[[10, 1], [11, 1], [12, 0]], [[10, 0], [20, 1], [EOS, 1]]]
-
-
-def rows_of(engine, prompt, path):
-    return engine.logits([*prompt, *path])[-1].double()
 
 
 @functools.cache
@@ -218,13 +143,6 @@ def test_drafted_draws_have_the_constrained_law(engine, search, scores):
 
 # --- what must hold of every search ---
 
-SEARCHES = [
-    Greedy(), Sample(num_return_sequences=3), Trie(beams=3, num_return_sequences=3), BeamSample(beams=3), ADED(),
-    ADED(temperature=0.8, seed=2), ULTS(prior="dirichlet"), BoN(n=4), SBoN(n=6, tau=2, alpha=0.5), DSBD(),
-    DSBD(drafter="ngram"), Speculative(),
-]  # fmt: skip
-named = pytest.mark.parametrize("search", SEARCHES, ids=lambda search: type(search).__name__)
-scored = pytest.mark.parametrize("scores", ["model", "renormalised"])
 ITEMS = [[10, 11, 12, 13, 14, 15], [10, 11, 12, 20, 21], [30, 31, 32, 33], [30, 31]]
 
 
@@ -240,92 +158,11 @@ def test_outputs_are_legal(engine, search, scores):
             assert output.token_ids in ITEMS and output.finish_reason == "constraint"
 
 
-@named
-@scored
-def test_forced_tokens_and_limits(engine, search, scores):
-    """One legal output; where rows add up to 1 its tokens are certain, and no row is evaluated."""
-    options = {"choices": [[40, 41, 42, 43, 44]], "constraint_scores": scores}
-    result = ask(engine, search, new=10, **options)
-    assert result.outputs[0].token_ids == [40, 41, 42, 43, 44, EOS]
-    if scores == "renormalised":
-        assert result.stats["forward_passes"] == 0 and result.outputs[0].logprob == 0
-    result = ask(engine, search, new=3, **options)
-    assert result.outputs[0].token_ids == [40, 41, 42] and result.outputs[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize(("scores", "passes"), [("renormalised", 1), ("model", 3)])
-def test_a_chain_of_forced_tokens_is_one_pass(engine, scores, passes):
-    """Of the model's scores: a pass for the chain's own, one for the choice after it, one for the end."""
-    options = {"choices": [[40, 41, 42, 43, 44], [40, 41, 42, 43, 45]], "constraint_scores": scores}
-    result = ask(engine, Greedy(), new=10, **options)
-    assert result.stats["forward_passes"] == passes and len(result.outputs[0].token_ids) == 6
-    expected = sum(float(rows_of(engine, [5, 6, 7], [40, 41, 42, 43, 44][:i]).log_softmax(-1)[token])
-                   for i, token in enumerate(result.outputs[0].token_ids[:4]))  # fmt: skip
-    four = ask(engine, Greedy(), new=4, **options).outputs[0]
-    assert scores == "renormalised" or four.logprob == pytest.approx(expected, abs=1e-4)
-
-
-@named
-@scored
-def test_no_token_is_allowed(engine, search, scores):
-    """At a dead end the output ends."""
-    dead = Automaton([[[50, 1], [51, 2]], [[52, 3]], [[53, 3]], []])
-    result = ask(engine, search, new=9, constraint=dead, constraint_scores=scores)
-    for output in result.outputs:
-        assert output.finish_reason == "constraint" and output.token_ids in ([50, 52], [51, 53])
-        assert output.logprob is not None and -99 < output.logprob < 0.01
-    nothing = ask(engine, search, constraint=Automaton([[]]), constraint_scores=scores)
-    assert nothing.outputs[0].token_ids == [] and nothing.outputs[0].finish_reason == "constraint"
-    endless = ask(engine, search, new=9, constraint=dead, constraint_scores=scores, ignore_eos=True)
-    assert {tuple(o.token_ids) for o in endless.outputs} <= {(50, 52), (51, 53)}
-    assert all(o.finish_reason == "constraint" for o in endless.outputs)
-
-
-def test_a_living_beam_goes_before_a_dead_one(engine):
-    [some] = ask(engine, Greedy(), new=1, constraint=Automaton([[[50, 0], [51, 0], [52, 0]]])).outputs[0].token_ids
-    other = next(token for token in (50, 51, 52) if token != some)
-    states = [sorted([[some, 1], [other, 2]]), [], [[60, 3]], [[EOS, 3]]]
-    result = ask(engine, Trie(beams=2, num_return_sequences=2), new=9, constraint=Automaton(states))
-    assert [o.finish_reason for o in result.outputs] == ["eos", "constraint"]
-    assert result.outputs[0].token_ids == [other, 60, EOS] and result.outputs[1].token_ids == [some]
-
-
-def test_endless_bans_are_an_error(engine):
-    options = {"suppress_tokens": [*range(104)], "ignore_eos": True}
-    with pytest.raises(ConstraintError, match="no token is allowed after 0 new tokens"):
-        ask(engine, Greedy(), **options)
-    [output] = ask(engine, Greedy(), suppress_tokens=[*range(104)]).outputs
-    assert (output.token_ids, output.finish_reason) == ([], "constraint")
-
-
-@scored
-@pytest.mark.parametrize("case", [case for case in CASES if "automaton" in case][:6], ids=lambda _: "")
-def test_drafts_change_nothing(engine, case, scores):
-    """ADED gives the tokens of constrained greedy search and of constrained samples, in no more passes."""
-    prompt = case["prompt_ids"] * 4
-    for plain, drafted in ((Greedy(), ADED()), (Sample(seed=5), ADED(seed=5, temperature=1.0))):
-        options = {"new": 24, "constraint_scores": scores}
-        a = ask(engine, plain, prompt, constraint=constraint_of(case), **options)
-        b = ask(engine, drafted, prompt, constraint=constraint_of(case), **options)
-        assert a.outputs[0].token_ids == b.outputs[0].token_ids
-        assert a.outputs[0].logprob == pytest.approx(b.outputs[0].logprob, abs=1e-3)
-        assert b.stats["forward_passes"] <= a.stats["forward_passes"]
-
-
 def test_rejected_utterances_are_those_of_samples(engine):
     options = {"constraint": Automaton(STATES), "new": 5}
     samples = {tuple(o.token_ids) for o in ask(engine, Sample(num_return_sequences=8, seed=1), **options).outputs}
     for search in (BoN(n=8, seed=1, num_return_sequences=8), SBoN(n=8, seed=1, tau=2, num_return_sequences=2)):
         assert {tuple(o.token_ids) for o in ask(engine, search, **options).outputs} <= samples
-
-
-def test_states_are_computed_once_per_token(engine):
-    constraint = Automaton([[[token, 0] for token in range(40, 60)]])
-    ask(engine, Greedy(), new=30, constraint=constraint)
-    assert constraint.advanced == 29  # the last token has no row
-    constraint.advanced = 0
-    result = ask(engine, Trie(beams=4), new=12, constraint=constraint)
-    assert constraint.advanced == result.stats["nodes_evaluated"] - 1
 
 
 # --- errors ---
@@ -377,22 +214,6 @@ def test_a_constraint_that_fails_ends_its_request_alone(engine, search, fault):
         assert found[i].outputs[0].token_ids == expected.outputs[0].token_ids
 
 
-def test_hooks(engine):
-    """A hook sees edited rows and may edit them; what it does wrong is an error of its request."""
-    seen = []
-
-    def hook(ids_1L, scores_1V):
-        seen.append((tuple(ids_1L[0].tolist()), int(scores_1V.isfinite().sum())))
-        return scores_1V + torch.nn.functional.one_hot(torch.tensor([33]), 104) * 100
-
-    result = ask(engine, Greedy(), new=3, logits_processor=hook, suppress_tokens=[1, 3])
-    assert result.outputs[0].token_ids == [33, 33, 33]
-    assert [ids for ids, _ in seen] == [(5, 6, 7), (5, 6, 7, 33), (5, 6, 7, 33, 33)] and seen[0][1] == 102
-    for wrong, words in ((lambda ids, x: x[0], "a tensor"), (lambda ids, x: x * math.nan, "NaN"), (len, "TypeError")):
-        with pytest.raises(ConstraintError, match=words):
-            ask(engine, Trie(), logits_processor=wrong)
-
-
 def test_prefix_functions(engine):
     def after(batch, ids_L):
         assert batch == 0 and ids_L.dtype == torch.int64
@@ -432,92 +253,3 @@ def test_wrong_values_are_refused(engine, options, words):
     with pytest.raises(UsageError) as caught:
         ask(engine, Greedy(), **options)
     assert words in str(caught.value)
-
-
-def test_a_raised_score_does_not_end_a_beam_search_early(engine):
-    """Log-probabilities that a bias makes positive: a longer output may be the better one."""
-    options = {"logit_bias": {EOS: 3.0, 33: 12.0}, "new": 12}
-    result = ask(engine, Trie(beams=2, length_penalty=0.0, early_stopping="never"), **options)
-    assert len(result.outputs[0].token_ids) == 12 and result.outputs[0].score > 0
-
-
-# --- beside the rest of the engine ---
-
-
-def test_constrained_requests_share_a_small_cache():
-    """Preempted searches start again with their constraints, and drafts make room."""
-    engine = Engine.load(GOLDEN / "llama/plain", dtype="float32", kv_memory=40 * 512, parallel=4)
-    size = engine.pool.pages * engine.pool.page_size
-    assert size < 120
-    searches = [Trie(beams=3), Sample(num_return_sequences=3, seed=1), ADED(), ULTS(prior="dirichlet", k_max=2)]
-    requests = [
-        Request([5, 6, 7, i], search, max_new_tokens=12, eos_token_ids=[EOS], constraint=Automaton(STATES))
-        for i, search in enumerate(searches * 2, 10)
-    ]
-    together = dict(engine.serve(requests))
-    for i, request in enumerate(requests):
-        [(_, alone)] = engine.serve([request])
-        assert [o.token_ids for o in together[i].outputs] == [o.token_ids for o in alone.outputs]
-    assert engine.pool.free_pages == engine.pool.pages
-
-
-@scored
-def test_sessions_and_traces(engine, scores):
-    """Forced tokens that were never evaluated are evaluated with the next prompt."""
-    options = {"choices": [[40, 41, 42, 43]], "constraint_scores": scores, "eos_token_ids": [EOS]}
-    session, prompt = Session(engine), [5, 6, 7]
-    for search in (Greedy(), ADED(), Trie(beams=2)):
-        trace = Trace()
-        *_, done = session.stream(prompt, search, trace=trace, **options)
-        assert done.result.outputs[0].token_ids == [40, 41, 42, 43, EOS] and trace.record["end"] == "done"
-        prompt = [*prompt, 40, 41, 42, 43, 8]
-    *_, done = session.stream(prompt, Greedy(), max_new_tokens=5)
-    [alone] = engine.generate([prompt], Greedy(), max_new_tokens=5)
-    assert done.result.outputs[0].token_ids == alone.outputs[0].token_ids
-    session.close()
-
-
-# --- what steps do with the tokens that occurred ---
-
-
-def grown(processor, prompt, seed):
-    """States after paths of different lengths from a prompt, and the sequences."""
-    generator = torch.Generator().manual_seed(seed)
-    states, sequences = [], []
-    for length in (0, 1, 2, 5, 9):
-        path = torch.randint(0, 4, (length,), generator=generator).tolist()
-        states.append(functools.reduce(processor.advance, path, processor.start(prompt)))
-        sequences.append([*prompt, *path])
-    return states, sequences
-
-
-@pytest.mark.parametrize("prompt", [[1], [0, 1, 0, 2, 0, 1, 30], [3] * 20, [2, 30, 31]])
-@pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_ngrams_as_a_loop_finds_them(size, prompt):
-    """Of rows of different lengths at once; a row has fewer tokens than ids occur."""
-    states, sequences = grown(processor := NoRepeatNGram(size), prompt, size)
-    rows_NV = torch.zeros(len(states), 31)
-    processor.apply(rows_NV, states)
-    for row, tokens in zip(rows_NV, sequences, strict=True):
-        last = tokens[len(tokens) - size + 1 :] if size <= len(tokens) else None
-        found = {tokens[i + size - 1] for i in range(len(tokens) - size + 1) if tokens[i : i + size - 1] == last}
-        assert {*(row == -math.inf).nonzero().view(-1).tolist()} == found - {31}
-
-
-@pytest.mark.parametrize("prompt", [[1], [3] * 20, [2, 30, 31]])
-def test_penalties_as_a_loop_gives_them(prompt):
-    states, sequences = grown(processor := RepetitionPenalty(2.0), prompt, 0)
-    rows_NV = torch.linspace(-3, 3, 31).repeat(len(states), 1)
-    plain, _ = rows_NV.clone(), processor.apply(rows_NV, states)
-    for row, before, tokens in zip(rows_NV, plain, sequences, strict=True):
-        for token in range(31):
-            factor = (2.0 if before[token] < 0 else 0.5) if token in tokens else 1.0
-            assert row[token] == before[token] * factor
-
-
-def test_ngrams_of_a_long_prompt_take_linear_memory():
-    """Each of a prompt's tokens is kept once, also where one n-gram occurs everywhere."""
-    processor = NoRepeatNGram(2)
-    processor.start([7] * 30_000)
-    [(_, after)] = processor._prompt.items()
-    assert len(after) == 29_999 and after.itemsize == 4

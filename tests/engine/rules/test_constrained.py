@@ -1,0 +1,93 @@
+"""A constraint at work: forced tokens take no pass or one, drafts and neighbours change nothing."""
+
+import pytest
+
+from engine import Engine, Request, Session
+from engine.contract.trace import Trace
+from search import ADED, ULTS, Greedy, Sample, Trie
+from tests.engine.rules.automata import (
+    CASES,
+    EOS,
+    GOLDEN,
+    STATES,
+    Automaton,
+    ask,
+    constraint_of,
+    named,
+    rows_of,
+    scored,
+)
+
+pytestmark = pytest.mark.usefixtures("exact_pool")
+
+
+@named
+@scored
+def test_forced_tokens_and_limits(engine, search, scores):
+    """One legal output; where rows add up to 1 its tokens are certain, and no row is evaluated."""
+    options = {"choices": [[40, 41, 42, 43, 44]], "constraint_scores": scores}
+    result = ask(engine, search, new=10, **options)
+    assert result.outputs[0].token_ids == [40, 41, 42, 43, 44, EOS]
+    if scores == "renormalised":
+        assert result.stats["forward_passes"] == 0 and result.outputs[0].logprob == 0
+    result = ask(engine, search, new=3, **options)
+    assert result.outputs[0].token_ids == [40, 41, 42] and result.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(("scores", "passes"), [("renormalised", 1), ("model", 3)])
+def test_a_chain_of_forced_tokens_is_one_pass(engine, scores, passes):
+    """Of the model's scores: a pass for the chain's own, one for the choice after it, one for the end."""
+    options = {"choices": [[40, 41, 42, 43, 44], [40, 41, 42, 43, 45]], "constraint_scores": scores}
+    result = ask(engine, Greedy(), new=10, **options)
+    assert result.stats["forward_passes"] == passes and len(result.outputs[0].token_ids) == 6
+    expected = sum(float(rows_of(engine, [5, 6, 7], [40, 41, 42, 43, 44][:i]).log_softmax(-1)[token])
+                   for i, token in enumerate(result.outputs[0].token_ids[:4]))  # fmt: skip
+    four = ask(engine, Greedy(), new=4, **options).outputs[0]
+    assert scores == "renormalised" or four.logprob == pytest.approx(expected, abs=1e-4)
+
+
+@scored
+@pytest.mark.parametrize("case", [case for case in CASES if "automaton" in case][:6], ids=lambda _: "")
+def test_drafts_change_nothing(engine, case, scores):
+    """ADED gives the tokens of constrained greedy search and of constrained samples, in no more passes."""
+    prompt = case["prompt_ids"] * 4
+    for plain, drafted in ((Greedy(), ADED()), (Sample(seed=5), ADED(seed=5, temperature=1.0))):
+        options = {"new": 24, "constraint_scores": scores}
+        a = ask(engine, plain, prompt, constraint=constraint_of(case), **options)
+        b = ask(engine, drafted, prompt, constraint=constraint_of(case), **options)
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+        assert a.outputs[0].logprob == pytest.approx(b.outputs[0].logprob, abs=1e-3)
+        assert b.stats["forward_passes"] <= a.stats["forward_passes"]
+
+
+def test_constrained_requests_share_a_small_cache():
+    """Preempted searches start again with their constraints, and drafts make room."""
+    engine = Engine.load(GOLDEN / "llama/plain", dtype="float32", kv_memory=40 * 512, parallel=4)
+    size = engine.pool.pages * engine.pool.page_size
+    assert size < 120
+    searches = [Trie(beams=3), Sample(num_return_sequences=3, seed=1), ADED(), ULTS(prior="dirichlet", k_max=2)]
+    requests = [
+        Request([5, 6, 7, i], search, max_new_tokens=12, eos_token_ids=[EOS], constraint=Automaton(STATES))
+        for i, search in enumerate(searches * 2, 10)
+    ]
+    together = dict(engine.serve(requests))
+    for i, request in enumerate(requests):
+        [(_, alone)] = engine.serve([request])
+        assert [o.token_ids for o in together[i].outputs] == [o.token_ids for o in alone.outputs]
+    assert engine.pool.free_pages == engine.pool.pages
+
+
+@scored
+def test_sessions_and_traces(engine, scores):
+    """Forced tokens that were never evaluated are evaluated with the next prompt."""
+    options = {"choices": [[40, 41, 42, 43]], "constraint_scores": scores, "eos_token_ids": [EOS]}
+    session, prompt = Session(engine), [5, 6, 7]
+    for search in (Greedy(), ADED(), Trie(beams=2)):
+        trace = Trace()
+        *_, done = session.stream(prompt, search, trace=trace, **options)
+        assert done.result.outputs[0].token_ids == [40, 41, 42, 43, EOS] and trace.record["end"] == "done"
+        prompt = [*prompt, 40, 41, 42, 43, 8]
+    *_, done = session.stream(prompt, Greedy(), max_new_tokens=5)
+    [alone] = engine.generate([prompt], Greedy(), max_new_tokens=5)
+    assert done.result.outputs[0].token_ids == alone.outputs[0].token_ids
+    session.close()

@@ -1,0 +1,54 @@
+"""The strategy of a batch: few tokens or divided rows only where every share wants no more."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.contract.top_sums import TopSums
+from engine.rules.constraint import Allowed
+from engine.rules.few import Few
+from engine.step.strategies import WHOLE_ROWS, DividedRows, FewTokens, strategy_of
+
+SOME, SUMS = Few.of([Allowed([3, 5])], False), TopSums([0.0], 2)
+
+
+def share(few=None, sums=None, nodes=(1,)):
+    constrained = None if few is None else SimpleNamespace(few=SimpleNamespace(wanted=lambda tree, nodes: few or None))
+    return SimpleNamespace(
+        nodes=[*nodes],
+        top_sums=sums,
+        chunk=SimpleNamespace(tree=None),
+        pending=SimpleNamespace(constrained=constrained),
+    )
+
+
+def choose(*shares, device="cpu", gathers=False):
+    runner = SimpleNamespace(device=torch.device(device), gathers=gathers)
+    return strategy_of(SimpleNamespace(shares=[*shares], runner=runner))
+
+
+def test_few_tokens_on_a_cpu_where_all_want_top_sums_of_few():
+    chosen = choose(share(SOME, SUMS), share(nodes=()), share(SOME, SUMS))  # one is still in its prompt
+    assert isinstance(chosen, FewTokens) and len(chosen.shares) == 2 and chosen.parts == [SOME, SOME]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [[share(None, SUMS)], [share(SOME, None)], [share((), SUMS)]],
+    ids=["not constrained", "rows are wanted", "processors besides"],
+)
+def test_one_share_that_wants_more_has_rows_for_all(others):
+    assert choose(share(SOME, SUMS), *others) is WHOLE_ROWS
+
+
+def test_a_gpu_evaluates_whole_rows():
+    assert choose(share(SOME, SUMS), device="cuda") is WHOLE_ROWS
+
+
+def test_divided_rows_are_not_gathered_for_top_sums():
+    chosen = choose(share(None, SUMS), share(None, SUMS), gathers=True)
+    assert isinstance(chosen, DividedRows) and chosen.wanted == [SUMS, SUMS]
+    for more in (share(None, None), share((), SUMS)):
+        assert choose(share(None, SUMS), more, gathers=True) is WHOLE_ROWS
+    assert choose(share(None, SUMS)) is WHOLE_ROWS and choose(share(nodes=()), gathers=True) is WHOLE_ROWS
