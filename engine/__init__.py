@@ -5,6 +5,7 @@ from engine.cache.tree import TokenTree
 from engine.contract import Evaluate, Output, Report, SearchResult, Task
 from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
 from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, SearchError, UsageError
+from engine.load.options import LoadOptions
 from engine.request import RequestOptions
 from engine.rules import Rules
 from engine.rules.catalogue import Catalogue
@@ -24,6 +25,7 @@ __all__ = [
     "Engine",
     "Evaluate",
     "KVMemoryError",
+    "LoadOptions",
     "NumericsError",
     "Output",
     "Prefill",

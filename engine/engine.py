@@ -18,8 +18,9 @@ from engine.cache.slots import Trunk
 from engine.cache.tree import TokenTree
 from engine.contract import Evaluate, Output, Search, SearchGenerator, SearchResult, Task
 from engine.errors import CoppiceError, UsageError, check_integer
-from engine.load.budget import Loading, Workload, allow
-from engine.load.loading import LoadedModel, check_arguments, check_companion, load_models
+from engine.load.budget import allow
+from engine.load.loading import LoadedModel, check_companion, load_models
+from engine.load.options import LoadOptions, RewardFunction, takes
 from engine.request import (
     Checked,
     Done,
@@ -37,7 +38,6 @@ from engine.request import (
     event_of,
     requests_of,
 )
-from engine.rewards import RewardFunction
 from engine.service import News, Service
 from engine.step.driver import Driver
 from engine.step.phases import PhaseObserver
@@ -74,83 +74,34 @@ class Engine:
         self.load_seconds = 0.0
 
     @staticmethod
-    def load(
-        folder: str | Path,
-        *,
-        dtype: str = "auto",
-        device: str = "auto",
-        threads: int | None = None,
-        kv_memory: int | str | None = None,
-        memory: int | str | None = None,
-        workload: Workload | None = None,
-        compile: str = "off",
-        graphs: str = "on",
-        prefix_cache: str = "off",
-        quant: str = "none",
-        kv_dtype: str = "auto",
-        chat_template: str | Path | None = None,
-        parallel: int = 16,
-        draft: str | Path | None = None,
-        reward: str | Path | RewardFunction | None = None,
-        shard: Shard | None = None,
-    ) -> "Engine":
-        """Load a Hugging Face checkpoint folder.
-
-        Args:
-            folder: holds config.json, safetensors weights and tokenizer files.
-            dtype: "float32", "bfloat16", "float16"; "auto" is the checkpoint's own, but float32 on a processor without
-                products of that dtype, or where float32 is measured to be faster; `capabilities` reports the choice.
-            device: "cpu", "cuda" or "auto".
-            threads: CPU threads; None leaves torch's choice.
-            kv_memory: bytes of the KV pools together, or a size such as "512M"; None takes up to half of the free
-                memory.
-            memory: bytes that the whole process may hold, or a size, or "auto" for the least of the limits that it
-                runs under: what weights and the rest leave goes to the KV pools. On a CPU.
-            workload: what `memory` has to hold at least; None: one token.
-            compile: "on" runs the layers through torch.compile, on a GPU their norms, rotations and activations:
-                loading takes seconds more, steps a little less.
-            graphs: "off" runs every pass kernel by kernel on a GPU, without CUDA graphs.
-            prefix_cache: "on" keeps what was evaluated in pages of the KV pools that no request needs, so that prompts
-                which begin alike are read once; without `kv_memory` or `memory` up to 1 GiB on a CPU.
-            kv_dtype: of keys and values: "auto" is the model's; "int8" and "fp8" (e4m3, on a GPU only), with
-                a scale for each token and head, take about half the memory of bfloat16.
-            quant: "int8" keeps matrices as int8: a quarter of their float32 size, on a CPU with int8 products or on a
-                GPU; "auto" does so where int8 is measured to be faster, on a CPU.
-            chat_template: a template file, "none" for plain completion, None for the checkpoint's own.
-            parallel: most searches at once.
-            draft: folder of a smaller model of the same tokenizer, for searches that draft.
-            reward: folder of a model with a scalar head, for searches that rank; or a function, see `Request`.
-            shard: the place of this process among several that share the models, companions too, see
-                `engine.load.distributed.together`; all load alike and get the same requests. Memory is that of each.
+    @takes(LoadOptions)
+    def load(options: LoadOptions) -> "Engine":
+        """Load a checkpoint: `Engine.load(folder, dtype="auto", ...)`. The arguments are the fields of
+        `engine.LoadOptions`, which explains them.
 
         Raises:
             CheckpointError: the folder has no supported checkpoint, or heads that cannot be divided.
             KVMemoryError: kv_memory is less than one page.
             UsageError: an argument out of range, or a `memory` that cannot hold the model: with the sum.
         """
+        return Engine.of(options)
+
+    @staticmethod
+    def of(options: LoadOptions) -> "Engine":
+        """Load a checkpoint as options say; errors as of `load`."""
         began = time.perf_counter()
-        budget = check_arguments(folder, threads, kv_memory, compile, chat_template, parallel, draft, reward)
-        if prefix_cache not in ("on", "off"):
-            raise UsageError(f"prefix_cache: expected on or off, got {prefix_cache!r}")
-        if threads is not None:
-            torch.set_num_threads(threads)
-        roles = {"target": folder, "draft": draft, "reward": reward}
-        folders = {role: path for role, path in roles.items() if isinstance(path, str | Path)}
-        options = {"dtype": dtype, "device": device, "compile": compile, "quant": quant, "kv_dtype": kv_dtype}
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
         release_libraries()
-        if memory is not None:
-            loading = Loading.of(folders, options | {"shard": shard or Shard()})
-            budget = allow(loading, memory, budget, workload or Workload(parallel=parallel))
-        models = load_models(
-            folders, kv_memory=budget, graphs=graphs, chat_template=chat_template, shard=shard, **options
-        )
-        if prefix_cache == "on":
+        kv_memory = options.kv_bytes if options.memory is None else allow(options)
+        models = load_models(options, kv_memory)
+        if options.prefix_cache == "on":
             for model in models.values():
-                model.cache_prefixes(bounded=budget is None)
-        target, *others = [Engine(model, parallel) for model in models.values()]
+                model.cache_prefixes(bounded=kv_memory is None)
+        target, *others = [Engine(model, options.parallel) for model in models.values()]
         target.companions = dict(zip([*models][1:], others, strict=True))
-        if callable(reward):
-            target.reward = reward
+        if callable(options.reward):
+            target.reward = options.reward
         trim_memory()
         release_libraries()  # of what only loading uses
         target.load_seconds = time.perf_counter() - began

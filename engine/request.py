@@ -14,8 +14,9 @@ from engine.contract.checks import attributed, check_search
 from engine.contract.trace import Trace
 from engine.errors import UsageError, check_flag, check_integer, shortened
 from engine.load.loading import LoadedModel
+from engine.load.options import RewardFunction
 from engine.load.pools import check_memory
-from engine.rewards import Messages, RewardFunction, check_messages
+from engine.rewards import Messages, check_messages
 from engine.rules import Rules, Words
 from engine.rules.catalogue import Catalogue
 from engine.rules.constrained import Constrained

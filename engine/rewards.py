@@ -14,12 +14,10 @@ from engine.cache.tree import TokenTree, shared_length
 from engine.contract import Answer, Evaluate
 from engine.errors import CheckpointError, KVMemoryError, UsageError
 from engine.load.loading import LoadedModel
+from engine.load.options import RewardFunction
 from engine.text.stopping import StopStrings
 from engine.text.template import Span
 from engine.text.tokenizer import Tokenizer
-
-RewardFunction = Callable[[Any, list[str]], Iterable[float]]
-"""(prompt, texts) -> a score for each text. The prompt is the request's messages if it has any, else its text."""
 
 Messages = Sequence[Mapping[str, Any]]
 HALF = "\ufffd"  # a character whose bytes are incomplete

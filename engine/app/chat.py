@@ -22,9 +22,10 @@ from engine.conversation import OVERFLOW, Conversation
 from engine.demo import BANNER, demo_folder, is_demo
 from engine.engine import Engine
 from engine.errors import UsageError
-from engine.load.budget import Loading, table
+from engine.load.budget import table
 from engine.load.capabilities import dtype_name
 from engine.load.distributed import check_alone
+from engine.load.options import LoadOptions
 from engine.version import __version__
 from models.checkpoint.headers import Checkpoint
 from models.sharding import Shard
@@ -213,9 +214,8 @@ def common_prefix(conversation: Conversation, prompt: str | None) -> list[int]:
 
 def plan(args: argparse.Namespace) -> str:
     """The table of `--plan`. Raises CoppiceError."""
-    given = {"dtype": args.dtype, "device": args.device}
-    context, loading = args.context, Loading({"target": args.plan}, **given, shard=Shard(0, args.processes))
-    return table(loading, lambda beams: Trie(beams=beams), context, args.max_new_tokens)
+    options = LoadOptions(args.plan, dtype=args.dtype, device=args.device, shard=Shard(0, args.processes))
+    return table(options, lambda beams: Trie(beams=beams), args.context, args.max_new_tokens)
 
 
 def make_screen(args: argparse.Namespace) -> Screen:

@@ -18,9 +18,8 @@ from engine.contract.checks import is_ours
 from engine.demo import with_defaults
 from engine.engine import Engine
 from engine.errors import CoppiceError, UsageError, shortened
-from engine.load.budget import FORMATS_SHOWN, Workload
-from engine.load.loading import DTYPES, KV_DTYPES
-from engine.load.pools import is_out_of_memory, out_of_memory, read_size
+from engine.load.options import DTYPES, FORMATS_SHOWN, KV_DTYPES
+from engine.load.pools import Workload, is_out_of_memory, out_of_memory, read_size
 from engine.load.startup import started
 from engine.rules import RULES, SCORES, Rules
 from engine.rules.catalogue import open_catalogue

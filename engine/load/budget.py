@@ -4,7 +4,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from engine.contract import Search
-from engine.contract.checks import slots_of
 from engine.errors import UsageError
-from engine.load.loading import KV_DTYPES, check_kv_dtype, check_quant, pick_device, pick_dtype, pick_quant
-from engine.load.pools import MAX_TOKENS, read_size, size_text, total_memory
+from engine.load.loading import check_kv_dtype, check_quant, pick_device, pick_dtype, pick_quant
+from engine.load.options import FORMATS_SHOWN, KV_DTYPES, LoadOptions, bytes_of
+from engine.load.pools import MAX_TOKENS, Workload, size_text, total_memory
 from engine.rules.grammars import KEPT_BYTES
 from engine.text.tokenizer import FILES
 from engine.text.tokenizer_files import read_file
@@ -25,7 +25,6 @@ from kernels.layout import NULL_SLOT, TRASH_SLOT
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import ModelSize, measure
 from models.formats.linear import FORMATS
-from models.sharding import Shard
 from models.trim import release_libraries
 
 TOKENS = 256  # of a pass, see `Runner`
@@ -35,38 +34,6 @@ TOKENIZER_LEAST, ENTRY = 3 << 20, 190  # bytes of a tokenizer.json in memory, an
 ARENA = 72 << 20  # address space of a thread: its stack, and what malloc reserves for it
 RESERVED = max(NULL_SLOT, TRASH_SLOT) + 1  # slots that no tree gets
 BEAMS = (1, 4, 15)  # of the table
-FORMATS_SHOWN = "none", "int8", "int4"  # of tables and flags: other groups of int4 differ by a few per cent
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What has to fit, whatever else does.
-
-    Args:
-        search: the search, whose least number of slots the cache must hold; None: one token.
-        prompt, new: tokens.
-        parallel: searches that share a pass.
-    """
-
-    search: Search | None = None
-    prompt: int = 1
-    new: int = 1
-    parallel: int = 1
-
-    @property
-    def beams(self) -> int:
-        """Rows that a search asks for."""
-        beams = getattr(self.search, "beams", 1)
-        return beams if type(beams) is int else 1
-
-    @property
-    def slots(self) -> tuple[int, int]:
-        """Of the cache, at least and at most."""
-        return slots_of(self.search, self.prompt, self.new) if self.search else (1, 1)
-
-    def __str__(self) -> str:
-        beams = f", {self.beams} beams" if self.beams > 1 else ""
-        return f"{self.new} new{beams}"
 
 
 @dataclass(frozen=True)
@@ -105,110 +72,86 @@ class MemoryPlan:
         return "\n".join(f"  {name:{width}} {_megabytes(size):>10}" for name, size in rows.items())
 
 
-@dataclass(frozen=True)
-class Loading:
-    """How models are to be loaded: arguments of `Engine.load`, by role for folders.
-
-    Plans are those of one process; of several that share the models, of the one whose place is `shard`.
-    """
-
-    folders: Mapping[str, str | Path]
-    dtype: str = "auto"
-    device: str = "auto"
-    quant: str = "none"
-    kv_dtype: str = "auto"
-    shard: Shard = field(default_factory=Shard)
-
-    @staticmethod
-    def of(folders: Mapping[str, str | Path], options: Mapping[str, Any]) -> "Loading":
-        """Of the options of `load_models` those that a plan depends on."""
-        return Loading(folders, **{f.name: options[f.name] for f in fields(Loading)[1:] if f.name in options})
-
-    def plan(self, workload: Workload, runtime: int | None = None) -> MemoryPlan:
-        """What a process will hold, the cache left open; reads configurations and headers.
-
-        Args:
-            runtime: bytes that it holds without a model; None: what this one does now, and what it will grow by.
-
-        Raises:
-            CheckpointError, UsageError: as of `Engine.load`.
-        """
-        device = pick_device(self.device)
-        check_quant(self.quant, device)
-        check_kv_dtype(self.kv_dtype, device)
-        if device.type != "cpu":
-            raise UsageError("memory: the plan is for a CPU", remedy="use --kv-memory on a GPU, or add --device cpu")
-        lines = {"runtime: Python, torch, kernels": runtime_bytes() if runtime is None else runtime}
-        if find_spec("llguidance") is not None:
-            lines["compiled grammars"] = KEPT_BYTES
-        token = 0
-        for role, folder in self.folders.items():
-            checkpoint = Checkpoint.open(folder)
-            precision = pick_dtype(self.dtype, checkpoint, device)
-            quant = pick_quant(self.quant, checkpoint, precision.dtype, device).name
-            size = measure(checkpoint, precision.dtype, device, quant, self.shard)
-            name = role if len(self.folders) > 1 else ""
-            format = f" ({quant})" if quant != "none" else ""
-            lines[f"{name} weights{format}".strip()] = size.weights
-            lines[f"{name} tokenizer".strip()] = _tokenizer(checkpoint.folder)
-            lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
-            token += size.shape.kv_bytes_per_token(KV_DTYPES[self.kv_dtype] or precision.dtype)
-        return MemoryPlan(lines, token)
-
-
-def allow(loading: Loading, given: Any, kv_memory: int | None, workload: Workload) -> int:
-    """The bytes for the cache that keep a process within its memory.
+def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -> MemoryPlan:
+    """What a process will hold, the cache left open; reads configurations and headers.
 
     Args:
-        given: bytes that it may hold, a size, or "auto", see `Engine.load`.
-        kv_memory: most of them for the cache; None: as many as are left.
+        options: how the models are to be loaded; the plan is that of the process at `options.place`.
         workload: what has to fit.
+        runtime: bytes that it holds without a model; None: what this one does now, and what it will grow by.
+
+    Raises:
+        CheckpointError, UsageError: as of `Engine.load`.
+    """
+    device = pick_device(options.device)
+    check_quant(options.quant, device)
+    check_kv_dtype(options.kv_dtype, device)
+    if device.type != "cpu":
+        raise UsageError("memory: the plan is for a CPU", remedy="use --kv-memory on a GPU, or add --device cpu")
+    lines = {"runtime: Python, torch, kernels": runtime_bytes() if runtime is None else runtime}
+    if find_spec("llguidance") is not None:
+        lines["compiled grammars"] = KEPT_BYTES
+    token = 0
+    for role, folder in options.folders.items():
+        checkpoint = Checkpoint.open(folder)
+        precision = pick_dtype(options.dtype, checkpoint, device)
+        quant = pick_quant(options.quant, checkpoint, precision.dtype, device).name
+        size = measure(checkpoint, precision.dtype, device, quant, options.place)
+        name = role if len(options.folders) > 1 else ""
+        format = f" ({quant})" if quant != "none" else ""
+        lines[f"{name} weights{format}".strip()] = size.weights
+        lines[f"{name} tokenizer".strip()] = _tokenizer(checkpoint.folder)
+        lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
+        token += size.shape.kv_bytes_per_token(KV_DTYPES[options.kv_dtype] or precision.dtype)
+    return MemoryPlan(lines, token)
+
+
+def allow(options: LoadOptions) -> int:
+    """The bytes for the cache that keep a process within `options.memory`.
 
     Raises:
         CheckpointError: as of `Engine.load`.
-        UsageError: another budget than these, or what has to fit does not; with the sum, and what would.
+        UsageError: what has to fit does not; with the sum, and what would.
     """
-    try:
-        memory = read_memory(given, loading, torch.get_num_threads())
-    except ValueError:
-        raise UsageError(f"memory: expected auto, bytes, or a size such as '900M', got {given!r}") from None
-    plan, (least, _) = loading.plan(workload), workload.slots
-    left = plan.left(memory)
-    if left < plan.cache(least) - plan.cache(0):
+    workload, kv_memory = options.workload or Workload(parallel=options.parallel), options.kv_bytes
+    memory = memory_bytes(options, torch.get_num_threads())
+    planned, (least, _) = plan(options, workload), workload.slots
+    left = planned.left(memory)
+    if left < planned.cache(least) - planned.cache(0):
         raise UsageError(
-            f"memory: {size_text(memory)} is less than the {size_text(plan.total(least))} that this needs",
-            where=plan.spelled(least, str(workload)),
-            remedy=_remedies(loading, memory, workload, plan.total(least)),
+            f"memory: {size_text(memory)} is less than the {size_text(planned.total(least))} that this needs",
+            where=planned.spelled(least, str(workload)),
+            remedy=_remedies(options, memory, workload, planned.total(least)),
         )
     if kv_memory is not None and kv_memory > left:
         raise UsageError(
             f"--kv-memory {size_text(kv_memory)} is more than the {size_text(left)} that --memory leaves",
-            where=plan.spelled(0, "none yet"),
+            where=planned.spelled(0, "none yet"),
             remedy="leave out --kv-memory, or lower it",
         )
-    return kv_memory if kv_memory is not None else min(left, MAX_TOKENS * plan.token)
+    return kv_memory if kv_memory is not None else min(left, MAX_TOKENS * planned.token)
 
 
-def _remedies(loading: Loading, memory: int, workload: Workload, needed: int) -> str:
+def _remedies(options: LoadOptions, memory: int, workload: Workload, needed: int) -> str:
     """List in one line what would fit: for each flag, alone or before others, the value nearest to the wanted plan."""
     fits: dict[str, tuple[int, str]] = {}
     cheaper = []
-    device = pick_device(loading.device)
+    device = pick_device(options.device)
     for other in FORMATS_SHOWN:
-        if other != loading.quant and FORMATS[other].why_not(device) is None:
-            cheaper.append((f"--quant {other}", replace(loading, quant=other), workload))
-    if loading.kv_dtype == "auto":
-        cheaper += [("--kv-dtype int8", replace(loading, kv_dtype="int8"), workload)]
+        if other != options.quant and FORMATS[other].why_not(device) is None:
+            cheaper.append((f"--quant {other}", replace(options, quant=other), workload))
+    if options.kv_dtype == "auto":
+        cheaper += [("--kv-dtype int8", replace(options, kv_dtype="int8"), workload)]
         cheaper += [(f"{flag} --kv-dtype int8", replace(other, kv_dtype="int8"), w) for flag, other, w in cheaper[:-1]]
     fewer = [n for n in (8, 4, 2, 1) if n < workload.beams]
     for beams in fewer:
-        cheaper.append((f"--beams {beams}", loading, replace(workload, search=_with_beams(workload.search, beams))))
+        cheaper.append((f"--beams {beams}", options, replace(workload, search=_with_beams(workload.search, beams))))
     for new in (128, 64, 32, 16):
         if new < workload.new:
-            cheaper.append((f"--max-new-tokens {new}", loading, replace(workload, new=new)))
+            cheaper.append((f"--max-new-tokens {new}", options, replace(workload, new=new)))
     for flags, other, work in cheaper:
         try:
-            total = other.plan(work).total(work.slots[0])
+            total = plan(other, work).total(work.slots[0])
         except Exception:  # a checkpoint that is packed, or a search that refuses: no advice
             continue
         if total <= memory:
@@ -284,16 +227,12 @@ def peak() -> int:
         return most if sys.platform == "darwin" else most * 1024
 
 
-def read_memory(text: Any, loading: Loading, threads: int) -> int:
-    """Bytes of a budget: a size, or "auto" for the least of the limits of this process. Raises ValueError."""
-    if isinstance(text, str) and text != "auto":
-        return read_size(text)
-    if text != "auto":
-        if type(text) is not int or not 0 < text < 1 << 63:
-            raise ValueError
-        return text
-    together = min(total_memory(), *cgroup_limits(), sys.maxsize) // loading.shard.local
-    limits = [together, *_address_space(loading, threads)]
+def memory_bytes(options: LoadOptions, threads: int) -> int:
+    """`options.memory` in bytes; "auto" is the least of the limits of this process."""
+    if options.memory != "auto":
+        return bytes_of("memory", options.memory)
+    together = min(total_memory(), *cgroup_limits(), sys.maxsize) // options.place.local
+    limits = [together, *_address_space(options, threads)]
     return min(limits) * 31 // 32  # the system keeps page tables and the like for a process
 
 
@@ -324,7 +263,7 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
                 yield int(text)
 
 
-def _address_space(loading: Loading, threads: int) -> Iterator[int]:
+def _address_space(options: LoadOptions, threads: int) -> Iterator[int]:
     """What RLIMIT_AS leaves: address space that is not memory, and the largest file that is mapped, come off."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
@@ -333,7 +272,7 @@ def _address_space(loading: Loading, threads: int) -> Iterator[int]:
         spaces = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
         spaces = resident()
-    files = {info.file for folder in loading.folders.values() for info in Checkpoint.open(folder).tensors.values()}
+    files = {info.file for folder in options.folders.values() for info in Checkpoint.open(folder).tensors.values()}
     mapped = max((file.stat().st_size for file in files), default=0)
     yield max(1, limit - (spaces - resident()) - mapped - ARENA * max(0, threads - 1))
 
@@ -341,10 +280,11 @@ def _address_space(loading: Loading, threads: int) -> Iterator[int]:
 # --- the table ---
 
 
-def table(loading: Loading, search_of: Any, context: int | None, new: int) -> str:
+def table(options: LoadOptions, search_of: Any, context: int | None, new: int) -> str:
     """The plan of a model: for each format of weights and cache and for some numbers of beams.
 
     Args:
+        options: how the model is to be loaded, but for its formats.
         search_of: a number of beams -> a search.
         context: tokens of prompt and reply; None: all that the checkpoint is made for, 4096 if it has no limit.
         new: tokens of the reply.
@@ -353,11 +293,11 @@ def table(loading: Loading, search_of: Any, context: int | None, new: int) -> st
         CheckpointError, UsageError: as of `Engine.load`.
     """
     device = pick_device("cpu")
-    checkpoint = Checkpoint.open(loading.folders["target"])
-    precision = pick_dtype(loading.dtype, checkpoint, device)
+    checkpoint = Checkpoint.open(options.folder)
+    precision = pick_dtype(options.dtype, checkpoint, device)
     own = checkpoint.packing or checkpoint.quantization
     quants = [pick_quant("none", checkpoint, precision.dtype, device).name] if own else [*FORMATS_SHOWN]
-    size = measure(checkpoint, precision.dtype, device, quants[0], loading.shard)
+    size = measure(checkpoint, precision.dtype, device, quants[0], options.place)
     reach = size.shape.max_positions
     context = min(context or reach or 4096, reach or context or 4096)
     new = min(new, context - 1) or 1
@@ -369,12 +309,13 @@ def table(loading: Loading, search_of: Any, context: int | None, new: int) -> st
         for kv_dtype in ("auto", "int8"):
             for beams in BEAMS:
                 work = Workload(search_of(beams), context - new, new)
-                plan = replace(loading, quant=quant, kv_dtype=kv_dtype, device="cpu").plan(work, runtime)
+                each = replace(options, quant=quant, kv_dtype=kv_dtype, device="cpu")
+                planned = plan(each, work, runtime)
                 tokens = max(work.slots)
-                weights = sum(n for name, n in plan.lines.items() if "weights" in name)
-                scratch = sum(n for name, n in plan.lines.items() if "scratch" in name)
-                others = plan.fixed - weights - scratch
-                numbers = (weights, plan.cache(tokens), scratch, others, max(start, plan.total(tokens)))
+                weights = sum(n for name, n in planned.lines.items() if "weights" in name)
+                scratch = sum(n for name, n in planned.lines.items() if "scratch" in name)
+                others = planned.fixed - weights - scratch
+                numbers = (weights, planned.cache(tokens), scratch, others, max(start, planned.total(tokens)))
                 w, k, s, r, t = map(_megabytes, numbers)
                 dtype = str(KV_DTYPES[kv_dtype] or precision.dtype).removeprefix("torch.")
                 rows.append(("own" if own else quant, w, dtype, k, str(beams), str(tokens), s, r, t))
@@ -386,6 +327,6 @@ def table(loading: Loading, search_of: Any, context: int | None, new: int) -> st
     ]
     title = f"{checkpoint.folder.resolve().name}: {precision}; a prompt of {context - new} tokens, {new} new ones"
     notes = "runtime: Python, torch, kernels, tokenizer; tokens: the most that all beams can hold; nothing was read."
-    if loading.shard.size > 1:
-        title += f"; each of {loading.shard.size} processes"
+    if options.place.size > 1:
+        title += f"; each of {options.place.size} processes"
     return "\n".join([title, "", *lines, "", notes])

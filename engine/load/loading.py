@@ -4,8 +4,6 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,29 +13,26 @@ import torch
 
 from engine.cache.pool import PagePool
 from engine.cache.prefixes import PrefixCache
-from engine.errors import CheckpointError, UsageError, check_flag, check_integer
+from engine.errors import CheckpointError, UsageError, check_flag
 from engine.load.capabilities import Capabilities, Precision, explicit_precision, pick_precision, processor
 from engine.load.distributed import agree, least
 from engine.load.fastest import FormatChoice, fastest_format
-from engine.load.pools import make_pools, read_size, total_memory
+from engine.load.options import DTYPES, KV_DTYPES, LoadOptions
+from engine.load.pools import make_pools, total_memory
 from engine.step.compiling import LEAST_SIZES, compile_model, warm_up
 from engine.step.gpu import check_gpu
 from engine.step.graphs import GraphRunner, make_runner
 from engine.step.runner import Runner
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import FILES, Tokenizer
-from kernels.kv_fp8 import DTYPE as FP8
 from models import load_model
 from models.checkpoint.headers import PACK_AGAIN, Checkpoint
 from models.checkpoint.weights import Weights
 from models.config import ModelShape
 from models.formats.floats import has_products
 from models.formats.linear import FORMATS
-from models.sharding import Shard
 from models.trim import trim_memory
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-KV_DTYPES = {"auto": None, "int8": torch.int8, "fp8": FP8}  # None: the model's
 IDLE = 1 << 30  # bytes of cached prefixes that no request uses, where nobody has said how large the pool is
 SAMPLED, PIECE = 16, 1 << 14  # places of a weights file that are hashed, and bytes read at each
 
@@ -130,25 +125,20 @@ class _Weights:
 
     @staticmethod
     def load(
-        folder: str | Path,
-        dtype: str,
-        device: torch.device,
-        chat_template: str | Path | None,
-        quant: str,
-        compile: str,
-        kv_dtype: str,
-        shard: Shard,
+        folder: str | Path, options: LoadOptions, device: torch.device, chat_template: str | Path | None
     ) -> "_Weights":
-        checkpoint = Checkpoint.open(folder)
-        precision = shard.first(lambda: pick_dtype(dtype, checkpoint, device))
-        kept = shard.first(lambda: pick_quant(quant, checkpoint, precision.dtype, device))
+        checkpoint, shard = Checkpoint.open(folder), options.place
+        precision = shard.first(lambda: pick_dtype(options.dtype, checkpoint, device))
+        kept = shard.first(lambda: pick_quant(options.quant, checkpoint, precision.dtype, device))
         inside = checkpoint.folder
         tokenizer = Tokenizer.load(inside) if any((inside / name).exists() for name in FILES) else None
         template = load_template(inside, chat_template, tokenizer)
         trim_memory()  # of the parsed files: a third of what a tokenizer took
         model = load_model(checkpoint, precision.dtype, device, kept.name, partial(Weights, shard=shard))
-        compiled = compile == "on" and compile_model(model, device)
-        return _Weights(Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template, kv_dtype)
+        compiled = options.compile == "on" and compile_model(model, device)
+        return _Weights(
+            Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template, options.kv_dtype
+        )
 
     def eos_token_ids(self) -> frozenset[int]:
         """Those of the checkpoint; else the family's, if its files have no word on it; else the tokenizer's."""
@@ -207,40 +197,25 @@ class _Weights:
         return notes
 
 
-def load_models(
-    folders: Mapping[str, str | Path],
-    *,
-    dtype: str,
-    device: str,
-    kv_memory: int | None,
-    compile: str,
-    quant: str,
-    kv_dtype: str,
-    graphs: str,
-    chat_template: str | Path | None,
-    shard: Shard | None = None,
-) -> dict[str, LoadedModel]:
-    """Load models by role, with pools of as many tokens each; arguments and errors as of `Engine.load`.
+def load_models(options: LoadOptions, kv_memory: int | None) -> dict[str, LoadedModel]:
+    """Load models by role, with pools of as many tokens each; errors as of `Engine.load`.
 
     Args:
-        folders: by role; "target", whose chat template is chosen, first.
+        options: how; `memory` and `kv_memory` are not read.
+        kv_memory: bytes of all pools; None: what suits the free memory.
     """
-    where = pick_device(device)
-    check_quant(quant, where)
-    check_kv_dtype(kv_dtype, where)
-    if graphs not in ("on", "off"):
-        raise UsageError(f"graphs: expected on or off, got {graphs!r}")
-    shard = shard or Shard()
-    if shard.size > 1 and compile == "on":
+    device, shard = pick_device(options.device), options.place
+    check_quant(options.quant, device)
+    check_kv_dtype(options.kv_dtype, device)
+    if shard.size > 1 and options.compile == "on":
         raise UsageError("compile: a model that processes share is not compiled", remedy="leave out --compile on")
-    template = {"target": chat_template}
+    template = {"target": options.chat_template}
     parts = {
-        role: _Weights.load(folder, dtype, where, template.get(role), quant, compile, kv_dtype, shard)
-        for role, folder in folders.items()
+        role: _Weights.load(folder, options, device, template.get(role)) for role, folder in options.folders.items()
     }
     caches = [(part.model.shape, part.cache_dtype) for part in parts.values()]
-    recorded = graphs == "on" and shard.size == 1
-    pools = make_pools(caches, where, kv_memory, shard)
+    recorded = options.graphs == "on" and shard.size == 1
+    pools = make_pools(caches, device, kv_memory, shard)
     models = {role: part.with_pool(pool, recorded) for (role, part), pool in zip(parts.items(), pools, strict=True)}
     target = models["target"]
     for role in list(models)[1:]:
@@ -276,33 +251,9 @@ def check_companion(role: str, target: LoadedModel, other: LoadedModel) -> None:
         )
 
 
-def check_arguments(
-    folder: Any, threads: Any, kv_memory: Any, compile: Any, chat_template: Any, parallel: Any, draft: Any, reward: Any
-) -> int | None:
-    """Check those of `Engine.load` that nothing else does; returns kv_memory in bytes. Raises UsageError."""
-    for name, value in {"folder": folder, "draft": draft, "reward": reward, "chat_template": chat_template}.items():
-        if isinstance(value, str | Path) or (value is None and name != "folder"):
-            continue
-        if name != "reward" or not callable(value):
-            kind = "a path or a function of (prompt, texts)" if name == "reward" else "a path"
-            raise UsageError(f"{name}: expected {kind}, got {value!r}")
-    if threads is not None:
-        check_integer("threads", threads, 1, 4096)
-    if compile not in ("on", "off"):
-        raise UsageError(f"compile: expected on or off, got {compile!r}")
-    check_integer("parallel", parallel, 1)
-    if kv_memory is None or (type(kv_memory) is int and 0 < kv_memory < 1 << 63):
-        return kv_memory
-    with suppress(ValueError):
-        if isinstance(kv_memory, str):
-            return read_size(kv_memory)
-    raise UsageError(f"kv_memory: expected bytes, or a size such as '512M' or '1.5G', got {kv_memory!r}")
-
-
 def pick_device(name: str) -> torch.device:
-    """The device of a name; "auto" is the GPU if there is one. Raises UsageError, also for a GPU that cannot serve."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device: expected auto, cpu or cuda, got {name!r}")
+    """The device of a name: cpu, cuda, or auto for the GPU if there is one. Raises UsageError for a GPU that is not
+    there, or cannot serve."""
     if name == "cpu" or not torch.cuda.is_available():
         if name == "cuda":
             raise UsageError("device: this machine has no CUDA GPU that torch can use", remedy="use --device cpu")
@@ -312,21 +263,17 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> Precision:
-    """The dtype of a name, see `Engine.load`, and its reason. Raises UsageError."""
+    """The dtype of a name, see `LoadOptions`, and its reason. Raises UsageError."""
     if name == "auto" and checkpoint.quantization is not None and device.type == "cpu":
         return Precision(torch.float32, "the checkpoint is quantised")
     if name == "auto":
         size = torch.float32.itemsize * sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
         return pick_precision(checkpoint.torch_dtype, device, size, total_memory())
-    if not isinstance(name, str) or name not in DTYPES:
-        raise UsageError(f"dtype: expected one of auto, {', '.join(DTYPES)}, got {name!r}")
     return explicit_precision(DTYPES[name], device)
 
 
 def check_kv_dtype(kv_dtype: str, device: torch.device) -> None:
-    """Raises UsageError for what is no name of a cache's dtype, or one that the device's kernels do not read."""
-    if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
-        raise UsageError(f"kv_dtype: expected {', '.join(KV_DTYPES)}, got {kv_dtype!r}")
+    """Refuse a dtype of the cache that the device's kernels do not read. Raises UsageError."""
     if kv_dtype == "fp8" and device.type == "cpu":
         raise UsageError("kv_dtype: the kernels of a CPU do not read fp8", remedy="use --kv-dtype int8")
 

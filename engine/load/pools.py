@@ -6,7 +6,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,37 @@ from models.sharding import Shard
 
 PAGE_SIZE = {"cpu": 1, "cuda": 16}  # tokens; single ones waste nothing, larger ones suit a GPU's memory
 MAX_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What has to fit, whatever else does.
+
+    Args:
+        search: the search, whose least number of slots the cache must hold; None: one token.
+        prompt, new: tokens.
+        parallel: searches that share a pass.
+    """
+
+    search: Search | None = None
+    prompt: int = 1
+    new: int = 1
+    parallel: int = 1
+
+    @property
+    def beams(self) -> int:
+        """Rows that a search asks for."""
+        beams = getattr(self.search, "beams", 1)
+        return beams if type(beams) is int else 1
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Of the cache, at least and at most."""
+        return slots_of(self.search, self.prompt, self.new) if self.search else (1, 1)
+
+    def __str__(self) -> str:
+        beams = f", {self.beams} beams" if self.beams > 1 else ""
+        return f"{self.new} new{beams}"
 
 
 def make_pools(

@@ -171,7 +171,7 @@ def test_with_other_dtypes(dtype):
 
 @pytest.mark.parametrize("wrong", ["int4", "float8", "bfloat16", None, 8, []])
 def test_other_names_are_refused(wrong):
-    with pytest.raises(UsageError, match="kv_dtype: expected auto, int8, fp8, got"):
+    with pytest.raises(UsageError, match="kv_dtype: expected auto, int8 or fp8, got"):
         Engine.load(demo_folder(), kv_dtype=wrong)
 
 

@@ -33,17 +33,19 @@ folder, options, beams, prompt, new, threads, memory = json.loads(sys.argv[1])
 sys.orig_argv, sys.argv = ["python", "-m", "engine.chat"], ["-m"]  # what a command line leaves out, this does too
 import engine.app.chat
 from engine import Engine
-from engine.load.budget import Loading, Workload, peak, resident
+from engine import LoadOptions
+from engine.load.budget import peak, plan, resident
+from engine.load.pools import Workload
 from search import Trie
 start = peak()
 work = Workload(Trie(beams=beams), prompt, new)
-plan = Loading.of({"target": folder}, options).plan(work)
-budget = {"memory": memory, "workload": work} if memory else {"kv_memory": plan.cache(2 * max(work.slots))}
+planned = plan(LoadOptions(folder, **options), work)
+budget = {"memory": memory, "workload": work} if memory else {"kv_memory": planned.cache(2 * max(work.slots))}
 engine = Engine.load(folder, threads=threads, parallel=1, **options, **budget)
 loaded, words = resident(), min(engine.shape.vocab_size, 1000) - 5
 ids = [5 + i * 7 % words for i in range(prompt)]
 engine.generate([ids], work.search, max_new_tokens=new, ignore_eos=True)
-found = {"plan": max(start, plan.total(max(work.slots))), "loaded": loaded, "peak": peak()}
+found = {"plan": max(start, planned.total(max(work.slots))), "loaded": loaded, "peak": peak()}
 print(json.dumps({**found, "seconds": engine.load_seconds, "slots": engine.pool.pages}))
 """
 

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,18 +17,18 @@ from engine.app.chat import main
 from engine.demo import demo_folder
 from engine.load.budget import (
     ENTRY,
-    FORMATS_SHOWN,
     TOKENIZER,
     TOKENIZER_LEAST,
-    Loading,
     MemoryPlan,
-    Workload,
     _tokenizer,
     allow,
     cgroup_limits,
-    read_memory,
+    memory_bytes,
+    plan,
     resident,
 )
+from engine.load.options import FORMATS_SHOWN, LoadOptions
+from engine.load.pools import Workload
 from models import FAMILIES, load_model
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import measure
@@ -99,15 +100,16 @@ def checkpoint(tmp_path_factory) -> Path:
 
 PEAK = """
 import sys
-from engine import Engine
-from engine.load.budget import FORMATS_SHOWN, Loading, Workload, peak
+from engine import Engine, LoadOptions
+from engine.load.budget import peak, plan
+from engine.load.pools import Workload
 from search import Trie
 folder, memory, quant = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 work = Workload(Trie(beams=8), 400, 24)
-plan = Loading({"target": folder}, quant=quant).plan(work)
+planned = plan(LoadOptions(folder, quant=quant), work)
 engine = Engine.load(folder, memory=memory or None, quant=quant, threads=2, kv_memory=None if memory else "64M")
 engine.generate([[5 + i % 900 for i in range(400)]], work.search, max_new_tokens=24, ignore_eos=True)
-print(plan.total(work.slots[1]), peak(), engine.pool.pages, plan.fixed)
+print(planned.total(work.slots[1]), peak(), engine.pool.pages, planned.fixed)
 """
 
 
@@ -126,6 +128,7 @@ def test_prediction_and_peak(checkpoint, quant):
 
 LOAD = """
 import json, sys
+from dataclasses import replace
 from pathlib import Path
 from engine import Engine
 from engine.load.budget import peak, resident
@@ -174,11 +177,10 @@ def test_a_budget_is_kept(checkpoint):
 
 def test_refusal_spells_the_sum_out(checkpoint, monkeypatch):
     monkeypatch.setattr("engine.load.budget.runtime_bytes", lambda: 200 * MB)
-    loading, work = Loading({"target": checkpoint}), Workload(Trie(beams=15), 1, 256)
-    plan = loading.plan(work)
-    short = plan.total(work.slots[0]) - MB // 2
+    work = Workload(Trie(beams=15), 1, 256)
+    short = plan(LoadOptions(checkpoint), work).total(work.slots[0]) - MB // 2
     with pytest.raises(UsageError) as refused:
-        allow(loading, short, None, work)
+        allow(LoadOptions(checkpoint, memory=short, workload=work))
     assert refused.value.exit_code == 2
     text = str(refused.value)
     for line in (
@@ -199,25 +201,24 @@ def test_refusal_spells_the_sum_out(checkpoint, monkeypatch):
 
 def test_what_is_left_is_the_caches(checkpoint, monkeypatch):
     monkeypatch.setattr("engine.load.budget.runtime_bytes", lambda: 200 * MB)
-    loading = Loading({"target": checkpoint})
-    fixed = loading.plan(Workload()).fixed
-    left = allow(loading, fixed + 40 * MB, None, Workload())
-    assert 30 * MB < left < 41 * MB
-    assert allow(loading, fixed + 40 * MB, 5 * MB, Workload()) == 5 * MB
+    fixed = plan(LoadOptions(checkpoint), Workload()).fixed
+    options = LoadOptions(checkpoint, memory=fixed + 40 * MB, workload=Workload())
+    assert 30 * MB < allow(options) < 41 * MB
+    assert allow(replace(options, kv_memory=5 * MB)) == 5 * MB
     with pytest.raises(UsageError, match=r"--kv-memory 300\.0 MB is more than"):
-        allow(loading, fixed + 40 * MB, 300 * MB, Workload())
+        allow(replace(options, kv_memory="300M"))
 
 
-@pytest.mark.parametrize("given", [0, -1, 1.5, True, "much", "12Q", 1 << 63, None])
+@pytest.mark.parametrize("given", [0, -1, 1.5, True, "much", "12Q", 1 << 63])
 def test_other_budgets_are_refused(checkpoint, given):
     with pytest.raises(UsageError, match="memory: expected auto"):
-        allow(Loading({"target": checkpoint}), given, None, Workload())
+        Engine.load(checkpoint, memory=given)
 
 
 def test_load_takes_it(checkpoint):
     gc.collect()  # what other tests left would go in between
     trim_memory()
-    need = Loading({"target": checkpoint}).plan(Workload(parallel=16)).fixed
+    need = plan(LoadOptions(checkpoint), Workload(parallel=16)).fixed
     engine = Engine.load(checkpoint, memory=need + 30 * MB, threads=2)
     assert 0 < engine.pool.pages * engine.pool.page_bytes <= 40 * MB
     with pytest.raises(UsageError, match="is less than"):
@@ -236,8 +237,8 @@ def test_tokenizers_are_counted(tmp_path):
 
 
 def test_plan_and_workload():
-    plan = MemoryPlan({"a": 10, "b": 20}, token=5)
-    assert (plan.fixed, plan.cache(4), plan.total(4), plan.left(100)) == (30, 30, 60, 60)
+    found = MemoryPlan({"a": 10, "b": 20}, token=5)
+    assert (found.fixed, found.cache(4), found.total(4), found.left(100)) == (30, 30, 60, 60)
     assert Workload(Trie(beams=3), 10, 5).slots == (16, 22) and Workload(Greedy()).beams == 1
     assert resident() > 50 * MB
 
@@ -285,16 +286,16 @@ def test_without_control_groups(tmp_path):
 
 
 def test_auto_is_the_least_limit(checkpoint, monkeypatch):
-    loading = Loading({"target": checkpoint})
+    options = LoadOptions(checkpoint, memory="auto")
     monkeypatch.setattr("engine.load.budget.total_memory", lambda: 3200 * MB)
     monkeypatch.setattr("engine.load.budget.cgroup_limits", lambda: iter([640 * MB]))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert read_memory("auto", loading, 2) == 620 * MB
+    assert memory_bytes(options, 2) == 620 * MB
     monkeypatch.setattr("engine.load.budget.cgroup_limits", lambda: iter(()))
-    assert read_memory("auto", loading, 2) == 3100 * MB
+    assert memory_bytes(options, 2) == 3100 * MB
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2000 * MB, resource.RLIM_INFINITY))
-    limited = read_memory("auto", loading, 1)
-    assert limited < 2000 * MB and limited - read_memory("auto", loading, 2) > 60 * MB  # address space of a thread
+    limited = memory_bytes(options, 1)
+    assert limited < 2000 * MB and limited - memory_bytes(options, 2) > 60 * MB  # address space of a thread
 
 
 # --- the command line ---

@@ -13,8 +13,10 @@ import torch
 
 from engine import Engine
 from engine.app import batch, chat
-from engine.load.budget import Loading, Workload
+from engine.load.budget import plan
 from engine.load.distributed import started
+from engine.load.options import LoadOptions
+from engine.load.pools import Workload
 from engine.serve import command
 from models import load_model
 from models.checkpoint.headers import Checkpoint
@@ -240,8 +242,8 @@ def test_a_process_holds_half_and_the_plan_says_so(checkpoint, quant):
     assert half.shape == model.shape and half.config == model.config
     assert half.weights <= 0.55 * whole.weights
     assert half.shape.kv_bytes_per_token(torch.float32) * 2 == whole.shape.kv_bytes_per_token(torch.float32)
-    loading = Loading({"target": checkpoint}, dtype="float32", device="cpu", quant=quant, shard=place)
-    assert loading.plan(Workload(), 0).lines[f"weights{f' ({quant})' if quant != 'none' else ''}"] == half.weights
+    options = LoadOptions(checkpoint, dtype="float32", device="cpu", quant=quant, shard=place)
+    assert plan(options, Workload(), 0).lines[f"weights{f' ({quant})' if quant != 'none' else ''}"] == half.weights
 
 
 def test_the_table_of_a_plan_counts_a_process(checkpoint, capsys):

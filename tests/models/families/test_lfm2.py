@@ -12,7 +12,9 @@ from engine import Engine
 from engine.cache.pool import PagePool
 from engine.cache.tree import TokenTree
 from engine.engine import Session
-from engine.load.budget import Loading, Workload
+from engine.load.budget import plan
+from engine.load.options import LoadOptions
+from engine.load.pools import Workload
 from kernels import cpp
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
@@ -137,10 +139,10 @@ def test_bytes():
 
 def test_the_plan_counts_what_is_loaded():
     engine = Engine.load(GOLDEN / "bias", dtype="float32", kv_memory="1M")
-    plan = Loading({"target": GOLDEN / "bias"}, dtype="float32").plan(Workload())
-    assert plan.token == engine.pool.bytes_per_token
+    planned = plan(LoadOptions(GOLDEN / "bias", dtype="float32"), Workload())
+    assert planned.token == engine.pool.bytes_per_token
     tensors = [x for x in engine.runner.model.layers.modules() for x in vars(x).values() if isinstance(x, torch.Tensor)]
-    assert plan.lines["weights"] >= sum(x.nbytes for x in tensors)
+    assert planned.lines["weights"] >= sum(x.nbytes for x in tensors)
 
 
 def test_sequences_share_slots_as_those_of_attention_do(engine):
