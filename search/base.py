@@ -40,6 +40,7 @@ SHARED_PARAMS = (
     "length_penalty",
     "early_stopping",
     "num_return_sequences",
+    "patience",
     "temperature",
     "top_k",
     "top_p",

@@ -11,7 +11,7 @@ from engine.contract.sampling import Uniforms
 from search.base import SearchGenerator, Task, register
 from search.dsbd.beams import Beams
 from search.dsbd.joint import Reader, Rows
-from search.options import MAX_PENALTY, Sampling, check_integers, check_numbers
+from search.options import MAX_PENALTY, Sampling, check_integers, check_numbers, hypotheses
 
 
 @register("beam-sample")
@@ -22,27 +22,34 @@ class BeamSample(Sampling):
     Args:
         beams: entries of the list; those that finish leave it.
         length_penalty: a finished beam scores logprob / length ** length_penalty.
-        num_return_sequences: outputs to return, at most `beams`; there are fewer if entries coincide.
+        num_return_sequences: outputs to return, at most `beams`, or as many as `patience` waits for; there are fewer if
+            entries coincide.
+        patience: stops when round(beams * patience) entries have finished (1). With more than 1 the list is filled up
+            again as long as that many can still finish.
     """
 
     beams: int = 4
     length_penalty: float = 1.0
     num_return_sequences: int = 1
+    patience: float | None = None
 
     def __post_init__(self):
         super().__post_init__()
         check_integers(self, beams=(1, 4096))
-        check_integers(self, num_return_sequences=(1, self.beams))
+        check_integers(self, num_return_sequences=(1, hypotheses(self.beams, self.patience)))
         check_numbers(self, length_penalty=(-MAX_PENALTY, MAX_PENALTY))
 
     def run(self, task: Task) -> SearchGenerator:
         tree, beams = task.tree, Beams(task, self.length_penalty)
         reader = Reader(self.warp(), task.vocab_size, task.normalised)
+        wanted = hypotheses(self.beams, self.patience)
         while beams.live:
             rows: Rows = {}
             yield from reader.fetch(tree, [beam.node for beam in beams.live], rows)
             joint = reader.p_beam(rows, beams.live)
             numbers = Uniforms(self.seed, 0, tree.position(beams.live[0].node) + 1)
-            beams.advance(joint, joint.draw(self.beams - beams.ended, numbers))
+            beams.advance(joint, joint.draw(min(self.beams, max(self.beams, wanted) - beams.ended), numbers))
+            if beams.ended >= wanted:
+                beams.live = []
             yield beams.report()
         return beams.result(self.num_return_sequences, {"steps": beams.steps})

@@ -1,5 +1,7 @@
 """Fields that several searches share, and checks of fields."""
 
+import math
+import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +14,7 @@ from search.values import written
 MAX_SEED = 2**63 - 1
 DRAWS = ("temperature", "top_k", "top_p", "min_p")
 MAX_PENALTY = 20  # lengths to this power stay within a float
+MAX_PATIENCE = 100  # finished hypotheses are kept, this many for each beam
 
 
 def check_integers(config: Any, *, also: str = "", **ranges: tuple[float, float]) -> None:
@@ -24,6 +27,24 @@ def check_numbers(config: Any, **ranges: tuple[float, float]) -> None:
     """`check_number` for fields of a configuration, by name: (least, largest)."""
     for name, limits in ranges.items():
         check_number(name, getattr(config, name), *limits)
+
+
+def hypotheses(beams: int, patience: float | None) -> int:
+    """How many hypotheses end before a search does: round(beams * patience), `beams` without a patience.
+
+    As CTranslate2 computes it: in float32, halves are rounded up. Raises UsageError.
+    """
+    if patience is None:
+        return beams
+    check_number("patience", patience, 0, MAX_PATIENCE)
+    count = math.floor(_float32(_float32(patience) * beams) + 0.5)
+    if count < 1:
+        raise UsageError(f"patience: {beams} x {patience} rounds to no hypothesis", remedy="give a larger one")
+    return count
+
+
+def _float32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def check_choices(config: Any, **choices: Sequence[Any]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine.errors import UsageError
 from search.base import Next, Report, Search, SearchGenerator, SearchResult, Task, evaluate_top_sums, register
 from search.finished import Candidate, Finished
-from search.options import MAX_PENALTY, check_integers, check_numbers
+from search.options import MAX_PENALTY, check_integers, check_numbers, hypotheses
 
 EARLY_STOPPING = {False: "false", True: "true", "false": "false", "true": "true", "never": "never"}
 
@@ -26,26 +26,36 @@ class Trie(Search):
         length_penalty: a finished hypothesis scores logprob / length ** length_penalty.
         early_stopping: True stops when `beams` hypotheses have finished; False when the best live one could not beat
             the worst of them at its present length; "never" when it could not at any length.
-        num_return_sequences: finished hypotheses to return, at most `beams`.
+        num_return_sequences: finished hypotheses to return, at most `beams`, or as many as `patience` waits for.
+        patience: stops when round(beams * patience) hypotheses have finished, in place of `early_stopping`, as in
+            CTranslate2 and Whisper: 1 is the same as true. The last step may bring more: the best of all are returned.
     """
 
     beams: int = 4
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     num_return_sequences: int = 1
+    patience: float | None = None
 
     def __post_init__(self):
         check_integers(self, beams=(1, math.inf))
-        check_integers(self, num_return_sequences=(1, self.beams))
+        wanted = hypotheses(self.beams, self.patience)
+        check_integers(self, num_return_sequences=(1, wanted))
         check_numbers(self, length_penalty=(-MAX_PENALTY, MAX_PENALTY))
         if not isinstance(self.early_stopping, bool | str) or self.early_stopping not in EARLY_STOPPING:
             raise UsageError(f"early_stopping: expected false, true or never, got {self.early_stopping!r}")
+        if self.patience is not None and EARLY_STOPPING[self.early_stopping] == "never":
+            raise UsageError(
+                "patience: it takes the place of early_stopping, which is never", remedy="give one of both"
+            )
 
     def run(self, task: Task) -> SearchGenerator:
-        tree, mode = task.tree, EARLY_STOPPING[self.early_stopping]
+        tree = task.tree
+        mode = EARLY_STOPPING[self.early_stopping if self.patience is None else True]
+        wanted = hypotheses(self.beams, self.patience)
         candidates = max(2, 1 + len(task.eos_token_ids)) * self.beams
         live, scores = [tree.root], [0.0]  # T1
-        done = Finished(self.length_penalty, self.beams)
+        done = Finished(self.length_penalty, wanted)
         for step in range(1, task.max_new_tokens + 1):
             following = Next(self.beams, task.eos_token_ids) if step < task.max_new_tokens else None
             sums, rows, tokens = yield from evaluate_top_sums(tree, live, scores, candidates, following)  # T2
@@ -55,15 +65,15 @@ class Trie(Search):
                     path = [*tree.path(live[rows[rank]]), tokens[rank]]
                     done.add(path, sums[rank], reason)
             going = [i for i, reason in enumerate(reasons) if reason is None][: self.beams]  # T5
-            if not going or (mode == "true" and len(done.outputs) == self.beams):  # T7
+            if not going or (mode == "true" and len(done.outputs) == wanted):  # T7
                 break
             scores = [sums[i] for i in going]
             length = task.max_new_tokens if mode == "never" and self.length_penalty > 0 else step
-            if not done.score(scores[0], length) > done.score_at(self.beams - 1):  # T6
+            if not done.score(scores[0], length) > done.score_at(wanted - 1):  # T6
                 break
             last, bound = self.num_return_sequences - 1, done.bound(scores[0], step + 1, task.max_new_tokens)
             if done.score_at(last) >= bound and not task.rising:
-                break  # nothing alive can change what is returned
+                break  # T7a
             live = tree.grow([live[rows[i]] for i in going], [tokens[i] for i in going])  # T8
             tree.keep(live)
             yield self._report(task, done, live, scores)

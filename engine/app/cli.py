@@ -268,6 +268,8 @@ def add_search_flags(parser: Parser, default: str = "greedy") -> None:
     add(group, "length_penalty", "a score is logprob / length ** this", type=float, metavar="X")
     modes = {"choices": ["false", "true", "never"]}
     add(group, "early_stopping", "true: when as many outputs have finished as there are beams", **modes)
+    patience = "stop when as many outputs have finished as beams times this, in place of --early-stopping"
+    add(group, "patience", patience, type=float, metavar="X")
     add(group, "num_return_sequences", "outputs to return", type=int, metavar="N")
     ours = [name for name, cls in REGISTRY.items() if is_ours(cls)]
     for name in ours:
