@@ -309,6 +309,8 @@ def figures(result: SearchResult, machine: Capabilities | None = None) -> str:
         f"cache    {mib(peak)} at its peak, for {live} live tokens of {unit} bytes; "
         f"a cache for each branch would have held {unshared} tokens",
     ]
+    if (answer := stats.pop("answer_step", None)) is not None:
+        stats["steps"] = f"answer complete at step {answer} of {stats['steps']}"
     # Lists are left out: they are for programs.
     others = [f"{key:8} {value}" for key, value in stats.items() if not isinstance(value, list)]
     if machine is not None and machine.precision:

@@ -234,6 +234,7 @@ class Engine:
         search: Search,
         *,
         interrupted: Callable[[], bool] = lambda: False,
+        taken: Callable[[], bool] = lambda: False,
         trunk: Trunk | None = None,
         retire: Callable[[TokenTree], None] | None = None,
         **options: Unpack[RequestOptions],
@@ -242,12 +243,14 @@ class Engine:
 
         Args:
             interrupted: called after every step; True ends the search with the best candidate so far.
+            taken: called after steps whose report has something `ready`; True ends the search with that.
             trunk, retire: the cache to take over, and a function that gets the tree at the end, see `Session`.
 
         Raises:
             CoppiceError: as `generate`.
         """
         check_callable("interrupted", interrupted)
+        check_callable("taken", taken)
         check_options(options, search)
         service, heard = self.service(), deque[News]()
         outcome: SearchResult | CoppiceError | None = None
@@ -268,6 +271,8 @@ class Engine:
                         yield event
                     if interrupted():
                         service.interrupt(entry)
+                    elif entry.job is not None and entry.job.report.ready and taken():
+                        service.take(entry)
             if isinstance(outcome, CoppiceError):
                 try:
                     raise outcome

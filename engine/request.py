@@ -102,6 +102,7 @@ class StreamOptions(RequestOptions, total=False):
     """The same, and what `Engine.stream` takes besides."""
 
     interrupted: Callable[[], bool]
+    taken: Callable[[], bool]
 
 
 def check_options(options: Mapping[str, Any], search: Any) -> None:

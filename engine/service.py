@@ -181,6 +181,11 @@ class Service:
             best = list(job.report.best()) if job.report.best else list(job.settled)
             self.driver.stop(job, SearchResult([Output(best, None, None, "interrupted")]))
 
+    def take(self, entry: Entry) -> None:
+        """End a search with the result that its latest report says is ready; the next step tells the outcome."""
+        if (job := entry.job) is not None and not job.done and job.report.ready is not None:
+            self.driver.stop(job, job.report.ready())
+
     def step(self) -> None:
         """Evaluate one pass of each model, and tell what it did.
 
@@ -340,9 +345,9 @@ class Service:
             return event
         report, tree = event.report, event.tree
         best, beams = report.best and [*report.best()], report.beams and [*report.beams()]
-        ready = {} if best is None else {"best": lambda: best}
-        ready |= {} if beams is None else {"beams": lambda: beams}
-        return Progress(replace(report, **ready), tree)
+        known = {} if best is None else {"best": lambda: best}
+        known |= {} if beams is None else {"beams": lambda: beams}
+        return Progress(replace(report, **known, ready=None), tree)
 
 
 def starter(

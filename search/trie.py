@@ -78,7 +78,12 @@ class Trie(Search):
             tree.keep(live)
             yield self._report(task, done, live, scores)
         yield Report(done.remainder())
-        return SearchResult(done.outputs[: self.num_return_sequences], {"steps": step})
+        return self._result(done, step)
+
+    def _result(self, done: Finished, step: int) -> SearchResult:
+        """The best finished hypotheses after a step."""
+        answer = len(done.outputs[0].token_ids)
+        return SearchResult(done.outputs[: self.num_return_sequences], {"steps": step, "answer_step": answer})
 
     @staticmethod
     def _reasons(task: Task, live: list[int], rows: list[int], tokens: list[int], step: int) -> list[str | None]:
@@ -90,14 +95,17 @@ class Trie(Search):
         return ["eos" if t in eos else task.finish_reason([*task.tree.path(live[r]), t]) for r, t in candidates]
 
     def _report(self, task: Task, done: Finished, live: list[int], scores: list[float]) -> Report:
+        step = task.tree.position(live[0]) + 1 - task.tree.prompt_length
+        ahead = done.score(scores[0], step) > done.score_at(0)
+
         def best() -> list[int]:
-            path = task.tree.path(live[0])
-            return path if done.score(scores[0], len(path)) > done.score_at(0) else done.outputs[0].token_ids
+            return task.tree.path(live[0]) if ahead else done.outputs[0].token_ids
 
         def ranked() -> list[Candidate]:
             return done.ranked(zip(scores, map(task.tree.path, live), strict=True))
 
-        return Report(done.settle(task.tree), best, beams=ranked)
+        ready = None if ahead else lambda: self._result(done, step)
+        return Report(done.settle(task.tree), best, beams=ranked, ready=ready)
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         return prompt_tokens + new_tokens + self.beams - 2, prompt_tokens + self.beams * (new_tokens - 1)

@@ -14,7 +14,17 @@ from pathlib import Path
 
 from engine.app import transcript
 from engine.app.settings import Settings
-from engine.app.terminal import Interrupt, Label, LineEditor, Quit, Screen, no_echo, one_line, state_folder
+from engine.app.terminal import (
+    Interrupt,
+    Label,
+    LineEditor,
+    Quit,
+    Screen,
+    enter_pressed,
+    no_echo,
+    one_line,
+    state_folder,
+)
 from engine.app.trace_page import saving
 from engine.contract import Output, Report, Search, SearchResult
 from engine.contract.trace import Traces
@@ -98,6 +108,7 @@ class Dialog:
         settings = settings or self.settings
         watch = Watch(self.engine, settings.configuration(), self.show_beams)
         options = settings.limits() | {"interrupted": lambda: self.interrupt.pressed and watch.stop()}
+        options["taken"] = enter_pressed
         if self.traces is not None:
             options["trace"] = self.traces.new(" ".join(user.split())[:NAMED])
         result, count, voice = None, len(self.conversation.turns), None
@@ -396,6 +407,8 @@ class Watch:
             return Label("", f"[… {len(best)} tokens{self._figures()}]")
         undecided = max(0, len(best) - self.settled)
         remark = f"[… {len(best)} tokens, {self.count} {self.kind}, {undecided} undecided{self._figures()}]"
+        if self._report is not None and self._report.ready is not None:
+            remark = f"[the answer of {len(best)} tokens is ready, Enter takes it; {self.count} {self.kind} go on]"
         settled, candidates = self._shown
         if candidates:
             decode = self.engine.tokenizer.decode_continuation

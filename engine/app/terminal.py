@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import glob
 import io
 import os
@@ -12,6 +13,7 @@ import termios
 import threading
 import time
 import unicodedata
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -314,6 +316,19 @@ def no_echo() -> Iterator[None]:
         yield
     finally:
         _set_modes(before)
+
+
+def enter_pressed() -> bool:
+    """Whether an empty line was typed, which is read then; a longer one stays for the next prompt."""
+    count = array("i", [0])
+    try:
+        fd = sys.stdin.fileno()
+        if not os.isatty(fd):
+            return False
+        fcntl.ioctl(fd, termios.FIONREAD, count)
+        return count[0] == 1 and os.read(fd, 1) == b"\n"
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _set_modes(modes: list[Any]) -> None:

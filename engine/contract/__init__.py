@@ -81,12 +81,15 @@ class Report:
         info: the algorithm's own figures.
         beams: returns (score, tokens) of the candidates, best first; a score of None is not known yet. `best` and
             `beams` may be called only until the search is resumed.
+        ready: returns the result that the search would have if it ended now; None while no output has ended, or while a
+            live one is better as it is. Whoever waits may take it. Of this project's searches alone.
     """
 
     settled: Sequence[int] = ()
     best: Callable[[], Sequence[int]] | None = None
     info: dict[str, Any] = field(default_factory=dict)
     beams: Callable[[], Sequence[tuple[float | None, Sequence[int]]]] | None = None
+    ready: "Callable[[], SearchResult] | None" = None
 
 
 @dataclass(frozen=True)

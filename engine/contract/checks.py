@@ -257,7 +257,7 @@ def guarded_report(report: Report, failed: Callable[[Exception], None]) -> Repor
             failed(error)
             return []
 
-    return replace(report, best=best and safe_best, beams=beams and safe_beams)
+    return replace(report, best=best and safe_best, beams=beams and safe_beams, ready=None)
 
 
 def guarded_read(request: Evaluate, failed: Callable[[Exception], None]) -> Evaluate:

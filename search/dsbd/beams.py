@@ -66,4 +66,4 @@ class Beams:
 
     def result(self, n: int, stats: dict[str, Any]) -> SearchResult:
         """The n best finished beams."""
-        return SearchResult(self._done.outputs[:n], stats)
+        return SearchResult(self._done.outputs[:n], stats | {"answer_step": len(self._done.outputs[0].token_ids)})

@@ -10,6 +10,7 @@ from tools.bench import (
     cache,
     chat,
     dsbd,
+    endings,
     gpu,
     kv,
     memory,
@@ -30,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     parser.add_argument("-v", "--verbose", action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (kv, memory, cache, prefixes, quant, peers, speed, gpu, chat, papers, ults, sbon, aded, dsbd, serve):
+    ours = (kv, memory, cache, prefixes, quant, peers, speed, gpu, chat, papers, ults, sbon, aded, dsbd, serve, endings)
+    for command in ours:
         command.add_parser(commands)
     args = parser.parse_args(words)
 
