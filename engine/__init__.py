@@ -2,7 +2,7 @@
 
 import engine.load.startup  # noqa: F401  # isort: split
 from engine.cache.tree import TokenTree
-from engine.contract import Evaluate, Output, Report, SearchResult, Task
+from engine.contract import ContinuationScore, Evaluate, Output, Report, SearchResult, Task
 from engine.engine import Done, Engine, Prefill, Progress, Request, Session, Text
 from engine.errors import CheckpointError, CoppiceError, KVMemoryError, NumericsError, SearchError, UsageError
 from engine.load.options import LoadOptions
@@ -20,6 +20,7 @@ __all__ = [
     "Choices",
     "Constraint",
     "ConstraintError",
+    "ContinuationScore",
     "CoppiceError",
     "Done",
     "Engine",

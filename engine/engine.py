@@ -5,7 +5,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.cache.pool import PagePool
 from engine.cache.slots import Trunk
 from engine.cache.tree import TokenTree
-from engine.contract import Evaluate, Output, Search, SearchGenerator, SearchResult, Task
+from engine.contract import ContinuationScore, Evaluate, Output, Search, SearchGenerator, SearchResult, Task
 from engine.errors import CoppiceError, UsageError, check_integer
 from engine.load.budget import allow
 from engine.load.loading import LoadedModel, check_companion, load_models
@@ -38,6 +38,7 @@ from engine.request import (
     event_of,
     requests_of,
 )
+from engine.scoring import score_request
 from engine.service import News, Service
 from engine.step.driver import Driver
 from engine.step.phases import PhaseObserver
@@ -303,6 +304,37 @@ class Engine:
         """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]. For checks."""
         check_ids(self.model, ids)
         return self.runner.logits(ids)
+
+    def score(
+        self,
+        prompt: Sequence[int] | str,
+        continuations: Sequence[Sequence[int] | str],
+        *,
+        top_logprobs: int = 0,
+        parse_special: bool = False,
+        cache_salt: str | None = "",
+    ) -> list[ContinuationScore]:
+        """The log-probabilities of continuations of a prompt, in their order. They share one tree: what several begin
+        with is evaluated once. Any number fits the cache; see docs/scoring.md.
+
+        Args:
+            prompt: text or token ids.
+            continuations: texts, tokenised jointly with the prompt: a token that reaches over the border belongs to
+                the continuation; or token ids.
+            top_logprobs: how many alternatives are wanted at each place.
+            parse_special, cache_salt: see `Request`.
+
+        Raises:
+            CoppiceError: as `generate`.
+        """
+        request = score_request(self.model, prompt, continuations, top_logprobs, parse_special)
+        [(_, outcome)] = self.serve([replace(request, cache_salt=cache_salt)])
+        if isinstance(outcome, CoppiceError):
+            try:
+                raise outcome
+            finally:
+                del outcome  # its traceback refers to this frame
+        return outcome.scores or []
 
     def scores(self, texts: Iterable[Sequence[int]]) -> list[float]:
         """The scores of token sequences by a scalar-head model (a reward model), evaluated together.

@@ -13,7 +13,7 @@ from search.base import Next, Report, Search, SearchGenerator, SearchResult, Tas
 from search.finished import Candidate, Finished
 from search.options import MAX_PENALTY, check_integers, check_numbers, hypotheses
 
-EARLY_STOPPING = {False: "false", True: "true", "false": "false", "true": "true", "never": "never"}
+EARLY_STOPPING = {False: "false", True: "true", "false": "false", "true": "true", "never": "never", "best": "best"}
 
 
 @register("trie")
@@ -25,7 +25,8 @@ class Trie(Search):
         beams: live hypotheses kept at every step (num_beams).
         length_penalty: a finished hypothesis scores logprob / length ** length_penalty.
         early_stopping: True stops when `beams` hypotheses have finished; False when the best live one could not beat
-            the worst of them at its present length; "never" when it could not at any length.
+            the worst of them at its present length; "never" when it could not at any length; "best", which Hugging Face
+            lacks, when it could not beat the worst of `num_return_sequences` at its present length.
         num_return_sequences: finished hypotheses to return, at most `beams`, or as many as `patience` waits for.
         patience: stops when round(beams * patience) hypotheses have finished, in place of `early_stopping`, as in
             CTranslate2 and Whisper: 1 is the same as true. The last step may bring more: the best of all are returned.
@@ -43,11 +44,10 @@ class Trie(Search):
         check_integers(self, num_return_sequences=(1, wanted))
         check_numbers(self, length_penalty=(-MAX_PENALTY, MAX_PENALTY))
         if not isinstance(self.early_stopping, bool | str) or self.early_stopping not in EARLY_STOPPING:
-            raise UsageError(f"early_stopping: expected false, true or never, got {self.early_stopping!r}")
-        if self.patience is not None and EARLY_STOPPING[self.early_stopping] == "never":
-            raise UsageError(
-                "patience: it takes the place of early_stopping, which is never", remedy="give one of both"
-            )
+            raise UsageError(f"early_stopping: expected false, true, never or best, got {self.early_stopping!r}")
+        if self.patience is not None and EARLY_STOPPING[self.early_stopping] in ("never", "best"):
+            what = f"patience: it takes the place of early_stopping, which is {self.early_stopping}"
+            raise UsageError(what, remedy="give one of both")
 
     def run(self, task: Task) -> SearchGenerator:
         tree = task.tree
@@ -69,9 +69,10 @@ class Trie(Search):
                 break
             scores = [sums[i] for i in going]
             length = task.max_new_tokens if mode == "never" and self.length_penalty > 0 else step
-            if not done.score(scores[0], length) > done.score_at(wanted - 1):  # T6
+            last = self.num_return_sequences - 1
+            if not done.score(scores[0], length) > done.score_at(last if mode == "best" else wanted - 1):  # T6
                 break
-            last, bound = self.num_return_sequences - 1, done.bound(scores[0], step + 1, task.max_new_tokens)
+            bound = done.bound(scores[0], step + 1, task.max_new_tokens)
             if done.score_at(last) >= bound and not task.rising:
                 break  # T7a
             live = tree.grow([live[rows[i]] for i in going], [tokens[i] for i in going])  # T8

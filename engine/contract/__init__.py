@@ -5,6 +5,7 @@ it returns a `SearchResult`. When the KV pool is full, the driver throws KVMemor
 fit. No node of that request is evaluated then, so the search may drop nodes and yield a request again.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -125,15 +126,47 @@ class Output:
     top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
+@dataclass(frozen=True)
+class ContinuationScore:
+    """What a model says of one continuation of a prompt.
+
+    Args:
+        token_ids: its tokens.
+        token_logprobs: the log-probability of each.
+        logprob: their sum.
+        is_greedy: whether each token is the most probable one at its place.
+        top_logprobs: at each place the most probable tokens and their log-probabilities, best first; None if they were
+            not wanted.
+    """
+
+    token_ids: list[int]
+    token_logprobs: list[float]
+    logprob: float
+    is_greedy: bool
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+
+    def record(self) -> dict[str, Any]:
+        """The score in an output line of a batch; a token that cannot be has null."""
+        finite = [x if x > -math.inf else None for x in (self.logprob, *self.token_logprobs)]
+        record = {"logprob": finite[0], "is_greedy": self.is_greedy, "token_ids": self.token_ids}
+        return record | {"token_logprobs": finite[1:]}
+
+
 @dataclass
 class SearchResult:
-    """Outputs, best first, and figures of the run (each documented in docs/stats.md)."""
+    """Outputs, best first, and figures of the run (each documented in docs/stats.md).
+
+    `scores`: of the continuations that were given, in their order, if they were to be scored; there is no output then.
+    """
 
     outputs: list[Output]
     stats: dict[str, Any] = field(default_factory=dict)
+    scores: list[ContinuationScore] | None = None
 
     def record(self, id: int | str, thoughts: Thoughts | None = None) -> dict[str, Any]:
         """The result as an output line of a batch; `thoughts` part "reasoning" from "text"."""
+        if self.scores is not None:
+            return {"id": id, "scores": [score.record() for score in self.scores], "stats": self.stats}
         keys = ("text", "token_ids", "logprob", "score", "finish_reason")
         outputs = [{key: getattr(output, key) for key in keys} for output in self.outputs]
         for output, record in zip(self.outputs, outputs, strict=True):

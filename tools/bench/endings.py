@@ -50,6 +50,7 @@ RULES: dict[str, dict[str, Any]] = {
     "patience 2": {"patience": 2},
     "patience 0.5": {"patience": 0.5},
     "patience 0.2": {"patience": 0.2},
+    "early_stopping best": {"early_stopping": "best"},
 }
 
 
@@ -78,9 +79,12 @@ class Record:
     live: Sequence[float]
     limit: int
 
-    def under(self, beams: int, penalty: float, early: bool = False, patience: float | None = None) -> dict[str, Any]:
+    def under(
+        self, beams: int, penalty: float, early_stopping: str = "false", patience: float | None = None
+    ) -> dict[str, Any]:
         """The result of `Trie` with these arguments: passes, and the length, log-probability and text of its answer."""
-        wanted, counts = hypotheses(beams, patience), early or patience is not None
+        wanted, counts = hypotheses(beams, patience), patience is not None
+        worst = 0 if early_stopping == "best" else wanted - 1
         done, step, seen = Finished(penalty, wanted), 0, list[tuple[float, int, str]]()
         while True:
             step += 1
@@ -90,7 +94,7 @@ class Record:
             if step > len(self.live) or (counts and len(done.outputs) == wanted):
                 break
             score = self.live[step - 1]
-            if not counts and not done.score(score, step) > done.score_at(wanted - 1):
+            if not counts and not done.score(score, step) > done.score_at(worst):
                 break
             if done.score_at(0) >= done.bound(score, step + 1, self.limit):
                 break

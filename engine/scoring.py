@@ -1,0 +1,207 @@
+"""Scores of continuations: one tree below their prompt, whose shared beginnings are read once.
+
+A continuation is tokenised jointly with its prompt: its tokens are those of both together after the longest beginning
+that they share with the tokens of the prompt alone, so that a token that reaches over the border belongs to it.
+"""
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.cache.tree import TokenTree, shared_length
+from engine.contract import ContinuationScore, Evaluate, Output, Search, SearchGenerator, SearchResult, Task
+from engine.errors import KVMemoryError, UsageError, check_flag, check_integer, shortened
+from engine.load.loading import LoadedModel
+from engine.request import Request, check_ids
+from engine.rules.logprobs import MOST_ALTERNATIVES
+from kernels.rows import top_k
+
+ROWS = 64  # rows over the vocabulary at a time, and as many nodes beside a path
+
+
+class Branch:
+    """A place in the tree of continuations: what may follow, and what the model says of it.
+
+    Args:
+        above: the place before it; None at the prompt.
+        token: between the two.
+
+    Attributes:
+        after: token -> the place after it.
+        last: the index, among all places to evaluate, of the last one right below.
+        logps: token -> its log-probability here.
+        top: the most probable tokens, best first, with their log-probabilities.
+        node: of the token tree.
+    """
+
+    __slots__ = ("above", "after", "last", "logps", "node", "token", "top")
+
+    def __init__(self, above: "Branch | None" = None, token: int = -1):
+        self.above, self.token, self.node, self.last = above, token, -1, -1
+        self.after: dict[int, Branch] = {}
+        self.logps: dict[int, float] = {}
+        self.top: list[tuple[int, float]] = []
+
+
+@dataclass(frozen=True)
+class Scoring(Search):
+    """Log-probabilities of given continuations; it generates nothing.
+
+    Args:
+        continuations: token ids after the prompt.
+        skipped: for each of them, how many of its first tokens belong to the prompt and get no score; () for none.
+        top: how many of the most probable tokens are wanted at each place.
+    """
+
+    continuations: tuple[tuple[int, ...], ...]
+    skipped: tuple[int, ...] = ()
+    top: int = 0
+
+    def run(self, task: Task) -> SearchGenerator:
+        """See `Search`."""
+        root, first, room = Branch(), 0, ROWS
+        for tokens in sorted({*self.continuations}):  # their order changes no pass
+            place = root
+            for token in tokens:
+                place = place.after.setdefault(token, Branch(place, token))
+        root.node = task.tree.root
+        todo = _to_evaluate(root)
+        while first < len(todo):
+            part = todo[first : first + room]
+            try:
+                yield from self._evaluate(task.tree, part)
+            except KVMemoryError:
+                if len(part) == 1:
+                    raise
+                room = len(part) // 2
+            else:
+                first += len(part)
+            if 0 < first < len(todo):
+                _forget(task.tree, todo[first], first)
+        skipped = self.skipped or [0] * len(self.continuations)
+        scores = [self._score(root, tokens, skip) for tokens, skip in zip(self.continuations, skipped, strict=True)]
+        return SearchResult([Output([], None, None, "length")], scores=scores)
+
+    def _evaluate(self, tree: TokenTree, part: Sequence[Branch]) -> Generator[Evaluate, Any, None]:
+        """Evaluate places, of which each comes after the one above it."""
+        for place in part:
+            if place.above is not None:
+                place.node = tree.child(place.above.node, place.token)
+        pairs = [(row, token) for row, place in enumerate(part) for token in place.after]
+        row_M, token_M = torch.tensor(pairs).T
+        k = max(1, self.top)
+        _, numbers = yield Evaluate(tree, [place.node for place in part], partial(_read, row_M, token_M, k))
+        for (row, token), logp in zip(pairs, numbers[: len(pairs)].tolist(), strict=True):
+            part[row].logps[token] = logp
+        for place, (logps, tokens) in zip(part, numbers[len(pairs) :].view(-1, 2, k).tolist(), strict=True):
+            place.top = [(int(token), logp) for token, logp in zip(tokens, logps, strict=True) if logp > -math.inf]
+
+    def _score(self, place: Branch, tokens: Sequence[int], skip: int) -> ContinuationScore:
+        logps, tops, greedy = [], [], True
+        for i, token in enumerate(tokens):
+            if i >= skip:
+                logps.append(place.logps[token])
+                tops.append(place.top[: self.top])
+                greedy = greedy and place.top[0][0] == token
+            place = place.after[token]
+        return ContinuationScore([*tokens[skip:]], logps, sum(logps), greedy, tops if self.top else None)
+
+    def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+        return prompt_tokens + new_tokens - 1, prompt_tokens + new_tokens - 1 + ROWS
+
+
+def _to_evaluate(root: Branch) -> list[Branch]:
+    """The places that something follows, each before those below it, and those before the places beside it."""
+    found, stack = list[Branch](), [root]
+    while stack:
+        place = stack.pop()
+        if place.after:
+            if place.above is not None:
+                place.above.last = len(found)
+            found.append(place)
+            stack += reversed(place.after.values())
+    return found
+
+
+def _forget(tree: TokenTree, place: Branch, index: int) -> None:
+    """Free the nodes that are not needed from a place on. All that are lie on the path to it, see `_to_evaluate`."""
+    deepest = highest = place.above
+    above = deepest
+    while above is not None:
+        if above.last >= index:
+            highest = above
+        above = above.above
+    assert deepest is not None and highest is not None  # the root was evaluated
+    tree.keep([highest.node, deepest.node])
+
+
+def _read(row_M: Tensor, token_M: Tensor, k: int, logp_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
+    """The log-probabilities of tokens in rows, and the k most probable tokens of each row, packed."""
+    place = row_M.to(logp_NV.device, non_blocking=True), token_M.to(logp_NV.device, non_blocking=True)
+    return torch.cat([logp_NV[place].double(), top_k(logp_NV, k).flatten()])
+
+
+def joint(
+    model: LoadedModel, prompt: Sequence[int] | str, texts: Sequence[Sequence[int] | str], parse_special: bool
+) -> tuple[list[int], Scoring]:
+    """The common prompt of continuations, and the search that scores them.
+
+    Args:
+        prompt: text, or token ids.
+        texts: continuations, text or token ids; one that is text after a prompt of ids is tokenised alone.
+
+    Raises:
+        UsageError: a prompt or a continuation of another type, an id out of range, no token that comes before all of
+            them, or one that does not fit the context.
+    """
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise UsageError(f"continuations: expected a list of texts or of token ids, got {shortened(repr(texts))}")
+    ids = model.encode(prompt, parse_special) if isinstance(prompt, str) else list(prompt)
+    check_ids(model, ids)
+    wholes, starts = list[list[int]](), list[int]()
+    for i, text in enumerate(texts):
+        if isinstance(text, str) and isinstance(prompt, str):
+            whole = model.encode(prompt + text, parse_special) if text else ids
+            starts.append(shared_length(ids, whole))
+        elif isinstance(text, str):
+            whole = ids + model.need_tokenizer().encode(text, add_special=False)
+            starts.append(len(ids))
+        elif isinstance(text, Sequence) and not isinstance(text, bytes | bytearray):
+            whole = ids + list(text)
+            starts.append(len(ids))
+        else:
+            raise UsageError(f"continuations[{i}]: expected a text or token ids, got {shortened(repr(text))}")
+        try:
+            check_ids(model, whole[:-1] or whole)
+            check_ids(model, whole[-1:])
+        except UsageError as error:
+            what = error.what.replace("prompt", "prompt with its continuation", 1)
+            raise UsageError(f"continuations[{i}]: {what}", where=error.where, remedy="shorten it") from None
+        wholes.append(whole)
+    first = min(starts, default=len(ids))
+    if first == 0:
+        raise UsageError(
+            "the prompt's first token changes with the continuation, so nothing comes before it",
+            remedy="give a longer prompt",
+        )
+    return ids[:first], Scoring(tuple(tuple(whole[first:]) for whole in wholes), tuple(n - first for n in starts))
+
+
+def score_request(
+    model: LoadedModel,
+    prompt: Sequence[int] | str,
+    texts: Sequence[Sequence[int] | str],
+    top: int = 0,
+    parse_special: bool = False,
+) -> Request:
+    """The request that scores continuations, see `Engine.score`. Raises UsageError."""
+    check_integer("top_logprobs", top, 0, MOST_ALTERNATIVES)
+    check_flag("parse_special", parse_special)
+    ids, search = joint(model, prompt, texts, parse_special)
+    longest = max([1, *map(len, search.continuations)])
+    return Request(ids, replace(search, top=min(top, model.runner.vocab_size)), longest, ignore_eos=True)
