@@ -267,12 +267,8 @@ def add_search_flags(parser: Parser, default: str = "greedy") -> None:
     add(group, "beams", "live hypotheses; without --search: of beam search, trie", type=int, metavar="N")
     add(group, "length_penalty", "a score is logprob / length ** this", type=float, metavar="X")
     modes = {"choices": ["false", "true", "never", "best"]}
-    add(
-        group,
-        "early_stopping",
-        "true: when as many outputs have finished as there are beams; best: when no live one is better",
-        **modes,
-    )
+    ends = "true: when as many outputs have finished as there are beams; best: when no live one is better as it is"
+    add(group, "early_stopping", ends, **modes)
     patience = "stop when as many outputs have finished as beams times this, in place of --early-stopping"
     add(group, "patience", patience, type=float, metavar="X")
     add(group, "num_return_sequences", "outputs to return", type=int, metavar="N")

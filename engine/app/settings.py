@@ -14,6 +14,8 @@ from search.outside import find_search
 from search.values import plain
 
 LIMITS = ("max_new_tokens", "ignore_eos", "stop", "logprobs")
+FOR_PEOPLE = {"trie": {"early_stopping": "best"}}  # search -> parameters in a chat, measured in docs/chat.md
+DECIDED_BY = {"early_stopping": ("patience",)}  # parameter -> others that, if given, leave it at the search's own default
 TEXTS = ("choices", "bad_words")  # lists of texts, for which one text may be given
 
 
@@ -35,7 +37,8 @@ class Settings:
     def configuration(self) -> Search:
         """The search's configuration. Raises UsageError."""
         known = parameters(self.search)
-        return make_search(self.search, {key: value for key, value in self.params.items() if key in known})
+        given = {key: value for key, value in self.params.items() if key in known}
+        return make_search(self.search, for_people(self.search, given))
 
     def limits(self) -> dict[str, Any]:
         """Options of `Engine.stream`: limits and constraints."""
@@ -72,3 +75,9 @@ class Settings:
         return dataclasses.replace(
             self, search=name, params={**self.params, **changes}, rules=with_changes(self.rules, rules), **limits
         )
+
+
+def for_people(search: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a search, with those that a chat has where none are given."""
+    defaults = FOR_PEOPLE.get(search, {})
+    return {k: v for k, v in defaults.items() if not given.keys() & {k, *DECIDED_BY.get(k, ())}} | dict(given)
