@@ -15,7 +15,7 @@ from search.values import plain
 
 LIMITS = ("max_new_tokens", "ignore_eos", "stop", "logprobs")
 FOR_PEOPLE = {"trie": {"early_stopping": "best"}}  # search -> parameters in a chat, measured in docs/chat.md
-DECIDED_BY = {"early_stopping": ("patience",)}  # parameter -> others that, if given, leave it at the search's own default
+DECIDED_BY = {"early_stopping": ("patience",)}  # parameter -> others: one of them given leaves it alone
 TEXTS = ("choices", "bad_words")  # lists of texts, for which one text may be given
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,38 @@ def test_equals_a_beam_search_by_lists():
         assert run.result.stats["steps"] <= steps
         earlier += run.result.stats["steps"] < steps  # nothing that is returned could change any more
     assert 0 < earlier < 120
+
+
+def score_of(table, penalty, path, length):
+    return sum(float(table(tuple(path[:i]))[token]) for i, token in enumerate(path)) / length**penalty
+
+
+def whole_score(table, penalty, path):
+    return score_of(table, penalty, path, len(path))
+
+
+def test_best_ends_when_nothing_live_is_better_than_what_is_returned():
+    shorter = 0
+    for seed in range(60):
+        table, rng = Table(16, seed, eos=(3,), eos_bias=seed % 5 - 1), random.Random(seed)
+        beams, penalty, returned = rng.randint(2, 5), rng.choice([0.6, 1, 2]), rng.randint(1, 2)
+        run = drive(Trie(beams, penalty, "best", returned), table, 12, (3,))
+        paths, _ = by_lists(table, beams, 1 << 30, 12, (3,), penalty)
+        score = partial(score_of, table, penalty)
+        alive = beam_search(table, beams, 12, (3,), penalty, "never")[1]
+        steps = run.result.stats["steps"]
+        for step, live in enumerate(alive, 1):
+            ended = sorted((score(path, len(path)) for path in paths if len(path) <= step), reverse=True)
+            if len(ended) >= returned and score(live[0], step) <= ended[returned - 1]:
+                break
+        else:
+            step = len(alive) + 1
+        assert steps == step, seed
+        best = max((path for path in paths if len(path) <= step), key=partial(whole_score, table, penalty))
+        assert run.outputs[0] == best
+        )
+        shorter += steps < drive(Trie(beams, penalty, False, returned), table, 12, (3,)).result.stats["steps"]
+    assert shorter > 20
 
 
 def test_patience_of_one_is_early_stopping():
