@@ -120,7 +120,6 @@ def test_best_ends_when_nothing_live_is_better_than_what_is_returned():
         assert steps == step, seed
         best = max((path for path in paths if len(path) <= step), key=partial(whole_score, table, penalty))
         assert run.outputs[0] == best
-        )
         shorter += steps < drive(Trie(beams, penalty, False, returned), table, 12, (3,)).result.stats["steps"]
     assert shorter > 20
 
