@@ -34,17 +34,18 @@ class Branch:
     Attributes:
         after: token -> the place after it.
         last: the index, among all places to evaluate, of the last one right below.
-        logps: token -> its log-probability here.
+        logps, ranks: token -> its log-probability and its rank here; of rank 0 if ranks are not wanted.
         top: the most probable tokens, best first, with their log-probabilities.
         node: of the token tree.
     """
 
-    __slots__ = ("above", "after", "last", "logps", "node", "token", "top")
+    __slots__ = ("above", "after", "last", "logps", "node", "ranks", "token", "top")
 
     def __init__(self, above: "Branch | None" = None, token: int = -1):
         self.above, self.token, self.node, self.last = above, token, -1, -1
         self.after: dict[int, Branch] = {}
         self.logps: dict[int, float] = {}
+        self.ranks: dict[int, int] = {}
         self.top: list[tuple[int, float]] = []
 
 
@@ -56,11 +57,13 @@ class Scoring(Search):
         continuations: token ids after the prompt.
         skipped: for each of them, how many of its first tokens belong to the prompt and get no score; () for none.
         top: how many of the most probable tokens are wanted at each place.
+        ranked: whether the ranks of tokens are wanted: as many rows of the vocabulary are compared as tokens follow.
     """
 
     continuations: tuple[tuple[int, ...], ...]
     skipped: tuple[int, ...] = ()
     top: int = 0
+    ranked: bool = False
 
     def run(self, task: Task) -> SearchGenerator:
         """See `Search`."""
@@ -95,21 +98,25 @@ class Scoring(Search):
         pairs = [(row, token) for row, place in enumerate(part) for token in place.after]
         row_M, token_M = torch.tensor(pairs).T
         k = max(1, self.top)
-        _, numbers = yield Evaluate(tree, [place.node for place in part], partial(_read, row_M, token_M, k))
-        for (row, token), logp in zip(pairs, numbers[: len(pairs)].tolist(), strict=True):
-            part[row].logps[token] = logp
-        for place, (logps, tokens) in zip(part, numbers[len(pairs) :].view(-1, 2, k).tolist(), strict=True):
-            place.top = [(int(token), logp) for token, logp in zip(tokens, logps, strict=True) if logp > -math.inf]
+        read = partial(_read, row_M, token_M, k, self.ranked)
+        _, numbers = yield Evaluate(tree, [place.node for place in part], read)
+        logps, ranks, best = numbers.split([len(pairs), len(pairs), len(part) * 2 * k])
+        for (row, token), logp, rank in zip(pairs, logps.tolist(), ranks.tolist(), strict=True):
+            part[row].logps[token], part[row].ranks[token] = logp, int(rank)
+        for place, (values, tokens) in zip(part, best.view(-1, 2, k).tolist(), strict=True):
+            place.top = [(int(token), logp) for token, logp in zip(tokens, values, strict=True) if logp > -math.inf]
 
     def _score(self, place: Branch, tokens: Sequence[int], skip: int) -> ContinuationScore:
-        logps, tops, greedy = [], [], True
+        logps, ranks, tops, greedy = [], [], [], True
         for i, token in enumerate(tokens):
             if i >= skip:
                 logps.append(place.logps[token])
+                ranks.append(place.ranks[token])
                 tops.append(place.top[: self.top])
                 greedy = greedy and place.top[0][0] == token
             place = place.after[token]
-        return ContinuationScore([*tokens[skip:]], logps, sum(logps), greedy, tops if self.top else None)
+        given = tops if self.top else None, ranks if self.ranked else None
+        return ContinuationScore([*tokens[skip:]], logps, sum(logps), greedy, *given)
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         return prompt_tokens + new_tokens - 1, prompt_tokens + new_tokens - 1 + ROWS
@@ -140,10 +147,12 @@ def _forget(tree: TokenTree, place: Branch, index: int) -> None:
     tree.keep([highest.node, deepest.node])
 
 
-def _read(row_M: Tensor, token_M: Tensor, k: int, logp_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
-    """The log-probabilities of tokens in rows, and the k most probable tokens of each row, packed."""
-    place = row_M.to(logp_NV.device, non_blocking=True), token_M.to(logp_NV.device, non_blocking=True)
-    return torch.cat([logp_NV[place].double(), top_k(logp_NV, k).flatten()])
+def _read(row_M: Tensor, token_M: Tensor, k: int, ranked: bool, logp_NV: Tensor, peaks_NB: Tensor | None) -> Tensor:
+    """The log-probabilities and ranks of tokens in rows, and the k most probable tokens of each row, packed."""
+    row_M, token_M = row_M.to(logp_NV.device, non_blocking=True), token_M.to(logp_NV.device, non_blocking=True)
+    logp_M = logp_NV[row_M, token_M]
+    rank_M = (logp_NV[row_M] > logp_M.unsqueeze(1)).sum(1) + 1 if ranked else torch.zeros_like(logp_M)
+    return torch.cat([logp_M.double(), rank_M.double(), top_k(logp_NV, k).flatten()])
 
 
 def joint(

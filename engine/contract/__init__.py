@@ -137,6 +137,7 @@ class ContinuationScore:
         is_greedy: whether each token is the most probable one at its place.
         top_logprobs: at each place the most probable tokens and their log-probabilities, best first; None if they were
             not wanted.
+        ranks: 1 and how many tokens are more probable at each place; None if they were not wanted.
     """
 
     token_ids: list[int]
@@ -144,6 +145,7 @@ class ContinuationScore:
     logprob: float
     is_greedy: bool
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    ranks: list[int] | None = None
 
     def record(self) -> dict[str, Any]:
         """The score in an output line of a batch; a token that cannot be has null."""

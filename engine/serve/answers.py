@@ -39,15 +39,19 @@ class Answers:
 
     def whole(self, results: Sequence[SearchResult]) -> dict[str, Any]:
         """The answer without a stream."""
+        asked = self.asked
+        answers, scores = results[: len(results) - asked.scored], results[len(results) - asked.scored :]
         choices = [
-            self._choice(i * self.asked.n + j, output)
-            for i, result in enumerate(results)
-            for j, output in enumerate(result.outputs[: self.asked.n])
+            self._choice(i * asked.n + j, output)
+            for i, result in enumerate(answers or scores)
+            for j, output in enumerate(result.outputs[: asked.n])
         ]
+        for choice in choices if scores else ():
+            self._add_prompt(choice, scores[choice["index"] // asked.n])
         return self._head("chat.completion" if self.chat else "text_completion") | {
             "choices": choices,
-            "usage": usage(results, self.asked.n),
-            "coppice": self._about(results),
+            "usage": usage(answers or scores, asked.n),
+            "coppice": self._about(answers or scores),
         }
 
     # --- streams ---
@@ -72,6 +76,9 @@ class Answers:
 
     def _text(self, index: int, text: str, last: bool = False) -> Iterator[dict[str, Any]]:
         if not self.chat:
+            if self.asked.echoed and index not in self._begun:
+                self._begun.add(index)
+                text = self._echo(index) + text
             if text:
                 yield self._chunk([{"index": index, "text": text, "logprobs": None, "finish_reason": None}])
             return
@@ -106,13 +113,43 @@ class Answers:
         return about
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
-        fields: dict[str, Any] = {"text": output.text}
+        fields: dict[str, Any] = {"text": self._echo(index) + output.text}
         if self.chat:
             thought, answer = (self.asked.thoughts or Thoughts()).split(output.text)
             message = {"role": "assistant", "content": answer, "refusal": None}
             fields = {"message": message if thought is None else {**message, "reasoning_content": thought}}
         fields |= {"logprobs": self._logprobs(output), "finish_reason": FINISH.get(output.finish_reason, "stop")}
         return {"index": index, **fields, "coppice": self._about_output(output)}
+
+    def _echo(self, index: int) -> str:
+        """What the text of a choice begins with."""
+        return self.asked.echoed[index // self.asked.n] if self.asked.echoed else ""
+
+    def _add_prompt(self, choice: dict[str, Any], result: SearchResult) -> None:
+        """Add the log-probabilities of the prompt's tokens to a choice; its first token has none."""
+        asked, [score] = self.asked, result.scores or []
+        ids = [*asked.checked[choice["index"] // asked.n - asked.scored].ids, *score.token_ids]
+        tops = score.top_logprobs or [[] for _ in score.token_ids]
+        if asked.echoed and asked.logprobs is not None:
+            own = choice["logprobs"] or {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+            texts = [asked.served.spelling(token)[0] for token in ids] + own["tokens"]
+            found = [{asked.served.spelling(t)[0]: x for t, x in top[: asked.logprobs]} for top in tops]
+            choice["logprobs"] = {
+                "tokens": texts,
+                "token_logprobs": [None, *score.token_logprobs, *own["token_logprobs"]],
+                "top_logprobs": [None, *found, *own["top_logprobs"]],
+                "text_offset": [0, *accumulate(map(len, texts))][: len(texts)],
+            }
+        if asked.prompt_logprobs is not None:
+            rows = zip(score.token_ids, score.token_logprobs, score.ranks or [], tops, strict=True)
+            choice["prompt_logprobs"] = [None]
+            for token, logp, rank, top in rows:
+                told = [*((t, x, i) for i, (t, x) in enumerate(top[: asked.prompt_logprobs], 1)), (token, logp, rank)]
+                choice["prompt_logprobs"].append({str(t): self._ranked(t, x, i) for t, x, i in told})
+
+    def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+        """A token of `prompt_logprobs`, as vLLM writes it."""
+        return {"logprob": logprob, "rank": rank, "decoded_token": self.asked.served.spelling(token)[0]}
 
     def _about_output(self, output: Output) -> dict[str, Any]:
         about: dict[str, Any] = {"logprob": output.logprob, "score": output.score}
@@ -148,6 +185,7 @@ class Answers:
 def usage(results: Sequence[SearchResult], n: int) -> dict[str, Any]:
     """Tokens of prompts and outputs."""
     prompt = sum(result.stats["prompt_tokens"] for result in results)
+    prompt += sum(len(score.token_ids) for result in results for score in result.scores or ())  # after the first
     new = sum(len(output.token_ids) for result in results for output in result.outputs[:n])
     reused = sum(result.stats["reused_tokens"] for result in results)
     return {

@@ -16,6 +16,7 @@ from engine.contract.trace import ANCHOR, Trace, token_text
 from engine.engine import Engine, Request
 from engine.errors import UsageError, check_flag, check_integer, shortened
 from engine.rules.catalogue import Catalogue
+from engine.scoring import Scoring
 from engine.serve.stepper import Lane
 from engine.service import Checked
 from engine.text.prompting import TemplateOptions
@@ -30,7 +31,6 @@ IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "pr
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "frequency_penalty": ((0,), "repetition_penalty and no_repeat_ngram_size are there"),
     "presence_penalty": ((0,), "repetition_penalty and no_repeat_ngram_size are there"),
-    "echo": ((False,), "the prompt is known to who sends it"),
     "best_of": ((1,), "search bon with bon_n ranks samples by a reward model"),
     "suffix": ((), "put it into the prompt"),
     "functions": (([],), "tools go to the chat template"),
@@ -78,6 +78,7 @@ MOST_ALTERNATIVES = 1 << 17  # log-probabilities of a reply
 SPELLINGS = 1 << 16  # that are kept
 TRACED = 5000  # nodes of a trace
 OWN = ("model", "stream", "stream_options", "trace", "catalogue", "use_beam_search", "return_token_ids")
+OF_PROMPTS = ("echo", "prompt_logprobs")
 RECORD = {CHAT: ("messages", "tools", "template", "think", "response_format"), COMPLETIONS: ("response_format",)}
 
 
@@ -157,6 +158,10 @@ class Asked:
         seed: that was drawn, because none was given.
         token_ids: whether choices have them.
         traces: one for each prompt, if traces are wanted.
+        scored: how many of `checked`, the last ones, score a prompt each; the others, if there are any, generate.
+        echoed: the prompts' texts, if answers begin with them.
+        logprobs: alternatives beside the log-probability of each token of a choice; None: no such numbers.
+        prompt_logprobs: likewise of the prompt's tokens, in a field of their own.
     """
 
     served: Served
@@ -170,6 +175,15 @@ class Asked:
     seed: int | None
     token_ids: bool = False
     traces: list[Trace] = field(default_factory=list)
+    scored: int = 0
+    echoed: list[str] = field(default_factory=list)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+def places_of(body: Mapping[str, Any], kind: str) -> int:
+    """How many requests of the engine a body makes at most."""
+    return len(prompts_of(body, kind)) * (2 if "prompt_logprobs" in body or body.get("echo") is True else 1)
 
 
 def prompts_of(body: Mapping[str, Any], kind: str) -> list[Any]:
@@ -209,11 +223,17 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
     _sizes(body, served, limits)
     _refuse(body, kind)
     params = _params(body, served, kind)
+    score, silent = _scoring(body, params), params.get("max_new_tokens") == 0
+    if silent:
+        if score is None and not _flag(body, "echo"):
+            raise UsageError("max_new_tokens: 0 needs echo: true or prompt_logprobs")
+        params["max_new_tokens"] = 1  # for the checks
     base = {key: body[key] for key in RECORD[kind] if key in body} | {"params": params}
     if kind == CHAT and "chat_template_kwargs" in body:
         base["template"] = body["chat_template_kwargs"]
     stream, options = _flag(body, "stream"), _options(body)
     checked, traces, thoughts, seed = [], [], None, None
+    scored, echoed = [], []
     prompts = prompts_of(body, kind)
     for i, prompt in enumerate(prompts):
         key = "messages" if kind == CHAT else "prompt_ids" if isinstance(prompt, list) else "prompt"
@@ -231,13 +251,44 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
             traces.append(Trace(f"{identity}-{i}" if len(prompts) > 1 else identity, TRACED))
             request = replace(request, trace=traces[-1])
         checked.append(served.lane.service.check(request))
+        if _flag(body, "echo"):
+            echoed.append(prompt if isinstance(prompt, str) else served.engine.tokenizer.decode(checked[-1].ids))
+        if score is not None or silent:
+            scored.append(served.lane.service.check(_score_of(checked[-1], score or 0, "prompt_logprobs" in body)))
+    if silent:
+        checked = []
+    if score is not None and stream:
+        raise UsageError("stream: log-probabilities of the prompt come with the whole answer alone")
+    checked += scored
     if checked[0].request.logprobs is not None:
         served.spelling(0)  # here, and not while others stream
     first = checked[0].request.search
     name, n = params["search"], getattr(first, "num_return_sequences", 1)
     return Asked(
-        served, kind, checked, thoughts, n, stream, options, name, seed, _flag(body, "return_token_ids"), traces
-    )
+        served, kind, checked, thoughts, n, stream, options, name, seed, _flag(body, "return_token_ids"), traces,
+        len(scored), echoed, params.get("logprobs"), body.get("prompt_logprobs"),
+    )  # fmt: skip
+
+
+def _scoring(body: Mapping[str, Any], params: Mapping[str, Any]) -> int | None:
+    """How many alternatives are wanted beside the log-probability of each token of the prompt; None: none of these."""
+    wanted = []
+    if "prompt_logprobs" in body:
+        check_integer("prompt_logprobs", body["prompt_logprobs"], 0, MOST_LOGPROBS)
+        wanted.append(body["prompt_logprobs"])
+    if _flag(body, "echo") and "logprobs" in params:
+        wanted.append(params["logprobs"])
+    return max(wanted, default=None)
+
+
+def _score_of(checked: Checked, top: int, ranked: bool) -> Request:
+    """The request that scores a prompt after its first token. Raises UsageError."""
+    if (count := len(checked.ids) * (1 + top)) > MOST_ALTERNATIVES:
+        what = f"{len(checked.ids)} tokens of the prompt with {top} alternatives are {count} log-probabilities"
+        raise UsageError(f"prompt: {what}, this server takes {MOST_ALTERNATIVES}", remedy="ask for fewer alternatives")
+    first, *rest = checked.ids
+    search = Scoring((tuple(rest),), top=top, ranked=ranked)
+    return Request([first], search, max(1, len(rest)), ignore_eos=True, cache_salt=checked.request.cache_salt)
 
 
 def _refuse(body: Mapping[str, Any], kind: str) -> None:
@@ -247,7 +298,7 @@ def _refuse(body: Mapping[str, Any], kind: str) -> None:
             allowed = f"expected {' or '.join(map(repr, fine))}" if fine else "it cannot be served"
             raise UsageError(f"{key}: {allowed}, got {shortened(repr(body[key]))}", remedy=remedy)
     others = {
-        CHAT: ("prompt", "parse_special"),
+        CHAT: ("prompt", "parse_special", "prompt_logprobs", *(["echo"] if body.get("echo") else [])),
         COMPLETIONS: ("messages", "tools", "template", "think", "chat_template_kwargs"),
     }
     if wrong := next((key for key in others[kind] if key in body), None):
@@ -257,7 +308,8 @@ def _refuse(body: Mapping[str, Any], kind: str) -> None:
 
 def _params(body: Mapping[str, Any], served: Served, kind: str) -> dict[str, Any]:
     """The `params` of a batch line. Raises UsageError."""
-    others = {*IGNORED, *REFUSED, *OWN, *RECORD[kind], "prompt", "chat_template_kwargs", "logprobs", "top_logprobs"}
+    others = {*IGNORED, *REFUSED, *OWN, *OF_PROMPTS, *RECORD[kind], "prompt", "chat_template_kwargs"}
+    others |= {"logprobs", "top_logprobs"}
     params: dict[str, Any] = {} if (wanted := _logprobs(body, kind)) is None else {"logprobs": wanted}
     for key, value in body.items():
         if key in others:

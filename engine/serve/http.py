@@ -29,7 +29,7 @@ from engine.contract import SearchResult
 from engine.contract.trace import Trace
 from engine.errors import CoppiceError, UsageError
 from engine.serve.answers import Answers, HttpError, encoded, error_body, error_headers, event, status_of
-from engine.serve.fields import CHAT, COMPLETIONS, Limits, Served, prompts_of, read
+from engine.serve.fields import CHAT, COMPLETIONS, Limits, Served, places_of, read
 from engine.serve.stepper import Abandoned, Stepper, Ticket, share
 from models.trim import trim_memory
 
@@ -155,7 +155,7 @@ class Application:
         body = {key: value for key, value in (await self._parsed(data, client)).items() if value is not None}
         served = self._find(body.get("model"))
         identity = ("chatcmpl-" if kind == CHAT else "cmpl-") + secrets.token_urlsafe(16)
-        if (count := len(prompts_of(body, kind))) > served.lane.most:
+        if (count := places_of(body, kind)) > served.lane.most:
             raise UsageError(f"prompt: this server takes {served.lane.most} prompts of a client at once, got {count}")
         with served.lane.place(client, count):
             work = partial(read, body, kind, served, self.limits, identity, salt)
