@@ -34,7 +34,7 @@ class Work:
         self.seconds += seconds
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A request while the driver works on it."""
 
