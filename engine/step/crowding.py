@@ -11,9 +11,7 @@ from engine.cache.pool import PagePool
 from engine.errors import KVMemoryError
 from engine.step.jobs import Job
 
-TIMES_TO_GIVE_WAY = (
-    2  # times that a search gives way to those of other clients; then it goes by age, and comes to its end
-)
+TIMES_TO_GIVE_WAY = 2  # to searches of other clients; a search that has gives way by age alone, and comes to its end
 
 
 def held_pages(jobs: Sequence[Job], pool: PagePool) -> Counter[str]:
