@@ -815,16 +815,6 @@ def test_many_turns_leave_nothing_behind(base: Path):
 # --- 20: lines, pipes, disks ---
 
 
-def test_malformed_lines(commands: Commands, engine: Engine, tmp_path: Path):
-    commands.use(engine)
-    path, good = tmp_path / "in", b'{"prompt": "a"}\n'
-    path.write_bytes(good + b'{"prompt": \n' + b"\n" + b'\xff\xfe\n[]\n{"prompt": "a", "beems": 1}\n' + good[:-3])
-    code, records, err = commands.batch([], "--input", path, "--max-new-tokens", "2")
-    assert code == 2 and err == "5 of 6 answers are errors\n" and "outputs" in records[0]
-    numbers = [re.match(r"line (\d+): ", r["error"]["message"]) for r in records[1:]]
-    assert [n and int(n[1]) for n in numbers] == [2, 4, 5, 6, 7]
-
-
 def test_a_closed_pipe(base: Path):
     """As `| head -1` does it."""
     argv = command("batch", base, "--max-new-tokens", "20")

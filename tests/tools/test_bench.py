@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import re
 import struct
 import subprocess
@@ -131,31 +130,6 @@ def test_peers_with_transformers_produces_the_same_tokens(model, capsys):
     assert all(row["versus"]["same_tokens"] and row["versus"]["seconds"] > 0 for row in theirs)
 
 
-def test_what_is_not_installed_is_listed_as_such(model, capsys, tmp_path):
-    empty = tmp_path / "python"  # an interpreter without site packages
-    empty.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
-    empty.chmod(0o755)
-    assert main([*peers_command(model, "transformers", "ctranslate2"), "--peer-python", str(empty)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(" none |" in line for line in lines) == 4
-    assert [line for line in lines if line.endswith("is not installed")] == [
-        "transformers: torch is not installed",
-        "ctranslate2: ctranslate2 is not installed",
-    ]
-    assert all("absent" in row for row in json.loads(lines[-1])["results"])
-
-
-def test_a_peer_that_fails_is_listed_with_its_last_words(model, capsys, tmp_path):
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho loading >&2\necho out of luck >&2\nexit 7\n")
-    broken.chmod(0o755)
-    for python, words in {str(broken): "out of luck", str(tmp_path / "absent"): "absent: No such file"}.items():
-        assert main([*peers_command(model, "transformers"), "--peer-python", python]) == 0
-        out = capsys.readouterr().out
-        assert f"failed: {words}" in out
-        assert all(words in row["failed"] for row in json.loads(out.splitlines()[-1])["results"])
-
-
 FAKE_LLAMA = """#!/bin/sh
 case "$1" in
   --version) echo "version: 7 (fake)";;
@@ -217,13 +191,6 @@ def test_a_checkpoint_in_another_dtype(model, tmp_path):
     assert variants.in_dtype(made, "bfloat16", tmp_path / "none") == made
 
 
-def test_names_of_peers_are_checked(model, capsys):
-    for name in ("nobody", "coppice:int3"):
-        with pytest.raises(SystemExit):
-            main([*peers_command(model, name)])
-        assert "expected one of coppice" in capsys.readouterr().err
-
-
 def test_ratios_are_theirs_over_ours():
     def row(peer, seconds, speed, growth, tokens):
         return {
@@ -261,27 +228,11 @@ def test_peak_memory_sees_what_is_gone_again(sampled, monkeypatch):
         process.stdin.close()
 
 
-def test_a_section_is_replaced_and_the_rest_stays(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# Title\n\n<!-- bench:kv -->\nold\n<!-- /bench:kv -->\n\ntail\n")
-    report.write_section(page, "kv", r"new \1 text")
-    assert page.read_text() == "# Title\n\n<!-- bench:kv -->\nnew \\1 text\n<!-- /bench:kv -->\n\ntail\n"
-    report.write_section(page, "peers", "p")
-    report.write_section(page, "peers", "q")
-    assert page.read_text().endswith("tail\n\n## peers\n\n<!-- bench:peers -->\nq\n<!-- /bench:peers -->\n")
-
-
 def test_the_page_has_a_section_for_every_command():
     text = (report.RESULTS / "benchmarks.md").read_text(encoding="utf-8")
     for name in ("kv", "chat", "peers-[a-z0-9-]+", "speed-[a-z0-9-]+"):
         begins, ends = (re.findall(f"<!-- {slash}bench:({name}) -->", text) for slash in ("", "/"))
         assert begins == ends and begins and len(set(begins)) == len(begins)
-
-
-def test_the_recorded_command_names_no_folder_of_this_machine(tmp_path):
-    words = ["peers", "--model", str(tmp_path), "--peer-python=" + sys.executable, "--prompt", "either/or", "--save"]
-    found = report.command_line(words)
-    assert str(tmp_path) not in found and os.sep + "bin" not in found and found.endswith("either/or --save")
 
 
 @pytest.mark.parametrize("command", [[], ["kv"], ["peers"], ["speed"], ["papers"]])

@@ -1,6 +1,5 @@
 """The papers' comparisons at sizes that measure nothing: every part runs on the demo, the page is written and kept."""
 
-import errno
 import importlib.util
 import json
 import re
@@ -8,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import papers
 from tools.bench.__main__ import main
 from tools.bench.papers import aded, dsbd, sbon, trie, ults
-from tools.bench.papers.common import Findings
 from tools.random_checkpoint import make
 
 FIGURES = importlib.util.find_spec("matplotlib") is not None
@@ -89,22 +86,6 @@ def test_a_paper_that_fails_does_not_lose_the_others(capsys, monkeypatch, tmp_pa
     assert "trie failed: out of luck" in told.err and "Traceback" not in told.err
 
 
-def test_a_section_that_cannot_be_written_does_not_lose_the_others(capsys, monkeypatch, tmp_path):
-    def full(page, name, *_):
-        if name == "ults":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        page.write_text(name)
-
-    monkeypatch.setattr(papers, "save", full)
-    monkeypatch.setattr(papers, "need_figures", lambda: None)
-    monkeypatch.setattr(papers, "compare", lambda paper, models: Findings(paper.TITLE, {"rows": 1}))
-    assert main(["papers", "--quick", "ults", "dsbd", "--save", str(tmp_path / "page.md")]) == 1
-    told = capsys.readouterr()
-    assert json.loads(told.out.splitlines()[-1])["papers"] == {"ults": {"rows": 1}, "dsbd": {"rows": 1}}
-    assert "ults could not be saved: [Errno 28] No space left" in told.err and "failed: ults" in told.err
-    assert (tmp_path / "page.md").read_text() == "dsbd"
-
-
 @pytest.mark.parametrize("command", [["papers", "ults"], ["kv"], ["speed"], ["ults", "toy"], ["gpu"]], ids=str)
 def test_pages_that_cannot_be_written_are_refused_before_anything_is_measured(command, capsys, tmp_path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
@@ -141,12 +122,6 @@ def test_the_page_is_written_and_sections_replaced(capsys, tmp_path):
     assert ask(capsys, "ults", "--random", *TINY, "--save", str(page))[0] == 0
     grown = page.read_text(encoding="utf-8")
     assert grown.startswith(text) and "bench:papers-ults-random" in grown and first < 200_000
-
-
-@pytest.mark.skipif(FIGURES, reason="matplotlib is installed")
-def test_without_matplotlib_nothing_is_measured_in_vain(capsys, tmp_path):
-    assert main(["papers", "dsbd", "--save", str(tmp_path / "page.md")]) == 2
-    assert "coppice[viz]" in capsys.readouterr().err
 
 
 def test_the_papers_numbers_agree_with_each_other():

@@ -73,9 +73,3 @@ def test_model(tmp_path, capsys, save):
     assert rows[0]["value"] <= rows[1]["value"] and all(r["passes"] <= 10 and r["ms"] > 0 for r in rows)
     if save:
         assert "flat, batch 2" in page.read_text() and (page.parent / "ults-m.svg").read_text().startswith("<?xml")
-
-
-@pytest.mark.skipif(FIGURES, reason="matplotlib is installed")
-def test_figures_without_matplotlib(capsys, tmp_path):
-    assert main(["ults", "toy", "--trees", "2", "--save", str(tmp_path / "page.md")]) == 2
-    assert "coppice[viz]" in capsys.readouterr().err

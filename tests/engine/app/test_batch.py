@@ -17,10 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from engine.app import batch, meter, sink
+from engine.app import batch, meter
 from engine.app.records import read_lines
 from engine.engine import Engine
 from engine.errors import CheckpointError
@@ -329,18 +327,6 @@ def test_memory_of_a_line(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatc
     assert records[1]["error"]["code"] == "memory" and "the largest beam count" in records[1]["error"]["message"]
 
 
-def test_numbers_that_are_none(folder: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
-    weights["model.embed_tokens.weight"][7] = torch.nan
-    save_file(weights, tmp_path / "model.safetensors")
-    broken = Engine.load(tmp_path, threads=1, kv_memory=1 << 20)
-    monkeypatch.setattr(batch, "load_engine", lambda args, shard=None: broken)
-    code, records = run([{"prompt_ids": [5]}, {"prompt_ids": [7]}, {"prompt_ids": [5]}])
-    assert code == 2 and records[1]["error"]["code"] == "numerics" and "outputs" in records[2]
-
-
 def test_messages(run: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch):
     chat = {"messages": [{"role": "user", "content": "hi </s>"}]}
     ids = engine.tokenizer.encode("user: hi </s>\n")
@@ -536,42 +522,6 @@ def test_resume_leaves_other_files_alone(run: Run, tmp_path: Path, text: bytes):
     assert path.read_bytes() == text
 
 
-def test_an_interrupted_file_goes_on(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    class Interrupted(io.BytesIO):
-        def readline(self, size: int | None = -1) -> bytes:
-            if self.tell() > 600:
-                raise KeyboardInterrupt
-            return super().readline(size)
-
-    path, lines = tmp_path / "out", [{"prompt": "a" * (i % 5)} for i in range(40)]
-    text = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-    assert batch.main(["--output", str(path), "--max-new-tokens", "6"], Interrupted(text)) == 130
-    assert capsys.readouterr().err == f"interrupted: {path} has the answers so far; the same with --resume goes on\n"
-    assert run.engine.pool.used_pages == 0
-    assert 0 < path.read_bytes().count(b"\n") < 40
-    assert run(text, "--output", path, "--resume") == (0, [])
-    assert [identity for identity, _ in outputs(path.read_bytes())] == list(range(40))
-
-
-def test_a_full_disk_leaves_whole_lines(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    class Full(io.FileIO):
-        def write(self, data: Any) -> int:
-            if Path(self.name).read_bytes().count(b"\n") < 2:
-                return super().write(data[:400])
-            if Path(self.name).read_bytes().endswith(b"\n"):
-                return super().write(data[:50])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    path = tmp_path / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sink, "open", lambda name, mode, **_: Full(name, mode), raising=False)
-        assert run(LINES, "--output", path) == (2, [])
-    assert "No space left on device" in capsys.readouterr().err
-    assert [identity for identity, _ in outputs(path.read_bytes())] == [0, 1] and path.read_bytes().endswith(b"\n")
-    run(LINES, "--output", path, "--resume")
-    assert [identity for identity, _ in outputs(path.read_bytes())] == [0, 1, "c", "c", 4]
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_device(run: Run, capsys: pytest.CaptureFixture[str]):
     assert run(LINES, "--output", "/dev/full") == (2, [])
@@ -660,16 +610,6 @@ def test_an_interrupt_in_a_locale_without_utf8(folder: Path):
         process.send_signal(signal.SIGINT)
         assert process.stderr.read().decode() == "interrupted\n"
         assert process.wait(30) == 130
-
-
-def test_a_closed_pipe(folder: Path):
-    back, outlet = os.pipe()
-    os.close(back)
-    done = subprocess.run(
-        command(folder), cwd=ROOT, input=b'{"prompt": "a"}\n' * 3, stdout=outlet, stderr=subprocess.PIPE, timeout=60
-    )
-    os.close(outlet)
-    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize(("flags", "code"), [(["--model", "/absent"], 3), (["--kv-memory", "10"], 4)])

@@ -572,13 +572,6 @@ def test_an_overlooked_interrupt_is_seen_at_the_prompt():
             os.close(slave)
 
 
-def test_end_of_input_leaves(long):
-    with Typist(*CHAT, "--model", long) as typist:
-        typist.wait_for(r"plain completion.*> ")
-        typist.type("\x04")
-        assert typist.process.wait(30) == 0
-
-
 def test_an_interrupted_pipe_gets_the_partial_text(long):
     with spawn(*CHAT, "--model", long, "-p", "Hello", "--ignore-eos", "--max-new-tokens", "50000",
                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # fmt: skip

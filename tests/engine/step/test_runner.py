@@ -1,4 +1,4 @@
-"""A runner's answers: rows in the order asked, whatever the budget; edits, reads and hidden rows; where NaN began."""
+"""A runner's answers: rows in the order asked, whatever the budget; edits, reads and hidden rows."""
 
 from functools import partial
 from pathlib import Path
@@ -51,25 +51,3 @@ def test_rows_edits_reads_and_hidden_rows(runner, chunk):
 def test_a_pass_that_nobody_asks_of_has_no_rows(runner, chunk):
     logp_NV, finite, numbers = runner.evaluate([chunk], [])
     assert logp_NV.numel() == 0 and finite == [] and numbers == []
-
-
-def spoil(module, args, out):
-    """A hook that makes a module's output NaN."""
-    return tuple(x * torch.nan for x in out) if isinstance(out, tuple) else out * torch.nan
-
-
-@pytest.mark.parametrize(
-    ("module", "place"),
-    [
-        ("embedding", "in the embedding"),
-        ("layers.0", "in layer 1 of 2"),
-        ("layers.1", "in layer 2 of 2"),
-        ("norm", "after the last layer"),
-    ],
-)
-def test_the_first_place_of_nan_is_named(runner, chunk, module, place):
-    hook = runner.model.get_submodule(module).register_forward_hook(spoil)
-    try:
-        assert runner.blame(chunk) == place
-    finally:
-        hook.remove()
