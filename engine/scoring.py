@@ -5,7 +5,7 @@ that they share with the tokens of the prompt alone, so that a token that reache
 """
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -214,3 +214,19 @@ def score_request(
     ids, search = joint(model, prompt, texts, parse_special)
     longest = max([1, *map(len, search.continuations)])
     return Request(ids, replace(search, top=min(top, model.runner.vocab_size)), longest, ignore_eos=True)
+
+
+def score_record(record: Mapping[str, Any], model: LoadedModel, parse_special: bool = False) -> Request:
+    """The request of a batch line with "score". Raises UsageError."""
+    given = [key for key in record if key not in ("id", "score", "params")]
+    if len(given) != 1 or given[0] not in ("prompt", "prompt_ids"):
+        raise UsageError(f"score: expected prompt or prompt_ids beside it, got {' and '.join(given) or 'none'}")
+    params, prompt = record.get("params", {}), record[given[0]]
+    if not isinstance(params, dict) or not params.keys() <= {"parse_special"}:
+        raise UsageError("params: nothing is generated for a line with score, expected parse_special at most")
+    if not isinstance(prompt, str if given == ["prompt"] else list):
+        kind = "a string" if given == ["prompt"] else "a list of integers"
+        raise UsageError(f"{given[0]}: expected {kind}, got {shortened(repr(prompt))}")
+    if not isinstance(record["score"], list):
+        raise UsageError(f"score: expected a list of texts or of token ids, got {shortened(repr(record['score']))}")
+    return score_request(model, prompt, record["score"], parse_special=params.get("parse_special", parse_special))

@@ -42,11 +42,14 @@ input, an object per line (blank lines are skipped):
     name files are for the command line alone. A line that changes the search does not inherit the parameters of the
     command line that its search lacks.
 
+  or {"prompt" or "prompt_ids": ..., "score": [TEXT or [id, ...], ...]}: continuations, of which nothing is generated
+
 output, an object per line:
   {"id", "outputs": [{"text", "token_ids", "logprob", "score", "finish_reason"}, ...], "stats": {...}}, best first, or
   with "reasoning" beside "text" where the model wrote a thought before the answer to messages, with "item", the item's
   id, where there is a --catalogue, with "token_logprobs" ([logprob, ...]) and "top_logprobs" ([[[id, logprob], ...],
   ...]) where there is --logprobs, or
+  {"id", "scores": [{"logprob", "is_greedy", "token_ids", "token_logprobs"}, ...], "stats"} for "score", or
   {"id", "error": {"code", "message"}}; the run goes on after it.
 
 --resume keeps what FILE has, errors included, cuts off a torn last line, and goes on with the next record. Give it

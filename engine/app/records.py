@@ -31,6 +31,7 @@ from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError, shortened
 from engine.load.distributed import shared
 from engine.rules import ONE_OF, PLAIN_RULES, response_format, with_changes
+from engine.scoring import Scoring, score_record
 from engine.text.prompting import TemplateOptions, chat_prompt
 from engine.text.thinking import Thoughts
 from search.base import REGISTRY, chosen, make_search, parameters, paths
@@ -114,7 +115,7 @@ class Records:
                 if request is None:
                     request, thoughts = make_request(record, self.engine, self.args, self.options)
                     self._places[index - len(self.kept)] = replace(place, thoughts=thoughts)
-                if self.traces and isinstance(request, Request):
+                if self.traces and isinstance(request, Request) and not isinstance(request.search, Scoring):
                     request = replace(request, trace=self.traces.new(identity))
                 yield request
             except CoppiceError as fault:
@@ -233,7 +234,9 @@ def make_request(
 
     Raises CoppiceError.
     """
-    _known(record, ["id", *PROMPTS, *TEMPLATE, "response_format", "params"], "")
+    _known(record, ["id", *PROMPTS, *TEMPLATE, "response_format", "score", "params"], "")
+    if "score" in record:
+        return score_record(record, engine.model, getattr(args, "parse_special", False)), None
     given = [key for key in PROMPTS if key in record]
     if len(given) != 1:
         raise UsageError(f"expected one of prompt, messages and prompt_ids, got {' and '.join(given) or 'none'}")

@@ -100,7 +100,7 @@ class Sink:
                 try:
                     record = json.loads(line)
                     identity = record["id"]
-                    if not is_id(identity) or ("outputs" in record) == ("error" in record):
+                    if not is_id(identity) or sum(key in record for key in ("outputs", "scores", "error")) != 1:
                         raise ValueError
                 except (ValueError, KeyError, TypeError, RecursionError):
                     raise UsageError(

@@ -1,5 +1,7 @@
 """Scores of continuations beside the logits of whole sequences; tokens at the border; memory; passes."""
 
+import json
+import math
 import random
 from itertools import takewhile
 from pathlib import Path
@@ -7,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import Engine
+from engine import ContinuationScore, Engine
+from engine.app import batch
 from engine.demo import demo_folder
 from engine.errors import UsageError
 from engine.scoring import ROWS, Scoring, score_request
@@ -162,3 +165,38 @@ def test_what_cannot_be_scored(engine, prompt, continuations, says):
 def test_nothing_to_score(engine):
     assert engine.score(STORY, []) == []
     assert [score.logprob for score in engine.score(STORY, ["", []])] == [0.0, 0.0]
+
+
+def test_batch(engine, tmp_path):
+    lines = [
+        {"prompt": STORY, "score": [" ran", " sat.", "", [5, 6]]},
+        {"prompt": "Hello", "params": {"max_new_tokens": 2}},
+        {"id": "ids", "prompt_ids": [1, 5, 9], "score": [[7, 8]]},
+        {"prompt": STORY, "score": []},
+        {"prompt": STORY, "score": "text"},
+        {"prompt": STORY, "score": [3]},
+        {"messages": [], "score": ["a"]},
+        {"prompt": STORY, "score": ["a"], "params": {"beams": 3}},
+        {"prompt": 3, "score": ["a"]},
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = ["--input", str(source), "--output", str(target), "--dtype", "float32", "-q"]
+    assert batch.main([*argv, "--trace", str(tmp_path / "page.html")]) == 2
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [*answers[0]] == ["id", "scores", "stats"] and answers[2]["id"] == "ids" and "outputs" in answers[1]
+    for one, score in zip(answers[0]["scores"], engine.score(STORY, lines[0]["score"]), strict=True):
+        assert one["token_ids"] == score.token_ids and one["is_greedy"] == score.is_greedy
+        assert one["token_logprobs"] == pytest.approx(score.token_logprobs, abs=1e-4)
+        assert one["logprob"] == pytest.approx(score.logprob, abs=1e-4)
+    assert answers[3]["scores"] == []
+    says = ["a list", "expected a text or token ids", "prompt or prompt_ids", "nothing is generated", "a string"]
+    for answer, words in zip(answers[4:], says, strict=True):
+        assert words in answer["error"]["message"]
+    assert batch.main([*argv, "--resume"]) == 2
+    assert [json.loads(line) for line in target.read_text().splitlines()] == answers
+
+
+def test_a_token_that_cannot_be_has_null():
+    score = ContinuationScore([3, 4], [-math.inf, -1.0], -math.inf, False)
+    assert score.record() == {"logprob": None, "is_greedy": False, "token_ids": [3, 4], "token_logprobs": [None, -1.0]}
