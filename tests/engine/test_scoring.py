@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from itertools import takewhile
 from pathlib import Path
 
@@ -200,3 +201,12 @@ def test_batch(engine, tmp_path):
 def test_a_token_that_cannot_be_has_null():
     score = ContinuationScore([3, 4], [-math.inf, -1.0], -math.inf, False)
     assert score.record() == {"logprob": None, "is_greedy": False, "token_ids": [3, 4], "token_logprobs": [None, -1.0]}
+
+
+def test_the_page(capsys):
+    """The snippets of docs/scoring.md print what it shows."""
+    page, names = Path("docs/scoring.md").read_text(), {}
+    for code, shown in re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", page, re.M | re.S):
+        exec(compile(code, "docs/scoring.md", "exec"), names)
+        assert capsys.readouterr().out == shown
+    assert page.count("```python") == page.count("```text") > 2
