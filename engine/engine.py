@@ -19,8 +19,9 @@ from engine.cache.tree import TokenTree
 from engine.contract import ContinuationScore, Evaluate, Output, Search, SearchGenerator, SearchResult, Task
 from engine.errors import CoppiceError, UsageError, check_integer
 from engine.load.budget import allow
+from engine.load.flags import takes
 from engine.load.loading import LoadedModel, check_companion, load_models
-from engine.load.options import LoadOptions, RewardFunction, takes
+from engine.load.options import LoadOptions, RewardFunction
 from engine.request import (
     Checked,
     Done,

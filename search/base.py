@@ -192,7 +192,7 @@ def _remedy(key: str, params: Collection[str], known: Collection[str]) -> str:
     takers = [name for name, theirs in has.items() if key in theirs]
     if not takers:
         near = difflib.get_close_matches(key, known, 1)
-        rest = f"it has: {', '.join(known) or 'none'}" if len(known) <= MOST_NAMES else "--help describes those it has"
+        rest = f"it has: {', '.join(known) or 'none'}" if len(known) <= MOST_NAMES else "--help all describes them"
         return f"did you mean {near[0]}?" if near else rest
     able = [name for name in takers if all(other in has[name] for other in params)]
     what = "have all of the parameters" if able and able != takers else "have it"

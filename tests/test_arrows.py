@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RANK = {"kernels": 0, "models": 1, "engine": 2, "search": 3, "tools": 4}
-COMMAND_LINES = re.compile(r"engine/((app|serve)/\w+|chat|batch)\.py")  # these alone look up, into search
+COMMAND_LINES = re.compile(r"engine/((app|serve)/(\w+/)?\w+|chat|batch)\.py")  # these alone look up, into search
 ORACLE = re.compile(r"tools/(make_golden\w*\.py|golden_text\.py|bench.*)")  # these alone import transformers
 # Extras: imported when they are needed, with an error that names them.
 OPTIONAL = {
@@ -100,6 +100,7 @@ def test_arrows(package: str) -> None:
         ("models/families/llama.py", "import numpy", False),
         ("models/families/llama.py", "import transformers", False),
         ("engine/app/chat.py", "import search", True),
+        ("engine/app/cli/searches.py", "import search", True),
         ("engine/app/chat.py", "import tools.bench", False),
         ("engine/engine.py", "from search import Trie", False),
         ("engine/engine.py", "import importlib\nimportlib.import_module('search')", False),

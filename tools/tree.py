@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
     text = "the page, or FILE.json for the data alone (tree.html)"
     parser.add_argument("-o", "--output", default="tree.html", metavar="FILE", help=text)
-    cli.add_model_flags(parser)
+    cli.add_load_flags(parser, "tree")
     cli.add_search_flags(parser)
     cli.add_limit_flags(parser)
     cli.add_verbosity_flags(parser)

@@ -52,7 +52,7 @@ class Collect(Search):
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code."""
     parser = cli.Parser("python -m tools.ults_prior", __doc__ or "")
-    cli.add_model_flags(parser)
+    cli.add_load_flags(parser, "ults_prior")
     group = parser.add_argument_group("prior")
     group.add_argument("--input", required=True, metavar="FILE", help="JSON Lines with prompts, as engine.batch reads")
     group.add_argument("--output", metavar="FILE", help="safetensors to write (where searches of this depth look)")

@@ -9,7 +9,6 @@ from contextlib import closing, nullcontext
 from typing import IO
 
 from engine.app.cli import (
-    PARALLEL,
     Parser,
     add_prefix_flags,
     add_trace_flag,
@@ -20,7 +19,7 @@ from engine.app.cli import (
     search_params,
 )
 from engine.app.meter import Meter
-from engine.app.records import DESCRIPTION, Records, add_request_flags, answer
+from engine.app.records import COMMON, DESCRIPTION, Records, add_request_flags, answer
 from engine.app.sink import open_sink
 from engine.app.trace_page import check_target, saving
 from engine.contract.trace import Traces
@@ -69,23 +68,27 @@ exit codes: 0 every line was answered; 2 some line has an error for an answer, o
 
 def main(argv: Sequence[str] | None = None, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> int:
     """Run the command line, with `stdin` and `stdout` instead of the process's if given. Returns the exit code."""
-    parser = Parser("python -m engine.batch", DESCRIPTION, EPILOG)
-    add_request_flags(parser)
-    add_prefix_flags(parser)
-    group = parser.add_argument_group("batch")
-    group.add_argument("--input", default="-", metavar="FILE", help="- is stdin (-)")
-    group.add_argument("--output", default="-", metavar="FILE", help="must be new or empty; - is stdout (-)")
-    group.add_argument("--parallel", type=int, default=PARALLEL, metavar="N", help="searches at once (%(default)s)")
-    group.add_argument("--resume", action="store_true", help="go on where FILE ends")
-    add_trace_flag(group, "one page, on which the latest lines can be chosen by their ids")
-    add_verbosity_flags(parser)
-    args = parser.parse_args(argv)
+    args = make_parser().parse_args(argv)
 
     def whole() -> int:
         with together(args.device) as shard:
             return batch(args, stdin, stdout, shard)
 
     return run(whole, args.verbose, args.quiet)
+
+
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser("python -m engine.batch", DESCRIPTION, EPILOG, f"{COMMON} --resume --trace")
+    group = parser.group("batch")
+    group.add_argument("--input", default="-", metavar="FILE", help="JSON Lines to read; -: stdin (-)")
+    group.add_argument("--output", default="-", metavar="FILE", help="new or empty file to write; -: stdout (-)")
+    group.add_argument("--resume", action="store_true", help="go on where the output ends")
+    add_trace_flag(group)
+    add_request_flags(parser, "batch")
+    add_prefix_flags(parser)
+    add_verbosity_flags(parser)
+    return parser
 
 
 def batch(args: argparse.Namespace, stdin: IO[bytes] | None, stdout: IO[bytes] | None, shard: Shard) -> int:

@@ -6,6 +6,7 @@ import io
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,12 +26,23 @@ from engine.errors import UsageError
 from engine.load.budget import table
 from engine.load.capabilities import dtype_name
 from engine.load.distributed import check_alone
-from engine.load.options import LoadOptions
 from engine.version import __version__
 from models.checkpoint.headers import Checkpoint
 from models.sharding import Shard
 from search.base import make_search
 from search.trie import Trie
+
+DESCRIPTION = "Talk to a model. On a terminal: a conversation. With -p or piped input: one reply on stdout."
+EPILOG = """\
+exit codes: 0 fine, 1 our bug, 2 usage, input or a fault of a search of your own, 3 checkpoint, 4 memory,
+5 numerics, 130 interrupted, 141 closed pipe"""
+COMMON = """
+--help --quiet --verbose --version
+--prompt --system --load --save --show-beams --stats --json --trace
+--model --draft --reward --dtype --quant --device --threads --kv-memory --memory
+--think --search --beams --length-penalty --num-return-sequences --temperature --top-k --top-p --seed
+--max-new-tokens --stop --choice --json-schema --regex --plan
+"""  # flags of the short help
 
 # --- the banner ---
 
@@ -68,65 +80,57 @@ def _count(number: int) -> str:
 # --- the command line ---
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> cli.Parser:
     """All flags, in groups."""
-    parser = cli.Parser(
-        "python -m engine.chat",
-        "Talk to a model. On a terminal: a conversation. With -p or piped input: one reply on stdout.",
-        "exit codes: 0 fine, 1 our bug, 2 usage, input or a fault of a search of your own, 3 checkpoint, 4 memory,\n"
-        "5 numerics, 130 interrupted, 141 closed pipe",
-    )
-    cli.add_model_flags(parser)
+    parser = cli.Parser("python -m engine.chat", DESCRIPTION, EPILOG, COMMON)
+    add_chat_flags(parser)
+    cli.add_load_flags(parser, "chat")
     cli.add_prefix_flags(parser)
     cli.add_template_flags(parser)
     cli.add_search_flags(parser)
     cli.add_limit_flags(parser)
     cli.add_rule_flags(parser)
-    group = parser.add_argument_group("plan")
-    group.add_argument(
-        "--plan", metavar="DIR", help="print what a model would take in each format, for 1, 4 and 15 beams, and exit"
-    )
-    group.add_argument(
-        "--context",
-        type=cli.positive,
-        metavar="N",
-        help="tokens that --plan counts, --max-new-tokens of them the reply's (the model's context)",
-    )
-    group.add_argument(
-        "--processes",
-        type=cli.positive,
-        default=1,
-        metavar="N",
-        help="that share the model, for --plan; it counts what each takes (1)",
-    )
-    group = parser.add_argument_group("chat")
+    add_plan_flags(parser)
+    cli.add_verbosity_flags(parser)
+    return parser
+
+
+def add_chat_flags(parser: cli.Parser) -> None:
+    """What a chat reads, shows and saves."""
+    group = parser.group("chat")
     prompts = group.add_mutually_exclusive_group()
-    prompts.add_argument(
-        "-p", "--prompt", metavar="TEXT", help="one reply to this (piped input is appended; -: that alone), then exit"
-    )
-    prompts.add_argument("--prompt-file", metavar="FILE", help="one reply to a file's text (-: piped input), then exit")
-    group.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
+    prompts.add_argument("-p", "--prompt", metavar="TEXT", help="one reply to this and piped input; -: that alone")
+    prompts.add_argument("--prompt-file", metavar="FILE", help="one reply to the text of a file; -: of piped input")
+    group.add_argument("--system", metavar="TEXT", help="system message, if the model has a chat template")
     group.add_argument(
         "--on-overflow",
         choices=OVERFLOW,
         default=OVERFLOW[0],
-        help="when the context is full: drop the oldest turns, or refuse the new one (drop-turns)",
+        help="in a full context: drop the oldest turns, or refuse the new one (drop-turns)",
     )
-    group.add_argument("--load", metavar="FILE", help="go on with a saved conversation")
-    group.add_argument("--save", metavar="FILE", type=Path, help="save the conversation after every turn")
+    group.add_argument("--load", metavar="FILE", help="continue a saved conversation")
+    group.add_argument("--save", metavar="FILE", type=Path, help="save the conversation after each turn")
     group.add_argument(
         "--save-prefix",
         metavar="FILE",
         type=cli.output_file,
-        help="write what all conversations with this --system begin with, or without a chat template the one prompt, "
-        "for --load-prefix",
+        help="write for --load-prefix what all conversations with this --system begin with; without a chat template "
+        "the one prompt",
     )
-    group.add_argument("--show-beams", action="store_true", help="the live candidates under the text, on a terminal")
-    group.add_argument("--stats", action="store_true", help="figures after each reply, on stderr")
-    group.add_argument("--json", action="store_true", help="replies as JSON lines, as engine.batch writes them")
-    cli.add_trace_flag(group, "of the latest replies, written after each")
-    cli.add_verbosity_flags(parser)
-    return parser
+    group.add_argument("--show-beams", action="store_true", help="show live candidates under the text, on a terminal")
+    group.add_argument("--stats", action="store_true", help="print figures after each reply, on stderr")
+    group.add_argument("--json", action="store_true", help="print replies as JSON lines, as engine.batch does")
+    cli.add_trace_flag(group)
+
+
+def add_plan_flags(parser: cli.Parser) -> None:
+    """--plan, --context, --processes."""
+    group = parser.group("machine")
+    group.add_argument("--plan", metavar="DIR", help="print the memory that a model would take, and exit")
+    text = "tokens that --plan counts, --max-new-tokens of them the reply's (the model's context)"
+    group.add_argument("--context", type=cli.positive, metavar="N", help=text)
+    text = "processes that share the model, of which --plan counts one (1)"
+    group.add_argument("--processes", type=cli.positive, default=1, metavar="N", help=text)
 
 
 def one_shot(args: argparse.Namespace) -> str | None:
@@ -214,7 +218,8 @@ def common_prefix(conversation: Conversation, prompt: str | None) -> list[int]:
 
 def plan(args: argparse.Namespace) -> str:
     """The table of `--plan`. Raises CoppiceError."""
-    options = LoadOptions(args.plan, dtype=args.dtype, device=args.device, shard=Shard(0, args.processes))
+    alone = {"draft": None, "reward": None, "memory": None, "workload": None}
+    options = replace(cli.load_options(args), folder=args.plan, shard=Shard(0, args.processes), **alone)
     return table(options, lambda beams: Trie(beams=beams), args.context, args.max_new_tokens)
 
 

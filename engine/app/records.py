@@ -14,7 +14,7 @@ from typing import IO, Any
 from engine.app.cli import (
     Parser,
     add_limit_flags,
-    add_model_flags,
+    add_load_flags,
     add_prompt_flags,
     add_rule_flags,
     add_search_flags,
@@ -37,6 +37,13 @@ from engine.text.thinking import Thoughts
 from search.base import REGISTRY, chosen, make_search, parameters, paths
 
 DESCRIPTION = "Answer prompts: JSON Lines in, JSON Lines out, in input order, each line as soon as it is ready."
+COMMON = """
+--help --quiet --verbose --version
+--input --output
+--model --draft --reward --dtype --quant --device --threads --kv-memory --memory --parallel
+--think --search --beams --length-penalty --num-return-sequences --temperature --top-k --top-p --seed
+--max-new-tokens --stop --choice --json-schema --regex
+"""  # flags of the short help of every command that answers lines
 MAX_LINE = 64 << 20
 PROMPTS = ("prompt", "messages", "prompt_ids")
 TEMPLATE = ("tools", "template", "think")
@@ -45,9 +52,9 @@ READ_AHEAD = 64  # lines of a pipe
 AWAKE = 30.0  # seconds after which an idle reader of a pipe says so, to processes that wait for it
 
 
-def add_request_flags(parser: Parser) -> None:
-    """The flags of everything that answers lines."""
-    add_model_flags(parser)
+def add_request_flags(parser: Parser, command: str) -> None:
+    """The flags of everything that answers lines; for `command` see `add_load_flags`."""
+    add_load_flags(parser, command)
     add_template_flags(parser)
     add_prompt_flags(parser)
     add_search_flags(parser)
@@ -316,7 +323,7 @@ def _known(record: dict[str, Any], keys: Sequence[str], where: str) -> None:
     for key in record:
         if key not in keys:
             near = difflib.get_close_matches(key[:100], keys, 1)
-            rest = "--help lists all, as flags" if where else f"known: {', '.join(keys)}"
+            rest = "--help all lists them, as flags" if where else f"known: {', '.join(keys)}"
             remedy = f"did you mean {near[0]}?" if near else rest
             raise UsageError(f"{where}{key[:100]}: no such key", remedy=remedy)
 

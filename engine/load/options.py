@@ -1,21 +1,20 @@
 """The options of loading: each is written once, as a field of `LoadOptions`.
 
-From a field follow an argument of `Engine.load` (`takes`), a flag of every command that loads a model with its help
+From a field follow an argument of `Engine.load`, a flag with its help in every command that loads a model
 (`engine.app.cli.loading`), and what a plan of memory counts (`engine.load.budget`).
 """
 
 import functools
-import inspect
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
 import torch
 
 from engine.errors import UsageError, check_integer
+from engine.load.flags import Flag, NoFlag, options_of
 from engine.load.pools import Workload, read_size
 from kernels.kv_fp8 import DTYPE as FP8
 from models.formats.linear import FORMATS
@@ -29,54 +28,13 @@ READ_ONCE = "it reads each prompt once"
 RewardFunction = Callable[[Any, list[str]], Iterable[float]]
 """(prompt, texts) -> a score for each text. The prompt is the request's messages if it has any, else its text."""
 
-P = ParamSpec("P")
-T = TypeVar("T")
-Options = TypeVar("Options")
 
-
-@dataclass(frozen=True)
-class Flag:
-    """How commands offer an option. Its help is the first sentence about the field in the docstring of the options.
-
-    Args:
-        name: "" takes the field's.
-        group: the heading in `--help`.
-        metavar: the placeholder for a value in `--help`.
-        choices: the words that the flag takes; none: any text.
-        also: further words that the field takes from Python.
-        read: text -> value; raises ValueError with the expected values.
-        shown: the default in `--help`; "" shows the value.
-        default: the default of commands; None takes the field's.
-        without: commands that do not offer the flag -> why.
-        changes_answers: whether answers depend on the value.
-    """
-
-    name: str = ""
-    group: str = "model"
-    metavar: str | None = None
-    choices: tuple[str, ...] = ()
-    also: Collection[str] = ()
-    read: Callable[[str], Any] = str
-    shown: str = ""
-    default: Any = None
-    without: Mapping[str, str] = field(default_factory=dict)
-    changes_answers: bool = True
-
-
-@dataclass(frozen=True)
-class NoFlag:
-    """An option that no command offers, and why."""
-
-    why: str
-
-
-class Option(NamedTuple):
-    """A field of options: its name, its default (`dataclasses.MISSING`: none), its flag, the text about it."""
-
-    name: str
-    default: Any
-    flag: Flag | NoFlag
-    doc: str
+def read_integer(text: str) -> int:
+    """An integer. Raises ValueError."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"expected an integer, got {text!r}") from None
 
 
 def read_budget(text: str) -> int | str:
@@ -104,28 +62,28 @@ class LoadOptions:
     """The options of loading: arguments of `Engine.load`, and flags of the command lines.
 
     Args:
-        folder: checkpoint folder: config.json, safetensors, tokenizer.
-        draft: folder of a smaller model with the same tokenizer, for searches that draft.
-        reward: folder of a model with a scalar head, for searches that rank. From Python also a function, see
+        folder: folder with config.json, safetensors, tokenizer.
+        draft: a smaller model of the same tokenizer. A folder, for searches that draft.
+        reward: a model with a scalar head, to rank. A folder, for searches that rank; from Python also a function, see
             `Request`.
         chat_template: a Jinja file; none: plain completion.
-        dtype: of weights and cache. "auto" is the checkpoint's own, but float32 on a processor without products of
+        dtype: type of weights and cache. "auto" is the checkpoint's own, but float32 on a processor without products of
             that dtype, or where float32 is measured to be faster; `Engine.capabilities` reports the choice.
         quant: weights in 8 or 4 bits. On a CPU with int8 products, or on a GPU; "auto" takes int8 where it is measured
             to be faster, on a CPU.
         kv_dtype: keys and values in 8 bits; fp8 on a GPU. With a scale for each token and head they take about half
             the memory of bfloat16.
         device: where models run.
-        threads: CPU threads, at most.
-        kv_memory: size of all KV caches together, as 512M or 2G. From Python also a number of bytes.
-        memory: limit of the whole process, as 900M; auto: what the system allows it. What the weights and the rest
-            leave goes to the KV caches. On a CPU; from Python also a number of bytes.
+        threads: limit of CPU threads.
+        kv_memory: size of all KV caches, as 512M. From Python also a number of bytes.
+        memory: limit of the process, as 900M; auto: its own. What the weights and the rest leave goes to the KV
+            caches; "auto" is the least limit that the process runs under. On a CPU; from Python also a number of bytes.
         workload: what `memory` has to hold at least; None: one token for each of `parallel` searches.
-        parallel: searches at once.
-        prefix_cache: keep what was read in pages that nothing else needs. Prompts that begin alike are read once;
+        parallel: searches that run at once.
+        prefix_cache: keep read prompts in pages that nothing else needs. Prompts that begin alike are read once;
             without `kv_memory` or `memory` up to 1 GiB is kept on a CPU.
-        compile: torch.compile of layers, on a GPU of what is between products. Loading takes seconds more.
-        graphs: small passes as CUDA graphs on a GPU.
+        compile: compile layers with torch, on a GPU what is between products. Loading takes seconds more.
+        graphs: run small passes as CUDA graphs on a GPU.
         shard: the place of this process among several that share the models, companions too, see
             `engine.load.distributed.together`. All load alike and get the same requests; memory is that of each.
 
@@ -133,7 +91,7 @@ class LoadOptions:
         UsageError: a value of another type, or out of range.
     """
 
-    folder: Annotated[str | Path, Flag("model", metavar="DIR", shown="the bundled demo")]
+    folder: Annotated[str | Path, Flag("model", metavar="DIR", shown="the demo")]
     _: KW_ONLY
     draft: Annotated[str | Path | None, Flag(metavar="DIR", shown="the demo's")] = None
     reward: Annotated[str | Path | RewardFunction | None, Flag(metavar="DIR", shown="the demo's")] = None
@@ -149,15 +107,15 @@ class LoadOptions:
     quant: Annotated[str, Flag(choices=(*FORMATS_SHOWN, "auto"), also=FORMATS)] = "none"
     kv_dtype: Annotated[str, Flag(choices=tuple(KV_DTYPES), shown="auto: as --dtype")] = "auto"
     device: Annotated[str, MACHINE(choices=("auto", "cpu", "cuda"), shown="auto: the GPU if there is one")] = "auto"
-    threads: Annotated[int | None, MACHINE(metavar="N", read=int, shown="torch's choice")] = None
+    threads: Annotated[int | None, MACHINE(metavar="N", read=read_integer, shown="torch's choice")] = None
     kv_memory: Annotated[int | str | None, MACHINE(metavar="SIZE", read=read_size, shown="half of what is free")] = None
-    memory: Annotated[int | str | None, MACHINE(metavar="SIZE|auto", read=read_budget, shown="no limit")] = None
+    memory: Annotated[int | str | None, MACHINE(metavar="SIZE|auto", read=read_budget, shown="none")] = None
     workload: Annotated[Workload | None, NoFlag("the flags of the search and its limits say it")] = None
     parallel: Annotated[
         int,
         MACHINE(
             metavar="N",
-            read=int,
+            read=read_integer,
             without=dict.fromkeys(("chat", "tree", "profile"), ONE_AT_A_TIME),
         ),
     ] = 16
@@ -210,37 +168,3 @@ class LoadOptions:
     def place(self) -> Shard:
         """The place of this process, which may be alone."""
         return self.shard or Shard()
-
-
-@functools.cache
-def options_of(kind: type) -> tuple[Option, ...]:
-    """The fields of a class of options, in their order. Raises TypeError for one without a flag or without a text."""
-    hints = get_type_hints(kind, include_extras=True)
-    text, found = "\n".join(inspect.getdoc(cls) or "" for cls in kind.__mro__[:-1]), []
-    for f in fields(kind):
-        said = get_args(hints[f.name])[1:] if get_origin(hints[f.name]) is Annotated else ()
-        flag = next((each for each in said if isinstance(each, Flag | NoFlag)), None)
-        if flag is None:
-            raise TypeError(f"{kind.__name__}.{f.name}: expected Annotated with a Flag or a NoFlag")
-        doc = re.search(rf"^ +{f.name}: (.+(?:\n {{8,}}.+)*)", text, re.MULTILINE)
-        if doc is None:
-            raise TypeError(f"{kind.__name__}.{f.name}: the docstring has nothing about it")
-        found.append(Option(f.name, f.default, flag, re.sub(r"\s+", " ", doc[1])))
-    return tuple(found)
-
-
-def takes(kind: Callable[P, Options]) -> Callable[[Callable[[Options], T]], Callable[P, T]]:
-    """A decorator: a function of options becomes one of their fields, with names, types and defaults of `kind`."""
-
-    def decorate(function: Callable[[Options], T]) -> Callable[P, T]:
-        @functools.wraps(function)
-        def called(*args: P.args, **given: P.kwargs) -> T:
-            return function(kind(*args, **given))
-
-        own, hints = inspect.signature(kind), get_type_hints(kind)
-        plain = [each.replace(annotation=hints[name]) for name, each in own.parameters.items()]
-        result = inspect.signature(function).return_annotation
-        called.__signature__ = own.replace(parameters=plain, return_annotation=result)  # type: ignore[attr-defined]
-        return called
-
-    return decorate

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.app.cli import (
-    PARALLEL,
     Parser,
     add_limit_flags,
-    add_model_flags,
+    add_load_flags,
     add_prefix_flags,
     add_prompt_flags,
     add_search_flags,
@@ -44,7 +43,7 @@ from search.base import make_search
 if TYPE_CHECKING:
     from engine.serve.http import Application
 
-DESCRIPTION = "Serve models by OpenAI's HTTP interface: many searches of different kinds and widths share each pass."
+DESCRIPTION = "Serve models by OpenAI's HTTP interface: searches of all kinds and widths share each pass."
 EPILOG = """\
 GET /v1/models, POST /v1/completions, POST /v1/chat/completions: as OpenAI's clients speak them, with "search" and the
   parameters of every search besides (flags in snake_case); GET / chats in a browser, GET /trace/ID shows the tree of a
@@ -57,6 +56,12 @@ SIGTERM and Ctrl-C end the server when its requests are answered, or after --dra
 
 exit codes: 0 it was ended; 2 wrong usage, or the port is taken; 3 checkpoint; 4 memory; 1 our bug.
 """
+COMMON = """
+--help --quiet --verbose --version
+--host --port --api-key-file --open --catalogue --queue --timeout --max-tokens --max-width --drain
+--model --draft --reward --dtype --quant --device --threads --kv-memory --memory --parallel
+--think --search --beams --temperature --top-k --top-p --max-new-tokens
+"""  # flags of the short help
 KEY = "COPPICE_API_KEY"
 LEAST_KEY = 16  # characters
 MAX_KEYS = 1 << 20
@@ -73,14 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> Parser:
     """The flags."""
-    parser = Parser("python -m engine.serve", DESCRIPTION, EPILOG)
-    add_model_flags(parser, several=True)
+    parser = Parser("python -m engine.serve", DESCRIPTION, EPILOG, COMMON)
+    add_server_flags(parser)
+    text = "folder; repeatable, companions are the first one's (the demo)"
+    add_load_flags(parser, "serve", folder={"action": "append", "metavar": "[NAME=]DIR", "help": text})
     add_prefix_flags(parser)
     add_template_flags(parser)
     add_prompt_flags(parser)
     add_search_flags(parser, "sample")
     add_limit_flags(parser)
-    add_server_flags(parser)
     add_verbosity_flags(parser)
     return parser
 
@@ -88,9 +94,11 @@ def make_parser() -> Parser:
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Where the server listens, who may ask, and for how much."""
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (%(default)s)")
-    group.add_argument("--port", type=int, default=8000, metavar="N", help="0: any that is free (%(default)s)")
-    group.add_argument("--api-key-file", metavar="FILE", help=f"bearer keys, a line each (the variable {KEY}, or none)")
+    group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (%(default)s)")
+    group.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="port to listen on; 0: any free one (%(default)s)"
+    )
+    group.add_argument("--api-key-file", metavar="FILE", help=f"bearer keys, one per line (the variable {KEY})")
     group.add_argument("--open", action="store_true", help="serve other machines without a key")
     group.add_argument(
         "--catalogue",
@@ -98,20 +106,29 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=FILE",
-        help='a catalogue that requests choose by "catalogue": NAME; repeatable',
+        help='catalogue that requests name by "catalogue"; repeatable',
     )
-    group.add_argument("--traces", type=int, default=32, metavar="N", help="traces that are kept (%(default)s)")
+    group.add_argument("--traces", type=int, default=32, metavar="N", help="traces to keep (%(default)s)")
     group = parser.add_argument_group("limits of the server")
-    group.add_argument("--parallel", type=int, default=PARALLEL, metavar="N", help="searches at once (%(default)s)")
-    group.add_argument("--queue", type=int, default=64, metavar="N", help="requests that wait; more: 429 (%(default)s)")
-    group.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds per request (%(default)s)")
-    group.add_argument("--max-body", type=parse_size, default=4 << 20, metavar="SIZE", help="of a request (4M)")
-    group.add_argument("--max-prompt", type=positive, metavar="N", help="tokens of a prompt (the model's context)")
-    group.add_argument("--max-tokens", type=positive, default=4096, metavar="N", help="new tokens (%(default)s)")
     group.add_argument(
-        "--max-width", type=positive, default=64, metavar="N", help="sequences that a search keeps (%(default)s)"
+        "--queue", type=int, default=64, metavar="N", help="requests that may wait; others get 429 (%(default)s)"
     )
-    group.add_argument("--drain", type=float, default=60, metavar="S", help="seconds to end in (%(default)s)")
+    group.add_argument(
+        "--timeout", type=float, default=600, metavar="S", help="seconds that a request may take (%(default)s)"
+    )
+    group.add_argument(
+        "--max-body", type=parse_size, default=4 << 20, metavar="SIZE", help="limit of the size of a request (4M)"
+    )
+    group.add_argument("--max-prompt", type=positive, metavar="N", help="limit of the tokens of a prompt (the context)")
+    group.add_argument(
+        "--max-tokens", type=positive, default=4096, metavar="N", help="limit of new tokens (%(default)s)"
+    )
+    group.add_argument(
+        "--max-width", type=positive, default=64, metavar="N", help="limit of sequences of a search (%(default)s)"
+    )
+    group.add_argument(
+        "--drain", type=float, default=60, metavar="S", help="seconds to answer what runs at the end (%(default)s)"
+    )
 
 
 def serve(args: argparse.Namespace) -> int:

@@ -37,13 +37,13 @@ class ADED(Search):
         adapt: whether the drafter learns from the request's own text.
         store: file of counted n-grams to start from (python -m tools.ngrams).
         save: file of n-grams to which every answer is added.
-        iterations: mcts: simulations per draft; s in the paper, as the letters that follow.
-        candidates: mcts: most visited nodes that become drafts; n.
-        depth: mcts: tokens that a simulation looks ahead; l.
-        successors: mcts: likeliest successors of a pair of tokens that are kept; t.
+        iterations: mcts: simulations per draft (s in the paper).
+        candidates: mcts: most visited nodes that become drafts (n in the paper).
+        depth: mcts: tokens that a simulation looks ahead (l in the paper).
+        successors: mcts: likeliest successors that are kept of a pair of tokens (t in the paper).
         c1: mcts: weight of exploration.
         c2: mcts: visits at which exploration starts to grow.
-        window: mcts: last tokens whose tri-grams gain weight at every step; this and the next two are the code's.
+        window: mcts: last tokens whose tri-grams gain weight at every step.
         increment: mcts: the weight that they gain.
         cap: mcts: the largest weight.
     """

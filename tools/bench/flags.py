@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from engine.app.cli import add_load_flag
 from tools.bench.report import add_save_flag
 
 KINDS = ("float32", "bfloat16", "float16")
@@ -25,7 +26,7 @@ def add_numbers(parser: argparse._ActionsContainer, **flags: Any) -> None:
 def add_run_flags(parser: argparse.ArgumentParser, page: str, dtype: str | None = "auto", run: Any = None) -> None:
     """--dtype (unless None), --threads, --save for a page of docs/results; the command calls `run`."""
     if dtype is not None:
-        parser.add_argument("--dtype", default=dtype, choices=["auto", *KINDS], help="(%(default)s)")
-    parser.add_argument("--threads", type=int)
+        add_load_flag(parser, "dtype", default=dtype)
+    add_load_flag(parser, "threads")
     add_save_flag(parser, page)
     parser.set_defaults(run=run)

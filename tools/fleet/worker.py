@@ -4,11 +4,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from engine.app.cli import PARALLEL, Parser, add_verbosity_flags, load_engine, positive, template_options
-from engine.app.records import DESCRIPTION, Place, add_request_flags, answer, encoded, identified, make_request
+from engine.app.cli import Parser, add_verbosity_flags, load_engine, positive, template_options
+from engine.app.records import COMMON, Place, add_request_flags, answer, encoded, identified, make_request
 from engine.contract import Search
 from engine.engine import Request
 from engine.errors import CoppiceError, UsageError
+from engine.load.flags import Flag, options_of
+from engine.load.options import LoadOptions
 
 
 class Worker:
@@ -84,29 +86,29 @@ model's folder at the same path. Each worker has --threads threads (1) and, with
 
 exit codes: as of engine.batch; 6 a worker ended too often, or Ray cannot be reached.
 """
+DESCRIPTION = "Answer prompts by many workers, each with a model: JSON Lines in, JSON Lines out, in input order."
+OURS = f"{COMMON} --workers --address --block"
 
 
 def make_parser() -> Parser:
     """The flags."""
-    parser = Parser("python -m tools.fleet", f"{DESCRIPTION} By workers, each with a model.", EPILOG)
-    add_request_flags(parser)
-    group = parser.add_argument_group("fleet")
+    parser = Parser("python -m tools.fleet", DESCRIPTION, EPILOG, OURS)
+    group = parser.group("fleet")
     group.add_argument("--input", required=True, metavar="FILE", help="JSON Lines")
     group.add_argument("--output", required=True, metavar="DIR", help="a new folder, or that of a run to go on with")
-    group.add_argument("--workers", type=positive, default=1, metavar="N", help="processes with a model (1)")
-    group.add_argument("--address", metavar="HOST:PORT", help="of a Ray cluster (this machine alone)")
-    group.add_argument(
-        "--parallel", type=int, default=PARALLEL, metavar="N", help="searches of a worker at once (%(default)s)"
-    )
-    group.add_argument("--block", type=positive, metavar="N", help="lines at a time (by their number, 128 at most)")
+    group.add_argument("--workers", type=positive, default=1, metavar="N", help="processes, each with a model (1)")
+    group.add_argument("--address", metavar="HOST:PORT", help="address of a Ray cluster (this machine alone)")
+    group.add_argument("--block", type=positive, metavar="N", help="lines of a block (by their number)")
+    add_request_flags(parser, "fleet")
     add_verbosity_flags(parser)
     return parser
 
 
 def depended_on(args: Any) -> list[str]:
     """The flags that answers depend on, in an order of their own."""
-    others = {"input", "output", "workers", "address", "block", "quiet", "verbose", "threads", "parallel"}
-    others |= {"kv_memory", "memory", "device", "compile", "graphs"}
+    others = {"input", "output", "workers", "address", "block", "quiet", "verbose"}
+    options = options_of(LoadOptions)
+    others |= {each.argument for each in options if isinstance(each.flag, Flag) and not each.flag.changes_answers}
     return sorted(f"{name}={value!r}" for name, value in vars(args).items() if name not in others)
 
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     parser = cli.Parser("python -m tools.profile", __doc__ or "")
-    cli.add_model_flags(parser)
+    cli.add_load_flags(parser, "profile")
     group = parser.add_argument_group("random checkpoint")
     add_random_flag(group, "a random Llama instead of a model")
     add_shape_flags(group)

@@ -187,7 +187,7 @@ BAD = [
     ({"id": True, "prompt": "a"}, "id: expected a string or an integer, got true"),
     ({"prompt": "a", "params": []}, "params: expected an object"),
     ({"prompt": "a", "params": {"num_beams": 3}}, "params.num_beams: no such key; did you mean beams?"),
-    ({"prompt": "a", "params": {"xyz": 3}}, "params.xyz: no such key; --help lists all, as flags"),
+    ({"prompt": "a", "params": {"xyz": 3}}, "params.xyz: no such key; --help all lists them, as flags"),
     ({"prompt": "a", "params": {"search": "tri"}}, "search: expected one of"),
     ({"prompt": "a", "params": {"search": ["trie"]}}, "search: expected one of"),
     ({"prompt": "a", "params": {"search": "trie", "beams": 0}}, "beams: expected an integer >= 1, got 0"),

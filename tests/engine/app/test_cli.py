@@ -18,7 +18,8 @@ from search.base import parameters
 
 def make_parser() -> cli.Parser:
     parser = cli.Parser("prog", "what it does")
-    for add in (cli.add_model_flags, cli.add_search_flags, cli.add_limit_flags, cli.add_verbosity_flags):
+    cli.add_load_flags(parser, "prog")
+    for add in (cli.add_search_flags, cli.add_limit_flags, cli.add_verbosity_flags):
         add(parser)
     return parser
 
@@ -120,7 +121,8 @@ def test_warnings_have_the_form_of_messages(quiet: bool, capsys: pytest.CaptureF
     assert warnings.showwarning is before
 
 
-def test_every_parameter_has_a_flag_with_its_default():
+def test_every_parameter_has_a_flag_with_its_default(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "500")  # else lines break at hyphens
     text = " ".join(make_parser().format_help().split())
     for name, search in REGISTRY.items():
         for key, field in parameters(name).items():

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from engine.app.cli import add_load_flag
 from engine.demo import is_demo, with_defaults
 from engine.errors import CoppiceError, UsageError
 from tools.bench.checkpoints import add_random_flag, add_shape_flags, checkpoint
@@ -47,8 +48,8 @@ def add_parser(commands: Any) -> None:
     add_shape_flags(random)
     parser.add_argument("--seed", type=int, default=0, help="of prompts, draws and random weights (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="see that everything runs; the figures mean nothing")
-    parser.add_argument("--dtype", default="float32", choices=["auto", "float32", "bfloat16", "float16"])
-    parser.add_argument("--threads", type=int)
+    add_load_flag(parser, "dtype", default="float32")
+    add_load_flag(parser, "threads")
     parser.add_argument("--peer-python", default=sys.executable, metavar="PATH", help="interpreter with transformers")
     add_save_flag(parser, "papers")
     parser.set_defaults(run=run)

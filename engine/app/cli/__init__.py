@@ -1,0 +1,36 @@
+"""Shared by the command lines: the parser, flags by their groups and what they say, exit codes."""
+
+from engine.app.cli.exits import CLOSED_PIPE, INTERRUPTED, run
+from engine.app.cli.loading import add_load_flag, add_load_flags, add_prefix_flags, load_engine, load_options
+from engine.app.cli.parser import Parser, add_search_flags, add_trace_flag, add_verbosity_flags
+from engine.app.cli.prompts import add_prompt_flags, add_template_flags, template_options
+from engine.app.cli.requests import add_limit_flags, add_rule_flags, limits, rules
+from engine.app.cli.searches import search_params
+from engine.app.cli.values import output_file, parse_object, parse_size, positive
+
+__all__ = [
+    "CLOSED_PIPE",
+    "INTERRUPTED",
+    "Parser",
+    "add_limit_flags",
+    "add_load_flag",
+    "add_load_flags",
+    "add_prefix_flags",
+    "add_prompt_flags",
+    "add_rule_flags",
+    "add_search_flags",
+    "add_template_flags",
+    "add_trace_flag",
+    "add_verbosity_flags",
+    "limits",
+    "load_engine",
+    "load_options",
+    "output_file",
+    "parse_object",
+    "parse_size",
+    "positive",
+    "rules",
+    "run",
+    "search_params",
+    "template_options",
+]

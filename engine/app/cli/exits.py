@@ -1,0 +1,86 @@
+"""Runs a command line: its errors become messages and exit codes."""
+
+import errno
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+
+from engine.errors import CoppiceError
+from engine.load.pools import is_out_of_memory, out_of_memory
+from engine.load.startup import started
+
+INTERRUPTED, CLOSED_PIPE = 130, 141
+
+
+def run(main: Callable[[], int], verbose: bool = False, quiet: bool = False) -> int:
+    """Run a command line and return its exit code; errors go to stderr, with a traceback if `verbose`, and warnings,
+    unless `quiet`.
+
+    A KeyboardInterrupt may have a message: how to continue.
+    """
+    shown = warnings.showwarning
+    warnings.showwarning = (lambda *_, **__: None) if quiet else _show_warning
+    try:
+        return _run(main, verbose)
+    finally:
+        warnings.showwarning = shown
+
+
+def _show_warning(message: Warning | str, *place: object, **_: object) -> None:
+    """A warning as one line on stderr, without the line of code that it comes from; see `warnings.showwarning`."""
+    if sys.stderr is not None:
+        clear = "\r\x1b[K" if sys.stderr.isatty() else ""  # a status may stand there
+        print(f"{clear}warning: {message}", file=sys.stderr, flush=True)
+
+
+def _run(main: Callable[[], int], verbose: bool) -> int:
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # whatever the locale
+    try:
+        started()
+        code = main()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _discard_stdout()
+        return CLOSED_PIPE
+    except KeyboardInterrupt as stop:
+        return _fail(INTERRUPTED, f"interrupted: {stop}" if str(stop) else "interrupted", verbose)
+    except CoppiceError as error:
+        return _fail(error.exit_code, f"error: {error}", verbose)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            _discard_stdout()
+            return _fail(2, f"error: the output cannot be written: {error.strerror}", verbose)
+        if is_out_of_memory(error):
+            memory = out_of_memory()
+            return _fail(memory.exit_code, f"error: {memory}", verbose)
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        remedy = "" if verbose else "\n-v shows where"
+        return _fail(1, f"error: {what}\nthis is a bug of ours, please report it{remedy}", verbose)
+
+
+def _fail(code: int, message: str, verbose: bool) -> int:
+    try:
+        if verbose:
+            traceback.print_exc()
+        print(message, file=sys.stderr, flush=True)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        _discard_stdout()  # the streams are closed: the exit code alone reports the error
+    return code
+
+
+def _discard_stdout() -> None:
+    """Redirect stdout to the null device, so that writing its buffer at exit raises no error."""
+    try:
+        number = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):
+        return
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, number)
+    os.close(nothing)

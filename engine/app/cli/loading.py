@@ -1,0 +1,82 @@
+"""The flags of loading, which the fields of `LoadOptions` say; and the engine that they ask for."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import MISSING
+from typing import Any
+
+from engine.app.cli.parser import Parser
+from engine.app.cli.searches import flag_of, search_params
+from engine.app.cli.values import argument
+from engine.demo import with_defaults
+from engine.engine import Engine
+from engine.load.flags import Flag, options_of
+from engine.load.options import LoadOptions
+from engine.load.pools import Workload
+from engine.rules.catalogue import open_catalogue
+from search.base import make_search
+from search.values import written
+
+
+def add_load_flags(parser: Parser, command: str, **others: Mapping[str, Any]) -> None:
+    """The flags of `LoadOptions`.
+
+    Args:
+        command: leaves out the flags that it does not offer, see `Flag.without`.
+        others: for a field that the command offers in another way, the arguments of `add_argument` that differ.
+    """
+    for option in options_of(LoadOptions):
+        if isinstance(option.flag, Flag) and command not in option.flag.without:
+            add_load_flag(parser.group(option.flag.group), option.name, **others.get(option.name, {}))
+
+
+def add_load_flag(group: argparse._ActionsContainer, name: str, **others: Any) -> None:
+    """The flag of a field of `LoadOptions`; `others` are arguments of `add_argument` that differ."""
+    [option] = [option for option in options_of(LoadOptions) if option.name == name]
+    flag = option.flag
+    assert isinstance(flag, Flag), name
+    default = others.get("default", option.default if flag.default is None else flag.default)
+    shown = flag.shown if flag.shown and "default" not in others else written(default)
+    given = {
+        "type": argument(flag.read),
+        "choices": flag.choices or None,
+        "default": None if default is MISSING else default,
+        "metavar": flag.metavar,
+        "help": f"{option.help} ({shown})".replace("%", "%%"),
+    }
+    group.add_argument(flag_of(option.argument), **{**given, **others})
+
+
+def add_prefix_flags(parser: Parser) -> None:
+    """--load-prefix."""
+    text = "begin with the prefix that --save-prefix wrote"
+    parser.group("machine").add_argument("--load-prefix", metavar="FILE", help=text)
+
+
+def load_options(args: argparse.Namespace) -> LoadOptions:
+    """What the flags of loading say; options without a flag keep their defaults. Raises UsageError."""
+    options = [option for option in options_of(LoadOptions) if hasattr(args, option.argument)]
+    given = {option.name: getattr(args, option.argument) for option in options}
+    given["folder"], given["draft"], given["reward"] = with_defaults(args.model, args.draft, args.reward)
+    if args.memory is not None:
+        given["workload"] = _workload(args)
+    return LoadOptions(**given)
+
+
+def load_engine(args: argparse.Namespace) -> Engine:
+    """The engine that the flags of loading ask for; with `args.shard`, in one of several processes. Raises
+    CoppiceError."""
+    engine = Engine.of(load_options(args))
+    if (catalogue := getattr(args, "catalogue", None)) is not None:  # an error of the run, not of each of its lines
+        open_catalogue(catalogue).check(engine.model.tokenizer, engine.runner.vocab_size)
+    if (prefix := getattr(args, "load_prefix", None)) is not None:
+        engine.load_prefix(prefix)
+    return engine
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    """What `--memory` has to hold: the search of a command that has one, and as many at once as it runs."""
+    parallel = getattr(args, "parallel", 1)
+    if not hasattr(args, "search"):
+        return Workload(parallel=parallel)
+    return Workload(make_search(args.search, search_params(args)), 1, getattr(args, "max_new_tokens", 1), parallel)

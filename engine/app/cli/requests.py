@@ -1,0 +1,60 @@
+"""The flags of requests: their limits and their constraints, as options of `engine.Request`."""
+
+import argparse
+from typing import Any
+
+from engine.app.cli.parser import Parser
+from engine.app.cli.values import bias, json_file, plain_text, positive, text_file, token_ids
+from engine.rules import RULES, SCORES, Rules
+from engine.rules.logprobs import check_logprobs
+
+REPLIES = "replies"  # limits, and which tokens may come next: docs/constraints.md
+
+
+def add_limit_flags(parser: Parser) -> None:
+    """--max-new-tokens, --stop, --ignore-eos, --logprobs."""
+    add = parser.group(REPLIES).add_argument
+    add("--max-new-tokens", type=positive, default=256, metavar="N", help="limit of each output (256)")
+    add("--stop", type=plain_text, action="append", default=[], metavar="TEXT", help="end before it; repeatable")
+    add("--ignore-eos", action="store_true", help="no token ends an output")
+    text = "log-probabilities of tokens, and the K likeliest at each place"
+    add("--logprobs", type=int, metavar="K", help=text)
+
+
+def add_rule_flags(parser: Parser) -> None:
+    """The flags of `engine.Rules`, but for functions, which only Python can give, and for those of several tokens."""
+    texts: dict[str, Any] = {"type": plain_text, "action": "append", "metavar": "TEXT"}
+    add = parser.group(REPLIES).add_argument
+    add("--choice", **texts, dest="choices", help="one of these texts; repeatable")
+    add("--catalogue", metavar="FILE", help="an item of a catalogue that tools.catalogue made")
+    add("--json-schema", type=json_file, metavar="FILE", help="JSON of this schema")
+    add("--regex", type=plain_text, metavar="PATTERN", help="what this pattern matches")
+    add("--grammar", type=text_file, metavar="FILE", help="a text of this grammar (Lark or GBNF)")
+    text = "scores of the tokens that are left: the model's, or made to add up to 1 (model)"
+    add("--constraint-scores", choices=SCORES, help=text)
+    add("--logit-bias", type=bias, action="append", metavar="ID=X", help="add X to a token's score; repeatable")
+    add("--bad-word", **texts, dest="bad_words", help="a text that never occurs; repeatable")
+    text = "divide the scores of tokens that occurred; above 1 discourages them (1)"
+    add("--repetition-penalty", type=float, metavar="X", help=text)
+    text = "no N tokens in a row occur twice; 0: they may (0)"
+    add("--no-repeat-ngram-size", type=int, metavar="N", help=text)
+    add("--min-new-tokens", type=int, metavar="N", help="least tokens of a reply (0)")
+    add("--min-length", type=int, metavar="N", help="least tokens of prompt and reply together (0)")
+    add("--suppress-tokens", type=token_ids, metavar="ID,...", help="tokens that never occur")
+    add("--begin-suppress-tokens", type=token_ids, metavar="ID,...", help="tokens that do not come first")
+
+
+def limits(args: argparse.Namespace) -> dict[str, Any]:
+    """The limits as options of `engine.Request`. Raises UsageError."""
+    check_logprobs(args.logprobs)
+    found = {"max_new_tokens": args.max_new_tokens, "stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
+    return found if args.logprobs is None else found | {"logprobs": args.logprobs}
+
+
+def rules(args: argparse.Namespace) -> dict[str, Any]:
+    """The given constraints as options of `engine.Request`. Raises UsageError."""
+    given = {name: value for name in RULES if (value := getattr(args, name, None)) is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    Rules(**given).check()
+    return given

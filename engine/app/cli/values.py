@@ -1,0 +1,111 @@
+"""The values of flags: argparse types, which refuse in words, and JSON from bytes."""
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.errors import UsageError, shortened
+from engine.load.pools import read_size
+from engine.text.tokenizer import check_utf8
+from models.checkpoint.files import obstacle, read_regular
+
+MAX_GRAMMAR = 16 << 20
+T = TypeVar("T")
+
+
+def parse_object(data: bytes, **hooks: Any) -> dict[str, Any]:
+    """A JSON object from bytes; `hooks` are options of `json.loads`. Raises ValueError with the fault."""
+    try:
+        value = json.loads(data.decode(), **hooks)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not valid UTF-8: byte 0x{data[error.start]:02X} at {error.start}") from None
+    except RecursionError:
+        raise ValueError("malformed JSON: nested too deep") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"malformed JSON: {error}") from None
+    except ValueError:  # Python limits the digits of an integer
+        raise ValueError("a number is out of range") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {shortened(json.dumps(value))}")
+    return value
+
+
+def argument(read: Callable[[str], T]) -> Callable[[str], T]:
+    """An argparse type of a function that raises ValueError: what it raises is the message."""
+
+    def parse(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def parse_size(text: str) -> int:
+    """Bytes: a number with K, M, G or T (powers of 1024; KB and KiB mean the same). An argparse type."""
+    return argument(read_size)(text)
+
+
+def output_file(path: str) -> Path:
+    """A file that is written at the end of some work, checked before it begins. An argparse type."""
+    if found := obstacle(path):
+        raise argparse.ArgumentTypeError(f"cannot be written: {found[0]}: {found[1]}")
+    return Path(path)
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1. An argparse type."""
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not int(text):
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+    return int(text)
+
+
+def plain_text(text: str) -> str:
+    """A text that is not empty, in valid UTF-8. An argparse type."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a text, got none")
+    try:
+        return check_utf8(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(error.what) from None
+
+
+def text_file(path: str) -> str:
+    """The text of a file. An argparse type."""
+    try:
+        data = read_regular(path, MAX_GRAMMAR)
+        if len(data) > MAX_GRAMMAR:
+            raise ValueError(f"it is larger than {MAX_GRAMMAR >> 20} MB")
+        return data.decode()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error}") from None
+
+
+def json_file(path: str) -> Any:
+    """The value of a JSON file. An argparse type."""
+    try:
+        return json.loads(text_file(path))
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{path} is not valid JSON: {error}") from None
+
+
+def token_ids(text: str) -> list[int]:
+    """Token ids with commas between them. An argparse type."""
+    if not re.fullmatch(r"[0-9]{1,17}(,[0-9]{1,17})*", text):
+        raise argparse.ArgumentTypeError(f"expected token ids such as 5,17, got {text!r}")
+    return [int(part) for part in text.split(",")]
+
+
+def bias(text: str) -> tuple[str, float]:
+    """ID=X. An argparse type."""
+    token, _, number = text.partition("=")
+    try:
+        return str(int(token)), float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a token id and a number such as 17=-2.5, got {text!r}") from None

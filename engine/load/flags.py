@@ -1,0 +1,103 @@
+"""How the field of a class of options says its flag, and what fronts read of it.
+
+A field is `Annotated[type, Flag(...)] = default` or, without a flag, `Annotated[type, NoFlag(why)] = default`; the
+docstring of its class has the text about it.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Options = TypeVar("Options")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How commands offer an option. Its help is the first sentence about the field in the docstring of the options.
+
+    Args:
+        name: "" takes the field's.
+        group: the heading in `--help`.
+        metavar: the placeholder for a value in `--help`.
+        choices: the words that the flag takes; none: any text.
+        also: further words that the field takes from Python.
+        read: text -> value; raises ValueError with the expected values.
+        shown: the default in `--help`; "" shows the value.
+        default: the default of commands; None takes the field's.
+        without: commands that do not offer the flag -> why.
+        changes_answers: whether answers depend on the value.
+    """
+
+    name: str = ""
+    group: str = "model"
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
+    also: Collection[str] = ()
+    read: Callable[[str], Any] = str
+    shown: str = ""
+    default: Any = None
+    without: Mapping[str, str] = field(default_factory=dict)
+    changes_answers: bool = True
+
+
+@dataclass(frozen=True)
+class NoFlag:
+    """An option that no command offers, and why."""
+
+    why: str
+
+
+class Option(NamedTuple):
+    """A field of options: its name, its default (`dataclasses.MISSING`: none), its flag, the text about it."""
+
+    name: str
+    default: Any
+    flag: Flag | NoFlag
+    doc: str
+
+    @property
+    def argument(self) -> str:
+        """The name of its flag, as argparse has it."""
+        return (self.flag.name if isinstance(self.flag, Flag) else "") or self.name
+
+    @property
+    def help(self) -> str:
+        """What `--help` says about it."""
+        return self.doc.partition(". ")[0].rstrip(".")
+
+
+@functools.cache
+def options_of(kind: type) -> tuple[Option, ...]:
+    """The fields of a class of options, in their order. Raises TypeError for one that does not say its flag."""
+    hints = get_type_hints(kind, include_extras=True)
+    text, found = "\n".join(inspect.getdoc(cls) or "" for cls in kind.__mro__[:-1]), []
+    for f in fields(kind):
+        said = get_args(hints[f.name])[1:] if get_origin(hints[f.name]) is Annotated else ()
+        flag = next((each for each in said if isinstance(each, Flag | NoFlag)), None)
+        if flag is None:
+            raise TypeError(f"{kind.__name__}.{f.name}: expected Annotated with a Flag or a NoFlag")
+        doc = re.search(rf"^ +{f.name}: (.+(?:\n {{8,}}.+)*)", text, re.MULTILINE)
+        found.append(Option(f.name, f.default, flag, re.sub(r"\s+", " ", doc[1]) if doc else ""))
+    return tuple(found)
+
+
+def takes(kind: Callable[P, Options]) -> Callable[[Callable[[Options], T]], Callable[P, T]]:
+    """A decorator: a function of options becomes one of their fields, with names, types and defaults of `kind`."""
+
+    def decorate(function: Callable[[Options], T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def called(*args: P.args, **given: P.kwargs) -> T:
+            return function(kind(*args, **given))
+
+        own, hints = inspect.signature(kind), get_type_hints(kind)
+        plain = [each.replace(annotation=hints[name]) for name, each in own.parameters.items()]
+        result = inspect.signature(function).return_annotation
+        called.__signature__ = own.replace(parameters=plain, return_annotation=result)  # type: ignore[attr-defined]
+        return called
+
+    return decorate
