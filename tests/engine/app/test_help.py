@@ -38,7 +38,7 @@ def help_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 def flags_in(text: str) -> set[str]:
     """The flags that a help describes."""
-    return set(re.findall(r"^ +(?:-\w[^-]*)?(--[\w-]+)", text, re.MULTILINE))
+    return set(re.findall(r"^  (?:-\w[^-\n]*)?(--[\w-]+)", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("front", FRONTS)
