@@ -142,10 +142,11 @@ class Answers:
             }
         if asked.prompt_logprobs is not None:
             rows = zip(score.token_ids, score.token_logprobs, score.ranks or [], tops, strict=True)
-            choice["prompt_logprobs"] = [None]
+            places: list[Any] = [None]
             for token, logp, rank, top in rows:
                 told = [*((t, x, i) for i, (t, x) in enumerate(top[: asked.prompt_logprobs], 1)), (token, logp, rank)]
-                choice["prompt_logprobs"].append({str(t): self._ranked(t, x, i) for t, x, i in told})
+                places.append({str(t): self._ranked(t, x, i) for t, x, i in told})
+            choice["prompt_logprobs"] = places
 
     def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         """A token of `prompt_logprobs`, as vLLM writes it."""
