@@ -36,7 +36,7 @@ class Nodes:
         self._slot: list[int] = [IN_TRUNK]
         self._children: dict[int, dict[int, int]] = {}  # live node that has children -> token -> child
         self._leaves: dict[int, None] = {0: None}  # ordered, so that nothing depends on hashing
-        self.root = 0
+        self.root: int = 0
         self._paths_length = len(prompt)  # sum of the leaves' path lengths
 
     # --- reading ---

@@ -23,7 +23,7 @@ class Altered(Search):
                 request = generator.send(answer)
             except StopIteration as end:
                 return end.value
-            answer = yield replace(request, read=None, best=None) if isinstance(request, Evaluate) else request
+            answer = yield replace(request, read=None, top_sums=None) if isinstance(request, Evaluate) else request
             if isinstance(request, Evaluate):
                 answer = self.alter(task, request, answer.rows_NV)
 
