@@ -68,25 +68,35 @@ void coppice_window_wins(int64_t threads, const float* tape, const int64_t* star
 // --- linear ---
 
 // A packed matrix [outs, width]. `kind` is that of its elements: 3 for int8, 4 for int4, 5 for uint8, 6 for float8. The
-// last three lie in groups of `group` elements; `scale` [panels, groups, 16] and `zero`, which may be null, are of
-// `scale_kind`. int8 has no groups, and a scale for each output, float32. `order` (null: as they are) are the elements
+// last three lie in groups of `group` elements; `scale` [panels, groups, 16], `zero` and `least`, of which either may be
+// null, are of `scale_kind`; if that is int8, they count in units, float16 [panels, units, 16], one for UNIT elements
+// of a row. int8 has no groups, and a scale for each output, float32. `order` (null: as they are) are the elements
 // of x that are multiplied. Rows are rounded to 1 / `levels` of their largest magnitude; 0: they are not. `bias`, of the
-// kind of the rows, may be null.
+// kind of the rows, may be null. The outputs of `next`, a matrix of the same width, or null, follow those of this one.
 struct Matrix {
     int64_t kind, group, scale_kind;
     const void* panels;
     const void* scale;
     const void* zero;
+    const void* least;
+    const void* unit;
+    const void* least_unit;
     const int32_t* order;
     const void* bias;
     int64_t outs, width;
     float levels;
+    const Matrix* next;
 };
 
 // Rows of `steps` words, 2 or 4 bytes each, to panels of 16 rows; layout: linear/panels.py.
 void coppice_pack(int64_t threads, int64_t bytes, const void* rows, void* panels, int64_t count, int64_t steps);
 
-// x [rows, width], out [rows, outs], both of `kind`.
+// Rows of blocks as ggml's format of this number stores them, `count` for outputs from `first` on, to panels, scales,
+// minimums and units (null where the format has none), all as `Matrix` has them; a row has `blocks` blocks.
+void coppice_repack(int64_t threads, int64_t format, const void* rows, int64_t first, int64_t count, int64_t blocks,
+                    void* panels, void* scale, void* least, void* unit, void* least_unit);
+
+// x [rows, width], out [rows, outs of all], both of `kind`.
 void coppice_linear(int64_t kind, int64_t threads, const Matrix* matrix, const void* x, void* out, int64_t rows);
 
 // Writes for which elements of rows and matrix this processor has dot products, bits as `kind` and 3 for int8; it

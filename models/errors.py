@@ -46,3 +46,10 @@ def nearest(name: str, known: Iterable[str], rest: str) -> str:
     """
     close = difflib.get_close_matches(name, known, 3)
     return f"the nearest: {', '.join(close)}; {rest}" if close else rest
+
+
+def show(name: object) -> str:
+    """A name from a file, safe to print: no control characters, no lone surrogates, not endless."""
+    text = str(name).encode("utf-8", "backslashreplace").decode()
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return text if len(text) <= 300 else f"{text[:150]}...{text[-150:]}"

@@ -1,12 +1,13 @@
-"""Which folder holds the files of a checkpoint: the hub's cache keeps them in snapshots."""
+"""Which folder holds the files of a checkpoint, as the hub's cache keeps them in snapshots; which file is a model."""
 
 import re
 from pathlib import Path
 
 from models.checkpoint.files import read_regular
-from models.errors import CheckpointError
+from models.errors import CheckpointError, show
 
 SNAPSHOTS, MAIN = "snapshots", Path("refs", "main")
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # a file of a divided model
 REVISION = re.compile(r"[\w.-]{1,100}")  # a commit; no path
 
 
@@ -40,3 +41,23 @@ def snapshot(folder: Path) -> Path:
         where=str(folder),
         remedy=f"Name a folder in {SNAPSHOTS}, or download the model again.",
     )
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that is a checkpoint: `path` itself, or the only model in a folder without config.json; else None.
+
+    Of a divided model it is the first file.
+
+    Raises:
+        CheckpointError: such a folder holds several models.
+    """
+    if path.suffix == ".gguf" and not path.is_dir():
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    found = sorted({PART.sub(r"\1-00001-of-\3.gguf", file.name) for file in path.glob("*.gguf")})
+    if len(found) > 1:
+        listed = ", ".join(map(show, found[:8]))
+        remedy = "Name one of the files."
+        raise CheckpointError(f"the folder holds {len(found)} GGUF models: {listed}", where=show(path), remedy=remedy)
+    return path / found[0] if found else None

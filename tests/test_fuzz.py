@@ -679,7 +679,7 @@ def pickles(folder: Path, _: Engine) -> list[Case]:
 
 @reader(150)
 def gguf_files(folder: Path, _: Engine) -> list[Case]:
-    from tests.tools.gguf_files import File
+    from tests.models.gguf.files import File
 
     output, made = folder / "made", []
     for variant in ("llama/plain", "gemma/one", "phi3/longrope", "qwen2/tied", "lfm2/plain"):

@@ -71,7 +71,7 @@ def test_constraints_pin_what_make_installs() -> None:
     pins = dict(re.fullmatch(r"([\w.-]+)==([\w.]+)", line).groups() for line in lines if line and line[0] != "#")  # type: ignore[union-attr]
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
-    names = ("gpu", "fleet", "gguf", "grammar", "serve", "test", "viz", "dev", "oracle")
+    names = ("gpu", "fleet", "grammar", "serve", "test", "viz", "dev", "oracle")
     wanted = {canonical(r) for r in (*project["dependencies"], *(r for name in names for r in extras[name]))}
     assert wanted - {"coppice"} <= pins.keys()
     assert all(f"=={pins['transformers']}" in r for rs in extras.values() for r in rs if canonical(r) == "transformers")

@@ -18,7 +18,7 @@ from engine.app import cli
 from engine.demo import demo_folder
 from engine.errors import CoppiceError, UsageError, shortened
 from engine.rules.catalogue import Built, build, write_catalogue
-from engine.text.tokenizer import FILES, Tokenizer
+from engine.text.tokenizer import Tokenizer
 from models.checkpoint.headers import Checkpoint
 
 KEYS = {"id", "text", "token_ids"}
@@ -43,8 +43,7 @@ def make(args: argparse.Namespace) -> int:
     """Read, build, write."""
     began = time.monotonic()
     checkpoint = Checkpoint.open(args.model or demo_folder())
-    folder = checkpoint.folder
-    tokenizer = Tokenizer.load(folder) if any((folder / name).exists() for name in FILES) else None
+    tokenizer = Tokenizer.of(checkpoint)
     eos = set(checkpoint.eos_token_ids)
     if not eos and tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = {tokenizer.eos_token_id}

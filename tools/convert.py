@@ -50,12 +50,12 @@ def convert(source: str | Path, folder: str | Path, *, progress: bool = False) -
 
     Raises:
         CheckpointError: no GGUF file or pickle checkpoint, a damaged one, or pickles that ask for more than tensors.
-        UsageError: `folder` is there already, torch is too old, or the package `gguf` is needed.
+        UsageError: `folder` is there already, or torch is too old.
     """
     source, folder = Path(source), Path(folder)
     if source.is_file() or source.suffix == ".gguf":
         with new_folder(folder) as partial:
-            return {"path": str(folder), "files": 1, **gguf.convert(source, partial, progress=progress)}
+            return {"path": str(folder), "files": 1, **gguf.convert(source, partial)}
     check_torch(torch.__version__)
     source = snapshot(source)
     with new_folder(folder) as partial:
@@ -240,7 +240,7 @@ def _umask() -> int:
 def main(argv: list[str] | None = None) -> int:
     what = "Turn a GGUF file, or a checkpoint with pickled weights, into a folder with safetensors; "
     parser = argparse.ArgumentParser(
-        prog="python -m tools.convert", description=f"{what}no code in the pickles is run. GGUF needs coppice[gguf]."
+        prog="python -m tools.convert", description=f"{what}no code in the pickles is run."
     )
     source = "GGUF file, or model folder with pytorch_model.bin, or its shards and index"
     parser.add_argument("source", metavar="SRC", help=source)

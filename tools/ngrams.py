@@ -40,7 +40,8 @@ def build(args: argparse.Namespace) -> int:
     """Count, merge, write."""
     if args.successors and not 4 <= args.successors < REST:
         raise UsageError(f"--successors: expected 0 or an integer >= 4, got {args.successors}")
-    tokenizer = Tokenizer.load(Checkpoint.open(args.model).folder)
+    checkpoint = Checkpoint.open(args.model)
+    tokenizer = Tokenizer.of(checkpoint) or Tokenizer.load(checkpoint.folder)  # which says what is missing
     began, tokens = time.monotonic(), 0
 
     def progress(text: str, end: str = "\r") -> None:

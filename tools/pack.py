@@ -59,9 +59,9 @@ def pack(source: str | Path, folder: str | Path, *, quant: str = "none") -> dict
         for layer in layers:
             key, packed = "+".join(layer.names), layer.packed
             assert packed is not None
-            scale, zero = packed.groups[2:] if packed.groups else (packed.scale_O, None)
+            values = packed.groups[2:] if packed.groups else (packed.scale_O, *(None,) * 4)
             sizes[key] = Size.of(packed)
-            for prefix, x in zip(PREFIXES, (packed.panels, scale, zero), strict=True):
+            for prefix, x in zip(PREFIXES, (packed.panels, *values), strict=True):
                 if x is not None:
                     tensors[prefix + key] = x
             names.update(layer.names)

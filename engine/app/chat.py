@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import io
-import math
 import sys
 import time
 from dataclasses import replace
@@ -49,7 +48,7 @@ COMMON = """
 
 def banner(engine: Engine, settings: Settings, folder: str | Path) -> str:
     """The lines before the first prompt."""
-    count = sum(math.prod(tensor.shape) for tensor in Checkpoint.open(folder).tensors.values())
+    count = sum(tensor.elements for tensor in Checkpoint.open(folder).tensors.values())
     keys, machine = engine.pool.cache.k_LGSD, engine.capabilities
     dtype, device = machine.precision or dtype_name(keys.dtype), keys.device
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else str(device)

@@ -100,7 +100,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         name = role if len(options.folders) > 1 else ""
         format = f" ({quant})" if quant != "none" else ""
         lines[f"{name} weights{format}".strip()] = size.weights
-        lines[f"{name} tokenizer".strip()] = _tokenizer(checkpoint.folder)
+        lines[f"{name} tokenizer".strip()] = _tokenizer(checkpoint)
         lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
         token += size.shape.kv_bytes_per_token(KV_DTYPES[options.kv_dtype] or precision.dtype)
     return MemoryPlan(lines, token)
@@ -171,8 +171,11 @@ def _with_beams(search: Search | None, beams: int) -> Any:
     return replace(search, beams=beams, **returned)  # type: ignore[type-var]
 
 
-def _tokenizer(folder: Path) -> int:
+def _tokenizer(checkpoint: Checkpoint) -> int:
     """Bytes of a tokenizer, by its files."""
+    folder, vocabulary = checkpoint.folder, checkpoint.vocabulary
+    if vocabulary:
+        return TOKENIZER_LEAST + ENTRY * (len(vocabulary.tokens) + len(vocabulary.keys.config.get("merges", ())))
     path = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if path is None:
         return 0
@@ -325,7 +328,7 @@ def table(options: LoadOptions, search_of: Any, context: int | None, new: int) -
         "  ".join(f"{x:>{n}}" if i in right else f"{x:{n}}" for i, (x, n) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]
-    title = f"{checkpoint.folder.resolve().name}: {precision}; a prompt of {context - new} tokens, {new} new ones"
+    title = f"{checkpoint.name}: {precision}; a prompt of {context - new} tokens, {new} new ones"
     notes = "runtime: Python, torch, kernels, tokenizer; tokens: the most that all beams can hold; nothing was read."
     if options.place.size > 1:
         title += f"; each of {options.place.size} processes"

@@ -24,7 +24,7 @@ from engine.step.gpu import check_gpu
 from engine.step.graphs import GraphRunner, make_runner
 from engine.step.runner import Runner
 from engine.text.template import ChatTemplate
-from engine.text.tokenizer import FILES, Tokenizer
+from engine.text.tokenizer import Tokenizer
 from models import load_model
 from models.checkpoint.headers import PACK_AGAIN, Checkpoint
 from models.checkpoint.weights import Weights
@@ -130,9 +130,8 @@ class _Weights:
         checkpoint, shard = Checkpoint.open(folder), options.place
         precision = shard.first(lambda: pick_dtype(options.dtype, checkpoint, device))
         kept = shard.first(lambda: pick_quant(options.quant, checkpoint, precision.dtype, device))
-        inside = checkpoint.folder
-        tokenizer = Tokenizer.load(inside) if any((inside / name).exists() for name in FILES) else None
-        template = load_template(inside, chat_template, tokenizer)
+        tokenizer = Tokenizer.of(checkpoint)
+        template = load_template(checkpoint.folder, chat_template, tokenizer)
         trim_memory()  # of the parsed files: a third of what a tokenizer took
         model = load_model(checkpoint, precision.dtype, device, kept.name, partial(Weights, shard=shard))
         compiled = options.compile == "on" and compile_model(model, device)
@@ -170,7 +169,7 @@ class _Weights:
             tokenizer,
             self.template,
             eos,
-            self.folder.resolve().name,
+            self.checkpoint.name,
             self._capabilities(runner),
             key if self.model.shard.size == 1 else "",  # files that some processes find and others do not part them
             start,
@@ -341,4 +340,4 @@ def model_key(checkpoint: Checkpoint, dtype: torch.dtype, quant: str, kv_dtype: 
             for i in range(SAMPLED):
                 file.seek(max(0, size - PIECE) * i // (SAMPLED - 1))
                 digest.update(file.read(PIECE))
-    return f"{checkpoint.folder.resolve().name}-{digest.hexdigest()[:16]}"
+    return f"{checkpoint.name}-{digest.hexdigest()[:16]}"

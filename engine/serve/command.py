@@ -213,7 +213,7 @@ def named(word: str | None) -> tuple[str, str | None]:
     name, equals, folder = word.partition("=")
     if equals and name and not os.path.exists(word):
         return name, folder
-    return "demo" if is_demo(word) else Path(word).resolve().name, word
+    return "demo" if is_demo(word) else Path(word).resolve().name.removesuffix(".gguf"), word
 
 
 def check(args: argparse.Namespace) -> None:

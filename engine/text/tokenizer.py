@@ -10,6 +10,7 @@ as well, in the template's own text it is the control token.
 decoder strips the space that starts a text.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -26,8 +27,10 @@ from engine.text.detokenizer import Detokenizer, data_of
 from engine.text.pieces import Pieces
 from engine.text.thinking import Thoughts
 from engine.text.tokenizer_files import byte_level, named_tokens, read_config, read_file
+from engine.text.tokenizer_gguf import encoder_of
 from engine.text.tokenizer_json import LibraryEncoder
 from engine.text.tokenizer_model import SentencePieceEncoder
+from models.checkpoint.headers import Checkpoint
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
 Encoder = LibraryEncoder | SentencePieceEncoder
@@ -85,7 +88,7 @@ class Tokenizer:
             what = "the checkpoint has no tokenizer.json, tokenizer.model or vocab.json"
             raise CheckpointError(what, where=str(folder), remedy=SUPPORTED)
         config = read_config(folder)
-        try:
+        with _malformed(str(path)):
             if path.name == "tokenizer.model":
                 encoder = SentencePieceEncoder(read_file(path), folder, config)
                 return cls(encoder, config, encoder.names)
@@ -97,12 +100,15 @@ class Tokenizer:
                 guard = None
                 library, names = byte_level(folder, config)
             return cls(LibraryEncoder(library, config, names, guard, str(path)), config, names)
-        except (CheckpointError, UsageError) as error:
-            raise type(error)(error.what, where=error.where or str(path), remedy=error.remedy) from None
-        except (KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException as error:  # the tokenizers library panics with a BaseException
-            raise CheckpointError(f"the tokenizer is malformed: {error}"[:500], where=str(path)) from None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "Tokenizer | None":
+        """The tokenizer of a checkpoint; None if it has none. Raises CheckpointError as `load`."""
+        if checkpoint.vocabulary:
+            where = str(checkpoint.folder)
+            with _malformed(where):
+                return cls(*encoder_of(checkpoint.vocabulary))
+        return cls.load(checkpoint.folder) if any((checkpoint.folder / name).exists() for name in FILES) else None
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Encode plain text; spellings of special tokens are ordinary text.
@@ -213,6 +219,19 @@ class Tokenizer:
         if text.startswith(before):
             return text[len(before) :]
         return text[len(self.stream().push(prefix_ids)) :]
+
+
+@contextlib.contextmanager
+def _malformed(where: str) -> Iterator[None]:
+    """Raise whatever a malformed file leads to as a CheckpointError."""
+    try:
+        yield
+    except (CheckpointError, UsageError) as error:
+        raise type(error)(error.what, where=error.where or where, remedy=error.remedy) from None
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the tokenizers library panics with a BaseException
+        raise CheckpointError(f"the tokenizer is malformed: {error}"[:500], where=where) from None
 
 
 def check_utf8(text: str) -> str:

@@ -11,18 +11,19 @@ from kernels.cpp import watched
 from kernels.linear import native
 from kernels.linear.native import dot_products
 from kernels.linear.panels import Groups, Packed, pack, pack_groups
+from kernels.linear.parts import PackedParts
 
-__all__ = ["Groups", "Packed", "dot_products", "linear", "pack", "pack_groups"]
+__all__ = ["Groups", "Packed", "PackedParts", "dot_products", "linear", "pack", "pack_groups"]
 
 
-def linear(x: Tensor, matrix: Packed, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None = None) -> Tensor:
     """x W^T + b; rows are rounded where the matrix has levels, see `reference.quantize`.
 
     A row's result does not depend on the rows beside it.
 
     Args:
         x: [..., width], float32, bfloat16 or float16, on a CPU.
-        matrix: of any dtype.
+        matrix: of any dtype, or several whose outputs lie side by side.
         bias: [outs] or None, contiguous, in the dtype of x.
 
     Raises:

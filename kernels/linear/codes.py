@@ -8,14 +8,14 @@ Rows are padded to whole blocks of 64 elements. Scales lie by group, so that a p
 by side. Shape legend: O outputs, B bytes of a row, G groups of a row.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.panels import ZEROS, GroupKind
+from kernels.linear.panels import GroupKind, default_zero
 
 BLOCK = 64
 HALF = BLOCK // 2
@@ -24,13 +24,13 @@ STEPS = {"int4": HALF, "int8": 16, "float8": 16}  # what the size of groups is a
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix [outs, width]: (number - zero) * scale.
+    """A matrix [outs, width]: (number - zero) * scale + least.
 
     Args:
         kind: see `kernels.linear.panels.Groups`.
         size: elements of a row that share a scale; see `STEPS`.
         codes_OB: uint8, contiguous.
-        scale_GO, zero_GO: float16 or float32; zero None: that of `ZEROS`.
+        scale_GO, zero_GO, least_GO: float16 or float32; zero None: that of `default_zero`; least None: 0.
         order_I: int64: the elements of x, in the order in which a row multiplies them; None: as they are.
     """
 
@@ -42,6 +42,7 @@ class Codes:
     scale_GO: Tensor
     zero_GO: Tensor | None = None
     order_I: Tensor | None = None
+    least_GO: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Codes":
         """The same on a device."""
@@ -60,7 +61,7 @@ def row_bytes(kind: GroupKind, width: int) -> int:
 
 
 def pack_codes(
-    blocks: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+    blocks: Iterable[Sequence[Tensor | None]],
     kind: GroupKind,
     outs: int,
     width: int,
@@ -71,8 +72,8 @@ def pack_codes(
     """A matrix that comes in blocks of rows; one block at a time is on the host.
 
     Args:
-        blocks: codes [any, width], uint8; scales and zeros (or None, in all blocks) [any, groups], float32. `outs` rows
-            together.
+        blocks: codes [any, width], uint8; then scales, zeros and minimums (the last two None, or absent, in all blocks)
+            [any, groups], float32. `outs` rows together.
         kind, size, order_I: see `Codes`.
         outs, width: of the matrix.
 
@@ -82,17 +83,21 @@ def pack_codes(
     if not takes(kind, size, width):
         raise ValueError(f"size: expected a multiple of {STEPS[kind]}, or the width {width}, got {size}")
     codes_OB = torch.empty(outs, row_bytes(kind, width), dtype=torch.uint8, device=device)
-    scales, zeros, first = [], [], 0
-    for codes_NI, scale_NG, zero_NG in blocks:
+    found: list[list[Tensor]] = [[], [], []]
+    first = 0
+    for codes_NI, *values in blocks:
+        assert codes_NI is not None
         codes_OB[first : first + len(codes_NI)] = _row(codes_NI, kind).to(device)
-        scales.append(scale_NG)
-        zeros += [] if zero_NG is None else [zero_NG]
+        for parts, x_NG in zip(found, values, strict=False):
+            parts += [] if x_NG is None else [x_NG]
         first += len(codes_NI)
-    kept = [torch.cat(parts) for parts in (scales, zeros) if parts]
-    half = all(x.half().float().equal(x) for x in kept)
-    laid = [x.T.to(torch.float16 if half else torch.float32).contiguous().to(device) for x in kept]
+    kept = [torch.cat(parts) if parts else None for parts in found]
+    half = all(x.half().float().equal(x) for x in kept if x is not None)
+    dtype = torch.float16 if half else torch.float32
+    scale_GO, zero_GO, least_GO = (None if x is None else x.T.to(dtype).contiguous().to(device) for x in kept)
+    assert scale_GO is not None
     order_I = None if order_I is None else order_I.to(device, torch.int64)
-    return Codes(kind, size, outs, width, codes_OB, laid[0], laid[1] if zeros else None, order_I)
+    return Codes(kind, size, outs, width, codes_OB, scale_GO, zero_GO, order_I, least_GO)
 
 
 def _row(codes_NI: Tensor, kind: GroupKind) -> Tensor:
@@ -116,8 +121,11 @@ def unpacked(matrix: Codes) -> Tensor:
         return x_GO.T.float().repeat_interleave(size, 1)[:, :width]
 
     numbers_OI = numbers.float()[:, :width]
-    numbers_OI -= ZEROS[matrix.kind] if matrix.zero_GO is None else spread(matrix.zero_GO)
+    zero = default_zero(matrix.kind, matrix.least_GO is not None)
+    numbers_OI -= zero if matrix.zero_GO is None else spread(matrix.zero_GO)
     numbers_OI *= spread(matrix.scale_GO)
+    if matrix.least_GO is not None:
+        numbers_OI += spread(matrix.least_GO)
     if matrix.order_I is None:
         return numbers_OI
     return torch.empty_like(numbers_OI).index_copy_(1, matrix.order_I, numbers_OI)

@@ -20,9 +20,9 @@ struct Unit {  // of a row of x
     int32_t excess;  // of its sums of products, see Int8
 };
 
-// Scale and zero of a group, for LANES outputs.
+// Scale, zero and minimum of a group, for LANES outputs.
 struct Scale {
-    Floats scale, zero;
+    Floats scale, zero, least;
 };
 
 // Without groups, of which the sums are values at once, and multiplied part by part.
@@ -144,7 +144,8 @@ struct Int8 : FourInt8, Plain {
     }
 };
 
-// Elements in groups: numbers that are ZERO less than the codes; DEFAULT is the zero of a matrix that has none.
+// Elements in groups: numbers that are ZERO less than the codes; DEFAULT is the zero of a matrix that has none, and
+// DEFAULT_LEAST of one that has minimums.
 struct Grouped {
     typedef Floats Total;
     static constexpr bool GROUPED = true;
@@ -158,7 +159,7 @@ struct Grouped {
 struct Int4 : FourNibbles, Grouped {
     typedef Ints Words, Part;
     static constexpr int STEP = 8, BYTES = 4, PARTS = 2;
-    static constexpr float ZERO = 0, DEFAULT = 8;
+    static constexpr float ZERO = 0, DEFAULT = 8, DEFAULT_LEAST = 0;
     static Words load(const char* at) { return read<Ints>(at, LANES); }
     static Part part(Words words, int i) { return (i ? words >> 4 : words) & 0x0f0f0f0f; }
     static Floats floats(Sum sum) { return Grouped::floats(exact(sum)); }
@@ -178,7 +179,7 @@ struct Int4 : FourNibbles, Grouped {
 struct WideInt4 : Grouped, WideRows {
     typedef Ints Words;
     static constexpr int STEP = 8, BYTES = 4, PARTS = 8, VECTORS = 2;
-    static constexpr float ZERO = 8, DEFAULT = 8;
+    static constexpr float ZERO = 8, DEFAULT = 8, DEFAULT_LEAST = 0;
     static Words load(const char* at) { return read<Ints>(at, LANES) ^ int(0x88888888); }
     static Part part(Words words, int i) {  // bytes hold elements i and i + 4
         return __builtin_convertvector(words << (28 - i % 4 * 8 - i / 4 * 4) >> 28, Floats);
@@ -189,7 +190,7 @@ struct WideInt4 : Grouped, WideRows {
 struct WideInt8 : Grouped, WideRows {
     typedef Ints Words;
     static constexpr int STEP = 4, BYTES = 4, PARTS = 4, VECTORS = 2;
-    static constexpr float ZERO = 128, DEFAULT = 128;
+    static constexpr float ZERO = 128, DEFAULT = 128, DEFAULT_LEAST = 128;
     static Words load(const char* at) { return read<Ints>(at, LANES) ^ int(0x80808080); }
     static Part part(Words words, int i) { return __builtin_convertvector(words << (24 - i * 8) >> 24, Floats); }
 };
@@ -198,7 +199,7 @@ struct WideInt8 : Grouped, WideRows {
 struct WideFloat8 : Grouped, WideRows {
     typedef Ints Words;
     static constexpr int STEP = 4, BYTES = 4, PARTS = 4, VECTORS = 2;
-    static constexpr float ZERO = 0, DEFAULT = 0;
+    static constexpr float ZERO = 0, DEFAULT = 0, DEFAULT_LEAST = 0;
     static Words load(const char* at) { return read<Ints>(at, LANES); }
     static Part part(Words words, int i) {
         return (Floats)(words << (24 - i * 8) >> 4 & int(0x87f00000)) * 0x1p120f;

@@ -18,6 +18,7 @@ namespace {
 
 constexpr int PANEL = 16;     // outputs side by side
 constexpr int PIECE = 64;     // outputs
+constexpr int UNIT = 256;     // elements of a row that share a unit of scales
 constexpr int BATCH = 60;     // rows that share a fetch from the second-level cache
 constexpr int AHEAD = 8192;   // bytes
 constexpr int LEAST = LANES == PANEL ? 2 : PANEL / LANES;  // vectors per row of a set
@@ -67,6 +68,7 @@ template <int VECTORS>
 struct Chunks {
     const char* at;
     int64_t across, count;
+    bool least;  // groups have minimums
     struct {
         int64_t steps, group;  // a negative group: the sum of x is added with another chunk of the group
         Scale scales[VECTORS];
@@ -136,6 +138,8 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
                 const float of_x = rows.sums[(row0 + row) * rows.groups + chunk.group];
                 for (int v = 0; v < VECTORS; v++)
                     totals[row][v] += (Element::floats(sums[row][v]) - chunk.scales[v].zero * of_x) * chunk.scales[v].scale;
+                if (chunks.least)
+                    for (int v = 0; v < VECTORS; v++) totals[row][v] += chunk.scales[v].least * of_x;
             }
         else
             for (int row = 0; row < COUNT; row++)
@@ -151,15 +155,24 @@ void add_rows(int count, const Arguments&... arguments) {
     if constexpr (COUNT > 1) add_rows<Element, VECTORS, COUNT - 1>(count, arguments...);
 }
 
-// Scales and zeros of a group for LANES outputs from `out` on.
+// Scales, zeros and minimums of a group for LANES outputs from `out` on.
 template <typename Element>
 Scale scale_of(const Matrix& m, int64_t out, int64_t group, int64_t groups) {
     const int64_t number = (out / PANEL * groups + group) * PANEL + out % PANEL;
+    const float zero = m.least ? Element::DEFAULT_LEAST : Element::DEFAULT;
     Scale scale;
+    if (m.scale_kind == INT8) {
+        const int64_t each = UNIT / m.group, unit = (out / PANEL * (m.width / UNIT) + group / each) * PANEL + out % PANEL;
+        scale.scale = load((const int8_t*)m.scale + number) * load((const Float16*)m.unit + unit);
+        if (m.least) scale.least = load((const int8_t*)m.least + number) * load((const Float16*)m.least_unit + unit);
+        scale.zero = all(zero - Element::ZERO);
+        return scale;
+    }
     with_type(m.scale_kind, [&](auto type) {
         typedef decltype(type) T;
         scale.scale = load((const T*)m.scale + number);
-        scale.zero = m.zero ? load((const T*)m.zero + number) - Element::ZERO : all(Element::DEFAULT - Element::ZERO);
+        scale.zero = m.zero ? load((const T*)m.zero + number) - Element::ZERO : all(zero - Element::ZERO);
+        if (m.least) scale.least = load((const T*)m.least + number);
     });
     return scale;
 }
@@ -199,7 +212,7 @@ void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matri
         }
     };
     if constexpr (Element::GROUPED) {
-        Chunks<VECTORS> chunks{panel, steps * LINE, 0, {}};
+        Chunks<VECTORS> chunks{panel, steps * LINE, 0, m.least != nullptr, {}};
         for (int64_t at = 0, taken; at < steps; at += taken, chunks.at += taken * LINE) {
             taken = take<Element, VECTORS>(m, out, at, steps, rows.groups, chunks);
             add(at, chunks, chunks.count);
@@ -268,11 +281,12 @@ void prepare(const Matrix& m, const T* x, int64_t row, const Rows<Element>& to, 
 }
 
 template <typename Element>
-void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void* out, int64_t rows) {
+void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void* out, int64_t stride, int64_t rows) {
     const int64_t steps = (m.width + Element::STEP - 1) / Element::STEP;
     const int64_t groups = Element::GROUPED ? (m.width + m.group - 1) / m.group : 0;
     const bool floats = std::is_same_v<typename Element::Row, float>;
-    const bool whole = kind == 0 && floats && m.width % Element::STEP == 0 && !m.order && !(Element::GROUPED && m.zero);
+    const bool whole = kind == 0 && floats && m.width % Element::STEP == 0 && !m.order &&
+                       !(Element::GROUPED && (m.zero || m.least));
     const bool direct = whole && (m.width % 512 || rows <= 4), common = !direct && rows > OWN_ROWS;
     auto prepare_row = [&](const Rows<Element>& to, int64_t row, float* ordered) {
         with_type(kind, [&](auto type) { prepare<Element>(m, (const decltype(type)*)x, row, to, ordered); });
@@ -290,14 +304,14 @@ void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void
             own = room<Element>(rows, m.width, groups);
             for (int64_t row = 0; row < rows; row++) prepare_row(own, row, ordered.data());
         }
-        if (floats && !m.zero) own.sums = nullptr;
+        if (floats && !m.zero && !m.least) own.sums = nullptr;
         auto finish = [&](int64_t row, int64_t at, auto total) {
             if (at >= m.outs) return;
             const int n = std::min<int64_t>(LANES, m.outs - at);
             const Floats value = Element::value(total, own.units ? own.units[row] : Unit{}, m.scale, at, n);
             with_type(kind, [&](auto type) {
                 typedef decltype(type) T;
-                store(m.bias ? value + load((const T*)m.bias + at, n) : value, (T*)out + row * m.outs + at, n);
+                store(m.bias ? value + load((const T*)m.bias + at, n) : value, (T*)out + row * stride + at, n);
             });
         };
 #pragma omp for schedule(dynamic)
@@ -305,6 +319,23 @@ void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void
             for (int64_t row = 0; row < rows; row += BATCH)
                 multiply_piece<Element>(own, row, int(std::min<int64_t>(BATCH, rows - row)), m, steps, at, finish);
     }
+}
+
+void multiply(int64_t kind, int64_t threads, const Matrix& m, const void* x, void* out, int64_t stride, int64_t rows) {
+    auto by = [&](auto element) { product<decltype(element)>(kind, threads, m, x, out, stride, rows); };
+    if (m.kind == 0) by(WideFloat32{});
+    if (m.kind == 1) {
+#ifdef BFLOAT16_PAIRS
+        if (kind == 1) return by(PairsOfBFloat16{});
+#endif
+        by(WideBFloat16{});
+    }
+    if (m.kind == 2) by(WideFloat16{});
+    if (m.kind == 3) by(Int8{});
+    if (m.kind == 4 && m.levels) by(Int4{});
+    if (m.kind == 4 && !m.levels) by(WideInt4{});
+    if (m.kind == 5) by(WideInt8{});
+    if (m.kind == 6) by(WideFloat8{});
 }
 
 template <typename Word>
@@ -326,20 +357,10 @@ extern "C" void coppice_pack(int64_t threads, int64_t bytes, const void* rows, v
 
 extern "C" void coppice_linear(int64_t kind, int64_t threads, const Matrix* matrix, const void* x, void* out,
                                int64_t rows) {
-    const Matrix& m = *matrix;
-    if (m.kind == 0) product<WideFloat32>(kind, threads, m, x, out, rows);
-    if (m.kind == 1) {
-#ifdef BFLOAT16_PAIRS
-        if (kind == 1) return product<PairsOfBFloat16>(kind, threads, m, x, out, rows);
-#endif
-        product<WideBFloat16>(kind, threads, m, x, out, rows);
-    }
-    if (m.kind == 2) product<WideFloat16>(kind, threads, m, x, out, rows);
-    if (m.kind == 3) product<Int8>(kind, threads, m, x, out, rows);
-    if (m.kind == 4 && m.levels) product<Int4>(kind, threads, m, x, out, rows);
-    if (m.kind == 4 && !m.levels) product<WideInt4>(kind, threads, m, x, out, rows);
-    if (m.kind == 5) product<WideInt8>(kind, threads, m, x, out, rows);
-    if (m.kind == 6) product<WideFloat8>(kind, threads, m, x, out, rows);
+    int64_t stride = 0, at = 0;
+    for (const Matrix* m = matrix; m; m = m->next) stride += m->outs;
+    for (const Matrix* m = matrix; m; at += m->outs, m = m->next)
+        with_type(kind, [&](auto type) { multiply(kind, threads, *m, x, (decltype(type)*)out + at, stride, rows); });
 }
 
 extern "C" void coppice_linear_kinds(int64_t* kinds) {

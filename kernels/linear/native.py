@@ -12,9 +12,10 @@ from kernels import checks
 from kernels.cpp import KINDS, function, why_not
 from kernels.custom_ops import register
 from kernels.linear.panels import GroupKind, Groups, Packed
+from kernels.linear.parts import PackedParts
 
 
-def linear(x: Tensor, matrix: Packed, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None) -> Tensor:
     """See the front for arguments."""
     checks.native(x)
     x = x.contiguous()
@@ -45,6 +46,9 @@ def _linear(
     panels: Tensor,
     scale: Tensor | None,
     zero: Tensor | None,
+    least: Tensor | None,
+    unit: Tensor | None,
+    least_unit: Tensor | None,
     order_I: Tensor | None,
     bias: Tensor | None,
     kind: str,
@@ -52,22 +56,23 @@ def _linear(
     levels: float,
 ) -> Tensor:
     outs, width, group = sizes
-    groups = Groups(cast(GroupKind, kind), group, cast(Tensor, scale), zero) if group else None
+    groups = Groups(cast(GroupKind, kind), group, cast(Tensor, scale), zero, least, unit, least_unit) if group else None
     scale_O = None if group else scale
     return linear(x, Packed(panels, outs, width, scale_O, groups=groups, order_I=order_I, levels=levels), bias)
 
 
-def watched_linear(x: Tensor, matrix: Packed, bias: Tensor | None) -> Tensor:
+def watched_linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None) -> Tensor:
     """`linear` as an operator that compilers see: of tensors and numbers."""
+    if isinstance(matrix, PackedParts):
+        parts = zip(matrix.parts, matrix.biases(bias), strict=True)
+        return torch.cat([watched_linear(x, part, own) for part, own in parts], -1)
     groups = matrix.groups
-    kind, size, scale, zero = ("", 0, matrix.scale_O, None) if groups is None else groups
+    kind, size, *tensors = ("", 0, matrix.scale_O, *(None,) * 4) if groups is None else groups
     sizes = [matrix.outs, matrix.width, size]
-    return torch.ops.coppice.linear(
-        x, matrix.panels, scale, zero, matrix.order_I, bias, kind, sizes, float(matrix.levels)
-    )
+    return torch.ops.coppice.linear(x, matrix.panels, *tensors, matrix.order_I, bias, kind, sizes, float(matrix.levels))
 
 
-def _like(x: Tensor, panels, scale, zero, order_I, bias, kind, sizes, levels) -> Tensor:
+def _like(x: Tensor, panels, scale, zero, least, unit, least_unit, order_I, bias, kind, sizes, levels) -> Tensor:
     return x.new_empty(*x.shape[:-1], sizes[0])
 
 

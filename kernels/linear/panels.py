@@ -6,7 +6,8 @@ it as it lies, with vectors of any size: AMX tiles and the dot products of all i
 """
 
 import ctypes
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from kernels.checks import expect
 from kernels.cpp import KINDS, OPERATORS, function
 
 PANEL = 16  # outputs
+UNIT = 256  # elements of a row that share the units of scales
 PIECE = 64  # outputs that are multiplied together; a matrix is padded to whole pieces
 STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  # elements in a word
 MAX_INT8_WIDTH = 1 << 16  # sums of more products of int8 would not fit into 32 bits
@@ -27,20 +29,44 @@ GROUP_STEPS = {"int4": 8, "int8": 4, "float8": 4}  # elements in a word
 ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0}  # what stands for zero in groups that have none of their own
 
 
+def default_zero(kind: GroupKind, least: bool) -> float:
+    """What stands for zero in groups without one: where they have minimums, codes of int4 count from these."""
+    return 0.0 if least and kind == "int4" else ZEROS[kind]
+
+
 class Groups(NamedTuple):
-    """How a packed matrix holds its elements in groups: (number - zero) * scale.
+    """How a packed matrix holds its elements in groups: (number - zero) * scale + least.
 
     Args:
         kind: int4: numbers from 0 to 15; int8: from 0 to 255; float8: e4m3.
         size: elements of a row that share a scale, side by side; a multiple of 8, or the whole width.
         scale: [panels, groups, 16], float16 or float32.
-        zero: like scale; None: that of `ZEROS`. float8 has none.
+        zero: like scale; None: that of `default_zero`. float8 has none.
+        least: like scale; None: 0. Not with zeros.
+        unit, least_unit: [panels, width / UNIT, 16], float16: what scales and minimums count in, if they are int8;
+            groups then divide UNIT, and there are no zeros.
     """
 
     kind: GroupKind
     size: int
     scale: Tensor
     zero: Tensor | None = None
+    least: Tensor | None = None
+    unit: Tensor | None = None
+    least_unit: Tensor | None = None
+
+    def values(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Scales, zeros and minimums in float32."""
+
+        def counted(x: Tensor, unit: Tensor | None) -> Tensor:
+            return x.float() if unit is None else x * unit.float().repeat_interleave(UNIT // self.size, 1)
+
+        scale, zero, least = self.scale, self.zero, self.least
+        return (
+            counted(scale, self.unit),
+            None if zero is None else zero.float(),
+            None if least is None else counted(least, self.least_unit),
+        )
 
 
 class Packed:
@@ -103,16 +129,29 @@ class Packed:
             raise ValueError(f"levels: expected 1 to 127.5 for int8, 0 for floats, got {self.levels} for {kind}")
         if groups is None:
             return
-        if groups.kind not in GROUP_KINDS or (groups.kind == "float8" and groups.zero is not None):
+        if groups.kind not in GROUP_KINDS or (groups.kind == "float8" and groups[3:] != (None, None)):
             raise ValueError(f"groups: expected one of {list(GROUP_KINDS)}, float8 without zeros, got {groups.kind}")
+        if groups.zero is not None and groups.least is not None:
+            raise ValueError("groups: expected zeros or minimums, got both")
         if not (0 < groups.size < self.width and groups.size % 8 == 0) and groups.size != self.width:
             raise ValueError(f"groups: expected a multiple of 8, or the width {self.width}, got {groups.size}")
         sizes = len(self.panels), -(-self.width // groups.size), PANEL
-        if groups.scale.dtype not in (torch.float32, torch.float16):
-            raise ValueError(f"scale: expected float16 or float32, got {groups.scale.dtype}")
-        for name, x in (("scale", groups.scale), ("zero", groups.zero)):
+        counted = groups.unit is not None
+        if counted and (UNIT % groups.size or self.width % UNIT or groups.zero is not None):
+            raise ValueError(
+                f"units: expected groups of which {UNIT} and the width {self.width} are multiples, no zeros"
+            )
+        if groups.scale.dtype not in ((torch.int8,) if counted else (torch.float32, torch.float16)):
+            expected = "int8 with units" if counted else "float16 or float32"
+            raise ValueError(f"scale: expected {expected}, got {groups.scale.dtype}")
+        if counted != (groups.least_unit is not None) and groups.least is not None:
+            raise ValueError("units: expected those of scales and minimums, or of neither")
+        for name, x in (("scale", groups.scale), ("zero", groups.zero), ("least", groups.least)):
             if x is not None:
                 expect(name, x, groups.scale.dtype, sizes, cpu)
+        for name, x in (("unit", groups.unit), ("least_unit", groups.least_unit)):
+            if x is not None:
+                expect(name, x, torch.float16, (len(self.panels), self.width // UNIT, PANEL), cpu)
 
     def rows(self, ids_U: Tensor) -> "Packed":
         """The matrix of these outputs, int64, in their order; a copy."""
@@ -127,8 +166,7 @@ class Packed:
         panels = picked(self.panels.flatten(2).view(word)).view(self.panels.dtype)
         groups = self.groups
         if groups is not None:
-            zero = None if groups.zero is None else picked(groups.zero)
-            groups = groups._replace(scale=picked(groups.scale), zero=zero)
+            groups = Groups(*groups[:2], *(None if x is None else picked(x) for x in groups[2:]))  # type: ignore[arg-type]
         return Packed(
             panels.view(len(panels), panels.shape[1], PANEL, -1),
             len(ids_U),
@@ -141,12 +179,12 @@ class Packed:
 
     def described(self, bias: Tensor | None) -> ctypes.Structure:
         """For C++; the tensors have to live as long as it is used."""
-        group, scales, scale, zero = 0, 0, self.scale_O, None
+        group, scales, scale, others = 0, 0, self.scale_O, (None,) * 4
         kind = KINDS.get(self.dtype, len(KINDS))
         if self.groups is not None:
-            kind, group, scale, zero = GROUP_KINDS[self.groups.kind], self.groups.size, *self.groups[2:]
-            scales = KINDS[self.groups.scale.dtype]
-        tensors = self.panels, scale, zero, self.order_I, bias
+            kind, (group, scale, *others) = GROUP_KINDS[self.groups.kind], self.groups[1:]
+            scales = KINDS.get(self.groups.scale.dtype, len(KINDS))
+        tensors = self.panels, scale, *others, self.order_I, bias
         pointers = (None if x is None else x.data_ptr() for x in tensors)
         return OPERATORS.structures["Matrix"](kind, group, scales, *pointers, self.outs, self.width, self.levels)
 
@@ -157,6 +195,11 @@ def shape(kind: torch.dtype | GroupKind, outs: int, width: int) -> tuple[int, in
     if isinstance(kind, str):
         return panels, -(-width // GROUP_STEPS[kind]), PANEL, 4
     return panels, -(-width // STEPS[kind]), PANEL, STEPS[kind]
+
+
+def group_bytes(kind: GroupKind, outs: int, width: int) -> int:
+    """Bytes of the panels of a matrix in groups, without scales."""
+    return math.prod(shape(kind, outs, width))
 
 
 class Filling:
@@ -229,7 +272,7 @@ def pack(rows: Iterable[Tensor], dtype: torch.dtype, outs: int, width: int) -> T
 
 
 def pack_groups(
-    blocks: Iterable[tuple[Tensor, Tensor, Tensor | None]],
+    blocks: Iterable[Sequence[Tensor | None]],
     kind: GroupKind,
     outs: int,
     width: int,
@@ -239,28 +282,29 @@ def pack_groups(
     """Panels of a matrix whose elements lie in groups, and the groups; by C++.
 
     Args:
-        blocks: codes [any, width], uint8; scales and zeros (or None, in all blocks) [any, groups], float32. `outs` rows
-            together.
+        blocks: codes [any, width], uint8; then scales, zeros and minimums (the last two None, or absent, in all blocks)
+            [any, groups], float32. `outs` rows together.
         kind, size: see `Groups`.
         outs, width: of the matrix.
-        dtype: of scales and zeros, if they are the same in it; else they become float32.
+        dtype: of scales, zeros and minimums, if they are the same in it; else they become float32.
     """
     filling = Filling(torch.empty(shape(kind, outs, width), dtype=torch.uint8))
     groups = -(-width // size)
-    scales = [torch.zeros(filling.panels.shape[0] * PANEL, groups) for _ in range(2)]
+    whole: list[Tensor | None] = [None] * 3
     first = 0
-    zeros = False
     for codes_OI, *values in blocks:
+        assert codes_OI is not None
         filling.add(_nibbles(codes_OI) if kind == "int4" else codes_OI)
-        for whole, x_OG in zip(scales, values, strict=True):
+        for i, x_OG in enumerate(values):
             if x_OG is not None:
-                whole[first : first + len(codes_OI)] = x_OG
-        first, zeros = first + len(codes_OI), values[1] is not None
-    kept = scales[: 1 + zeros]
-    if any(not x.to(dtype).float().equal(x) for x in kept):
+                kept = whole[i] = torch.zeros(len(filling.panels) * PANEL, groups) if first == 0 else whole[i]
+                assert kept is not None
+                kept[first : first + len(codes_OI)] = x_OG
+        first += len(codes_OI)
+    if any(not x.to(dtype).float().equal(x) for x in whole if x is not None):
         dtype = torch.float32
-    laid = [x.view(-1, PANEL, groups).transpose(1, 2).to(dtype).contiguous() for x in kept]
-    return filling.done(), Groups(kind, size, *laid)
+    laid = (None if x is None else x.view(-1, PANEL, groups).transpose(1, 2).to(dtype).contiguous() for x in whole)
+    return filling.done(), Groups(kind, size, *laid)  # type: ignore[arg-type]
 
 
 def _nibbles(codes_OI: Tensor) -> Tensor:

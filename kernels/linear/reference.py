@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.panels import ZEROS, Groups, Packed
+from kernels.linear.panels import Groups, Packed, default_zero
 
 
 def unpack(matrix: Packed) -> Tensor:
@@ -23,7 +23,10 @@ def unpacked(matrix: Packed) -> Tensor:
     """What the elements stand for, [outs, width], columns as those of x: floats in their dtype, others in float32."""
     weight_OI, groups = unpack(matrix), matrix.groups
     if groups is not None:
-        weight_OI = (_numbers(weight_OI, groups) - _spread(matrix, groups.zero)) * _spread(matrix, groups.scale)
+        zero = default_zero(groups.kind, groups.least is not None)
+        scales, zeros, leasts = groups.values()
+        weight_OI = (_numbers(weight_OI, groups) - _spread(matrix, zeros, zero)) * _spread(matrix, scales)
+        weight_OI += _spread(matrix, leasts)
     elif matrix.scale_O is not None:
         weight_OI = weight_OI * (matrix.scale_O * matrix.levels).unsqueeze(1)
     return _ordered(weight_OI, matrix)
@@ -40,12 +43,12 @@ def _numbers(codes_OI: Tensor, groups: Groups) -> Tensor:
     return codes_OI.view(torch.float8_e4m3fn).float() if groups.kind == "float8" else codes_OI.float()
 
 
-def _spread(matrix: Packed, x: Tensor | None) -> Tensor:
-    """Values [panels, groups, 16] of groups to every element, [outs, width], float32; zero if there are none."""
+def _spread(matrix: Packed, x: Tensor | None, default: float = 0.0) -> Tensor:
+    """Values [panels, groups, 16] of groups to every element, [outs, width], float32; `default` if there are none."""
     assert matrix.groups is not None
     if x is None:
-        return torch.full((matrix.outs, 1), ZEROS[matrix.groups.kind])
-    of_rows = x.transpose(1, 2).flatten(0, 1)[: matrix.outs].float()
+        return torch.full((matrix.outs, 1), default)
+    of_rows = x.transpose(1, 2).flatten(0, 1)[: matrix.outs]
     return of_rows.repeat_interleave(matrix.groups.size, 1)[:, : matrix.width]
 
 

@@ -2,8 +2,8 @@
 
 A program takes M rows, N outputs and a share of the width, whose sums the last program of a tile to arrive adds up, in
 order. Numbers are whole, or of few bits, so that bfloat16 and float16 hold them as they are; each block of at most a
-group is multiplied on matrix units into float32, and only then by its scale. A zero counts by the sum of x over the
-block. So nothing of the matrix is rounded.
+group is multiplied on matrix units into float32, and only then by its scale. A zero or a minimum counts by the sum of x
+over the block. So nothing of the matrix is rounded.
 
 Shapes besides those of `kernels.linear.codes`: T rows, M, N and K rows, outputs and elements of x in a block.
 """
@@ -52,13 +52,15 @@ def linear(x: Tensor, matrix: Codes, bias: Tensor | None = None) -> Tensor:
     grid = triton.cdiv(outs, sizes["N"]), triton.cdiv(T, sizes["M"])
     splits = _splits(properties(x.device).processors, grid[0] * grid[1], triton.cdiv(matrix.width, sizes["K"]))
     parts = torch.empty(splits, T, outs, dtype=torch.float32, device=x.device) if splits > 1 else out
-    zero, order = matrix.zero_GO, matrix.order_I
+    zero, least, order = matrix.zero_GO, matrix.least_GO, matrix.order_I
     _product[*grid, splits](
         x_TI, matrix.codes_OB, matrix.scale_GO, matrix.scale_GO if zero is None else zero,
+        matrix.scale_GO if least is None else least,
         matrix.codes_OB if order is None else order, out if bias is None else bias, out, parts, counters(x.device),
         T, x_TI.stride(0),
         OUTS=outs, WIDTH=matrix.width, BYTES=matrix.codes_OB.shape[1], GROUP=matrix.size, KIND=NUMBERS[matrix.kind],
-        ZEROS=zero is not None, ORDERED=order is not None, BIAS=bias is not None, SPLIT=splits > 1, **sizes,
+        ZEROS=zero is not None, LEAST=least is not None, ORDERED=order is not None, BIAS=bias is not None,
+        SPLIT=splits > 1, **sizes,
     )  # fmt: skip
     return out
 
@@ -79,10 +81,10 @@ def _splits(processors: int, tiles: int, blocks: int) -> int:
 
 @triton.jit(do_not_specialize=["T"])
 def _product(
-    x_ptr, codes_ptr, scale_ptr, zero_ptr, order_ptr, bias_ptr, out_ptr, part_ptr, count_ptr,
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, least_ptr, order_ptr, bias_ptr, out_ptr, part_ptr, count_ptr,
     T, stride_xt,
     OUTS: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-    ZEROS: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
+    ZEROS: tl.constexpr, LEAST: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """M rows, N outputs, one share of the width."""
@@ -104,20 +106,20 @@ def _product(
                 other=0,
             )
             acc_MN = _add(
-                acc_MN, byte_NB & 15, x_ptrs, real_M, scale_ptr, zero_ptr, order_ptr, n_N, real_N, first,
-                OUTS, WIDTH, GROUP, KIND, ZEROS, ORDERED, HALF_BLOCK,
+                acc_MN, byte_NB & 15, x_ptrs, real_M, scale_ptr, zero_ptr, least_ptr, order_ptr, n_N, real_N, first,
+                OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST, ORDERED, HALF_BLOCK,
             )  # fmt: skip
             acc_MN = _add(
-                acc_MN, byte_NB >> 4, x_ptrs, real_M, scale_ptr, zero_ptr, order_ptr, n_N, real_N, first + HALF_BLOCK,
-                OUTS, WIDTH, GROUP, KIND, ZEROS, ORDERED, HALF_BLOCK,
+                acc_MN, byte_NB >> 4, x_ptrs, real_M, scale_ptr, zero_ptr, least_ptr, order_ptr, n_N, real_N,
+                first + HALF_BLOCK, OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST, ORDERED, HALF_BLOCK,
             )  # fmt: skip
         else:
             byte_NK = tl.load(code_ptrs[:, None] + (tl.arange(0, K) + first)[None, :], mask=real_N[:, None], other=0)
             acc_MN = _add(
-                acc_MN, byte_NK, x_ptrs, real_M, scale_ptr, zero_ptr, order_ptr, n_N, real_N, first,
-                OUTS, WIDTH, GROUP, KIND, ZEROS, ORDERED, K,
+                acc_MN, byte_NK, x_ptrs, real_M, scale_ptr, zero_ptr, least_ptr, order_ptr, n_N, real_N, first,
+                OUTS, WIDTH, GROUP, KIND, ZEROS, LEAST, ORDERED, K,
             )  # fmt: skip
-    if GROUP >= WIDTH:
+    if GROUP >= WIDTH and not LEAST:
         acc_MN *= tl.load(scale_ptr + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
 
     real_MN = real_M[:, None] & real_N[None, :]
@@ -140,9 +142,9 @@ def _product(
 
 @triton.jit
 def _add(
-    acc_MN, byte_NK, x_ptrs, real_M, scale_ptr, zero_ptr, order_ptr, n_N, real_N, first,
+    acc_MN, byte_NK, x_ptrs, real_M, scale_ptr, zero_ptr, least_ptr, order_ptr, n_N, real_N, first,
     OUTS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-    ZEROS: tl.constexpr, ORDERED: tl.constexpr, K: tl.constexpr,
+    ZEROS: tl.constexpr, LEAST: tl.constexpr, ORDERED: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Take one block into the sums. Past the end of a row x is 0."""
     i_K = tl.arange(0, K) + first
@@ -150,7 +152,7 @@ def _add(
     if ORDERED:
         at_K = tl.load(order_ptr + i_K, mask=i_K < WIDTH, other=0)
     x_MK = tl.load(x_ptrs[:, None] + at_K[None, :], mask=real_M[:, None] & (i_K < WIDTH)[None, :], other=0.0)
-    WHOLE: tl.constexpr = GROUP >= WIDTH
+    WHOLE: tl.constexpr = GROUP >= WIDTH and not LEAST
     group = 0
     if not WHOLE:
         group = tl.minimum(first, WIDTH - 1) // GROUP
@@ -160,7 +162,7 @@ def _add(
         number_NK = byte_NK.to(tl.int8, bitcast=True).to(tl.float32)
     else:
         number_NK = byte_NK.to(tl.float32)
-        if not ZEROS:
+        if not ZEROS and not LEAST:
             number_NK -= 8.0
     part_MN = dot(x_MK, tl.trans(cast(number_NK, x_MK.dtype)))
     if ZEROS:
@@ -170,4 +172,7 @@ def _add(
         part_MN -= tl.sum(x_MK.to(tl.float32), 1)[:, None] * zero_N[None, :]
     if not WHOLE:
         part_MN *= tl.load(scale_ptr + group * OUTS + n_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
+    if LEAST:
+        least_N = tl.load(least_ptr + group * OUTS + n_N, mask=real_N, other=0.0).to(tl.float32)
+        part_MN += tl.sum(x_MK.to(tl.float32), 1)[:, None] * least_N[None, :]
     return acc_MN + part_MN

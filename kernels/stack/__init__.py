@@ -13,7 +13,7 @@ from kernels.checks import expect
 from kernels.cpp import KINDS, OPERATORS, function, watched
 from kernels.kv_kinds import row_width
 from kernels.layout import KVCache, TreeLayout
-from kernels.linear import Packed
+from kernels.linear import Packed, PackedParts
 from kernels.rows.checks import ACTIVATIONS
 from kernels.tree_attention import native
 
@@ -22,9 +22,9 @@ _CPU = torch.device("cpu")
 
 
 class Matrix(NamedTuple):
-    """A packed matrix and the bias of its products."""
+    """A packed matrix, or several below each other, and the bias of their products."""
 
-    packed: Packed
+    packed: Packed | PackedParts
     bias: Tensor | None = None
 
 

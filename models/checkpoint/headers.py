@@ -6,9 +6,7 @@ import ctypes
 import difflib
 import json
 import math
-import os
 import re
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,11 +20,17 @@ from torch import Tensor
 from kernels.linear import Packed
 from models.checkpoint.fields import Fields
 from models.checkpoint.files import open_regular, read_regular
+from models.checkpoint.tensors import RowReader, TensorInfo
 from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
-from models.errors import CheckpointError
-from models.folders import snapshot
+from models.errors import CheckpointError, show
+from models.folders import gguf_file, snapshot
 from models.formats.grouped import GroupedWeight
 from models.formats.packed import KEY, PANELS, PREFIXES, Packing
+from models.gguf.architectures import read_config
+from models.gguf.reader import GGUF
+from models.gguf.tensors import BlockQuantization, BlockReader, Stored, quantization_of, tensors_of
+from models.gguf.vocabulary import Vocabulary
+from models.gguf.vocabulary import read as read_vocabulary
 from models.quantized import EMBEDDING, TRANSPOSED, Part, Quantization, Scheme, Source, quantization
 from models.quantized.own import GroupedReader, Grouping, Own
 
@@ -42,28 +46,12 @@ LINE = 64  # bytes of the caches of processors
 
 
 @dataclass(frozen=True)
-class TensorInfo:
-    """What a header says of a tensor. `packed`: the file has its values in a packed matrix alone.
-
-    `name`: that of the file, where the model has another one for it.
-    """
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    packed: bool = False
-    name: str = ""
-
-    def fits(self, part: Part) -> bool:
-        """Whether it is what a model needs."""
-        return self.shape in part.shapes and self.dtype in part.dtypes
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """A folder in Hugging Face layout. `config` and `generation_config` are the parsed files (the second may be empty).
 
     `tensors` comes from the headers alone: opening a checkpoint reads no weights and allocates nothing of their size.
+    Of a GGUF file `folder` is the file, and `gguf` its header, which the parsed files are made of;
+    `vocabulary` is what it has of a tokenizer.
     `packing` describes the matrices that were packed ahead, if any; `tensors` has them under their own names as well.
     `quantization` is what the config says of weights that are stored quantised; None: all are floats.
 
@@ -80,6 +68,8 @@ class Checkpoint:
     quantization: Quantization | None = None
     left_out: Mapping[str, int] = field(default_factory=dict)
     adapter: str = ""
+    gguf: GGUF | None = None
+    vocabulary: Vocabulary | None = None
 
     @staticmethod
     def open(folder: str | Path) -> Checkpoint:
@@ -90,13 +80,13 @@ class Checkpoint:
         try:
             return _open(snapshot(Path(folder)))
         except OSError as error:  # no permission, a broken disk
-            where = _show(error.filename or folder)
+            where = show(error.filename or folder)
             raise CheckpointError(f"cannot be read: {error.strerror}", where=where) from error
 
     @property
     def fields(self) -> Fields:
         """Validated access to `config`."""
-        return Fields(self.config, _show(self.folder / "config.json"))
+        return Fields(self.config, show(self.folder if self.gguf else self.folder / "config.json"))
 
     @property
     def architecture(self) -> str:
@@ -117,8 +107,14 @@ class Checkpoint:
         return frozenset(token for token in self._ids("eos_token_id") if token is not None)
 
     def _ids(self, name: str) -> list[int | None]:
-        generation = Fields(self.generation_config, _show(self.folder / "generation_config.json"))
+        file = self.folder if self.gguf else self.folder / "generation_config.json"
+        generation = Fields(self.generation_config, show(file))
         return [*sorted(self.fields.ids(name)), *sorted(generation.ids(name)), None]
+
+    @property
+    def name(self) -> str:
+        """The folder's name, or the file's."""
+        return self.folder.resolve().name.removesuffix(".gguf")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -173,8 +169,8 @@ class Checkpoint:
         extra = [n for n in self.tensors if n not in known and not any(p.fullmatch(n) for p in ignore)]
         if self.packing:
             extra = [name for name in extra if not name.startswith(PREFIXES)]
-        faults = [f"missing {_show(name)}{_nearest(name, extra)}" for name in missing[:10]]
-        faults += [f"unknown {_show(name)} in {_show(self.tensors[name].file.name)}" for name in extra[:10]]
+        faults = [f"missing {show(name)}{_nearest(name, extra)}" for name in missing[:10]]
+        faults += [f"unknown {show(name)} in {show(self.tensors[name].file.name)}" for name in extra[:10]]
         wrong = [name for name, part in wanted.items() if name in self.tensors and not self.tensors[name].fits(part)]
         faults += [self._wrong(name, wanted[name]) for name in wrong[:10]]
         if faults:
@@ -199,14 +195,14 @@ class Checkpoint:
             return None
         module = stored.removesuffix(".weight")
         files = {info.file for part, info in self.tensors.items() if part.rpartition(".")[0] == module}
-        where = ", ".join(sorted(_show(file) for file in files))
+        where = ", ".join(sorted(show(file) for file in files))
 
         def read(suffix: str) -> Tensor | None:
             part = f"{module}.{suffix}"
             return self.read([part])[part] if part in self.tensors else None
 
         def error(what: str) -> CheckpointError:
-            return CheckpointError(f"{_show(module)}: {what}", where=where, remedy=FETCH_AGAIN)
+            return CheckpointError(f"{show(module)}: {what}", where=where, remedy=FETCH_AGAIN)
 
         bias = None if biased else read("bias")
         if bias is not None and bias.any():
@@ -222,7 +218,7 @@ class Checkpoint:
         info = self.tensors.get(stored)
         if not kind or self.quantization is None or (info and info.dtype in FLOATS.values()):
             return None
-        if kind == EMBEDDING and not isinstance(self.quantization, Own):
+        if kind == EMBEDDING and not isinstance(self.quantization, Own | BlockQuantization):
             return None
         module = name.removesuffix(".weight")
         parts = (self.tensors.get(f"{module}.{suffix}") for suffix in ("weight", "qweight", "weight_packed"))
@@ -244,7 +240,7 @@ class Checkpoint:
         dtypes = "floats" if floats else " or ".join(str(dtype)[6:] for dtype in part.dtypes)
         want = " or ".join(str(list(shape)) for shape in part.shapes)
         got = f"{list(info.shape)} of {str(info.dtype)[6:]}"
-        return f"{_show(name)} in {_show(info.file.name)}: expected {want} of {dtypes}, got {got}"
+        return f"{show(name)} in {show(info.file.name)}: expected {want} of {dtypes}, got {got}"
 
     def _misfit(self, faults: Sequence[str], total: int) -> CheckpointError:
         """The error for headers that are not those of the model."""
@@ -253,11 +249,13 @@ class Checkpoint:
         remedy = "Check that config.json and the weights belong together, and that the download is complete."
         if "tok_embeddings.weight" in self.tensors:
             remedy = "This is Meta's own layout: use the Hugging Face version of the model."
+        elif self.gguf:
+            remedy = "Is the download complete, or is it a variant of the architecture that is not supported?"
         elif self.packing:
             remedy = f"Check that config.json is that of the packed checkpoint. {PACK_AGAIN}"
         return CheckpointError(
             f"the weights do not fit the config ({total} tensors at fault):\n{shown}{more}",
-            where=_show(self.folder),
+            where=show(self.folder),
             remedy=remedy,
         )
 
@@ -267,15 +265,18 @@ class Checkpoint:
         The file must not shrink while views of it live: the operating system would kill the process (SIGBUS).
         """
         by_file: dict[Path, list[str]] = {}
+        out: dict[str, Tensor] = {}
         for name in names:
             if self.tensors[name].packed:
                 raise CheckpointError(
-                    f"{_show(name)} was packed with other matrices than this version multiplies it with",
-                    where=_show(self.tensors[name].file),
+                    f"{show(name)} was packed with other matrices than this version multiplies it with",
+                    where=show(self.tensors[name].file),
                     remedy=PACK_AGAIN,
                 )
-            by_file.setdefault(self.tensors[name].file, []).append(name)
-        out = {}
+            if isinstance(info := self.tensors[name], Stored):
+                out[name] = info.read()
+            else:
+                by_file.setdefault(info.file, []).append(name)
         for file, group in by_file.items():
             try:
                 with safe_open(file, framework="pt") as mapped:
@@ -286,7 +287,7 @@ class Checkpoint:
         for name, tensor in out.items():
             info = self.tensors[name]
             if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
-                raise CheckpointError(f"{_show(name)} changed while the model was loaded", where=_show(info.file))
+                raise CheckpointError(f"{show(name)} changed while the model was loaded", where=show(info.file))
             if tensor.data_ptr() % tensor.element_size():  # legal in the format, unfit for vector loads
                 out[name] = tensor.clone()
         return out
@@ -310,12 +311,12 @@ class Checkpoint:
             return size.packed(found[wanted[0]], *map(found.get, wanted[1:]))
         except ValueError as error:
             file = self.tensors[names[0]].file
-            raise CheckpointError(
-                f"packed matrix {_show(key)}: {error}", where=_show(file), remedy=PACK_AGAIN
-            ) from error
+            raise CheckpointError(f"packed matrix {show(key)}: {error}", where=show(file), remedy=PACK_AGAIN) from error
 
-    def rows(self, name: str, stored: str, shape: tuple[int, ...]) -> RowReader | GroupedReader:
+    def rows(self, name: str, stored: str, shape: tuple[int, ...]) -> RowReader | GroupedReader | BlockReader:
         """Reads rows of the token embedding straight from its file, see `RowReader`; arguments as of `grouped`."""
+        if isinstance(info := self.tensors.get(stored), Stored):
+            return info.reader(stored)
         scheme = self._scheme(name, stored, EMBEDDING)
         if not isinstance(scheme, Grouping):
             return RowReader(self.tensors[stored], stored)
@@ -324,45 +325,34 @@ class Checkpoint:
         return GroupedReader(scheme, shape[1], readers, stored)
 
 
-class RowReader:
-    """Rows of a matrix in a file, read when they are asked for: an embedding that takes no memory.
-
-    A mapping would do the same, but the kernel maps whole neighbourhoods of every page touched, so that some hundred
-    scattered rows make most of an embedding resident; and a file cut short under a mapping kills the process.
-    """
-
-    def __init__(self, info: TensorInfo, name: str):
-        self.info, self.name = info, name
-        self.width = info.shape[1]
-        self.row_bytes = self.width * info.dtype.itemsize
-        self._fd = os.open(info.file, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._fd)
-        size = int.from_bytes(os.pread(self._fd, 8, 0), "little")
-        header = json.loads(os.pread(self._fd, size, 8))  # checked by safetensors when the checkpoint was opened
-        self._start = 8 + size + header[info.name or name]["data_offsets"][0]
-
-    def __call__(self, rows: Sequence[int]) -> Tensor:
-        """[len(rows), width] in the file's dtype. Raises CheckpointError if the file has become shorter."""
-        buffer = bytearray(len(rows) * self.row_bytes)
-        view = memoryview(buffer)
-        for i, row in enumerate(rows):
-            piece = view[i * self.row_bytes : (i + 1) * self.row_bytes]
-            if os.preadv(self._fd, [piece], self._start + row * self.row_bytes) != self.row_bytes:
-                raise CheckpointError(f"{self.name} is cut short", where=_show(self.info.file))
-        return torch.frombuffer(buffer, dtype=self.info.dtype).view(-1, self.width)
-
-
 def _open(folder: Path) -> Checkpoint:
-    found = [folder] if folder.is_file() else sorted(folder.glob("*.gguf"))
-    if found and found[0].suffix == ".gguf" and not (folder / "config.json").exists():
-        remedy = f"Convert it: `python -m tools.convert {_show(found[0].name)} --output DIR`."
-        raise CheckpointError("a GGUF file is not read as it is", where=_show(found[0]), remedy=remedy)
+    file = gguf_file(folder)
+    checkpoint = _open_gguf(file) if file else _open_folder(folder)
+    # So that a bad value is found here and not in mid-conversation.
+    _ = checkpoint.architecture, checkpoint.torch_dtype, checkpoint.eos_token_ids, checkpoint.bos_token_id
+    return checkpoint
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = GGUF.open(path)
+    config = read_config(file)
+    tensors = tensors_of(file, config)
+    vocabulary = read_vocabulary(file)
+    ends = {"bos_token_id": vocabulary.ids["bos"], "eos_token_id": vocabulary.ends() or None} if vocabulary else {}
+    quantized = quantization_of(tensors, config)
+    return Checkpoint(
+        path, config | ends, ends, dict(tensors), quantization=quantized, gguf=file, vocabulary=vocabulary
+    )
+
+
+def _open_folder(folder: Path) -> Checkpoint:
     if not folder.is_dir():
-        what = "is a file: name the folder it lies in" if folder.exists() else "there is no such folder"
+        is_file = "is a file, no .gguf: name the folder it lies in"
+        what = is_file if folder.exists() else "there is no such folder"
         raise CheckpointError(
             f"model folder: {what}",
-            where=_show(folder),
-            remedy="A model is a local folder with config.json, *.safetensors and a tokenizer; "
+            where=show(folder),
+            remedy="A model is a GGUF file, or a local folder with config.json, *.safetensors and a tokenizer; "
             "one on the Hugging Face hub is fetched with `hf download NAME --local-dir DIR`.",
         )
     if not (folder / "config.json").exists():
@@ -370,7 +360,7 @@ def _open(folder: Path) -> Checkpoint:
             raise _adapter_alone(folder, adapter)
         raise CheckpointError(
             "the model folder holds no config.json",
-            where=_show(folder),
+            where=show(folder),
             remedy="Name the folder that holds it, or download the model again with all its files.",
         )
     config = read_json(folder / "config.json", CONFIG_BYTES)
@@ -379,14 +369,11 @@ def _open(folder: Path) -> Checkpoint:
     tensors = _tensors(folder)
     left_out: dict[str, int] = {}
     if is_wrapped(config):
-        config = text_config(config, _show(folder / "config.json"))
+        config = text_config(config, show(folder / "config.json"))
         tensors, left_out = _text_tensors(tensors)
     packing = _packing(folder / WEIGHTS, tensors) if any(name.startswith(PANELS) for name in tensors) else None
-    quantized = quantization(Fields(config, _show(folder / "config.json")))
-    checkpoint = Checkpoint(folder, config, generation_config, tensors, packing, quantized, left_out, _adapter(folder))
-    # So that a bad value is found here and not in mid-conversation.
-    _ = checkpoint.architecture, checkpoint.torch_dtype, checkpoint.eos_token_ids, checkpoint.bos_token_id
-    return checkpoint
+    quantized = quantization(Fields(config, show(folder / "config.json")))
+    return Checkpoint(folder, config, generation_config, tensors, packing, quantized, left_out, _adapter(folder))
 
 
 def write_tensors(
@@ -432,17 +419,17 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
     try:
         data = read_regular(path, limit)
         if len(data) > limit:
-            raise CheckpointError(f"larger than {limit} bytes, the limit for this file", where=_show(path))
+            raise CheckpointError(f"larger than {limit} bytes, the limit for this file", where=show(path))
         value = json.loads(data.decode(), object_pairs_hook=_unique)
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=_show(path)) from error
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=show(path)) from error
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         if data.startswith(b"version https://git-lfs"):
             why = "it is a git-LFS pointer"
-        raise CheckpointError(f"not valid JSON: {why[:200]}", where=_show(path), remedy=FETCH_AGAIN) from error
+        raise CheckpointError(f"not valid JSON: {why[:200]}", where=show(path), remedy=FETCH_AGAIN) from error
     if not isinstance(value, dict):
-        raise CheckpointError("expected a JSON object", where=_show(path), remedy=FETCH_AGAIN)
+        raise CheckpointError("expected a JSON object", where=show(path), remedy=FETCH_AGAIN)
     return value
 
 
@@ -450,7 +437,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {_show(key)} occurs twice")
+        raise ValueError(f"the key {show(key)} occurs twice")
     return result
 
 
@@ -463,21 +450,21 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
         raise _no_weights(folder)
     weight_map = read_json(index, INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError("weight_map: expected an object that maps tensors to files", where=_show(index))
+        raise CheckpointError("weight_map: expected an object that maps tensors to files", where=show(index))
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            raise CheckpointError(f"weight_map: {_show(name)}: expected a file name", where=_show(index))
+            raise CheckpointError(f"weight_map: {show(name)}: expected a file name", where=show(index))
     tensors: dict[str, TensorInfo] = {}
     for file in sorted(set(weight_map.values())):
         found = _header(_inside(folder, file, index))
         for name in found.keys() & tensors.keys():
-            where = f"{_show(folder)}: {_show(tensors[name].file.name)} and {_show(file)}"
-            raise CheckpointError(f"tensor {_show(name)} lies in two files", where=where, remedy=FETCH_AGAIN)
+            where = f"{show(folder)}: {show(tensors[name].file.name)} and {show(file)}"
+            raise CheckpointError(f"tensor {show(name)} lies in two files", where=where, remedy=FETCH_AGAIN)
         tensors |= found
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file.name != file:
-            what = f"weight_map: tensor {_show(name)} is not in {_show(file)}"
-            raise CheckpointError(what, where=_show(index), remedy=FETCH_AGAIN)
+            what = f"weight_map: tensor {show(name)} is not in {show(file)}"
+            raise CheckpointError(what, where=show(index), remedy=FETCH_AGAIN)
     return tensors
 
 
@@ -488,7 +475,7 @@ def _text_tensors(tensors: dict[str, TensorInfo]) -> tuple[dict[str, TensorInfo]
     taken = {*names.values()}
     others = {name: info for name, info in tensors.items() if name not in taken}
     sizes = {name: math.prod(info.shape) * info.dtype.itemsize for name, info in others.items()}
-    return text, {_show(part): size for part, size in parts(sizes).items()}
+    return text, {show(part): size for part, size in parts(sizes).items()}
 
 
 def _packing(file: Path, tensors: dict[str, TensorInfo]) -> Packing | None:
@@ -497,7 +484,7 @@ def _packing(file: Path, tensors: dict[str, TensorInfo]) -> Packing | None:
         with safe_open(file, framework="pt") as mapped:
             packing = Packing.parse(mapped.metadata() or {})
     except ValueError as error:
-        raise CheckpointError(_show(error), where=_show(file), remedy=PACK_AGAIN) from error
+        raise CheckpointError(show(error), where=show(file), remedy=PACK_AGAIN) from error
     for name, (shape, dtype) in (packing.matrices if packing else {}).items():
         tensors.setdefault(name, TensorInfo(file, shape, dtype, packed=True))  # a head may share its embedding's name
     return packing
@@ -506,7 +493,7 @@ def _packing(file: Path, tensors: dict[str, TensorInfo]) -> Packing | None:
 def _inside(folder: Path, name: str, where: Path) -> Path:
     """The path of weight file `name`; refuses what leads out of the folder, but for the links of the hub's cache."""
     if not name.endswith(".safetensors") or name != Path(name).name or re.search(r"[/\\:\0]", name):
-        raise CheckpointError(f"{_show(name)} is no plain name of a .safetensors file", where=_show(where))
+        raise CheckpointError(f"{show(name)} is no plain name of a .safetensors file", where=show(where))
     path, root = folder / name, folder.resolve()
     try:
         target = path.resolve()
@@ -514,15 +501,15 @@ def _inside(folder: Path, name: str, where: Path) -> Path:
         # snapshots/<revision>/model.safetensors -> ../../blobs/<hash>
         link = re.fullmatch(r"\.\./\.\./blobs/([^/]+)", str(path.readlink())) if path.is_symlink() else None
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name the system cannot hold
-        raise CheckpointError(f"{_show(name)} cannot be followed", where=_show(where)) from error
+        raise CheckpointError(f"{show(name)} cannot be followed", where=show(where)) from error
     if not inside and not (link and target == root.parent.parent / "blobs" / link[1]):
         raise CheckpointError(
-            f"{_show(name)} is a link that leads out of the model folder",
-            where=_show(where),
+            f"{show(name)} is a link that leads out of the model folder",
+            where=show(where),
             remedy="Put the file itself there.",
         )
     if not there:
-        raise CheckpointError(f"{_show(name)} is not there", where=_show(where), remedy=FETCH_AGAIN)
+        raise CheckpointError(f"{show(name)} is not there", where=show(where), remedy=FETCH_AGAIN)
     return path
 
 
@@ -535,15 +522,15 @@ def _header(file: Path) -> dict[str, TensorInfo]:
                 entry = mapped.get_slice(name)
                 shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
                 if dtype not in DTYPES:
-                    raise CheckpointError(f"tensor {_show(name)}: dtype {dtype} is not supported", where=_show(file))
+                    raise CheckpointError(f"tensor {show(name)}: dtype {dtype} is not supported", where=show(file))
                 if 0 in shape or len(shape) > 8 or math.prod(shape) >= 2**48:
-                    what = f"tensor {_show(name)}: unusable shape {_show(list(shape))}"
-                    raise CheckpointError(what, where=_show(file), remedy=FETCH_AGAIN)
+                    what = f"tensor {show(name)}: unusable shape {show(list(shape))}"
+                    raise CheckpointError(what, where=show(file), remedy=FETCH_AGAIN)
                 tensors[name] = TensorInfo(file, shape, DTYPES[dtype])
     except (SafetensorError, OSError) as error:
         raise _damaged(file, error) from error
     if not tensors:
-        raise CheckpointError("the file holds no tensors", where=_show(file), remedy=FETCH_AGAIN)
+        raise CheckpointError("the file holds no tensors", where=show(file), remedy=FETCH_AGAIN)
     return tensors
 
 
@@ -555,21 +542,21 @@ def _damaged(file: Path, error: Exception) -> CheckpointError | MemoryError:
         with open_regular(file) as stream:
             start = stream.read(128)
     except OSError as unreadable:
-        return CheckpointError(f"cannot be read: {unreadable.strerror}", where=_show(file))
+        return CheckpointError(f"cannot be read: {unreadable.strerror}", where=show(file))
     if start.startswith(b"version https://git-lfs"):
         return CheckpointError(
             "a git-LFS pointer lies where the weights should be",
-            where=_show(file),
+            where=show(file),
             remedy="Fetch the file itself: `git lfs pull` in the model folder.",
         )
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04")):
         return CheckpointError(
             "a pickle lies where safetensors should be; pickles can run code and are never loaded",
-            where=_show(file),
+            where=show(file),
             remedy="If you trust its source: `python -m tools.convert`.",
         )
     remedy = PACK_AGAIN if f'"{KEY}"'.encode() in start else FETCH_AGAIN
-    return CheckpointError(f"not a valid safetensors file: {_show(error)}", where=_show(file), remedy=remedy)
+    return CheckpointError(f"not a valid safetensors file: {show(error)}", where=show(file), remedy=remedy)
 
 
 def _adapter(folder: Path) -> str:
@@ -581,14 +568,14 @@ def _adapter(folder: Path) -> str:
         base = read_json(folder / ADAPTERS[0], CONFIG_BYTES).get("base_model_name_or_path")
     except CheckpointError:
         base = None
-    return _show(base) if isinstance(base, str) and base else "a model that it does not name"
+    return show(base) if isinstance(base, str) and base else "a model that it does not name"
 
 
 def _adapter_alone(folder: Path, base: str) -> CheckpointError:
     """The error for a folder that holds an adapter and no model."""
     return CheckpointError(
         f"the folder holds an adapter (LoRA) for {base}, not a model",
-        where=_show(folder),
+        where=show(folder),
         remedy="Merge it into that model (PEFT: merge_and_unload, then save_pretrained), or name that model's folder.",
     )
 
@@ -601,22 +588,15 @@ def _no_weights(folder: Path) -> CheckpointError:
     pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
     shards = [name for name in files if name.endswith(".safetensors")]
     if shards:
-        what, remedy = f"{_show(shards[0])} without {INDEX}", f"Download {INDEX} too, or name a single file {WEIGHTS}."
+        what, remedy = f"{show(shards[0])} without {INDEX}", f"Download {INDEX} too, or name a single file {WEIGHTS}."
     elif pickles:
-        what = f"the weights are pickles ({_show(pickles[0])}), which can run code and are never loaded"
+        what = f"the weights are pickles ({show(pickles[0])}), which can run code and are never loaded"
         remedy = "If you trust their source: `python -m tools.convert`."
     else:
         what, remedy = f"the model folder holds neither {WEIGHTS} nor {INDEX}", "Download the model's weights."
-    return CheckpointError(what, where=_show(folder), remedy=remedy)
+    return CheckpointError(what, where=show(folder), remedy=remedy)
 
 
 def _nearest(name: str, extra: list[str]) -> str:
     close = difflib.get_close_matches(name, extra[:1000], n=1)
-    return f" (nearest: {_show(close[0])})" if close else ""
-
-
-def _show(name: object) -> str:
-    """A name from a file, safe to print: no control characters, no lone surrogates, not endless."""
-    text = str(name).encode("utf-8", "backslashreplace").decode()
-    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-    return text if len(text) <= 300 else f"{text[:150]}...{text[-150:]}"
+    return f" (nearest: {show(close[0])})" if close else ""

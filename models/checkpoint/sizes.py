@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.linear.blocks import BLOCKS
 from kernels.linear.panels import PIECE
 from models import load_model
 from models.checkpoint.headers import FLOATS, Checkpoint
@@ -16,6 +17,7 @@ from models.config import HEAD, Config, ModelShape
 from models.formats.floats import has_kernels
 from models.formats.linear import FORMATS, format_of
 from models.formats.packed import PREFIXES
+from models.gguf.tensors import Stored
 from models.sharding import Shard, part
 
 
@@ -60,7 +62,7 @@ def measure(
 class Sizes(Weights):
     """In the place of `Weights`: reads nothing and counts the bytes of what it is asked for."""
 
-    matrices = vectors = 0
+    matrices = vectors = _width = 0
     _share = 1.0  # of a matrix that this process has
 
     def vector(self, name: str, *, plus_one: bool = False, some: range | None = None) -> Tensor:
@@ -86,10 +88,9 @@ class Sizes(Weights):
             own[name] += all_outs[name] if some is None else len(some)
         stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
         self.vectors += sum(own.values()) * self.dtype.itemsize * bias
+        self._width = width if ins is None else len(ins)
         self._share = sum(own.values()) / sum(all_outs.values()) * (1 if ins is None else len(ins) / width)
-        self.matrices += self._bytes(
-            stored, [*own.values()], width if ins is None else len(ins), head=tuple(names) == (HEAD,)
-        )
+        self.matrices += self._bytes(stored, [*own.values()], self._width, head=tuple(names) == (HEAD,))
         return _Nothing(stored)
 
     def embedding(self, name: str) -> Any:
@@ -118,6 +119,9 @@ class Sizes(Weights):
     def _quantised(self, name: str, outs: int) -> int:
         """Of a weight that is stored quantised: panels have as many bits and scales, of outputs padded to a piece."""
         module, tensors = name.removesuffix(".weight"), self.checkpoint.tensors
+        info = tensors.get(name)
+        if isinstance(info, Stored):
+            return BLOCKS[info.format].packed_bytes(outs, self._width)
         parts = [info for part, info in tensors.items() if part.rpartition(".")[0] == module]
         stored = sum(math.prod(info.shape) * info.dtype.itemsize for info in parts)
         return int(stored * self._share) * (-(-outs // PIECE) * PIECE) // outs

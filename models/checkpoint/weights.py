@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.linear.reference import unpacked
-from models.checkpoint.headers import Checkpoint
+from models.checkpoint.headers import FETCH_AGAIN, Checkpoint
 from models.config import HEAD, Config
-from models.errors import CheckpointError
+from models.errors import CheckpointError, show
 from models.formats.coded import CodedLinear, has_codes, of_packed
 from models.formats.floats import PackedLinear, blocks, has_kernels
 from models.formats.grouped import GroupedLinear, GroupedWeight
@@ -145,7 +145,11 @@ class Weights:
         if grouped and not all(grouped):
             return Joined([self._linear((piece[0],), bias, transposed, [piece], ins) for piece in pieces])
         if grouped:
-            layer: Linear = GroupedLinear([w for w in grouped if w], biases, dtype=self.dtype, device=self.device)
+            try:
+                layer: Linear = GroupedLinear([w for w in grouped if w], biases, dtype=self.dtype, device=self.device)
+            except ValueError as error:
+                what, where = f"{show(', '.join(stored))}: {error}", show(self.checkpoint.folder)
+                raise CheckpointError(what, where=where, remedy=FETCH_AGAIN) from None
             layer.names = stored
             return layer
         codes = of_packed(packed, self.device) if packed and has_codes(self.dtype, self.device) else None

@@ -85,11 +85,8 @@ def of_packed(packed: Packed, device: torch.device) -> Codes | None:
         return of_int8([numbers], packed.scale_O * packed.levels, outs, width, device)
     if groups is None or not takes(groups.kind, groups.size, width):
         return None
-    scale_OG, zero_OG = (
-        None if x is None else x.transpose(1, 2).flatten(0, 1)[:outs].float() for x in (groups.scale, groups.zero)
-    )
-    assert scale_OG is not None
-    blocks = [(numbers, scale_OG, zero_OG)]
+    values = (None if x is None else x.transpose(1, 2).flatten(0, 1)[:outs] for x in groups.values())
+    blocks = [(numbers, *values)]
     return pack_codes(blocks, groups.kind, outs, width, groups.size, packed.order_I, device)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from kernels import cpp
 from kernels.cpp import watched
-from kernels.linear import Packed, dot_products, linear, pack
+from kernels.linear import Packed, PackedParts, dot_products, linear, pack
 from kernels.linear.panels import shape as panels_shape
 from kernels.stack import Matrix
 from models.trim import is_mapped, let_go
@@ -67,7 +67,7 @@ class PackedLinear(nn.Module):
     """y = x W^T + b of a packed matrix, see `models.formats.linear.Linear`.
 
     Args:
-        packed: the matrix; None where a subclass keeps it in another way.
+        packed: the matrix, or several below each other; None where a subclass keeps it in another way.
         biases: one [out] per weight, or None for all.
         dtype, device: to compute in; int8 matrices take any dtype.
 
@@ -78,7 +78,12 @@ class PackedLinear(nn.Module):
     names: Sequence[str] = ()
 
     def __init__(
-        self, packed: Packed | None, biases: Sequence[Tensor] | None, *, dtype: torch.dtype, device: torch.device
+        self,
+        packed: Packed | PackedParts | None,
+        biases: Sequence[Tensor] | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
         super().__init__()
         self.packed, self.dtype = packed, dtype
@@ -99,7 +104,7 @@ class PackedLinear(nn.Module):
 
     def rows(self, ids_U: Tensor) -> "PackedLinear | None":
         """See `models.formats.linear.Linear`."""
-        if self.packed is None:
+        if not isinstance(self.packed, Packed):
             return None
         bias = None if self.bias is None else [self.bias[ids_U]]
         return PackedLinear(self.packed.rows(ids_U), bias, dtype=self.dtype, device=self.packed.panels.device)

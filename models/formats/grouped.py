@@ -12,28 +12,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels.linear import Packed, linear, pack_groups
+from kernels.linear import Packed, PackedParts, pack_groups
+from kernels.linear.blocks import Block, BlockPanels
 from kernels.linear.codes import Codes, pack_codes, takes
-from kernels.linear.panels import ZEROS, GroupKind
+from kernels.linear.panels import ZEROS, GroupKind, default_zero
 from kernels.linear.reference import quantize
 from models.formats.coded import CodedLinear, has_codes, warn_of_floats
 from models.formats.floats import FloatLinear, PackedLinear, has_kernels
+from models.trim import is_mapped, let_go
 
 CHUNK = 1 << 21  # weights of which there are codes or floats at once
 
 
+Stored = tuple[Tensor, Block]  # rows of blocks as a file has them, their format
+
+
 class GroupedRows(NamedTuple):
-    """Rows of a matrix: w[o, i] = (number of codes[o, i] - zero[o, i / group]) * scale[o, i / group].
+    """Rows of a matrix: w[o, i] = (number of codes[o, i] - zero[o, g]) * scale[o, g] + least[o, g], g = i / group.
 
     Args:
         codes_OI: uint8. int4: 0 to 15; int8: 0 to 255; float8: the bits of an e4m3 number.
         scale_OG: float32.
-        zero_OG: float32, or None for that of `ZEROS`.
+        zero_OG: float32, or None for that of `default_zero`.
+        least_OG: float32, or None for 0; not with zeros.
     """
 
     codes_OI: Tensor
     scale_OG: Tensor
     zero_OG: Tensor | None = None
+    least_OG: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +55,8 @@ class GroupedWeight:
         order_I: int64; codes_OI[:, i] multiplies input order_I[i]. None: in their own order.
         levels: activations are rounded to steps of 1 / levels of the largest magnitude of their row and multiplied as
             int8, which int4 alone has; None: they are multiplied as floats.
+        least: rows have minimums.
+        stored: the same as blocks of a file, uint8 [outs, bytes of a row], and their format; None: it is not so.
     """
 
     kind: GroupKind
@@ -56,6 +65,8 @@ class GroupedWeight:
     rows: Callable[[int, int], GroupedRows]
     order_I: Tensor | None = None
     levels: float | None = None
+    least: bool = False
+    stored: "Stored | None" = None
 
     @property
     def groups(self) -> int:
@@ -63,9 +74,9 @@ class GroupedWeight:
         return -(-self.shape[1] // self.group)
 
     @property
-    def kinship(self) -> tuple[str, int, int, float | None]:
+    def kinship(self) -> tuple[object, ...]:
         """What weights have to share to be one matrix, besides their order."""
-        return self.kind, self.shape[1], self.group, self.levels
+        return self.kind, self.shape[1], self.group, self.levels, self.least, self.stored and self.stored[1].kinship
 
     def part(self, outs: range | None, ins: range | None) -> "GroupedWeight":
         """Some outputs and inputs of it; None: all. Raises ValueError for inputs that are not those of whole groups."""
@@ -85,24 +96,41 @@ class GroupedWeight:
         columns = slice(None) if ins is None else slice(ins.start, ins.stop)
 
         def read(start: int, stop: int) -> GroupedRows:
-            codes_OI, scale_OG, zero_OG = self.rows(first + start, first + stop)
-            zero_OG = None if zero_OG is None else zero_OG[:, some]
-            return GroupedRows(codes_OI[:, columns].contiguous(), scale_OG[:, some], zero_OG)
+            codes_OI, *values = self.rows(first + start, first + stop)
+            return GroupedRows(
+                codes_OI[:, columns].contiguous(), *(None if x_OG is None else x_OG[:, some] for x_OG in values)
+            )
 
-        return replace(self, shape=(rows, width), group=group, rows=read) if outs or ins else self
+        stored = self.stored and _cut(self.stored, outs, ins)
+        return replace(self, shape=(rows, width), group=group, rows=read, stored=stored) if outs or ins else self
 
     def floats(self, first: int = 0, last: int | None = None) -> Tensor:
         """Rows [first, last) as float32, their columns in the order of the inputs."""
-        codes_OI, scale_OG, zero_OG = self.rows(first, self.shape[0] if last is None else last)
+        codes_OI, scale_OG, zero_OG, least_OG = self.rows(first, self.shape[0] if last is None else last)
         numbers_OI = codes_OI.view(torch.float8_e4m3fn).float() if self.kind == "float8" else codes_OI.float()
         spread = partial(_spread, group=self.group, width=self.shape[1])
-        numbers_OI -= ZEROS[self.kind] if zero_OG is None else spread(zero_OG)
+        numbers_OI -= default_zero(self.kind, self.least) if zero_OG is None else spread(zero_OG)
         numbers_OI *= spread(scale_OG)
+        if least_OG is not None:
+            numbers_OI += spread(least_OG)
         if self.order_I is None:
             return numbers_OI
         floats_OI = torch.empty_like(numbers_OI)
         floats_OI[:, self.order_I] = numbers_OI
         return floats_OI
+
+
+def _cut(stored: Stored, outs: range | None, ins: range | None) -> Stored | None:
+    """Some rows and columns of blocks; None: the columns are no whole blocks."""
+    rows_OB, block = stored
+    if outs is not None:
+        rows_OB = rows_OB[outs.start : outs.stop]
+    if ins is not None:
+        if ins.start % block.size or ins.stop % block.size:
+            return None
+        each = block.bytes
+        rows_OB = rows_OB[:, ins.start // block.size * each : ins.stop // block.size * each].contiguous()
+    return rows_OB, block
 
 
 def _spread(x_OG: Tensor, group: int, width: int) -> Tensor:
@@ -130,12 +158,12 @@ class GroupedLinear(PackedLinear):
         device: torch.device,
     ):
         super().__init__(None, biases, dtype=dtype, device=device)
-        self.weights, self.parts, self.whole = [*weights], [], None
+        self.weights, self.whole = [*weights], None
         if device.type != "cpu":
             self.whole, self.weights = _on_device(weights, biases, dtype, device), []
         elif has_kernels(torch.float32, device):
-            self.parts = [_packed(alike) for alike in _alike(weights)]
-            self.packed = self.parts[0] if len(self.parts) == 1 else None
+            parts = [_packed(alike) for alike in _alike(weights)]
+            self.packed = parts[0] if len(parts) == 1 else PackedParts(parts)
             self.weights = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,10 +172,7 @@ class GroupedLinear(PackedLinear):
             return super().forward(x)
         if self.whole:
             return self.whole(x)
-        if self.parts:
-            y = torch.cat([linear(x.float(), part) for part in self.parts], -1).to(x.dtype)
-        else:
-            y = torch.cat([_product(x.float(), weight) for weight in self.weights], -1).to(x.dtype)
+        y = torch.cat([_product(x.float(), weight) for weight in self.weights], -1).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
 
@@ -182,6 +207,15 @@ def _on_device(
 def _packed(weights: Sequence[GroupedWeight]) -> Packed:
     """One matrix of weights that are alike."""
     first, outs, width = weights[0], sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    if first.stored:
+        panels = BlockPanels(first.stored[1], outs, width)
+        for rows_OB, block in (weight.stored for weight in weights if weight.stored):
+            mapped = is_mapped(rows_OB)
+            for part in rows_OB.split(max(1, CHUNK // rows_OB.shape[1])):
+                panels.add(block, part)
+                if mapped:
+                    let_go(part)
+        return panels.done()
     order_I = None if first.order_I is None else first.order_I.to(torch.int32)
     panels, groups = pack_groups(_blocks(weights), first.kind, outs, width, first.group)
     return Packed(panels, outs, width, groups=groups, order_I=order_I, levels=first.levels or 0)

@@ -76,7 +76,7 @@ class Int4(NamedTuple):
         def rows(first: int, last: int) -> GroupedRows:
             wanted_OI = weight_OI[first:last]
             parts = wanted_OI.split(max(1, CHUNK // weight_OI.shape[1]))
-            codes, scales, zeros = zip(*_side_by_side(self.quantized, parts), strict=True)
+            codes, scales, zeros, _ = zip(*_side_by_side(self.quantized, parts), strict=True)
             if mapped:
                 let_go(wanted_OI)
             return GroupedRows(torch.cat(codes), torch.cat(scales), torch.cat(zeros) if self.zeros else None)

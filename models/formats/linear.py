@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from kernels.linear import Packed, PackedParts
 from kernels.stack import Matrix
 from models.formats.floats import FloatLinear
 from models.formats.int4 import Int4
@@ -35,12 +36,13 @@ class Joined(nn.Module):
 
     bias: Tensor | None = None
     names: Sequence[str]
-    matrix: Matrix | None = None
+    matrix: Matrix | None
 
     def __init__(self, layers: Sequence[Linear]):
         super().__init__()
         self.layers = nn.ModuleList(layers)  # type: ignore[arg-type]
         self.names = [name for layer in layers for name in layer.names]
+        self.matrix = _joined([layer.matrix for layer in layers])
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""
@@ -48,6 +50,19 @@ class Joined(nn.Module):
 
     def rows(self, ids_U: Tensor) -> None:
         """See `Linear`."""
+
+
+def _joined(matrices: Sequence[Matrix | None]) -> Matrix | None:
+    """Matrices below each other as one; None: of one there is no product, or only some have biases."""
+    parts, biases = list[Packed](), list[Tensor]()
+    for matrix in matrices:
+        if matrix is None:
+            return None
+        parts += matrix.packed.parts if isinstance(matrix.packed, PackedParts) else [matrix.packed]
+        biases += [] if matrix.bias is None else [matrix.bias]
+    if len(biases) not in (0, len(matrices)):
+        return None
+    return Matrix(PackedParts(parts), torch.cat(biases) if biases else None)
 
 
 class Format(Protocol):

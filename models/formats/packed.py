@@ -1,10 +1,10 @@
 """Matrices that were packed ahead (`python -m tools.pack`): how a checkpoint's file describes them.
 
 The file is a safetensors file. Matrices that are multiplied together have one tensor of panels, `packed:` and the names
-of their weights, joined by `+`. int8 and int4 have scales besides, `scale:` and the names, and zeros, `zero:` and the
-names, where groups have some. The header's metadata list the matrices' own names, shapes and dtypes, so that a model
-checks them as it checks those of any checkpoint. Panels are multiples of 64 bytes and come first, so that they can be
-multiplied where the file is mapped.
+of their weights, joined by `+`. int8 and int4 have scales besides, `scale:` and the names, and where groups have some
+zeros, `zero:`, or minimums, `least:`, and units of both. The header's metadata list the matrices' own names, shapes and
+dtypes, so that a model checks them as it checks those of any checkpoint. Panels are multiples of 64 bytes and come
+first, so that they can be multiplied where the file is mapped.
 """
 
 import json
@@ -21,7 +21,7 @@ from kernels.linear.panels import GROUP_KINDS
 KEY, VERSION = "coppice_packed", 2
 FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
-PANELS, SCALE, ZERO = PREFIXES = "packed:", "scale:", "zero:"
+PANELS, *_ = PREFIXES = "packed:", "scale:", "zero:", "least:", "unit:", "least_unit:"
 
 
 class Size(NamedTuple):
@@ -51,13 +51,13 @@ class Size(NamedTuple):
         kind, group = packed.groups[:2] if packed.groups else ("", 0)
         return Size(packed.outs, packed.width, kind, group, packed.levels)
 
-    def packed(self, panels: Tensor, scale: Tensor | None, zero: Tensor | None) -> Packed:
+    def packed(self, panels: Tensor, scale: Tensor | None, *others: Tensor | None) -> Packed:
         """The matrix of this size. Raises ValueError for tensors that do not fit it."""
         if not self.kind:
             return Packed(panels, self.outs, self.width, scale, levels=self.levels)
         if scale is None:
             raise ValueError("groups without scales")
-        groups = Groups(self.kind, self.group, scale, zero)  # type: ignore[arg-type]
+        groups = Groups(self.kind, self.group, scale, *others)  # type: ignore[arg-type]
         return Packed(panels, self.outs, self.width, groups=groups, levels=self.levels)
 
 

@@ -1,10 +1,11 @@
 """Our own layout of quantised weights, which `python -m tools.convert FILE.gguf` writes.
 
-w[o, i] = (code[o, i] - zero[o, i / group]) * scale[o, i / group]. For the weight of a module M, `M.codes` has a code in
-a byte, or two of four bits (an even input in the low half); `M.scale` and `M.zero` have a number for each group.
-Without `M.zero`, codes of four bits stand around 8 and codes of eight bits around 128. `quantization_config` has
-`quant_method` "coppice", `version` 1, and in `weights` for each module {"kind": "int4" or "int8", "group": G, "zeros":
-true or false}. A head that shares the values of the token embedding is listed beside it.
+w[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] + least[o, g], g = i / group. For the weight of a module M, `M.codes`
+has a code in a byte, or two of four bits (an even input in the low half); `M.scale`, and `M.zero` or `M.least`, have a
+number for each group. Without `M.zero`, codes of eight bits stand around 128, and codes of four bits around 8, or with
+`M.least` around 0. `quantization_config` has `quant_method` "coppice", `version` 1, and in `weights` for each module
+{"kind": "int4" or "int8", "group": G, "zeros": true or false, "least": true or false}. A head that shares the values of
+the token embedding is listed beside it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ class Grouping:
     group: int
     scale: torch.dtype = torch.float16
     zeros: bool = False
+    least: bool = False
 
     def layout(self, outs: int, width: int) -> dict[str, tuple[Shape, torch.dtype]]:
         """Shapes and dtypes of the tensors."""
@@ -39,7 +41,8 @@ class Grouping:
             "codes": ((outs, codes), torch.uint8),
             "scale": ((outs, groups), self.scale),
         }
-        return layout | ({"zero": ((outs, groups), self.scale)} if self.zeros else {})
+        more = {"zero": self.zeros, "least": self.least}
+        return layout | {name: ((outs, groups), self.scale) for name, there in more.items() if there}
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """See `Scheme`."""
@@ -50,16 +53,18 @@ class Grouping:
         """See `Scheme`."""
         codes, scale = source.tensor("codes"), source.scale("scale")
         zero = source.scale("zero") if self.zeros else None
+        least = source.scale("least") if self.least else None
 
         def rows(first: int, last: int) -> GroupedRows:
-            return self._rows(codes[first:last], scale[first:last], None if zero is None else zero[first:last], width)
+            values = (None if x is None else x[first:last] for x in (scale, zero, least))
+            return self._rows(codes[first:last], width, *values)
 
-        return GroupedWeight(self.kind, (outs, width), self.group, rows)
+        return GroupedWeight(self.kind, (outs, width), self.group, rows, least=self.least)
 
-    def _rows(self, codes: Tensor, scale: Tensor, zero: Tensor | None, width: int) -> GroupedRows:
+    def _rows(self, codes: Tensor, width: int, *values: Tensor | None) -> GroupedRows:
         if self.kind == "int4":
             codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :width]
-        return GroupedRows(codes, scale.float(), None if zero is None else zero.float())
+        return GroupedRows(codes, *(None if x is None else x.float() for x in values))  # type: ignore[arg-type]
 
 
 class GroupedReader:
@@ -79,9 +84,9 @@ class GroupedReader:
     def __call__(self, rows: Sequence[int]) -> Tensor:
         """[len(rows), width]. Raises CheckpointError if the file has become shorter."""
         read = {name: part(rows) for name, part in self.parts.items()}
-        found = self.grouping._rows(read["codes"], read["scale"], read.get("zero"), self.width)
-        shape = (len(rows), self.width)
-        return GroupedWeight(self.grouping.kind, shape, self.grouping.group, lambda *_: found).floats()
+        grouping, shape = self.grouping, (len(rows), self.width)
+        found = grouping._rows(read["codes"], self.width, *map(read.get, ("scale", "zero", "least")))
+        return GroupedWeight(grouping.kind, shape, grouping.group, lambda *_: found, least=grouping.least).floats()
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,10 @@ class Own:
     @staticmethod
     def config(weights: Mapping[str, Grouping]) -> dict[str, object]:
         """`quantization_config` for these modules."""
-        listed = {name: {"kind": g.kind, "group": g.group, "zeros": g.zeros} for name, g in weights.items()}
+        listed = {
+            name: {"kind": of.kind, "group": of.group, "zeros": of.zeros, "least": of.least}
+            for name, of in weights.items()
+        }
         return {"quant_method": METHOD, "version": VERSION, "weights": listed}
 
 
@@ -110,5 +118,8 @@ def parse(fields: Fields) -> Own:
     for module in listed.config:
         own = listed.sub(module) or Fields({}, fields.file, f"{listed.prefix}{module}.")
         kind: GroupKind = "int4" if own.choice("kind", ("int4", "int8")) == "int4" else "int8"
-        weights[module] = Grouping(kind, own.int("group"), zeros=own.bool("zeros", default=False))
+        zeros, least = own.bool("zeros", default=False), own.bool("least", default=False)
+        if zeros and least:
+            raise own.error("least", "false, where there are zeros")
+        weights[module] = Grouping(kind, own.int("group"), zeros=zeros, least=least)
     return Own(weights)

@@ -23,6 +23,9 @@ FORMATS = [  # kind, group, zeros, outs, width, whether columns have another ord
     ("int8", 1000, False, 33, 1000, False),
     ("int8", 16, True, 20, 72, False),
     ("int8", 128, False, 20, 300, True),
+    ("int4", 32, "least", 70, 96, True),
+    ("int4", 40, "least", 9, 40, False),
+    ("int8", 16, "least", 20, 72, False),
     ("float8", 64, False, 65, 128, False),
     ("float8", 77, False, 8, 77, False),
 ]
@@ -37,13 +40,17 @@ def draw(kind, size, zeros, outs, width, ordered, seed=0):
     groups = -(-width // size)
     scale = (torch.rand(outs, groups, generator=random) / 8 + 0.01).half().float()
     middle = {"int4": 8.0, "int8": 128.0, "float8": 0.0}[kind]
-    zero = (torch.rand(outs, groups, generator=random) * 2 * middle).half().float() if zeros else None
+    own = (torch.rand(outs, groups, generator=random) * 2 * middle).half().float()
+    zero, least = own if zeros is True else None, own / 64 - 0.1 if zeros == "least" else None
+    if least is not None:
+        least, middle = least.half().float(), 0.0 if kind == "int4" else middle
     value = numbers.view(torch.float8_e4m3fn).double() if kind == "float8" else numbers.double()
-    wide = [x.double().repeat_interleave(size, 1)[:, :width] for x in (scale, zero if zeros else middle + 0 * scale)]
-    exact, order = (value - wide[1]) * wide[0], torch.randperm(width, generator=random) if ordered else None
+    values = scale, middle + 0 * scale if zero is None else zero, 0 * scale if least is None else least
+    wide = [x.double().repeat_interleave(size, 1)[:, :width] for x in values]
+    exact, order = (value - wide[1]) * wide[0] + wide[2], torch.randperm(width, generator=random) if ordered else None
     if ordered:
         exact = exact[:, order.argsort()]
-    return (numbers, scale, zero), exact, order
+    return (numbers, scale, zero, least), exact, order
 
 
 def packed(made, kind, size, outs, width, order):

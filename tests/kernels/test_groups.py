@@ -19,16 +19,16 @@ def draw(*shape, seed=0):
 
 
 def matrix(kind, outs, width, size, *, zeros=False, ordered=False, levels=0.0, dtype=torch.float16):
-    """A packed matrix of random codes, and the codes."""
+    """A packed matrix of random codes, and the codes; `zeros`: of groups, or "least" for minimums."""
     random = torch.Generator().manual_seed(outs * width)
     codes_OI = torch.randint(0, MOST[kind] + 1, (outs, width), dtype=torch.uint8, generator=random)
     if kind == "float8":
         codes_OI |= torch.randint(0, 2, (outs, width), dtype=torch.uint8, generator=random) << 7
     scale_OG = ((draw(outs, -(-width // size), seed=1).abs() + 0.5) / 64).to(dtype).float()  # sums fit into float16
-    zero_OG = torch.randint_like(scale_OG, 0, MOST[kind] + 2) if zeros else None
-    blocks = [
-        [x if x is None else x[rows] for x in (codes_OI, scale_OG, zero_OG)] for rows in (slice(9), slice(9, None))
-    ]
+    zero_OG = torch.randint_like(scale_OG, 0, MOST[kind] + 2) if zeros is True else None
+    least_OG = draw(*scale_OG.shape, seed=3).to(dtype).float() if zeros == "least" else None
+    values = codes_OI, scale_OG, zero_OG, least_OG
+    blocks = [[x if x is None else x[rows] for x in values] for rows in (slice(9), slice(9, None))]
     panels, groups = pack_groups(blocks, kind, outs, width, size)
     assert groups.scale.dtype == dtype
     order_I = torch.randperm(width, generator=random).int() if ordered else None
@@ -42,7 +42,7 @@ def test_packing_keeps_every_code(kind, outs, width, size):
     assert reference.unpack(packed).equal(codes_OI)
 
 
-@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("zeros", [False, True, "least"])
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 @pytest.mark.parametrize(("outs", "width", "size"), SIZES)
 def test_some_outputs_of_a_matrix_are_those_of_the_whole(kind, zeros, outs, width, size):
@@ -54,7 +54,9 @@ def test_some_outputs_of_a_matrix_are_those_of_the_whole(kind, zeros, outs, widt
 
 
 @pytest.mark.parametrize("of_x", DTYPES, ids=str)
-@pytest.mark.parametrize(("zeros", "ordered"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("zeros", "ordered"), [
+    (False, False), (True, False), ("least", False), (False, True), ("least", True),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", MOST)
 @pytest.mark.parametrize(("outs", "width", "size"), SIZES)
 def test_floats_are_multiplied_to_rounding(kind, of_x, zeros, ordered, outs, width, size):
@@ -74,7 +76,7 @@ def test_floats_are_multiplied_to_rounding(kind, of_x, zeros, ordered, outs, wid
 
 
 @pytest.mark.parametrize("of_x", DTYPES, ids=str)
-@pytest.mark.parametrize(("zeros", "ordered"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("zeros", "ordered"), [(False, False), (True, False), (True, True), ("least", False)])
 @pytest.mark.parametrize(("outs", "width", "size"), SIZES)
 def test_rounded_rows_are_multiplied_exactly_in_a_group(of_x, zeros, ordered, outs, width, size):
     """Rows whose steps are whole numbers, which all ways to round agree on."""

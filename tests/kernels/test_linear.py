@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import cpp
-from kernels.linear import Packed, dot_products, linear, pack, reference
+from kernels.linear import Packed, PackedParts, dot_products, linear, pack, reference
 from kernels.linear.panels import MAX_INT8_WIDTH, PIECE
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
@@ -155,3 +155,19 @@ def test_compilers_see_an_operator():
 
 def test_dot_products_are_those_of_the_processor():
     assert {torch.float32, torch.int8} <= dot_products() <= {torch.float32, torch.bfloat16, torch.int8}
+
+
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_parts_are_their_matrices_side_by_side(rows, of_x):
+    """Of several formats, of any numbers of outputs."""
+    width, outs = 96, (40, 16, 3, 130)
+    dtypes = torch.float32, torch.bfloat16, torch.float16, torch.float32
+    parts = [matrix(n, width, dtype)[0] for n, dtype in zip(outs, dtypes, strict=True)]
+    whole, bias, x = PackedParts(parts), draw(sum(outs), seed=2).to(of_x), draw(rows, width).to(of_x)
+    assert (whole.outs, whole.width) == (189, width)
+    for b in (None, bias):
+        alone = [linear(x, part, own) for part, own in zip(parts, whole.biases(b), strict=True)]
+        assert linear(x, whole, b).equal(torch.cat(alone, -1))
+    with pytest.raises(ValueError, match="one width"):
+        PackedParts([parts[0], matrix(40, 64, torch.float32)[0]])

@@ -253,16 +253,18 @@ def grouped(recording: Recording) -> None:
     sizes = (1, 1, 1, 1), (1, 130, 300, 32), (3, 65, 33, 33), (4, 64, 64, 16), (15, 20, 130, 40), (40, 17, 9, 8)
     most = {"int4": (16, 0), "int4 by int8": (16, 127), "int8": (256, 0), "float8": (127, 0)}
     for (name, kind, dtype), (of, (codes, levels)) in itertools.product(kinds(), most.items()):
-        for (rows, outs, width, size), more in zip(sizes, itertools.cycle((True, False))):
+        for (rows, outs, width, size), more in zip(sizes, itertools.cycle(("zero", "least", ""))):
             scale = torch.rand(outs, -(-width // size)).half().float() / 16
-            zero = torch.randint_like(scale, 0, codes) if more and of != "float8" else None
+            zero = torch.randint_like(scale, 0, codes) if more == "zero" and of != "float8" else None
+            least = torch.rand_like(scale).half().float() if more == "least" and of != "float8" else None
             numbers = torch.randint(codes, (outs, width), dtype=torch.uint8)
-            panels, groups = pack_groups([(numbers, scale, zero)], of.split()[0], outs, width, size)
+            panels, groups = pack_groups([(numbers, scale, zero, least)], of.split()[0], outs, width, size)
             order = torch.randperm(width).int() if more else None
             matrix = Packed(panels, outs, width, groups=groups, order_I=order, levels=levels)
             x = draw(rows, width, dtype=dtype)
             exact, plain = products.linear(x.double(), matrix), products.linear(x, matrix)
-            tensors = {"panels": panels, "scale": groups.scale, "zero": groups.zero, "order": order}
+            tensors = {"panels": panels, "order": order}
+            tensors |= {name: getattr(groups, name) for name in ("scale", "zero", "least")}
             fields = {name: x for name, x in tensors.items() if x is not None}
             out = written(blank(plain), exact, plain)
             most_of_x = x.double().abs().sum(1).max() * (480 if of == "float8" else codes) / 16

@@ -26,7 +26,7 @@ def draw(*shape, seed=0):
 
 
 def floats(format, weight_OI, candidates=None):
-    codes_OI, scale_OG, zero_OG = format.quantized(weight_OI, candidates)
+    codes_OI, scale_OG, zero_OG, _ = format.quantized(weight_OI, candidates)
     size, width = format.group(weight_OI.shape[1]), weight_OI.shape[1]
     zero = 8 if zero_OG is None else zero_OG.repeat_interleave(size, 1)[:, :width]
     return (codes_OI.float() - zero) * scale_OG.repeat_interleave(size, 1)[:, :width]

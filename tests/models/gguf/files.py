@@ -2,15 +2,19 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tools.gguf.families import CAPS, FACTORS, GRANITE, INTERLEAVED
+from models import FAMILIES
+from models.checkpoint.fields import Fields
+from models.checkpoint.headers import WEIGHTS, write_tensors
+from models.gguf.architectures import CAPS, FACTORS, GRANITE, INTERLEAVED
 
-gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install 'coppice[gguf]'")
+gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install 'coppice[test]'")
 ARCHITECTURES = {
     **{"llama": "llama", "mistral": "llama", "phi": "phi2", "phi3": "phi3"},
     **{
@@ -19,6 +23,9 @@ ARCHITECTURES = {
     },
     **{"gemma3_text": "gemma3", "hunyuan_v1_dense": "hunyuan-dense", "olmo3": "olmo2"},
 }
+GOLDEN = Path(__file__).parents[2] / "golden"
+WIDE = {"vocab_size": 104, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+WIDE |= {"n_embd": 256, "n_inner": 512}
 F32, CONTROL, NORMAL = gguf.GGMLQuantizationType.F32, 3, 1
 
 
@@ -27,25 +34,34 @@ def permute(x, heads):
     return x.reshape(heads, 2, len(x) // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
+HALVES = {  # where a block has its float16 scales and minimums
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()},
+}
+
+
 def blocks(shape, format, seed, std=0.05):
-    """Random blocks of a format that the package cannot quantise to: bytes, and scales that give a deviation."""
+    """Random blocks of a format that the package cannot quantise to, of values of about this deviation."""
     draw, (size, octets) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[format]
     data = draw.integers(0, 256, (math.prod(shape) // size, octets), dtype=np.uint8)
-    half = {
-        gguf.GGMLQuantizationType.Q4_K: {0: std / 120, 2: std / 16},
-        gguf.GGMLQuantizationType.Q6_K: {208: std / 1400},
-    }
-    for at, scale in half[format].items():
-        scales = (scale * draw.uniform(0.5, 1.5, len(data))).astype(np.float16)
-        data[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    factors = draw.uniform(0.5, 1.5, (len(HALVES[format.name]), len(data)))
+
+    def scaled(by):
+        for at, of in zip(HALVES[format.name], factors, strict=True):
+            data[:, at : at + 2] = (of * by).astype(np.float16).view(np.uint8).reshape(-1, 2)
+        return gguf.quants.dequantize(data, format)
+
+    scaled(std / scaled(1.0).std())
     return data.reshape(*shape[:-1], -1)
 
 
 def stored(name, values, format):
     """A tensor as a file holds it in a format."""
-    if format in (gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q6_K):
+    try:
+        return gguf.quants.quantize(values, format)
+    except NotImplementedError:
         return blocks(values.shape, format, sum(name.encode()), values.std().item())
-    return gguf.quants.quantize(values, format)
 
 
 class File:
@@ -88,7 +104,11 @@ class File:
             if self.arch in INTERLEAVED and "k_proj" in name:
                 values = permute(values, c.get("num_key_value_heads") or heads)
             key = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            usual = self.format if values.ndim > 1 and key != "position_embd.weight" else F32
+            key = "cls.output.weight" if name == "score.weight" else key
+            vector = values.ndim == 1 or key == "position_embd.weight" or "shortconv.conv" in key
+            usual = F32 if vector else self.format
+            if values.shape[-1] % gguf.GGML_QUANT_SIZES[usual][0]:  # as llama-quantize does
+                usual = gguf.GGMLQuantizationType.Q8_0
             self.add(key, values, self.formats.get(key, usual))
         if self.rope.get("rope_type") == "llama3":
             self.add(FACTORS[0], self._llama3())
@@ -203,3 +223,23 @@ class File:
     def floats(self, name):
         """A tensor's values as the package sees them, float32."""
         return torch.from_numpy(gguf.quants.dequantize(self.tensors[name], self.types[name]).copy())
+
+
+def random(folder, variant, **changes):
+    """A checkpoint of random weights, of a golden one's configuration with `changes`. Returns the folder."""
+    folder.mkdir()
+    for path in (GOLDEN / variant).glob("*token*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((GOLDEN / variant / "config.json").read_text())
+    config |= {key: value for key, value in changes.items() if key in config}
+    (folder / "config.json").write_text(json.dumps(config))
+    family, draw, tensors = FAMILIES[config["architectures"][0]], torch.Generator().manual_seed(5), {}
+    c = family.read(Fields(config, "config.json"))
+    for name, shape in family.names.tensors(c).items():
+        scale = 1.0 if len(shape) == 1 else shape[-1] ** -0.5
+        tensors[name] = torch.randn(shape, generator=draw) * scale + ("norm" in name or ".ln_" in name)
+    if c.tied:
+        del tensors["lm_head.weight"]
+    with (folder / WEIGHTS).open("wb") as file:
+        write_tensors(file, tensors)
+    return folder

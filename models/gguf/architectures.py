@@ -1,27 +1,27 @@
-"""The architectures of GGUF files as configurations in Hugging Face's words, and where each tensor's rows lie.
+"""The architectures of GGUF files as configurations in Hugging Face's words.
 
-What a configuration cannot say is refused by name: a folder that loads computes what the file's model computes.
+What a configuration cannot say is refused by name: a file that loads computes what its model computes.
 """
 
-import functools
 import itertools
 import math
-import re
+import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from models.checkpoint.fields import Fields
+from models.checkpoint.files import open_regular
 from models.config import FULL, SLIDING
 from models.errors import nearest
+from models.gguf.reader import FETCH_AGAIN, GGUF
 from models.rope import RopeConfig, RotaryEmbedding
-from tools.gguf.reader import FETCH_AGAIN, GGUF, Entry, package
 
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+EMBEDDING, HEAD, SCORE = "token_embd.weight", "output.weight", "cls.output.weight"
 FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 OTHER_MATH = (  # keys that change the numbers, and that no configuration here has a word for
     *("expert_count", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "use_parallel_residual"),
@@ -47,21 +47,10 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NEAR = 1e-5  # relative error of frequencies that are rounded
 
 
-class Rows(NamedTuple):
-    """Rows [first, last) of a tensor. `heads`: those of the matrix are in the order of interleaved rotation; 0: not."""
-
-    entry: Entry
-    first: int
-    last: int
-    heads: int = 0
-
-    def order(self, rows: Tensor) -> Tensor:
-        """Rows [last - first, ...] in Hugging Face's order: of each head first the even ones, then the odd ones."""
-        return rows.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2) if self.heads else rows
-
-
 def read_config(file: GGUF) -> dict[str, Any]:
     """config.json. Raises CheckpointError for an architecture that is not supported, or keys that do not fit."""
+    if file.fields().str("general.type", "model") == "adapter":
+        raise file.error("the file holds an adapter (LoRA), not a model", "Merge it into its model first.")
     name = file.fields().str("general.architecture")
     if name not in ARCHITECTURES:
         what = f"general.architecture: {name[:80]!r} is not supported"
@@ -73,51 +62,16 @@ def read_config(file: GGUF) -> dict[str, Any]:
             raise keys.error(key, "nothing: it is not supported")
     if keys.bool("attention.causal", default=True) is False:
         raise keys.error("attention.causal", "true")
-    if file.fields().int("split.count", 0, low=0, high=1 << 16) > 1:
-        raise file.error("the file is one of several", "join them: llama-gguf-split --merge FIRST.gguf OUTPUT.gguf")
     if EMBEDDING not in file.tensors and HEAD in file.tensors:  # made of a checkpoint that kept the head of the two
         file.tensors[EMBEDDING] = file.tensors.pop(HEAD)
-    return ARCHITECTURES[name](file, keys) | {
+    config = ARCHITECTURES[name](file, keys)
+    if SCORE in file.tensors:
+        config["architectures"] = [config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")]
+    return config | {
         "vocab_size": file.entry(EMBEDDING).shape[0],
-        "tie_word_embeddings": HEAD not in file.tensors,
+        "tie_word_embeddings": HEAD not in file.tensors and SCORE not in file.tensors,
         "dtype": _dtype(file),
     }
-
-
-def find_rows(file: GGUF, config: dict[str, Any], name: str, shape: tuple[int, ...]) -> Rows:
-    """The rows of the file that are a tensor of the checkpoint.
-
-    Args:
-        config: from `read_config`.
-        name, shape: of the tensor; a matrix as the model multiplies it, [out, in].
-
-    Raises:
-        CheckpointError: it is missing, or has another shape.
-    """
-    arch = file.fields().str("general.architecture")
-    names = _names(arch, file.fields(f"{arch}.").int("block_count", high=2**14))
-    stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
-    first, total, heads = 0, shape[0], 0
-    q, kv = (config.get(f"num_{kind}_heads", 0) for kind in ("attention", "key_value"))
-    fused = re.sub(r"\.attn_[qkv]\.", ".attn_qkv.", stored)
-    if stored not in file.tensors and fused in file.tensors:  # some files have one matrix for the three
-        size = shape[0] // (q if ".attn_q." in stored else kv)
-        first = {"q": 0, "k": q, "v": q + kv}[stored.split(".attn_")[1][0]] * size
-        stored, total = fused, (q + 2 * kv) * size
-    if arch in INTERLEAVED and (part := re.search(r"\.([qk])_proj\.", name)):
-        heads = q if part[1] == "q" else kv
-    entry = file.entry(stored)
-    expected = (total, *shape[1:][-1:])  # a short convolution is [E, 1, taps] in checkpoints
-    if entry.shape != expected:
-        raise file.error(f"tensor {stored!r}: expected the shape {list(expected)}, got {list(entry.shape)}")
-    return Rows(entry, first, first + shape[0], heads)
-
-
-@functools.cache
-def _names(arch: str, layers: int) -> Any:
-    """The package's map from names in checkpoints to names in files."""
-    kinds = {text: kind for kind, text in package().MODEL_ARCH_NAMES.items()}
-    return package().get_tensor_name_map(kinds[arch], layers)
 
 
 # --- architectures ---
@@ -398,7 +352,11 @@ def _factors(file: GGUF, name: str, count: int) -> list[float]:
     entry = file.entry(name)
     if entry.format != "F32" or entry.shape != (count,):
         raise file.error(f"tensor {name!r}: expected {count} numbers in F32, got {entry.format} {list(entry.shape)}")
-    values = file.rows(entry._replace(shape=(1, count)), 0, 1).view(torch.float32).flatten().tolist()
+    try:
+        with open_regular(entry.file) as stored:
+            values = struct.unpack(f"<{count}f", os.pread(stored.fileno(), 4 * count, entry.start))
+    except (OSError, struct.error):
+        raise file.error("the file became shorter while it was read", FETCH_AGAIN) from None
     if not all(1e-6 <= value <= 1e9 for value in values):
         raise file.error(f"tensor {name!r}: expected factors from 1e-06 to 1e+09", FETCH_AGAIN)
     return list(map(_decimal, values))

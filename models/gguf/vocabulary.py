@@ -1,14 +1,18 @@
-"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json, and the tokens that end a text.
+"""The tokenizer of a GGUF file as the files of a checkpoint, and the tokens that end a text.
 
 GGUF names the pattern that splits a text before its bytes are merged ("pre"); the patterns here are those of the
-tokenizer.json files that the names stand for. A SentencePiece model has scores instead of merges.
+tokenizer.json files that the names stand for. Of a SentencePiece model all pieces and scores are there, so that it
+becomes a tokenizer.model again: merges would have to be derived, which takes seconds. Some converters wrote no scores
+and the order of pieces instead, or merges: those become a tokenizer.json.
 """
 
+import functools
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from models.errors import nearest
-from tools.gguf.reader import GGUF
+from models.gguf.reader import GGUF
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
@@ -39,6 +43,7 @@ BEGIN = WHOLE_WORDS - {"glm4"}  # a text begins with BOS, unless the file has an
 COMPOSED = {"qwen2"}  # its tokenizer.json composes characters (NFC)
 # What ends a turn where the file names other tokens, or none: llama.cpp finds these by their spelling as well.
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>")
+SPACE = "▁"
 NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' words and GGUF's
 
 
@@ -59,17 +64,25 @@ class Vocabulary:
         if not self.tokens:
             raise self.keys.error("tokens", "a list")
         self.types: list[int] = self._list("token_type", int) or [NORMAL] * len(self.tokens)
-        padding = {i for i, kind in enumerate(self.types) if kind == UNUSED and self.tokens[i].startswith("[PAD")}
-        self.vocab: dict[str, int] = {}
-        for i, token in enumerate(self.tokens):
-            if i not in padding:  # rows of the embedding that stand for nothing
-                self.vocab.setdefault(token, i)
         defaults = {"bos": 1, "eos": 2, "unk": 0} if kind == "llama" else {}
         self.ids = {name: self._id(f"{key}_token_id", defaults.get(name)) for name, key in NAMED.items()}
         for name in ("unk", "pad"):  # an id left over from another tokenizer would take an ordinary token out of texts
             i = self.ids[name]
             if "token_type" in self.keys.config and i is not None and self.types[i] == NORMAL:
                 self.ids[name] = None
+
+    @functools.cached_property
+    def vocab(self) -> dict[str, int]:
+        """The first id of each token, without padding: rows of the embedding that stand for nothing."""
+        vocab = dict(zip(reversed(self.tokens), range(len(self.tokens) - 1, -1, -1), strict=True))
+        for i in self._padding:
+            if vocab.get(self.tokens[i]) == i:
+                del vocab[self.tokens[i]]
+        return dict(sorted(vocab.items(), key=lambda item: item[1])) if len(vocab) < len(self.tokens) else vocab
+
+    @functools.cached_property
+    def _padding(self) -> set[int]:
+        return {i for i, kind in enumerate(self.types) if kind == UNUSED and self.tokens[i].startswith("[PAD")}
 
     def ends(self) -> list[int]:
         """The tokens that end a text."""
@@ -78,20 +91,69 @@ class Vocabulary:
         found = [i for i in named if i is not None]
         return list(dict.fromkeys(found + [i for i in spelled if i is not None and self.types[i] == CONTROL]))
 
-    def files(self, context: int) -> dict[str, dict[str, Any]]:
-        """tokenizer.json and tokenizer_config.json; `context`: the longest text."""
+    @functools.cached_property
+    def has_scores(self) -> bool:
+        """Whether it is a SentencePiece model with all that belongs to one."""
+        if self.kind != "llama" or "merges" in self.keys.config:
+            return False
+        scores = [score for score, kind in zip(self.scores, self.types, strict=False) if kind == NORMAL]
+        return len({*scores}) == len(scores) > 0
+
+    @functools.cached_property
+    def scores(self) -> list[float]:
+        """Of the tokens; empty if there are none."""
+        return self._list("scores", float)
+
+    def config(self) -> dict[str, Any]:
+        """tokenizer_config.json."""
         keys = self.file.fields("tokenizer.")
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
+        context = self.file.fields(f"{self.file.fields().str('general.architecture')}.").int("context_length", 2**20)
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
         config |= {f"{name}_token": self.tokens[i] for name, i in self.ids.items() if i is not None}
+        if self.has_scores:
+            config["tokenizer_class"] = "LlamaTokenizer"
+            config |= {f"add_{name}_token": self._adds(name, name == "bos") is not None for name in ("bos", "eos")}
+            # As tokenizer.json files of these models have it: each part of a text begins with a space.
+            config |= {"add_prefix_space": self.keys.bool("add_space_prefix", default=True), "legacy": True}
+            config["added_tokens_decoder"] = {
+                str(token.pop("id")): token for token in self.added() if token["special"] or token["rstrip"]
+            }
         template, named = keys.str("chat_template", None), keys.config.get("chat_templates") or []
         if named and template:
             more = [{"name": name, "template": keys.str(f"chat_template.{name}")} for name in named]
             config["chat_template"] = [{"name": "default", "template": template}, *more]
         elif template:
             config["chat_template"] = template
-        return {"tokenizer.json": self._tokenizer(), "tokenizer_config.json": config}
+        return config
 
-    def _tokenizer(self) -> dict[str, Any]:
+    def model(self) -> bytes:
+        """tokenizer.model, of a vocabulary that `has_scores`: a message of protocol buffers.
+
+        Raises:
+            CheckpointError: of what sentencepiece has no word for.
+        """
+        if self.keys.bool("remove_extra_whitespaces", default=False):
+            raise self.keys.error("remove_extra_whitespaces", "false")
+        last = max((i for i in range(len(self.tokens)) if i not in self._padding), default=-1)
+        score, pieces, seen = struct.Struct("<f").pack, list[bytes](), set[str]()
+        for i, (token, of, kind) in enumerate(zip(self.tokens[: last + 1], self.scores, self.types, strict=False)):
+            piece = token.replace(" ", SPACE) if kind == USER else token
+            if not piece or piece in seen or not NORMAL <= kind <= BYTE:
+                piece, kind = f"[UNUSED {i}]", UNUSED
+            seen.add(piece)
+            content = _field(1, piece.encode()) + b"\x15" + score(of) + bytes((24, kind))
+            pieces.append(_field(1, content))
+        named = [(name, self.ids[name]) for name in ("unk", "bos", "eos", "pad")]
+        trainer = b"\x18\x02" + _varint(35 << 3) + bytes([BYTE in self.types])  # the kind is BPE; bytes for the rest
+        for number, (_, i) in enumerate(named):
+            trainer += _varint(40 + number << 3) + _varint(-1 if i is None else i)
+            trainer += b"" if i is None else _field(45 + number, self.tokens[i].encode())
+        spaced = self.keys.bool("add_space_prefix", default=True)
+        normalizer = bytes((0x18, spaced, 0x20, 0, 0x28, 1))  # a space before the text; none removed; written as marks
+        return b"".join([*pieces, _field(2, trainer), _field(3, normalizer)])
+
+    def tokenizer(self) -> dict[str, Any]:
+        """tokenizer.json. Raises CheckpointError for what is not supported."""
         parts = self._sentencepiece() if self.kind == "llama" else self._bytes()
         ends = [self._adds("bos", parts.pop("begins")), self._adds("eos", False)]
         first, last = ([] if i is None else [{"SpecialToken": {"id": self.tokens[i], "type_id": 0}}] for i in ends)
@@ -103,12 +165,12 @@ class Vocabulary:
             "version": "1.0",
             "truncation": None,
             "padding": None,
-            "added_tokens": list(self._added()),
+            "added_tokens": list(self.added()),
             **parts,
             "post_processor": template if special else None,
         }
 
-    def _added(self) -> Iterator[dict[str, Any]]:
+    def added(self) -> Iterator[dict[str, Any]]:
         """Tokens that are found in a text before it is split."""
         phi3 = self.kind == "llama" and self.file.fields().str("general.architecture") == "phi3"
         named = {i for i in self.ids.values() if i is not None}
@@ -149,7 +211,7 @@ class Vocabulary:
         pre = default if pre in (None, "default") else pre  # files of converters before the key was invented
         if pre not in SPLITS:
             what = f"tokenizer.ggml.pre: {str(pre)[:80]!r} is a pre-tokenizer that is not supported"
-            raise self.file.error(what, nearest(str(pre), SPLITS, "tools/gguf/vocabulary.py lists them"))
+            raise self.file.error(what, nearest(str(pre), SPLITS, "models/gguf/vocabulary.py lists them"))
         split, levels = SPLITS[pre], {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         if split == GPT2:
             splitter = {**levels, "use_regex": True}
@@ -171,21 +233,20 @@ class Vocabulary:
         usual |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
         return {"type": "BPE", **usual, **options, "vocab": self.vocab, "merges": merges}
 
-    def _merges(self) -> list[list[str]]:
+    def _merges(self) -> list[tuple[str, str]]:
         """The file's own."""
-        pairs = []
+        pairs, vocab = [], self.vocab
         for merge in self._list("merges", str, each=False):
             at = merge.find(" ", 1)
-            pair = [merge[:at], merge[at + 1 :]]
-            if at < 0 or not {*pair, "".join(pair)} <= self.vocab.keys():
+            pair = merge[:at], merge[at + 1 :]
+            if at < 0 or pair[0] not in vocab or pair[1] not in vocab or pair[0] + pair[1] not in vocab:
                 raise self.file.error(f"tokenizer.ggml.merges: {merge[:80]!r} does not fit the vocabulary")
             pairs.append(pair)
         return pairs
 
-    def _derived(self) -> list[list[str]]:
+    def _derived(self) -> list[tuple[str, str]]:
         """Merges that give what a SentencePiece model gives: the neighbours whose union has the highest score first."""
-        scores = self._list("scores", float)
-        if not scores:
+        if not self.scores:
             raise self.keys.error("scores", "a number for each token")
         pieces = {token: i for token, i in self.vocab.items() if self.types[i] == NORMAL}
         found = []
@@ -193,8 +254,8 @@ class Vocabulary:
             for cut in range(1, len(piece)):
                 left, right = pieces.get(piece[:cut]), pieces.get(piece[cut:])
                 if left is not None and right is not None:
-                    found.append((-scores[i], i, left, right))
-        return [[self.tokens[left], self.tokens[right]] for _, _, left, right in sorted(found)]
+                    found.append((-self.scores[i], i, left, right))
+        return [(self.tokens[left], self.tokens[right]) for _, _, left, right in sorted(found)]
 
     def _adds(self, name: str, default: bool) -> int | None:
         """The token that a text begins or ends with, if it does."""
@@ -213,6 +274,21 @@ class Vocabulary:
         if each and len(value) not in (0, len(self.tokens)):
             raise self.file.error(f"tokenizer.ggml.{key}: expected {len(self.tokens)} entries, got {len(value)}")
         return value
+
+
+def _varint(number: int) -> bytes:
+    """A number of a message; a negative one is that of 64 bits."""
+    number, found = number % (1 << 64), bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes((*found, number))
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """A string or message in a message."""
+    size = len(content)
+    return _varint(number << 3 | 2) + (bytes((size,)) if size < 128 else _varint(size)) + content
 
 
 def read(file: GGUF) -> Vocabulary | None:

@@ -1,0 +1,33 @@
+"""The tokenizer of a GGUF file, from its metadata: without the files that `models.gguf.vocabulary` could write."""
+
+import json
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, models
+
+from engine.text import tokenizer_limits
+from engine.text.tokenizer_files import named_tokens
+from engine.text.tokenizer_json import LibraryEncoder
+from engine.text.tokenizer_model import SentencePieceEncoder
+from models.gguf.vocabulary import Vocabulary
+
+
+def encoder_of(vocabulary: Vocabulary) -> tuple[LibraryEncoder | SentencePieceEncoder, dict[str, Any], dict[str, str]]:
+    """The arguments of a `Tokenizer`. Raises CheckpointError for what is not supported."""
+    config, path = vocabulary.config(), vocabulary.file.path
+    if vocabulary.has_scores:
+        encoder = SentencePieceEncoder(vocabulary.model(), path, config)
+        return encoder, config, encoder.names
+    spec = vocabulary.tokenizer()
+    guard = tokenizer_limits.guard(spec, str(path))
+    model, added = spec["model"], spec["added_tokens"]
+    bare = spec | {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+    library = tokenizers.Tokenizer.from_str(json.dumps(bare))
+    options = {name: value for name, value in model.items() if name not in ("type", "vocab", "merges") and value}
+    library.model = models.BPE(model["vocab"], model["merges"], **options)  # the same as JSON takes as long again
+    for token in sorted(added, key=lambda token: token["id"]):
+        flags = {name: value for name, value in token.items() if name not in ("id", "content")}
+        library.add_tokens([AddedToken(token["content"], **flags)])
+    names = named_tokens(config)
+    return LibraryEncoder(library, config, names, guard, str(path)), config, names

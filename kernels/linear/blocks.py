@@ -1,0 +1,243 @@
+"""Block formats of ggml as packed matrices have them: codes with scales and minimums of groups, exactly.
+
+`Block.rows` is the definition, in PyTorch; `BlockPanels` packs rows of blocks as they lie in a file, by C++. No value
+is rounded: codes stay what they are, and those of a table (IQ4, MXFP4) become the whole numbers that the table has.
+Formats with scales of scales keep both: int8, which count in units of float16 for UNIT elements each.
+
+Shape legend: O outputs, N blocks of a row, B bytes of a block, I inputs (the width of a row), G groups of a row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.checks import expect
+from kernels.cpp import function
+from kernels.linear.panels import PANEL, UNIT, GroupKind, Groups, Packed, shape
+
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers
+SIGN = 128  # codes of int8 are so much more than their numbers
+SCALES = {"half": torch.float16, "float": torch.float32, "units": torch.int8}
+
+
+class BlockRows(NamedTuple):
+    """Rows of a matrix: codes [O, I], uint8; scales and minimums [O, G], float32."""
+
+    codes_OI: Tensor
+    scale_OG: Tensor
+    least_OG: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A format.
+
+    Args:
+        number: ggml's.
+        bytes, size: bytes and elements of a block.
+        kind, group: of the codes, see `kernels.linear.panels.Groups`.
+        least: groups have minimums.
+        scales: how they are kept: in float16, in float32, or as int8 with units.
+        decode: blocks uint8 [O, N, B] to rows.
+    """
+
+    number: int
+    bytes: int
+    size: int
+    kind: GroupKind
+    group: int
+    least: bool
+    scales: Literal["half", "float", "units"]
+    decode: Callable[[Tensor], BlockRows]
+
+    def rows(self, stored_OB: Tensor) -> BlockRows:
+        """Rows of blocks as they are stored, uint8 [O, bytes of a row]."""
+        return self.decode(stored_OB.unflatten(1, (-1, self.bytes)))
+
+    @property
+    def kinship(self) -> tuple[object, ...]:
+        """What formats have to share whose rows are to be one matrix."""
+        return self.kind, self.group, self.least, self.scales
+
+    def packed_bytes(self, outs: int, width: int) -> int:
+        """What a packed matrix takes."""
+        panels, steps, *word = shape(self.kind, outs, width)
+        scales = -(-width // self.group) * SCALES[self.scales].itemsize + (width // UNIT * 2 * (self.scales == "units"))
+        return panels * (steps * word[0] * word[1] + PANEL * scales * (1 + self.least))
+
+
+class BlockPanels:
+    """Panels and groups that rows of blocks are packed into as they come.
+
+    Args:
+        block: the format of the first rows; others have to be of its kinship.
+        outs, width: of the matrix.
+    """
+
+    def __init__(self, block: Block, outs: int, width: int):
+        self.block, self.outs, self.width, self.filled = block, outs, width, 0
+        self.panels = torch.empty(shape(block.kind, outs, width), dtype=torch.uint8)
+        whole = outs // PANEL
+        self.panels[whole:] = 0  # outputs that no row comes for
+
+        def made(count: int, dtype: torch.dtype, wanted: bool) -> Tensor | None:
+            return torch.zeros(len(self.panels), count, PANEL, dtype=dtype) if wanted else None
+
+        groups, units = -(-width // block.group), block.scales == "units"
+        self.scale = made(groups, SCALES[block.scales], True)
+        self.least = made(groups, SCALES[block.scales], block.least)
+        self.unit = made(width // UNIT, torch.float16, units)
+        self.least_unit = made(width // UNIT, torch.float16, units and block.least)
+
+    def add(self, block: Block, stored_OB: Tensor) -> None:
+        """Rows as they are stored, uint8 [any, bytes of a row].
+
+        Raises:
+            ValueError: rows of another size, too many, or of a format of another kinship.
+        """
+        if block.kinship != self.block.kinship or self.width % block.size:
+            raise ValueError(f"expected a format like {self.block.kinship}, got {block.kinship}")
+        count, blocks = len(stored_OB), self.width // block.size
+        expect("rows", stored_OB, torch.uint8, (count, blocks * block.bytes), torch.device("cpu"))
+        if self.filled + count > self.outs:
+            raise ValueError(f"expected {self.outs} rows, got {self.filled + count}")
+        tensors = self.panels, self.scale, self.least, self.unit, self.least_unit
+        function("repack")(
+            *(torch.get_num_threads(), block.number, stored_OB.data_ptr(), self.filled, count, blocks),
+            *(None if x is None else x.data_ptr() for x in tensors),
+        )
+        self.filled += count
+
+    def done(self) -> Packed:
+        """The matrix. Raises ValueError if rows are missing, or scales are no finite numbers."""
+        if self.filled != self.outs:
+            raise ValueError(f"expected {self.outs} rows, got {self.filled}")
+        assert self.scale is not None
+        groups = Groups(self.block.kind, self.block.group, self.scale, None, self.least, self.unit, self.least_unit)
+        if any(not x.isfinite().all() for x in groups[2:] if isinstance(x, Tensor) and x.is_floating_point()):
+            raise ValueError("scales are not finite")
+        return Packed(self.panels, self.outs, self.width, groups=groups)
+
+
+def _half(b_ONB: Tensor, at: int) -> Tensor:
+    """The float16 at a byte of every block, as float32: [O, N, 1]."""
+    return b_ONB[..., at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(octets: Tensor) -> Tensor:
+    """The low halves of neighbouring bytes, then their high halves."""
+    return torch.cat((octets & 15, octets >> 4), -1)
+
+
+def _spread(octets: Tensor, bits: int) -> Tensor:
+    """Fields of so many bits: those of neighbouring bytes from the lowest, then their next ones; [..., 8 / bits, n]."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)
+    return (octets.unsqueeze(-2) >> shifts) & ((1 << bits) - 1)
+
+
+def _looked_up(codes: Tensor, table: tuple[int, ...]) -> Tensor:
+    """Codes of numbers in a table, as those of int8."""
+    return torch.tensor([number + SIGN for number in table], dtype=torch.uint8)[codes.int()]
+
+
+def _grouped(codes: Tensor, scale: Tensor, least: Tensor | None = None) -> BlockRows:
+    return BlockRows(codes.flatten(1), scale.flatten(1), None if least is None else least.flatten(1))
+
+
+def _q4_0(b: Tensor) -> BlockRows:
+    return _grouped(_nibbles(b[..., 2:]), _half(b, 0))
+
+
+def _q4_1(b: Tensor) -> BlockRows:
+    return _grouped(_nibbles(b[..., 4:]), _half(b, 0), _half(b, 2))
+
+
+def _fifth_bits(octets: Tensor) -> Tensor:
+    """Bits of four bytes, as 16 or 0."""
+    return ((octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2) << 4
+
+
+def _q5_0(b: Tensor) -> BlockRows:
+    return _grouped((_nibbles(b[..., 6:]) | _fifth_bits(b[..., 2:6])) + (SIGN - 16), _half(b, 0))
+
+
+def _q5_1(b: Tensor) -> BlockRows:
+    return _grouped((_nibbles(b[..., 8:]) | _fifth_bits(b[..., 4:8])) + SIGN, _half(b, 0), _half(b, 2))
+
+
+def _q8_0(b: Tensor) -> BlockRows:
+    return _grouped(b[..., 2:] ^ SIGN, _half(b, 0))
+
+
+def _q2_k(b: Tensor) -> BlockRows:
+    scale, least = _half(b, 80) * (b[..., :16] & 15), _half(b, 82) * (b[..., :16] >> 4)
+    return _grouped(_spread(b[..., 16:80].unflatten(-1, (2, 32)), 2).flatten(-3), scale, -least)
+
+
+def _q3_k(b: Tensor) -> BlockRows:
+    # A set bit of the mask means that 4 is not taken away; codes of int4 stand around 8.
+    codes = _spread(b[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-3, -2) + (_spread(b[..., :32], 1) << 2) + 4
+    low, high = _nibbles(b[..., 96:104]), _spread(b[..., 104:108], 2).flatten(-2)
+    return _grouped(codes.flatten(-2), _half(b, 108) * ((low | high << 4).float() - 32))
+
+
+def _six_bits(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minimums of Q4_K and Q5_K: [O, N, 8]. Their six bits lie in twelve bytes, see `block_q4_K` in ggml."""
+    first, second, rest = b[..., 4:16].split(4, -1)
+    scale = torch.cat((first & 63, (rest & 15) | ((first >> 2) & 48)), -1)
+    least = torch.cat((second & 63, (rest >> 4) | ((second >> 2) & 48)), -1)
+    return _half(b, 0) * scale, -(_half(b, 2) * least)
+
+
+def _q4_k(b: Tensor) -> BlockRows:
+    return _grouped(_nibbles(b[..., 16:].unflatten(-1, (4, 32))).flatten(-2), *_six_bits(b))
+
+
+def _q5_k(b: Tensor) -> BlockRows:
+    codes = _nibbles(b[..., 48:].unflatten(-1, (4, 32))).flatten(-2) | (_spread(b[..., 16:48], 1) << 4).flatten(-2)
+    return _grouped(codes + SIGN, *_six_bits(b))
+
+
+def _q6_k(b: Tensor) -> BlockRows:
+    low = _nibbles(b[..., :128].unflatten(-1, (2, 64))).flatten(-2)
+    high = _spread(b[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-3)
+    scale = _half(b, 208) * b[..., 192:208].contiguous().view(torch.int8)
+    return _grouped((low | high << 4) + (SIGN - 32), scale)
+
+
+def _iq4_nl(b: Tensor) -> BlockRows:
+    return _grouped(_looked_up(_nibbles(b[..., 2:]), IQ4), _half(b, 0))
+
+
+def _iq4_xs(b: Tensor) -> BlockRows:
+    low = torch.stack((b[..., 4:8] & 15, b[..., 4:8] >> 4), -1).flatten(-2)
+    high = ((b[..., 2:4].unsqueeze(-1) >> torch.arange(0, 8, 2, dtype=torch.uint8)) & 3).flatten(-2)
+    codes = _looked_up(_nibbles(b[..., 8:].unflatten(-1, (8, 16))), IQ4).flatten(-2)
+    return _grouped(codes, _half(b, 0) * ((low | high << 4).float() - 32))
+
+
+def _mxfp4(b: Tensor) -> BlockRows:
+    exponent = b[..., :1].int() - 128  # one less than the block's, as the table has twice the numbers
+    scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+    return _grouped(_looked_up(_nibbles(b[..., 1:]), E2M1), scale)
+
+
+BLOCKS = {  # by ggml's names
+    "Q4_0": Block(2, 18, 32, "int4", 32, False, "half", _q4_0),
+    "Q4_1": Block(3, 20, 32, "int4", 32, True, "half", _q4_1),
+    "Q5_0": Block(6, 22, 32, "int8", 32, False, "half", _q5_0),
+    "Q5_1": Block(7, 24, 32, "int8", 32, True, "half", _q5_1),
+    "Q8_0": Block(8, 34, 32, "int8", 32, False, "half", _q8_0),
+    "Q2_K": Block(10, 84, 256, "int4", 16, True, "units", _q2_k),
+    "Q3_K": Block(11, 110, 256, "int4", 16, False, "units", _q3_k),
+    "Q4_K": Block(12, 144, 256, "int4", 32, True, "units", _q4_k),
+    "Q5_K": Block(13, 176, 256, "int8", 32, True, "units", _q5_k),
+    "Q6_K": Block(14, 210, 256, "int8", 16, False, "units", _q6_k),
+    "IQ4_NL": Block(20, 18, 32, "int8", 32, False, "half", _iq4_nl),
+    "IQ4_XS": Block(23, 136, 256, "int8", 32, False, "units", _iq4_xs),
+    "MXFP4": Block(39, 17, 32, "int8", 32, False, "float", _mxfp4),
+}

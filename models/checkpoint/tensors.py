@@ -1,0 +1,69 @@
+"""Tensors as headers describe them, and rows of a matrix that are read from its file when they are asked for."""
+
+import json
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.errors import CheckpointError, show
+from models.quantized.parts import Part
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of a tensor. `packed`: the file has its values in a packed matrix alone.
+
+    `name`: that of the file, where the model has another one for it.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    packed: bool = False
+    name: str = ""
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it is made of."""
+        return math.prod(self.shape)
+
+    def fits(self, part: Part) -> bool:
+        """Whether it is what a model needs."""
+        return self.shape in part.shapes and self.dtype in part.dtypes
+
+
+class RowReader:
+    """Rows of a matrix in a file, read when they are asked for: an embedding that takes no memory.
+
+    A mapping would do the same, but the kernel maps whole neighbourhoods of every page touched, so that some hundred
+    scattered rows make most of an embedding resident; and a file cut short under a mapping kills the process.
+    """
+
+    def __init__(self, info: TensorInfo, name: str, start: int | None = None):
+        """`start`: its place in the file; None: by the header of safetensors."""
+        self.info, self.name = info, name
+        self.width = info.shape[1]
+        self.row_bytes = self.width * info.dtype.itemsize
+        self._fd = os.open(info.file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._fd)
+        if start is None:
+            size = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+            header = json.loads(os.pread(self._fd, size, 8))  # checked by safetensors when the checkpoint was opened
+            start = 8 + size + header[info.name or name]["data_offsets"][0]
+        self._start = start
+
+    def __call__(self, rows: Sequence[int]) -> Tensor:
+        """[len(rows), width] in the file's dtype. Raises CheckpointError if the file has become shorter."""
+        buffer = bytearray(len(rows) * self.row_bytes)
+        view = memoryview(buffer)
+        for i, row in enumerate(rows):
+            piece = view[i * self.row_bytes : (i + 1) * self.row_bytes]
+            if os.preadv(self._fd, [piece], self._start + row * self.row_bytes) != self.row_bytes:
+                raise CheckpointError(f"{self.name} is cut short", where=show(self.info.file))
+        return torch.frombuffer(buffer, dtype=self.info.dtype).view(-1, self.width)

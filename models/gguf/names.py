@@ -1,0 +1,86 @@
+"""The names that checkpoints in Hugging Face's layout have for the tensors of GGUF files, by architecture."""
+
+import re
+
+_LLAMA = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "cls.output": "score",
+    "blk.attn_norm": "input_layernorm",
+    "blk.attn_q": "self_attn.q_proj",
+    "blk.attn_k": "self_attn.k_proj",
+    "blk.attn_v": "self_attn.v_proj",
+    "blk.attn_qkv": "self_attn.qkv_proj",
+    "blk.attn_q_norm": "self_attn.q_norm",
+    "blk.attn_k_norm": "self_attn.k_norm",
+    "blk.attn_output": "self_attn.o_proj",
+    "blk.ffn_norm": "post_attention_layernorm",
+    "blk.ffn_gate": "mlp.gate_proj",
+    "blk.ffn_up": "mlp.up_proj",
+    "blk.ffn_down": "mlp.down_proj",
+}
+_OUTPUT_NORMS = {
+    "blk.post_attention_norm": "post_attention_layernorm",
+    "blk.post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA2 = {**_LLAMA, **_OUTPUT_NORMS, "blk.ffn_norm": "pre_feedforward_layernorm"}
+_GPT2 = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "cls.output": "score",
+    "blk.attn_norm": "ln_1",
+    "blk.attn_qkv": "attn.c_attn",
+    "blk.attn_output": "attn.c_proj",
+    "blk.ffn_norm": "ln_2",
+    "blk.ffn_up": "mlp.c_fc",
+    "blk.ffn_down": "mlp.c_proj",
+}
+_LFM2 = {
+    **_LLAMA,
+    **dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm"),
+    "blk.attn_norm": "operator_norm",
+    "blk.attn_q_norm": "self_attn.q_layernorm",
+    "blk.attn_k_norm": "self_attn.k_layernorm",
+    "blk.attn_output": "self_attn.out_proj",
+    "blk.ffn_norm": "ffn_norm",
+    "blk.ffn_gate": "feed_forward.w1",
+    "blk.ffn_down": "feed_forward.w2",
+    "blk.ffn_up": "feed_forward.w3",
+    "blk.shortconv.in_proj": "conv.in_proj",
+    "blk.shortconv.conv": "conv.conv",
+    "blk.shortconv.out_proj": "conv.out_proj",
+}
+_PHI2 = {
+    "output_norm": "model.final_layernorm",
+    "blk.attn_output": "self_attn.dense",
+    "blk.ffn_up": "mlp.fc1",
+    "blk.ffn_down": "mlp.fc2",
+}
+_HUNYUAN = {"blk.attn_q_norm": "self_attn.query_layernorm", "blk.attn_k_norm": "self_attn.key_layernorm"}
+NAMES = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma", "granite", "smollm3", "stablelm"), _LLAMA),
+    **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
+    "gpt2": _GPT2,
+    "hunyuan-dense": _LLAMA | _HUNYUAN,
+    "lfm2": _LFM2,
+    "olmo2": {name: own for name, own in _LLAMA.items() if name not in ("blk.attn_norm", "blk.ffn_norm")}
+    | _OUTPUT_NORMS,
+    "phi2": _LLAMA | _PHI2,
+    "phi3": _LLAMA | {"blk.ffn_up": "mlp.gate_up_proj"},
+}
+
+
+def checkpoint_name(architecture: str, stored: str) -> str | None:
+    """The name of a tensor in checkpoints; None for one that the architecture has no place for."""
+    found = re.fullmatch(r"(?:blk\.(0|[1-9]\d{0,4})\.)?([\w.]+)\.(weight|bias)", stored)
+    if found is None:
+        return None
+    layer, part, end = found.groups()
+    name = NAMES[architecture].get(part if layer is None else f"blk.{part}")
+    if name is None:
+        return None
+    layers = "transformer.h" if architecture == "gpt2" else "model.layers"
+    return f"{name}.{end}" if layer is None else f"{layers}.{layer}.{name}.{end}"

@@ -1,0 +1,212 @@
+"""The tensors of a GGUF file as a checkpoint has them: its names, its order of rows, quantised matrices as blocks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.linear.blocks import BLOCKS, Block
+from models.checkpoint.files import map_regular
+from models.checkpoint.tensors import RowReader, TensorInfo
+from models.config import HEAD
+from models.errors import CheckpointError, show
+from models.formats.grouped import GroupedRows, GroupedWeight
+from models.gguf.architectures import FACTORS, INTERLEAVED
+from models.gguf.names import checkpoint_name
+from models.gguf.reader import FETCH_AGAIN, GGUF, Entry
+from models.quantized.parts import Part, Source
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
+SUPPORTED = ", ".join([*FLOATS, *BLOCKS])
+IGNORED = *FACTORS, "attn_rot_embd.weight"  # frequencies: the configuration has them
+
+
+@dataclass(frozen=True)
+class Stored(TensorInfo):
+    """A tensor of a GGUF file. Of a quantised matrix the dtype is uint8, and the shape [outs, bytes of a row].
+
+    Args:
+        format: of its blocks.
+        rows, row_bytes, start: how many rows there are, and where they lie.
+        heads: rows of the matrix are in the order of interleaved rotation, this many heads; 0: they are not.
+        transposed: checkpoints have it [in, out].
+        plus_one: the file has 1 + the values, as it has norms of Gemma.
+    """
+
+    format: str = "F32"
+    rows: int = 1
+    row_bytes: int = 0
+    start: int = 0
+    heads: int = 0
+    transposed: bool = False
+    plus_one: bool = False
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it is made of."""
+        block = BLOCKS.get(self.format)
+        return super().elements if block is None else self.rows * self.row_bytes // block.bytes * block.size
+
+    def read(self) -> Tensor:
+        """The tensor: a view of the file where its order is that of checkpoints. Raises CheckpointError."""
+        try:
+            mapped = map_regular(self.file, self.start + self.rows * self.row_bytes)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise CheckpointError(f"cannot be mapped: {why}", where=show(self.file)) from None
+        if not mapped:
+            raise CheckpointError("the file became shorter while it was read", where=show(self.file))
+        dtype = (FLOATS | INTEGERS).get(self.format, torch.uint8)
+        count = self.rows * self.row_bytes // dtype.itemsize
+        found = torch.frombuffer(mapped, dtype=dtype, count=count, offset=self.start).view(self.rows, -1)
+        if found.data_ptr() % dtype.itemsize:  # legal in the format, unfit for vector loads
+            found = found.clone()
+        if len(self.shape) == 1:
+            found = found.flatten()
+        if self.heads:  # of each head first the even rows, then the odd ones
+            found = found.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        if self.plus_one:
+            found = found.float() - 1
+        return found.T if self.transposed else found.view(self.shape)
+
+    def reader(self, name: str) -> "RowReader | BlockReader":
+        """Reads some rows of a matrix, as floats."""
+        rows = RowReader(self, name, self.start)
+        return BlockReader(rows, BLOCKS[self.format], self) if self.format in BLOCKS else rows
+
+
+class BlockReader:
+    """Rows of a quantised matrix as float32, read from the file when they are asked for: see `RowReader`."""
+
+    def __init__(self, rows: RowReader, block: Block, info: Stored):
+        self.rows, self.block, self.name = rows, block, rows.name
+        self.width = info.row_bytes // block.bytes * block.size
+
+    def __call__(self, rows: Sequence[int]) -> Tensor:
+        """[len(rows), width]. Raises CheckpointError if the file has become shorter."""
+        return _weight(self.block, self.rows(rows), self.width).floats()
+
+
+@dataclass(frozen=True)
+class BlockScheme:
+    """How a quantised weight is stored, see `models.quantized.Scheme`."""
+
+    block: Block
+
+    def parts(self, outs: int, width: int) -> dict[str, Part]:
+        """See `Scheme`."""
+        row_bytes = -(-width // self.block.size) * self.block.bytes
+        return {"weight": Part(((outs, row_bytes),), (torch.uint8,))}
+
+    def weight(self, outs: int, width: int, source: Source) -> GroupedWeight:
+        """See `Scheme`."""
+        return _weight(self.block, source.tensor("weight"), width)
+
+
+@dataclass(frozen=True)
+class BlockQuantization:
+    """The quantised weights of a file by their modules, see `models.quantized.Quantization`."""
+
+    schemes: Mapping[str, BlockScheme]
+
+    def scheme(self, module: str, kind: str) -> BlockScheme | None:
+        """See `Quantization`."""
+        return self.schemes.get(module)
+
+
+def _weight(block: Block, stored_OB: Tensor, width: int) -> GroupedWeight:
+    """The weight whose rows are stored as these blocks."""
+
+    def rows(first: int, last: int) -> GroupedRows:
+        codes_OI, scale_OG, least_OG = block.rows(stored_OB[first:last])
+        return GroupedRows(codes_OI, scale_OG, least_OG=least_OG)
+
+    shape = len(stored_OB), width
+    return GroupedWeight(block.kind, shape, block.group, rows, least=block.least, stored=(stored_OB, block))
+
+
+def tensors_of(file: GGUF, config: Mapping[str, Any]) -> dict[str, Stored]:
+    """The tensors by the names of checkpoints; those that an architecture has no place for by their own.
+
+    Args:
+        config: from `read_config`.
+
+    Raises:
+        CheckpointError: a block format that is not supported, or two tensors of one name.
+    """
+    found: dict[str, Stored] = {}
+    for own, entry in file.tensors.items():
+        if own.endswith(IGNORED):
+            continue
+        if entry.format not in FLOATS | BLOCKS | INTEGERS:
+            what = f"tensor {show(own)} has the block format {entry.format}, which is not supported"
+            raise file.error(what, f"supported: {SUPPORTED}")
+        for name, stored in _named(file, config, own, entry):
+            if name in found:
+                raise file.error(f"two tensors stand for {show(name)}", FETCH_AGAIN)
+            found[name] = stored
+    if not found:
+        raise file.error("the file holds no tensors", FETCH_AGAIN)
+    return found
+
+
+def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> BlockQuantization | None:
+    """What `Checkpoint.quantization` has of these tensors."""
+    schemes = {
+        name.removesuffix(".weight"): BlockScheme(BLOCKS[info.format])
+        for name, info in tensors.items()
+        if info.format in BLOCKS
+    }
+    for table in ("model.embed_tokens", "transformer.wte"):
+        if config["tie_word_embeddings"] and table in schemes:
+            schemes[HEAD] = schemes[table]
+    return BlockQuantization(schemes) if schemes else None
+
+
+def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: Entry) -> Iterator[tuple[str, Stored]]:
+    """A tensor by its name; some files have one matrix for queries, keys and values where checkpoints have three."""
+    arch = file.fields().str("general.architecture")
+    name = checkpoint_name(arch, own) or own
+    rows = entry.shape[0] if len(entry.shape) > 1 else 1
+    for dim in entry.shape[1:-1]:
+        rows *= dim
+    whole = _stored(arch, config, name, entry, entry.shape, rows, entry.start)
+    if ".qkv_proj." not in name or arch == "phi3" or len(entry.shape) > 2:
+        yield name, whole
+        return
+    q, kv = (config.get(f"num_{kind}_heads", 1) for kind in ("attention", "key_value"))
+    size, rest = divmod(entry.shape[0], q + 2 * kv)
+    if rest:
+        yield name, whole
+        return
+    start, row = entry.start, entry.row_bytes if len(entry.shape) > 1 else whole.dtype.itemsize
+    for part, heads in (("q", q), ("k", kv), ("v", kv)):
+        named, shape = name.replace(".qkv_proj.", f".{part}_proj."), (heads * size, *entry.shape[1:])
+        piece = entry if len(shape) > 1 else entry._replace(row_bytes=shape[0] * row)
+        yield named, _stored(arch, config, named, piece, shape, shape[0] if len(shape) > 1 else 1, start)
+        start += shape[0] * row
+
+
+def _stored(
+    arch: str, config: Mapping[str, Any], name: str, entry: Entry, shape: tuple[int, ...], rows: int, start: int
+) -> Stored:
+    heads = 0
+    if arch in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
+        heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+        heads = heads if shape[0] % (2 * heads) == 0 else 0  # of another shape than the model's: it is refused
+    plus_one = arch.startswith("gemma") and name.endswith("norm.weight") and entry.format in FLOATS
+    dtype = torch.float32 if plus_one else (FLOATS | INTEGERS).get(entry.format, torch.uint8)
+    transposed = False
+    if entry.format in BLOCKS:
+        shape = (rows, entry.row_bytes)
+    elif name.endswith("conv.conv.weight") and len(shape) == 2:
+        shape = (shape[0], 1, shape[1])
+    elif arch == "gpt2" and name.startswith("transformer.h.") and len(shape) == 2:
+        shape, transposed = shape[::-1], True
+    return Stored(
+        entry.file, shape, dtype, format=entry.format, rows=rows, row_bytes=entry.row_bytes, start=start, heads=heads,
+        transposed=transposed, plus_one=plus_one,
+    )  # fmt: skip

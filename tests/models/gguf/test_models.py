@@ -1,0 +1,207 @@
+"""Models in GGUF files: the numbers of their checkpoints, and what the `gguf` package dequantises, in every format."""
+
+import json
+
+import pytest
+import torch
+
+from engine import CheckpointError, Engine
+from kernels.linear.blocks import BLOCKS
+from models.checkpoint.headers import Checkpoint
+from models.gguf import architectures
+from models.gguf.names import NAMES, checkpoint_name
+from models.gguf.reader import GGUF
+from models.rope import RopeConfig, RotaryEmbedding
+from search import Greedy, Trie
+from tests.models.gguf.files import GOLDEN, WIDE, File, gguf, random
+
+TYPES = gguf.GGMLQuantizationType
+FLOATS = [
+    *(f"llama/{name}" for name in ("plain", "gqa", "mqa", "tied", "llama3", "linear", "yarn", "head_dim", "mistral")),
+    *("llama/both_biases", "phi/plain", "phi/partial", "phi3/plain", "phi3/longrope", "phi3/window", "phi3/gqa"),
+    *("gpt2/plain", "gpt2/untied", "qwen2/tied", "qwen3/plain", "qwen3/tied", "qwen3/bias", "qwen3/yarn"),
+    *(
+        "gemma/one",
+        "olmo/plain",
+        "olmo/olmo3",
+        "hunyuan/plain",
+        "stablelm/plain",
+        "stablelm/parallel",
+    ),
+]
+PROMPT = list(range(3, 30))
+
+
+def same(folder, other, relative):
+    """Whether two checkpoints have the same logits, greedy tokens and beams."""
+    ours, theirs = (Engine.load(path, dtype="float32", kv_memory=1 << 22) for path in (folder, other))
+    expected = theirs.logits(PROMPT)
+    assert (ours.logits(PROMPT) - expected).abs().max() <= relative * expected.std()
+    for search in (Greedy(), Trie(beams=4)):
+        answers = [engine.generate([PROMPT], search, max_new_tokens=12, ignore_eos=True) for engine in (ours, theirs)]
+        assert len({tuple(answer[0].outputs[0].token_ids) for answer in answers}) == 1
+
+
+@pytest.mark.parametrize("variant", FLOATS)
+def test_floats_are_those_of_the_checkpoint(variant, tmp_path):
+    same(File(GOLDEN / variant).write(tmp_path / "file.gguf"), GOLDEN / variant, 1e-5)
+
+
+FACTORS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
+
+
+@pytest.mark.parametrize("architecture, kind, more", [
+    ("GraniteForCausalLM", "granite", dict(zip(FACTORS, (0.25, 3.0, 2.0, 0.5), strict=True))),
+    ("SmolLM3ForCausalLM", "smollm3", {"no_rope_layers": [1, 1, 1, 0, 1]}),
+])  # fmt: skip
+def test_llamas_with_more(architecture, kind, more, tmp_path):
+    source = random(tmp_path / "source", "llama/gqa", num_hidden_layers=5)
+    config = json.loads((source / "config.json").read_text()) | {"architectures": [architecture], "model_type": kind}
+    (source / "config.json").write_text(json.dumps(config | more))
+    same(File(source).write(tmp_path / "file.gguf"), source, 1e-5)
+
+
+@pytest.mark.parametrize("variant", ["gemma/two", "gemma/three", "gemma/three_v4"])
+def test_gemmas_take_the_scale_of_scores_from_the_size_of_heads(variant, tmp_path):
+    source = random(tmp_path / "source", variant, query_pre_attn_scalar=10)
+    same(File(source).write(tmp_path / "file.gguf"), source, 1e-5)
+
+
+@pytest.mark.parametrize("variant, layers", [("gemma/two", 46), ("gemma/three_v4", 62)])
+def test_the_largest_gemmas_take_it_from_the_width(variant, layers, tmp_path):
+    source = random(tmp_path / "source", variant, num_hidden_layers=layers)
+    config = Checkpoint.open(File(source).write(tmp_path / "file.gguf")).config
+    assert (config["query_pre_attn_scalar"], config["head_dim"]) == (6, 10)
+
+
+def test_layers_with_a_window_as_files_name_them(tmp_path):
+    def types(**keys):
+        file = File(GOLDEN / "gemma/three_defaults")
+        name = "gemma3.attention.sliding_window"
+        file.keys |= {f"{name}{key}": value for key, value in keys.items()}
+        config = Checkpoint.open(file.write(tmp_path / "file.gguf")).config
+        return [kind[0] for kind in config["layer_types"]]
+
+    assert types() == list("sssssf")
+    assert types(_pattern=3) == list("ssfssf")
+    assert types(_pattern=0) == list("ssssss")
+    assert types(_pattern=[True, False, False, True, True, True]) == list("sffsss")
+    for window in ({"": 0}, {"_pattern": 1}):
+        assert types(**window) == list("ffffff")
+    with pytest.raises(CheckpointError, match="sliding_window_pattern: expected a number, or 6 flags"):
+        types(_pattern=[True])
+
+
+def test_gemma_2_has_one_base_for_all_layers(tmp_path):
+    file = File(GOLDEN / "gemma/two")
+    file.keys["gemma2.rope.freq_base_swa"] = 77.0
+    with pytest.raises(CheckpointError, match=r"freq_base_swa: expected the rope.freq_base, got 77"):
+        Checkpoint.open(file.write(tmp_path / "file.gguf"))
+
+
+def as_floats(file):
+    """The same file with the values that the package dequantises."""
+    floats = File(file.folder)
+    floats.tensors = {name: file.floats(name).numpy() for name in file.tensors}
+    return floats
+
+
+@pytest.mark.parametrize("format", ["F16", "BF16", *BLOCKS])
+@pytest.mark.parametrize("variant", ["llama/gqa", "llama/tied"])
+def test_formats_are_what_the_package_dequantises(variant, format, tmp_path):
+    file = File(random(tmp_path / "source", variant, **WIDE), TYPES[format])
+    same(file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf"), 1e-4)
+    checkpoint = Checkpoint.open(tmp_path / "file.gguf")
+    assert (checkpoint.quantization is not None) == (format in BLOCKS)
+    wanted = sum(Checkpoint.open(tmp_path / "floats.gguf").tensors[name].elements for name in checkpoint.tensors)
+    assert sum(info.elements for info in checkpoint.tensors.values()) == wanted
+
+
+@pytest.mark.parametrize("format", ["F16", "Q4_1", "Q5_0", "Q6_K"])
+@pytest.mark.parametrize("variant", [
+    "phi/plain", "phi3/plain", "gpt2/plain", "qwen2/tied", "qwen3/bias", "gemma/one", "gemma/two", "gemma/three",
+    "olmo/plain", "hunyuan/plain", "stablelm/plain", "lfm2/plain",
+])  # fmt: skip
+def test_formats_of_families(variant, format, tmp_path):
+    file = File(random(tmp_path / "source", variant, **WIDE), TYPES[format])
+    same(file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf"), 1e-4)
+
+
+def test_mixed_formats_as_files_have_them(tmp_path):
+    some = {"blk.0.attn_v.weight": TYPES.Q6_K, "blk.1.ffn_down.weight": TYPES.F16, "output.weight": TYPES.Q6_K}
+    some |= {"blk.1.attn_q.weight": TYPES.Q5_0, "blk.1.attn_k.weight": TYPES.F32, "blk.1.ffn_up.weight": TYPES.IQ4_NL}
+    source = random(tmp_path / "source", "llama/gqa", **WIDE)
+    file = File(source, TYPES.Q4_K, some | {"token_embd.weight": TYPES.Q4_0})
+    same(file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf"), 1e-4)
+    engine = Engine.load(tmp_path / "file.gguf", kv_memory=1 << 22)
+    assert engine.runner.model.stack is not None  # all layers in one call
+
+
+@pytest.mark.parametrize("format", BLOCKS)
+def test_rows_of_the_embedding_are_read_from_the_file(format, tmp_path):
+    file = File(random(tmp_path / "source", "llama/tied", **WIDE), TYPES[format])
+    checkpoint, name = Checkpoint.open(file.write(tmp_path / "file.gguf")), "model.embed_tokens.weight"
+    rows, exact = checkpoint.rows(name, name, (104, 256)), file.floats("token_embd.weight")
+    assert rows(list(range(104))).equal(exact) and rows([7, 3, 7]).equal(exact[[7, 3, 7]])
+    grouped = checkpoint.grouped("lm_head.weight", name, (104, 256), "Linear", biased=False)
+    assert grouped and grouped.floats().equal(exact) and grouped.floats(5, 9).equal(exact[5:9])
+
+
+def test_names_are_those_of_the_package():
+    """The other way round: every name of a checkpoint has the name in files that the package gives it."""
+    kinds = {text: kind for kind, text in gguf.MODEL_ARCH_NAMES.items()}
+    for arch, names in NAMES.items():
+        theirs = gguf.get_tensor_name_map(kinds[arch], 4)
+        more = {"cls.output", *(["output_norm"] if arch == "lfm2" else [])}  # which the package does not know
+        more |= set() if arch in ("gpt2", "phi3") else {"blk.attn_qkv"}
+        for own in names:
+            if own in more:
+                continue
+            stored = own.replace("blk.", "blk.3.")
+            found = checkpoint_name(arch, f"{stored}.weight").removesuffix(".weight")
+            assert theirs.get_name(found) in (stored, None), (arch, own)
+    assert checkpoint_name("llama", "blk.03.attn_q.weight") is None
+    assert checkpoint_name("llama", "attn_q.weight") is None and checkpoint_name("llama", "blk.1.output.weight") is None
+
+
+def test_a_reward_model(tmp_path):
+    source = GOLDEN / "qwen3/classifier"
+    file = File(source)
+    ours = Engine.load(file.write(tmp_path / "file.gguf"), dtype="float32", kv_memory=1 << 22)
+    theirs = Engine.load(source, dtype="float32", kv_memory=1 << 22)
+    assert ours.shape.scores and torch.allclose(ours.logits(PROMPT), theirs.logits(PROMPT), atol=1e-5)
+
+
+def test_one_matrix_for_queries_keys_and_values(tmp_path):
+    file = File(GOLDEN / "phi/gqa")
+    for layer in range(2):
+        for kind in ("weight", "bias"):
+            parts = [f"blk.{layer}.attn_{part}.{kind}" for part in "qkv"]
+            joined = torch.cat([torch.from_numpy(file.tensors.pop(part)) for part in parts])
+            file.add(f"blk.{layer}.attn_qkv.{kind}", joined.numpy())
+    same(file.write(tmp_path / "file.gguf"), GOLDEN / "phi/gqa", 1e-5)
+
+
+# --- rotary embeddings ---
+
+
+@pytest.mark.parametrize("dims, length, factor, low, high", [
+    *((dims, length, factor, 1, 4) for dims in (16, 64, 128) for length, factor in ((8192, 32), (64, 8))),
+    *((dims, 700, 6.5, 1.25, 9.0) for dims in (64, 128)),  # from two frequencies between those kept and those slowed
+])  # fmt: skip
+def test_parameters_of_llama_3_are_recovered(dims, length, factor, low, high, tmp_path):
+    made = RopeConfig(dims, "llama3", 500000.0, length, factor, low, high)
+    inv_freq, plain = RotaryEmbedding(made).inv_freq, RotaryEmbedding(RopeConfig(dims, theta=500000.0)).inv_freq
+    found = architectures._llama3(GGUF(tmp_path, {}, {}), 500000.0, dims, (plain / inv_freq).double())
+    rope = {"head_dim": dims, "rope_theta": 500000.0, "rope_scaling": found}
+    again = RotaryEmbedding(RopeConfig.from_hf(rope, dims, 4096)).inv_freq
+    assert torch.allclose(again, inv_freq, rtol=1e-5, atol=0)
+
+
+def test_other_factors_are_refused(tmp_path):
+    file = File(GOLDEN / "llama/llama3")
+    file.tensors["rope_freqs.weight"][:] = [1, 1.5, 1, 2, 1, 3, 1, 1]
+    with pytest.raises(CheckpointError, match="not those of Llama 3"):
+        Checkpoint.open(file.write(tmp_path / "file.gguf"))
+    file.tensors["rope_freqs.weight"][:] = 1
+    assert Checkpoint.open(file.write(tmp_path / "file.gguf")).config["rope_scaling"] is None

@@ -1,0 +1,115 @@
+"""GGUF files to checkpoints in Hugging Face's layout: `python -m tools.convert FILE.gguf --output DIR`.
+
+Floats stay floats of their dtype; quantised matrices stay quantised, as codes, scales and minimums of groups (see
+`models/quantized/own.py`), with the values that ggml gives them. One tensor is in memory at a time.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.text.tokenizer import Tokenizer
+from kernels.linear.blocks import BLOCKS, Block
+from models.checkpoint.headers import WEIGHTS, Checkpoint, write_tensors
+from models.config import HEAD
+from models.gguf.reader import FETCH_AGAIN
+from models.gguf.tensors import Stored
+from models.quantized.own import Grouping, Own
+
+PIECE = 1 << 21  # elements that are converted at a time
+
+
+class Target(NamedTuple):
+    """A tensor to write: `part` of a quantised weight, by its name in `Grouping.layout`, or the whole of floats."""
+
+    name: str
+    part: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def convert(path: Path, folder: Path) -> dict[str, Any]:
+    """Write the model of a GGUF file into a folder that exists.
+
+    Returns:
+        {"architecture", "tensors", "formats" (numbers of the file's tensors), "bytes", "tokenizer"}.
+
+    Raises:
+        CheckpointError: damaged, or something in it is not supported.
+    """
+    source = Checkpoint.open(path)
+    config, vocabulary = dict(source.config), source.vocabulary
+    targets, quantized = dict[str, Target](), dict[str, Grouping]()
+    for name, info in source.tensors.items():
+        assert isinstance(info, Stored)
+        if info.format not in BLOCKS:
+            targets[name] = Target(name, "", info.shape, info.dtype)
+            continue
+        block, module = BLOCKS[info.format], name.removesuffix(".weight")
+        quantized[module] = grouping = Grouping(
+            block.kind, block.group, torch.float16 if block.scales == "half" else torch.float32, least=block.least
+        )
+        for part, (shape, dtype) in grouping.layout(info.rows, info.elements // info.rows).items():
+            targets[f"{module}.{part}"] = Target(name, part, shape, dtype)
+    if source.quantization and (scheme := source.quantization.scheme(HEAD, "")) and HEAD not in quantized:
+        tables = [module for module, of in quantized.items() if source.quantization.scheme(module, "") is scheme]
+        quantized[HEAD] = quantized[tables[0]]
+    if quantized:
+        config["quantization_config"] = Own.config(quantized)
+    _write(folder / "config.json", config)
+    if vocabulary:
+        _write(folder / "generation_config.json", source.generation_config)
+        _write(folder / "tokenizer_config.json", vocabulary.config())
+        if vocabulary.has_scores:
+            (folder / "tokenizer.model").write_bytes(vocabulary.model())
+        else:
+            _write(folder / "tokenizer.json", vocabulary.tokenizer())
+    shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in targets.items()}
+    with (folder / WEIGHTS).open("wb") as out:
+        write_tensors(out, shapes, {"format": "pt"}, lambda name: _tensor(source, targets[name]))
+    checkpoint = Checkpoint.open(folder)  # it can be read
+    if vocabulary:
+        Tokenizer.load(folder)
+    return {
+        "architecture": checkpoint.architecture,
+        "tensors": len(targets),
+        "formats": Counter(info.format for info in source.tensors.values() if isinstance(info, Stored)),
+        "bytes": (folder / WEIGHTS).stat().st_size,
+        "tokenizer": vocabulary.kind if vocabulary else None,
+    }
+
+
+def _tensor(source: Checkpoint, target: Target) -> Tensor:
+    """Convert a tensor. Raises CheckpointError for scales that are no numbers."""
+    stored, info = source.read([target.name])[target.name], source.tensors[target.name]
+    if not target.part:
+        return stored
+    assert isinstance(info, Stored)
+    block, found = BLOCKS[info.format], torch.empty(target.shape, dtype=target.dtype)
+    step, first = max(1, PIECE * info.rows // info.elements), 0
+    for piece in stored.split(step):
+        found[first : first + len(piece)] = _part(block, piece, target.part)
+        first += len(piece)
+    if target.part != "codes" and not found.isfinite().all():
+        what = f"the scales of {target.name!r} are not finite"
+        raise source.gguf.error(what, FETCH_AGAIN)  # type: ignore[union-attr]
+    return found
+
+
+def _part(block: Block, stored_OB: Tensor, part: str) -> Tensor:
+    """The same of some rows."""
+    codes, scale, least = block.rows(stored_OB)
+    if part != "codes":
+        found = scale if part == "scale" else least
+        assert found is not None
+        return found
+    return codes[:, 0::2] | codes[:, 1::2] << 4 if block.kind == "int4" else codes
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
