@@ -8,7 +8,7 @@ from engine.errors import UsageError
 ROLES = ("target", "draft", "reward")
 BANNER = (
     "This is the bundled toy: it knows small sums, opposites, colours, days, capitals, stories, and what you tell it.\n"
-    "A real model: --model DIR, a Hugging Face checkpoint folder (make chat MODEL=DIR)"
+    "A real model: --model DIR, a Hugging Face checkpoint folder, or FILE.gguf (make chat MODEL=FILE.gguf)"
 )
 
 

@@ -677,11 +677,18 @@ def pickles(folder: Path, _: Engine) -> list[Case]:
     return [Case(index, as_json, read), *(Case(source / file, Draw.damaged, read) for file in shards)]
 
 
+def read_gguf(path: Path) -> None:
+    engine = Engine.load(path, threads=1, kv_memory=1 << 18)
+    if engine.model.tokenizer:
+        engine.tokenizer.encode("ab <b> cd")
+    engine.generate([[3, 5]], Greedy(), max_new_tokens=2)
+
+
 @reader(150)
 def gguf_files(folder: Path, _: Engine) -> list[Case]:
-    from tests.models.gguf.files import File
+    from tests.models.gguf.files import WIDE, File, gguf, random
 
-    output, made = folder / "made", []
+    output, made, codes = folder / "made", list[Case](), (0, 2, 3, 5)  # weights may become numbers that overflow
     for variant in ("llama/plain", "gemma/one", "phi3/longrope", "qwen2/tied", "lfm2/plain"):
         if not (GOLDEN / variant / "tokenizer.json").exists():
             continue
@@ -717,11 +724,17 @@ def gguf_files(folder: Path, _: Engine) -> list[Case]:
                 file.keys[key] = found
             return file.write(folder / "changed").read_bytes()
 
-        def read(path: Path = path) -> int:
-            shutil.rmtree(output, ignore_errors=True)
-            return convert.main([str(path), str(output), "-q"])
+        made.append(Case(path, change, lambda path=path: read_gguf(path), (path.name, "cannot spell"), codes))
 
-        made.append(Case(path, change, read))
+    def converted(path: Path = made[0].path) -> int:
+        shutil.rmtree(output, ignore_errors=True)
+        return convert.main([str(path), str(output), "-q"])
+
+    made.append(Case(made[0].path, made[0].change, converted))
+    for format in ("Q4_1", "Q6_K"):  # bytes of blocks are numbers too
+        source = random(folder / f"source-{format}", "llama/gqa", **WIDE)
+        path = File(source, gguf.GGMLQuantizationType[format]).write(folder / f"blocks-{format}.gguf")
+        made.append(Case(path, Draw.damaged, lambda path=path: read_gguf(path), codes=codes))
     return made
 
 

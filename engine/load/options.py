@@ -62,7 +62,7 @@ class LoadOptions:
     """The options of loading: arguments of `Engine.load`, and flags of the command lines.
 
     Args:
-        folder: folder with config.json, safetensors, tokenizer.
+        folder: folder with config.json, safetensors and tokenizer, or a GGUF file.
         draft: a smaller model of the same tokenizer. A folder, for searches that draft.
         reward: a model with a scalar head, to rank. A folder, for searches that rank; from Python also a function, see
             `Request`.

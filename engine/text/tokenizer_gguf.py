@@ -10,10 +10,12 @@ from engine.text import tokenizer_limits
 from engine.text.tokenizer_files import named_tokens
 from engine.text.tokenizer_json import LibraryEncoder
 from engine.text.tokenizer_model import SentencePieceEncoder
-from models.gguf.vocabulary import Vocabulary
+from models.gguf.vocabulary import FileVocabulary
 
 
-def encoder_of(vocabulary: Vocabulary) -> tuple[LibraryEncoder | SentencePieceEncoder, dict[str, Any], dict[str, str]]:
+def encoder_of(
+    vocabulary: FileVocabulary,
+) -> tuple[LibraryEncoder | SentencePieceEncoder, dict[str, Any], dict[str, str]]:
     """The arguments of a `Tokenizer`. Raises CheckpointError for what is not supported."""
     config, path = vocabulary.config(), vocabulary.file.path
     if vocabulary.has_scores:

@@ -152,7 +152,7 @@ def _add(
     if ORDERED:
         at_K = tl.load(order_ptr + i_K, mask=i_K < WIDTH, other=0)
     x_MK = tl.load(x_ptrs[:, None] + at_K[None, :], mask=real_M[:, None] & (i_K < WIDTH)[None, :], other=0.0)
-    WHOLE: tl.constexpr = GROUP >= WIDTH and not LEAST
+    WHOLE: tl.constexpr = GROUP >= WIDTH if not LEAST else False  # type: ignore[assignment]
     group = 0
     if not WHOLE:
         group = tl.minimum(first, WIDTH - 1) // GROUP

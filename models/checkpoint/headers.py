@@ -29,7 +29,7 @@ from models.formats.packed import KEY, PANELS, PREFIXES, Packing
 from models.gguf.architectures import read_config
 from models.gguf.reader import GGUF
 from models.gguf.tensors import BlockQuantization, BlockReader, Stored, quantization_of, tensors_of
-from models.gguf.vocabulary import Vocabulary
+from models.gguf.vocabulary import FileVocabulary
 from models.gguf.vocabulary import read as read_vocabulary
 from models.quantized import EMBEDDING, TRANSPOSED, Part, Quantization, Scheme, Source, quantization
 from models.quantized.own import GroupedReader, Grouping, Own
@@ -69,7 +69,7 @@ class Checkpoint:
     left_out: Mapping[str, int] = field(default_factory=dict)
     adapter: str = ""
     gguf: GGUF | None = None
-    vocabulary: Vocabulary | None = None
+    vocabulary: FileVocabulary | None = None
 
     @staticmethod
     def open(folder: str | Path) -> Checkpoint:

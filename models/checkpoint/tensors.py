@@ -56,7 +56,7 @@ class RowReader:
             size = int.from_bytes(os.pread(self._fd, 8, 0), "little")
             header = json.loads(os.pread(self._fd, size, 8))  # checked by safetensors when the checkpoint was opened
             start = 8 + size + header[info.name or name]["data_offsets"][0]
-        self._start = start
+        self._start: int = start
 
     def __call__(self, rows: Sequence[int]) -> Tensor:
         """[len(rows), width] in the file's dtype. Raises CheckpointError if the file has become shorter."""

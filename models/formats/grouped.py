@@ -24,7 +24,7 @@ from models.trim import is_mapped, let_go
 CHUNK = 1 << 21  # weights of which there are codes or floats at once
 
 
-Stored = tuple[Tensor, Block]  # rows of blocks as a file has them, their format
+StoredBlocks = tuple[Tensor, Block]  # rows of blocks as a file has them, their format
 
 
 class GroupedRows(NamedTuple):
@@ -66,7 +66,7 @@ class GroupedWeight:
     order_I: Tensor | None = None
     levels: float | None = None
     least: bool = False
-    stored: "Stored | None" = None
+    stored: StoredBlocks | None = None
 
     @property
     def groups(self) -> int:
@@ -98,7 +98,8 @@ class GroupedWeight:
         def read(start: int, stop: int) -> GroupedRows:
             codes_OI, *values = self.rows(first + start, first + stop)
             return GroupedRows(
-                codes_OI[:, columns].contiguous(), *(None if x_OG is None else x_OG[:, some] for x_OG in values)
+                codes_OI[:, columns].contiguous(),
+                *(None if x_OG is None else x_OG[:, some] for x_OG in values),  # type: ignore[arg-type]
             )
 
         stored = self.stored and _cut(self.stored, outs, ins)
@@ -120,7 +121,7 @@ class GroupedWeight:
         return floats_OI
 
 
-def _cut(stored: Stored, outs: range | None, ins: range | None) -> Stored | None:
+def _cut(stored: StoredBlocks, outs: range | None, ins: range | None) -> StoredBlocks | None:
     """Some rows and columns of blocks; None: the columns are no whole blocks."""
     rows_OB, block = stored
     if outs is not None:

@@ -58,7 +58,7 @@ TYPES: dict[int, tuple[str, int, int]] = {  # by number: name, elements and byte
 }
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """A tensor: the name of its block format, its shape (rows are contiguous), bytes of a row, file and place in it."""
 
     format: str
@@ -80,7 +80,7 @@ class GGUF:
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: dict[str, Entry]
+    tensors: dict[str, HeaderEntry]
 
     @staticmethod
     def open(path: Path) -> "GGUF":
@@ -116,7 +116,7 @@ class GGUF:
         """The error for something in this file, to be raised by the caller."""
         return CheckpointError(what[:500], where=show(self.path), remedy=remedy)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> HeaderEntry:
         """A tensor that has to be there. Raises CheckpointError."""
         if name not in self.tensors:
             raise self.error(f"tensor {name!r} is missing", FETCH_AGAIN)
@@ -182,9 +182,9 @@ class _Header:
             raise self.error(f"general.alignment: expected a power of two, got {align!r:.80}", FETCH_AGAIN)
         return GGUF(self.path, metadata, self.places(entries, -(-self.at // align) * align, align))
 
-    def places(self, entries: list[tuple[str, Entry]], data: int, align: int) -> dict[str, Entry]:
+    def places(self, entries: list[tuple[str, HeaderEntry]], data: int, align: int) -> dict[str, HeaderEntry]:
         """The tensors by name, their offsets turned into places in the file."""
-        found: dict[str, Entry] = {}
+        found: dict[str, HeaderEntry] = {}
         end = 0
         for name, entry in sorted(entries, key=lambda named: named[1].start):
             size = entry.row_bytes * math.prod(entry.shape[:-1])
@@ -198,7 +198,7 @@ class _Header:
             found[name], end = entry._replace(start=data + entry.start), entry.start + size
         return found
 
-    def entry(self) -> tuple[str, Entry]:
+    def entry(self) -> tuple[str, HeaderEntry]:
         """Name and description of a tensor; `start` is still relative to the data."""
         name = self.text()
         count = self.number("I")
@@ -213,7 +213,7 @@ class _Header:
         format, block, size = TYPES[kind]
         if shape[-1] % block:
             raise self.error(f"tensor {show(name)}: rows of {shape[-1]} are no whole blocks of {format}", FETCH_AGAIN)
-        return name, Entry(format, shape, shape[-1] // block * size, self.path, start)
+        return name, HeaderEntry(format, shape, shape[-1] // block * size, self.path, start)
 
     def value(self, kind: int) -> Any:
         if kind == STRING:

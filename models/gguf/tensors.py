@@ -1,5 +1,6 @@
 """The tensors of a GGUF file as a checkpoint has them: its names, its order of rows, quantised matrices as blocks."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from models.errors import CheckpointError, show
 from models.formats.grouped import GroupedRows, GroupedWeight
 from models.gguf.architectures import FACTORS, INTERLEAVED
 from models.gguf.names import checkpoint_name
-from models.gguf.reader import FETCH_AGAIN, GGUF, Entry
+from models.gguf.reader import FETCH_AGAIN, GGUF, HeaderEntry
 from models.quantized.parts import Part, Source
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -166,19 +167,17 @@ def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) ->
     return BlockQuantization(schemes) if schemes else None
 
 
-def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: Entry) -> Iterator[tuple[str, Stored]]:
+def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: HeaderEntry) -> Iterator[tuple[str, Stored]]:
     """A tensor by its name; some files have one matrix for queries, keys and values where checkpoints have three."""
     arch = file.fields().str("general.architecture")
     name = checkpoint_name(arch, own) or own
-    rows = entry.shape[0] if len(entry.shape) > 1 else 1
-    for dim in entry.shape[1:-1]:
-        rows *= dim
+    outs, rows = entry.shape[0], math.prod(entry.shape[:-1])
     whole = _stored(arch, config, name, entry, entry.shape, rows, entry.start)
     if ".qkv_proj." not in name or arch == "phi3" or len(entry.shape) > 2:
         yield name, whole
         return
     q, kv = (config.get(f"num_{kind}_heads", 1) for kind in ("attention", "key_value"))
-    size, rest = divmod(entry.shape[0], q + 2 * kv)
+    size, rest = divmod(outs, q + 2 * kv)
     if rest:
         yield name, whole
         return
@@ -191,7 +190,7 @@ def _named(file: GGUF, config: Mapping[str, Any], own: str, entry: Entry) -> Ite
 
 
 def _stored(
-    arch: str, config: Mapping[str, Any], name: str, entry: Entry, shape: tuple[int, ...], rows: int, start: int
+    arch: str, config: Mapping[str, Any], name: str, entry: HeaderEntry, shape: tuple[int, ...], rows: int, start: int
 ) -> Stored:
     heads = 0
     if arch in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):

@@ -47,7 +47,7 @@ SPACE = "▁"
 NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' words and GGUF's
 
 
-class Vocabulary:
+class FileVocabulary:
     """The tokens of a file.
 
     Args:
@@ -291,7 +291,7 @@ def _field(number: int, content: bytes) -> bytes:
     return _varint(number << 3 | 2) + (bytes((size,)) if size < 128 else _varint(size)) + content
 
 
-def read(file: GGUF) -> Vocabulary | None:
+def read(file: GGUF) -> FileVocabulary | None:
     """The vocabulary of a file; None if it has none. Raises CheckpointError for a kind that is not supported."""
     kind = file.fields("tokenizer.ggml.").str("model", "none")
     if kind in ("none", "no_vocab"):
@@ -299,4 +299,4 @@ def read(file: GGUF) -> Vocabulary | None:
     if kind not in ("llama", "gpt2"):
         what = f"tokenizer.ggml.model: tokenizers of the kind {kind[:80]!r} are not supported"
         raise file.error(what, "supported: llama (SentencePiece of BPE) and gpt2 (byte-level BPE)")
-    return Vocabulary(file, kind)
+    return FileVocabulary(file, kind)
