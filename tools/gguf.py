@@ -43,7 +43,7 @@ def convert(path: Path, folder: Path) -> dict[str, Any]:
         CheckpointError: damaged, or something in it is not supported.
     """
     source = Checkpoint.open(path)
-    config, vocabulary = dict(source.config), source.vocabulary
+    config = dict(source.config)
     targets, quantized = dict[str, Target](), dict[str, Grouping]()
     for name, info in source.tensors.items():
         assert isinstance(info, Stored)
@@ -61,19 +61,12 @@ def convert(path: Path, folder: Path) -> dict[str, Any]:
         quantized[HEAD] = quantized[tables[0]]
     if quantized:
         config["quantization_config"] = Own.config(quantized)
-    _write(folder / "config.json", config)
-    if vocabulary:
-        _write(folder / "generation_config.json", source.generation_config)
-        _write(folder / "tokenizer_config.json", vocabulary.config())
-        if vocabulary.has_scores:
-            (folder / "tokenizer.model").write_bytes(vocabulary.model())
-        else:
-            _write(folder / "tokenizer.json", vocabulary.tokenizer())
+    write_files(source, config, folder)
     shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in targets.items()}
     with (folder / WEIGHTS).open("wb") as out:
         write_tensors(out, shapes, {"format": "pt"}, lambda name: _tensor(source, targets[name]))
     checkpoint = Checkpoint.open(folder)  # it can be read
-    if vocabulary:
+    if vocabulary := source.vocabulary:
         Tokenizer.load(folder)
     return {
         "architecture": checkpoint.architecture,
@@ -82,6 +75,18 @@ def convert(path: Path, folder: Path) -> dict[str, Any]:
         "bytes": (folder / WEIGHTS).stat().st_size,
         "tokenizer": vocabulary.kind if vocabulary else None,
     }
+
+
+def write_files(source: Checkpoint, config: Mapping[str, Any], folder: Path) -> None:
+    """The files of a checkpoint but for the weights: `config`, what ends a text, the tokenizer."""
+    _write(folder / "config.json", config)
+    if vocabulary := source.vocabulary:
+        _write(folder / "generation_config.json", source.generation_config)
+        _write(folder / "tokenizer_config.json", vocabulary.config())
+        if vocabulary.has_scores:
+            (folder / "tokenizer.model").write_bytes(vocabulary.model())
+        else:
+            _write(folder / "tokenizer.json", vocabulary.tokenizer())
 
 
 def _tensor(source: Checkpoint, target: Target) -> Tensor:

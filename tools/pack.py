@@ -18,11 +18,13 @@ from torch import Tensor
 from engine.app.cli import run
 from engine.errors import CheckpointError, UsageError
 from engine.load.loading import check_quant
+from kernels.linear import Packed
 from models import load_model
 from models.checkpoint.headers import WEIGHTS, Checkpoint, write_tensors
 from models.formats.floats import PackedLinear, has_kernels
 from models.formats.linear import FORMATS
 from models.formats.packed import PREFIXES, Packing, Size
+from tools import gguf
 from tools.convert import copy_others, new_folder
 
 
@@ -58,7 +60,7 @@ def pack(source: str | Path, folder: str | Path, *, quant: str = "none") -> dict
         names: set[str] = set()
         for layer in layers:
             key, packed = "+".join(layer.names), layer.packed
-            assert packed is not None
+            assert isinstance(packed, Packed)  # parts are of formats that checkpoints have themselves
             values = packed.groups[2:] if packed.groups else (packed.scale_O, *(None,) * 4)
             sizes[key] = Size.of(packed)
             for prefix, x in zip(PREFIXES, (packed.panels, *values), strict=True):
@@ -70,7 +72,10 @@ def pack(source: str | Path, folder: str | Path, *, quant: str = "none") -> dict
         tensors |= checkpoint.read(rest)
         with (partial / WEIGHTS).open("wb") as file:
             write_tensors(file, tensors, Packing(quant, matrices, sizes).metadata())
-        copy_others(checkpoint.folder, partial)
+        if checkpoint.gguf:
+            gguf.write_files(checkpoint, checkpoint.config, partial)
+        else:
+            copy_others(checkpoint.folder, partial)
         Checkpoint.open(partial)  # it can be read
         size = (partial / WEIGHTS).stat().st_size
     return {"path": str(folder), "matrices": len(sizes), "bytes": size}

@@ -25,6 +25,7 @@ from kernels.layout import NULL_SLOT, TRASH_SLOT
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import ModelSize, measure
 from models.formats.linear import FORMATS
+from models.gguf.vocabulary import FileVocabulary
 from models.trim import release_libraries
 
 TOKENS = 256  # of a pass, see `Runner`
@@ -100,7 +101,7 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         name = role if len(options.folders) > 1 else ""
         format = f" ({quant})" if quant != "none" else ""
         lines[f"{name} weights{format}".strip()] = size.weights
-        lines[f"{name} tokenizer".strip()] = _tokenizer(checkpoint)
+        lines[f"{name} tokenizer".strip()] = _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
         lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
         token += size.shape.kv_bytes_per_token(KV_DTYPES[options.kv_dtype] or precision.dtype)
     return MemoryPlan(lines, token)
@@ -171,11 +172,15 @@ def _with_beams(search: Search | None, beams: int) -> Any:
     return replace(search, beams=beams, **returned)  # type: ignore[type-var]
 
 
-def _tokenizer(checkpoint: Checkpoint) -> int:
+def _pieces(vocabulary: FileVocabulary | None) -> int:
+    """Bytes of the tokenizer of a GGUF file; 0 if there is none."""
+    if vocabulary is None:
+        return 0
+    return TOKENIZER_LEAST + ENTRY * (len(vocabulary.tokens) + len(vocabulary.keys.config.get("merges", ())))
+
+
+def _tokenizer(folder: Path) -> int:
     """Bytes of a tokenizer, by its files."""
-    folder, vocabulary = checkpoint.folder, checkpoint.vocabulary
-    if vocabulary:
-        return TOKENIZER_LEAST + ENTRY * (len(vocabulary.tokens) + len(vocabulary.keys.config.get("merges", ())))
     path = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if path is None:
         return 0

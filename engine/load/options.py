@@ -62,10 +62,10 @@ class LoadOptions:
     """The options of loading: arguments of `Engine.load`, and flags of the command lines.
 
     Args:
-        folder: folder with config.json, safetensors and tokenizer, or a GGUF file.
-        draft: a smaller model of the same tokenizer. A folder, for searches that draft.
-        reward: a model with a scalar head, to rank. A folder, for searches that rank; from Python also a function, see
-            `Request`.
+        folder: folder with config.json, safetensors, tokenizer, or a GGUF file.
+        draft: a smaller model of the same tokenizer. A folder or file, for searches that draft.
+        reward: a model with a scalar head, to rank. A folder or file, for searches that rank; from Python also a
+            function, see `Request`.
         chat_template: a Jinja file; none: plain completion.
         dtype: type of weights and cache. "auto" is the checkpoint's own, but float32 on a processor without products of
             that dtype, or where float32 is measured to be faster; `Engine.capabilities` reports the choice.

@@ -129,7 +129,7 @@ class Packed:
             raise ValueError(f"levels: expected 1 to 127.5 for int8, 0 for floats, got {self.levels} for {kind}")
         if groups is None:
             return
-        if groups.kind not in GROUP_KINDS or (groups.kind == "float8" and groups[3:] != (None, None)):
+        if groups.kind not in GROUP_KINDS or (groups.kind == "float8" and any(x is not None for x in groups[3:])):
             raise ValueError(f"groups: expected one of {list(GROUP_KINDS)}, float8 without zeros, got {groups.kind}")
         if groups.zero is not None and groups.least is not None:
             raise ValueError("groups: expected zeros or minimums, got both")

@@ -160,3 +160,12 @@ def test_a_file_that_is_cut_short_is_packed_again(tmp_path):
     with pytest.raises(CheckpointError, match="not a valid safetensors file") as error:
         logits(tmp_path / "packed")
     assert "python -m tools.pack" in error.value.remedy and error.value.where == str(path)
+
+
+def test_a_gguf_file_of_floats(tmp_path):
+    from tests.models.gguf.files import File, gguf
+
+    path = File(GOLDEN / "llama/gqa", gguf.GGMLQuantizationType.BF16).write(tmp_path / "m.gguf")
+    pack.pack(path, tmp_path / "out")
+    ours, theirs = (Engine.load(each, kv_memory=1 << 22) for each in (tmp_path / "out", path))
+    assert ours.logits([3, 5, 7]).equal(theirs.logits([3, 5, 7])) and not ours.tokenizer.difference(theirs.tokenizer)

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from engine import Engine
 from engine.step.jobs import Batch
+from kernels.linear import PackedParts
 from kernels.stack import one_by_one
 from models.formats.floats import PackedLinear
 from models.formats.int8 import Int8Linear
@@ -173,7 +174,11 @@ def watched(watch: Watch, deep: bool) -> Iterator[None]:
 def linear_work(layer: PackedLinear, x: Tensor, y: Tensor) -> tuple[int, int]:
     """Bytes of weights, input and output, and operations."""
     elements, packed = x.shape[-1] * y.shape[-1], layer.packed
-    size = packed.panels.itemsize if packed else 1 if isinstance(layer, Int8Linear) else y.itemsize
+    if packed:
+        parts = packed.parts if isinstance(packed, PackedParts) else [packed]
+        size = max(part.panels.itemsize for part in parts)
+    else:
+        size = 1 if isinstance(layer, Int8Linear) else y.itemsize
     scales = 4 * y.shape[-1] if size == 1 else 0
     bias = 0 if layer.bias is None else layer.bias.nbytes
     return elements * size + scales + bias + x.nbytes + y.nbytes, 2 * elements * (x.numel() // x.shape[-1])
