@@ -23,6 +23,7 @@ from engine.app import chat, transcript
 from engine.app.commands import COMMANDS
 from engine.app.dialog import Dialog, Watch
 from engine.app.terminal import Interrupt, Label, Quit, Screen, state_folder
+from engine.contract import Search
 from engine.conversation import Conversation, Dropped, Turn
 from engine.demo import demo_folder
 from engine.engine import Done, Progress, Text
@@ -152,19 +153,22 @@ def test_regenerating_a_sample_takes_the_next_seed(conversation, engine):
 
 def test_set_chooses_the_search_that_parameters_mean(conversation):
     typing = Typing(conversation)
-    settings = typing.dialog.settings
-    assert typing("/set temperature=0 seed=1") == ("", "") and settings.configuration() == Greedy()
-    assert "[search trie]" in typing("/set beams=5")[1] and settings.configuration() == Trie(5, early_stopping="best")
-    assert typing("/set beams=4 temperature=0") == ("", "") and settings.configuration() == Trie(
+
+    def chosen() -> Search:
+        return typing.dialog.settings.configuration()
+
+    assert typing("/set temperature=0 seed=1") == ("", "") and chosen() == Greedy()
+    assert "[search trie]" in typing("/set beams=5")[1] and chosen() == Trie(5, early_stopping="best")
+    assert typing("/set beams=4 temperature=0") == ("", "") and chosen() == Trie(
         4, early_stopping="best"
     )
     with pytest.raises(UsageError, match="searches that have all of the parameters: beam-sample"):
         typing("/set beams=3 temperature=0.7")
-    assert settings.configuration() == Trie(4, early_stopping="best")
+    assert chosen() == Trie(4, early_stopping="best")
     assert "[search beam-sample]" in typing("/set search=beam-sample beams=3 temperature=0.7")[1]
-    assert typing("/set beams=2") == ("", "") and settings.search == "beam-sample"
+    assert typing("/set beams=2") == ("", "") and typing.dialog.settings.search == "beam-sample"
     typing("/set search=beam")
-    assert settings.search == "trie" and settings.configuration() == Trie(2, early_stopping="best")
+    assert typing.dialog.settings.search == "trie" and chosen() == Trie(2, early_stopping="best")
     with pytest.raises(UsageError, match="beams: the search 'greedy' has no such parameter"):
         typing("/set search=greedy beams=3")
 
