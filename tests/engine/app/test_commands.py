@@ -159,9 +159,7 @@ def test_set_chooses_the_search_that_parameters_mean(conversation):
 
     assert typing("/set temperature=0 seed=1") == ("", "") and chosen() == Greedy()
     assert "[search trie]" in typing("/set beams=5")[1] and chosen() == Trie(5, early_stopping="best")
-    assert typing("/set beams=4 temperature=0") == ("", "") and chosen() == Trie(
-        4, early_stopping="best"
-    )
+    assert typing("/set beams=4 temperature=0") == ("", "") and chosen() == Trie(4, early_stopping="best")
     with pytest.raises(UsageError, match="searches that have all of the parameters: beam-sample"):
         typing("/set beams=3 temperature=0.7")
     assert chosen() == Trie(4, early_stopping="best")
