@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -17,13 +17,15 @@ from engine.load.loading import LoadedModel
 from engine.load.options import RewardFunction
 from engine.load.pools import check_memory
 from engine.rewards import Messages, check_messages
-from engine.rules import Rules, Words
+from engine.rules import ONE_OF, Rules, Words
+from engine.rules.begin import heal, spellings
 from engine.rules.catalogue import Catalogue
 from engine.rules.constrained import Constrained
 from engine.rules.constraint import Constraint
 from engine.rules.logprobs import check_logprobs
 from engine.step.jobs import Job
-from engine.text.stopping import StopStrings, check_stop
+from engine.text.stopping import CONTEXT, StopStrings, check_stop
+from engine.text.tokenizer import Tokenizer
 from models.sharding import Shard
 
 
@@ -47,6 +49,9 @@ class Request(Rules):
             None: no log-probabilities of tokens.
         parse_special: in a prompt that is text the spellings of control tokens are these tokens. Leave it off where
             others write into the prompt.
+        heal: the prompt may end inside a word: its last tokens are generated again, in any tokens of the same text, see
+            `engine.rules.begin`. Outputs have them in `token_ids` and `logprob`, and not in `text`. Not with another
+            constraint than `begin`.
         cache_salt: only requests of the same salt share cached prefixes: with one for each user nobody finds out by the
             time of an answer what another one asked. None: the request neither uses nor leaves any. See `Engine.load`.
     """
@@ -63,6 +68,7 @@ class Request(Rules):
     logprobs: int | None = None
     cache_salt: str | None = ""
     parse_special: bool = False
+    heal: bool = False
 
 
 class RequestOptions(TypedDict, total=False):
@@ -78,8 +84,10 @@ class RequestOptions(TypedDict, total=False):
     logprobs: int | None
     cache_salt: str | None
     parse_special: bool
+    heal: bool
     constraint: Constraint | None
     constraint_scores: str
+    begin: str | bytes | None
     choices: Words | None
     json_schema: Mapping[str, Any] | bool | str | None
     regex: str | None
@@ -208,6 +216,7 @@ class Checked:
         eos: tokens that end an output.
         stops: None without stop strings.
         constrained: edits its rows; None if nothing does. It belongs to one run of the request.
+        healed: the end of the prompt's text that outputs begin with; "" if nothing was cut.
     """
 
     request: Request
@@ -216,6 +225,17 @@ class Checked:
     eos: frozenset[int] = frozenset()
     stops: StopStrings | None = None
     constrained: Constrained | None = None
+    healed: str = ""
+
+    def text(self, tokenizer: Tokenizer | None, tokens: Sequence[int]) -> str:
+        """The text of an output, without stop strings."""
+        if tokenizer is None:
+            return ""
+        if not self.healed:
+            text = tokenizer.decode(tokens)
+        else:
+            text = tokenizer.decode_continuation(self.ids[-CONTEXT:], tokens).removeprefix(self.healed)
+        return self.stops.cut(text) if self.stops is not None else text
 
 
 def check_request(models: Models, request: Request, share: float = 1.0) -> Checked:
@@ -231,7 +251,8 @@ def check_request(models: Models, request: Request, share: float = 1.0) -> Check
         raise UsageError(f"search: expected a configuration such as search.Trie(), got {request.search!r}")
     ids, eos = _prompt(target, request), _ends(target, request)
     _check_fields(request)
-    stops = StopStrings(target.need_tokenizer(), request.stop) if request.stop else None
+    request, ids, healed = _heal(target, request, ids)
+    stops = StopStrings(target.need_tokenizer(), request.stop, len(healed)) if request.stop else None
     check_search(request.search)
     _check_roles(models, request)
     limit, vocab_size = _limit(models, request, len(ids)), target.runner.vocab_size
@@ -239,7 +260,24 @@ def check_request(models: Models, request: Request, share: float = 1.0) -> Check
         request.search.check(vocab_size, eos)
     constrained = request.at_work(ids, limit, vocab_size, eos, target.tokenizer)
     check_memory(target.runner.pool, request.search, len(ids), limit, share)
-    return Checked(request, ids, limit, eos, stops, constrained)
+    return Checked(request, ids, limit, eos, stops, constrained, healed)
+
+
+def _heal(target: LoadedModel, request: Request, ids: list[int]) -> tuple[Request, list[int], str]:
+    """A request whose prompt is healed, if it is to be: with what its outputs begin with, and more room for that.
+
+    Returns the request, its prompt, and the text that was cut off. Raises UsageError.
+    """
+    if not request.heal:
+        return request, ids, ""
+    if other := next((name for name in ONE_OF if name != "begin" and getattr(request, name) is not None), None):
+        raise UsageError(f"heal: it cannot be combined with {other}")
+    kept, data = heal(ids, spellings(target.need_tokenizer(), target.runner.vocab_size))
+    if not data:
+        return request, ids, ""
+    begin = request.begin.encode() if isinstance(request.begin, str) else request.begin or b""
+    new = request.max_new_tokens + len(ids) - len(kept)
+    return replace(request, begin=data + begin, max_new_tokens=new), kept, data.decode()
 
 
 def _prompt(target: LoadedModel, request: Request) -> list[int]:
@@ -288,6 +326,7 @@ def _ends(target: LoadedModel, request: Request) -> frozenset[int]:
 def _check_fields(request: Request) -> None:
     """Check the fields that need no model, but for those of `Rules`. Raises UsageError."""
     check_stop(request.stop)
+    check_flag("heal", request.heal)
     check_logprobs(request.logprobs)
     if not isinstance(request.cache_salt, str | None):
         raise UsageError(f"cache_salt: expected a text or None, got {request.cache_salt!r}")

@@ -15,13 +15,12 @@ from engine.contract import Answer, Evaluate
 from engine.errors import CheckpointError, KVMemoryError, UsageError
 from engine.load.loading import LoadedModel
 from engine.load.options import RewardFunction
-from engine.text.stopping import StopStrings
+from engine.text.stopping import CONTEXT, StopStrings
 from engine.text.template import Span
 from engine.text.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 HALF = "\ufffd"  # a character whose bytes are incomplete
-CONTEXT = 8  # tokens before a text, from which a decoder knows whether a space starts it
 
 
 @dataclass(frozen=True)

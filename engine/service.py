@@ -156,7 +156,7 @@ class Service:
             tokenizers = {role: model.tokenizer for role, model in models.items()}
             request.trace.begin(request.search, checked.ids, names, tokenizers)
         if entry.stream:
-            entry.text = TextStream(target.tokenizer, request.stop)
+            entry.text = TextStream(target.tokenizer, request.stop, checked.healed, checked.ids)
         self.waiting.setdefault(entry.client, deque()).append(entry)
 
     def cancel(self, entry: Entry) -> None:
@@ -411,11 +411,9 @@ def finishing(models: Models, checked: Checked, job: Job) -> Generator[None, Non
     except Exception as failure:
         return _reported(checked, failure)
     try:
-        texts = ["" if tokenizer is None else tokenizer.decode(output.token_ids) for output in result.outputs]
+        texts = [checked.text(tokenizer, output.token_ids) for output in result.outputs]
     except CoppiceError as error:  # the tokenizer cannot decode these tokens
         return error
-    if checked.stops is not None:
-        texts = [checked.stops.cut(text) for text in texts]
     result.outputs = [replace(output, text=text) for output, text in zip(result.outputs, texts, strict=True)]
     result.stats["new_tokens"] = len(result.outputs[0].token_ids)
     return result

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from engine.contract.checks import brief
 from engine.errors import UsageError, check_integer, check_number
+from engine.rules.begin import Begin, spellings
 from engine.rules.catalogue import Catalogue, Items, open_catalogue
 from engine.rules.constrained import Constrained
 from engine.rules.constraint import AfterThought, Choices, Constraint, PrefixAllowed, check_constraint, packed
 from engine.rules.grammars import JSON_SCHEMA, KINDS, compile_grammar, source_of
 from engine.rules.processors import Bias, Hook, Masked, NoRepeatNGram, Processor, RepetitionPenalty, Suppress
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, check_utf8
 
-ONE_OF = ("constraint", "choices", "catalogue", *KINDS, "prefix_allowed_tokens_fn")  # at most one is given
+ONE_OF = ("constraint", "begin", "choices", "catalogue", *KINDS, "prefix_allowed_tokens_fn")  # at most one is given
 SCORES = MODEL, RENORMALISED = ("model", "renormalised")
 MOST_BIAS = 1e6  # of a penalty and of a bias
 Words = Sequence[str | Sequence[int]]
@@ -35,6 +36,7 @@ class Rules:
         constraint: see `engine.Constraint`.
         constraint_scores: "model": log-probabilities of the model are edited, and not normalised again, as Hugging Face
             does in beam search; "renormalised": logits are edited, before the softmax, as it does elsewhere.
+        begin: a text, or its bytes, that the output begins with, in any tokens; the last of them may reach further.
         choices: texts or token sequences, at least one, of which the output must be one.
         json_schema: a JSON schema, as an object or as JSON: the output is a JSON text that it allows. This and the two
             next need the extra `grammar`; see `engine.rules.grammars`.
@@ -62,6 +64,7 @@ class Rules:
 
     constraint: Constraint | None = None
     constraint_scores: str = MODEL
+    begin: str | bytes | None = None
     choices: Words | None = None
     json_schema: Mapping[str, Any] | bool | str | None = None
     regex: str | None = None
@@ -99,6 +102,8 @@ class Rules:
             raise UsageError(f"{' and '.join(given)}: expected at most one of {', '.join(ONE_OF)}")
         if isinstance(self.choices, Sequence) and not self.choices:  # other values are refused with their types
             raise UsageError("choices: expected at least one text or list of token ids, got none")
+        if not isinstance(self.begin, str | bytes | None):
+            raise UsageError(f"begin: expected a text, got {brief(self.begin)}")
         for kind in KINDS:
             if (value := getattr(self, kind)) is not None:
                 source_of(kind, value)
@@ -163,6 +168,11 @@ class Rules:
         for kind in KINDS:
             if (value := getattr(self, kind)) is not None:
                 return compile_grammar(kind, value, tokenizer, vocab, ends)
+        if self.begin is not None:
+            if tokenizer is None:
+                raise UsageError("begin: this checkpoint has no tokenizer")
+            data = check_utf8(self.begin).encode() if isinstance(self.begin, str) else self.begin
+            return Begin(data, spellings(tokenizer, vocab))
         if self.choices is not None:
             return Choices(_sequences("choices", self.choices, vocab, tokenizer), ends)
         if (catalogue := self.items()) is not None:

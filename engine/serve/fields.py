@@ -61,6 +61,7 @@ MOST_IN_FIELD: dict[str, tuple[int, int, int]] = {
     "json_schema": (1 << 14, 1 << 16, 1 << 18),
     "regex": (1, 1, 1 << 16),
     "grammar": (1, 1, 1 << 18),
+    "begin": (1, 1, 1 << 14),
     "choices": (4096, 1 << 15, 1 << 16),
     "stop": (256, 256, 4096),
     "bad_words": (256, 4096, 1 << 14),

@@ -6,6 +6,8 @@ from typing import Any
 from engine.errors import UsageError, shortened
 from engine.text.tokenizer import Tokenizer, check_utf8
 
+CONTEXT = 8  # tokens before a text, from which a decoder knows whether a space starts it
+
 
 def check_stop(strings: Any) -> None:
     """Check that a value is a list of non-empty strings in valid UTF-8. Raises UsageError."""
@@ -25,15 +27,18 @@ class StopStrings:
     Args:
         tokenizer: of the model.
         strings: non-empty.
+        skipped: characters of the tokens' text that belong to the prompt.
     """
 
-    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]):
-        self.tokenizer, self.strings = tokenizer, tuple(strings)
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], skipped: int = 0):
+        self.tokenizer, self.strings, self.skipped = tokenizer, tuple(strings), skipped
         # A new match ends in the last token; a character may take four byte pieces, special tokens have no text.
-        self.window = 4 * max(map(len, strings)) + 16
+        self.window = 4 * max(map(len, strings)) + 16 + skipped
 
     def __call__(self, tokens: Sequence[int]) -> bool:
         text = self.tokenizer.decode(tokens[-self.window :])
+        if len(tokens) <= self.window:
+            text = text[self.skipped :]
         return any(s in text for s in self.strings)
 
     def cut(self, text: str) -> str:
@@ -47,10 +52,15 @@ class TextStream:
     Args:
         tokenizer: None streams nothing.
         stop: strings whose first occurrence ends the text.
+        healed: what the tokens' text begins with, which belongs to the prompt, and
+        prompt: the tokens before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = ()):
-        self.detokenizer = tokenizer.stream() if tokenizer else None
+    def __init__(
+        self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), healed: str = "", prompt: Sequence[int] = ()
+    ):
+        self.detokenizer = tokenizer.stream(prompt[-CONTEXT:] if healed else ()) if tokenizer else None
+        self.healed = healed
         self.stop = tuple(stop)
         self.tokens = 0
         self.shown = 0
@@ -62,6 +72,10 @@ class TextStream:
             return ""
         self.text += self.detokenizer.push(settled[self.tokens :])
         self.tokens = len(settled)
+        if self.healed:
+            if len(self.text) < len(self.healed):
+                return ""
+            self.text, self.healed = self.text.removeprefix(self.healed), ""
         return self._show(self._safe())
 
     def finish(self, text: str) -> str:

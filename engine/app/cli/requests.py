@@ -25,6 +25,7 @@ def add_rule_flags(parser: Parser) -> None:
     """The flags of `engine.Rules`, but for functions, which only Python can give, and for those of several tokens."""
     texts: dict[str, Any] = {"type": plain_text, "action": "append", "metavar": "TEXT"}
     add = parser.group(REPLIES).add_argument
+    add("--begin", type=plain_text, metavar="TEXT", help="a text that begins with this")
     add("--choice", **texts, dest="choices", help="one of these texts; repeatable")
     add("--catalogue", metavar="FILE", help="an item of a catalogue that tools.catalogue made")
     add("--json-schema", type=json_file, metavar="FILE", help="JSON of this schema")

@@ -23,7 +23,6 @@ from engine.app import chat, transcript
 from engine.app.commands import COMMANDS
 from engine.app.dialog import Dialog, Watch
 from engine.app.terminal import Interrupt, Label, Quit, Screen, state_folder
-from engine.contract import Search
 from engine.conversation import Conversation, Dropped, Turn
 from engine.demo import demo_folder
 from engine.engine import Done, Progress, Text
@@ -154,8 +153,8 @@ def test_regenerating_a_sample_takes_the_next_seed(conversation, engine):
 def test_set_chooses_the_search_that_parameters_mean(conversation):
     typing = Typing(conversation)
 
-    def chosen() -> Search:
-        return typing.dialog.settings.configuration()
+    def chosen():
+        return typing.dialog.settings.configuration()  # every change makes other settings
 
     assert typing("/set temperature=0 seed=1") == ("", "") and chosen() == Greedy()
     assert "[search trie]" in typing("/set beams=5")[1] and chosen() == Trie(5, early_stopping="best")

@@ -1,0 +1,97 @@
+"""Outputs that begin with given bytes, and prompts whose last tokens are generated again (token healing).
+
+A prompt that ends inside a word has other tokens at its end than the whole word would have: after "http:" a model
+expects no "//", because "://" is one token. Healing cuts those tokens off and asks for an output that begins with their
+bytes, in any tokens.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from engine.rules.constraint import Constraint, State, Tokens
+from engine.text.tokenizer import Tokenizer
+
+PAST = 0xFF  # no text has a longer run of this byte than a spelling has
+
+
+class Spellings:
+    """The bytes that tokens stand for; special tokens stand for none.
+
+    Args:
+        data: of each id.
+    """
+
+    def __init__(self, data: Sequence[bytes]):
+        self.data = data
+        self.longest = max(map(len, data), default=0)
+        self._sorted = sorted((spelling, token) for token, spelling in enumerate(data) if spelling)
+        self._keys = [spelling for spelling, _ in self._sorted]
+        self._ids: dict[bytes, list[int]] = {}
+        for spelling, token in self._sorted:
+            self._ids.setdefault(spelling, []).append(token)
+
+    def towards(self, wanted: bytes) -> list[int]:
+        """The tokens that a text which begins with `wanted`, at least one byte, may begin with; ascending."""
+        found = [t for end in range(1, min(len(wanted), self.longest + 1)) for t in self._ids.get(wanted[:end], ())]
+        return sorted(found + self.beginning(wanted))
+
+    def beginning(self, start: bytes) -> list[int]:
+        """The tokens whose bytes begin with `start`, or are these."""
+        after = start + bytes([PAST]) * (self.longest + 1)
+        found = self._sorted[bisect_left(self._keys, start) : bisect_left(self._keys, after)]
+        return [token for _, token in found]
+
+
+_known: "WeakKeyDictionary[Tokenizer, Spellings]" = WeakKeyDictionary()
+
+
+def spellings(tokenizer: Tokenizer, vocab: int) -> Spellings:
+    """The spellings of a model's vocabulary. Raises UsageError if its tokens have no bytes of their own."""
+    if tokenizer not in _known:
+        _known[tokenizer] = Spellings(tokenizer.data()[:vocab])
+    return _known[tokenizer]
+
+
+class Begin(Constraint):
+    """An output that begins with given bytes, in any tokens, of which the last may reach further.
+
+    A state is the number of bytes that the output has.
+    """
+
+    def __init__(self, data: bytes, known: Spellings):
+        self.wanted, self.known = data, known
+
+    def start(self, prompt: Sequence[int]) -> State:
+        return 0
+
+    def advance(self, state: State, token: int) -> State:
+        return state if state >= len(self.wanted) else state + len(self.known.data[token])
+
+    def allowed(self, states: Sequence[State]) -> Sequence[Tokens]:
+        rest = [self.wanted[state:] for state in states]
+        return [self.known.towards(wanted) if wanted else None for wanted in rest]
+
+
+def heal(ids: Sequence[int], known: Spellings) -> tuple[list[int], bytes]:
+    """A prompt without those of its last tokens that a longer token could take the place of, and their bytes.
+
+    As many are cut as one longer token can begin with; at least one token is left, and no character is cut in two.
+    """
+    cut, kept, data = b"", len(ids), b""
+    for count in range(1, len(ids)):
+        spelling = known.data[token] if (token := ids[-count]) < len(known.data) else b""
+        data = spelling + data
+        if not spelling or len(data) >= known.longest:
+            break
+        if _is_text(data) and any(len(known.data[token]) > len(data) for token in known.beginning(data)):
+            cut, kept = data, len(ids) - count
+    return list(ids[:kept]), cut
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
