@@ -234,7 +234,8 @@ class Checked:
         if not self.healed:
             text = tokenizer.decode(tokens)
         else:
-            text = tokenizer.decode_continuation(self.ids[-CONTEXT:], tokens).removeprefix(self.healed)
+            whole = tokenizer.decode_continuation(self.ids[-CONTEXT:], tokens)
+            text = whole.removeprefix(self.healed) if len(whole) >= len(self.healed) else ""  # interrupted before
         return self.stops.cut(text) if self.stops is not None else text
 
 

@@ -389,7 +389,7 @@ def starter(
 def judge_of(models: Models, driver: Driver, job: Job, checked: Checked) -> Judge:
     """The object that computes rewards for a request whose search ranks by them."""
     request, target, given = checked.request, models.target, checked.request.prompt
-    if not isinstance(given, str):
+    if checked.healed or not isinstance(given, str):
         given = target.tokenizer.decode(checked.ids) if target.tokenizer else ""
     answer = Responses(target.tokenizer, checked.ids, request.messages, checked.eos, checked.stops, given)
     reward = request.reward or models.reward or models.others["reward"]
