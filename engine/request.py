@@ -96,6 +96,8 @@ class RequestOptions(TypedDict, total=False):
     logit_bias: Mapping[int | str, float] | None
     sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any] | None
     repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
     no_repeat_ngram_size: int
     bad_words: Words
     min_length: int

@@ -16,7 +16,16 @@ from engine.rules.catalogue import Catalogue, Items, open_catalogue
 from engine.rules.constrained import Constrained
 from engine.rules.constraint import AfterThought, Choices, Constraint, PrefixAllowed, check_constraint, packed
 from engine.rules.grammars import JSON_SCHEMA, KINDS, compile_grammar, source_of
-from engine.rules.processors import Bias, Hook, Masked, NoRepeatNGram, Processor, RepetitionPenalty, Suppress
+from engine.rules.processors import (
+    Bias,
+    Hook,
+    Masked,
+    NoRepeatNGram,
+    OccurrencePenalty,
+    Processor,
+    RepetitionPenalty,
+    Suppress,
+)
 from engine.text.tokenizer import Tokenizer, check_utf8
 
 ONE_OF = ("constraint", "begin", "choices", "catalogue", *KINDS, "prefix_allowed_tokens_fn")  # at most one is given
@@ -49,6 +58,8 @@ class Rules:
             mapping, or a list of pairs.
         repetition_penalty: log-probabilities (logits) of tokens that occurred are multiplied by it where they are
             negative, and divided by it elsewhere; 1 changes nothing.
+        frequency_penalty, presence_penalty: subtracted from the scores of tokens that occurred since the prompt, for each
+            time and once, as at OpenAI's; from -2 to 2.
         no_repeat_ngram_size: no sequence of this many tokens occurs twice, the prompt included; 0 allows it.
         bad_words: texts, or token sequences, that must not be generated. A text is banned in the tokens that it has
             alone and in those that it has after a space.
@@ -73,6 +84,8 @@ class Rules:
     logit_bias: Mapping[int | str, float] | None = None
     sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any] | None = None
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
     bad_words: Words = ()
     min_length: int = 0
@@ -88,6 +101,8 @@ class Rules:
             raise UsageError(f"constraint_scores: expected {' or '.join(SCORES)}, got {self.constraint_scores!r}")
         check_constraint(self.constraint)
         check_number("repetition_penalty", self.repetition_penalty, 1 / MOST_BIAS, MOST_BIAS)
+        for name in ("frequency_penalty", "presence_penalty"):
+            check_number(name, getattr(self, name), -2, 2)
         for name in ("no_repeat_ngram_size", "min_length", "min_new_tokens"):
             check_integer(name, getattr(self, name), 0)
         if not callable(self.prefix_allowed_tokens_fn or len):
@@ -144,6 +159,8 @@ class Rules:
             made.append(Bias(biases))
         if self.repetition_penalty != 1:
             made.append(RepetitionPenalty(float(self.repetition_penalty)))
+        if self.frequency_penalty or self.presence_penalty:
+            made.append(OccurrencePenalty(float(self.frequency_penalty), float(self.presence_penalty)))
         if self.no_repeat_ngram_size:
             made.append(NoRepeatNGram(self.no_repeat_ngram_size))
         words = _sequences("bad_words", self.bad_words, vocab, tokenizer, spaced=True)

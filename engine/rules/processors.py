@@ -205,6 +205,32 @@ class RepetitionPenalty(Processor):
         rows_NV.view(-1)[place] = torch.where(numbers < 0, numbers * self.penalty, numbers / self.penalty)
 
 
+class OccurrencePenalty(Processor):
+    """Subtracts from the numbers of tokens that were generated: OpenAI's penalties. A state is the new tokens, packed.
+
+    Args:
+        frequency: for each time that a token occurred.
+        presence: once for a token that occurred.
+    """
+
+    def __init__(self, frequency: float, presence: float):
+        self.frequency, self.presence = frequency, presence
+        self.raises = frequency < 0 or frequency + presence < 0
+
+    def start(self, prompt: Sequence[int]) -> State:
+        return b""
+
+    def advance(self, state: State, token: int) -> State:
+        return state + pack([token])
+
+    def apply(self, rows_NV: Tensor, states: Sequence[State]) -> None:
+        since_NL = unpack(states, -1)
+        row_N1 = torch.arange(len(rows_NV)).unsqueeze(1)
+        place, count = (row_N1 * rows_NV.shape[1] + since_NL)[since_NL >= 0].unique(return_counts=True)
+        numbers = (self.frequency * count + self.presence).to(rows_NV)
+        rows_NV.view(-1)[place.to(rows_NV.device)] -= numbers
+
+
 class NoRepeatNGram(Processor):
     """Bans tokens that would complete an n-gram that occurred before, in the prompt or since
     (`NoRepeatNGramLogitsProcessor`). A state is the last n - 1 tokens of the prompt and the new tokens, packed."""

@@ -29,8 +29,6 @@ CHAT, COMPLETIONS = "chat", "completions"
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 # Fields of which one value alone can be served -> those values, and what to use instead.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "frequency_penalty": ((0,), "repetition_penalty and no_repeat_ngram_size are there"),
-    "presence_penalty": ((0,), "repetition_penalty and no_repeat_ngram_size are there"),
     "best_of": ((1,), "search bon with bon_n ranks samples by a reward model"),
     "suffix": ((), "put it into the prompt"),
     "functions": (([],), "tools go to the chat template"),

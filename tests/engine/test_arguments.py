@@ -56,6 +56,8 @@ REQUEST: list[tuple[str, list[Any]]] = [
     ("logit_bias", [5, "x", [5], {5: "x"}, {-1: 1.0}, {"x": 1}, {5: float("nan")}]),
     ("sequence_bias", [5, "x", [5], [[5, 1.0]], {5: 1.0}, {(): 1.0}, {(5,): None}]),
     ("repetition_penalty", [None, "x", 0, -1.0, True, float("nan")]),
+    ("frequency_penalty", [None, "x", 2.1, True, float("nan")]),
+    ("presence_penalty", [None, "x", -2.1, True, float("nan")]),
     ("no_repeat_ngram_size", [None, 1.5, -1, True]),
     ("bad_words", [None, 5, "x", [5], [[]], [""]]),
     ("min_length", [None, 1.5, -1, True]),

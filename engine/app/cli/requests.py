@@ -37,6 +37,9 @@ def add_rule_flags(parser: Parser) -> None:
     add("--bad-word", **texts, dest="bad_words", help="a text that never occurs; repeatable")
     text = "divide the scores of tokens that occurred; above 1 discourages them (1)"
     add("--repetition-penalty", type=float, metavar="X", help=text)
+    text = "subtract X from a token's score for each time that it occurred in the reply (0)"
+    add("--frequency-penalty", type=float, metavar="X", help=text)
+    add("--presence-penalty", type=float, metavar="X", help="subtract X once if it occurred (0)")
     text = "no N tokens in a row occur twice; 0: they may (0)"
     add("--no-repeat-ngram-size", type=int, metavar="N", help=text)
     add("--min-new-tokens", type=int, metavar="N", help="least tokens of a reply (0)")

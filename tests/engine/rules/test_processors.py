@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import ConstraintError
-from engine.rules.processors import NoRepeatNGram, RepetitionPenalty
+from engine.rules.processors import NoRepeatNGram, OccurrencePenalty, RepetitionPenalty
 from search import Greedy, Trie
 from tests.engine.rules.automata import (
     EOS,
@@ -94,6 +94,21 @@ def test_penalties_as_a_loop_gives_them(prompt):
         for token in range(31):
             factor = (2.0 if before[token] < 0 else 0.5) if token in tokens else 1.0
             assert row[token] == before[token] * factor
+
+
+@pytest.mark.parametrize("frequency", [0.0, 0.5, -1.0])
+@pytest.mark.parametrize("presence", [0.0, 0.75, -0.25])
+def test_penalties_of_occurrences_as_a_loop_gives_them(frequency, presence):
+    """OpenAI's formula: mu[j] -= c[j] * frequency + (c[j] > 0) * presence; c counts the new tokens."""
+    prompt = [3, 3, 5]
+    states, sequences = grown(processor := OccurrencePenalty(frequency, presence), prompt, 0)
+    rows_NV = torch.linspace(-3, 3, 31).repeat(len(states), 1)
+    plain, _ = rows_NV.clone(), processor.apply(rows_NV, states)
+    for row, before, tokens in zip(rows_NV, plain, sequences, strict=True):
+        for token in range(31):
+            count = tokens[len(prompt) :].count(token)
+            assert row[token] == pytest.approx(float(before[token]) - count * frequency - (count > 0) * presence)
+    assert processor.raises == any(frequency * n + presence < 0 for n in range(1, 9))
 
 
 def test_ngrams_of_a_long_prompt_take_linear_memory():

@@ -225,6 +225,13 @@ def test_logprobs_of_completions(server):
     assert server.client.completions.create(**ids).choices[0].logprobs is None
 
 
+def test_penalties_of_tokens_that_occurred(server):
+    words = [ask(server, FOX, temperature=0, **fields).choices[0].message.content.split() for fields in (
+        {}, {"frequency_penalty": 0.0, "presence_penalty": 0.0}, {"frequency_penalty": 2.0, "presence_penalty": 2.0}
+    )]  # fmt: skip
+    assert words[0] == words[1] and len({*words[2]}) / len(words[2]) > len({*words[0]}) / len(words[0])
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -234,7 +241,7 @@ def test_logprobs_of_completions(server):
         ({"beam": 2}, "beam", "did you mean beams"),
         ({"temperature": 0.7, "beams": 2}, "temperature", "has no such parameter"),
         ({"temperature": "hot"}, "temperature", "expected"),
-        ({"frequency_penalty": 1.5}, "frequency_penalty", "repetition_penalty"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty", "from -2 to 2"),
         ({"echo": True}, "echo", "echo: it belongs to /v1/completions"),
         ({"best_of": 4}, "best_of", "search bon"),
         ({"tool_choice": "required"}, "tool_choice", "response_format"),
