@@ -58,8 +58,8 @@ class Rules:
             mapping, or a list of pairs.
         repetition_penalty: log-probabilities (logits) of tokens that occurred are multiplied by it where they are
             negative, and divided by it elsewhere; 1 changes nothing.
-        frequency_penalty, presence_penalty: subtracted from the scores of tokens that occurred since the prompt, for each
-            time and once, as at OpenAI's; from -2 to 2.
+        frequency_penalty, presence_penalty: subtracted from scores of tokens that occurred in the output, for each time
+            and once, as at OpenAI's; from -2 to 2.
         no_repeat_ngram_size: no sequence of this many tokens occurs twice, the prompt included; 0 allows it.
         bad_words: texts, or token sequences, that must not be generated. A text is banned in the tokens that it has
             alone and in those that it has after a space.

@@ -225,11 +225,15 @@ def test_logprobs_of_completions(server):
     assert server.client.completions.create(**ids).choices[0].logprobs is None
 
 
-def test_penalties_of_tokens_that_occurred(server):
-    words = [ask(server, FOX, temperature=0, **fields).choices[0].message.content.split() for fields in (
-        {}, {"frequency_penalty": 0.0, "presence_penalty": 0.0}, {"frequency_penalty": 2.0, "presence_penalty": 2.0}
-    )]  # fmt: skip
-    assert words[0] == words[1] and len({*words[2]}) / len(words[2]) > len({*words[0]}) / len(words[0])
+def test_penalties_of_tokens_that_occurred(server, alone):
+    penalties, prompt = {"frequency_penalty": -2.0, "presence_penalty": -1.0}, chat_prompt(alone, FOX)
+    options = {"eos_token_ids": prompt.eos_token_ids, "max_new_tokens": 80}
+    [expected] = alone.generate([prompt.ids], Greedy(), **options, **penalties)
+    plain, zero, penalised = (
+        ask(server, FOX, 80, temperature=0, **fields).choices[0].message.content
+        for fields in ({}, dict.fromkeys(penalties, 0.0), penalties)
+    )
+    assert plain == zero != penalised == expected.outputs[0].text
 
 
 @pytest.mark.parametrize(
