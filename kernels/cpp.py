@@ -34,7 +34,6 @@ __all__ = [
     "function",
     "library",
     "off",
-    "watched",
     "why_not",
 ]
 
@@ -315,11 +314,6 @@ def built_ahead() -> str:
     if isinstance(loaded, BuildError) or loaded[1].name != loaded[1].target.name:
         return ""
     return f"{loaded[1].target.name}, prebuilt" if loaded[1].trusted else loaded[1].target.name
-
-
-def watched() -> bool:
-    """Whether a compiler or a profiler is active: it sees calls that go through torch's dispatcher only."""
-    return torch.compiler.is_compiling() or torch.autograd.profiler._is_profiler_enabled
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ from engine.load.distributed import agree, least
 from engine.load.fastest import FormatChoice, fastest_format
 from engine.load.options import DTYPES, KV_DTYPES, LoadOptions
 from engine.load.pools import make_pools, total_memory
-from engine.step.compiling import LEAST_SIZES, compile_model, warm_up
+from engine.step.compiling import check_compile, prepare, warm_up
 from engine.step.gpu import check_gpu
 from engine.step.graphs import GraphRunner, make_runner
 from engine.step.runner import Runner
@@ -134,7 +134,7 @@ class _Weights:
         template = load_template(checkpoint.folder, chat_template, tokenizer)
         trim_memory()  # of the parsed files: a third of what a tokenizer took
         model = load_model(checkpoint, precision.dtype, device, kept.name, partial(Weights, shard=shard))
-        compiled = options.compile == "on" and compile_model(model, device)
+        compiled = options.compile == "on" and prepare()
         return _Weights(
             Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template, options.kv_dtype
         )
@@ -156,11 +156,8 @@ class _Weights:
         runner = make_runner(self.model, pool, vocab_size, self.precision.dtype, **options)
         eos = self.eos_token_ids()
         start = bos if bos is not None else min(eos, default=0)
-        if self.compiled:
-            if runner.device.type == "cpu":
-                runner.token_buckets = runner.word_buckets = LEAST_SIZES
-            if not warm_up(self.model, lambda: runner.logits([start] * 5)):
-                runner.rows = None
+        if self.compiled and not warm_up(lambda: runner.logits([start] * 5)):
+            runner.rows = None
         key = model_key(self.checkpoint, self.precision.dtype, self.quant.name, self.kv_dtype)
         agree(self.model.shard, "checkpoint, formats or processor", f"{key}, {runner.impl}, {processor()}")
         return LoadedModel(
@@ -206,6 +203,7 @@ def load_models(options: LoadOptions, kv_memory: int | None) -> dict[str, Loaded
     device, shard = pick_device(options.device), options.place
     check_quant(options.quant, device)
     check_kv_dtype(options.kv_dtype, device)
+    check_compile(options.compile, device)
     if shard.size > 1 and options.compile == "on":
         raise UsageError("compile: a model that processes share is not compiled", remedy="leave out --compile on")
     template = {"target": options.chat_template}

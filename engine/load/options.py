@@ -82,7 +82,7 @@ class LoadOptions:
         parallel: searches that run at once.
         prefix_cache: keep read prompts in pages that nothing else needs. Prompts that begin alike are read once;
             without `kv_memory` or `memory` up to 1 GiB is kept on a CPU.
-        compile: compile layers with torch, on a GPU what is between products. Loading takes seconds more.
+        compile: compile what is between products with torch, on a GPU only. Loading takes seconds more.
         graphs: run small passes as CUDA graphs on a GPU.
         shard: the place of this process among several that share the models, companions too, see
             `engine.load.distributed.together`. All load alike and get the same requests; memory is that of each.

@@ -67,7 +67,7 @@ def make_runner(
     Args:
         dtype: of the model; None: the cache's.
         graphs: False: no CUDA graphs.
-        compiled: of a model for which `compile_model` returned True.
+        compiled: operators on rows by torch.compile, see `engine.step.compiling`.
 
     Raises:
         UsageError: a GPU, but no triton, or a model that its kernels cannot serve.

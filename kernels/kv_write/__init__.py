@@ -3,14 +3,15 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from torch import Tensor, compiler, ops  # `torch` is the module beside this one
+from torch import Tensor, ops  # `torch` is the module beside this one
 
 from kernels import checks
-from kernels.cpp import watched, why_not
+from kernels.cpp import why_not
 from kernels.kv_fp8 import DTYPE as FP8
 from kernels.kv_write import native, reference
 from kernels.kv_write import torch as plain
 from kernels.kv_write.turn import HeadTransform
+from kernels.tracing import watched
 
 Copier = Callable[[Sequence[int], Sequence[int]], None]
 IMPLEMENTATIONS = ("reference", "torch", "cpp", "triton")
@@ -35,20 +36,20 @@ def kv_write(
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    if impl != "cpp" and not compiler.is_compiling():  # C++ checks them itself
+    if impl != "cpp":  # C++ checks them itself
         checks.kv_write(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
         if slots_T.is_cpu:
             checks.within("slots_T", slots_T.tolist(), k_GSD.shape[1])
     if impl == "triton":
         from kernels.kv_write import triton  # absent on some machines, and slow to import
 
-        run = ops.coppice.kv_write_triton if compiler.is_compiling() else triton.kv_write
+        run = triton.kv_write
     elif impl == "reference":
         run = reference.kv_write
     elif impl == "cpp":
         run = ops.coppice.kv_write_cpp if watched() else native.kv_write
     else:
-        run = ops.coppice.kv_write_torch if compiler.is_compiling() else plain.kv_write
+        run = plain.kv_write
     run(k_GSD, v_GSD, k_TGD, v_TGD, slots_T)
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.cpp import KINDS, function
-from kernels.custom_ops import nothing, register
 from kernels.kv_kinds import SCALE_BYTES
+from kernels.tracing import nothing, register
 
 
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels import checks
-from kernels.custom_ops import nothing, register
 from kernels.kv_kinds import parts, stored
+from kernels.tracing import nothing, register
 
 
 def kv_write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor) -> None:

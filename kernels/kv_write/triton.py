@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.custom_ops import nothing, register
 from kernels.gpu import INTERPRETED, cast, check_device, raw
 from kernels.kv_fp8 import LARGEST_NUMBER as FP8_MOST
 from kernels.kv_fp8 import PER_STEP as FP8_PER_STEP
 from kernels.kv_int8 import LEAST_SCALE, PER_STEP
 from kernels.kv_write.turn import HeadTransform
+from kernels.tracing import nothing, register
 
 BLOCK = 1024
 HEADS = 64 if INTERPRETED.value else 4  # of a program: an interpreted one costs the same however many it has

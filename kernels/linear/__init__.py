@@ -3,15 +3,14 @@
 `panels.py` has the layout, `reference.py` the definition; only C++ has the products (native.cpp), on a CPU.
 """
 
-import torch
 from torch import Tensor
 
 from kernels.checks import expect, floats
-from kernels.cpp import watched
 from kernels.linear import native
 from kernels.linear.native import dot_products
 from kernels.linear.panels import Groups, Packed, pack, pack_groups
 from kernels.linear.parts import PackedParts
+from kernels.tracing import watched
 
 __all__ = ["Groups", "Packed", "PackedParts", "dot_products", "linear", "pack", "pack_groups"]
 
@@ -29,10 +28,9 @@ def linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None = None) 
     Raises:
         ValueError: tensors that do not fit together.
     """
-    if not torch.compiler.is_compiling():
-        floats("x", x)
-        if x.shape[-1] != matrix.width:
-            raise ValueError(f"x: expected a width of {matrix.width}, got {list(x.shape)}")
-        if bias is not None:
-            expect("bias", bias, x.dtype, (matrix.outs,), x.device)
-    return (native.watched_linear if watched() else native.linear)(x, matrix, bias)
+    floats("x", x)
+    if x.shape[-1] != matrix.width:
+        raise ValueError(f"x: expected a width of {matrix.width}, got {list(x.shape)}")
+    if bias is not None:
+        expect("bias", bias, x.dtype, (matrix.outs,), x.device)
+    return (native.opaque_linear if watched() else native.linear)(x, matrix, bias)

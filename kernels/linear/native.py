@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.cpp import KINDS, function, why_not
-from kernels.custom_ops import register
 from kernels.linear.panels import GroupKind, Groups, Packed
 from kernels.linear.parts import PackedParts
 
@@ -61,11 +60,11 @@ def _linear(
     return linear(x, Packed(panels, outs, width, scale_O, groups=groups, order_I=order_I, levels=levels), bias)
 
 
-def watched_linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None) -> Tensor:
-    """`linear` as an operator that compilers see: of tensors and numbers."""
+def opaque_linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None) -> Tensor:
+    """`linear` as an operator of tensors and numbers, see `kernels.tracing`."""
     if isinstance(matrix, PackedParts):
         parts = zip(matrix.parts, matrix.biases(bias), strict=True)
-        return torch.cat([watched_linear(x, part, own) for part, own in parts], -1)
+        return torch.cat([opaque_linear(x, part, own) for part, own in parts], -1)
     groups = matrix.groups
     kind, size, *tensors = ("", 0, matrix.scale_O, *(None,) * 4) if groups is None else groups
     sizes = [matrix.outs, matrix.width, size]

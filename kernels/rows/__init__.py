@@ -1,9 +1,10 @@
-"""Operators on rows, between the matrix products of a layer and after the last one: the front that picks.
+"""Operators on rows, between the matrix products of a layer and after the last one: their fronts.
 
 All take `impl`, the implementation of the pass (see `kernels.tree_attention`): "cpp" is C++, eager on a CPU, one pass
 over the rows for each operator; "triton" has kernels for a GPU of norms, activations and gates, with a launch each, of
-log_softmax and of top sums; "compiled" is what torch.compile makes of PyTorch's, once for each operator, dtype and
-number of dimensions, for passes of two tokens or more; anything else is PyTorch, which a compiler can fuse. From
+log_softmax and of top sums; "compiled" is what torch.compile makes of PyTorch's, once for each operator of
+`kernels.tracing.FUSED`, dtype and number of dimensions, for passes of two tokens or more; anything else is PyTorch, as
+is every operator that an implementation lacks. From
 `top_k` on, None chooses "cpp" for float32 on a CPU where there are C++ kernels, "triton" for float32 on a GPU where
 triton is installed, else PyTorch.
 
@@ -11,69 +12,36 @@ All raise ValueError for tensors that do not fit together, the same for every im
 dtypes and devices that C++ does not have.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from importlib.util import find_spec
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from kernels.checks import expect
-from kernels.cpp import watched, why_not
-from kernels.rows import checks, native, reference
+from kernels.rows import checks
 from kernels.rows.checks import TopSums, Vectors
-
-IN_TRITON = frozenset(["rms_norm", "layer_norm", "add_norm", "activation", "activation_mul", "log_softmax"])
-
-
-def _pick(name: str, impl: str) -> Callable[..., Any]:
-    if impl == "compiled":
-        return compiled(name)
-    if impl == "triton" and name in IN_TRITON and not torch.compiler.is_compiling():
-        from kernels.rows import triton  # absent on some machines, and slow to import
-
-        return getattr(triton, name)
-    if impl != "cpp":
-        return getattr(reference, name)
-    if not watched():
-        return getattr(native, name)
-    return getattr(reference if torch.compiler.is_compiling() else torch.ops.coppice, name)
+from kernels.rows.front import best, implementation, operator
 
 
-@cache
-def compiled(name: str) -> Callable[..., Any]:
-    """The definition of an operator, compiled for all sizes when it is first called."""
-    return torch.compile(getattr(reference, name), dynamic=True, fullgraph=True)
-
-
-def _checked() -> bool:
-    """Whether to check the arguments: a compiler traces them once only, and compiled code has its own guards."""
-    return not torch.compiler.is_compiling()
-
-
+@operator
 def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float, *, impl: str) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, each row by itself (Zhang and Sennrich, 2019).
 
     Args:
         x_NE, weight_E: of one dtype; arithmetic is float32 or better.
     """
-    if _checked():
-        checks.vectors(x_NE, weight_E=weight_E)
-    return _pick("rms_norm", impl)(x_NE, weight_E, eps)
+    ...
 
 
+@operator
 def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float, *, impl: str) -> Tensor:
     """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, each row by itself (Ba et al., 2016).
 
     Args:
         x_NE, weight_E, bias_E: of one dtype; arithmetic is float32 or better.
     """
-    if _checked():
-        checks.vectors(x_NE, weight_E=weight_E, bias_E=bias_E)
-    return _pick("layer_norm", impl)(x_NE, weight_E, bias_E, eps)
+    ...
 
 
+@operator
 def add_norm(
     x_NE: Tensor,
     addends: Sequence[Tensor],
@@ -93,23 +61,14 @@ def add_norm(
         x_NE: the stream.
         addends: one, or two of layers whose parts read the same; like x.
         norm, out_norm: weight and bias, the bias None for an RMSNorm (see `rms_norm`, `layer_norm`); None: no norm.
-        impl: "triton", or anything else for PyTorch.
 
     Returns:
         Both like x; the same tensor if there is no norm.
     """
-    if _checked():
-        if not 1 <= len(addends) <= 2:
-            raise ValueError(f"addends: expected one or two, got {len(addends)}")
-        for norms in (norm, out_norm):
-            named = {} if norms is None else {"weight_E": norms[0]}
-            checks.vectors(x_NE, **named, **({} if norms is None or norms[1] is None else {"bias_E": norms[1]}))
-        for addend in addends:
-            expect("addends", addend, x_NE.dtype, x_NE.shape, x_NE.device, contiguous=False)
-    run = _pick("add_norm", "torch" if impl in ("cpp", "compiled") else impl)
-    return run(x_NE, addends, norm, out_norm, scale, eps)
+    ...
 
 
+@operator
 def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, impl: str) -> Tensor:
     """Rotates the first R dims of each head, pairs i and i + R/2; dims past them pass through (Su et al., 2021).
 
@@ -117,11 +76,10 @@ def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, impl: str) -> Tenso
         x_THD: queries or keys.
         cos_TR, sin_TR: of each token's angles, both halves alike, in the dtype of x.
     """
-    if _checked():
-        checks.angles(x_THD, cos_TR, sin_TR)
-    return _pick("rotary", impl)(x_THD, cos_TR, sin_TR)
+    ...
 
 
+@operator
 def activation_mul(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
     """A function of the first half of each row times the second half, [N, M / 2] (Shazeer, 2020).
 
@@ -129,12 +87,10 @@ def activation_mul(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
         x_NM: gates, then what they let through.
         name: see `activation`.
     """
-    if _checked():
-        checks.activation(name)
-        checks.halves(x_NM)
-    return _pick("activation_mul", impl)(x_NM, name)
+    ...
 
 
+@operator
 def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
     """A function of each element, in the dtype of x.
 
@@ -142,12 +98,10 @@ def activation(x_NM: Tensor, name: str, *, impl: str) -> Tensor:
         name: "relu", "gelu" (x times the normal distribution function; Hendrycks and Gimpel, 2016), "gelu_tanh" (its
             approximation), "silu", "quick_gelu" (x times the logistic function of 1.702 x) or "tanh".
     """
-    if _checked():
-        checks.activation(name)
-        checks.vectors(x_NM)
-    return _pick("activation", impl)(x_NM, name)
+    ...
 
 
+@operator
 def log_softmax(x_NV: Tensor, size: int, *, impl: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probabilities of logits.
 
@@ -159,12 +113,10 @@ def log_softmax(x_NV: Tensor, size: int, *, impl: str) -> tuple[Tensor, Tensor, 
         the peaks of each row, that is, the largest of each block of 128, float32 [N, B], or None if they would cost
         another pass.
     """
-    if _checked():
-        checks.count("size", x_NV, size)
-    logp_NV, finite_N, peaks_NB = _pick("log_softmax", impl)(x_NV, size)
-    return logp_NV, finite_N, peaks_NB
+    ...
 
 
+@operator
 def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
     """The k largest of each row, sorted, and their indices: float64 [N, 2, k], so that the host reads both at once.
 
@@ -174,9 +126,7 @@ def top_k(x_NV: Tensor, k: int, *, impl: str | None = None) -> Tensor:
         x_NV: the result for rows with NaN is undefined.
         k: from 0 to V.
     """
-    if _checked():
-        checks.count("k", x_NV, k)
-    return _pick("top_k", impl or _best(x_NV))(x_NV, k)
+    ...
 
 
 def top_sums(
@@ -201,15 +151,13 @@ def top_sums(
         PyTorch returned. C++ and Triton break ties by the lower index, so that their last number is inf. Triton leaves
         2^31 elements or more to PyTorch. With NaN among the elements the result is undefined.
     """
-    if _checked():
-        checks.sums(logp_NV, sums, k)
-        checks.peaks(logp_NV, peaks_NB)
-    impl = impl or _best(logp_NV)
+    checks.top_sums(logp_NV, sums, k, peaks_NB)
+    impl = impl or best(logp_NV)
     if impl == "triton":
         return top_sums_of(logp_NV, [(slice(0, len(logp_NV)), TopSums(sums, k))], peaks_NB, impl=impl)[0]
     if impl == "cpp" and isinstance(sums, Tensor):
         sums = sums.tolist()
-    return _pick("top_sums", impl)(logp_NV, sums, k, peaks_NB)
+    return implementation("top_sums", impl)(logp_NV, sums, k, peaks_NB)
 
 
 def top_sums_of(
@@ -221,10 +169,10 @@ def top_sums_of(
         wanted: at least one, each with its rows from a start to an end.
         logp_NV, peaks_NB: see `top_sums`.
     """
-    impl, (N, V) = impl or _best(logp_NV), logp_NV.shape
+    impl, (N, V) = impl or best(logp_NV), logp_NV.shape
     for rows, (sums, k) in wanted:
-        checks.sums(logp_NV[rows], sums, k)
-    if impl == "triton" and N * V < 1 << 31 and not torch.compiler.is_compiling():
+        checks.top_sums(logp_NV[rows], sums, k)
+    if impl == "triton" and N * V < 1 << 31:
         from kernels.rows import triton  # absent on some machines, and slow to import
 
         checks.peaks(logp_NV, peaks_NB)
@@ -236,6 +184,7 @@ def top_sums_of(
     ]
 
 
+@operator
 def at_least(
     logp_NV: Tensor, least: float, k: int, peaks_NB: Tensor | None = None, *, impl: str | None = None
 ) -> Tensor:
@@ -248,12 +197,10 @@ def at_least(
         k: from 0 to V.
         peaks_NB: of these rows, if they are known.
     """
-    if _checked():
-        checks.count("k", logp_NV, k)
-        checks.peaks(logp_NV, peaks_NB)
-    return _pick("at_least", impl or _best(logp_NV))(logp_NV, least, k, peaks_NB)
+    ...
 
 
+@operator
 def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int], *, impl: str | None = None) -> Tensor:
     """The index of each row's largest sum of log-probability and Gumbel noise, the lowest of equals: int64 [N].
 
@@ -264,11 +211,10 @@ def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int], *, impl: str | None = No
         logp_NV: float32.
         keys: two 32-bit numbers for each row.
     """
-    if _checked():
-        checks.keys(logp_NV, keys)
-    return _pick("gumbel_argmax", impl or _best(logp_NV))(logp_NV, keys)
+    ...
 
 
+@operator
 def window_max(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, width: int, *, impl: str | None = None) -> Tensor:
     """The largest sample of each row, float32 [R, N]: sample n of a window is tape[start + n] + sum.
 
@@ -278,31 +224,14 @@ def window_max(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, width: int, *, 
         sum_RW: float32; a window with -inf counts for nothing.
         width: N, the samples of a window.
     """
-    if _checked():
-        checks.windows(tape_P, start_RW, sum_RW, width)
-    return _pick("window_max", impl or _best(tape_P))(tape_P, start_RW, sum_RW, width)
+    ...
 
 
+@operator
 def window_wins(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, best_N: Tensor, *, impl: str | None = None) -> Tensor:
     """The number of samples in which each window is at least as large as the best, int64 [R, W]; see `window_max`.
 
     Args:
         best_N: float32; inf where no window can win.
     """
-    if _checked():
-        checks.windows(tape_P, start_RW, sum_RW, len(best_N))
-        checks.expect("best_N", best_N, torch.float32, (len(best_N),), tape_P.device)
-    return _pick("window_wins", impl or _best(tape_P))(tape_P, start_RW, sum_RW, best_N)
-
-
-def _best(x: Tensor) -> str:
-    if x.dtype != torch.float32:
-        return "torch"
-    if x.is_cuda:
-        return "triton" if _has_triton() else "torch"
-    return "cpp" if x.is_cpu and not why_not() else "torch"
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    ...

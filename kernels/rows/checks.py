@@ -25,14 +25,39 @@ class TopSums(NamedTuple):
     k: int
 
 
-def vectors(x_NE: Tensor, **vectors: Tensor) -> None:
-    """Rows, and vectors of their width and dtype."""
-    floats("x_NE", x_NE)
-    for name, vector in vectors.items():
-        expect(name, vector, x_NE.dtype, x_NE.shape[-1:], x_NE.device, contiguous=False)
+# --- a function for each operator, with its arguments ---
 
 
-def angles(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> None:
+def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> None:
+    """Rows, and a vector of their width."""
+    vectors(x_NE, weight_E=weight_E)
+
+
+def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float) -> None:
+    """Rows, and two vectors of their width."""
+    vectors(x_NE, weight_E=weight_E, bias_E=bias_E)
+
+
+def add_norm(
+    x_NE: Tensor,
+    addends: Sequence[Tensor],
+    norm: Vectors | None,
+    out_norm: Vectors | None = None,
+    *,
+    scale: float = 1.0,
+    eps: float,
+) -> None:
+    """Rows, what is added to them, and vectors of their width."""
+    if not 1 <= len(addends) <= 2:
+        raise ValueError(f"addends: expected one or two, got {len(addends)}")
+    for norms in (norm, out_norm):
+        named = {} if norms is None else {"weight_E": norms[0]}
+        vectors(x_NE, **named, **({} if norms is None or norms[1] is None else {"bias_E": norms[1]}))
+    for addend in addends:
+        expect("addends", addend, x_NE.dtype, x_NE.shape, x_NE.device, contiguous=False)
+
+
+def rotary(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> None:
     """Heads, and the angles that they are rotated by."""
     floats("x_THD", x_THD, 3)
     floats("cos_TR", cos_TR, 2)
@@ -44,17 +69,88 @@ def angles(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> None:
     expect("sin_TR", sin_TR, x_THD.dtype, (T, R), x_THD.device, contiguous=False)
 
 
-def activation(name: str) -> None:
-    """The name of a function."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"name: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
-
-
-def halves(x_NM: Tensor) -> None:
-    """Rows of two halves."""
+def activation_mul(x_NM: Tensor, name: str) -> None:
+    """Rows of two halves, and the name of a function."""
+    function(name)
     floats("x_NM", x_NM)
     if x_NM.shape[-1] % 2:
         raise ValueError(f"x_NM: expected rows of two halves, got {list(x_NM.shape)}")
+
+
+def activation(x_NM: Tensor, name: str) -> None:
+    """Rows, and the name of a function."""
+    function(name)
+    vectors(x_NM)
+
+
+def log_softmax(x_NV: Tensor, size: int) -> None:
+    """Rows, and a number of their elements."""
+    count("size", x_NV, size)
+
+
+def top_k(x_NV: Tensor, k: int) -> None:
+    """Rows, and a number of their elements."""
+    count("k", x_NV, k)
+
+
+def top_sums(logp_NV: Tensor, sums: Sequence[float] | Tensor, k: int, peaks_NB: Tensor | None = None) -> None:
+    """Rows, a sum for each of them, a number of values, and peaks of these rows."""
+    floats("logp_NV", logp_NV, 2)
+    if isinstance(sums, Tensor):
+        expect("sums", sums, torch.float32, sums.shape[:1] or (1,), logp_NV.device)
+    if len(sums) != len(logp_NV) or not len(sums):
+        raise ValueError(f"sums: expected one for each of {len(logp_NV)} rows, and one or more, got {len(sums)}")
+    if k < 1:
+        raise ValueError(f"k: expected at least 1, got {k}")
+    peaks(logp_NV, peaks_NB)
+
+
+def at_least(logp_NV: Tensor, least: float, k: int, peaks_NB: Tensor | None = None) -> None:
+    """Rows, a number of their elements, and peaks of these rows."""
+    count("k", logp_NV, k)
+    peaks(logp_NV, peaks_NB)
+
+
+def gumbel_argmax(logp_NV: Tensor, keys: Sequence[int]) -> None:
+    """Rows, and two 32-bit numbers for each."""
+    floats("logp_NV", logp_NV, 2)
+    if len(keys) != 2 * len(logp_NV):
+        raise ValueError(f"keys: expected {2 * len(logp_NV)} keys for {len(logp_NV)} rows, got {len(keys)}")
+    within("keys", keys, 1 << 32, "numbers")
+
+
+def window_max(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, width: int) -> None:
+    """A tape, the starts of windows on it, and a sum for each of them."""
+    floats("tape_P", tape_P, 1)
+    expect("sum_RW", sum_RW, torch.float32, start_RW.shape, tape_P.device)
+    expect("start_RW", start_RW, torch.int64, sum_RW.shape, tape_P.device)
+    if start_RW.dim() != 2 or not 1 <= width <= len(tape_P):
+        raise ValueError(f"width: expected windows [rows, windows] of 1 to {len(tape_P)} samples, got {width}")
+    if start_RW.numel():
+        least, most = map(int, start_RW.aminmax())
+        within("start_RW", [least, most], len(tape_P) - width + 1, "starts")
+
+
+def window_wins(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, best_N: Tensor) -> None:
+    """As `window_max`, and a number for each sample."""
+    window_max(tape_P, start_RW, sum_RW, len(best_N))
+    expect("best_N", best_N, torch.float32, (len(best_N),), tape_P.device)
+
+
+# --- what they share ---
+
+
+def vectors(x_NE: Tensor, **vectors: Tensor) -> None:
+    """Rows, and vectors of their width and dtype."""
+    floats("x_NE", x_NE)
+    for name, vector in vectors.items():
+        expect(name, vector, x_NE.dtype, x_NE.shape[-1:], x_NE.device, contiguous=False)
+
+
+def function(name: str) -> None:
+    """The name of a function."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"name: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
 
 
 def count(name: str, x_NV: Tensor, number: int) -> None:
@@ -67,34 +163,3 @@ def peaks(x_NV: Tensor, peaks_NB: Tensor | None) -> None:
     """Peaks of these rows, or None."""
     if peaks_NB is not None:
         expect("peaks_NB", peaks_NB, torch.float32, (len(x_NV), -(-x_NV.shape[1] // SPAN)), x_NV.device)
-
-
-def sums(logp_NV: Tensor, sums: Sequence[float] | Tensor, k: int) -> None:
-    """Rows, a sum for each of them, and a number of values."""
-    floats("logp_NV", logp_NV, 2)
-    if isinstance(sums, Tensor):
-        expect("sums", sums, torch.float32, sums.shape[:1] or (1,), logp_NV.device)
-    if len(sums) != len(logp_NV) or not len(sums):
-        raise ValueError(f"sums: expected one for each of {len(logp_NV)} rows, and one or more, got {len(sums)}")
-    if k < 1:
-        raise ValueError(f"k: expected at least 1, got {k}")
-
-
-def keys(logp_NV: Tensor, keys: Sequence[int]) -> None:
-    """Rows, and two 32-bit numbers for each."""
-    floats("logp_NV", logp_NV, 2)
-    if len(keys) != 2 * len(logp_NV):
-        raise ValueError(f"keys: expected {2 * len(logp_NV)} keys for {len(logp_NV)} rows, got {len(keys)}")
-    within("keys", keys, 1 << 32, "numbers")
-
-
-def windows(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, width: int) -> None:
-    """A tape, the starts of windows on it, and a sum for each of them."""
-    floats("tape_P", tape_P, 1)
-    expect("sum_RW", sum_RW, torch.float32, start_RW.shape, tape_P.device)
-    expect("start_RW", start_RW, torch.int64, sum_RW.shape, tape_P.device)
-    if start_RW.dim() != 2 or not 1 <= width <= len(tape_P):
-        raise ValueError(f"width: expected windows [rows, windows] of 1 to {len(tape_P)} samples, got {width}")
-    if start_RW.numel():
-        least, most = map(int, start_RW.aminmax())
-        within("start_RW", [least, most], len(tape_P) - width + 1, "starts")

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kernels.checks import native
 from kernels.cpp import KINDS, function
-from kernels.custom_ops import like, register
 from kernels.rows.checks import ACTIVATIONS, SPAN
+from kernels.tracing import like, register
 
 
 def _run(name: str, x: Tensor, *arguments: Tensor | int | float) -> None:

@@ -32,7 +32,13 @@ def layer_norm(x_NE: Tensor, weight_E: Tensor, bias_E: Tensor, eps: float) -> Te
 
 
 def add_norm(
-    x_NE: Tensor, addends: Sequence[Tensor], norm: Vectors | None, out_norm: Vectors | None, scale: float, eps: float
+    x_NE: Tensor,
+    addends: Sequence[Tensor],
+    norm: Vectors | None,
+    out_norm: Vectors | None = None,
+    *,
+    scale: float = 1.0,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     """See the front for arguments."""
 

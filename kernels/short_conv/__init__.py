@@ -1,11 +1,11 @@
 """Short causal convolutions of tree tokens over their ancestors: the front that checks and picks an implementation."""
 
-from torch import Tensor, compiler, ops  # `torch` is the module beside this one
+from torch import Tensor, ops  # `torch` is the module beside this one
 
 from kernels import checks
-from kernels.cpp import watched
 from kernels.short_conv import native, reference
 from kernels.short_conv import torch as plain
+from kernels.tracing import watched
 
 IMPLEMENTATIONS = ("reference", "torch", "cpp", "triton")
 
@@ -46,20 +46,18 @@ def short_conv(
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    compiling = compiler.is_compiling()
-    if not compiling:
-        checks.short_conv(x_TF, weight_KE, bias_E, rows_SE, slots_T, ancestors_TN)
-        if slots_T.is_cpu and impl != "cpp":  # C++ checks them itself
-            checks.within("slots_T", slots_T.tolist(), len(rows_SE))
-            checks.within("ancestors_TN", ancestors_TN.flatten().tolist(), len(rows_SE))
+    checks.short_conv(x_TF, weight_KE, bias_E, rows_SE, slots_T, ancestors_TN)
+    if slots_T.is_cpu and impl != "cpp":  # C++ checks them itself
+        checks.within("slots_T", slots_T.tolist(), len(rows_SE))
+        checks.within("ancestors_TN", ancestors_TN.flatten().tolist(), len(rows_SE))
     if impl == "triton":
         from kernels.short_conv import triton  # absent on some machines, and slow to import
 
-        run = ops.coppice.short_conv_triton if compiling else triton.short_conv
+        run = triton.short_conv
     elif impl == "reference":
         run = reference.short_conv
     elif impl == "cpp":
         run = ops.coppice.short_conv_cpp if watched() else native.short_conv
     else:
-        run = ops.coppice.short_conv_torch if compiling else plain.short_conv
+        run = plain.short_conv
     return run(x_TF, weight_KE, bias_E, rows_SE, slots_T, ancestors_TN)

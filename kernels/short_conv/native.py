@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.cpp import KINDS, function
-from kernels.custom_ops import as_wide, register
+from kernels.tracing import as_wide, register
 
 
 def short_conv(

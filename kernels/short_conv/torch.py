@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.custom_ops import as_wide, register
+from kernels.tracing import as_wide, register
 
 
 def short_conv(

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.custom_ops import as_wide, register
 from kernels.gpu import check_device
+from kernels.tracing import as_wide, register
 
 BLOCK = 1024
 

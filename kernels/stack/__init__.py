@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from kernels.checks import expect
-from kernels.cpp import KINDS, OPERATORS, function, watched
+from kernels.cpp import KINDS, OPERATORS, function
 from kernels.kv_kinds import row_width
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import Packed, PackedParts
 from kernels.rows.checks import ACTIVATIONS
+from kernels.tracing import watched
 from kernels.tree_attention import native
 
 _STRUCTURES = OPERATORS.structures

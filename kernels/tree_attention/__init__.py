@@ -1,10 +1,10 @@
 """Attention of tree tokens over their trunk and their ancestors: the front that checks and picks an implementation."""
 
-from torch import Tensor, compiler, ops  # `torch` is the module beside this one
+from torch import Tensor, ops  # `torch` is the module beside this one
 
 from kernels import checks
-from kernels.cpp import watched
 from kernels.layout import TreeLayout
+from kernels.tracing import watched
 from kernels.tree_attention import native, reference
 from kernels.tree_attention import torch as plain
 
@@ -46,24 +46,18 @@ def tree_attention(
     impl = impl or layout.impl
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    compiling = compiler.is_compiling()
-    if not compiling:
-        _check(q_THD, k_GSD, v_GSD, layout, window, cap, impl)
+    _check(q_THD, k_GSD, v_GSD, layout, window, cap, impl)
     if impl == "triton":
         from kernels.tree_attention import triton  # absent on some machines, and slow to import
 
-        if compiling:  # opaque to the compiler; called directly when eager
-            return ops.coppice.tree_attention_triton(*triton.operands(q_THD, k_GSD, v_GSD, layout), scale, window, cap)
         return triton.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap)
     if impl == "reference":
         return reference.tree_attention(q_THD, k_GSD, v_GSD, layout, scale, window, cap)
-    if impl == "cpp":
-        if not watched():
-            return native.attend(q_THD, k_GSD, v_GSD, native.seen(layout, k_GSD.shape[1]), scale, window, cap)
-        run = ops.coppice.tree_attention_cpp
-    else:
-        run = ops.coppice.tree_attention_torch if compiling else plain.tree_attention
-    return run(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap)
+    if impl == "torch":
+        return plain.tree_attention(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap)
+    if watched():
+        return ops.coppice.tree_attention_cpp(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap)
+    return native.attend(q_THD, k_GSD, v_GSD, native.seen(layout, k_GSD.shape[1]), scale, window, cap)
 
 
 def _check(

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kernels import checks
 from kernels.cpp import KINDS, OPERATORS, function
-from kernels.custom_ops import like, register
 from kernels.layout import TreeLayout
+from kernels.tracing import like, register
 
 _CPU = torch.device("cpu")
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.custom_ops import like, register
 from kernels.kv_kinds import SCALE_BYTES, floats, parts
 from kernels.layout import WORD, unpack_bits
+from kernels.tracing import like, register
 
 LONG_RUN = 64  # tokens of a trunk's run from which on a matrix product of its own pays
 TILE_SCORES = 1 << 20  # scores alive at once: 4 MB in float32, whatever the prompt's length

@@ -39,7 +39,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.custom_ops import like, register
 from kernels.gpu import (
     INTERPRETED,
     Properties,
@@ -55,6 +54,7 @@ from kernels.gpu import (
 )
 from kernels.kv_kinds import row_width
 from kernels.layout import TreeLayout
+from kernels.tracing import like, register
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels import cpp
-from kernels.cpp import watched
 from kernels.linear import Packed, PackedParts, dot_products, linear, pack
 from kernels.linear.panels import shape as panels_shape
 from kernels.stack import Matrix
+from kernels.tracing import register, watched
 from models.trim import is_mapped, let_go
 
 CHUNK = 1 << 18  # elements of a matrix that are in memory at once, beside what is made of them
@@ -242,9 +242,4 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-torch.library.custom_op("coppice::blocked_linear", blocked_linear, mutates_args=())
-
-
-@torch.library.register_fake("coppice::blocked_linear")
-def _(x, weight, bias, out_features):
-    return x.new_empty(*x.shape[:-1], out_features)
+register("blocked_linear", blocked_linear, lambda x, _weight, _bias, outs: x.new_empty(*x.shape[:-1], outs))

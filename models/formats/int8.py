@@ -10,9 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpp import watched
 from kernels.linear import Packed, pack
 from kernels.linear.reference import quantize as quantize_rows
+from kernels.tracing import register, watched
 from models.formats import coded
 from models.formats.coded import CodedLinear, of_int8
 from models.formats.floats import PackedLinear, blocks, has_kernels, panel_bytes
@@ -121,9 +121,4 @@ def _onednn(steps: Tensor, weight: Tensor, scale_O: Tensor, zero_O: Tensor, kind
     return torch.ops.onednn.qlinear_pointwise(*product)
 
 
-torch.library.custom_op("coppice::int8_linear", int8_linear, mutates_args=())
-
-
-@torch.library.register_fake("coppice::int8_linear")
-def _(x, weight, scale_O, *_args):
-    return x.new_empty(*x.shape[:-1], scale_O.shape[0])
+register("int8_linear", int8_linear, lambda x, _weight, scale_O, *_: x.new_empty(*x.shape[:-1], scale_O.shape[0]))

@@ -5,6 +5,7 @@ import torch
 
 from kernels import cpp
 from kernels.linear import Groups, Packed, linear, pack, pack_groups, reference
+from kernels.tracing import traceable
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 
@@ -148,6 +149,7 @@ def test_what_is_not_finite_stays_in_its_row():
 def test_compilers_see_an_operator():
     packed, _ = matrix("int4", 64, 64, 32, zeros=True, ordered=True, levels=127)
     x = draw(3, 64)
+    traceable()
     run = torch.compile(lambda x: linear(x, packed) * 2, backend="eager", fullgraph=True)
     assert run(x).equal(linear(x, packed) * 2)
 

@@ -6,6 +6,7 @@ import torch
 from kernels import cpp
 from kernels.linear import Packed, PackedParts, dot_products, linear, pack, reference
 from kernels.linear.panels import MAX_INT8_WIDTH, PIECE
+from kernels.tracing import traceable
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 
@@ -149,6 +150,7 @@ def test_other_numbers_of_threads_give_the_same(monkeypatch):
 def test_compilers_see_an_operator():
     packed, _ = matrix(64, 32, torch.float32)
     x = draw(3, 32)
+    traceable()
     run = torch.compile(lambda x: linear(x, packed) * 2, backend="eager", fullgraph=True)
     assert run(x).equal(linear(x, packed) * 2)
 

@@ -1,12 +1,14 @@
 """Operators on rows: C++ against the definitions, at widths that fill vectors and that do not."""
 
+import inspect
 import math
 
 import pytest
 import torch
 
 from kernels import cpp, rows
-from kernels.rows import reference
+from kernels.rows import checks, front, native, reference
+from kernels.tracing import traceable
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 DTYPES = pytest.mark.parametrize("dtype", cpp.KINDS, ids=lambda d: str(d).removeprefix("torch."))
@@ -204,6 +206,7 @@ def test_the_compiler_sees_the_definitions():
         return rows.activation_mul(rows.rms_norm(x, weight, 1e-5, impl="cpp"), "silu", impl="cpp")
 
     x, weight = draw(3, 8), draw(8)
+    traceable()
     compiled = torch.compile(middle, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, weight), middle(x, weight))
 
@@ -318,9 +321,20 @@ def test_top_k_of_other_rows_is_pytorchs(monkeypatch):
     assert rows.top_k(x.double(), 3)[:, 0].equal(x.double().topk(3).values)
     wide = draw(2, 80)[:, ::2]
     assert read(rows.top_k(wide, 3))[0].equal(wide.topk(3).values)
-    monkeypatch.setattr(rows, "why_not", lambda: "nothing to build with")
-    monkeypatch.setattr(rows.native, "top_k", lambda *_: pytest.fail("there is no C++"))
+    monkeypatch.setattr(front, "why_not", lambda: "nothing to build with")
+    monkeypatch.setattr(front.native, "top_k", lambda *_: pytest.fail("there is no C++"))
     assert read(rows.top_k(x, 3))[0].equal(x.topk(3).values)
+
+
+@pytest.mark.parametrize("name", [name for name, x in vars(rows).items() if hasattr(x, "__wrapped__")])
+def test_a_front_has_the_arguments_of_its_checks_and_of_its_implementations(name):
+    arguments = dict(inspect.signature(getattr(rows, name)).parameters)
+    assert arguments.pop("impl").kind == inspect.Parameter.KEYWORD_ONLY
+    described = [(x.name, x.kind, x.default) for x in arguments.values()]
+    for module in (checks, reference, native):
+        if found := getattr(module, name, None):
+            parameters = inspect.signature(found).parameters.values()
+            assert [(x.name, x.kind, x.default) for x in parameters] == described, module.__name__
 
 
 def test_custom_ops():

@@ -24,6 +24,7 @@ from kernels.kv_kinds import floats, parts
 from kernels.kv_write import kv_copier, kv_write
 from kernels.kv_write import torch as kv_torch
 from kernels.layout import TRASH_SLOT, unpack_bits
+from kernels.tracing import traceable
 from kernels.tree_attention import reference, tree_attention
 from kernels.tree_attention import torch as plain
 from tests.kernels.forests import FORESTS, cached, cast, forest, hash_of
@@ -785,6 +786,7 @@ def test_they_are_opaque_to_the_compiler(impl, device, kept):
         return tree_attention(q + 1, k, v, layout, scale=0.25) * 2
 
     expected = layer(q, k.clone(), v.clone(), layout)
+    traceable()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k.clone(), v.clone(), layout), expected)
 

@@ -30,7 +30,7 @@ def quick(monkeypatch):
 def test_it_runs_and_saves_by_machine(model, quick, capsys, tmp_path):
     page = tmp_path / "page.md"
     command = ["speed", "--model", model, "--prompt-tokens", "6", "--new-tokens", "4", "--beams", "1", "2",
-               "--runs", "1", "--depths", "3", "9", "--dtypes", "float32", "--compile", "off", "--threads", "1",
+               "--runs", "1", "--depths", "3", "9", "--dtypes", "float32", "--threads", "1",
                "--peers", "--save", str(page)]  # fmt: skip
     assert main(command) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -46,6 +46,7 @@ def test_it_runs_and_saves_by_machine(model, quick, capsys, tmp_path):
     assert wide["value"] == slower[speed.ROUNDS // 2] and wide["met"] == (wide["value"] <= wide["target"])
     assert found["depths"].keys() == {"3", "9"} and all(len(x) == speed.ROUNDS for x in found["depths"].values())
     assert all(found["host_seconds"].values())
+    assert found["traced"]["graphs"] == 1
     assert found["bench"].startswith("speed-") and f"<!-- bench:{found['bench']} -->" in page.read_text()
 
 

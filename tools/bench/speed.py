@@ -23,6 +23,7 @@ from tools.bench.checkpoints import add_flags, checkpoint
 from tools.bench.flags import add_numbers
 from tools.bench.measure import cores, in_turn, progress, random_tokens, ratio
 from tools.bench.report import add_save_flag, comparison, comparison_table, finish, rows_table, slug, stamp
+from tools.bench.traced import Traced, trace
 
 KINDS = ("float32", "bfloat16", "int8")
 DEPTHS = (100, 1000)
@@ -59,7 +60,6 @@ def add_parser(commands: Any) -> None:
     names = peers.PEERS[1:3]
     parser.add_argument("--peers", nargs="*", choices=names, default=list(names), metavar="NAME", help=" ".join(names))
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has the peers (this one)")
-    parser.add_argument("--compile", choices=["off", "on"], default="on", help="also measure that (%(default)s)")
     parser.add_argument("--threads", type=int, default=cores(), help="(%(default)s)")
     add_save_flag(parser)
     parser.set_defaults(run=run)
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         depths = bench.depths(kinds[0])
         idle = host.step_seconds(max(args.beams), args.depths)
         errors = int8_errors(folder, bench.prompt(CHECKED)) if "int8" in kinds else None
-        compiled = [bench.compiled(kind) for kind in kinds] if args.compile == "on" else []
+        traced = trace(Engine.load(folder, dtype="float32", device="cpu", kv_memory=1 << 28))
     compared = comparisons(rows, rates, rounds, depths, idle, args)
     setting = (
         f"{name}; {args.new_tokens} new tokens, {args.threads} threads, medians of {args.runs} runs. Memory is read at "
@@ -100,12 +100,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         f"{', '.join(f'{rate / 1e9:.0f} GFLOP/s ({kind})' for kind, rate in rates.items())}."
     )
     body = "\n\n".join(
-        [setting, result_table(rows), LEGEND, comparison_table(compared), *compiled_text(compiled), *error_text(errors)]
+        [setting, result_table(rows), LEGEND, comparison_table(compared), traced_text(traced), *error_text(errors)]
     )
     result = {
         "model": name, "threads": args.threads, "new_tokens": args.new_tokens, "bandwidth": bandwidth, "rates": rates,
         "results": rows, "in_turn": {" ".join(map(str, key)): seconds for key, seconds in rounds.items()},
-        "depths": depths, "host_seconds": idle, "int8_errors": errors, "compiled": compiled,
+        "depths": depths, "host_seconds": idle, "int8_errors": errors, "traced": traced._asdict(),
         "verdicts": compared,
     }  # fmt: skip
     machine = made["machine"]
@@ -163,19 +163,6 @@ class Bench:
         return {
             d: [statistics.median(steps[max(0, d - AROUND) : d + AROUND]) for steps in texts] for d in self.args.depths
         }
-
-    def compiled(self, kind: str) -> dict[str, Any]:
-        """--compile on: seconds to the first text without and with code on disk, and steps per second."""
-        found: dict[str, Any] = {"dtype": kind}
-        job = {"prompt": self.prompt(self.args.prompt_tokens[0]), "new_tokens": self.args.new_tokens}
-        spec = self.spec("coppice", kind, max(self.args.beams), compile="on", cache=f"{self.scratch}/code-{kind}")
-        for state in ("cold", "warm"):
-            with peers.Worker(sys.executable, spec) as worker:
-                loaded = worker.answer()["load_seconds"]
-                found[state] = loaded + worker.ask(job | {"new_tokens": 2})["seconds"]
-                found["steps_per_second"] = 1 / statistics.median(worker.ask(job)["step_seconds"])
-        progress(f"compiled, {kind}: {compiled_text([found])[0]}")
-        return found
 
 
 def against(
@@ -276,13 +263,11 @@ def result_table(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join([text, *peers.why_none(rows)])
 
 
-def compiled_text(compiled: Sequence[dict[str, Any]]) -> list[str]:
-    texts = [
-        f"{c['dtype']}: {c['steps_per_second']:.1f} steps/s, to the second token {c['cold']:.1f} s from the start, "
-        f"{c['warm']:.1f} s with code on disk"
-        for c in compiled
-    ]
-    return [f"--compile on, most beams: {'; '.join(texts)}."] if texts else []
+def traced_text(traced: Traced) -> str:
+    return (
+        f"torch.compile of the whole model: {traced.passes} passes of one to three trees, graphs without a break: "
+        f"{traced.graphs}; hidden states differ by {traced.error:.1e} at most."
+    )
 
 
 def error_text(errors: dict[str, float] | None) -> list[str]:
