@@ -173,35 +173,26 @@ struct Angles {
     int64_t dims;
 };
 
-// Of attention or an MLP: on what it reads, on its output before that is added to the stream, on the sum.
-struct Norms {
-    Norm input, output, sum;
+// An operator of a layer, which reads register `source` and writes register `target`; stack/calls.py has the codes, and
+// which of the fields a code reads. `more` is the norm of keys. A negative window: none.
+struct Call {
+    int64_t code, source, target, all_heads, table, window, function, gated;
+    Norm norm, more;
+    Matrix matrix;
+    float scale, cap;
 };
 
-// `parallel`: the MLP reads what attention reads; `all_heads`: the norms of queries and of keys are those of all their
-// heads as one row; `norms_last`: they come after the rotation. A negative window: none; `table` is the number of the
-// angles that queries and keys are rotated by, negative: they are not. What is added to the stream is multiplied by
-// `residual_scale` first. With weights in `conv` a layer has a short convolution in the place of attention, and `qkv` is
-// the matrix before that; `place` counts the layers before it that have the same.
-struct Layer {
-    int64_t parallel, all_heads, norms_last, window, table, place;
-    Norms attention_norms, mlp_norms;
-    Norm q_norm, k_norm, conv;
-    Matrix qkv, out, up, down;
-    float scale, cap, residual_scale;
-};
-
+// `up` is the width of the product before an activation, `taps` that of short convolutions, 0: there are none.
 struct Stack {
-    int64_t kind, element, layers, heads, kv_heads, head_dim, width, mlp_width, gated, activation, taps;
-    const Layer* layer;
-    Norm norm;
+    int64_t kind, element, heads, kv_heads, head_dim, width, mlp_width, up, taps, count;
+    const Call* calls;
     float eps;
 };
 
-// x [T, E] is changed, out [T, E] takes it through the last norm. `attention` is that of every layer but for window,
-// scale and cap; its queries will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D] of the layers
-// with attention, rows [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions.
+// x [T, E] is the stream and is changed. `attention` is that of every layer but for window, scale and cap; its queries
+// will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D] of the layers with attention, rows
+// [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions.
 void coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t threads, void* x,
-                   char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out, int64_t tokens, int64_t slots,
-                   char* rows, int64_t kept, const int64_t* ancestors_TN);
+                   char* k, char* v, const int64_t* slots_T, char* heads_THD, int64_t tokens, int64_t slots, char* rows,
+                   int64_t kept, const int64_t* ancestors_TN);
 }

@@ -13,13 +13,16 @@ from torch.nn import functional as F
 
 from kernels.layout import KVCache, TreeLayout
 from kernels.stack import Stack
+from kernels.stack.calls import Call
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.weights import Weights
 from models.config import HEAD, SCORE, Config, ModelShape, Names
 from models.formats.linear import Linear
-from models.layers import Layer, Norm, Rope
+from models.layers import Layer
+from models.norms import Norm
 from models.rope import BUFFERS, RotaryEmbedding
+from models.running import Registers, fused, run
 
 
 class Decoder(nn.Module):
@@ -36,6 +39,7 @@ class Decoder(nn.Module):
         config, shape: of this process's part of the model, see `models.sharding`.
         shard: the place of this process among those that compute the model.
         rotaries: the rotary tables, as `Config.table` numbers them.
+        before, after: the calls before the first layer, on a GPU, and after the last one.
         stack: all layers as one call, on a CPU; None where that has no operators.
     """
 
@@ -84,6 +88,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(c, names, weights, i) for i in range(c.layers))
         self.norm = Norm(c, weights, names.norm) if c.final_norm else None
         self.head = weights.head(SCORE) if c.scores else weights.head(HEAD, bias=c.head_bias)
+        self.dtype = dtype
+        self.after = [] if self.norm is None else [Call("norm", "stream", "read", norm=self.norm)]
+        self._join()
         self.stack = self._stack()
 
     def forward(
@@ -108,19 +115,12 @@ class Decoder(nn.Module):
         tables = [rotary.cos_sin(positions_T, spans_T, x_TE.dtype) for rotary in self.rotaries]
         if self.stack is not None and self.stack.takes(layout):
             return self.stack(x_TE, tables, cache, layout)
-        together = layout.rows_impl == "triton"  # a layer's last sum and the norm that follows it
-        layers = cast(Sequence[Layer], self.layers)
-        norms = [*(layer.attention_residual.input for layer in layers), self.norm]
-        read_TE = norms[0](x_TE, layout.rows_impl) if together and norms[0] is not None else x_TE
-        for i, layer in enumerate(layers):
-            rope: Rope = None if layer.table is None else tables[layer.table]
-            if together:
-                x_TE, read_TE = layer(x_TE, rope, cache.layers[i], layout, (read_TE, norms[i + 1]))
-            else:
-                x_TE = layer(x_TE, rope, cache.layers[i], layout)
-        if together:
-            return read_TE
-        return x_TE if self.norm is None else self.norm(x_TE, layout.rows_impl)
+        registers = Registers(x_TE, self.config, tables, cache, layout)
+        run(self.before if registers.together else (), registers)
+        for layer in self.layers:
+            layer(registers)
+        run(() if registers.together else self.after, registers)
+        return registers["read" if self.after else "stream"]
 
     def logits(self, hidden_NE: Tensor, head: Linear | None = None) -> Tensor:
         """Hidden rows [N, E] to next-token logits [N, V] (scores [N, 1] of a scalar head) in the model's dtype.
@@ -136,21 +136,20 @@ class Decoder(nn.Module):
             logits_NV = logits_NV / c.logit_divisor
         return logits_NV if c.logit_cap is None else (logits_NV / c.logit_cap).tanh_().mul_(c.logit_cap)
 
+    def _join(self) -> None:
+        """Give each layer its calls for a GPU, for which the norm that a layer begins with ends the one before."""
+        layers = cast(Sequence[Layer], self.layers)
+        parts = [list(layer.calls) for layer in layers]
+        begins = [part[:1] if part[0].code == "norm" else [] for part in parts]
+        self.before = begins[0]
+        for layer, part, begin, end in zip(layers, parts, begins, [*begins[1:], self.after], strict=True):
+            layer.together = fused([*part[len(begin) :], *end])
+
     def _stack(self) -> Stack | None:
-        c, layers = self.config, []
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            described = layer.described()
-            if described is None:
-                return None
-            layers.append(described)
-        return Stack(
-            layers,
-            self.norm and self.norm.vectors,
-            activation=c.activation,
-            gated=c.gated,
-            heads=c.heads,
-            kv_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            eps=c.norm_eps,
-        )
+        c, layers = self.config, cast(Sequence[Layer], self.layers)
+        calls = [call for layer in layers for call in layer.calls]
+        if any(call.matrix is not None and call.matrix.matrix is None for call in calls):
+            return None
+        sizes = {name: getattr(c, name) for name in ("width", "mlp_width", "heads", "kv_heads", "head_dim")}
+        after = [call._replace(target="stream") for call in self.after]
+        return Stack([*calls, *after], dtype=self.dtype, eps=c.norm_eps, **sizes)

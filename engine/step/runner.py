@@ -323,13 +323,12 @@ class Runner:
         """The first place of NaN or Inf in a pass: the chunk is evaluated once more, layer by layer."""
         bad: list[str] = []
 
-        def watch(name: str, x: Tensor | tuple[Tensor, ...]) -> None:
-            x = x[0] if isinstance(x, tuple) else x  # the stream
+        def watch(name: str, x: Tensor) -> None:
             if not bad and not torch.isfinite(x).all():
                 bad.append(name)
 
         layers = self.model.layers
-        hooks = [layers[0].register_forward_pre_hook(lambda _, args: watch("in the embedding", args[0]))]
+        hooks = [layers[0].register_forward_pre_hook(lambda _, args: watch("in the embedding", args[0]["stream"]))]
         for i, layer in enumerate(layers, 1):
             name = f"in layer {i} of {len(layers)}"
             hooks.append(layer.register_forward_hook(lambda _, args, out, name=name: watch(name, out)))

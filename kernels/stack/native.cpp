@@ -1,9 +1,10 @@
-// The layers of a decoder: the operators one after the other, as the models call them, without
+// The layers of a decoder: the calls of their list one after the other, without
 // Python in between. A step of decoding evicts Python from the caches, so that its calls take longer than the smaller
 // operators.
 //
 // Shape legend: kernels/layout.py, and E width, M MLP width.
 
+#include <algorithm>
 #include <memory>
 
 #include "../operators.h"
@@ -24,7 +25,11 @@ void multiply_by(float factor, T* x, int64_t size) {
     each(size, [&](int64_t i, auto n) { store(load(x + i, n) * factor, x + i, n); });
 }
 
-// One pass: sizes, and room for what a layer computes.
+// The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
+enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, ROOMS };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD };
+
+// One pass: sizes, and the registers, which a layer's operators read and write.
 struct Pass {
     const Stack& s;
     Attention attention;
@@ -32,11 +37,15 @@ struct Pass {
     const int64_t* slots_T;
     char* heads_THD;
     const int64_t threads, tokens, slots;
+    char *k, *v, *rows;  // of the layer that comes next
+    const int64_t kept;
+    const int64_t* ancestors_TN;
     const int64_t turned = s.heads + s.kv_heads, every = turned + s.kv_heads, head = s.head_dim * s.element;
-    const std::unique_ptr<char[]> normed_TE = room(s.width), sum_TE = room(s.width);
+    const std::unique_ptr<char[]> read_TE = room(s.width), out_TE = room(s.width);
     const std::unique_ptr<char[]> mixed_THD = room(s.taps ? std::max(s.heads * s.head_dim, s.width) : s.heads * s.head_dim);
     const std::unique_ptr<char[]> gates_TF = room(s.taps ? 3 * s.width : 0);
-    const std::unique_ptr<char[]> up_TM = room((s.gated ? 2 : 1) * s.mlp_width), middle_TM = room(s.mlp_width);
+    const std::unique_ptr<char[]> up_TM = room(s.up), middle_TM = room(s.mlp_width);
+    char* at[ROOMS];
 
     std::unique_ptr<char[]> room(int64_t width) const {
         return std::unique_ptr<char[]>(new char[tokens * width * s.element]);
@@ -49,27 +58,17 @@ struct Pass {
             coppice_rms_norm(s.kind, threads, x, norm.weight, out, tokens, s.width, s.eps);
     }
 
-    void multiply(const Matrix& m, const void* x, void* out) const {
-        coppice_linear(s.kind, threads, &m, x, out, tokens);
+    void normalize_heads(const Norm& norm, bool all, char* x, int64_t heads) const {
+        const int64_t D = s.head_dim, count = all ? 1 : heads, size = all ? heads * D : D;
+        coppice_head_norm(s.kind, threads, x, norm.weight, norm.bias, tokens, count, size, every * D, s.eps);
     }
 
-    void normalize_heads(const Layer& layer) const {
-        const int64_t D = s.head_dim;
-        auto run = [&](const Norm& norm, char* x, int64_t heads) {
-            const int64_t rows = layer.all_heads ? 1 : heads, size = layer.all_heads ? heads * D : D;
-            if (norm.weight)
-                coppice_head_norm(s.kind, threads, x, norm.weight, norm.bias, tokens, rows, size, every * D, s.eps);
-        };
-        run(layer.q_norm, heads_THD, s.heads);
-        run(layer.k_norm, heads_THD + s.heads * head, s.kv_heads);
-    }
-
-    void rotate(char* x, const void* cos, const void* sin, int64_t dims, int64_t rows) const {
+    void rotate(char* x, const void* cos, const void* sin, int64_t dims, int64_t heads) const {
         const int64_t D = s.head_dim, token = every * D;
-        coppice_rotary(s.kind, threads, x, cos, sin, x, tokens, rows, D, dims, token, D, token);
+        coppice_rotary(s.kind, threads, x, cos, sin, x, tokens, heads, D, dims, token, D, token);
     }
 
-    void write(char* k, char* v, const char* k_TGD, const char* v_TGD) const {
+    void write(const char* k_TGD, const char* v_TGD) const {
         const int64_t D = s.head_dim, token = every * D;
         if (attention.cache == INT8)
             coppice_kv_write_int8(s.kind, threads, k, v, k_TGD, v_TGD, slots_T, tokens, s.kv_heads, slots, D, token, D,
@@ -79,103 +78,67 @@ struct Pass {
                              every * head, head);
     }
 
-    // From `read` to sum_TE; k and v are the layer's.
-    void attend(const Layer& layer, const void* read, char* k, char* v) {
-        multiply(layer.qkv, read, heads_THD);
-        if (!layer.norms_last) normalize_heads(layer);
-        if (layer.table >= 0) {
-            const Angles& a = angles[layer.table];
-            const bool alike = a.query_cos == a.cos;
-            if (!alike) rotate(heads_THD, a.query_cos, a.query_sin, a.dims, s.heads);
-            rotate(alike ? heads_THD : heads_THD + s.heads * head, a.cos, a.sin, a.dims, alike ? turned : s.kv_heads);
+    void run(const Call& c) {
+        char *source = at[c.source], *target = at[c.target], *keys = heads_THD + s.heads * head;
+        switch (c.code) {
+            case NORM:
+                return normalize(c.norm, source, target);
+            case PRODUCT:
+                return coppice_linear(s.kind, threads, &c.matrix, source, target, tokens);
+            case HEAD_NORMS:
+                normalize_heads(c.norm, c.all_heads, source, s.heads);
+                return normalize_heads(c.more, c.all_heads, keys, s.kv_heads);
+            case ROTATE: {
+                const Angles& a = angles[c.table];
+                if (a.query_cos == a.cos) return rotate(source, a.cos, a.sin, a.dims, turned);
+                rotate(source, a.query_cos, a.query_sin, a.dims, s.heads);
+                return rotate(keys, a.cos, a.sin, a.dims, s.kv_heads);
+            }
+            case WRITE:
+                return write(keys, heads_THD + turned * head);
+            case ATTEND: {
+                const int64_t row = attention.cache == INT8 ? s.head_dim + SCALE_BYTES : head;
+                attention.window = c.window, attention.scale = c.scale, attention.cap = c.cap;
+                coppice_tree_attention(&attention, source, k, v, target);
+                k += s.kv_heads * slots * row, v += s.kv_heads * slots * row;
+                return;
+            }
+            case CONVOLVE:
+                coppice_short_conv(s.kind, kept, threads, source, c.norm.weight, c.norm.bias, rows, slots_T,
+                                   ancestors_TN, target, tokens, s.width, s.taps - 1, slots);
+                rows += slots * s.width * (kept ? 2 : 4);  // float32 is the only kind of 4 bytes
+                return;
+            case ACTIVATE:
+                if (c.gated)
+                    coppice_activation_mul(s.kind, threads, c.function, source, target, tokens, s.mlp_width);
+                else
+                    coppice_activation(s.kind, threads, c.function, source, target, tokens, s.mlp_width);
+                return;
+            case SCALE:
+                return with_type(s.kind, [&](auto type) {
+                    multiply_by(c.scale, (decltype(type)*)target, tokens * s.width);
+                });
+            case ADD:
+                return add(s.kind, source, target, tokens * s.width);
         }
-        if (layer.norms_last) normalize_heads(layer);
-        write(k, v, heads_THD + s.heads * head, heads_THD + turned * head);
-        attention.window = layer.window, attention.scale = layer.scale, attention.cap = layer.cap;
-        coppice_tree_attention(&attention, heads_THD, k, v, mixed_THD.get());
-        multiply(layer.out, mixed_THD.get(), sum_TE.get());
-    }
-
-    // The same by a short convolution; rows are the layer's.
-    void convolve(const Layer& layer, const void* read, char* rows, int64_t kept, const int64_t* ancestors_TN) const {
-        multiply(layer.qkv, read, gates_TF.get());
-        coppice_short_conv(s.kind, kept, threads, gates_TF.get(), layer.conv.weight, layer.conv.bias, rows, slots_T,
-                           ancestors_TN, mixed_THD.get(), tokens, s.width, s.taps - 1, slots);
-        multiply(layer.out, mixed_THD.get(), sum_TE.get());
-    }
-
-    // From `read` to normed_TE, which may be the same: its rows are in up_TM when they are overwritten.
-    void feed(const Layer& layer, const void* read) const {
-        multiply(layer.up, read, up_TM.get());
-        if (s.gated)
-            coppice_activation_mul(s.kind, threads, s.activation, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
-        else
-            coppice_activation(s.kind, threads, s.activation, up_TM.get(), middle_TM.get(), tokens, s.mlp_width);
-        multiply(layer.down, middle_TM.get(), normed_TE.get());
-    }
-
-    // What a part of a layer reads: x, or its norm in normed_TE.
-    const void* read(const Norms& norms, void* x) const {
-        if (!norms.input.weight) return x;
-        normalize(norms.input, x, normed_TE.get());
-        return normed_TE.get();
-    }
-
-    // Makes a part's output what is added to the stream.
-    void leave(const Layer& layer, const Norms& norms, void* out) const {
-        if (norms.output.weight) normalize(norms.output, out, out);
-        if (layer.residual_scale != 1)
-            with_type(s.kind, [&](auto type) {
-                multiply_by(layer.residual_scale, (decltype(type)*)out, tokens * s.width);
-            });
-    }
-
-    // `mix` goes from what attention reads to sum_TE.
-    template <typename Mix>
-    void run(const Layer& layer, void* x, Mix mix) {
-        const int64_t size = tokens * s.width;
-        const void* from = read(layer.attention_norms, x);
-        mix(from);
-        leave(layer, layer.attention_norms, sum_TE.get());
-        if (layer.parallel) {
-            feed(layer, from);
-            leave(layer, layer.mlp_norms, normed_TE.get());
-            add(s.kind, normed_TE.get(), sum_TE.get(), size);
-            add(s.kind, sum_TE.get(), x, size);
-            return;
-        }
-        add(s.kind, sum_TE.get(), x, size);
-        if (layer.attention_norms.sum.weight) normalize(layer.attention_norms.sum, x, x);
-        feed(layer, read(layer.mlp_norms, x));
-        leave(layer, layer.mlp_norms, normed_TE.get());
-        add(s.kind, normed_TE.get(), x, size);
-        if (layer.mlp_norms.sum.weight) normalize(layer.mlp_norms.sum, x, x);
     }
 };
 
 }  // namespace
 
 extern "C" void coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t threads,
-                              void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD, void* out,
-                              int64_t tokens, int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN) {
-    const Stack& s = *stack;
-    Pass pass{s, *attention, angles, slots_T, heads_THD, threads, tokens, slots};
-    const int64_t row = attention->cache == INT8 ? s.head_dim + SCALE_BYTES : s.head_dim * s.element;
-    const int64_t kv_layer = s.kv_heads * slots * row;
-    const int64_t rows_layer = slots * s.width * (kept ? 2 : 4);  // float32 is the only kind of 4 bytes
-    for (int64_t i = 0; i < s.layers; i++) {
-        const Layer& layer = s.layer[i];
-        if (layer.conv.weight)
-            pass.run(layer, x, [&](const void* from) {
-                pass.convolve(layer, from, rows + layer.place * rows_layer, kept, ancestors_TN);
-            });
-        else
-            pass.run(layer, x, [&](const void* from) {
-                pass.attend(layer, from, k + layer.place * kv_layer, v + layer.place * kv_layer);
-            });
-    }
-    if (s.norm.weight)
-        pass.normalize(s.norm, x, out);
-    else
-        std::memcpy(out, x, tokens * s.width * s.element);
+                              void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD, int64_t tokens,
+                              int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN) {
+    Pass pass{*stack, *attention, angles, slots_T, heads_THD, threads, tokens, slots, k, v, rows, kept, ancestors_TN};
+    char* registers[ROOMS] = {(char*)x,
+                                  pass.read_TE.get(),
+                                  pass.out_TE.get(),
+                                  heads_THD,
+                                  pass.mixed_THD.get(),
+                                  pass.gates_TF.get(),
+                                  pass.mixed_THD.get(),
+                                  pass.up_TM.get(),
+                                  pass.middle_TM.get()};
+    std::copy(registers, registers + ROOMS, pass.at);
+    for (int64_t i = 0; i < stack->count; i++) pass.run(stack->calls[i]);
 }

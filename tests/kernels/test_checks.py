@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from kernels.kv_write import kv_copier, kv_write
 from kernels.kv_write import torch as kv_torch
 from kernels.layout import KVCache, TreeLayout
 from kernels.linear import Packed, linear
-from kernels.stack import Conv, Matrix, Norms, Stack, StackLayer, StackNorm
+from kernels.stack import Matrix, Stack
+from kernels.stack.calls import Call
 from kernels.tree_attention import tree_attention
 
 needs_cpp = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
@@ -267,33 +269,62 @@ def matrix(outs: int, width: int, bias: torch.Tensor | None = None) -> Matrix:
     return Matrix(Packed(torch.zeros(-(-outs // 64) * 4, width, 16, 1), outs, width), bias)
 
 
+def vectors(weight: torch.Tensor, bias: torch.Tensor | None = None) -> SimpleNamespace:
+    return SimpleNamespace(weight=weight, bias=bias)
+
+
 def stack(**changes):
     """A layer of two heads, whose matrices nobody reads."""
-    sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4, "eps": 1e-5, "activation": "gelu", "gated": False}
-    parts = {"norm": StackNorm(torch.ones(8)), "qkv": matrix(24, 8), "out": matrix(8, 8, torch.zeros(8)), **changes}
-    up, down = matrix(16, 8), parts.get("down", matrix(8, 16))
-    options = "q_norm", "k_norm", "all_heads", "table", "conv"
-    names = {name: parts[name] for name in options if name in parts}
-    norms = Norms(StackNorm(torch.ones(8))), Norms(output=parts["norm"])
-    layer = StackLayer(*norms, parts["qkv"], parts["out"], up, down, scale=0.5, **names)
-    return Stack([layer], StackNorm(torch.ones(8)), **sizes)
+    sizes = {"width": 8, "mlp_width": 16, "heads": 2, "kv_heads": 2, "head_dim": 4, "eps": 1e-5}
+    parts = {"norm": vectors(torch.ones(8)), "qkv": matrix(24, 8), "out": matrix(8, 8, torch.zeros(8)), **changes}
+
+    def product(source: str, target: str, matrix: Matrix) -> Call:
+        return Call("product", source, target, matrix=SimpleNamespace(matrix=matrix))
+
+    norms = parts.get("q_norm"), parts.get("k_norm")
+    q_norm, k_norm = (norm or vectors(torch.ones(4)) for norm in norms)
+    more = {"all_heads": parts.get("all_heads", False)}
+    attention = [
+        product("read", "heads", parts["qkv"]),
+        *([Call("head_norms", "heads", "heads", norm=q_norm, more=k_norm, **more)] if any(norms) else []),
+        *([Call("rotate", "heads", "heads", table=parts["table"])] if "table" in parts else []),
+        Call("write", "heads"),
+        Call("attend", "heads", "mixed", scale=0.5),
+        product("mixed", "out", parts["out"]),
+    ]
+    convolution = [
+        product("read", "gates", parts["qkv"]),
+        Call("convolve", "gates", "convolved", norm=parts.get("conv")),
+        product("convolved", "out", parts["out"]),
+    ]
+    mixer = convolution if "conv" in parts else attention
+    calls = [
+        Call("norm", "stream", "read", norm=parts["norm"]),
+        *mixer,
+        Call("add", "out", "stream"),
+        product("stream", "up", matrix(16, 8)),
+        Call("activate", "up", "middle", function="gelu"),
+        product("middle", "read", parts.get("down", matrix(8, 16))),
+        Call("add", "read", "stream"),
+    ]
+    return Stack(calls, dtype=torch.float32, **sizes)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"norm": StackNorm(torch.ones(7))},
-        {"norm": StackNorm(torch.ones(8).double())},
-        {"norm": StackNorm(torch.ones(16)[::2])},
-        {"norm": StackNorm(torch.ones(8), torch.ones(9))},
+        {"norm": vectors(torch.ones(7))},
+        {"norm": vectors(torch.ones(8).double())},
+        {"norm": vectors(torch.ones(16)[::2])},
+        {"norm": vectors(torch.ones(8), torch.ones(9))},
         {"qkv": matrix(23, 8)},
         {"out": matrix(8, 8, torch.zeros(7))},
         {"out": matrix(8, 8, torch.zeros(8).double())},
         {"out": matrix(8, 16)},
         {"down": matrix(8, 8)},
-        {"q_norm": StackNorm(torch.ones(8))},
-        {"k_norm": StackNorm(torch.ones(4), torch.ones(8))},
-        {"q_norm": StackNorm(torch.ones(4)), "all_heads": True},
+        {"q_norm": vectors(torch.ones(8))},
+        {"k_norm": vectors(torch.ones(4), torch.ones(8))},
+        {"q_norm": vectors(torch.ones(4)), "all_heads": True},
     ],
 )
 def test_parts_that_make_no_stack(changes):
@@ -334,8 +365,12 @@ def test_a_stack_refuses_other_numbers_of_tables():
 def test_a_stack_refuses_what_convolutions_do_not_take():
     layout, kept = attention_arguments()["layout"], KVCache(torch.zeros(1, 2, S, 4), torch.zeros(1, 2, S, 4))
     few, many = (dataclasses.replace(layout, ancestors_TN=torch.zeros(5, n, dtype=torch.int64)) for n in (1, 2))
-    conv = Conv(torch.ones(3, 8), torch.zeros(8))
-    for bad in (Conv(torch.ones(3, 7)), Conv(torch.ones(3, 8).double()), Conv(torch.ones(3, 8), torch.zeros(7))):
+    conv = vectors(torch.ones(3, 8), torch.zeros(8))
+    for bad in (
+        vectors(torch.ones(3, 7)),
+        vectors(torch.ones(3, 8).double()),
+        vectors(torch.ones(3, 8), torch.zeros(7)),
+    ):
         with pytest.raises(ValueError, match="a convolution's"):
             stack(conv=bad, qkv=matrix(24, 8))
     with pytest.raises(ValueError, match=r"expected a matrix \[24, 8\], got \[16, 8\]"):

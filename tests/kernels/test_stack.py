@@ -4,6 +4,8 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from models.checkpoint.headers import Checkpoint
 from models.config import Names
 from models.families.llama import Llama
 from models.rope import RopeConfig
+from models.running import Registers, run
 from search import Greedy, Trie
 from tools.random_checkpoint import make
 
@@ -135,14 +138,19 @@ def test_what_the_options_mean(tmp_path, monkeypatch):
     model = load(tmp_path).runner.model
     residual, stored = model.layers[1].mlp_residual, load_file(tmp_path / "model.safetensors")
     x, out = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(1))
+    nothing: Any = SimpleNamespace(rows_impl="cpp")
 
     def norm(x, name):
         weight = 1 + stored[f"model.layers.1.{name}.weight"].double()
         return x / (x.square().mean(-1, keepdim=True) + model.config.norm_eps).sqrt() * weight
 
-    assert torch.allclose(residual.read(x, "cpp").double(), norm(x.double(), "before_mlp"), atol=1e-5)
+    registers = Registers(x, model.config, (), nothing, nothing)
+    run(residual.read(), registers)
+    assert torch.allclose(registers["read"].double(), norm(x.double(), "before_mlp"), atol=1e-5)
+    registers["read"] = out
+    run(list(residual.add("read")), registers)
     expected = x + 0.5 * norm(out.double(), "after_mlp")
-    assert torch.allclose(residual.add(x, out, "cpp").double(), expected, atol=1e-5)
+    assert torch.allclose(registers["stream"].double(), expected, atol=1e-5)
 
 
 def test_logits_and_embedding_take_their_multipliers(tmp_path, monkeypatch):
@@ -188,6 +196,12 @@ def test_a_window(tmp_path):
     assert ours == theirs
 
 
+def turned(calls, table):
+    """A layer's calls with another table of angles, or without its rotation."""
+    others = [call._replace(table=table) if call.code == "rotate" else call for call in calls]
+    return [call for call in others if call.code != "rotate" or table is not None]
+
+
 def test_a_table_of_angles_for_each_layer(folder):
     """As of models whose layers of long and of short reach differ, or of which some rotate nothing."""
     engine = load(folder)
@@ -196,16 +210,16 @@ def test_a_table_of_angles_for_each_layer(folder):
     layout = pack([Chunk(tree, 3, [], tree.allocate(3, []))], engine.pool.page_size, impl="cpp").layout
     x_TE = torch.randn(3, len(model.norm.weight))
     angles = [(torch.randn(3, dims), torch.randn(3, dims)) for dims in (4, model.config.head_dim)]
-    for first, second in [(None, 1), (1, 0)]:
-        layers = [layer._replace(table=t) for layer, t in zip(model.stack.layers, (first, second), strict=True)]
-        sizes = {name: getattr(model.config, name) for name in ("heads", "kv_heads", "head_dim")}
-        options = {"activation": "silu", "gated": True, "eps": model.config.norm_eps}
-        together = Stack(layers, model.norm.vectors, **options, **sizes)
-        expected_TE = x_TE
-        for i, (layer, table) in enumerate(zip(model.layers, (first, second), strict=True)):
-            rope = None if table is None else angles[table]
-            expected_TE = layer(expected_TE, rope, cache.layers[i], layout)
-        assert together(x_TE.clone(), angles, cache, layout).equal(model.norm(expected_TE, "cpp"))
+    for tables in [(None, 1), (1, 0)]:
+        layers = [turned(layer.calls, table) for layer, table in zip(model.layers, tables, strict=True)]
+        sizes = {name: getattr(model.config, name) for name in ("width", "mlp_width", "heads", "kv_heads", "head_dim")}
+        after = [call._replace(target="stream") for call in model.after]
+        together = Stack([*layers[0], *layers[1], *after], dtype=torch.float32, eps=model.config.norm_eps, **sizes)
+        registers = Registers(x_TE, model.config, angles, cache, layout)
+        for calls, registers.kept in zip(layers, cache.layers, strict=True):
+            run(calls, registers)
+        run(model.after, registers)
+        assert together(x_TE.clone(), angles, cache, layout).equal(registers["read"])
     tree.release()
 
 

@@ -105,5 +105,5 @@ def rounded_cache(engine: Engine, dtype: torch.dtype) -> Iterator[None]:
     def write(k_GSD: Tensor, v_GSD: Tensor, k_TGD: Tensor, v_TGD: Tensor, slots_T: Tensor, *, impl: str) -> None:
         kv_write(k_GSD, v_GSD, rounded(k_TGD), rounded(v_TGD), slots_T, impl=impl)
 
-    with one_by_one(engine.runner.model), mock.patch("models.layers.kv_write", write):
+    with one_by_one(engine.runner.model), mock.patch("models.running.kv_write", write):
         yield

@@ -132,12 +132,12 @@ class Watch:
 
     def before_layer(self, module: Any, args: tuple) -> None:
         """A forward hook that notes the shape of the layer's attention."""
-        _, _, (keys, *_), layout = args
-        inner = module.attention
+        [registers], inner = args, module.attention
         if not isinstance(inner, Attention):
             return
-        rest = inner.heads, inner.kv_heads, inner.head_dim, keys.dtype, inner.window
-        self.layouts.append((len(self.steps) - 1, layout, rest))
+        c, keys = registers.config, registers.cache.k_LGSD
+        rest = c.heads, c.kv_heads, c.head_dim, keys.dtype, inner.window
+        self.layouts.append((len(self.steps) - 1, registers.layout, rest))
 
     def attention(self, steps: slice) -> tuple[int, int]:
         """Bytes and operations of the attention of some steps. This takes longer than the attention itself."""

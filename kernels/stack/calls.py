@@ -1,0 +1,59 @@
+"""A layer as a list of operator calls, which Python, Triton (some together) and C++ (stack/native.cpp) each execute.
+
+Calls read and write registers: rows of the tokens of a pass.
+"""
+
+from typing import Any, NamedTuple
+
+# C++ numbers both in this order. E width, M MLP width, H heads, G of keys and values, D head size.
+REGISTERS = (
+    "stream",  # E: what layers add to
+    "read",  # E: the norm of the stream that a part reads; later the output of the MLP
+    "out",  # E: the output of attention or of a convolution
+    "heads",  # (H + 2 G) D: queries, keys and values
+    "mixed",  # H D: what attention makes of the values
+    "gates",  # 3 E: what a convolution reads
+    "convolved",  # E
+    "up",  # M, or 2 M of a gated MLP
+    "middle",  # M
+)
+CODES = (
+    "norm",  # target = the norm of source
+    "product",  # target = source times `matrix`, plus its bias
+    "head_norms",  # queries by `norm`, keys by `more`, in place; `all_heads`: of all heads as one row
+    "rotate",  # queries and keys, by the angles of `table`, in place
+    "write",  # keys and values into the cache
+    "attend",  # target = attention of the queries; `scale`, `window`, `cap`
+    "convolve",  # target = the short convolution of source, with the weights and bias of `norm`
+    "activate",  # target = `function` of source; `gated`: of the first half, times the second
+    "scale",  # target *= `scale`
+    "add",  # target += source
+)
+
+
+class Call(NamedTuple):
+    """An operator of a layer. `CODES` tells which arguments a code reads.
+
+    Args:
+        code: which operator.
+        source, target: registers; the same for an operator in place.
+        norm, more: with a `weight` and a `bias`, which is None for an RMSNorm.
+        matrix: a linear layer, with a `matrix`, see `models.formats.linear.Linear`.
+        scale, window, cap: of attention, see `kernels.tree_attention`; or a factor.
+        table: the number of the angles.
+        function: the name of an activation, see `kernels.rows`.
+    """
+
+    code: str
+    source: str = ""
+    target: str = ""
+    norm: Any = None
+    more: Any = None
+    matrix: Any = None
+    scale: float = 1.0
+    window: int | None = None
+    cap: float | None = None
+    table: int = 0
+    function: str = "relu"
+    gated: bool = False
+    all_heads: bool = False

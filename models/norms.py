@@ -1,0 +1,55 @@
+"""Norms of rows and of heads."""
+
+import torch
+from torch import Tensor, nn
+
+from kernels.rows import layer_norm, rms_norm
+from models.checkpoint.weights import Weights
+from models.config import Config
+
+
+class Norm(nn.Module):
+    """An RMSNorm, x / rms(x) * weight (Zhang and Sennrich, 2019), or, with a bias, a LayerNorm, (x - mean(x)) / std(x)
+    * weight + bias (Ba et al., 2016); float32 inside, whatever the dtype. `Config.plus_one` is part of the weight.
+
+    Args:
+        c, weights: of the model.
+        name: of its vectors; a norm that is not `affine` has ones and zeros for them.
+        some: elements of the vectors; None: all.
+    """
+
+    def __init__(self, c: Config, weights: Weights, name: str, some: range | None = None):
+        super().__init__()
+        self.eps = c.norm_eps
+        self.bias: Tensor | None = None
+        if c.affine:
+            self.weight = weights.vector(f"{name}.weight", plus_one=c.plus_one, some=some)
+            self.bias = None if c.rms else weights.vector(f"{name}.bias")
+        else:
+            self.weight = torch.ones(c.width, dtype=weights.dtype, device=weights.device)
+            self.bias = torch.zeros_like(self.weight)
+
+    def forward(self, x: Tensor, impl: str) -> Tensor:
+        """[..., E] -> the same; `impl` is the pass's."""
+        if self.bias is None:
+            return rms_norm(x, self.weight, self.eps, impl=impl)
+        return layer_norm(x, self.weight, self.bias, self.eps, impl=impl)
+
+
+class DividedNorm(Norm):
+    """An RMSNorm of rows of which each process has a part; the mean is that of the whole row."""
+
+    def __init__(self, c: Config, weights: Weights, name: str, some: range):
+        super().__init__(c, weights, name, some)
+        self.shard = weights.shard
+
+    def forward(self, x: Tensor, impl: str) -> Tensor:
+        """[..., elements of this process] -> the same."""
+        x_float = x.float()
+        mean = self.shard.sum(x_float.square().mean(-1, keepdim=True)) / self.shard.size  # all parts are of one size
+        return (x_float * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype)
+
+
+def head_norm(c: Config, weights: Weights, name: str, some: range | None) -> Norm:
+    """The norm of each head, or of all of them, of which this process has `some` elements."""
+    return Norm(c, weights, name) if some is None else DividedNorm(c, weights, name, some)

@@ -1,0 +1,215 @@
+"""Runs the calls of layers in Python: each by an operator, or on a GPU some of them together by one.
+
+Shape legend: T tokens of a pass, H query heads, G key/value heads, D head size, E width.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from kernels.kv_write import HeadTransform, kv_write, rotary_write
+from kernels.layout import KVCache, TreeLayout
+from kernels.rows import activation, activation_mul, add_norm, rotary
+from kernels.short_conv import short_conv
+from kernels.stack.calls import Call
+from kernels.tree_attention import tree_attention
+from models.config import Config
+from models.norms import DividedNorm
+
+
+class Registers(dict[str, Any]):
+    """What the calls of a pass read and write, see `kernels.stack.calls.REGISTERS`; "heads" in parts once they are
+    divided: turned heads, in one or two tensors, and values.
+
+    Args:
+        stream_TE: what enters the first layer.
+        angles: of each table, see `models.rope`.
+
+    Attributes:
+        kept: the cache of the layer that runs.
+        together: whether operators run together, see `fused`.
+    """
+
+    kept: Sequence[Tensor]
+
+    def __init__(
+        self,
+        stream_TE: Tensor,
+        config: Config,
+        angles: Sequence[tuple[Tensor, ...]],
+        cache: KVCache,
+        layout: TreeLayout,
+    ):
+        super().__init__(stream=stream_TE)
+        self.config, self.angles, self.cache, self.layout, self.impl = config, angles, cache, layout, layout.rows_impl
+        self.together = self.impl == "triton"
+
+    def split(self, *, queries: bool = True) -> list[Tensor]:
+        """Queries, keys and values; queries and keys as one tensor if they are and nobody needs them apart."""
+        H, G, parts = self.config.heads, self.config.kv_heads, self["heads"]
+        if isinstance(parts, Tensor):
+            rows_THD = parts.unflatten(-1, (H + 2 * G, self.config.head_dim))
+            parts = rows_THD.split([H, G, G] if queries else [H + G, G], 1)
+        elif queries and len(parts) == 2:
+            parts = [*parts[0].split([H, G], 1), parts[1]]
+        return list(parts)
+
+
+def run(calls: "Sequence[Call | Together]", registers: Registers) -> None:
+    """Run calls in their order."""
+    for call in calls:
+        OPERATORS[call.code](call, registers)
+
+
+def _norm(call: Call, r: Registers) -> None:
+    r[call.target] = call.norm(r[call.source], r.impl)
+
+
+def _product(call: Call, r: Registers) -> None:
+    r[call.target] = call.matrix(r[call.source])
+
+
+def _head_norms(call: Call, r: Registers) -> None:
+    q_THD, k_TGD, v_TGD = r.split()
+
+    def normed(x_THD: Tensor, norm: Any) -> Tensor:
+        return norm(x_THD.flatten(1), r.impl).view(x_THD.shape) if call.all_heads else norm(x_THD, r.impl)
+
+    r["heads"] = [normed(q_THD, call.norm), normed(k_TGD, call.more), v_TGD]
+
+
+def _rotate(call: Call, r: Registers) -> None:
+    angles = r.angles[call.table]
+    *turned, v_TGD = r.split(queries=len(angles) > 2)
+    tables = angles[-2:], angles[:2]  # of queries, and of keys
+    r["heads"] = [*(rotary(x, *table, impl=r.impl) for x, table in zip(turned, tables, strict=False)), v_TGD]
+
+
+def _write(call: Call, r: Registers) -> None:
+    k_GSD, v_GSD = r.kept
+    r["heads"] = _, k_TGD, v_TGD = r.split()
+    kv_write(k_GSD, v_GSD, k_TGD, v_TGD, r.layout.write_slots_T, impl=r.layout.impl)
+
+
+def _attend(call: Call, r: Registers) -> None:
+    options = {"scale": call.scale, "window": call.window, "cap": call.cap}
+    k_GSD, v_GSD = r.kept
+    r[call.target] = tree_attention(r[call.source][0], k_GSD, v_GSD, r.layout, **options).flatten(1)
+
+
+def _convolve(call: Call, r: Registers) -> None:
+    x_TF, [rows_1SE], slots_T, ancestors_TN = r[call.source], r.kept, r.layout.write_slots_T, r.layout.ancestors_TN
+    if ancestors_TN is None:  # of one tap
+        ancestors_TN = slots_T.new_empty(len(x_TF), 0)
+    weights = call.norm.weight, call.norm.bias
+    r[call.target] = short_conv(x_TF, *weights, rows_1SE[0], slots_T, ancestors_TN, impl=r.layout.impl)
+
+
+def _activate(call: Call, r: Registers) -> None:
+    r[call.target] = (activation_mul if call.gated else activation)(r[call.source], call.function, impl=r.impl)
+
+
+def _scale(call: Call, r: Registers) -> None:
+    r[call.target] = r[call.source] * call.scale
+
+
+def _add(call: Call, r: Registers) -> None:
+    r[call.target] = r[call.target] + r[call.source]
+
+
+# --- several calls as one, on a GPU ---
+
+
+class Together(NamedTuple):
+    """Calls that one operator does, see `OPERATORS`."""
+
+    code: str
+    calls: Sequence[Call]
+
+
+def _turn_and_write(together: Together, r: Registers) -> None:
+    """Norms and rotations of heads, and the write of keys and values."""
+    turns = together.calls
+    norms = next((call for call in turns if call.code == "head_norms"), None)
+    rotation = next((call for call in turns if call.code == "rotate"), None)
+    q_norm, k_norm = (x and (x.weight, x.bias) for x in (norms.norm, norms.more)) if norms else (None, None)
+    turn = HeadTransform(
+        () if rotation is None else r.angles[rotation.table],
+        q_norm,
+        k_norm,
+        r.config.norm_eps,
+        norms_last=turns[0].code == "rotate",
+        all_heads=norms is not None and norms.all_heads,
+    )
+    (k_GSD, v_GSD), (q_THD, k_TGD, v_TGD) = r.kept, r.split()
+    r["heads"] = [rotary_write(k_GSD, v_GSD, q_THD, k_TGD, v_TGD, r.layout.write_slots_T, turn, impl=r.impl)]
+
+
+def _add_and_norm(together: Together, r: Registers) -> None:
+    """Outputs added to the stream, and the norm after that."""
+    sums = together.calls
+    adds = [call for call in sums if call.code == "add"]
+    last = sums[-1] if sums[-1].code == "norm" else None
+    output = next((call.norm for call in sums if call.code == "norm" and call is not last), None)
+    scale = next((call.scale for call in sums if call.code == "scale"), 1.0)
+    norm, out_norm = (x and (x.weight, x.bias) for x in (last and last.norm, output))
+    addends = [r[call.source] for call in reversed(adds)]
+    r["stream"], read_TE = add_norm(
+        r["stream"], addends, norm, out_norm, scale=scale, eps=r.config.norm_eps, impl=r.impl
+    )
+    if last is not None:
+        r[last.target] = read_TE
+
+
+def fused(calls: Sequence[Call]) -> "list[Call | Together]":
+    """The same calls for a GPU: turns of heads with the write of keys, and sums with the norm after them, in one."""
+    found: list[Call | Together] = []
+    start = 0
+    while start < len(calls):
+        end = _end_of_turns(calls, start) or _end_of_sums(calls, start)
+        if end is None:
+            found.append(calls[start])
+            end = start + 1
+        else:
+            found.append(Together("sums" if calls[end - 1].code != "write" else "turns", calls[start:end]))
+        start = end
+    return found
+
+
+def _end_of_turns(calls: Sequence[Call], start: int) -> int | None:
+    """Where turns of heads and the write after them end; None: there are none, or not for one operator."""
+    end = start
+    while end < len(calls) and calls[end].code in ("head_norms", "rotate"):
+        if isinstance(calls[end].norm, DividedNorm):
+            return None
+        end += 1
+    return end + 1 if end > start else None
+
+
+def _end_of_sums(calls: Sequence[Call], start: int) -> int | None:
+    """Where sums end that begin here, with the norm of the stream after them; None: there are none."""
+    for end in range(start, len(calls)):
+        call = calls[end]
+        if call.code == "add" and call.target == "stream":
+            following = calls[end + 1 : end + 2]
+            return end + 1 + (bool(following) and (following[0].code, following[0].source) == ("norm", "stream"))
+        if call.source == "stream" or call.code not in ("norm", "scale", "add"):
+            return None
+    return None
+
+
+OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
+    "norm": _norm,
+    "product": _product,
+    "head_norms": _head_norms,
+    "rotate": _rotate,
+    "write": _write,
+    "attend": _attend,
+    "convolve": _convolve,
+    "activate": _activate,
+    "scale": _scale,
+    "add": _add,
+    "turns": _turn_and_write,
+    "sums": _add_and_norm,
+}
