@@ -12,6 +12,7 @@ from kernels import checks
 from kernels.cpp import KINDS, function, why_not
 from kernels.linear.panels import GroupKind, Groups, Packed
 from kernels.linear.parts import PackedParts
+from kernels.tracing import register
 
 
 def linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None) -> Tensor:
