@@ -25,7 +25,7 @@ from engine import Engine
 from engine.cache.pool import PagePool
 from engine.engine import Request
 from engine.load.loading import LoadedModel
-from engine.step.compiling import compile_model, warm_up
+from engine.step.compiling import prepare, warm_up
 from engine.step.graphs import WORDS, make_runner
 from kernels.linear.codes import Codes, row_bytes
 from kernels.tree_attention import tree_attention
@@ -178,10 +178,10 @@ class Setting:
 
     def engine(self, made: "Made", tokens: int, *, compiled: bool = False) -> Engine:
         """An engine with a pool of its own, of so many tokens."""
-        model, compiled = made.model, compiled and compile_model(made.model, self.device)
+        model, compiled = made.model, compiled and prepare()
         pool = PagePool(model.shape, -(-tokens // PAGE) + 2, PAGE, torch.bfloat16, self.device)
         runner = make_runner(model, pool, model.shape.vocab_size, compiled=compiled)
-        if compiled and not warm_up(model, lambda: runner.logits([1] * 5)):
+        if compiled and not warm_up(lambda: runner.logits([1] * 5)):
             runner.rows = None
         return Engine(LoadedModel(runner, model.shape))
 
