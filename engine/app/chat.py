@@ -26,7 +26,6 @@ from engine.load.budget import table
 from engine.load.capabilities import dtype_name
 from engine.load.distributed import check_alone
 from engine.version import __version__
-from models.checkpoint.headers import Checkpoint
 from models.sharding import Shard
 from search.base import make_search
 from search.trie import Trie
@@ -48,14 +47,13 @@ COMMON = """
 
 def banner(engine: Engine, settings: Settings, folder: str | Path) -> str:
     """The lines before the first prompt."""
-    count = sum(tensor.elements for tensor in Checkpoint.open(folder).tensors.values())
     keys, machine = engine.pool.cache.k_LGSD, engine.capabilities
     dtype, device = machine.precision or dtype_name(keys.dtype), keys.device
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
     params = ", ".join(f"{key} {literal(value)}" for key, value in settings.params.items())
     context = f"context {engine.shape.max_positions} tokens" if engine.shape.max_positions else "context without limit"
     lines = [
-        f"coppice {__version__} · {engine.name}: {_count(count)} parameters, {dtype}, {where}, "
+        f"coppice {__version__} · {engine.name}: {_count(engine.model.parameters)} parameters, {dtype}, {where}, "
         f"loaded in {engine.load_seconds:.1f} s",
         f"search {settings.search}{f' ({params})' if params else ''} · {context}, "
         f"cache for {engine.pool.pages * engine.pool.page_size}",

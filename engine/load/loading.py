@@ -49,6 +49,7 @@ class LoadedModel:
         name: for messages.
         capabilities: what it computes in, and which fast paths this machine has.
         key, start_token: `model_key` and `start_token` of a `Task`.
+        parameters: how many the checkpoint has.
         warned: of a control token that is read as text.
     """
 
@@ -61,6 +62,7 @@ class LoadedModel:
     capabilities: Capabilities = field(default_factory=Capabilities)
     key: str = ""
     start_token: int = 0
+    parameters: int = 0
     warned: bool = False
 
     def encode(self, prompt: str, parse_special: bool = False) -> list[int]:
@@ -170,6 +172,7 @@ class _Weights:
             self._capabilities(runner),
             key if self.model.shard.size == 1 else "",  # files that some processes find and others do not part them
             start,
+            sum(tensor.elements for tensor in self.checkpoint.tensors.values()),
         )
 
     def _capabilities(self, runner: Runner) -> Capabilities:

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import overload
 
 
@@ -15,9 +16,8 @@ class Pieces(Sequence[str | None]):
     def __init__(self, pieces: Iterable[str | None]):
         spelled = [None if piece is None else piece.encode("utf-8", "surrogatepass") for piece in pieces]
         self._holes = frozenset(i for i, piece in enumerate(spelled) if piece is None)
-        self._text, self._ends = b"".join(filter(None, spelled)), array("Q", [0])
-        for piece in spelled:
-            self._ends.append(self._ends[-1] + len(piece or b""))
+        self._text = b"".join(filter(None, spelled))
+        self._ends = array("Q", accumulate((len(piece or b"") for piece in spelled), initial=0))
 
     def __len__(self) -> int:
         return len(self._ends) - 1

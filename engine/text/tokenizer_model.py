@@ -1,5 +1,7 @@
 """Encoding by the sentencepiece library: tokenizer.model."""
 
+import functools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from engine.text.tokenizer_limits import GROWTH
 # A protobuf message may be followed by fields that override its own: normalizer_spec { add_dummy_prefix: false }.
 NO_PREFIX = b"\x1a\x02\x18\x00"
 REMEDY = "is it a sentencepiece model? other kinds need their tokenizer.json"
+TEXTLESS = 2, 3  # types of pieces: unknown, control
 NORMALIZERS, CHARSMAP = (3, 5), 2  # fields of the model, for encoding and decoding, and theirs of replacements
 
 
@@ -27,10 +30,18 @@ class SentencePieceEncoder:
     `add_eos_token` (false by default) add BOS and EOS.
     """
 
-    def __init__(self, model: bytes, folder: Path, config: dict[str, Any]):
+    def __init__(self, model: bytes, folder: Path, config: dict[str, Any], pieces: list[tuple[str, int]] | None = None):
+        """
+        Args:
+            model: tokenizer.model.
+            folder: of the checkpoint, which may add tokens.
+            config: tokenizer_config.json.
+            pieces: those of the model and their types, for a model without replacements; None: it is asked.
+        """
         if not model:
             raise CheckpointError("vocabulary mismatch: the file is empty, 0 pieces", remedy="download the file again")
-        _check_replacements(model)
+        if pieces is None:
+            _check_replacements(model)
         try:
             whole, bare = SentencePieceProcessor(), SentencePieceProcessor()
             whole.LoadFromSerializedProto(model)
@@ -40,11 +51,14 @@ class SentencePieceEncoder:
             raise CheckpointError(f"the tokenizer is malformed: {error}"[:500], remedy=REMEDY) from None
         if not 0 < size <= MAX_IDS:
             raise CheckpointError(f"vocabulary mismatch: {size} pieces, expected 1 to {MAX_IDS}")
-        own: list[str] = [whole.id_to_piece(i) for i in range(size)]
+        if pieces is None:
+            own: list[str] = [whole.id_to_piece(i) for i in range(size)]
+            control = [own[i] for i in range(size) if whole.is_control(i) or whole.is_unknown(i)]
+        else:
+            own, control = [piece for piece, _ in pieces], [piece for piece, kind in pieces if kind in TEXTLESS]
         ends = {"bos_token": whole.bos_id(), "eos_token": whole.eos_id(), "unk_token": whole.unk_id()}
         self.names = names = named_tokens(config, **{name: own[i] for name, i in ends.items() if i >= 0})
         self.vocab = vocab = {piece: i for i, piece in enumerate(own)}
-        control = [own[i] for i in range(size) if whole.is_control(i) or whole.is_unknown(i)]
         self.raw = add_tokens(folder, vocab, config, {**names, **{piece: piece for piece in control if piece in vocab}})
         self.added = frozenset(self.raw)
         self._token = {vocab[content]: token for content, token in self.raw.items()}
@@ -54,7 +68,7 @@ class SentencePieceEncoder:
 
         special = {content: vocab[content] for content, token in self.raw.items() if token.special}
         self._control_ids = {*special.values()} - {whole.unk_id()}
-        self._special = any_of(special)
+        self._spellings = [*special]
         self._bos = [vocab[names["bos_token"]]] if _adds(config, "bos_token", names, vocab, True) else []
         self._eos = [vocab[names["eos_token"]]] if _adds(config, "eos_token", names, vocab, False) else []
 
@@ -68,6 +82,11 @@ class SentencePieceEncoder:
         self._first, self._bare = whole, bare
         self._later = whole if flag(config, "legacy", False) else bare
         self.stages = [lambda: SentencePieces(prefix or self._collapses, self._collapses)]
+
+    @functools.cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Any spelling of a special token."""
+        return any_of(self._spellings)
 
     def encode(self, parts: Iterable[str | int], add_special: bool) -> list[int]:
         """Ids of plain text and, between, ids of `raw` tokens; see `Tokenizer.encode`."""

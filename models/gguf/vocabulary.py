@@ -134,15 +134,11 @@ class FileVocabulary:
         """
         if self.keys.bool("remove_extra_whitespaces", default=False):
             raise self.keys.error("remove_extra_whitespaces", "false")
-        last = max((i for i in range(len(self.tokens)) if i not in self._padding), default=-1)
-        score, pieces, seen = struct.Struct("<f").pack, list[bytes](), set[str]()
-        for i, (token, of, kind) in enumerate(zip(self.tokens[: last + 1], self.scores, self.types, strict=False)):
-            piece = token.replace(" ", SPACE) if kind == USER else token
-            if not piece or piece in seen or not NORMAL <= kind <= BYTE:
-                piece, kind = f"[UNUSED {i}]", UNUSED
-            seen.add(piece)
-            content = _field(1, piece.encode()) + b"\x15" + score(of) + bytes((24, kind))
-            pieces.append(_field(1, content))
+        score, pieces = struct.Struct("<f").pack, list[bytes]()
+        for (piece, kind), of in zip(self.pieces(), self.scores, strict=False):
+            text = piece.encode()
+            content = _field(1, text) + b"\x15" + score(of) + bytes((24, kind))
+            pieces.append(b"\n%c%b" % (len(content), content) if len(content) < 128 else _field(1, content))
         named = [(name, self.ids[name]) for name in ("unk", "bos", "eos", "pad")]
         trainer = b"\x18\x02" + _varint(35 << 3) + bytes([BYTE in self.types])  # the kind is BPE; bytes for the rest
         for number, (_, i) in enumerate(named):
@@ -151,6 +147,17 @@ class FileVocabulary:
         spaced = self.keys.bool("add_space_prefix", default=True)
         normalizer = bytes((0x18, spaced, 0x20, 0, 0x28, 1))  # a space before the text; none removed; written as marks
         return b"".join([*pieces, _field(2, trainer), _field(3, normalizer)])
+
+    def pieces(self) -> Iterator[tuple[str, int]]:
+        """Pieces of that model by id, and their types: each is there once, and none is empty."""
+        last = max((i for i in range(len(self.tokens)) if i not in self._padding), default=-1)
+        seen = set[str]()
+        for i, (token, kind) in enumerate(zip(self.tokens[: last + 1], self.types, strict=False)):
+            piece = token.replace(" ", SPACE) if kind == USER else token
+            if not piece or piece in seen or not NORMAL <= kind <= BYTE:
+                piece, kind = f"[UNUSED {i}]", UNUSED
+            seen.add(piece)
+            yield piece, kind
 
     def tokenizer(self) -> dict[str, Any]:
         """tokenizer.json. Raises CheckpointError for what is not supported."""
@@ -269,7 +276,7 @@ class FileVocabulary:
     def _list(self, key: str, kind: type, *, each: bool = True) -> list[Any]:
         """A list; `each`: it is empty, or has an entry for each token."""
         value = self.keys.config.get(key, [])
-        if not isinstance(value, list) or any(type(entry) is not kind for entry in value):
+        if not isinstance(value, list) or {*map(type, value)} - {kind}:
             raise self.file.error(f"tokenizer.ggml.{key}: expected a list of {kind.__name__}")
         if each and len(value) not in (0, len(self.tokens)):
             raise self.file.error(f"tokenizer.ggml.{key}: expected {len(self.tokens)} entries, got {len(value)}")
@@ -288,7 +295,11 @@ def _varint(number: int) -> bytes:
 def _field(number: int, content: bytes) -> bytes:
     """A string or message in a message."""
     size = len(content)
-    return _varint(number << 3 | 2) + (bytes((size,)) if size < 128 else _varint(size)) + content
+    return (
+        b"%c%c%b" % (number << 3 | 2, size, content)
+        if size < 128 and number < 16
+        else (_varint(number << 3 | 2) + _varint(size) + content)
+    )
 
 
 def read(file: GGUF) -> FileVocabulary | None:
