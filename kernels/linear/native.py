@@ -61,7 +61,7 @@ def _linear(
     return linear(x, Packed(panels, outs, width, scale_O, groups=groups, order_I=order_I, levels=levels), bias)
 
 
-def opaque_linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None) -> Tensor:
+def opaque_linear(x: Tensor, matrix: Packed | PackedParts, bias: Tensor | None = None) -> Tensor:
     """`linear` as an operator of tensors and numbers, see `kernels.tracing`."""
     if isinstance(matrix, PackedParts):
         parts = zip(matrix.parts, matrix.biases(bias), strict=True)
