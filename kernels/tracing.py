@@ -6,7 +6,6 @@ A compiler is shown them after `traceable`: the fronts, whose checks read number
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -60,9 +59,6 @@ def traceable() -> None:
     """
     from kernels import kv_write, linear, rows, short_conv, tree_attention
     from kernels.rows import reference
-
-    if find_spec("triton") is not None:
-        pass
 
     def trace(front: Callable[..., Any], traced: Callable[..., Any]) -> None:
         torch.compiler.substitute_in_graph(front, skip_signature_check=True)(traced)
