@@ -1,7 +1,7 @@
-"""What profilers and torch.compile see of the operators; no other file knows of them.
+"""What profilers and torch.compile see of the operators.
 
 An operator in C++ or Triton is registered with `torch.library`. A profiler is shown these while it runs, see `watched`.
-A compiler is shown them after `traceable`: the fronts, whose checks read numbers, give way to what it can trace.
+A compiler is shown them in a graph of a whole model, see `kernels.whole_graph`.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,61 +47,3 @@ def watched() -> bool:
 def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
     """A function compiled for all sizes when it is first called."""
     return torch.compile(run, dynamic=True, fullgraph=True)
-
-
-@cache
-def traceable() -> None:
-    """Make the fronts traceable: `torch.compile(model.forward, fullgraph=True)` then gets one graph of a whole model.
-
-    Operators over trees and packed products are opaque in it, see `register`; those of `FUSED` are PyTorch's. Nothing
-    is checked. Programs that compile a model call it once before; it takes a second, in which torch's compiler is
-    imported.
-    """
-    from kernels import kv_write, linear, rows, short_conv, tree_attention
-    from kernels.rows import reference
-
-    def trace(front: Callable[..., Any], traced: Callable[..., Any]) -> None:
-        torch.compiler.substitute_in_graph(front, skip_signature_check=True)(traced)
-
-    trace(watched, lambda: True)
-    trace(linear.linear, linear.native.opaque_linear)
-    trace(kv_write.kv_write, _opaque("kv_write"))
-    trace(short_conv.short_conv, _opaque("short_conv"))
-    trace(tree_attention.tree_attention, _tree_attention)
-    for name in FUSED:
-        trace(getattr(rows, name), _fused(getattr(reference, name)))
-
-
-def _opaque(name: str) -> Callable[..., Any]:
-    def traced(*arguments: Any, impl: str = "torch") -> Any:
-        return getattr(torch.ops.coppice, f"{name}_{impl}")(*arguments)
-
-    return traced
-
-
-def _fused(definition: Callable[..., Any]) -> Callable[..., Any]:
-    def traced(*arguments: Any, impl: str) -> Any:
-        return definition(*arguments)
-
-    return traced
-
-
-def _tree_attention(
-    q_THD: Tensor,
-    k_GSD: Tensor,
-    v_GSD: Tensor,
-    layout: Any,
-    *,
-    scale: float,
-    window: int | None = None,
-    cap: float | None = None,
-    impl: str | None = None,
-) -> Tensor:
-    impl = impl or layout.impl
-    if impl == "triton":
-        from kernels.tree_attention import triton
-
-        operands = triton.operands(q_THD, k_GSD, v_GSD, layout)
-        return torch.ops.coppice.tree_attention_triton(*operands, scale, window, cap)
-    operator = getattr(torch.ops.coppice, f"tree_attention_{impl}")
-    return operator(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap)

@@ -5,7 +5,7 @@ import torch
 
 from kernels import cpp
 from kernels.linear import Groups, Packed, linear, pack, pack_groups, reference
-from kernels.tracing import traceable
+from kernels.whole_graph import traceable
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 

@@ -6,7 +6,7 @@ import torch
 from kernels import cpp
 from kernels.linear import Packed, PackedParts, dot_products, linear, pack, reference
 from kernels.linear.panels import MAX_INT8_WIDTH, PIECE
-from kernels.tracing import traceable
+from kernels.whole_graph import traceable
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 

@@ -8,7 +8,7 @@ import torch
 
 from kernels import cpp, rows
 from kernels.rows import checks, front, native, reference
-from kernels.tracing import traceable
+from kernels.whole_graph import traceable
 
 pytestmark = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 DTYPES = pytest.mark.parametrize("dtype", cpp.KINDS, ids=lambda d: str(d).removeprefix("torch."))

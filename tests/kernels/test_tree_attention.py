@@ -24,9 +24,9 @@ from kernels.kv_kinds import floats, parts
 from kernels.kv_write import kv_copier, kv_write
 from kernels.kv_write import torch as kv_torch
 from kernels.layout import TRASH_SLOT, unpack_bits
-from kernels.tracing import traceable
 from kernels.tree_attention import reference, tree_attention
 from kernels.tree_attention import torch as plain
+from kernels.whole_graph import traceable
 from tests.kernels.forests import FORESTS, cached, cast, forest, hash_of
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -10,7 +10,7 @@ from torch.fx.experimental import _config
 from engine import Engine
 from engine.cache.tree import TokenTree
 from engine.step.packing import Chunk, pack
-from kernels.tracing import traceable
+from kernels.whole_graph import traceable
 from models.checkpoint.weights import Embedding
 
 PASSES = ((1, 1), (2, 5), (3, 2), (1, 40), (2, 33))  # trees, and tokens of the first one's prompt

@@ -1,0 +1,68 @@
+"""What torch.compile traces in place of the fronts, whose checks read numbers: a whole model becomes one graph."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import kv_write, linear, rows, short_conv, tree_attention
+from kernels.rows import reference
+from kernels.tracing import FUSED, watched
+
+
+@cache
+def traceable() -> None:
+    """Make the fronts traceable: `torch.compile(model.forward, fullgraph=True)` then gets one graph of a whole model.
+
+    Operators over trees and packed products are opaque in it, see `register`; those of `FUSED` are PyTorch's. Nothing
+    is checked. Programs that compile a model call it once before; it takes a second, in which torch's compiler is
+    imported.
+    """
+
+    def trace(front: Callable[..., Any], traced: Callable[..., Any]) -> None:
+        torch.compiler.substitute_in_graph(front, skip_signature_check=True)(traced)
+
+    trace(watched, lambda: True)
+    trace(linear.linear, linear.native.opaque_linear)
+    trace(kv_write.kv_write, _opaque("kv_write"))
+    trace(short_conv.short_conv, _opaque("short_conv"))
+    trace(tree_attention.tree_attention, _tree_attention)
+    for name in FUSED:
+        trace(getattr(rows, name), _fused(getattr(reference, name)))
+
+
+def _opaque(name: str) -> Callable[..., Any]:
+    def traced(*arguments: Any, impl: str = "torch") -> Any:
+        return getattr(torch.ops.coppice, f"{name}_{impl}")(*arguments)
+
+    return traced
+
+
+def _fused(definition: Callable[..., Any]) -> Callable[..., Any]:
+    def traced(*arguments: Any, impl: str) -> Any:
+        return definition(*arguments)
+
+    return traced
+
+
+def _tree_attention(
+    q_THD: Tensor,
+    k_GSD: Tensor,
+    v_GSD: Tensor,
+    layout: Any,
+    *,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    impl = impl or layout.impl
+    if impl == "triton":
+        from kernels.tree_attention import triton  # which needs Triton
+
+        operands = triton.operands(q_THD, k_GSD, v_GSD, layout)
+        return torch.ops.coppice.tree_attention_triton(*operands, scale, window, cap)
+    operator = getattr(torch.ops.coppice, f"tree_attention_{impl}")
+    return operator(q_THD, k_GSD, v_GSD, *layout.seen, scale, window, cap)
