@@ -18,7 +18,7 @@ NUMERIC = --full tests/kernels tests/models $(GOLDEN) -k 'not interpreted and no
 AVX2_KERNELS = build/avx2
 # Where the choice of a dtype matters: all but tests that load no model, name its dtype or compare nothing that it computes.
 CHOOSING = tests/engine $(filter-out tests/test_golden.py tests/test_fuzz.py tests/test_numpy_free.py,$(wildcard tests/test_*.py)) \
-	--ignore=tests/engine/text --ignore=tests/engine/step/test_compiling.py
+	--ignore=tests/engine/text --ignore=tests/engine/load/test_compiling.py
 
 .PHONY: help chat test test-all test-pretend test-avx2 test-portable check lint gpu clean
 .DEFAULT_GOAL := help

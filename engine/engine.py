@@ -38,8 +38,8 @@ from engine.request import (
     check_options,
     event_of,
     requests_of,
+    score_request,
 )
-from engine.scoring import score_request
 from engine.service import News, Service
 from engine.step.driver import Driver
 from engine.step.phases import PhaseObserver

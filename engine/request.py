@@ -8,9 +8,10 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from engine.cache.tree import TokenTree
+from engine.cache.tree import TokenTree, shared_length
 from engine.contract import Report, Search, SearchResult
 from engine.contract.checks import attributed, check_search
+from engine.contract.scoring import Scoring
 from engine.contract.trace import Trace
 from engine.errors import UsageError, check_flag, check_integer, shortened
 from engine.load.loading import LoadedModel
@@ -22,7 +23,7 @@ from engine.rules.begin import heal, spellings
 from engine.rules.catalogue import Catalogue
 from engine.rules.constrained import Constrained
 from engine.rules.constraint import Constraint
-from engine.rules.logprobs import check_logprobs
+from engine.rules.logprobs import MOST_ALTERNATIVES, check_logprobs
 from engine.step.jobs import Job
 from engine.text.stopping import CONTEXT, StopStrings, check_stop
 from engine.text.tokenizer import Tokenizer
@@ -363,3 +364,67 @@ def check_callable(name: str, value: object, arguments: str = "") -> None:
     """Check that a value is a function or None. Raises UsageError."""
     if value is not None and not callable(value):
         raise UsageError(f"{name}: expected a function{arguments}, got {value!r}")
+
+
+def joint(
+    model: LoadedModel, prompt: Sequence[int] | str, texts: Sequence[Sequence[int] | str], parse_special: bool
+) -> tuple[list[int], Scoring]:
+    """The common prompt of continuations, and the search that scores them.
+
+    A continuation's tokens are those of prompt and continuation together, after the longest beginning that they share
+    with the tokens of the prompt alone: a token that reaches over the border belongs to it.
+
+    Args:
+        prompt: text, or token ids.
+        texts: continuations, text or token ids; one that is text after a prompt of ids is tokenised alone.
+
+    Raises:
+        UsageError: a prompt or a continuation of another type, an id out of range, no token that comes before all of
+            them, or one that does not fit the context.
+    """
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise UsageError(f"continuations: expected a list of texts or of token ids, got {shortened(repr(texts))}")
+    ids = model.encode(prompt, parse_special) if isinstance(prompt, str) else list(prompt)
+    check_ids(model, ids)
+    wholes, starts = list[list[int]](), list[int]()
+    for i, text in enumerate(texts):
+        if isinstance(text, str) and isinstance(prompt, str):
+            whole = model.encode(prompt + text, parse_special) if text else ids
+            starts.append(shared_length(ids, whole))
+        elif isinstance(text, str):
+            whole = ids + model.need_tokenizer().encode(text, add_special=False)
+            starts.append(len(ids))
+        elif isinstance(text, Sequence) and not isinstance(text, bytes | bytearray):
+            whole = ids + list(text)
+            starts.append(len(ids))
+        else:
+            raise UsageError(f"continuations[{i}]: expected a text or token ids, got {shortened(repr(text))}")
+        try:
+            check_ids(model, whole[:-1] or whole)
+            check_ids(model, whole[-1:])
+        except UsageError as error:
+            what = error.what.replace("prompt", "prompt with its continuation", 1)
+            raise UsageError(f"continuations[{i}]: {what}", where=error.where, remedy="shorten it") from None
+        wholes.append(whole)
+    first = min(starts, default=len(ids))
+    if first == 0:
+        raise UsageError(
+            "the prompt's first token changes with the continuation, so nothing comes before it",
+            remedy="give a longer prompt",
+        )
+    return ids[:first], Scoring(tuple(tuple(whole[first:]) for whole in wholes), tuple(n - first for n in starts))
+
+
+def score_request(
+    model: LoadedModel,
+    prompt: Sequence[int] | str,
+    texts: Sequence[Sequence[int] | str],
+    top: int = 0,
+    parse_special: bool = False,
+) -> Request:
+    """The request that scores continuations, see `Engine.score`. Raises UsageError."""
+    check_integer("top_logprobs", top, 0, MOST_ALTERNATIVES)
+    check_flag("parse_special", parse_special)
+    ids, search = joint(model, prompt, texts, parse_special)
+    longest = max([1, *map(len, search.continuations)])
+    return Request(ids, replace(search, top=min(top, model.runner.vocab_size)), longest, ignore_eos=True)

@@ -14,7 +14,7 @@ from typing import Any
 from engine import CoppiceError, Engine, Request
 from engine.app import cli
 from engine.errors import UsageError
-from engine.scoring import score_request
+from engine.request import score_request
 from search import Greedy, Sample
 
 Ids = Sequence[int]

@@ -7,7 +7,7 @@ import json
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
@@ -26,12 +26,14 @@ from engine.app.cli import (
     template_options,
 )
 from engine.contract import SearchResult
+from engine.contract.scoring import Scoring
 from engine.contract.trace import Traces
 from engine.engine import Engine, Request
 from engine.errors import CoppiceError, UsageError, shortened
 from engine.load.distributed import shared
+from engine.load.loading import LoadedModel
+from engine.request import score_request
 from engine.rules import ONE_OF, PLAIN_RULES, response_format, with_changes
-from engine.scoring import Scoring, score_record
 from engine.text.prompting import TemplateOptions, chat_prompt
 from engine.text.thinking import Thoughts
 from search.base import REGISTRY, chosen, make_search, parameters, paths
@@ -344,3 +346,19 @@ def answer(place: Place, outcome: SearchResult | CoppiceError) -> dict[str, Any]
 def encoded(record: dict[str, Any]) -> bytes:
     """A record as JSON on one line; a lone surrogate (of an id) becomes an escape of JSON, as in the input."""
     return json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
+
+
+def score_record(record: Mapping[str, Any], model: LoadedModel, parse_special: bool = False) -> Request:
+    """The request of a batch line with "score". Raises UsageError."""
+    given = [key for key in record if key not in ("id", "score", "params")]
+    if len(given) != 1 or given[0] not in ("prompt", "prompt_ids"):
+        raise UsageError(f"score: expected prompt or prompt_ids beside it, got {' and '.join(given) or 'none'}")
+    params, prompt = record.get("params", {}), record[given[0]]
+    if not isinstance(params, dict) or not params.keys() <= {"parse_special"}:
+        raise UsageError("params: nothing is generated for a line with score, expected parse_special at most")
+    if not isinstance(prompt, str if given == ["prompt"] else list):
+        kind = "a string" if given == ["prompt"] else "a list of integers"
+        raise UsageError(f"{given[0]}: expected {kind}, got {shortened(repr(prompt))}")
+    if not isinstance(record["score"], list):
+        raise UsageError(f"score: expected a list of texts or of token ids, got {shortened(repr(record['score']))}")
+    return score_request(model, prompt, record["score"], parse_special=params.get("parse_special", parse_special))

@@ -15,11 +15,11 @@ from engine.cache.pool import PagePool
 from engine.cache.prefixes import PrefixCache
 from engine.errors import CheckpointError, UsageError, check_flag
 from engine.load.capabilities import Capabilities, Precision, explicit_precision, pick_precision, processor
+from engine.load.compiling import check_compile, prepare, warm_up
 from engine.load.distributed import agree, least
 from engine.load.fastest import FormatChoice, fastest_format
 from engine.load.options import DTYPES, KV_DTYPES, LoadOptions
 from engine.load.pools import make_pools, total_memory
-from engine.step.compiling import check_compile, prepare, warm_up
 from engine.step.gpu import check_gpu
 from engine.step.graphs import GraphRunner, make_runner
 from engine.step.runner import Runner

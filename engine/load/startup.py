@@ -1,7 +1,7 @@
 """First import of the package: while a command line's modules are loaded, Ctrl-C ends the process without a traceback,
 and torch leaves out what only its compiler needs.
 
-`engine.app.cli.run` restores Ctrl-C, `engine.step.compiling` imports the rest. Nothing changes in programs
+`engine.app.cli.run` restores Ctrl-C, `engine.load.compiling` imports the rest. Nothing changes in programs
 that import the engine.
 """
 

@@ -12,11 +12,11 @@ from engine.app.cli import template_options
 from engine.app.records import make_request
 from engine.contract import Search
 from engine.contract.checks import attributed, slots_of
+from engine.contract.scoring import Scoring
 from engine.contract.trace import ANCHOR, Trace, token_text
 from engine.engine import Engine, Request
 from engine.errors import UsageError, check_flag, check_integer, shortened
 from engine.rules.catalogue import Catalogue
-from engine.scoring import Scoring
 from engine.serve.stepper import Lane
 from engine.service import Checked
 from engine.text.prompting import TemplateOptions

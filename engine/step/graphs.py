@@ -22,7 +22,6 @@ from torch import Tensor
 from engine.cache.pool import PagePool
 from engine.errors import UsageError
 from engine.rules.edits import Edit
-from engine.step.compiling import LEAST_SIZES
 from engine.step.gpu import check_triton
 from engine.step.packing import Chunk, Pass, bucket, pack
 from engine.step.phases import phase
@@ -35,6 +34,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 WORDS = (16, 64, 256, 1024)  # 32 branch slots each; kernels find out how many are in use: these are sizes of the copy
 TREES = (1, 2, 4, 8, 16, 32, 64, 128)
 TABLES = 32 * WORDS[-1]  # words of the branch slots of all trees
+LEAST_COMPILED = (2,)  # tokens of a pass: torch would make graphs of their own for sizes 0 and 1
 MOST_GRAPHS = 64  # graphs
 MEMORY_SHARE = 64  # log-probabilities may take 1/64 of the device's memory, graphs as much again
 MEMORY = 1 << 35  # of a stand-in
@@ -67,7 +67,7 @@ def make_runner(
     Args:
         dtype: of the model; None: the cache's.
         graphs: False: no CUDA graphs.
-        compiled: operators on rows by torch.compile, see `engine.step.compiling`.
+        compiled: operators on rows by torch.compile, see `engine.load.compiling`.
 
     Raises:
         UsageError: a GPU, but no triton, or a model that its kernels cannot serve.
@@ -91,7 +91,7 @@ def make_runner(
             remedy="use another --dtype, or --device cpu",
         )
     kind = GraphRunner if graphs else Runner
-    options = {"rows": "compiled", "token_buckets": LEAST_SIZES} if compiled else {}
+    options = {"rows": "compiled", "token_buckets": LEAST_COMPILED} if compiled else {}
     return kind(model, pool, vocab_size, impl="triton", budget=BUDGET, dtype=dtype, **options)
 
 

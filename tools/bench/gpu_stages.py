@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 from engine import Engine
 from engine.cache.pool import PagePool
 from engine.engine import Request
+from engine.load.compiling import prepare, warm_up
 from engine.load.loading import LoadedModel
-from engine.step.compiling import prepare, warm_up
 from engine.step.graphs import WORDS, make_runner
 from kernels.linear.codes import Codes, row_bytes
 from kernels.tree_attention import tree_attention

@@ -1,24 +1,17 @@
-"""Scores of continuations: one tree below their prompt, whose shared beginnings are read once.
-
-A continuation is tokenised jointly with its prompt: its tokens are those of both together after the longest beginning
-that they share with the tokens of the prompt alone, so that a token that reaches over the border belongs to it.
-"""
+"""Scores of continuations: one tree below their prompt, whose shared beginnings are read once."""
 
 import math
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.cache.tree import TokenTree, shared_length
+from engine.cache.tree import TokenTree
 from engine.contract import ContinuationScore, Evaluate, Output, Search, SearchGenerator, SearchResult, Task
-from engine.errors import KVMemoryError, UsageError, check_flag, check_integer, shortened
-from engine.load.loading import LoadedModel
-from engine.request import Request, check_ids
-from engine.rules.logprobs import MOST_ALTERNATIVES
+from engine.errors import KVMemoryError
 from kernels.rows import top_k
 
 ROWS = 64  # rows over the vocabulary at a time, and as many nodes beside a path
@@ -153,80 +146,3 @@ def _read(row_M: Tensor, token_M: Tensor, k: int, ranked: bool, logp_NV: Tensor,
     logp_M = logp_NV[row_M, token_M]
     rank_M = (logp_NV[row_M] > logp_M.unsqueeze(1)).sum(1) + 1 if ranked else torch.zeros_like(logp_M)
     return torch.cat([logp_M.double(), rank_M.double(), top_k(logp_NV, k).flatten()])
-
-
-def joint(
-    model: LoadedModel, prompt: Sequence[int] | str, texts: Sequence[Sequence[int] | str], parse_special: bool
-) -> tuple[list[int], Scoring]:
-    """The common prompt of continuations, and the search that scores them.
-
-    Args:
-        prompt: text, or token ids.
-        texts: continuations, text or token ids; one that is text after a prompt of ids is tokenised alone.
-
-    Raises:
-        UsageError: a prompt or a continuation of another type, an id out of range, no token that comes before all of
-            them, or one that does not fit the context.
-    """
-    if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise UsageError(f"continuations: expected a list of texts or of token ids, got {shortened(repr(texts))}")
-    ids = model.encode(prompt, parse_special) if isinstance(prompt, str) else list(prompt)
-    check_ids(model, ids)
-    wholes, starts = list[list[int]](), list[int]()
-    for i, text in enumerate(texts):
-        if isinstance(text, str) and isinstance(prompt, str):
-            whole = model.encode(prompt + text, parse_special) if text else ids
-            starts.append(shared_length(ids, whole))
-        elif isinstance(text, str):
-            whole = ids + model.need_tokenizer().encode(text, add_special=False)
-            starts.append(len(ids))
-        elif isinstance(text, Sequence) and not isinstance(text, bytes | bytearray):
-            whole = ids + list(text)
-            starts.append(len(ids))
-        else:
-            raise UsageError(f"continuations[{i}]: expected a text or token ids, got {shortened(repr(text))}")
-        try:
-            check_ids(model, whole[:-1] or whole)
-            check_ids(model, whole[-1:])
-        except UsageError as error:
-            what = error.what.replace("prompt", "prompt with its continuation", 1)
-            raise UsageError(f"continuations[{i}]: {what}", where=error.where, remedy="shorten it") from None
-        wholes.append(whole)
-    first = min(starts, default=len(ids))
-    if first == 0:
-        raise UsageError(
-            "the prompt's first token changes with the continuation, so nothing comes before it",
-            remedy="give a longer prompt",
-        )
-    return ids[:first], Scoring(tuple(tuple(whole[first:]) for whole in wholes), tuple(n - first for n in starts))
-
-
-def score_request(
-    model: LoadedModel,
-    prompt: Sequence[int] | str,
-    texts: Sequence[Sequence[int] | str],
-    top: int = 0,
-    parse_special: bool = False,
-) -> Request:
-    """The request that scores continuations, see `Engine.score`. Raises UsageError."""
-    check_integer("top_logprobs", top, 0, MOST_ALTERNATIVES)
-    check_flag("parse_special", parse_special)
-    ids, search = joint(model, prompt, texts, parse_special)
-    longest = max([1, *map(len, search.continuations)])
-    return Request(ids, replace(search, top=min(top, model.runner.vocab_size)), longest, ignore_eos=True)
-
-
-def score_record(record: Mapping[str, Any], model: LoadedModel, parse_special: bool = False) -> Request:
-    """The request of a batch line with "score". Raises UsageError."""
-    given = [key for key in record if key not in ("id", "score", "params")]
-    if len(given) != 1 or given[0] not in ("prompt", "prompt_ids"):
-        raise UsageError(f"score: expected prompt or prompt_ids beside it, got {' and '.join(given) or 'none'}")
-    params, prompt = record.get("params", {}), record[given[0]]
-    if not isinstance(params, dict) or not params.keys() <= {"parse_special"}:
-        raise UsageError("params: nothing is generated for a line with score, expected parse_special at most")
-    if not isinstance(prompt, str if given == ["prompt"] else list):
-        kind = "a string" if given == ["prompt"] else "a list of integers"
-        raise UsageError(f"{given[0]}: expected {kind}, got {shortened(repr(prompt))}")
-    if not isinstance(record["score"], list):
-        raise UsageError(f"score: expected a list of texts or of token ids, got {shortened(repr(record['score']))}")
-    return score_request(model, prompt, record["score"], parse_special=params.get("parse_special", parse_special))

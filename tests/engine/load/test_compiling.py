@@ -11,10 +11,10 @@ import torch
 from engine import Engine
 from engine.cache.pool import PagePool
 from engine.errors import UsageError
+from engine.load import compiling
 from engine.load.loading import LoadedModel
 from engine.load.options import LoadOptions
-from engine.step import compiling
-from engine.step.graphs import GraphRunner
+from engine.step.graphs import LEAST_COMPILED, GraphRunner
 from kernels import cpp
 from kernels.tracing import compiled
 from search import Greedy, Sample, Trie
@@ -139,7 +139,7 @@ def test_on_a_gpu_operators_on_rows_are_compiled_once(model, operators, counted)
     """Whatever passes come, as the runner of a GPU makes them: prompts, graphs of all buckets, several trees."""
     plain = Engine.load(GOLDEN / model, dtype="float32", device="cpu", kv_memory=1 << 22)
     assert compiling.prepare()
-    pool, options = PagePool(plain.shape, 400, 16), {"rows": "compiled", "token_buckets": compiling.LEAST_SIZES}
+    pool, options = PagePool(plain.shape, 400, 16), {"rows": "compiled", "token_buckets": LEAST_COMPILED}
     source = plain.runner
     runner = GraphRunner(source.model, pool, source.vocab_size, impl="reference", record=lambda run: run, **options)
     other = Engine(LoadedModel(runner, plain.shape, eos_token_ids=plain.eos_token_ids))

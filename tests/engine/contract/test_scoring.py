@@ -12,9 +12,10 @@ import torch
 
 from engine import ContinuationScore, Engine
 from engine.app import batch
+from engine.contract.scoring import ROWS, Scoring
 from engine.demo import demo_folder
 from engine.errors import UsageError
-from engine.scoring import ROWS, Scoring, score_request
+from engine.request import score_request
 from search import Greedy
 from tests.search.drive import drive
 from tests.search.test_trie import Table

@@ -13,8 +13,6 @@ from engine.load.startup import METAS
 from kernels import cpp
 from kernels.files import private
 
-LEAST_SIZES = (2,)  # tokens of a pass: torch would make graphs of their own for sizes 0 and 1
-
 
 def check_compile(compile: str, device: torch.device) -> None:
     """Refuse `--compile on` on a CPU. Raises UsageError."""
