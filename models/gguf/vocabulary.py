@@ -26,20 +26,36 @@ LLAMA3 = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
 QWEN2 = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}|{_REST}"
 TEKKEN = "|".join([*_CASES, r"\p{N}", _SLASH])
 GPT4O = "|".join([*(f"{case}{_ENDINGS}?" for case in _CASES), r"\p{N}{1,3}", _SLASH])
+DEEPSEEK3 = (  # one after the other
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+DEEPSEEK_CODER = r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"
+SEED = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+MINICPM5 = r"\p{N}{1,3}", rf"{_ENDINGS}|{_LETTERS}|\p{{N}}+|{_REST}"
 GPT2, DIGITS = "gpt-2", "digits"  # the library has these: the second makes every digit a word
 # By tokenizer.ggml.pre. The first of each family's names is what convert_hf_to_gguf writes for the tokenizer itself.
-SPLITS = {
+SPLITS: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion", "granite-docling"), GPT2),
+    **dict.fromkeys(("a.x-4.0", "mellum", "gigachat"), GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), DIGITS),
+    "mellum2": DIGITS,
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), LLAMA3),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "hunyuan"), QWEN2),
+    **dict.fromkeys(("solar-open", "grok-2"), QWEN2),
+    **dict.fromkeys(("hunyuan-dense", "deepseek-v3", "joyai-llm", "hy_v4"), DEEPSEEK3),
+    "deepseek-coder": DEEPSEEK_CODER,
+    "seed-coder": SEED,
+    "minicpm5": MINICPM5,
     "tekken": TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), GPT4O),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie"), GPT4O),
 }
 WHOLE_WORDS = {name for name, split in SPLITS.items() if split is LLAMA3} - {"dbrx", "smaug-bpe", "chatglm-bpe"}
-WHOLE_WORDS |= {"tekken"}  # a word that is a token is not merged from its bytes
-BEGIN = WHOLE_WORDS - {"glm4"}  # a text begins with BOS, unless the file has another word on it
+WHOLE_WORDS |= {"tekken", "minicpm5"}  # a word that is a token is not merged from its bytes
+BEGIN = WHOLE_WORDS - {"glm4", "minicpm5"}  # a text begins with BOS, unless the file has another word on it
 COMPOSED = {"qwen2"}  # its tokenizer.json composes characters (NFC)
 # What ends a turn where the file names other tokens, or none: llama.cpp finds these by their spelling as well.
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>")
@@ -223,9 +239,12 @@ class FileVocabulary:
         if split == GPT2:
             splitter = {**levels, "use_regex": True}
         else:
-            pattern = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
-            first = {"type": "Digits", "individual_digits": True} if split == DIGITS else pattern
-            words = [first, {**levels, "use_regex": split == DIGITS}]
+            isolated = {"type": "Split", "behavior": "Isolated", "invert": False}
+            patterns = [split] if isinstance(split, str) else split
+            first = [isolated | {"pattern": {"Regex": pattern}} for pattern in patterns]
+            if split == DIGITS:
+                first = [{"type": "Digits", "individual_digits": True}]
+            words = [*first, {**levels, "use_regex": split == DIGITS}]
             splitter = {"type": "Sequence", "pretokenizers": words}
         return {
             "begins": pre in BEGIN,

@@ -1,9 +1,12 @@
 """Tokenizers of GGUF files: the ids of the tokenizers that they were made of."""
 
+import io
 import json
 
 import pytest
-from sentencepiece import SentencePieceProcessor
+import tokenizers
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
@@ -79,3 +82,135 @@ def test_what_ends_a_text(tmp_path):
     assert ours.size == 5  # padding is no token
     templates = ours.config["chat_template"]
     assert templates == [{"name": "default", "template": "D"}, {"name": "tools", "template": "T"}]
+
+# --- tokenizers that are trained here, in the words of the tokenizer.json files of the families ---
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+HUNYUAN = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+
+def split(*patterns, digits=False):
+    """The pre-tokenizer of these patterns, then bytes."""
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    steps += [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns)])
+
+
+FAMILIES = {  # by tokenizer.ggml.pre: the pre-tokenizer, whether whole words are looked up first, whether NFC
+    "llama-bpe": (split(LLAMA3), True, False),
+    "qwen2": (split(LLAMA3.replace("{1,3}", "")), False, True),
+    "smollm": (split(digits=True), False, False),
+    "refact": (split(digits=True), False, False),
+    "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), False, False),
+    "phi-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), False, False),
+    "stablelm2": (split(LLAMA3.replace("{1,3}", "")), False, False),
+    "dbrx": (split(LLAMA3), False, False),
+    "tekken": (split(TEKKEN), True, False),
+    "gpt-4o": (split(GPT4O), False, False),
+    "hunyuan-dense": (split(*HUNYUAN), False, False),
+    "deepseek-coder": (split(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"), False, False),
+    "lfm2": (split(LLAMA3), True, False),
+}
+CORPUS = [
+    *("The quick brown fox's 12345 jumps, don't it? I'LL see 3.14159!" for _ in range(9)),
+    *("def f(x):\n    return x ** 2  # 平方 を 返す\n\n\tif (a != b) && c[0]->d:\r\n" for _ in range(9)),
+    *("Größe e\u0301te\u0301 Ελλάδα Привет мир مرحبا 안녕하세요 😀😃👍🏽 ---=== //<br/>\n\n" for _ in range(9)),
+]
+TEXTS = [
+    *CORPUS[::9], " ".join(CORPUS[::4]), "www.a-b_c.com/?q=1&r=%20#z", "", "\n", " ",
+    "  two   three    four\n \n\t\t x", "A1B22C333D4444 ½ ² ٣", "été ﬁ Å", "\u3000", "'S 'Ll we'd",
+    "<|im_start|>user\nHi!<|im_end|>\n", "x" * 70, "a\u200db\u00a0c",
+]  # fmt: skip
+SPECIAL = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.mark.parametrize("pre", FAMILIES)
+def test_pre_tokenizers_of_families(pre, tmp_path):
+    splitter, whole_words, composed = FAMILIES[pre]
+    library = tokenizers.Tokenizer(models.BPE(ignore_merges=whole_words))
+    library.pre_tokenizer, library.decoder = splitter, decoders.ByteLevel()
+    library.normalizer = normalizers.NFC() if composed else None
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"initial_alphabet": alphabet, "special_tokens": SPECIAL, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=700, **options)
+    library.train_from_iterator(CORPUS, trainer)
+    trained, file = json.loads(library.to_str())["model"], File(GOLDEN / "llama/plain")
+    vocab = trained["vocab"]
+    if whole_words:  # a token that its merges do not lead to
+        vocab["Ġzebrafish"] = len(vocab)
+    tokens = sorted(vocab, key=vocab.get)
+    file.keys = {key: value for key, value in file.keys.items() if not key.startswith("tokenizer.ggml")} | {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in SPECIAL else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in trained["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    whole = models.BPE(vocab, [tuple(pair) for pair in trained["merges"]], ignore_merges=whole_words)
+    library.model = whole
+    library.add_special_tokens(SPECIAL)
+    _, ours = tokenizer_of(file, tmp_path / "file")
+    begins = [0] if whole_words else []
+    for text in [*TEXTS, " zebrafish zebrafish"]:
+        expected = library.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special=False, parse_special=True) == expected, text
+        assert ours.encode(text, parse_special=True) == begins + expected
+        assert ours.decode(expected, skip_special=False) == library.decode(expected, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("spaced", [True, False])
+def test_sentencepiece_models_with_tokens_of_their_own(spaced, tmp_path):
+    """Tokens that a person defines are found in any text; control tokens in none; and a space comes before, or not."""
+    found = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS * 3), model_writer=found, model_type="bpe", vocab_size=900, byte_fallback=True,
+        user_defined_symbols=["\n\n", "▁▁", "<b>"], control_symbols=["<start>"], add_dummy_prefix=spaced,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, num_threads=1, minloglevel=2,
+        allow_whitespace_only_pieces=True, hard_vocab_limit=False,
+    )  # fmt: skip
+    model = SentencePieceProcessor(model_proto=found.getvalue())
+    ids = range(model.get_piece_size())
+    kinds = [6 if model.is_byte(i) else 3 if model.is_control(i) else 2 if model.is_unknown(i) else 1 for i in ids]
+    tokens = [model.id_to_piece(i) for i in ids]
+    for i, piece in enumerate(tokens):
+        if piece in ("\n\n", "▁▁", "<b>"):  # as convert_hf_to_gguf writes them
+            kinds[i], tokens[i] = 4, piece.replace("▁", " ")
+    file = File(GOLDEN / "llama/plain")
+    file.keys = {key: value for key, value in file.keys.items() if not key.startswith("tokenizer.ggml")} | {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [model.get_score(i) for i in ids],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": model.bos_id(),
+        "tokenizer.ggml.eos_token_id": model.eos_id(),
+        "tokenizer.ggml.add_space_prefix": spaced,
+    }
+    read, ours = tokenizer_of(file, tmp_path / "file")
+    assert read.has_scores
+    for text in [*TEXTS, "a<b>c  d\n\n\ne"]:
+        assert ours.encode(text, add_special=False) == model.encode(text), text
+        assert ours.encode(text)[0] == model.bos_id()
+        assert ours.decode(model.encode(text)) == model.decode(model.encode(text))
+    start = tokens.index("<start>")
+    assert start not in ours.encode("<start>a")
+    assert ours.encode("<start>", parse_special=True, add_special=False) == [start]
