@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def measure(
 class Sizes(Weights):
     """In the place of `Weights`: reads nothing and counts the bytes of what it is asked for."""
 
-    matrices = vectors = _width = 0
+    matrices = vectors = 0
     _share = 1.0  # of a matrix that this process has
 
     def vector(self, name: str, *, plus_one: bool = False, some: range | None = None) -> Tensor:
@@ -88,9 +89,10 @@ class Sizes(Weights):
             own[name] += all_outs[name] if some is None else len(some)
         stored = [self.stored.get(f"{name}.weight", f"{name}.weight") for name in names]
         self.vectors += sum(own.values()) * self.dtype.itemsize * bias
-        self._width = width if ins is None else len(ins)
         self._share = sum(own.values()) / sum(all_outs.values()) * (1 if ins is None else len(ins) / width)
-        self.matrices += self._bytes(stored, [*own.values()], self._width, head=tuple(names) == (HEAD,))
+        self.matrices += self._bytes(
+            stored, [*own.values()], width if ins is None else len(ins), head=tuple(names) == (HEAD,)
+        )
         return _Nothing(stored)
 
     def embedding(self, name: str) -> Any:
@@ -111,6 +113,12 @@ class Sizes(Weights):
         if floats and len(floats) < len(stored):  # `Joined`: the others are stored quantised
             return sum(self._bytes([name], [rows], width) for name, rows in zip(stored, outs, strict=True))
         if not floats:
+            blocks = [(BLOCKS[info.format], rows) for info, rows in zip(map(tensors.get, stored), outs, strict=True)
+                      if isinstance(info, Stored)]  # fmt: skip
+            if blocks:  # neighbours of one kind are one matrix
+                alike = groupby(blocks, key=lambda each: each[0].kinship)
+                runs = ([*run] for _, run in alike)
+                return sum(run[0][0].packed_bytes(sum(rows for _, rows in run), width) for run in runs)
             return sum(map(self._quantised, stored, outs))
         own = {*floats.values()}
         quant = format_of(self.quant, sum(outs), head=head)
@@ -119,9 +127,6 @@ class Sizes(Weights):
     def _quantised(self, name: str, outs: int) -> int:
         """Of a weight that is stored quantised: panels have as many bits and scales, of outputs padded to a piece."""
         module, tensors = name.removesuffix(".weight"), self.checkpoint.tensors
-        info = tensors.get(name)
-        if isinstance(info, Stored):
-            return BLOCKS[info.format].packed_bytes(outs, self._width)
         parts = [info for part, info in tensors.items() if part.rpartition(".")[0] == module]
         stored = sum(math.prod(info.shape) * info.dtype.itemsize for info in parts)
         return int(stored * self._share) * (-(-outs // PIECE) * PIECE) // outs

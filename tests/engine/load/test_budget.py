@@ -29,6 +29,8 @@ from engine.load.budget import (
 )
 from engine.load.options import FORMATS_SHOWN, LoadOptions
 from engine.load.pools import Workload
+from kernels.linear import PackedParts
+from kernels.linear.blocks import BLOCKS
 from models import FAMILIES, load_model
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import measure
@@ -64,8 +66,9 @@ ONE_OF_EACH = {kind(folder): folder for folder in folders()}.values()
 
 def tensors_in(layers: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
     """Of packed matrices and of their groups, each once."""
-    found = [p for x in layers for p in (getattr(x, "packed", None), *getattr(x, "parts", ())) if p is not None]
-    for packed in {id(p): p for p in found}.values():
+    found = [x.packed for x in layers if getattr(x, "packed", None) is not None]
+    parts = [part for packed in found for part in (packed.parts if isinstance(packed, PackedParts) else [packed])]
+    for packed in {id(p): p for p in parts}.values():
         yield from (x for x in (*vars(packed).values(), *(packed.groups or ())) if isinstance(x, torch.Tensor))
 
 
@@ -83,6 +86,20 @@ def test_weights_are_counted_to_the_byte(folder):
         size, model = measure(checkpoint, torch.float32, CPU, quant), load_model(checkpoint, torch.float32, CPU, quant)
         assert size.matrices == sum(x.nbytes for x in tensors_in(model.modules())), quant
         assert size.shape == model.shape and size.config == model.config
+
+
+@pytest.mark.skipif(not has_kernels(torch.float32, CPU), reason="needs C++ kernels, whose panels are counted")
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("format", BLOCKS)
+def test_gguf_files_are_counted_to_the_byte(format, mixed, tmp_path):
+    from tests.models.gguf.files import WIDE, File, gguf, random
+
+    types = gguf.GGMLQuantizationType
+    some = {"blk.0.attn_k.weight": types.Q8_0, "blk.0.attn_v.weight": types.F16, "blk.1.ffn_up.weight": types.Q4_1}
+    file = File(random(tmp_path / "source", "llama/gqa", **WIDE), types[format], some if mixed else {})
+    checkpoint = Checkpoint.open(file.write(tmp_path / "file.gguf"))
+    size, model = measure(checkpoint, torch.float32, CPU), load_model(checkpoint, torch.float32, CPU)
+    assert size.matrices == sum(x.nbytes for x in tensors_in(model.modules()))
 
 
 def test_all_families_are_counted():
