@@ -40,9 +40,15 @@ READ = {  # those of the keys above that an architecture reads
     "granite": GRANITE.values(),
     "gemma2": CAPS,
     "gemma3": CAPS[1:],
+    "mistral3": ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
     "stablelm": ("use_parallel_residual",),
 }
-INTERLEAVED = "llama", "granite", "smollm3"  # rows of queries and keys are in the order of interleaved rotation
+INTERLEAVED = (
+    "llama",
+    "granite",
+    "mistral3",
+    "smollm3",
+)  # rows of queries and keys are in the order of interleaved rotation
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NEAR = 1e-5  # relative error of frequencies that are rounded
 
@@ -97,6 +103,20 @@ def _granite(file: GGUF, keys: Fields) -> dict[str, Any]:
     return config | {"attention_multiplier": _decimal(keys.float("attention.scale", config["head_dim"] ** -0.5))}
 
 
+def _mistral3(file: GGUF, keys: Fields) -> dict[str, Any]:
+    config = _llama(file, keys)
+    growth = keys.float("attention.temperature_scale", 0.0)
+    if not growth:
+        return config
+    rope = (config.pop("rope_scaling") or {"rope_type": "default"}) | {"rope_theta": config.pop("rope_theta")}
+    if factor := keys.float("rope.scaling.yarn_log_multiplier", 0.0):  # alike, so that they cancel each other out
+        rope |= {"mscale": _decimal(factor), "mscale_all_dim": _decimal(factor)}
+    original = keys.int("rope.scaling.original_context_length", config["max_position_embeddings"], high=2**31)
+    rope |= {"llama_4_scaling_beta": _decimal(growth), "original_max_position_embeddings": original}
+    window = {"sliding_window": config.get("sliding_window")}
+    return config | window | _named("Ministral3ForCausalLM", "ministral3") | {"rope_parameters": rope}
+
+
 def _smollm3(file: GGUF, keys: Fields) -> dict[str, Any]:
     config = _llama(file, keys) | _named("SmolLM3ForCausalLM", "smollm3")
     # The file does not say which layers rotate nothing: every fourth, as in the one model of this architecture.
@@ -107,7 +127,7 @@ def _qwen(file: GGUF, keys: Fields) -> dict[str, Any]:
     if keys.int("attention.sliding_window", 0, low=0, high=2**31):
         raise keys.error("attention.sliding_window", "nothing: which layers it is for is not in the file")
     config = _gated(file, keys, rotated="all")
-    if file.fields().str("general.architecture") == "qwen2":
+    if file.fields().str("general.architecture").startswith("qwen2"):
         return config | _named("Qwen2ForCausalLM", "qwen2")
     return config | {"attention_bias": "blk.0.attn_q.bias" in file.tensors} | _named("Qwen3ForCausalLM", "qwen3")
 
@@ -227,8 +247,11 @@ def _windows(keys: Fields, window: int, period: int) -> dict[str, Any]:
 
 ARCHITECTURES: dict[str, Callable[[GGUF, Fields], dict[str, Any]]] = {
     "llama": _llama,
+    "mistral3": _mistral3,
     "qwen2": _qwen,
+    "qwen2vl": _qwen,
     "qwen3": _qwen,
+    "qwen3vl": _qwen,
     "phi2": _phi2,
     "phi3": _phi3,
     "gpt2": _gpt2,

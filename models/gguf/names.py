@@ -61,7 +61,9 @@ _PHI2 = {
 }
 _HUNYUAN = {"blk.attn_q_norm": "self_attn.query_layernorm", "blk.attn_k_norm": "self_attn.key_layernorm"}
 NAMES = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma", "granite", "smollm3", "stablelm"), _LLAMA),
+    **dict.fromkeys(
+        ("llama", "mistral3", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "gemma", "granite", "smollm3", "stablelm"), _LLAMA
+    ),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
     "gpt2": _GPT2,
     "hunyuan-dense": _LLAMA | _HUNYUAN,

@@ -16,7 +16,7 @@ from models.gguf.architectures import CAPS, FACTORS, GRANITE, INTERLEAVED
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install 'coppice[test]'")
 ARCHITECTURES = {
-    **{"llama": "llama", "mistral": "llama", "phi": "phi2", "phi3": "phi3"},
+    **{"llama": "llama", "mistral": "llama", "ministral3": "mistral3", "phi": "phi2", "phi3": "phi3"},
     **{
         name: name
         for name in ("gemma", "gemma2", "gpt2", "granite", "lfm2", "olmo2", "qwen2", "qwen3", "smollm3", "stablelm")
@@ -173,6 +173,9 @@ class File:
         elif r.get("rope_type") == "yarn":
             yield "rope.scaling.original_context_length", r["original_max_position_embeddings"]
             yield "rope.scaling.yarn_attn_factor", r.get("attention_factor")
+        if self.arch == "mistral3":
+            yield "attention.temperature_scale", r["llama_4_scaling_beta"]
+            yield "rope.scaling.yarn_log_multiplier", r.get("mscale_all_dim", 0.0)
 
     def vocabulary(self):
         """Keys of the checkpoint's tokenizer: byte-level BPE, or BPE with scores as `gguf.LlamaHfVocab` writes it."""

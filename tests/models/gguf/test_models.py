@@ -8,6 +8,7 @@ import torch
 from engine import CheckpointError, Engine
 from kernels.linear.blocks import BLOCKS
 from models.checkpoint.headers import Checkpoint
+from models.formats.grouped import GroupedLinear
 from models.gguf import architectures
 from models.gguf.names import NAMES, checkpoint_name
 from models.gguf.reader import GGUF
@@ -27,6 +28,7 @@ FLOATS = [
         "hunyuan/plain",
         "stablelm/plain",
         "stablelm/parallel",
+        "mistral/ministral3",
     ),
 ]
 PROMPT = list(range(3, 30))
@@ -170,6 +172,37 @@ def test_a_reward_model(tmp_path):
     ours = Engine.load(file.write(tmp_path / "file.gguf"), dtype="float32", kv_memory=1 << 22)
     theirs = Engine.load(source, dtype="float32", kv_memory=1 << 22)
     assert ours.shape.scores and torch.allclose(ours.logits(PROMPT), theirs.logits(PROMPT), atol=1e-5)
+
+
+@pytest.mark.parametrize("variant, arch", [("qwen2/plain", "qwen2vl"), ("qwen3/plain", "qwen3vl")])
+def test_text_models_of_several_modalities(variant, arch, tmp_path):
+    """Whose files hold the text model, with rotary axes that are alike for text."""
+    file = File(GOLDEN / variant)
+    file.keys = {key.replace(f"{file.arch}.", f"{arch}."): value for key, value in file.keys.items()}
+    file.keys[f"{arch}.rope.dimension_sections"] = [2, 1, 1, 0]
+    file.arch = arch
+    same(file.write(tmp_path / "file.gguf"), GOLDEN / variant, 1e-5)
+
+
+@pytest.mark.parametrize("format", ["Q4_1", "Q6_K"])
+def test_parts_of_a_matrix(format, tmp_path):
+    """As processes share one: some outputs or inputs, packed as blocks where they are whole ones."""
+    file = File(random(tmp_path / "source", "llama/gqa", **WIDE | {"intermediate_size": 1024}), TYPES[format])
+    checkpoint, name = Checkpoint.open(file.write(tmp_path / "file.gguf")), "model.layers.0.mlp.down_proj.weight"
+    weight = checkpoint.grouped(name, name, (256, 1024), "Linear", biased=False)
+    x = torch.randn(3, 1024, generator=torch.Generator().manual_seed(0))
+    for outs, ins in (
+        (range(30, 70), None),
+        (None, range(256, 768)),
+        (range(1, 9), range(0, 512)),
+        (None, range(32, 96)),
+    ):
+        part = weight.part(outs, ins)
+        floats = weight.floats()[outs or slice(None)][:, ins or slice(None)]
+        assert part.floats().equal(floats)
+        layer = GroupedLinear([part], dtype=torch.float32, device=torch.device("cpu"))
+        mine = x[:, ins or slice(None)]
+        assert torch.allclose(layer(mine), mine @ floats.T, atol=1e-4)
 
 
 def test_one_matrix_for_queries_keys_and_values(tmp_path):

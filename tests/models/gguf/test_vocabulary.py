@@ -83,6 +83,7 @@ def test_what_ends_a_text(tmp_path):
     templates = ours.config["chat_template"]
     assert templates == [{"name": "default", "template": "D"}, {"name": "tools", "template": "T"}]
 
+
 # --- tokenizers that are trained here, in the words of the tokenizer.json files of the families ---
 
 LLAMA3 = (
