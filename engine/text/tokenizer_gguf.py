@@ -19,7 +19,7 @@ def encoder_of(
     """The arguments of a `Tokenizer`. Raises CheckpointError for what is not supported."""
     config, path = vocabulary.config(), vocabulary.file.path
     if vocabulary.has_scores:
-        encoder = SentencePieceEncoder(vocabulary.model(), path, config, [*vocabulary.pieces()])
+        encoder = SentencePieceEncoder(vocabulary.model(), path, config, vocabulary.pieces)
         return encoder, config, encoder.names
     spec = vocabulary.tokenizer()
     guard = tokenizer_limits.guard(spec, str(path))

@@ -32,9 +32,13 @@ inline uint16_t half(const uint8_t* at) {
 // The same number, negative.
 inline uint16_t negative(uint16_t half) { return half ^ 0x8000; }
 
-// Low halves of `count` bytes, then their high halves.
-inline void nibbles(const uint8_t* from, int count, uint8_t* codes) {
-    for (int i = 0; i < count; i++) codes[i] = from[i] & 15, codes[i + count] = from[i] >> 4;
+inline bool finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+
+// Low halves of bytes, then their high halves.
+template <int COUNT>
+inline void nibbles(const uint8_t* __restrict from, uint8_t* __restrict codes) {
+    for (int i = 0; i < COUNT; i++) codes[i] = from[i] & 15;
+    for (int i = 0; i < COUNT; i++) codes[i + COUNT] = from[i] >> 4;
 }
 
 inline void look_up(uint8_t* codes, int count, const int8_t (&table)[16]) {
@@ -53,26 +57,33 @@ struct Format : Decoded<Value> {
 struct Q4_0 : Format<18, 32, 32, 4, false, uint16_t> {
     void decode(const uint8_t* b) {
         scale[0] = half(b);
-        nibbles(b + 2, 16, codes);
+        nibbles<16>(b + 2, codes);
     }
 };
 
 struct Q4_1 : Format<20, 32, 32, 4, true, uint16_t> {
     void decode(const uint8_t* b) {
         scale[0] = half(b), least[0] = half(b + 2);
-        nibbles(b + 4, 16, codes);
+        nibbles<16>(b + 4, codes);
     }
 };
 
-// The fifth bits of 32 codes lie in four bytes.
+// The fifth bits of 32 codes lie in four bytes: a bit of each goes to a byte of eight.
 inline void add_fifth(const uint8_t* bits, uint8_t* codes, uint8_t more) {
-    for (int i = 0; i < 32; i++) codes[i] = uint8_t((codes[i] | (bits[i / 8] >> (i % 8) & 1) << 4) + more);
+    constexpr uint64_t ONES = 0x0101010101010101, BITS = 0x8040201008040201;
+    for (int i = 0; i < 4; i++) {
+        uint64_t eight;
+        std::memcpy(&eight, codes + 8 * i, sizeof eight);
+        const uint64_t set = (((bits[i] * ONES & BITS) + 0x7f * ONES) >> 7) & ONES;
+        eight = (eight | set << 4) + more * ONES;
+        std::memcpy(codes + 8 * i, &eight, sizeof eight);
+    }
 }
 
 struct Q5_0 : Format<22, 32, 32, 8, false, uint16_t> {
     void decode(const uint8_t* b) {
         scale[0] = half(b);
-        nibbles(b + 6, 16, codes);
+        nibbles<16>(b + 6, codes);
         add_fifth(b + 2, codes, SIGN - 16);
     }
 };
@@ -80,7 +91,7 @@ struct Q5_0 : Format<22, 32, 32, 8, false, uint16_t> {
 struct Q5_1 : Format<24, 32, 32, 8, true, uint16_t> {
     void decode(const uint8_t* b) {
         scale[0] = half(b), least[0] = half(b + 2);
-        nibbles(b + 8, 16, codes);
+        nibbles<16>(b + 8, codes);
         add_fifth(b + 4, codes, SIGN);
     }
 };
@@ -95,7 +106,7 @@ struct Q8_0 : Format<34, 32, 32, 8, false, uint16_t> {
 struct IQ4_NL : Format<18, 32, 32, 8, false, uint16_t> {
     void decode(const uint8_t* b) {
         scale[0] = half(b);
-        nibbles(b + 2, 16, codes);
+        nibbles<16>(b + 2, codes);
         look_up(codes, 32, IQ4);
     }
 };
@@ -104,7 +115,7 @@ struct MXFP4 : Format<17, 32, 32, 8, false, float> {
     void decode(const uint8_t* b) {
         const uint32_t bits = b[0] < 2 ? 0x00200000u << b[0] : uint32_t(b[0] - 1) << 23;  // 2^(b - 128)
         std::memcpy(scale, &bits, sizeof bits);
-        nibbles(b + 1, 16, codes);
+        nibbles<16>(b + 1, codes);
         look_up(codes, 32, E2M1);
     }
 };
@@ -149,14 +160,14 @@ void six_bits(const uint8_t* b, Block& block) {
 struct Q4_K : Format<144, 256, 32, 4, true, int8_t> {
     void decode(const uint8_t* b) {
         six_bits(b, *this);
-        for (int n = 0; n < 4; n++) nibbles(b + 16 + n * 32, 32, codes + n * 64);
+        for (int n = 0; n < 4; n++) nibbles<32>(b + 16 + n * 32, codes + n * 64);
     }
 };
 
 struct Q5_K : Format<176, 256, 32, 8, true, int8_t> {
     void decode(const uint8_t* b) {
         six_bits(b, *this);
-        for (int n = 0; n < 4; n++) nibbles(b + 48 + n * 32, 32, codes + n * 64);
+        for (int n = 0; n < 4; n++) nibbles<32>(b + 48 + n * 32, codes + n * 64);
         for (int i = 0; i < 256; i++) codes[i] = uint8_t((codes[i] | (b[16 + i % 32] >> i / 32 & 1) << 4) + SIGN);
     }
 };
@@ -166,7 +177,7 @@ struct Q6_K : Format<210, 256, 16, 8, false, int8_t> {
         unit = half(b + 208);
         std::memcpy(scale, b + 192, 16);
         for (int n = 0; n < 2; n++) {
-            nibbles(b + n * 64, 64, codes + n * 128);
+            nibbles<64>(b + n * 64, codes + n * 128);
             for (int i = 0; i < 128; i++) {
                 uint8_t& code = codes[n * 128 + i];
                 code = uint8_t((code | (b[128 + n * 32 + i % 32] >> 2 * (i / 32) & 3) << 4) + SIGN - 32);
@@ -181,61 +192,77 @@ struct IQ4_XS : Format<136, 256, 32, 8, false, int8_t> {
         const int high = half(b + 2);
         for (int i = 0; i < 8; i++) {
             scale[i] = int8_t((b[4 + i / 2] >> 4 * (i % 2) & 15) | (high >> 2 * i & 3) << 4) - 32;
-            nibbles(b + 8 + i * 16, 16, codes + i * 32);
+            nibbles<16>(b + 8 + i * 16, codes + i * 32);
         }
         look_up(codes, 256, IQ4);
     }
 };
 
-// Codes to the words of one output, which lie a line apart.
+inline uint32_t word(const uint8_t* at) {
+    uint32_t four;
+    std::memcpy(&four, at, sizeof four);
+    return four;
+}
+
+// Codes of outputs [from, to) of a panel to its lines, of a word for each.
 template <int BITS, int SIZE>
-void put(const uint8_t* codes, uint8_t* words) {
-    constexpr int LINE = PANEL * 4;
-    if constexpr (BITS == 4)
-        for (int i = 0; i < SIZE; i += 8, words += LINE) {
-            uint8_t word[4];
-            for (int j = 0; j < 4; j++) word[j] = uint8_t(codes[i + j] | codes[i + 4 + j] << 4);
-            std::memcpy(words, word, 4);
+inline void put(const uint8_t (*codes)[MOST_ELEMENTS], int from, int to, uint8_t* line) {
+    for (int i = 0; i < SIZE; i += 32 / BITS, line += PANEL * 4)
+        for (int lane = from; lane < to; lane++) {
+            const uint8_t* at = codes[lane] + i;
+            const uint32_t packed = BITS == 4 ? word(at) | word(at + 4) << 4 : word(at);
+            std::memcpy(line + lane * 4, &packed, sizeof packed);
         }
-    else
-        for (int i = 0; i < SIZE; i += 4, words += LINE) std::memcpy(words, codes + i, 4);
 }
 
 template <typename Block>
-void repack(int64_t threads, const uint8_t* rows, int64_t first, int64_t count, int64_t blocks, uint8_t* panels,
-            void* scale, void* least, uint16_t* unit, uint16_t* least_unit) {
+int64_t repack(int64_t threads, const uint8_t* rows, int64_t first, int64_t count, int64_t blocks, uint8_t* panels,
+               void* scale, void* least, uint16_t* unit, uint16_t* least_unit) {
     typedef typename Block::Value Value;
-    constexpr int GROUPS = Block::SIZE / Block::GROUP, OF_PANEL = PANEL * Block::SIZE * Block::BITS / 8;
-#pragma omp parallel for num_threads(threads)
+    constexpr int SIZE = Block::SIZE, GROUPS = SIZE / Block::GROUP, OF_PANEL = PANEL * SIZE * Block::BITS / 8;
+    int64_t bad = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : bad)
     for (int64_t panel = first / PANEL; panel < (first + count + PANEL - 1) / PANEL; panel++) {
+        uint8_t codes[PANEL][MOST_ELEMENTS];
         Block block;
-        const int64_t from = std::max(first, panel * PANEL), to = std::min(first + count, (panel + 1) * PANEL);
-        for (int64_t out = from; out < to; out++) {
-            const uint8_t* at = rows + (out - first) * blocks * Block::BYTES;
-            const int64_t lane = out % PANEL;
-            for (int64_t i = 0; i < blocks; i++, at += Block::BYTES) {
-                const int64_t place = panel * blocks + i;
-                block.decode(at);
-                put<Block::BITS, Block::SIZE>(block.codes, panels + place * OF_PANEL + lane * 4);
+        const int from = int(std::max(first - panel * PANEL, int64_t(0)));
+        const int to = int(std::min(first + count - panel * PANEL, int64_t(PANEL)));
+        for (int64_t i = 0; i < blocks; i++) {
+            const int64_t place = panel * blocks + i;
+            for (int lane = from; lane < to; lane++) {
+                block.decode(rows + ((panel * PANEL - first + lane) * blocks + i) * Block::BYTES);
+                std::memcpy(codes[lane], block.codes, SIZE);
                 for (int g = 0; g < GROUPS; g++) {
                     const int64_t number = (place * GROUPS + g) * PANEL + lane;
                     ((Value*)scale)[number] = block.scale[g];
                     if (Block::LEAST) ((Value*)least)[number] = block.least[g];
+                    if constexpr (std::is_same_v<Value, uint16_t>)
+                        bad += !finite(block.scale[g]) + (Block::LEAST && !finite(block.least[g]));
                 }
-                if (Block::UNITS) unit[place * PANEL + lane] = block.unit;
-                if (Block::UNITS && Block::LEAST) least_unit[place * PANEL + lane] = block.least_unit;
+                if (Block::UNITS) {
+                    unit[place * PANEL + lane] = block.unit;
+                    if (Block::LEAST) least_unit[place * PANEL + lane] = block.least_unit;
+                    bad += !finite(block.unit) + (Block::LEAST && !finite(block.least_unit));
+                }
             }
+            uint8_t* lines = panels + place * OF_PANEL;
+            if (from == 0 && to == PANEL)
+                put<Block::BITS, SIZE>(codes, 0, PANEL, lines);
+            else
+                put<Block::BITS, SIZE>(codes, from, to, lines);
         }
     }
+    return bad;
 }
 
 }  // namespace
 
-extern "C" void coppice_repack(int64_t threads, int64_t format, const void* rows, int64_t first, int64_t count,
-                               int64_t blocks, void* panels, void* scale, void* least, void* unit, void* least_unit) {
+extern "C" int64_t coppice_repack(int64_t threads, int64_t format, const void* rows, int64_t first, int64_t count,
+                                  int64_t blocks, void* panels, void* scale, void* least, void* unit,
+                                  void* least_unit) {
     auto run = [&](auto block) {
-        repack<decltype(block)>(threads, (const uint8_t*)rows, first, count, blocks, (uint8_t*)panels, scale, least,
-                                (uint16_t*)unit, (uint16_t*)least_unit);
+        return repack<decltype(block)>(threads, (const uint8_t*)rows, first, count, blocks, (uint8_t*)panels, scale,
+                                       least, (uint16_t*)unit, (uint16_t*)least_unit);
     };
     switch (format) {
         case 2: return run(Q4_0{});
@@ -252,4 +279,5 @@ extern "C" void coppice_repack(int64_t threads, int64_t format, const void* rows
         case 23: return run(IQ4_XS{});
         case 39: return run(MXFP4{});
     }
+    return 0;
 }

@@ -85,7 +85,11 @@ class BlockPanels:
         self.panels[whole:] = 0  # outputs that no row comes for
 
         def made(count: int, dtype: torch.dtype, wanted: bool) -> Tensor | None:
-            return torch.zeros(len(self.panels), count, PANEL, dtype=dtype) if wanted else None
+            if not wanted:
+                return None
+            values = torch.empty(len(self.panels), count, PANEL, dtype=dtype)
+            values[whole:] = 0
+            return values
 
         groups, units = -(-width // block.group), block.scales == "units"
         self.scale = made(groups, SCALES[block.scales], True)
@@ -97,7 +101,8 @@ class BlockPanels:
         """Rows as they are stored, uint8 [any, bytes of a row].
 
         Raises:
-            ValueError: rows of another size, too many, or of a format of another kinship.
+            ValueError: rows of another size, too many, of a format of another kinship, or with scales that are no
+                finite numbers.
         """
         if block.kinship != self.block.kinship or self.width % block.size:
             raise ValueError(f"expected a format like {self.block.kinship}, got {block.kinship}")
@@ -106,20 +111,20 @@ class BlockPanels:
         if self.filled + count > self.outs:
             raise ValueError(f"expected {self.outs} rows, got {self.filled + count}")
         tensors = self.panels, self.scale, self.least, self.unit, self.least_unit
-        function("repack")(
+        bad = function("repack")(
             *(torch.get_num_threads(), block.number, stored_OB.data_ptr(), self.filled, count, blocks),
             *(None if x is None else x.data_ptr() for x in tensors),
         )
+        if bad:
+            raise ValueError("scales are not finite")
         self.filled += count
 
     def done(self) -> Packed:
-        """The matrix. Raises ValueError if rows are missing, or scales are no finite numbers."""
+        """The matrix. Raises ValueError if rows are missing."""
         if self.filled != self.outs:
             raise ValueError(f"expected {self.outs} rows, got {self.filled}")
         assert self.scale is not None
         groups = Groups(self.block.kind, self.block.group, self.scale, None, self.least, self.unit, self.least_unit)
-        if any(not x.isfinite().all() for x in groups[2:] if isinstance(x, Tensor) and x.is_floating_point()):
-            raise ValueError("scales are not finite")
         return Packed(self.panels, self.outs, self.width, groups=groups)
 
 

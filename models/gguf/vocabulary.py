@@ -151,10 +151,12 @@ class FileVocabulary:
         if self.keys.bool("remove_extra_whitespaces", default=False):
             raise self.keys.error("remove_extra_whitespaces", "false")
         score, pieces = struct.Struct("<f").pack, list[bytes]()
-        for (piece, kind), of in zip(self.pieces(), self.scores, strict=False):
+        for (piece, kind), of in zip(self.pieces, self.scores, strict=False):
             text = piece.encode()
-            content = _field(1, text) + b"\x15" + score(of) + bytes((24, kind))
-            pieces.append(b"\n%c%b" % (len(content), content) if len(content) < 128 else _field(1, content))
+            if (size := len(text)) < 119:  # all lengths take a byte
+                pieces.append(b"\n%c\n%c%b\x15%b\x18%c" % (size + 9, size, text, score(of), kind))
+            else:
+                pieces.append(_field(1, b"%b\x15%b\x18%c" % (_field(1, text), score(of), kind)))
         named = [(name, self.ids[name]) for name in ("unk", "bos", "eos", "pad")]
         trainer = b"\x18\x02" + _varint(35 << 3) + bytes([BYTE in self.types])  # the kind is BPE; bytes for the rest
         for number, (_, i) in enumerate(named):
@@ -164,8 +166,12 @@ class FileVocabulary:
         normalizer = bytes((0x18, spaced, 0x20, 0, 0x28, 1))  # a space before the text; none removed; written as marks
         return b"".join([*pieces, _field(2, trainer), _field(3, normalizer)])
 
-    def pieces(self) -> Iterator[tuple[str, int]]:
+    @functools.cached_property
+    def pieces(self) -> list[tuple[str, int]]:
         """Pieces of that model by id, and their types: each is there once, and none is empty."""
+        return [*self._pieces()]
+
+    def _pieces(self) -> Iterator[tuple[str, int]]:
         last = max((i for i in range(len(self.tokens)) if i not in self._padding), default=-1)
         seen = set[str]()
         for i, (token, kind) in enumerate(zip(self.tokens[: last + 1], self.types, strict=False)):
@@ -313,12 +319,7 @@ def _varint(number: int) -> bytes:
 
 def _field(number: int, content: bytes) -> bytes:
     """A string or message in a message."""
-    size = len(content)
-    return (
-        b"%c%c%b" % (number << 3 | 2, size, content)
-        if size < 128 and number < 16
-        else (_varint(number << 3 | 2) + _varint(size) + content)
-    )
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
 
 
 def read(file: GGUF) -> FileVocabulary | None:

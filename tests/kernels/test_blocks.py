@@ -93,7 +93,5 @@ def test_what_is_refused():
             make(BlockPanels(block, 4, 64))
     rows[2, 35:36] = 0x7C  # infinity
     rows[2, 34:35] = 0
-    panels = BlockPanels(block, 4, 64)
-    panels.add(block, rows)
     with pytest.raises(ValueError, match="not finite"):
-        panels.done()
+        BlockPanels(block, 4, 64).add(block, rows)
