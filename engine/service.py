@@ -30,7 +30,7 @@ CLIENT_SHARE = 7 / 8  # of the KV cache, that one of several clients may have
 
 @dataclass(frozen=True)
 class News:
-    """What a step did for one request.
+    """The results of a step for one request.
 
     Attributes:
         began: when the search started, by `time.perf_counter`.

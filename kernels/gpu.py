@@ -46,7 +46,7 @@ def check_device(*tensors: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Properties:
-    """Of a GPU.
+    """The properties of a GPU that kernels choose their sizes by.
 
     Args:
         processors: streaming multiprocessors.
@@ -77,7 +77,7 @@ class Properties:
 
 @functools.cache
 def properties(device: torch.device) -> Properties:
-    """Of the device; the interpreter gets a few multiprocessors, so that it meets splits as well."""
+    """The properties of the device; the interpreter gets a few multiprocessors, so that it meets splits as well."""
     if device.type == "cpu":
         return Properties(2, False, bulk=True)
     gpu = torch.cuda.get_device_properties(device)
@@ -121,7 +121,7 @@ def _tf32(x):
 
 @triton.jit
 def _rest(x, high):
-    """What TF32 leaves of x; nothing of what is not finite."""
+    """The part of x that TF32 leaves over; 0 where x is not finite."""
     finite = (x.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
     return tl.where(finite, tl.where(finite, x, 0.0) - tl.where(finite, high, 0.0), 0.0)
 

@@ -70,7 +70,7 @@ class TreeLayout:
 
 @dataclass(frozen=True)
 class CacheKind:
-    """What a layer keeps of each token, in the token's slot: rows of a tensor, or of two.
+    """The rows that a layer keeps of each token, in the token's slot: rows of a tensor, or of two.
 
     Args:
         heads, size: rows, and elements of a row.
@@ -94,7 +94,7 @@ class CacheKind:
 
 
 class KVCache:
-    """What all layers keep of all tokens: keys and values as a rule. A slot is one place in every tensor.
+    """The rows that all layers keep of all tokens: keys and values as a rule. A slot is one place in every tensor.
 
     Layers that keep the same share tensors [L, G, S, D]: a model whose layers are alike has one of keys and one of
     values. They are head-major, so that a head's rows are contiguous; those of 8 bits: see `kernels.kv_kinds`.

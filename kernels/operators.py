@@ -26,7 +26,7 @@ _VARIABLE = re.compile(r"\s*(?:const )?(?P<type>\w+)(?P<pointer>\*{0,2}) (?P<nam
 
 @dataclass(frozen=True)
 class Operators:
-    """What a header declares.
+    """The functions and structures that a header declares.
 
     Attributes:
         header: its text, which is a part of the library's sources.
@@ -40,7 +40,7 @@ class Operators:
 
     @cached_property
     def layout(self) -> list[int]:
-        """Of each structure its size and the offsets of its fields, as ctypes has them."""
+        """The size of each structure and the offsets of its fields, as ctypes has them."""
         numbers = []
         for structure in self.structures.values():
             offsets = (getattr(structure, field).offset for field, *_ in structure._fields_)

@@ -1,4 +1,4 @@
-"""What profilers and torch.compile see of the operators.
+"""The operators as profilers and torch.compile see them.
 
 An operator in C++ or Triton is registered with `torch.library`. A profiler is shown these while it runs, see `watched`.
 A compiler is shown them in a graph of a whole model, see `kernels.whole_graph`.

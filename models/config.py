@@ -1,4 +1,4 @@
-"""What a decoder computes, and the names of its tensors: all that tells most families from each other."""
+"""The computation of a decoder and the names of its tensors: all that most families differ in."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in `lay
 
 @dataclass(frozen=True)
 class Config:
-    """What changes the numbers. The defaults are Llama's.
+    """Every option that affects the computation. The defaults are Llama's.
 
     Args:
         width, mlp_width, head_dim: of the stream between layers; inside an MLP; of a head.
@@ -98,20 +98,20 @@ class Config:
         return {rope: i for i, rope in enumerate(found)}
 
     def table(self, layer: int) -> int | None:
-        """Of a layer's queries and keys; None: they are not rotated."""
+        """The number of the rotary table of a layer's queries and keys; None: they are not rotated."""
         rope = self.ropes[layer] if self.ropes else self.rope
         return None if rope is None else self.tables()[rope]
 
     def window(self, layer: int) -> int | None:
-        """Of a layer's attention."""
+        """The window of a layer's attention; None: there is none."""
         return self.windows[layer] if self.windows else None
 
     def scale(self, layer: int) -> float:
-        """Of a layer's attention."""
+        """The factor of the scores of a layer's attention."""
         return self.scales[layer] if self.scales else self.head_dim**-0.5
 
     def kept(self, layer: int) -> CacheKind:
-        """What a layer keeps of each token."""
+        """The rows that a layer keeps of each token."""
         if self.taps and self.taps[layer]:
             return CacheKind(1, self.conv_width or self.width, pair=False)
         return CacheKind(self.kv_heads, self.head_dim)
@@ -119,7 +119,7 @@ class Config:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the engine needs to know of any model.
+    """The sizes that the engine needs to know of any model.
 
     Args:
         layers, kv_heads, head_dim, vocab_size: dimensions.

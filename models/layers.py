@@ -32,7 +32,7 @@ class Attention(nn.Module):
         self.scale, self.window, self.cap = c.scale(index), c.window(index), c.attention_cap
 
     def calls(self, source: str) -> Iterator[Call]:
-        """Of what is in a register, to "out"."""
+        """The calls from the register `source` to "out"."""
         yield Call("product", source, "heads", matrix=self.qkv)
         norms = Call("head_norms", "heads", "heads", norm=self.q_norm, more=self.k_norm, all_heads=self.all_heads)
         turns = [] if self.q_norm is None else [norms]
@@ -65,7 +65,7 @@ class ShortConv(nn.Module):
         self.taps = Taps(weight_KE, weights.vector(f"{conv}.bias", some=some) if bias else None)
 
     def calls(self, source: str) -> Iterator[Call]:
-        """Of what is in a register, to "out"."""
+        """The calls from the register `source` to "out"."""
         yield Call("product", source, "gates", matrix=self.into)
         yield Call("convolve", "gates", "convolved", norm=self.taps)
         yield Call("product", "convolved", "out", matrix=self.out)
@@ -83,7 +83,7 @@ class MLP(nn.Module):
         self.activation, self.gated = c.activation, c.gated
 
     def calls(self, source: str) -> Iterator[Call]:
-        """Of what is in a register, to "read"."""
+        """The calls from the register `source` to "read"."""
         yield Call("product", source, "up", matrix=self.up)
         yield Call("activate", "up", "middle", function=self.activation, gated=self.gated)
         yield Call("product", "middle", "read", matrix=self.down)
@@ -100,7 +100,7 @@ class Residual(nn.Module):
         self.scale = c.residual_scale
 
     def read(self) -> list[Call]:
-        """Of the stream, to "read"."""
+        """The calls from the stream to "read"."""
         return [] if self.input is None else [Call("norm", "stream", "read", norm=self.input)]
 
     def add(self, *outputs: str) -> Iterator[Call]:

@@ -19,8 +19,8 @@ from models.norms import DividedNorm
 
 
 class Registers(dict[str, Any]):
-    """What the calls of a pass read and write, see `kernels.stack.calls.REGISTERS`; "heads" in parts once they are
-    divided: turned heads, in one or two tensors, and values.
+    """The tensors that the calls of a pass read and write (`kernels.stack.calls.REGISTERS`). "heads" is in parts once
+    they are divided: turned heads, in one or two tensors, and values.
 
     Args:
         stream_TE: what enters the first layer.

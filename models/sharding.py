@@ -46,7 +46,7 @@ class Shard:
         return x.unsqueeze(0)
 
     def first(self, make: Callable[[], T]) -> T:
-        """What `make` returns in the first process, which alone calls it; so that measured numbers are the same."""
+        """The result of `make` in the first process, which alone calls it, so that measured numbers are the same."""
         return make()
 
 
@@ -58,7 +58,7 @@ def part(total: int, shard: Shard, unit: int = 1) -> range:
 
 @dataclass(frozen=True)
 class Partition:
-    """What a process has of a model. Ranges are None where it has all.
+    """The part of a model that a process has. Ranges are None where it has all.
 
     Args:
         config: of this part: heads, widths of MLP and convolutions are those of the process.

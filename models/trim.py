@@ -76,6 +76,6 @@ def let_go(rows: Tensor) -> None:
 
 
 def _forget(start: int, size: int) -> None:
-    """Of whole pages of mapped files."""
+    """Give back whole pages of mapped files."""
     if size > 0 and _MADVISE is not None:
         _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""What all tests run with, on every machine and at every load: threads, kernels, properties, the Triton interpreter."""
+"""Settings of all tests, on every machine and at every load: threads, kernels, properties, the Triton interpreter."""
 
 import atexit
 import os
@@ -74,8 +74,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def own_process() -> None:
-    """What the process shares is as in a new one: threads, which an engine sets; kernels are there before a test moves
-    the cache folder, where they would be built once more."""
+    """Reset what the process shares: the threads, which an engine sets. Kernels are loaded before a test moves the
+    cache folder, where they would be built once more."""
     torch.set_num_threads(THREADS)
     cpp.why_not()
 

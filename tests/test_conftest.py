@@ -1,4 +1,4 @@
-"""What CI runs exists, and a run with other kernels than this processor's own really runs those."""
+"""Every file that CI runs exists, and a run with other kernels than this processor's own really runs those."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def test_what_only_a_full_run_has_is_left_out_and_counted():
 
 
 def header(pretence: str) -> subprocess.CompletedProcess[str]:
-    """What pytest prints when it collects, and where it fails."""
+    """The output of pytest when it collects, and where it fails."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", "tests/test_traps.py"]
     environment = os.environ | {"COPPICE_PRETEND": pretence}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

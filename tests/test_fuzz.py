@@ -619,7 +619,7 @@ def runs_of_a_fleet(folder: Path, _: Engine) -> list[Case]:
 
 @reader(60)
 def measurements(folder: Path, _: Engine) -> list[Case]:
-    """What is remembered of this machine, in the cache."""
+    """The measurements that are kept of this machine, in the cache."""
     question, ways = "fuzz", {"one": lambda: [1.0] * 3, "two": lambda: [2.0] * 3}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))

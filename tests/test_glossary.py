@@ -1,4 +1,4 @@
-"""docs/glossary.md: the code has every name that the page gives for it."""
+"""docs/glossary.md: the code has every name that the page gives for it. Names and docstrings say what things are."""
 
 import ast
 import functools
@@ -85,3 +85,26 @@ def test_one_class_has_one_name_and_constants_say_of_what_they_are():
                 vague += [f"{path}: {name}" for name in assigned(node) if name in VAGUE]
     assert {name: paths for name, paths in classes.items() if len(paths) > 1} == {}
     assert not vague
+
+
+ALL = (*PACKAGES, "tools", "tests")
+NO_SUBJECT = {"Of", "What"}  # words that begin a docstring without a subject
+
+
+def without_subject(source: str) -> list[str]:
+    """The docstrings of modules, classes and functions that begin with such a word."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    return [text for text in texts if text.split(" ", 1)[0] in NO_SUBJECT]
+
+
+def test_docstrings_begin_with_a_subject_or_a_verb():
+    files = [file for package in ALL for file in (ROOT / package).rglob("*.py")]
+    assert len(files) > 500
+    found = {file.relative_to(ROOT): texts for file in files if (texts := without_subject(file.read_text("utf-8")))}
+    assert not found
+
+
+@pytest.mark.parametrize("source", ['"""Of a tree."""', 'def f():\n    """What a tree has."""'])
+def test_a_docstring_without_a_subject_would_be_seen(source: str):
+    assert without_subject(source) == [ast.literal_eval(source[source.index('"') :])]

@@ -41,7 +41,7 @@ def test_engine_chat():
 
 
 def test_files_are_written(tmp_path):
-    """What ULTS keeps: the `save` of safetensors needs NumPy."""
+    """Files that ULTS keeps: the `save` of safetensors needs NumPy."""
     code = (
         "from pathlib import Path; from search.ults.prior import Vectors; import torch\n"
         "Vectors.of(torch.randn(3, 9).log_softmax(-1)).save(Path(sys.argv[1])); print(Vectors.load(Path(sys.argv[1])))"

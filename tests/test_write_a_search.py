@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *argv: str, piped: str = "") -> str:
-    """What a program prints that ends without an error."""
+    """The output of a program that ends without an error."""
     done = subprocess.run(
         [sys.executable, *argv],
         cwd=folder,

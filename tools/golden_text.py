@@ -144,7 +144,7 @@ TEMPLATE_CHATS = [
 
 
 def render_templates() -> dict:
-    """What transformers makes of `TEMPLATE_CHATS` in 2026, None where the template raises."""
+    """`TEMPLATE_CHATS` as transformers renders them in 2026, None where the template raises."""
     from datetime import datetime
 
     from jinja2 import TemplateError

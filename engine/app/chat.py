@@ -93,7 +93,7 @@ def parser() -> cli.Parser:
 
 
 def add_chat_flags(parser: cli.Parser) -> None:
-    """What a chat reads, shows and saves."""
+    """Flags of what a chat reads, shows and saves."""
     group = parser.group("chat")
     prompts = group.add_mutually_exclusive_group()
     prompts.add_argument("-p", "--prompt", metavar="TEXT", help="one reply to this and piped input; -: that alone")

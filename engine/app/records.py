@@ -289,7 +289,7 @@ def make_request(
 
 
 def _options(record: dict[str, Any], options: TemplateOptions) -> TemplateOptions:
-    """What the chat template of a record gets; the command line gives what the record lacks. Raises UsageError."""
+    """The options of a record's chat template; the command line gives what the record lacks. Raises UsageError."""
     variables = record.get("template", {})
     if not isinstance(variables, dict):
         raise UsageError(f"template: expected an object of variables, got {_show(variables)}")

@@ -128,7 +128,7 @@ class Output:
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """What a model says of one continuation of a prompt.
+    """The log-probabilities of one continuation of a prompt.
 
     Args:
         token_ids: its tokens.

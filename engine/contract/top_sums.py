@@ -16,7 +16,7 @@ from models.sharding import Shard
 
 
 class Next(NamedTuple):
-    """What a search will most likely ask for after its top sums: new nodes for the first of them that do not end.
+    """A hint: after its top sums the search will probably ask for new nodes for the first of them that do not end.
 
     Attributes:
         width: how many nodes.

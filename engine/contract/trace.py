@@ -422,5 +422,5 @@ class Traces:
         return self._all[-1]
 
     def records(self) -> list[dict[str, Any]]:
-        """Of all requests that have ended."""
+        """The records of all requests that have ended."""
         return [trace.record for trace in self._all if trace.record is not None]

@@ -39,7 +39,7 @@ BEAMS = (1, 4, 15)  # of the table
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a process will hold, in bytes.
+    """The memory that a process will hold, in bytes.
 
     Args:
         lines: what is not the cache, by name, in the order of the sum.
@@ -55,7 +55,7 @@ class MemoryPlan:
         return sum(self.lines.values())
 
     def cache(self, tokens: int) -> int:
-        """Of a cache for some tokens, and for the slots that no tree gets."""
+        """Bytes of a cache for some tokens, and for the slots that no tree gets."""
         return (tokens + RESERVED) * self.token
 
     def total(self, tokens: int) -> int:
@@ -63,7 +63,7 @@ class MemoryPlan:
         return self.fixed + self.cache(tokens)
 
     def left(self, memory: int) -> int:
-        """What is left for slots of the cache."""
+        """Bytes that are left for slots of the cache."""
         return memory - self.fixed - self.cache(0)
 
     def spelled(self, tokens: int, needs: str) -> str:
@@ -74,7 +74,7 @@ class MemoryPlan:
 
 
 def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -> MemoryPlan:
-    """What a process will hold, the cache left open; reads configurations and headers.
+    """Plan the memory of a process, the cache left open; reads configurations and headers.
 
     Args:
         options: how the models are to be loaded; the plan is that of the process at `options.place`.
@@ -163,7 +163,7 @@ def _remedies(options: LoadOptions, memory: int, workload: Workload, needed: int
 
 
 def _megabytes(size: int) -> str:
-    """Of lines that people add up: all in one unit."""
+    """A size as text; lines that people add up have one unit."""
     return f"{size / 2**20:.1f} MB"
 
 
@@ -199,7 +199,7 @@ def _of_file(path: Path, size: int) -> int:
 
 
 def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
-    """What a pass computes, see kernels/stack/native.cpp, and log-probabilities of the rows that searches ask for."""
+    """Bytes that a pass computes (kernels/stack/native.cpp), and log-probabilities of the rows of searches."""
     c, element = size.config, max(dtype.itemsize, 2)
     heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim
     heads += 4 * c.width * bool(c.taps)
@@ -212,7 +212,7 @@ def _scratch(size: ModelSize, dtype: torch.dtype, workload: Workload) -> int:
 
 
 def runtime_bytes() -> int:
-    """What this process holds now, and what it takes beyond that, without a model."""
+    """Bytes that this process holds now, and those that it takes beyond that, without a model."""
     release_libraries()
     return resident() + GROWTH
 
@@ -272,7 +272,7 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
 
 
 def _address_space(options: LoadOptions, threads: int) -> Iterator[int]:
-    """What RLIMIT_AS leaves: address space that is not memory, and the largest file that is mapped, come off."""
+    """The memory that RLIMIT_AS leaves, without mapped address space and the largest mapped file."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return

@@ -1,4 +1,4 @@
-"""What a model computes in and why, and which fast paths its processor has: for the banner, `--stats` and embedders."""
+"""The dtype of a model, its reason, and the processor's fast paths: for the banner, `--stats` and embedders."""
 
 import platform
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a loaded model runs on.
+    """The dtype of a loaded model and the fast paths that it runs on.
 
     Args:
         precision: the dtype and its reason, "float32 (the checkpoint is bfloat16; ...)"; with ", int8 weights" and

@@ -67,7 +67,7 @@ class Option(NamedTuple):
 
     @property
     def help(self) -> str:
-        """What `--help` says about it."""
+        """The text of `--help` about it."""
         return self.doc.partition(". ")[0].rstrip(".")
 
 

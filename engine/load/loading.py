@@ -122,7 +122,7 @@ class _Weights:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """The dtype of keys and values."""
         return KV_DTYPES[self.kv_dtype] or self.precision.dtype
 
     @staticmethod

@@ -25,7 +25,7 @@ MAX_TOKENS = 1 << 18  # automatic pools stop here; --kv-memory may ask for more
 
 @dataclass(frozen=True)
 class Workload:
-    """What has to fit, whatever else does.
+    """The work that has to fit.
 
     Args:
         search: the search, whose least number of slots the cache must hold; None: one token.
@@ -46,7 +46,7 @@ class Workload:
 
     @property
     def slots(self) -> tuple[int, int]:
-        """Of the cache, at least and at most."""
+        """Slots of the cache, at least and at most."""
         return slots_of(self.search, self.prompt, self.new) if self.search else (1, 1)
 
     def __str__(self) -> str:

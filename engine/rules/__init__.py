@@ -132,7 +132,7 @@ class Rules:
     def at_work(
         self, prompt: Sequence[int], limit: int, vocab: int, eos: frozenset[int], tokenizer: Tokenizer | None
     ) -> Constrained | None:
-        """What edits the rows of a request; None if nothing does.
+        """The constraint and the processors of a request; None if nothing edits its rows.
 
         Args:
             prompt: token ids.

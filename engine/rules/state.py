@@ -16,7 +16,7 @@ KEPT_PER_LIVE = 4  # states are dropped when there are this many times as many a
 
 @dataclass
 class NodeState:
-    """What the engine keeps beside a node.
+    """The states that the engine keeps beside a node.
 
     Attributes:
         by_processor: the state of each processor; None for a forbidden node.

@@ -1,4 +1,4 @@
-"""What OpenAI's clients read: completions, chunks of streams, usage, errors."""
+"""Answers as OpenAI's clients read them: completions, chunks of streams, usage, errors."""
 
 import json
 import re
@@ -104,7 +104,7 @@ class Answers:
         return {"id": self.identity, "object": kind, "created": self.created, "model": self.asked.served.name}
 
     def _about(self, results: Sequence[SearchResult]) -> dict[str, Any]:
-        """What OpenAI's answers lack: the search, the drawn seed, figures, where traces are."""
+        """Fields that OpenAI's answers lack: the search, the drawn seed, figures, where traces are."""
         about: dict[str, Any] = {"search": self.asked.name, "stats": [result.stats for result in results]}
         if self.asked.seed is not None:
             about["seed"] = self.asked.seed
@@ -122,7 +122,7 @@ class Answers:
         return {"index": index, **fields, "coppice": self._about_output(output)}
 
     def _echo(self, index: int) -> str:
-        """What the text of a choice begins with."""
+        """The prompt that the text of a choice begins with, if it was asked for."""
         return self.asked.echoed[index // self.asked.n] if self.asked.echoed else ""
 
     def _add_prompt(self, choice: dict[str, Any], result: SearchResult) -> None:

@@ -270,7 +270,7 @@ def address(listener: socket.socket) -> str:
 
 
 def started(app: "Application", listener: socket.socket) -> Iterator[str]:
-    """What the start prints."""
+    """The lines that the start prints."""
     for one in app.served.values():
         machine = one.engine.capabilities
         yield f"{one.name} loaded in {one.engine.load_seconds:.1f} s; {machine.precision}"

@@ -83,7 +83,7 @@ RECORD = {CHAT: ("messages", "tools", "template", "think", "response_format"), C
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may ask for.
+    """The most that a request may ask for.
 
     Args:
         prompt: tokens of a prompt; None: the model's context.

@@ -371,7 +371,7 @@ def client_of(scope: Scope) -> str:
 
 
 def salt_of(key: bytes) -> str:
-    """What keeps the cached prefixes of a key's bearer apart from those of others."""
+    """The salt that keeps the cached prefixes of a key's bearer apart from those of others."""
     return hashlib.sha256(key).hexdigest()
 
 
@@ -459,7 +459,7 @@ def _error(error: CoppiceError) -> Response:
 
 
 async def _http_error(_: Request, error: Any) -> Response:
-    """What the router raises, an HTTPException: no such path or method."""
+    """Answer an HTTPException of the router: no such path or method."""
     return _error(HttpError(error.status_code, str(error.detail), code="not_found"))
 
 

@@ -29,7 +29,7 @@ from kernels.layout import WORD
 
 @dataclass
 class Guess:
-    """What one search will ask for.
+    """The prediction of what one search will ask for.
 
     Args:
         next: what the search said.
@@ -44,7 +44,7 @@ class Guess:
     chunk: Blank
 
     def picked(self, numbers: Tensor, vocab_size: int) -> tuple[list[float], list[tuple[int, int]]]:
-        """What `choose` chooses, on the host: sums, and (row, token) of each node."""
+        """The choices of `choose`, on the host: sums, and (row, token) of each node."""
         k = len(numbers) // 2
         places = [divmod(int(place), vocab_size) for place in numbers[k : 2 * k].tolist()]
         chosen = [i for i, (_, token) in enumerate(places) if token not in self.next.ends][: self.next.width]

@@ -1,4 +1,4 @@
-"""What a GPU must have to serve a model: a generation that the kernels know, triton, and what triton builds with."""
+"""The requirements of a GPU: a generation that the kernels know, triton, and what triton builds with."""
 
 import importlib.util
 import sysconfig

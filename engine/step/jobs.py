@@ -1,4 +1,4 @@
-"""What the driver works on: the jobs of searches, their shares of forward passes, and the batches of shares."""
+"""The driver's work: the jobs of searches, their shares of forward passes, and the batches of shares."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

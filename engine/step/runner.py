@@ -107,7 +107,7 @@ class Launched:
 
     @property
     def seconds(self) -> float:
-        """Of the device, once it has landed; 0 on a CPU."""
+        """The seconds that the device took, once the pass has ended; 0 on a CPU."""
         begun = None if self.inputs is None else self.inputs.begun
         return 0.0 if begun is None or self.done is None else begun.elapsed_time(self.done) / 1000
 

@@ -76,7 +76,7 @@ class Stage:
         return ()
 
     def data(self, piece: str) -> str | bytes | None:
-        """What a piece stands for in the middle of a text: bytes are final; None if that depends on other pieces."""
+        """The text of a piece inside a text, or its bytes, which are final; None if other pieces decide."""
         return piece
 
 

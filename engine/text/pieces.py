@@ -7,7 +7,7 @@ from typing import overload
 
 
 class Pieces(Sequence[str | None]):
-    """What each id is spelled like, None for ids without a spelling: an eighth of the memory of a list of strings.
+    """The spelling of each id, None for ids without a spelling: an eighth of the memory of a list of strings.
 
     Args:
         pieces: by id.

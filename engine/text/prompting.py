@@ -22,7 +22,7 @@ class Speaker(Protocol):
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """What a chat template gets besides the messages.
+    """The variables that a chat template gets besides the messages.
 
     Args:
         tools: functions that the model may call, as JSON schemas; None: none.

@@ -78,7 +78,7 @@ def rotary_write(
 
 
 def warps(elements: int) -> int:
-    """Of a program that has the heads of a token: 16 elements for each thread."""
+    """The warps of a program that has the heads of a token: 16 elements for each thread."""
     return min(max(elements // 512, 1), 16)
 
 

@@ -1,4 +1,4 @@
-"""What happens to the heads of queries and keys between their product and the cache."""
+"""The steps that the heads of queries and keys go through between their product and the cache."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from kernels.rows.checks import Vectors
 
 
 class HeadTransform(NamedTuple):
-    """What happens to heads of queries and keys before keys are written.
+    """The norms and rotations of the heads of queries and keys before keys are written.
 
     Args:
         angles: cos_TR and sin_TR of keys and queries, see `kernels.rows.rotary`; those of queries besides, if they are

@@ -60,11 +60,11 @@ class Block:
 
     @property
     def kinship(self) -> tuple[object, ...]:
-        """What formats have to share whose rows are to be one matrix."""
+        """The properties that formats must share if their rows are to be one matrix."""
         return self.kind, self.group, self.least, self.scales
 
     def packed_bytes(self, outs: int, width: int) -> int:
-        """What a packed matrix takes."""
+        """The bytes of a packed matrix."""
         panels, steps, *word = shape(self.kind, outs, width)
         scales = -(-width // self.group) * SCALES[self.scales].itemsize + (width // UNIT * 2 * (self.scales == "units"))
         return panels * (steps * word[0] * word[1] + PANEL * scales * (1 + self.least))

@@ -30,7 +30,7 @@ ZEROS = {"int4": 8.0, "int8": 128.0, "float8": 0.0}  # what stands for zero in g
 
 
 def default_zero(kind: GroupKind, least: bool) -> float:
-    """What stands for zero in groups without one: where they have minimums, codes of int4 count from these."""
+    """The code of zero in groups without one of their own; with minimums, codes of int4 count from these."""
     return 0.0 if least and kind == "int4" else ZEROS[kind]
 
 

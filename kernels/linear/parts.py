@@ -29,7 +29,7 @@ class PackedParts:
             raise ValueError(f"expected one width, got {[part.width for part in parts]}")
 
     def biases(self, bias: Tensor | None) -> list[Tensor | None]:
-        """Of each part."""
+        """The bias of each part."""
         return [None] * len(self.parts) if bias is None else [*bias.split([part.outs for part in self.parts])]
 
     def described(self, bias: Tensor | None) -> ctypes.Structure:

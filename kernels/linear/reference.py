@@ -20,7 +20,7 @@ def unpack(matrix: Packed) -> Tensor:
 
 
 def unpacked(matrix: Packed) -> Tensor:
-    """What the elements stand for, [outs, width], columns as those of x: floats in their dtype, others in float32."""
+    """The values of the elements, [outs, width], columns as those of x: floats in their dtype, others in float32."""
     weight_OI, groups = unpack(matrix), matrix.groups
     if groups is not None:
         zero = default_zero(groups.kind, groups.least is not None)
@@ -78,7 +78,7 @@ def linear(x: Tensor, matrix: Packed, bias: Tensor | None = None) -> Tensor:
 
 
 def _steps(matrix: Packed) -> Tensor:
-    """What is multiplied by steps of x that are `levels` times too large, float64."""
+    """The factors of steps of x that are `levels` times too large, float64."""
     if matrix.scale_O is None:
         return unpacked(matrix).double() / matrix.levels
     return _ordered(unpack(matrix).double() * matrix.scale_O.unsqueeze(1), matrix)

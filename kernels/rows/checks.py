@@ -1,4 +1,4 @@
-"""What the operators on rows refuse, whatever the implementation; see the front for arguments."""
+"""Checks of the operators on rows, the same for every implementation; see the front for arguments."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -170,7 +170,7 @@ def _left(
     y_ME, weight_ptr, bias_ptr, e_E, scale, eps,
     NORM: tl.constexpr, SCALED: tl.constexpr, E: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """What is added, of the output of a part."""
+    """The output of a part as it is added to the stream: normed and scaled."""
     if NORM > 0:
         y_ME = cast(_norm(y_ME, weight_ptr, bias_ptr, e_E, eps, NORM, E), dtype).to(tl.float32)
     if SCALED:
@@ -194,7 +194,7 @@ def _norm(x_ME, weight_ptr, bias_ptr, e_E, eps, NORM: tl.constexpr, E: tl.conste
 
 @triton.jit(do_not_specialize=["N"])
 def _mass(x_ptr, part_ptr, N, stride_xn, V: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr):
-    """Of a piece of M rows: the largest, the sum of exponentials below it, and whether all are finite, 1 or 0."""
+    """For a piece of M rows: the largest, the sum of exponentials below it, and whether all are finite, 1 or 0."""
     n_M = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     v_W = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     x_MW, real_MW = _piece(x_ptr, n_M, v_W, N, stride_xn, V)

@@ -59,8 +59,8 @@ def top_sums(
 def _table(
     ranges: tuple[tuple[int, int], ...], counts: tuple[int, ...], B: int, group: int, device: torch.device
 ) -> tuple[Tensor, int, int]:
-    """Of each range: its first row, its rows, k, where its sums begin, where its results and its keys and places begin
-    in theirs, and how many candidates there are at most; then the sizes of both."""
+    """A line per range: its first row, its rows, k, where its sums begin, where its results and its keys and places
+    begin in theirs, and how many candidates there are at most; then the sizes of both."""
     lines, sums, outs, works = [], 0, 0, 0
     for (first, end), k in zip(ranges, counts, strict=True):
         rows = end - first

@@ -153,7 +153,7 @@ class Stack:
     def _convolved(
         self, cache: KVCache, layout: TreeLayout, tokens: int, slots: int
     ) -> tuple[int | None, int, int | None]:
-        """What convolutions read and write: the address of their cache, the kind of its elements, ancestors."""
+        """The arguments of convolutions: the address of their cache, the kind of its elements, ancestors."""
         if not self.taps:
             return None, 0, None
         rows_LSE, ancestors_TN = cache.groups[1][0].squeeze(1), layout.ancestors_TN

@@ -195,7 +195,7 @@ def _tiles(
 
 
 class Mask(NamedTuple):
-    """What the tokens of a tile see. Trunk rows before `start` are seen by none, from there to `masked` by all."""
+    """Rows that the tokens of a tile see. Trunk rows before `start` are seen by none, from there to `masked` by all."""
 
     start: int
     masked: int

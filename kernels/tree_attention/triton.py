@@ -262,7 +262,7 @@ def _task(
     WINDOWED: tl.constexpr, SPLIT: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
     D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """What a program does.
+    """The tile and the share of keys that a program works on.
 
     Returns:
         its tree (R: it has nothing to do); its tile, and of how many; the head; its share, and of how many; the tree's

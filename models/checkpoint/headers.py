@@ -118,7 +118,7 @@ class Checkpoint:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """What the config declares (`dtype`, formerly `torch_dtype`), else the float dtype that most tensors have."""
+        """The declared dtype (`dtype`, formerly `torch_dtype`), else the float dtype that most tensors have."""
         names = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS.values()}
         names |= {f"torch.{name}": dtype for name, dtype in names.items()}
         for name in ("dtype", "torch_dtype"):
@@ -235,7 +235,7 @@ class Checkpoint:
         return {f"{module}.{suffix}": part for suffix, part in scheme.parts(outs, width).items()}
 
     def _wrong(self, name: str, part: Part) -> str:
-        """What is wrong with a tensor's header."""
+        """The fault in a tensor's header."""
         info, floats = self.tensors[name], set(part.dtypes) <= {*FLOATS.values()}
         dtypes = "floats" if floats else " or ".join(str(dtype)[6:] for dtype in part.dtypes)
         want = " or ".join(str(list(shape)) for shape in part.shapes)
@@ -479,7 +479,7 @@ def _text_tensors(tensors: dict[str, TensorInfo]) -> tuple[dict[str, TensorInfo]
 
 
 def _packing(file: Path, tensors: dict[str, TensorInfo]) -> Packing | None:
-    """What the file says of its packed matrices, which join the tensors under their own names."""
+    """The description of the file's packed matrices, which join the tensors under their own names."""
     try:
         with safe_open(file, framework="pt") as mapped:
             packing = Packing.parse(mapped.metadata() or {})
@@ -514,7 +514,7 @@ def _inside(folder: Path, name: str, where: Path) -> Path:
 
 
 def _header(file: Path) -> dict[str, TensorInfo]:
-    """What `file` holds. safetensors itself refuses overlaps, holes, overflows, and headers over 100 MB."""
+    """The header of `file`. safetensors itself refuses overlaps, holes, overflows, and headers over 100 MB."""
     tensors = {}
     try:
         with safe_open(file, framework="pt") as mapped:

@@ -1,4 +1,4 @@
-"""What a model will take, from the headers of its checkpoint: the model is built as ever, on weights without data."""
+"""The bytes of a model, from the headers of its checkpoint: the model is built as ever, on weights without data."""
 
 import math
 from collections.abc import Sequence
@@ -125,7 +125,7 @@ class Sizes(Weights):
         return FORMATS[quant].bytes(sum(outs), width, own, self.dtype, self.device)
 
     def _quantised(self, name: str, outs: int) -> int:
-        """Of a weight that is stored quantised: panels have as many bits and scales, of outputs padded to a piece."""
+        """Bytes of a quantised weight: panels have as many bits and scales, of outputs padded to a piece."""
         module, tensors = name.removesuffix(".weight"), self.checkpoint.tensors
         parts = [info for part, info in tensors.items() if part.rpartition(".")[0] == module]
         stored = sum(math.prod(info.shape) * info.dtype.itemsize for info in parts)

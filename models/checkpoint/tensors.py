@@ -17,7 +17,7 @@ from models.quantized.parts import Part
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of a tensor. `packed`: the file has its values in a packed matrix alone.
+    """A tensor as a header describes it. `packed`: the file has its values in a packed matrix alone.
 
     `name`: that of the file, where the model has another one for it.
     """
@@ -52,11 +52,13 @@ class RowReader:
         self.row_bytes = self.width * info.dtype.itemsize
         self._fd = os.open(info.file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._fd)
-        if start is None:
-            size = int.from_bytes(os.pread(self._fd, 8, 0), "little")
-            header = json.loads(os.pread(self._fd, size, 8))  # checked by safetensors when the checkpoint was opened
-            start = 8 + size + header[info.name or name]["data_offsets"][0]
-        self._start: int = start
+        self._start = self._by_header(info.name or name) if start is None else start
+
+    def _by_header(self, name: str) -> int:
+        """The place of a tensor of safetensors, whose header was checked when the checkpoint was opened."""
+        size = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        header = json.loads(os.pread(self._fd, size, 8))
+        return 8 + size + header[name]["data_offsets"][0]
 
     def __call__(self, rows: Sequence[int]) -> Tensor:
         """[len(rows), width] in the file's dtype. Raises CheckpointError if the file has become shorter."""

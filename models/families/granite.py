@@ -42,7 +42,7 @@ class GraniteHybrid(Decoder):
 
 
 def factors(fields: Fields, layers: int) -> dict[str, Any]:
-    """What both have beyond a Llama."""
+    """The factors that both have beyond a Llama."""
     names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
     embedding, attention, residual, logits = (fields.float(name, default=1.0) for name in names)
     if not logits:

@@ -22,7 +22,7 @@ def has_codes(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def why_not(device: torch.device) -> str | None:
-    """What a device lacks for small numbers; None: nothing."""
+    """The reason why a device cannot multiply small numbers; None if it can."""
     if has_codes(torch.float16, device):
         return None
     return f"weights in 8 and 4 bits need a CPU, or a GPU and the package triton, not {device.type}"

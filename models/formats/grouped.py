@@ -75,7 +75,7 @@ class GroupedWeight:
 
     @property
     def kinship(self) -> tuple[object, ...]:
-        """What weights have to share to be one matrix, besides their order."""
+        """The properties that weights must share to be one matrix, besides their order."""
         return self.kind, self.shape[1], self.group, self.levels, self.least, self.stored and self.stored[1].kinship
 
     def part(self, outs: range | None, ins: range | None) -> "GroupedWeight":

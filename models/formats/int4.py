@@ -47,7 +47,7 @@ class Int4(NamedTuple):
         return GroupedLinear(found, biases, dtype=dtype, device=device)
 
     def why_not(self, device: torch.device) -> str | None:
-        """What int4 layers lack on this machine; None: nothing."""
+        """The reason why int4 layers cannot run on this machine; None if they can."""
         if device.type != "cpu":
             return coded.why_not(device)
         return None if has_kernels(torch.float32, device) else "int4 weights need the C++ kernels"

@@ -59,7 +59,7 @@ class Int8Linear(PackedLinear):
 
     @staticmethod
     def why_not(device: torch.device) -> str | None:
-        """What int8 linear layers lack on this machine; None: nothing."""
+        """The reason why int8 linear layers cannot run on this machine; None if they can."""
         if device.type != "cpu":
             return coded.why_not(device)
         if has_kernels(torch.float32, device):

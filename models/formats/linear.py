@@ -87,7 +87,7 @@ class Format(Protocol):
         ...
 
     def why_not(self, device: torch.device) -> str | None:
-        """What this machine lacks for it; None: nothing."""
+        """The reason why it cannot run on this machine; None if it can."""
 
     def bytes(self, outs: int, width: int, own: set[torch.dtype], dtype: torch.dtype, device: torch.device) -> int:
         """Bytes that a matrix [outs, width] will take, without its bias.

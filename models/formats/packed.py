@@ -47,7 +47,7 @@ class Size(NamedTuple):
 
     @staticmethod
     def of(packed: Packed) -> "Size":
-        """Of a matrix."""
+        """The size of a matrix."""
         kind, group = packed.groups[:2] if packed.groups else ("", 0)
         return Size(packed.outs, packed.width, kind, group, packed.levels)
 
@@ -63,7 +63,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """What a file with packed matrices holds besides its other tensors.
+    """The matrices that a file holds packed, besides its other tensors.
 
     Args:
         quant: the format of the matrices, a key of `models.formats.linear.FORMATS`.

@@ -181,7 +181,7 @@ def _gemma3(file: GGUF, keys: Fields) -> dict[str, Any]:
 
 
 def _sized(file: GGUF, keys: Fields, window: int, *, period: int, whole: int) -> dict[str, Any]:
-    """What Gemma 2 and 3 have in common; `whole`: the number of layers of the largest."""
+    """The fields that Gemma 2 and 3 have in common; `whole`: the number of layers of the largest."""
     config = _gated(file, keys, rotated="all") | _windows(keys, window, period)
     # The factor of scores is not in the file. As in llama.cpp, the size of a head, but the largest model has others.
     large = config["num_hidden_layers"] == whole
@@ -316,7 +316,7 @@ def _decimal(value: float) -> float:
 
 
 def _dtype(file: GGUF) -> str:
-    """Of most matrices that are floats."""
+    """The dtype of most matrices that are floats."""
     found = Counter(DTYPES[e.format] for e in file.tensors.values() if len(e.shape) > 1 and e.format in DTYPES)
     return found.most_common(1)[0][0] if found else "float32"
 

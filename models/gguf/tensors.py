@@ -155,7 +155,7 @@ def tensors_of(file: GGUF, config: Mapping[str, Any]) -> dict[str, Stored]:
 
 
 def quantization_of(tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> BlockQuantization | None:
-    """What `Checkpoint.quantization` has of these tensors."""
+    """`Checkpoint.quantization` for these tensors."""
     schemes = {
         name.removesuffix(".weight"): BlockScheme(BLOCKS[info.format])
         for name, info in tensors.items()

@@ -117,7 +117,7 @@ class FileVocabulary:
 
     @functools.cached_property
     def scores(self) -> list[float]:
-        """Of the tokens; empty if there are none."""
+        """The scores of the tokens; empty if there are none."""
         return self._list("scores", float)
 
     def config(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ METHODS: dict[str, Callable[[Fields], Quantization]] = {
 
 
 def quantization(fields: Fields) -> Quantization | None:
-    """What a config says of quantised weights; None: they are floats. Raises CheckpointError for what is not read."""
+    """The quantisation that a config describes; None: floats. Raises CheckpointError for one that is not supported."""
     given = fields.sub("quantization_config")
     if given is None:
         return None

@@ -1,4 +1,4 @@
-"""What the methods share: the tensors that stand for a weight, elements that share a scale, fields of bits.
+"""Code that the methods share: the tensors that stand for a weight, elements that share a scale, fields of bits.
 
 Shape legend: O outputs, I inputs, G groups of a row.
 """
@@ -68,7 +68,7 @@ class Scheme(Protocol):
 
 
 class Quantization(Protocol):
-    """What a `quantization_config` says."""
+    """A `quantization_config`, read."""
 
     def scheme(self, module: str, kind: str) -> Scheme | None:
         """How the weight of a linear layer is stored, unless the file has it as floats; None: as floats.

@@ -76,7 +76,7 @@ class Forester:
         return all(pages <= self.task.spare(pool) for pool, pages in wanted.items())
 
     def needs(self, nodes: Sequence[int], layers: int) -> list[tuple[TokenTree, Sequence[int], int]]:
-        """What a round below the target's `nodes` evaluates: (tree, nodes in it, most nodes below these)."""
+        """The nodes that a round below the target's `nodes` evaluates: (tree, nodes in it, most nodes below these)."""
         return [(self.task.tree, nodes, layers * self.width)]
 
     def joint(self, heads: Sequence[Beam]) -> Generator[Evaluate, Answer, Joint | None]:

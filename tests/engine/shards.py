@@ -43,7 +43,7 @@ def answers(engine, golden):
 
 
 def one(variant, shard):
-    """What a variant answers, and the most numbers that a beam search gathered at once."""
+    """The answers of a variant, and the most numbers that a beam search gathered at once."""
     golden = json.loads((GOLDEN / variant / "golden.json").read_text())
     engine = Engine.load(GOLDEN / variant, dtype="float32", device="cpu", kv_memory="1M", shard=shard)
     if "scores" in golden:

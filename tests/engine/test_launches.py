@@ -119,7 +119,7 @@ def test_launches_of_a_layer(name, launches):
 
 
 def test_launches_after_the_last_layer(launches):
-    """Of log-probabilities, and of the top sums of three searches."""
+    """Launches of log-probabilities, and of the top sums of three searches."""
     logits_NV = torch.randn(6, 5000, generator=torch.Generator().manual_seed(0)).bfloat16()
     counters(logits_NV.device)  # made once per process
     with torch.inference_mode(), launches:

@@ -1,4 +1,4 @@
-"""What an engine takes of the machine's memory while it loads, and that all of it comes back when it is let go."""
+"""The memory that an engine takes while it loads; all of it comes back when it is let go."""
 
 import gc
 import json

@@ -104,7 +104,7 @@ def ask(target, reward, rounds, prompt="hello there", **options):
 
 
 def read(target, reward, name, tokens, prompt, messages):
-    """What the model should read, straight from the tokenizers and the template."""
+    """The text that the model should read, straight from the tokenizers and the template."""
     body = tokens[:-1] if tokens and tokens[-1] == EOS else tokens
     text = target.tokenizer.decode(body)
     if reward.template:

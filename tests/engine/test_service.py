@@ -59,7 +59,7 @@ def run(service: Service, most: int = 10_000) -> int:
 
 
 def test_clients_take_turns(service):
-    """Of nine requests of one client two run when others come: the first that ends makes room for one of theirs."""
+    """Two of nine requests of one client run when others come: the first that ends makes room for one of theirs."""
     heard = Heard()
     for i in range(9):
         heard.ask(service, f"A{i}", Greedy(), 4 + i % 2)

@@ -1,4 +1,4 @@
-"""What the programs of Triton's tree attention take, as tests see it."""
+"""The tasks of the programs of Triton's tree attention, as tests see them."""
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import torch

@@ -1,4 +1,4 @@
-"""What operators refuse: the same inputs, with the same error, whatever the implementation, before anything is read.
+"""Operators refuse the same inputs, with the same error, whatever the implementation, before anything is read.
 
 Some of these inputs would end the process if C++ took their addresses.
 """
@@ -231,7 +231,7 @@ def test_attention_that_is_refused(case):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_attention_that_is_not_refused(impl):
-    """What a layout does not use may be anything: pages behind the trunk, filled up or left over."""
+    """Numbers that a layout does not use may be anything: pages behind the trunk, filled up or left over."""
     arguments = attention_arguments(trunk_pages_RP=put(0, 1, 10**9))
     found = tree_attention(**arguments, scale=0.5, impl=impl)
     torch.testing.assert_close(found, tree_attention(**arguments, scale=0.5, impl="reference"))

@@ -50,7 +50,7 @@ def again():
 
 
 def answer():
-    """What the library says, in a process that starts now."""
+    """The answer of the library, in a process that starts now."""
     again()
     numbers = (cpp.ctypes.c_int64 * 1)()
     cpp.function("answer")(cpp.ctypes.addressof(numbers))

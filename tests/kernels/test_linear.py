@@ -162,7 +162,7 @@ def test_dot_products_are_those_of_the_processor():
 @pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 70])
 def test_parts_are_their_matrices_side_by_side(rows, of_x):
-    """Of several formats, of any numbers of outputs."""
+    """Parts of several formats, with any numbers of outputs."""
     width, outs = 96, (40, 16, 3, 130)
     dtypes = torch.float32, torch.bfloat16, torch.float16, torch.float32
     parts = [matrix(n, width, dtype)[0] for n, dtype in zip(outs, dtypes, strict=True)]

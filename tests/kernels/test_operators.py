@@ -69,7 +69,7 @@ def test_another_form_is_refused(old, new):
 
 
 def library(tmp_path, declared, functions=("run", "count")):
-    """What a compiler makes of the header, and of functions with these names."""
+    """The library that a compiler makes of the header, and of functions with these names."""
     sources = [tmp_path / "table.cpp", tmp_path / "functions.cpp"]
     sources[0].write_text(declared.table())
     sources[1].write_text("".join(f'extern "C" void coppice_{name}() {{}}\n' for name in functions))

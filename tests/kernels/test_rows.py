@@ -89,7 +89,7 @@ def test_activation(dtype, name, width):
 
 @pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_activation_of_every_size(name):
-    """Of each sign and of magnitudes from 1e-30 to 1e30 the error is a few roundings, to where the value dwindles."""
+    """For each sign and magnitudes from 1e-30 to 1e30 the error is a few roundings, to where the value dwindles."""
     x = torch.logspace(-30, 30, 20001)
     x = torch.cat((x, -x, torch.linspace(-10, 10, 20001)))
     exact, found = reference.activation(x.double(), name), rows.activation(x, name, impl="cpp").double()
@@ -338,7 +338,7 @@ def test_a_front_has_the_arguments_of_its_checks_and_of_its_implementations(name
 
 
 def test_custom_ops():
-    """What a profiler sees."""
+    """A profiler sees one operator."""
     x, weight, heads = draw(5, 16), draw(16), draw(5, 2, 8)
     cos, sin = draw(5, 4), draw(5, 4, seed=1)
     calls = {"rms_norm": (x, weight, 1e-5), "rotary": (heads, cos, sin), "top_k": (x, 3)}

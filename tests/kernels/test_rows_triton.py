@@ -158,7 +158,7 @@ def test_top_sums(count, width, k, tile, many, device, monkeypatch):
 
 @DEVICES
 def test_top_sums_of_several_ranges(device):
-    """Of rows with NaN anything, in its own range alone."""
+    """A row with NaN may give anything, in its own range alone."""
     x, sums = draw(9, 300).round(), draw(9, seed=1).round()
     x[4] = math.nan
     wanted = [(slice(0, 3), TopSums(sums[:3].tolist(), 20)), (slice(3, 5), TopSums([0.0, 1.0], 700))]

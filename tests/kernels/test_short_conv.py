@@ -74,7 +74,7 @@ def test_implementations_equal_the_definition(impl, dtype, kept, shape):
 
 
 def test_the_definition_is_a_convolution():
-    """Of one sequence it is torch's, gated on both sides."""
+    """For one sequence it is torch's, gated on both sides."""
     options = arguments(2, tokens=20, taps=4)
     options["slots_T"], options["rows_SE"] = torch.arange(30, 50), torch.zeros(SLOTS, 37)
     options["ancestors_TN"] = torch.tensor([[30 + t - i if t >= i else 0 for i in (1, 2, 3)] for t in range(20)])
@@ -135,7 +135,7 @@ def test_an_unknown_implementation():
 
 @pytest.mark.parametrize("page", [1, 4, 16])
 def test_ancestors(page):
-    """Of tokens of prompts and branches, before and after promotion, several trees and padding in a pass."""
+    """Ancestors of tokens of prompts and branches, before and after promotion, several trees and padding in a pass."""
     rng = random.Random(page)
     pool = PagePool(ModelShape(1, 1, 1, 1, None), 1000 // page, page)
     trees = [TokenTree(pool, list(range(n))) for n in (1, 2, 13)]

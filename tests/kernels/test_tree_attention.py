@@ -182,7 +182,7 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(seed, dtype, impl, device,
 @CACHES
 @pytest.mark.parametrize("name", FORESTS)
 def test_capped_scores_equal_the_definition_in_float64(name, kept):
-    """Of all shapes of trees: the cap comes before the mask."""
+    """On all shapes of trees: the cap comes before the mask."""
     trees, shape = FORESTS[name]
     f = forest(hash_of(name), trees, **shape)
     (q, k, v), _ = cast(f, torch.float64, kept)

@@ -48,7 +48,7 @@ class Told(NamedTuple):
 
 @dataclass
 class Run:
-    """What a search did, and its result; None if it was closed before it ended."""
+    """The steps of a search, and its result; None if it was closed before it ended."""
 
     trees: dict[str, TokenTree] = field(default_factory=dict)
     passes: list[Pass] = field(default_factory=list)

@@ -255,7 +255,7 @@ def replay(text, store, size, cost, host=0.02):
 @pytest.mark.parametrize("cost", [0.01, 0.03, 0.1])
 @pytest.mark.parametrize("counted", [True, False])
 def test_the_size_is_about_as_good_as_the_best_fixed_one(cost, counted, corpus, store):
-    """Of texts of a hundred tokens, which leave little time to find out."""
+    """On texts of a hundred tokens, which leave little time to find out."""
     known = store if counted else None
     texts = [corpus[at : at + 100] for at in range(1000, 3000, 200)]
     fixed = [sum(replay(text, known, DraftSize(None, n), cost) for text in texts) for n in (0, 2, 4, 8, 16, 32)]

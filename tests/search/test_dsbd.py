@@ -100,7 +100,7 @@ def test_outputs_are_what_they_say(search):
 
 
 def p_beam(rows, logprobs, counts, warp, vocab):
-    """Of the nodes 0, 1, ..., as a search makes it of an answer."""
+    """The p_beam of the nodes 0, 1, ..., as a search makes it from an answer."""
     reader, logp_NV = Reader(warp, vocab), torch.stack(rows)
     known = dict(enumerate(reader.rows(logp_NV, reader.read(logp_NV))))
     return reader.p_beam(known, [*map(Beam, range(len(rows)), logprobs, counts)])
@@ -235,7 +235,7 @@ def test_whole_searches_have_the_law_of_beam_sampling(search, draft):
 
 
 def counts_of(search, run, max_new, eos, runs=1000):
-    """What came out of so many runs, or of a quarter of them."""
+    """The results of so many runs, or of a quarter of them."""
     found = Counter()
     for seed in range(draws(runs)):
         paths = [*map(tuple, run(replace(search, seed=seed), max_new, eos).outputs)]

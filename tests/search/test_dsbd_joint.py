@@ -32,7 +32,7 @@ def rows_of(n, vocab, seed, sharp=2.0, width=None):
 
 
 def p_beam(logp_NV, nodes, logprobs, warp, vocab, counts=None):
-    """Of the nodes 0, 1, ..., as a search makes it of an answer."""
+    """The p_beam of the nodes 0, 1, ..., as a search makes it from an answer."""
     reader = Reader(warp, vocab)
     rows = dict(enumerate(reader.rows(logp_NV, reader.read(logp_NV))))
     return reader.p_beam(rows, [*map(Beam, nodes, logprobs, counts or [1] * len(nodes))])
@@ -129,7 +129,7 @@ def test_ties_at_the_border_of_top_k_stay():
 
 
 def test_rows_of_few_tokens():
-    """What n-grams know: few tokens of each row, and nothing else is possible; also where that is many cells."""
+    """Rows as n-grams know them: few tokens of each, and nothing else is possible; also with many cells."""
     rows = {3: Row([-0.1, -2.4], [8, 2], True), 5: Row([-0.7, -0.8, -1.9], [1, 9, 0], True)}
     joint = Reader(Warp(0.8, 0, 0.95), 10).p_beam(rows, [Beam(3, -1.0), Beam(5, -0.2)])
     masses = [

@@ -50,7 +50,7 @@ def distribution(n, seed, spread=1.5):
 
 
 def p_value(groups):
-    """Of counts against probabilities, added up over groups; cells that expect fewer than five are taken together.
+    """The p-value of counts against probabilities, over all groups; cells that expect fewer than five are merged.
 
     Args:
         groups: (counts, probabilities) pairs; what has no probability must have no count.
@@ -234,7 +234,7 @@ def test_acceptances_are_the_literal_equation():
 
 @pytest.mark.parametrize("pair", range(2))
 def test_simulated_counts_match_the_equations(pair):
-    """Of four i.i.d. drafts, with none left over because enough were accepted."""
+    """Simulated with four i.i.d. drafts, none left over because enough were accepted."""
     p, q = PAIRS[pair]
     rng, counts = numbers(5), Counter()
     for _ in range(RUNS):
@@ -282,7 +282,7 @@ class Toy:
         self.paths = {}
 
     def joint(self, kind, beams):
-        """Of beams, given as (path, logprob, entries)."""
+        """The joint distribution of beams, given as (path, logprob, entries)."""
         model = self.target if kind == "target" else self.draft
         reader, logp_NV = Reader(self.warp, self.vocab), torch.stack([model(path) for path, _, _ in beams])
         nodes = [self.node(path) for path, _, _ in beams]

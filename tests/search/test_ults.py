@@ -234,7 +234,7 @@ def test_one_node_per_level_is_greedy_in_the_end():
 
 
 def test_samples_do_not_depend_on_the_order_of_evaluation(monkeypatch):
-    """What a node's children are believed to be worth is the same whatever was evaluated before it."""
+    """Beliefs about a node's children are the same whatever was evaluated before it."""
     seen = {}
     add = Boundary.add
 
@@ -494,7 +494,7 @@ def test_two_streams_at_once_do_not_wait_for_each_other(engine):
 
 
 def test_no_room_for_a_prior_is_no_error(engine, tmp_path, monkeypatch):
-    """What the model says of the prompt must do."""
+    """The model's row for the prompt must do."""
 
     def full(*_):
         raise KVMemoryError("full")

@@ -1,4 +1,4 @@
-"""What ULTS believes: Dirichlet draws, Beta fits, the recursion of Delta, files."""
+"""The beliefs of ULTS: Dirichlet draws, Beta fits, the recursion of Delta, files."""
 
 import math
 

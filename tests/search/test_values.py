@@ -1,4 +1,4 @@
-"""What the annotation of a field accepts, as text and as JSON."""
+"""Values that the annotation of a field accepts, as text and as JSON."""
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field

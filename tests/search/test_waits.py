@@ -1,4 +1,4 @@
-"""What a GPU is waited for: one answer for each pass, whatever the search, and the tokens of a CPU."""
+"""The waits for a GPU: one answer for each pass, whatever the search, and the tokens of a CPU."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -48,7 +48,7 @@ def answers(path):
 
 
 def expected(lines, tmp_path):
-    """What `engine.batch` answers."""
+    """The answers of `engine.batch`."""
     assert batch.main(["--input", str(lines), "--output", str(tmp_path / "batch"), "-q", *FLAGS]) == 2
     return answers(tmp_path / "batch")
 

@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness asks of the engine; the harness itself where it is installed."""
+"""Requests of lm-evaluation-harness to the engine; the harness itself where it is installed."""
 
 import math
 import random

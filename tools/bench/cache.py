@@ -1,4 +1,4 @@
-"""What a smaller KV cache costs: divergence from the float32 cache, and how often the best token is the same."""
+"""The cost of a smaller KV cache: divergence from the float32 cache, and how often the best token is the same."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -82,7 +82,7 @@ def sampled(folder: Path, name: str, args: argparse.Namespace) -> tuple[Engine, 
 
 
 def divergence(exact_NV: Tensor, logp_NV: Tensor) -> dict[str, Any]:
-    """Of log-probabilities from exact ones."""
+    """The divergence of log-probabilities from exact ones."""
     divergence_N = (exact_NV.exp() * (exact_NV - logp_NV)).sum(1).clamp(min=0)
     return {
         "positions": len(exact_NV), "mean": divergence_N.mean().item(), "high": divergence_N.quantile(0.99).item(),

@@ -67,7 +67,7 @@ class Recorded(Trie):
 
 @dataclass(frozen=True)
 class Record:
-    """What a search saw.
+    """The hypotheses that a search saw, and its best live beams.
 
     Args:
         ended: (log-probability, length, text) of the hypotheses, in the order in which they ended.

@@ -92,7 +92,7 @@ WHERE = "*share*: of the time of all kernels, in the second half of a search; *u
 
 
 class Setting:
-    """What the stages share.
+    """The device and the models that the stages share.
 
     Args:
         args: of the command.
@@ -138,7 +138,7 @@ class Setting:
             log.setLevel(level)
 
     def rows(self, cases: Iterable[tuple[str, Callable[[], dict[str, Any]]]]) -> list[dict[str, Any]]:
-        """What the cases found; one that fails, or comes when the stage's time is over, is noted instead."""
+        """The rows of the cases; one that fails, or comes when the stage's time is over, is noted instead."""
         found = []
         for name, case in cases:
             if time.perf_counter() > self.until:
@@ -172,7 +172,7 @@ class Setting:
 
     @property
     def heading(self) -> str:
-        """What the tables are about."""
+        """The line above the tables: the model and the bandwidth."""
         layers = self.large["num_hidden_layers"]
         return f"Llama-2-7B of {layers} layers, bfloat16, random weights; copy {self.copy / 1e9:.0f} GB/s."
 
@@ -188,7 +188,7 @@ class Setting:
 
 @dataclass
 class Found:
-    """What a stage found.
+    """The figures of a stage.
 
     Attributes:
         heading, columns, legend: of the table; see `rows_table`.
@@ -391,7 +391,7 @@ def random_codes(
 
 
 def code_bytes(layer: CodedLinear) -> int:
-    """Of numbers and scales."""
+    """Bytes of numbers and scales."""
     return sum(part.codes_OB.nbytes + part.scale_GO.nbytes for part in layer.parts)
 
 
@@ -583,8 +583,8 @@ def where(s: Setting) -> Found:
 def by_kernel(
     ran: Sequence[tuple[str, float, float]], most: int = 24
 ) -> tuple[list[dict[str, Any]], float, list[tuple[float, str]]]:
-    """Of the last half of what ran (names, beginnings, ends in microseconds): a row per kernel, the longest first; the
-    share of the time in which any ran; the longest gaps, and what ran before each."""
+    """Sum up the last half of what ran (names, beginnings, ends in microseconds): a row per kernel, the longest first;
+    the share of the time in which any ran; the longest gaps, and what ran before each."""
     ran = sorted(ran, key=lambda kernel: kernel[1])[len(ran) // 2 :]
     spent: dict[str, list[float]] = defaultdict(list)
     gaps, end, idle = [], ran[0][1], 0.0

@@ -1,4 +1,4 @@
-"""What a process holds, beside what `--plan` says of it: each row is a process of its own."""
+"""The memory of a process beside the total of `--plan`: each row is a process of its own."""
 
 import argparse
 import json

@@ -274,7 +274,7 @@ class Contender:
             self.peaks.append(peak.bytes)
 
     def figures(self, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
-        """What the runs gave; {"absent": why} or {"failed": why} if nothing."""
+        """The figures of the runs; {"absent": why} or {"failed": why} if nothing."""
         if self.why:
             return self.why
         answers, loaded = self.answers, self.loaded

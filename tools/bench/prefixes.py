@@ -1,4 +1,4 @@
-"""What cached prefixes save: the time of prompts for many questions on one document, with the cache and without."""
+"""The time that cached prefixes save: prompts of many questions on one document, with the cache and without."""
 
 import argparse
 import random

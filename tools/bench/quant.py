@@ -1,4 +1,4 @@
-"""What smaller weights cost: divergence from float32 weights, and how often the best token is the same."""
+"""The cost of smaller weights: divergence from float32 weights, and how often the best token is the same."""
 
 import argparse
 from collections.abc import Sequence

@@ -46,7 +46,7 @@ from the first fifth of the load to its last, medians."""
 
 @dataclass
 class Reply:
-    """What a stream brought."""
+    """The tokens and the times of a stream."""
 
     tokens: list[int]
     seconds: float
@@ -55,7 +55,7 @@ class Reply:
 
 @dataclass
 class Load:
-    """What some clients saw."""
+    """The replies that some clients saw."""
 
     clients: int
     replies: list[tuple[int, Reply]] = field(default_factory=list)  # by the number of the request

@@ -20,7 +20,7 @@ WIDE = 40  # branches of a tree that has more than a word of ancestry
 
 
 class Traced(NamedTuple):
-    """What torch.compile made of a model.
+    """The graphs that torch.compile made of a model.
 
     Args:
         passes: that were run.

@@ -112,7 +112,7 @@ def _join(ray: Any, args: argparse.Namespace) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Of workers: the packages of this process, wherever it was started."""
+    """The environment of workers: the packages of this process, wherever it was started."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {"PYTHONPATH": os.pathsep.join(paths)}

@@ -54,7 +54,7 @@ def add_prefix_flags(parser: Parser) -> None:
 
 
 def load_options(args: argparse.Namespace) -> LoadOptions:
-    """What the flags of loading say; options without a flag keep their defaults. Raises UsageError."""
+    """The options that the flags of loading give; options without a flag keep their defaults. Raises UsageError."""
     options = [option for option in options_of(LoadOptions) if hasattr(args, option.argument)]
     given = {option.name: getattr(args, option.argument) for option in options}
     given["folder"], given["draft"], given["reward"] = with_defaults(args.model, args.draft, args.reward)
@@ -75,7 +75,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    """What `--memory` has to hold: the search of a command that has one, and as many at once as it runs."""
+    """The work that `--memory` has to hold: the search of a command that has one, and as many at once as it runs."""
     parallel = getattr(args, "parallel", 1)
     if not hasattr(args, "search"):
         return Workload(parallel=parallel)

@@ -39,7 +39,7 @@ def add_prompt_flags(parser: Parser) -> None:
 
 
 def template_options(args: argparse.Namespace) -> TemplateOptions:
-    """What the flags say of the chat template. Raises UsageError."""
+    """The options of the chat template that the flags give. Raises UsageError."""
     tools = None
     if args.tools is not None:
         try:

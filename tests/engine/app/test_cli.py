@@ -1,4 +1,4 @@
-"""What the command lines share: flags, sizes, errors, exit codes."""
+"""Parts that the command lines share: flags, sizes, errors, exit codes."""
 
 import argparse
 import io

@@ -82,7 +82,7 @@ class Browser:
         self.ask("POST", "/goog/cdp/execute", body)
 
     def faults(self) -> list[str]:
-        """What the console has complained of since this was last asked."""
+        """The complaints of the console since the last call."""
         logs = self.ask("POST", "/se/log", {"type": "browser"})
         ours = "willReadFrequently"  # advice about COLOURS
         return [x["message"] for x in logs if x["level"] in ("SEVERE", "WARNING") and ours not in x["message"]]

@@ -55,7 +55,7 @@ def hostile(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class Elements(HTMLParser):
-    """What a browser would see of a page: elements, scripts, data."""
+    """A page as a browser would see it: elements, scripts, data."""
 
     def __init__(self, text: str):
         super().__init__()

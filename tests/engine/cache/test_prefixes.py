@@ -140,7 +140,7 @@ def test_the_least_recently_used_goes_first(folder, page_size):
 
 
 def test_a_full_cache_is_no_full_pool(folder, page_size):
-    """What a search may take, and what it is refused, is as without cached prefixes."""
+    """A search may take as much, and is refused as much, as without cached prefixes."""
     warm, cold = load(folder, 100), load(folder, 100, prefix_cache="off")
     for engine_ in (warm, cold):
         for start in range(10, 20):

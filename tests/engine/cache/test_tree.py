@@ -30,7 +30,7 @@ def check(pool, *trees, extra=()):
 
 
 def evaluate(tree, nodes):
-    """What a pass does: takes slots and writes a key that tells the whole path by a hash."""
+    """Do what a pass does: take slots, and write keys that are hashes of the whole path."""
     trunk, todo = tree.pending(nodes)
     slots = tree.allocate(trunk, todo)
     first = tree.trunk.cached - trunk

@@ -60,7 +60,7 @@ def test_warpers(temperature, top_k, top_p, min_p):
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 1), (5, 1), (5, 0.6), (300, 0.9), (0, 0.3), (0, 0.5), (0, 0.95)])
 @pytest.mark.parametrize("temperature", [1, 0.6, 1.7])
 def test_rows_that_few_tokens_decide(temperature, top_k, top_p):
-    """Of large vocabularies the most probable are ranked alone: as if all had been, ties at the border included."""
+    """Only the most probable of a large vocabulary are ranked, with the result of ranking all, ties included."""
     logits_NV = torch.randn(9, 3000, generator=torch.Generator().manual_seed(top_k)) * 3
     logits_NV[1] = (logits_NV[1] * 2).round()
     logits_NV[2, 4:], logits_NV[3] = float("-inf"), 0.0

@@ -65,7 +65,7 @@ ONE_OF_EACH = {kind(folder): folder for folder in folders()}.values()
 
 
 def tensors_in(layers: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Of packed matrices and of their groups, each once."""
+    """The tensors of packed matrices and of their groups, each once."""
     found = [x.packed for x in layers if getattr(x, "packed", None) is not None]
     parts = [part for packed in found for part in (packed.parts if isinstance(packed, PackedParts) else [packed])]
     for packed in {id(p): p for p in parts}.values():
@@ -261,7 +261,7 @@ def test_plan_and_workload():
 
 
 def test_a_command_line_imports_less_of_torch():
-    """What only torch's compiler needs is left out, and there for whoever asks."""
+    """Modules that only torch's compiler needs are left out, and are there on request."""
     code = "import engine.load.startup as s, sys, torch; print(s.lean, s.METAS in sys.modules)\n"
     code += "torch.Generator(); import torch._prims.rng_prims; torch.Generator()\n"  # as searches that draw ahead do
     code += "import torch._meta_registrations as m; print(hasattr(m, '__file__'))"

@@ -1,4 +1,4 @@
-"""What a model computes in and why, said where people look; the same on processors with and without fast products."""
+"""The dtype of a model and its reason, where people look; the same on processors with and without fast products."""
 
 import io
 import os
@@ -26,7 +26,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def nothing_is_pretended(monkeypatch) -> None:
-    """What follows is about the processor, real or replaced."""
+    """These tests are about the processor, real or replaced."""
     monkeypatch.delenv(fastest.PRETEND, raising=False)
 
 

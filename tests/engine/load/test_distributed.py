@@ -88,7 +88,7 @@ def start(*command, size=2, **options):
 
 
 def ended(processes, given=b""):
-    """What processes wrote, and their exit codes; the first one reads `given`."""
+    """The output of processes, and their exit codes; the first one reads `given`."""
     try:
         for process in processes[1:]:
             process.stdin.close()
@@ -218,7 +218,7 @@ def test_a_process_that_ends_ends_the_others():
 
 
 def tensors_in(model):
-    """Of packed matrices, each once."""
+    """The tensors of packed matrices, each once."""
     packed = {id(x.packed): x.packed for x in model.modules() if getattr(x, "packed", None) is not None}
     for found in packed.values():
         yield from (x for x in (*vars(found).values(), *(found.groups or ())) if isinstance(x, torch.Tensor))
@@ -226,7 +226,7 @@ def tensors_in(model):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Of a small vocabulary beside its layers."""
+    """A checkpoint whose vocabulary is small beside its layers."""
     folder = tmp_path_factory.mktemp("shards") / "model"
     random_checkpoint.make(folder, layers=4, width=256, mlp=768, heads=8, vocab=1000)
     return folder

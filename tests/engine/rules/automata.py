@@ -1,4 +1,4 @@
-"""What the tests of constraints share: an automaton as a constraint, golden cases, the searches, one way to ask."""
+"""Parts that tests of constraints share: an automaton as a constraint, golden cases, searches, one way to ask."""
 
 import json
 from pathlib import Path

@@ -84,7 +84,7 @@ def test_outputs_begin_with_a_text(engine, search):
 
 @pytest.mark.parametrize("begin", [b" run", b"tion", b" l"])
 def test_the_best_outputs_equal_brute_force(engine, begin):
-    """Of all paths of two tokens that agree with the beginning; the search has a beam for each first token."""
+    """They are the best of all paths of two tokens that agree with it; the search has a beam per first token."""
     data, ids = engine.tokenizer.data(), engine.encode("The dog can")
     row_V, found = torch.log_softmax(engine.logits(ids)[-1], -1), []
     for one in [token for token, s in enumerate(data) if s and (s.startswith(begin) or begin.startswith(s))]:

@@ -36,7 +36,7 @@ def test_forced_tokens_and_limits(engine, search, scores):
 
 @pytest.mark.parametrize(("scores", "passes"), [("renormalised", 1), ("model", 3)])
 def test_a_chain_of_forced_tokens_is_one_pass(engine, scores, passes):
-    """Of the model's scores: a pass for the chain's own, one for the choice after it, one for the end."""
+    """Passes for the model's scores: a pass for the chain's own, one for the choice after it, one for the end."""
     options = {"choices": [[40, 41, 42, 43, 44], [40, 41, 42, 43, 45]], "constraint_scores": scores}
     result = ask(engine, Greedy(), new=10, **options)
     assert result.stats["forward_passes"] == passes and len(result.outputs[0].token_ids) == 6

@@ -75,7 +75,7 @@ def grown(processor, prompt, seed):
 @pytest.mark.parametrize("prompt", [[1], [0, 1, 0, 2, 0, 1, 30], [3] * 20, [2, 30, 31]])
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_ngrams_as_a_loop_finds_them(size, prompt):
-    """Of rows of different lengths at once; a row has fewer tokens than ids occur."""
+    """For rows of different lengths at once; a row has fewer tokens than ids occur."""
     states, sequences = grown(processor := NoRepeatNGram(size), prompt, size)
     rows_NV = torch.zeros(len(states), 31)
     processor.apply(rows_NV, states)

@@ -96,7 +96,7 @@ class Live:
         self.port, self._read = int(found[1]), len(self.err.read_bytes())
 
     def stderr(self) -> str:
-        """What the server has written since the last call."""
+        """The lines that the server has written since the last call."""
         data = self.err.read_bytes()[self._read :]
         self._read += len(data)
         return data.decode()
@@ -293,7 +293,7 @@ def leaving(live: Live) -> Attack:
 
 
 def nonsense(live: Live) -> Attack:
-    """What is no HTTP, or no sense: before an answer, during one, and after one."""
+    """Bytes that are no HTTP, or make no sense: before an answer, during one, and after one."""
     chunked = b"POST %s HTTP/1.1\r\nHost: localhost\r\n%sTransfer-Encoding: chunked\r\n\r\n"
     key = f"Authorization: Bearer {ATTACKER}\r\nContent-Type: application/json\r\n".encode()
     late = [chunked % (b"/v1/completions", head) for head in (key, b"")] + [chunked % (b"/health", b"")]

@@ -1,4 +1,4 @@
-"""What a server refuses, whom it lets go, and what is left in the cache: nothing."""
+"""Requests that a server refuses, clients that it lets go, and an empty cache afterwards."""
 
 import contextlib
 import json

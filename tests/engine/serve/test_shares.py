@@ -1,4 +1,4 @@
-"""What one client can take from others: places, checks, bytes; and what is refused before anything is done with it."""
+"""The most that one client can take from others: places, checks, bytes; refusals before any work."""
 
 import contextlib
 import json

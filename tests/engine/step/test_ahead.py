@@ -1,4 +1,4 @@
-"""What a guess chooses on the device is what it picks on the host."""
+"""A guess chooses on the device what it picks on the host."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a GPU must have is checked before weights are read, with what to do; a pretended GPU, as none is needed."""
+"""The requirements of a GPU, checked before weights are read; errors say what to do. The GPU is pretended."""
 
 import importlib.util
 import warnings

@@ -1,4 +1,4 @@
-"""What a request has left to evaluate, and its rows among those of a batch."""
+"""The tokens that a request has left to evaluate, and its rows among those of a batch."""
 
 import pytest
 

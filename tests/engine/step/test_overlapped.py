@@ -34,7 +34,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def events(monkeypatch):
-    """What is launched and read, in order."""
+    """The launches and reads, in order."""
     seen, read, land = [], Runner.read, Launched.land
     for kind in (Runner, GraphRunner):
 

@@ -309,7 +309,7 @@ def test_an_error_reaches_its_task_alone(engine):
 
 
 def test_an_answer_that_fails_ends_itself_alone(engine, monkeypatch):
-    """What fails after the pass, as a text that cannot be decoded does, is no fault of the pass."""
+    """A failure after the pass, such as a text that cannot be decoded, is no fault of the pass."""
     report = Service._report
 
     def fails(self, entry):

@@ -1,4 +1,4 @@
-"""What a hostile tokenizer.json asks for is refused, in time; what usual ones ask for is done as before."""
+"""A hostile tokenizer.json is refused, in time; usual ones encode as before."""
 
 import json
 import resource

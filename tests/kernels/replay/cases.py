@@ -61,7 +61,7 @@ def written(before: Tensor, exact: Tensor, plain: Tensor) -> Expected:
 
 
 def blank(like: Tensor, *shape: int) -> Tensor:
-    """What an output holds before: nothing that a sum or a product could hide."""
+    """The contents of an output before the call: nothing that a sum or a product could hide."""
     return torch.full(shape or like.shape, math.nan, dtype=like.dtype)
 
 

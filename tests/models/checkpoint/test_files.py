@@ -25,7 +25,7 @@ from tools.random_checkpoint import make
 
 
 def within(call: Callable[[], Any], seconds: float = 60) -> Any:
-    """What a call returns or raises; a call that waits for something fails the test and nothing else."""
+    """The result or the error of a call; a call that waits for something fails the test and nothing else."""
     outcome: list[Any] = []
 
     def run() -> None:
