@@ -20,6 +20,7 @@ from engine.contract import ContinuationScore, Evaluate, Output, Search, SearchG
 from engine.errors import CoppiceError, UsageError, check_integer
 from engine.load.budget import allow
 from engine.load.flags import takes
+from engine.load.hub import located
 from engine.load.loading import LoadedModel, check_companion, load_models
 from engine.load.options import LoadOptions, RewardFunction
 from engine.request import (
@@ -79,10 +80,11 @@ class Engine:
     @takes(LoadOptions)
     def load(options: LoadOptions) -> "Engine":
         """Load a checkpoint: `Engine.load(folder, dtype="auto", ...)`. The arguments are the fields of
-        `engine.LoadOptions`, which explains them.
+        `engine.LoadOptions`, which explains them. A model that is named as on the hub is fetched if need be.
 
         Raises:
-            CheckpointError: the folder has no supported checkpoint, or heads that cannot be divided.
+            CheckpointError: the folder has no supported checkpoint, or heads that cannot be divided; or the hub does
+                not give it.
             KVMemoryError: kv_memory is less than one page.
             UsageError: an argument out of range, or a `memory` that cannot hold the model: with the sum.
         """
@@ -91,6 +93,7 @@ class Engine:
     @staticmethod
     def of(options: LoadOptions) -> "Engine":
         """Load a checkpoint as options say; errors as of `load`."""
+        options = located(options)
         began = time.perf_counter()
         if options.threads is not None:
             torch.set_num_threads(options.threads)

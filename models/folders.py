@@ -9,6 +9,12 @@ from models.errors import CheckpointError, show
 SNAPSHOTS, MAIN = "snapshots", Path("refs", "main")
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # a file of a divided model
 REVISION = re.compile(r"[\w.-]{1,100}")  # a commit; no path
+BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")  # in the store that all repositories of the hub's cache share
+HUB_NAME = re.compile(  # org/name[@revision][:file]
+    r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>\w[\w./+-]{0,200}))?(?::(?P<file>\w[^:\0]{0,300}))?",
+    re.ASCII,
+)
+LOOKS = "org/name, org/name@revision, org/name:Q4_K_M or org/name:FILE.gguf"
 
 
 def snapshot(folder: Path) -> Path:
@@ -61,3 +67,21 @@ def gguf_file(path: Path) -> Path | None:
         remedy = "Name one of the files."
         raise CheckpointError(f"the folder holds {len(found)} GGUF models: {listed}", where=show(path), remedy=remedy)
     return path / found[0] if found else None
+
+
+def is_blob(target: Path, repository: Path, digest: str) -> bool:
+    """Whether a file is a blob of a repository in the hub's cache, or what the cache shares under that blob's name."""
+    blob, store = repository / "blobs" / digest, repository.parent / "blobs"
+    if not blob.is_symlink():
+        return target == blob
+    return target.is_relative_to(store) and BLOB.fullmatch(target.relative_to(store).as_posix()) is not None
+
+
+def name_of(path: Path) -> str:
+    """What a checkpoint is called: as its folder or file, in the hub's cache as its repository."""
+    if path.suffix == ".gguf" and not path.is_dir():
+        return path.name.removesuffix(".gguf")  # in the hub's cache a link to a blob, whose name is a digest
+    folder = path.resolve()
+    if folder.parent.name == SNAPSHOTS and folder.parents[1].name.startswith("models--"):
+        return folder.parents[1].name.rpartition("--")[2]
+    return folder.name

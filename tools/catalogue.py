@@ -17,6 +17,7 @@ import torch
 from engine.app import cli
 from engine.demo import demo_folder
 from engine.errors import CoppiceError, UsageError, shortened
+from engine.load.hub import local_path
 from engine.rules.catalogue import Built, build, write_catalogue
 from engine.text.tokenizer import Tokenizer
 from models.checkpoint.headers import Checkpoint
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make(args: argparse.Namespace) -> int:
     """Read, build, write."""
     began = time.monotonic()
-    checkpoint = Checkpoint.open(args.model or demo_folder())
+    checkpoint = Checkpoint.open(local_path(args.model or demo_folder()))
     tokenizer = Tokenizer.of(checkpoint)
     eos = set(checkpoint.eos_token_ids)
     if not eos and tokenizer is not None and tokenizer.eos_token_id is not None:

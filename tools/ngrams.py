@@ -13,6 +13,7 @@ from pathlib import Path
 
 from engine.app import cli
 from engine.errors import UsageError
+from engine.load.hub import local_path
 from engine.text.tokenizer import Tokenizer
 from models.checkpoint.headers import Checkpoint
 from search.aded.ngrams import MAGIC, REST, SUCCESSORS, Run, count, merge, open_store, write_store
@@ -40,7 +41,7 @@ def build(args: argparse.Namespace) -> int:
     """Count, merge, write."""
     if args.successors and not 4 <= args.successors < REST:
         raise UsageError(f"--successors: expected 0 or an integer >= 4, got {args.successors}")
-    checkpoint = Checkpoint.open(args.model)
+    checkpoint = Checkpoint.open(local_path(args.model))
     tokenizer = Tokenizer.of(checkpoint) or Tokenizer.load(checkpoint.folder)  # which says what is missing
     began, tokens = time.monotonic(), 0
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.app.cli import run
 from engine.errors import CheckpointError, UsageError
+from engine.load.hub import local_path
 from engine.load.loading import check_quant
 from kernels.linear import Packed
 from models import load_model
@@ -101,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         began = time.perf_counter()
-        report = pack(args.source, args.output, quant=args.quant)
+        report = pack(local_path(args.source), args.output, quant=args.quant)
         print(json.dumps({**report, "seconds": round(time.perf_counter() - began, 3)}))
         return 0
 

@@ -25,6 +25,7 @@ from engine.errors import UsageError
 from engine.load.budget import table
 from engine.load.capabilities import dtype_name
 from engine.load.distributed import check_alone
+from engine.load.hub import located
 from engine.version import __version__
 from models.sharding import Shard
 from search.base import make_search
@@ -217,7 +218,7 @@ def plan(args: argparse.Namespace) -> str:
     """The table of `--plan`. Raises CoppiceError."""
     alone = {"draft": None, "reward": None, "memory": None, "workload": None}
     options = replace(cli.load_options(args), folder=args.plan, shard=Shard(0, args.processes), **alone)
-    return table(options, lambda beams: Trie(beams=beams), args.context, args.max_new_tokens)
+    return table(located(options, not args.quiet), lambda beams: Trie(beams=beams), args.context, args.max_new_tokens)
 
 
 def make_screen(args: argparse.Namespace) -> Screen:
@@ -234,9 +235,9 @@ def make_screen(args: argparse.Namespace) -> Screen:
 
 def load(args: argparse.Namespace, screen: Screen) -> Engine:
     """Load the model; a status shows the time."""
-    began = time.monotonic()
+    options, began = cli.fetch_models(args), time.monotonic()  # not below the status: fetching has progress bars
     with screen.status(lambda: Label("", f"[loading the model: {time.monotonic() - began:.1f} s]")):
-        engine = cli.load_engine(args)
+        engine = cli.load_engine(args, options)
     if engine.capabilities.warning and not args.quiet:
         screen.note(engine.capabilities.warning)
     return engine

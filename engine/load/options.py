@@ -62,10 +62,11 @@ class LoadOptions:
     """The options of loading: arguments of `Engine.load`, and flags of the command lines.
 
     Args:
-        folder: folder with config.json, safetensors, tokenizer, or a GGUF file.
-        draft: a smaller model of the same tokenizer. A folder or file, for searches that draft.
-        reward: a model with a scalar head, to rank. A folder or file, for searches that rank; from Python also a
-            function, see `Request`.
+        folder: folder with config.json, safetensors, tokenizer, a GGUF file, or a name on the hub: org/name[:Q4_K_M].
+            A name may have a revision and a file, `org/name@revision:FILE.gguf`; a path that is there goes first.
+        draft: a smaller model of the same tokenizer. As `folder`, for searches that draft.
+        reward: a model with a scalar head, to rank. As `folder`, for searches that rank; from Python also a function,
+            see `Request`.
         chat_template: a Jinja file; none: plain completion.
         dtype: type of weights and cache. "auto" is the checkpoint's own, but float32 on a processor without products of
             that dtype, or where float32 is measured to be faster; `Engine.capabilities` reports the choice.

@@ -32,11 +32,13 @@ from engine.app.cli import (
 from engine.demo import is_demo
 from engine.errors import UsageError
 from engine.load.distributed import check_alone
+from engine.load.hub import HubName
 from engine.rules.catalogue import open_catalogue
 from engine.serve.fields import Limits, Served
 from engine.serve.metrics import Metrics
 from engine.serve.stepper import Stepper
 from models.checkpoint.files import read_regular
+from models.folders import name_of
 from models.trim import share_heap
 from search.base import make_search
 
@@ -80,7 +82,7 @@ def make_parser() -> Parser:
     """The flags."""
     parser = Parser("python -m engine.serve", DESCRIPTION, EPILOG, COMMON)
     add_server_flags(parser)
-    text = "folder; repeatable, companions are the first one's (the demo)"
+    text = "folder, GGUF file or name on the hub; repeatable, companions are the first one's (the demo)"
     add_load_flags(parser, "serve", folder={"action": "append", "metavar": "[NAME=]DIR", "help": text})
     add_prefix_flags(parser)
     add_template_flags(parser)
@@ -213,7 +215,8 @@ def named(word: str | None) -> tuple[str, str | None]:
     name, equals, folder = word.partition("=")
     if equals and name and not os.path.exists(word):
         return name, folder
-    return "demo" if is_demo(word) else Path(word).resolve().name.removesuffix(".gguf"), word
+    hub = not os.path.lexists(word) and HubName.parse(word)
+    return "demo" if is_demo(word) else str(hub) if hub else name_of(Path(word)), word
 
 
 def check(args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from models.checkpoint.files import open_regular, read_regular
 from models.checkpoint.tensors import RowReader, TensorInfo
 from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
 from models.errors import CheckpointError, show
-from models.folders import gguf_file, snapshot
+from models.folders import LOOKS, gguf_file, is_blob, name_of, snapshot
 from models.formats.grouped import GroupedWeight
 from models.formats.packed import KEY, PANELS, PREFIXES, Packing
 from models.gguf.architectures import read_config
@@ -113,8 +113,8 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The folder's name, or the file's."""
-        return self.folder.resolve().name.removesuffix(".gguf")
+        """The folder's name, or the file's; in the hub's cache the repository's."""
+        return name_of(self.folder)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -352,8 +352,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"model folder: {what}",
             where=show(folder),
-            remedy="A model is a GGUF file, or a local folder with config.json, *.safetensors and a tokenizer; "
-            "one on the Hugging Face hub is fetched with `hf download NAME --local-dir DIR`.",
+            remedy="A model is a GGUF file, or a folder with config.json, *.safetensors and a tokenizer; "
+            f"commands that load one also take its name on the Hugging Face hub: {LOOKS}.",
         )
     if not (folder / "config.json").exists():
         if adapter := _adapter(folder):
@@ -502,7 +502,7 @@ def _inside(folder: Path, name: str, where: Path) -> Path:
         link = re.fullmatch(r"\.\./\.\./blobs/([^/]+)", str(path.readlink())) if path.is_symlink() else None
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name the system cannot hold
         raise CheckpointError(f"{show(name)} cannot be followed", where=show(where)) from error
-    if not inside and not (link and target == root.parent.parent / "blobs" / link[1]):
+    if not inside and not (link and is_blob(target, root.parent.parent, link[1])):
         raise CheckpointError(
             f"{show(name)} is a link that leads out of the model folder",
             where=show(where),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.app.cli import load_options, rules, run, search_params
+from engine.app.cli import fetch_models, rules, run, search_params
 from engine.errors import CoppiceError, UsageError
 from engine.load.distributed import ProcessError, check_alone
 from models.checkpoint.headers import Checkpoint
@@ -39,7 +39,7 @@ def fleet(args: argparse.Namespace, flags: Sequence[str]) -> int:
     check_alone("tools.fleet")
     check_search(make_search(args.search, search_params(args)))  # before anything is started
     rules(args)
-    for folder in load_options(args).folders.values():
+    for folder in fetch_models(args).folders.values():
         Checkpoint.open(folder)
     lines = read_input(args.input)
     with closing(Store(args.output, lines, depended_on(args))) as store:

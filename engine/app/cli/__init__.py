@@ -1,7 +1,14 @@
 """Shared by the command lines: the parser, flags by their groups and what they say, exit codes."""
 
 from engine.app.cli.exits import CLOSED_PIPE, INTERRUPTED, run
-from engine.app.cli.loading import add_load_flag, add_load_flags, add_prefix_flags, load_engine, load_options
+from engine.app.cli.loading import (
+    add_load_flag,
+    add_load_flags,
+    add_prefix_flags,
+    fetch_models,
+    load_engine,
+    load_options,
+)
 from engine.app.cli.parser import Parser, add_search_flags, add_trace_flag, add_verbosity_flags
 from engine.app.cli.prompts import add_prompt_flags, add_template_flags, template_options
 from engine.app.cli.requests import add_limit_flags, add_rule_flags, limits, rules
@@ -22,6 +29,7 @@ __all__ = [
     "add_template_flags",
     "add_trace_flag",
     "add_verbosity_flags",
+    "fetch_models",
     "limits",
     "load_engine",
     "load_options",

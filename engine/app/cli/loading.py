@@ -11,6 +11,7 @@ from engine.app.cli.values import argument
 from engine.demo import with_defaults
 from engine.engine import Engine
 from engine.load.flags import Flag, options_of
+from engine.load.hub import located
 from engine.load.options import LoadOptions
 from engine.load.pools import Workload
 from engine.rules.catalogue import open_catalogue
@@ -63,10 +64,19 @@ def load_options(args: argparse.Namespace) -> LoadOptions:
     return LoadOptions(**given)
 
 
-def load_engine(args: argparse.Namespace) -> Engine:
+def fetch_models(args: argparse.Namespace) -> LoadOptions:
+    """What the flags of loading say, with models that they name as on the hub fetched. Raises CoppiceError."""
+    return located(load_options(args), progress=not getattr(args, "quiet", False))
+
+
+def load_engine(args: argparse.Namespace, options: LoadOptions | None = None) -> Engine:
     """The engine that the flags of loading ask for; with `args.shard`, in one of several processes. Raises
-    CoppiceError."""
-    engine = Engine.of(load_options(args))
+    CoppiceError.
+
+    Args:
+        options: what `fetch_models` gave for them.
+    """
+    engine = Engine.of(options or fetch_models(args))
     if (catalogue := getattr(args, "catalogue", None)) is not None:  # an error of the run, not of each of its lines
         open_catalogue(catalogue).check(engine.model.tokenizer, engine.runner.vocab_size)
     if (prefix := getattr(args, "load_prefix", None)) is not None:

@@ -174,7 +174,7 @@ def test_bad_json(tmp_path, text, message):
 
 
 def test_folders_without_a_model(tmp_path):
-    assert "hf download" in refused(tmp_path / "org" / "model", "no such folder").remedy
+    assert "org/name:Q4_K_M" in refused(tmp_path / "org" / "model", "no such folder").remedy
     (tmp_path / "file").write_text("")
     refused(tmp_path / "file", "is a file")
     refused(tmp_path, "no config.json", str(tmp_path))

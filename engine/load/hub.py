@@ -1,0 +1,218 @@
+"""Models by their names on the Hugging Face hub: `org/name[@revision][:file]` becomes a path in the hub's cache.
+
+Who loads a model calls this: `Engine.load`, the flags of command lines. What comes in later, the lines of a batch and
+HTTP requests, never does. `huggingface_hub` is imported only when a name is given that is no path; it reads HF_HOME,
+HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the like, and shows its progress bars.
+"""
+
+import contextlib
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from engine.errors import CheckpointError
+from engine.load.hub_files import Needed, needed
+from engine.load.options import LoadOptions
+from engine.version import __version__
+from models.errors import show
+from models.folders import HUB_NAME, SNAPSHOTS
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
+WEB_ERRORS = 400  # and above: statuses of refused HTTP requests
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A name on the hub: a repository, one of its revisions, and a GGUF file or its quantisation ("": none)."""
+
+    repo: str
+    revision: str = "main"
+    file: str = ""
+
+    @staticmethod
+    def parse(text: str) -> "HubName | None":
+        """What a text names; None if no repository can have such a name."""
+        found = HUB_NAME.fullmatch(text)
+        if found is None or ".." in text or "--" in found["repo"] or found["repo"].endswith((".gguf", ".safetensors")):
+            return None
+        return HubName(found["repo"], found["revision"] or "main", found["file"] or "")
+
+    def __str__(self) -> str:
+        return self.repo + f"@{self.revision}" * (self.revision != "main") + f":{self.file}" * bool(self.file)
+
+
+def located(options: LoadOptions, progress: bool = True) -> LoadOptions:
+    """The options with a path in place of each name on the hub; the models that are not in its cache are fetched.
+
+    Args:
+        progress: show progress bars on a terminal.
+
+    Raises:
+        CheckpointError: a model cannot be fetched.
+    """
+    roles = ("folder", "draft", "reward")
+    paths = {role: path for role in roles if isinstance(path := getattr(options, role), str | Path)}
+    found = {role: local_path(path, progress) for role, path in paths.items()}
+    return options if found == paths else replace(options, **found)
+
+
+def local_path(model: str | Path, progress: bool = True) -> str | Path:
+    """Where a model lies: `model` itself if it is there, or cannot be a name on the hub. Else it is fetched, if the
+    hub's cache does not have it. Raises CheckpointError."""
+    if os.path.lexists(model) or (name := HubName.parse(str(model))) is None:
+        return model
+    from huggingface_hub import HfApi
+
+    with _errors(name), _bars(progress):
+        return _Repository(name, HfApi(library_name="coppice", library_version=__version__)).fetch()
+
+
+class _Repository:
+    """A repository of the hub, and what the cache has of it."""
+
+    def __init__(self, name: HubName, api: Any):
+        self.name, self.api = name, api
+        self.where = f"{api.endpoint}/{name.repo}"
+        self.offline = False
+
+    def fetch(self) -> Path:
+        """The folder or the GGUF file, fetched."""
+        commit, files = self._files()
+        chosen = needed(files, self.name.file, self.where, lambda file: self._read(commit, file))
+        folder = self._cached()
+        if self.offline or folder is None or folder.name != commit or not self._whole(folder, chosen):
+            folder = Path(
+                self.api.snapshot_download(
+                    self.name.repo,
+                    revision=self.name.revision,
+                    allow_patterns=[*map(escape, chosen.files)],
+                    local_files_only=self.offline,
+                )
+            )
+        return folder / chosen.gguf if chosen.gguf else folder
+
+    def _files(self) -> tuple[str, list[str]]:
+        """The commit and its files; without a network those that the cache has of it."""
+        try:
+            info = self.api.model_info(self.name.repo, revision=self.name.revision)
+            return info.sha, [each.rfilename for each in info.siblings]
+        except _network_errors() as error:
+            folder = self._cached()
+            if folder is None or not _is_away(error):
+                raise
+            if not _is_offline(error):
+                said = f"{self.api.endpoint} is out of reach: {self.name} is used as it was fetched before"
+                warnings.warn(said, stacklevel=2)
+            self.offline = True
+            files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+            return folder.name, files
+
+    def _read(self, commit: str, file: str) -> Path:
+        revision, offline = commit, self.offline
+        return Path(self.api.hf_hub_download(self.name.repo, file, revision=revision, local_files_only=offline))
+
+    def _cached(self) -> Path | None:
+        """The folder of the revision in the cache, which may not have all its files; None if there is none."""
+        from huggingface_hub import constants
+
+        cache = Path(constants.HF_HUB_CACHE, f"models--{self.name.repo.replace('/', '--')}")
+        commit = self.name.revision
+        if not COMMIT.fullmatch(commit):
+            try:
+                commit = (cache / "refs" / commit).read_text("ascii").strip()
+            except (OSError, ValueError):
+                return None
+        folder = cache / SNAPSHOTS / commit
+        return folder if COMMIT.fullmatch(commit) and folder.is_dir() else None
+
+    @staticmethod
+    def _whole(folder: Path, chosen: Needed) -> bool:
+        return all((folder / file).is_file() for file in chosen.files)
+
+
+@contextlib.contextmanager
+def _bars(shown: bool) -> Iterator[None]:
+    """Progress bars of the library, shown or not."""
+    from huggingface_hub import utils
+
+    if shown or utils.are_progress_bars_disabled():
+        yield
+        return
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        utils.enable_progress_bars()
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    """What the library raises when a request fails: its own errors, and those of the HTTP client that it uses."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)), OSError
+
+
+@contextlib.contextmanager
+def _errors(name: HubName) -> Iterator[None]:
+    """Turn the errors of the library into ours."""
+    try:
+        yield
+    except (*_network_errors(), ValueError) as error:
+        raise _error_of(name, error) from error
+
+
+def _status(error: Exception) -> int:
+    """The HTTP status that an error, or its cause, tells of; 0 if it tells of none."""
+    told = getattr(getattr(error, "response", None), "status_code", None)
+    if told is None and isinstance(cause := error.__cause__, Exception):
+        return _status(cause)
+    return told or 0
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether an error says that the hub does not answer, not what it answers."""
+    return _status(error) in (0, 408, 429) or _status(error) >= 500
+
+
+def _is_offline(error: BaseException | None) -> bool:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    return error is not None and (isinstance(error, OfflineModeIsEnabled) or _is_offline(error.__cause__))
+
+
+def _error_of(name: HubName, error: Exception) -> CheckpointError:
+    """Our error for one of the library."""
+    from huggingface_hub import constants, errors
+
+    where, here = f"{constants.ENDPOINT}/{name.repo}", f"there is no file or folder {show(name)} here"
+    reason = show(str(error).strip().partition("\n")[0]) or type(error).__name__
+    if _is_offline(error):
+        what = f"{here}, the hub's cache ({constants.HF_HUB_CACHE}) does not have all of it, and HF_HUB_OFFLINE is set"
+        return CheckpointError(what)
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is None:
+        what = f"the hub is out of reach, and its cache ({constants.HF_HUB_CACHE}) has only a part of {show(name)}"
+        return CheckpointError(what, where=where, remedy="run it again where the hub can be reached")
+    if isinstance(error, errors.GatedRepoError):
+        what = f"{name.repo} is gated: its owners choose who may fetch it"
+        remedy = f"ask for access on its page; {LOGIN}"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        what = f"{here}, and no model {name.repo} on the hub that you may see"
+        remedy = f"check the name; for a private model {LOGIN}"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        what, remedy = f"{name.repo} has no revision {show(name.revision)}", "its page lists branches and commits"
+    elif isinstance(error, errors.HFValidationError):
+        what, remedy = f"{here}, and the hub has no such names: {reason}", "a name on the hub is org/name"
+    elif (status := _status(error)) >= WEB_ERRORS and not _is_away(error):
+        what, remedy = f"the hub refuses {show(name)}: status {status}", f"check the name, and {LOGIN}"
+    elif isinstance(error, OSError) and error.errno and error.filename:
+        return CheckpointError(f"the hub's cache cannot be written: {error.strerror}", where=show(error.filename))
+    else:
+        what = f"{here}, and the hub is out of reach: {reason}"
+        remedy = "check the network and HF_ENDPOINT, and run it again: complete files are kept"
+    return CheckpointError(what, where=where, remedy=remedy)
