@@ -1,4 +1,4 @@
-"""What torch.compile traces in place of the fronts, whose checks read numbers: a whole model becomes one graph."""
+"""Functions that torch.compile traces in place of the fronts, whose checks read numbers: one graph of a whole model."""
 
 from collections.abc import Callable
 from functools import cache

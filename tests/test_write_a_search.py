@@ -56,6 +56,13 @@ def test_the_commands_run(folder: Path):
     assert 0 < record["outputs"][0]["score"] <= 1
 
 
+def test_the_tools_are_where_the_page_says():
+    imports = re.findall(r"\| `(from [\w.]+ import \w+)` \|", PAGE)
+    assert len(imports) == 7
+    for line in imports:
+        exec(line)
+
+
 def test_python(folder: Path):
     run(folder, "-c", PYTHON + "\nassert len(result.outputs) == 1 and result.stats['branches_tried'] == 4")
 
