@@ -11,6 +11,7 @@ has a row; a row for such an inner folder stands for all that is in it, but for 
 does every path in backticks anywhere on the page.
 """
 
+import ast
 import re
 from pathlib import Path
 
@@ -77,6 +78,20 @@ def test_everything_on_the_page_exists() -> None:
     paths = {*room_map(), *re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", PAGE)}
     absent = sorted(p for p in paths if not ((ROOT / p).is_dir() if p.endswith("/") else (ROOT / p).is_file()))
     assert not absent, f"docs/structure.md names what does not exist: {absent}"
+
+
+def test_everything_happens_where_the_page_says() -> None:
+    section = re.search(r"^## Where things happen\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
+    assert section
+    places = re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", section[1])
+    assert len(places) >= 20
+    for name, file in places:
+        outer, _, inner = name.rpartition(".")
+        nodes = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+        if outer:
+            [kind] = (node for node in nodes if isinstance(node, ast.ClassDef) and node.name == outer)
+            nodes = kind.body
+        assert inner in {getattr(node, "name", "") for node in nodes}, f"{file} has no {name}"
 
 
 def test_every_guard_of_the_checkpoint_tables_exists() -> None:
