@@ -53,8 +53,8 @@ class Request(Rules):
         heal: the prompt may end inside a word: its last tokens are generated again, in any tokens of the same text, see
             `engine.rules.begin`. Outputs have them in `token_ids` and `logprob`, and not in `text`. Not with another
             constraint than `begin`.
-        cache_salt: only requests of the same salt share cached prefixes: with one for each user nobody finds out by the
-            time of an answer what another one asked. None: the request neither uses nor leaves any. See `Engine.load`.
+        cache_salt: only requests with the same salt share cached prefixes. With a salt for each user, response times do
+            not reveal what others have asked. None: the request neither uses nor leaves any. See `Engine.load`.
     """
 
     prompt: Sequence[int] | str

@@ -226,7 +226,7 @@ def ranges(layout: TreeLayout, slots: int) -> None:
 def fits(layout: TreeLayout, slots: int, device: torch.device) -> None:
     """Raises ValueError unless a layout fits a cache of so many slots on a device; once for each layout.
 
-    What tensors hold is read on the host only; on a GPU whoever made them answers for it.
+    Values are checked on the host only; on a GPU the code that made the tensors is responsible for them.
     """
     kept = vars(layout)
     if kept.get("_fits") != (slots, device):

@@ -25,7 +25,7 @@ class BuildError(Exception):
 
 
 def private(folder: Path, *, make: bool = False, mode: int = 0o700) -> Path:
-    """Returns the real path of a folder from which code may be loaded: nobody but this user and root can change it.
+    """Returns the real path of a folder from which code may be loaded: only this user and root can change it.
 
     Args:
         make: create what is missing of the path, with this mode.
@@ -169,7 +169,7 @@ def facts(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any] |
     """Returns the facts of a library, or None if there are none or they cannot be read.
 
     Args:
-        trusted: whoever can write here can also write the Python code that asks, so owners and modes do not matter.
+        trusted: a user who can write here can also write the Python code that asks, so owners and modes do not matter.
 
     Raises:
         BuildError: another user could have written it.
@@ -189,7 +189,7 @@ def facts(folder: Path, name: str, *, trusted: bool = False) -> dict[str, Any] |
 def verified(folder: Path, name: str, facts: dict[str, Any] | None, *, trusted: bool = False) -> int | None:
     """Returns a library opened for reading if it has the size and digest that its facts name, else None.
 
-    What was verified is what the descriptor reads: nobody else can write to the file, and we only ever replace it.
+    The descriptor reads the verified bytes: no other user can write to the file, and we only ever replace it.
 
     Raises:
         BuildError: another user could have written it.

@@ -46,7 +46,7 @@ class Registers(dict[str, Any]):
         self.together = self.impl == "triton"
 
     def split(self, *, queries: bool = True) -> list[Tensor]:
-        """Queries, keys and values; queries and keys as one tensor if they are and nobody needs them apart."""
+        """Queries, keys and values; queries and keys stay one tensor if they are one and need not be apart."""
         H, G, parts = self.config.heads, self.config.kv_heads, self["heads"]
         if isinstance(parts, Tensor):
             rows_THD = parts.unflatten(-1, (H + 2 * G, self.config.head_dim))

@@ -69,7 +69,7 @@ def is_mapped(weight: Tensor) -> bool:
 def let_go(rows: Tensor) -> None:
     """Give the memory of rows of a matrix back that `is_mapped`: what is let go of any other memory is lost.
 
-    Whoever looks at them again reads them from the file again.
+    A later access reads them from the file again.
     """
     first = -(-rows.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     _forget(first, (rows.data_ptr() + rows.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first)

@@ -2,11 +2,11 @@
 
 A radix tree of tokens and pages. A page that no tree holds is idle: the pool counts it as free, and takes it when it
 has no other, the least recently used first, from the ends of sequences. A tree that uses cached pages holds them
-beside the cache, and never writes to them. Whoever holds a page of the cache holds all pages before it: so a leaf's
+beside the cache, and never writes to them. A tree that holds a page of the cache holds all pages before it: so a leaf's
 last page is idle wherever any page is.
 
-Sequences are kept apart by a key: the salt of a request, so that nobody can find out by the time of an answer what
-another one asked; and the variant of rotary embeddings that keys were turned by.
+Sequences are kept apart by a key: the salt of a request, so that response times do not reveal what others have asked;
+and the variant of rotary embeddings that keys were turned by.
 """
 
 import heapq

@@ -55,8 +55,8 @@ class Evaluate:
         top_sums: the top sums are wanted, and no rows, which need not exist then: `numbers` are the sums that are
             finite, best first, and as many places, row * V + token. Of equal sums the lower place comes first. Not with
             `read`.
-        next: what the search will most likely ask for after its top sums, if it says: a GPU begins with it before the
-            answer has reached the host. It changes no answer, and means nothing without `top_sums`.
+        next: a hint, with `top_sums` only: the nodes that the search will probably evaluate next. A GPU begins with
+            them before the answer has reached the host. It changes no answer.
     """
 
     tree: TokenTree
@@ -83,7 +83,7 @@ class Report:
         beams: returns (score, tokens) of the candidates, best first; a score of None is not known yet. `best` and
             `beams` may be called only until the search is resumed.
         ready: returns the result that the search would have if it ended now; None while no output has ended, or while a
-            live one is better as it is. Whoever waits may take it. Of this project's searches alone.
+            live one is better as it is. A user who waits may take it. Only this project's searches set it.
     """
 
     settled: Sequence[int] = ()

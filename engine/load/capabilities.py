@@ -130,7 +130,7 @@ def pick_precision(own: torch.dtype, device: torch.device, float32_bytes: int, m
 
 
 def explicit_precision(dtype: torch.dtype, device: torch.device) -> Precision:
-    """A dtype that somebody asked for."""
+    """A dtype that the caller asked for."""
     if has_products(dtype, device) or has_kernels(dtype, device):
         return Precision(dtype)
     reason = f"this processor has no {dtype_name(dtype)} products; float32 is several times as fast"

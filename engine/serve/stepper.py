@@ -62,7 +62,7 @@ class Ticket:
         self._changed.set()
 
     def abandon(self) -> None:
-        """Nobody waits any more; who still does hears it."""
+        """Give the request up: its client has left. A task that still waits gets the error."""
         self.outcome = Abandoned("the request was abandoned")
         self._changed.set()
 

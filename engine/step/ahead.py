@@ -1,8 +1,8 @@
 """Look-ahead: a GPU begins with the next pass of a search before the host has read the answer of the last one.
 
-A search says which nodes it will most likely ask for after its top sums (`Evaluate.next`). The device finds their
-tokens, and the branch slots that they see, by itself. Meanwhile the host reads the answer, lets the search go on, and
-compares what it asks for with what was guessed::
+`Evaluate.next` predicts the nodes that a search will ask for after its top sums. The device finds their tokens, and the
+branch slots that they see, by itself. Meanwhile the host reads the answer, resumes the search, and compares its next
+request with the guess::
 
     device   | pass 1      | pass 2, guessed              | pass 3, guessed
     host     launch 1, 2   | read 1, search, compare with 2, launch 3   | read 2, search, compare with 3

@@ -34,14 +34,14 @@ class Flight(Batch):
     """A batch whose pass a GPU has begun with.
 
     Attributes:
-        guesses: shares of the pass before, what their searches will most likely ask for, and its rows in this pass.
+        guesses: shares of the pass before, the predicted nodes of their searches, and the rows of these in this pass.
     """
 
     launched: Launched | None = None
     guesses: list[tuple[Share, Guess, slice]] = field(default_factory=list)
 
     def guess(self, share: Share, guess: Guess, choice: GuessedNodes) -> None:
-        """Add what a search will most likely ask for after a share; `Overlapped._confirm` compares."""
+        """Add the nodes that a search will probably ask for after a share; `Overlapped._confirm` compares."""
         rows = slice(self.tokens, self.tokens + len(guess.chunk))
         self.guesses.append((share, guess, rows))
         self.asked += range(rows.start, rows.stop)

@@ -255,7 +255,7 @@ class Runner:
     def evaluate_top_sums(
         self, chunks: Sequence[Chunk], asked: Sequence[int], wanted: Sequence[TopSums], keeps: Sequence[Keep] = ()
     ) -> tuple[list[FoundSums], list[bool]]:
-        """One forward pass, for the top sums of rows that nobody gathers; and for each row whether it is finite.
+        """One forward pass, for the top sums of rows that no process gathers; and for each row whether it is finite.
 
         Args:
             chunks, asked, keeps: as of `evaluate`.

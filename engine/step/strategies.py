@@ -57,7 +57,7 @@ class FewTokens:
 
 @dataclass(frozen=True)
 class DividedRows:
-    """The top sums of rows that are divided among processes, and which nobody gathers.
+    """The top sums of rows that are divided among processes and never gathered.
 
     Args:
         shares: those that have rows.

@@ -23,7 +23,7 @@ CHECKS = 4  # at once, of as many clients
 
 
 class Checks:
-    """Threads that check requests, those of a client one after another: nobody's checks wait for all of another's."""
+    """Threads that check requests, those of a client one after another: no client waits for all checks of another."""
 
     def __init__(self, threads: int = CHECKS):
         self._threads = ThreadPoolExecutor(threads, "check")
@@ -44,7 +44,7 @@ class Checks:
         self._threads.shutdown(wait=False)
 
     def _run(self) -> None:
-        """In a thread: check what there is. Whoever has checked for a client goes on with what it left waiting."""
+        """In a thread: check requests, one of each client at a time, until there is none that can be checked."""
         client = None
         while True:
             with self._lock:
@@ -234,7 +234,7 @@ class StepThread:
 
 
 def _fulfil(future: "Future[T] | None", function: Callable[[], T]) -> None:
-    """Make a call that somebody waits for, unless it was cancelled."""
+    """Make a call that a task waits for, unless it was cancelled."""
     if future is None or not future.set_running_or_notify_cancel():
         return
     try:

@@ -45,7 +45,7 @@ class Stack:
         ValueError: vectors and matrices that do not fit together.
 
     Attributes:
-        idle: takes nothing, as the layers are to be called one by one for somebody who watches.
+        idle: takes nothing, because an observer wants the layers to be called one by one.
     """
 
     idle = False
@@ -102,7 +102,7 @@ class Stack:
                     expect("a matrix's bias", bias, self.dtype, (outs,), _CPU)
 
     def takes(self, layout: TreeLayout) -> bool:
-        """Whether it runs a pass: by C++, unless somebody looks on who wants to see operators."""
+        """Whether it runs a pass: by C++, unless a profiler wants to see operators."""
         return not self.idle and layout.impl == "cpp" and not watched()
 
     def __call__(
@@ -170,7 +170,7 @@ class Stack:
 
 @contextmanager
 def one_by_one(model: Any) -> Iterator[None]:
-    """A model calls its layers one by one meanwhile, for whoever looks at them."""
+    """Meanwhile a model calls its layers one by one, for an observer."""
     stack = getattr(model, "stack", None)
     if stack is None:
         yield
