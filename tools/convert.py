@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.app.cli import run
+from engine.app.cli import called, run
 from engine.errors import CheckpointError, UsageError
 from models.checkpoint.files import open_regular
 from models.checkpoint.headers import CONFIG_BYTES, DTYPES, INDEX_BYTES, Checkpoint, read_json, write_tensors
@@ -240,7 +240,7 @@ def _umask() -> int:
 def main(argv: list[str] | None = None) -> int:
     what = "Turn a GGUF file, or a checkpoint with pickled weights, into a folder with safetensors; "
     parser = argparse.ArgumentParser(
-        prog="python -m tools.convert", description=f"{what}no code in the pickles is run."
+        prog=called("python -m tools.convert"), description=f"{what}no code in the pickles is run."
     )
     source = "GGUF file, or model folder with pytorch_model.bin, or its shards and index"
     parser.add_argument("source", metavar="SRC", help=source)

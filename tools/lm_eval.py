@@ -137,7 +137,7 @@ def model_class() -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools.lm_eval", description=__doc__)
+    parser = argparse.ArgumentParser(prog=cli.called("python -m tools.lm_eval"), description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR", help="a checkpoint's folder")
     parser.add_argument("--tasks", required=True, metavar="NAME,...", help="tasks of the harness, or of --include-path")
     parser.add_argument("--include-path", metavar="DIR", help="folder of further tasks")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.app.cli import run
+from engine.app.cli import called, run
 from engine.errors import CheckpointError, UsageError
 from engine.load.hub import local_path
 from engine.load.loading import check_quant
@@ -90,7 +90,7 @@ def _embeddings(model: Any) -> set[str]:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.pack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=called("python -m tools.pack"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", metavar="MODEL", help="model folder")
     parser.add_argument("--output", metavar="DIR", required=True, help="folder to make; must not exist")

@@ -29,7 +29,7 @@ from kernels.processor import NATIVE, TARGETS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = "engine", "kernels", "models", "search", "tools"
-FILES = "pyproject.toml", "README.md", "LICENSE"
+FILES = "pyproject.toml", "coppice.py", "README.md", "LICENSE"
 LEFT_OUT = shutil.ignore_patterns("__pycache__", cpp.PREBUILT.name)
 MACHINES = tuple(dict.fromkeys(target.machine for target in TARGETS.values() if target.machine))
 # The oldest C library, 2.N, of systems that have version 3.4.M of the C++ library, as manylinux pairs them.

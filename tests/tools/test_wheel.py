@@ -52,7 +52,7 @@ def test_its_kernels_are_found_without_a_compiler(tiny, monkeypatch, tmp_path, c
     with zipfile.ZipFile(report["path"]) as made:
         names = made.namelist()
         made.extractall(tmp_path / "installed")
-    assert {"kernels/operators.h", "engine/chat.py", "models/demo/target/config.json"} <= {*names}
+    assert {"coppice.py", "kernels/operators.h", "engine/chat.py", "models/demo/target/config.json"} <= {*names}
     assert sorted(name for name in names if "prebuilt" in name) == [
         f"kernels/prebuilt/{LOWEST[0]}.json",
         f"kernels/prebuilt/{LOWEST[0]}.so",

@@ -28,7 +28,7 @@ from tools.bench import (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog=cli.called("python -m tools.bench"), description=__doc__)
     parser.add_argument("-v", "--verbose", action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     ours = (kv, memory, cache, prefixes, quant, peers, speed, gpu, chat, papers, ults, sbon, aded, dsbd, serve, endings)

@@ -9,7 +9,7 @@ from engine.app.cli.loading import (
     load_engine,
     load_options,
 )
-from engine.app.cli.parser import Parser, add_search_flags, add_trace_flag, add_verbosity_flags
+from engine.app.cli.parser import Parser, add_search_flags, add_trace_flag, add_verbosity_flags, called
 from engine.app.cli.prompts import add_prompt_flags, add_template_flags, template_options
 from engine.app.cli.requests import add_limit_flags, add_rule_flags, limits, rules
 from engine.app.cli.searches import search_params
@@ -29,6 +29,7 @@ __all__ = [
     "add_template_flags",
     "add_trace_flag",
     "add_verbosity_flags",
+    "called",
     "fetch_models",
     "limits",
     "load_engine",

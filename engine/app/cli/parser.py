@@ -17,6 +17,11 @@ FORMATTER = partial(argparse.RawDescriptionHelpFormatter, max_help_position=28)
 MORE = "--help all shows every flag"
 
 
+def called(prog: str) -> str:
+    """The name of a command as its user wrote it: `coppice chat` instead of `python -m engine.chat`."""
+    return next((word for word in sys.argv[:1] if word.startswith("coppice ")), prog)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations, with short errors that suggest a flag, and with help of two lengths.
 
@@ -27,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str, epilog: str | None = None, common: str = ""):
         super().__init__(
-            prog=prog,
+            prog=called(prog),
             usage="%(prog)s [FLAGS]" if common else None,
             description=description,
             epilog=epilog,

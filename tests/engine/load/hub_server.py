@@ -15,7 +15,9 @@ from urllib.parse import unquote, urlsplit
 
 def commit_of(files: dict[str, bytes]) -> str:
     """A commit as the hub has them: 40 hexadecimal digits."""
-    return hashlib.sha1(repr(sorted((name, hashlib.sha1(data).digest()) for name, data in files.items())).encode()).hexdigest()
+    return hashlib.sha1(
+        repr(sorted((name, hashlib.sha1(data).digest()) for name, data in files.items())).encode()
+    ).hexdigest()
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -49,7 +51,11 @@ class Hub:
 
     def fetched(self) -> list[str]:
         """The files whose contents were sent."""
-        return [path.partition("/resolve/")[2].partition("/")[2] for method, path, _ in self.asked if method == "GET" and "/resolve/" in path]
+        return [
+            path.partition("/resolve/")[2].partition("/")[2]
+            for method, path, _ in self.asked
+            if method == "GET" and "/resolve/" in path
+        ]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -81,9 +87,16 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "file":
             return self.file(repo, found[3], files)
         if kind == "tree":
-            rows = [{"type": "file", "path": name, "size": len(data), "oid": digest(data)} for name, data in files.items()]
+            rows = [
+                {"type": "file", "path": name, "size": len(data), "oid": digest(data)} for name, data in files.items()
+            ]
             return self.send(200, json.dumps(rows).encode())
-        told = {"id": repo, "modelId": repo, "sha": commit_of(files), "siblings": [{"rfilename": name} for name in files]}
+        told = {
+            "id": repo,
+            "modelId": repo,
+            "sha": commit_of(files),
+            "siblings": [{"rfilename": name} for name in files],
+        }
         return self.send(200, json.dumps(told).encode())
 
     def file(self, repo: str, name: str, files: dict[str, bytes]) -> None:
@@ -104,7 +117,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.send(status, data, headers=headers, sent=len(data) // 2 if breaks else None)
 
     def send(
-        self, status: int, data: bytes = b"", *, error: str = "", headers: dict[str, str] | None = None, sent: int | None = None
+        self,
+        status: int,
+        data: bytes = b"",
+        *,
+        error: str = "",
+        headers: dict[str, str] | None = None,
+        sent: int | None = None,
     ) -> None:
         """Send a response; `sent`: only so many bytes of it, and then close the connection."""
         self.send_response(status)
