@@ -64,6 +64,10 @@ def test_packages_are_the_five_and_typed() -> None:
     assert not bare, f"left out of the wheel without an __init__.py: {bare}"
     included = PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
     assert sorted(included) == [f"{package}*" for package in PACKAGES]
+    assert PYPROJECT["tool"]["setuptools"]["py-modules"] == [
+        f.stem for f in files() if f.suffix == ".py" and not f.parent.name
+    ]
+    assert PYPROJECT["project"]["scripts"] == {"coppice": "coppice:main"}
 
 
 def test_constraints_pin_what_make_installs() -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.load.hub_files import Needed, needed
+from engine.load.hub_files import BESIDE, Needed, needed
 from engine.load.options import LoadOptions
+from engine.text.tokenizer import FILES
 from engine.version import __version__
 from models.errors import show
 from models.folders import HUB_NAME, SNAPSHOTS
@@ -84,14 +85,23 @@ class _Repository:
     def fetch(self) -> Path:
         """The folder or the GGUF file, fetched."""
         commit, files = self._files()
-        chosen = needed(files, self.name.file, self.where, lambda file: self._read(commit, file))
         folder = self._cached()
+        try:
+            chosen = needed(files, self.name.file, self.where, lambda file: self._read(commit, file))
+        except CheckpointError as error:
+            if not self.offline:
+                raise
+            what = f"of {self.name} the hub's cache has only a part, and the hub is not asked: {error.what}"
+            raise CheckpointError(what, where=str(folder), remedy=error.remedy) from error
+        patterns = [*map(escape, chosen.files)]
+        if self.offline and not chosen.gguf:  # the library knows which of these the commit has
+            patterns += BESIDE + FILES[:1]
         if self.offline or folder is None or folder.name != commit or not self._whole(folder, chosen):
             folder = Path(
                 self.api.snapshot_download(
                     self.name.repo,
                     revision=self.name.revision,
-                    allow_patterns=[*map(escape, chosen.files)],
+                    allow_patterns=patterns,
                     local_files_only=self.offline,
                 )
             )
@@ -213,6 +223,6 @@ def _error_of(name: HubName, error: Exception) -> CheckpointError:
     elif isinstance(error, OSError) and error.errno and error.filename:
         return CheckpointError(f"the hub's cache cannot be written: {error.strerror}", where=show(error.filename))
     else:
-        what = f"{here}, and the hub is out of reach: {reason}"
+        what = f"{here}, and fetching it from the hub failed: {reason}"
         remedy = "check the network and HF_ENDPOINT, and run it again: complete files are kept"
     return CheckpointError(what, where=where, remedy=remedy)

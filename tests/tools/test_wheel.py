@@ -2,10 +2,14 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 import zipfile
 
 import pytest
 
+from engine.version import __version__
 from kernels import cpp, operators, processor
 from kernels.processor import TARGETS
 from tools import wheel
@@ -53,6 +57,12 @@ def test_its_kernels_are_found_without_a_compiler(tiny, monkeypatch, tmp_path, c
         names = made.namelist()
         made.extractall(tmp_path / "installed")
     assert {"coppice.py", "kernels/operators.h", "engine/chat.py", "models/demo/target/config.json"} <= {*names}
+    [scripts] = (tmp_path / "installed").glob("*.dist-info/entry_points.txt")
+    assert "coppice = coppice:main" in scripts.read_text()
+    command = [sys.executable, "-P", "-m", "coppice", "--version"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.stdout == f"coppice {__version__}\n"
     assert sorted(name for name in names if "prebuilt" in name) == [
         f"kernels/prebuilt/{LOWEST[0]}.json",
         f"kernels/prebuilt/{LOWEST[0]}.so",

@@ -13,11 +13,13 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 
+def digest(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()
+
+
 def commit_of(files: dict[str, bytes]) -> str:
     """A commit as the hub has them: 40 hexadecimal digits."""
-    return hashlib.sha1(
-        repr(sorted((name, hashlib.sha1(data).digest()) for name, data in files.items())).encode()
-    ).hexdigest()
+    return digest(repr(sorted((name, digest(data)) for name, data in files.items())).encode())
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -33,6 +35,7 @@ class Hub:
         repos: files by repository and revision.
         gated: repositories whose files need the token.
         breaks: how often a file's content breaks off in its middle, by its path.
+        faults: the status that a file's content gets instead, by its path.
         status: that all requests get, if it is not 0.
     """
 
@@ -40,6 +43,7 @@ class Hub:
     repos: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     gated: dict[str, str] = field(default_factory=dict)
     breaks: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
     status: int = 0
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, Range
 
@@ -50,12 +54,9 @@ class Hub:
         return commit
 
     def fetched(self) -> list[str]:
-        """The files whose contents were sent."""
-        return [
-            path.partition("/resolve/")[2].partition("/")[2]
-            for method, path, _ in self.asked
-            if method == "GET" and "/resolve/" in path
-        ]
+        """The files whose contents were asked for."""
+        paths = [path for method, path, _ in self.asked if method == "GET" and "/resolve/" in path]
+        return [path.partition("/resolve/")[2].partition("/")[2] for path in paths]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -87,16 +88,9 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "file":
             return self.file(repo, found[3], files)
         if kind == "tree":
-            rows = [
-                {"type": "file", "path": name, "size": len(data), "oid": digest(data)} for name, data in files.items()
-            ]
+            rows = [{"type": "file", "path": name, "size": len(files[name]), "oid": "0"} for name in files]
             return self.send(200, json.dumps(rows).encode())
-        told = {
-            "id": repo,
-            "modelId": repo,
-            "sha": commit_of(files),
-            "siblings": [{"rfilename": name} for name in files],
-        }
+        told = {"id": repo, "sha": commit_of(files), "siblings": [{"rfilename": name} for name in files]}
         return self.send(200, json.dumps(told).encode())
 
     def file(self, repo: str, name: str, files: dict[str, bytes]) -> None:
@@ -104,6 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send(403, error="GatedRepo")
         if name not in files:
             return self.send(404, error="EntryNotFound")
+        if self.command == "GET" and name in self.hub.faults:
+            return self.send(self.hub.faults[name])
         data = files[name]
         headers = {"ETag": f'"{digest(data)}"', "X-Repo-Commit": commit_of(files), "Accept-Ranges": "bytes"}
         status = 200
@@ -116,15 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.breaks[name] -= 1
         self.send(status, data, headers=headers, sent=len(data) // 2 if breaks else None)
 
-    def send(
-        self,
-        status: int,
-        data: bytes = b"",
-        *,
-        error: str = "",
-        headers: dict[str, str] | None = None,
-        sent: int | None = None,
-    ) -> None:
+    def send(self, status: int, data: bytes = b"", *, error: str = "", headers: Any = None, sent: Any = None) -> None:
         """Send a response; `sent`: only so many bytes of it, and then close the connection."""
         self.send_response(status)
         for name, value in {**({"X-Error-Code": error} if error else {}), **(headers or {})}.items():
@@ -136,10 +124,6 @@ class _Handler(BaseHTTPRequestHandler):
         if sent is not None:
             self.wfile.flush()
             self.close_connection = True
-
-
-def digest(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
 
 
 @contextmanager

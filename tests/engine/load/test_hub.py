@@ -1,0 +1,363 @@
+"""Models by their names on the hub, fetched from a small local server; what must never fetch; errors."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from engine import CheckpointError, Engine, LoadOptions
+from engine.app import batch, chat
+from engine.demo import demo_folder
+from engine.load.hub import HubName, local_path, located
+from engine.serve.command import named
+from models.checkpoint.headers import Checkpoint
+from search import Greedy
+from tests.engine.load.hub_server import Hub, files_of, serving
+
+ROOT = Path(__file__).parents[3]
+TOY = files_of(demo_folder())
+NEVER = {"pytorch_model.bin": b"\x80\x02.", "modeling_toy.py": b"raise SystemExit", "README.md": b"x" * 1000}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A hub with org/toy, which this process asks, with an empty cache in tmp_path / "hub"."""
+    from huggingface_hub import constants
+
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with serving() as hub:
+        hub.add("org/toy", TOY | NEVER)
+        _use(monkeypatch, hub.url)
+        changes = {
+            "HF_HUB_CACHE": tmp_path / "hub",
+            "HF_TOKEN_PATH": tmp_path / "token",
+            "DOWNLOAD_CHUNK_SIZE": 1 << 16,
+        }
+        for name, value in changes.items():
+            monkeypatch.setattr(constants, name, value if isinstance(value, int) else str(value))
+        yield hub
+
+
+def _use(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def switch() -> None:
+        from huggingface_hub import constants
+
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+    return switch
+
+
+def fetch(name: str) -> Path:
+    return Path(local_path(name, progress=False))
+
+
+def refused(name: str) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        fetch(name)
+    return caught.value
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize(
+    ("text", "repo", "revision", "file"),
+    [
+        ("org/name", "org/name", "main", ""),
+        ("org/name:Q4_K_M", "org/name", "main", "Q4_K_M"),
+        ("org/na-me.v1_2@v1.0", "org/na-me.v1_2", "v1.0", ""),
+        ("org/name@refs/pr/1:sub/model-Q8_0.gguf", "org/name", "refs/pr/1", "sub/model-Q8_0.gguf"),
+    ],
+)
+def test_names(text: str, repo: str, revision: str, file: str):
+    name = HubName.parse(text)
+    assert name == HubName(repo, revision, file) and str(name) == text
+
+
+NO_NAMES = "name ./org/name /org/name org/name/ a/b/c ~/name models/smol.gguf org/../name org/a..b http://x/y orgé/name"
+NO_NAMES += " org/name@ org/name: org/name@../x org/name:../x"
+
+
+@pytest.mark.parametrize("text", [*NO_NAMES.split(), "org/na me", ""])
+def test_paths_are_no_names(text: str, hub: Hub):
+    assert HubName.parse(text) is None and local_path(text) == text and not hub.asked
+
+
+def test_neither_says_what_both_look_like(tmp_path: Path, hub: Hub):
+    with pytest.raises(CheckpointError) as caught:
+        Engine.load(tmp_path / "none")
+    assert "there is no such folder" in caught.value.what and "org/name:Q4_K_M" in caught.value.remedy
+    assert not hub.asked
+
+
+def test_a_path_that_is_there_goes_first(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("org").mkdir()
+    Path("org/toy").symlink_to(demo_folder())
+    assert Engine.load("org/toy", threads=1, kv_memory=1 << 20).name == "target" and not hub.asked
+    Path("org/toy").unlink()
+    Path("org/toy").symlink_to("nothing")  # a mistake of the user's, not a name on the hub
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Engine.load("org/toy")
+    assert not hub.asked
+
+
+def test_the_server_calls_a_model_by_its_name():
+    assert named("org/toy@v1:Q4_K_M") == ("org/toy@v1:Q4_K_M", "org/toy@v1:Q4_K_M")
+    assert named("x=org/toy") == ("x", "org/toy")
+
+
+# --- fetching ---
+
+
+def test_a_model_is_fetched_once_without_pickles_and_code(hub: Hub):
+    engine = Engine.load("org/toy", threads=1, kv_memory=1 << 20)
+    assert engine.name == "toy" and engine.template is not None
+    [result] = engine.generate(["2 + 2 ="], Greedy(), max_new_tokens=4)
+    [local] = Engine.load(demo_folder(), threads=1, kv_memory=1 << 20).generate(["2 + 2 ="], Greedy(), max_new_tokens=4)
+    assert result.outputs[0].text == local.outputs[0].text != ""
+    assert sorted(hub.fetched()) == sorted(TOY)
+    hub.asked.clear()
+    assert Engine.load("org/toy", threads=1, kv_memory=1 << 20).name == "toy"
+    assert [method for method, *_ in hub.asked] == ["GET"] and not hub.fetched()  # whether there is a new commit
+
+
+def test_a_new_commit_is_fetched(hub: Hub):
+    before = fetch("org/toy")
+    hub.add("org/toy", TOY | {"generation_config.json": b"{}"})
+    after = fetch("org/toy")
+    assert after != before and (after / "generation_config.json").read_bytes() == b"{}"
+
+
+def test_a_revision(hub: Hub):
+    commit = hub.add("org/toy", TOY | {"generation_config.json": b"{}"}, "v2")
+    assert (fetch("org/toy@v2") / "generation_config.json").read_bytes() == b"{}"
+    assert fetch(f"org/toy@{commit}").name == commit and fetch("org/toy").name != commit
+    error = refused("org/toy@v3")
+    assert error.what == "org/toy has no revision v3" and error.exit_code == 3
+
+
+def test_all_shards_of_an_index_and_no_others(hub: Hub):
+    shards = {"a-00001-of-00002.safetensors": b"1", "a-00002-of-00002.safetensors": b"2"}
+    index = json.dumps({"weight_map": {"x": "a-00001-of-00002.safetensors", "y": "a-00002-of-00002.safetensors"}})
+    files = {"config.json": b"{}", "consolidated.safetensors": b"3", "model.safetensors.index.json": index.encode()}
+    hub.add("org/shards", files | shards | NEVER)
+    fetch("org/shards")
+    assert sorted(hub.fetched()) == sorted([*shards, "config.json", "model.safetensors.index.json"])
+    for wrong in ("../x.safetensors", "sub/x.safetensors", "x.bin", "absent.safetensors"):
+        index = json.dumps({"weight_map": {"x": wrong}}).encode()
+        hub.add("org/wrong", files | {"model.safetensors.index.json": index, "x.bin": b"", "sub/x.safetensors": b""})
+        assert wrong in refused("org/wrong").what
+
+
+def test_companions_and_the_plan(hub: Hub, capsys: pytest.CaptureFixture[str]):
+    for role in ("draft", "reward"):
+        hub.add(f"org/{role}", files_of(demo_folder(role)))
+    engine = Engine.load("org/toy", draft="org/draft", reward="org/reward", threads=1, kv_memory=1 << 20)
+    assert {role: other.name for role, other in engine.companions.items()} == {"draft": "draft", "reward": "reward"}
+    hub.add("org/other", files_of(demo_folder("draft")))
+    assert chat.main(["--plan", "org/other", "-q"]) == 0
+    assert capsys.readouterr().out.startswith("other: ")
+
+
+def test_options_without_names_are_the_same():
+    options = LoadOptions(demo_folder(), reward=lambda prompt, texts: [0.0 for _ in texts])
+    assert located(options) is options
+
+
+# --- GGUF files ---
+
+
+@pytest.mark.skipif(find_spec("gguf") is None, reason="needs the package gguf")
+def test_a_gguf_file_by_its_quantisation(hub: Hub, tmp_path: Path):
+    from tests.models.gguf.files import File, random
+
+    whole = File(random(tmp_path / "random", "llama/gqa")).write(tmp_path / "x.gguf").read_bytes()
+    hub.add("org/tiny-GGUF", {"config.json": b"{}", "tiny-Q8_0.gguf": whole, "tiny-Q4_K_M.gguf": b"GGUF"} | NEVER)
+    engine = Engine.load("org/tiny-GGUF:q8_0", threads=1, kv_memory=1 << 20)
+    assert engine.name == "tiny-Q8_0" and hub.fetched() == ["tiny-Q8_0.gguf"]
+    assert named("org/tiny-GGUF:q8_0")[0] == "org/tiny-GGUF:q8_0"
+
+
+# --- downloads that break off ---
+
+
+def test_a_download_that_breaks_off_goes_on(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
+    hub.breaks["model.safetensors"] = 2
+    assert (fetch("org/toy") / "model.safetensors").read_bytes() == TOY["model.safetensors"]
+    starts = [int(wanted[6:-1] or 0) for _, path, wanted in hub.asked if path.endswith(".safetensors") and wanted]
+    assert len(starts) == 2 and 0 < starts[0] < starts[1] < len(TOY["model.safetensors"])
+
+
+def test_what_was_complete_is_kept(hub: Hub, offline: Callable[[], None]):
+    hub.faults["model.safetensors"] = 500
+    error = refused("org/toy")
+    assert "500" in error.what and "run it again: complete files are kept" in error.remedy
+    [folder] = (Path(os.fspath(_cache())) / "models--org--toy" / "snapshots").iterdir()
+    kept = {path.name for path in folder.iterdir()}
+    assert "model.safetensors" not in kept
+    hub.faults.clear()
+    hub.asked.clear()
+    fetch("org/toy")
+    assert sorted(hub.fetched()) == sorted({*TOY} - kept)
+
+
+def _cache() -> str:
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_CACHE
+
+
+# --- offline, out of reach, refused ---
+
+
+def test_offline(hub: Hub, offline: Callable[[], None], recwarn: pytest.WarningsRecorder):
+    folder = fetch("org/toy")
+    hub.asked.clear()
+    offline()
+    assert fetch("org/toy") == folder and not recwarn.list
+    error = refused("org/other")
+    assert str(error).count("\n") == 0 and error.exit_code == 3
+    for words in ("no file or folder org/other here", str(_cache()), "HF_HUB_OFFLINE is set"):
+        assert words in error.what
+    assert "HF_HUB_OFFLINE is set" in refused("org/toy@v2").what
+    (folder / "tokenizer.json").unlink()
+    if int(huggingface_hub.__version__.partition(".")[0]) >= 2:  # older ones do not know what a commit has
+        assert "has only a part of org/toy" in refused("org/toy").what
+    (folder / "model.safetensors").unlink()
+    error = refused("org/toy")
+    assert "of org/toy the hub's cache has only a part" in error.what and error.where == str(folder)
+    assert not hub.asked
+
+
+def test_out_of_reach(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    folder = fetch("org/toy")
+    for away in ("http://127.0.0.1:9", "http://hub.invalid"):
+        _use(monkeypatch, away)
+        with pytest.warns(UserWarning, match=f"{away} is out of reach: org/toy is used as it was fetched before"):
+            assert fetch("org/toy") == folder
+        error = refused("org/other")
+        assert "fetching it from the hub failed: " in error.what and error.where == f"{away}/org/other"
+        assert "HF_ENDPOINT" in error.remedy
+    _use(monkeypatch, hub.url)
+    hub.status = 503
+    with pytest.warns(UserWarning, match="out of reach"):
+        assert fetch("org/toy") == folder
+
+
+def test_gated(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    hub.gated["org/toy"] = "hf_secret"
+    error = refused("org/toy")
+    assert error.what == "org/toy is gated: its owners choose who may fetch it" and error.exit_code == 3
+    assert error.where == f"{hub.url}/org/toy" and "HF_TOKEN" in error.remedy and "ask for access" in error.remedy
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert (fetch("org/toy") / "model.safetensors").read_bytes() == TOY["model.safetensors"]
+
+
+def test_not_found(hub: Hub):
+    error = refused("org/none")
+    assert error.what == "there is no file or folder org/none here, and no model org/none on the hub that you may see"
+    assert error.exit_code == 3 and "HF_TOKEN" in error.remedy
+
+
+def test_a_cache_that_cannot_be_written(hub: Hub, tmp_path: Path):
+    (tmp_path / "hub").write_text("a file")
+    error = refused("org/toy")
+    assert "the hub's cache cannot be written" in error.what and str(tmp_path / "hub") in error.where
+
+
+# --- who fetches ---
+
+
+def test_lines_of_a_batch_never_fetch(hub: Hub, tmp_path: Path):
+    fields = ("model", "draft", "reward", "adapter", "folder", "chat_template", "search", "catalogue")
+    lines = [{"prompt": "2 + 2 =", name: "org/toy"} for name in fields] + [{"prompt": "org/toy"}]
+    file, out = tmp_path / "lines.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--input", file, "--output", out, "--max-new-tokens", "2", "--kv-memory", "8M", "--threads", "1", "-q"]
+    batch.main([*map(str, flags)])
+    assert len(out.read_text().splitlines()) == len(lines) and not hub.asked
+
+
+def test_http_requests_never_fetch(hub: Hub):
+    httpx = pytest.importorskip("httpx2")
+    pytest.importorskip("uvicorn")
+    from engine.serve import command
+
+    flags = ["--kv-memory", "8M", "--threads", "1", "-q", "--max-new-tokens", "2"]
+    args = command.make_parser().parse_args(flags)
+    with command.application(args) as app, command.background(app) as url:
+        told: dict[str, Any] = {"model": "demo", "prompt": "2 + 2 ="}
+        names = ("model", "draft", "reward", "adapter", "folder", "chat_template", "search", "catalogue")
+        bodies = [told, *(told | {name: "org/toy"} for name in names)]
+        answers = [httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code for body in bodies]
+        answers.append(httpx.get(f"{url}/v1/models/org/toy", timeout=60).status_code)
+    assert answers[0] == 200 and answers[1] == 404 and 500 not in answers and not hub.asked
+
+
+def test_nothing_of_the_hub_is_imported_for_paths(tmp_path: Path):
+    code = "import sys; from engine.app.chat import main; main(['-p', 'hi', '-q', '--max-new-tokens', '1'])\n"
+    code += "sys.exit('huggingface_hub' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=120)
+
+
+def test_a_session_of_a_new_user(tmp_path: Path):
+    """The commands as they are typed, with the environment alone to say where the hub is."""
+    with serving() as hub:
+        hub.add("org/toy", TOY | NEVER)
+        hub.add("org/many-GGUF", {"a-Q4_0.gguf": b"", "a-Q8_0.gguf": b""})
+        plain = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+        env = plain | {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT)}
+
+        def coppice(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-P", "-m", "coppice", *words]
+            return subprocess.run(
+                command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env | more, input=""
+            )
+
+        asked = ("-p", "2+2", "--max-new-tokens", "8")
+        found = coppice("chat", "--model", "org/toy", *asked)
+        assert (found.returncode, found.stdout) == (0, "2 + 2 = 4.\n") and "5/5" in found.stderr
+        found = coppice("chat", "--model", "org/toy", *asked, HF_HUB_OFFLINE="1")
+        assert (found.returncode, found.stdout, found.stderr) == (0, "2 + 2 = 4.\n", "")
+        found = coppice("chat", "--model", "org/other", *asked, HF_HUB_OFFLINE="1")
+        assert found.returncode == 3 and found.stderr.count("\n") == 1 and "HF_HUB_OFFLINE is set" in found.stderr
+        found = coppice("batch", "--model", "org/many-GGUF", "-q")
+        assert found.returncode == 3 and "2 GGUF files suit: a-Q4_0.gguf, a-Q8_0.gguf" in found.stderr
+        assert "Traceback" not in found.stderr and not {*hub.fetched()} & {*NEVER}
+
+
+def test_a_blob_that_repositories_share(tmp_path: Path):
+    """The hub's cache can hold a blob once for all repositories: blobs/DIGEST is a link then."""
+    folder = tmp_path / "models--org--toy" / "snapshots" / ("0" * 40)
+    store, blob = tmp_path / "blobs" / "ab" / ("ab" * 32), folder.parent.parent / "blobs" / "weights"
+    for path in (folder, store.parent, blob.parent):
+        path.mkdir(parents=True)
+    for name, data in TOY.items():
+        (folder / name).write_bytes(data)
+    (folder / "model.safetensors").replace(store)
+    blob.symlink_to(f"../../blobs/ab/{store.name}")
+    (folder / "model.safetensors").symlink_to("../../blobs/weights")
+    assert Checkpoint.open(folder).name == "toy"
+    outside = store.rename(tmp_path / "blobs" / "ab" / "x")
+    blob.unlink()
+    blob.symlink_to(outside)
+    with pytest.raises(CheckpointError, match="leads out"):
+        Checkpoint.open(folder)
