@@ -67,11 +67,16 @@ def load_model(
     Raises:
         CheckpointError: the architecture is not supported, or the folder does not hold what it needs.
     """
-    family = FAMILIES.get(checkpoint.architecture)
-    if family is None:
-        raise CheckpointError(
-            f"architecture {checkpoint.architecture!r} is not supported",
-            where=str(checkpoint.folder / "config.json"),
-            remedy=nearest(checkpoint.architecture, FAMILIES, SUPPORTED),
-        )
+    family = family_of(checkpoint.architecture, str(checkpoint.folder / "config.json"))
     return family(checkpoint, dtype, device, quant, reader).eval()
+
+
+def family_of(architecture: str, where: str) -> type[Decoder]:
+    """The class of an architecture. Raises CheckpointError, with the place of its config, if it is not supported."""
+    if architecture not in FAMILIES:
+        raise CheckpointError(
+            f"architecture {architecture!r} is not supported",
+            where=where,
+            remedy=nearest(architecture, FAMILIES, SUPPORTED),
+        )
+    return FAMILIES[architecture]

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.load.hub_files import BESIDE, Needed, needed
+from engine.load.hub_files import BESIDE, Needed, architecture_of, needed
 from engine.load.options import LoadOptions
 from engine.text.tokenizer import FILES
 from engine.version import __version__
+from models import family_of
 from models.errors import show
 from models.folders import HUB_NAME, SNAPSHOTS
 
@@ -93,6 +94,8 @@ class _Repository:
                 raise
             what = f"of {self.name} the hub's cache has only a part, and the hub is not asked: {error.what}"
             raise CheckpointError(what, where=str(folder), remedy=error.remedy) from error
+        if not chosen.gguf:  # before gigabytes are fetched in vain
+            family_of(architecture_of(self._read(commit, "config.json")), f"{self.where}: config.json")
         patterns = [*map(escape, chosen.files)]
         if self.offline and not chosen.gguf:  # the library knows which of these the commit has
             patterns += BESIDE + FILES[:1]

@@ -11,6 +11,7 @@ from pathlib import Path
 from engine.errors import CheckpointError
 from engine.text.tokenizer import FILES
 from models.checkpoint.headers import ADAPTERS, CONFIG_BYTES, INDEX, INDEX_BYTES, WEIGHTS, read_json
+from models.checkpoint.wrapped import is_wrapped, text_config
 from models.errors import show
 from models.folders import PART
 
@@ -63,6 +64,19 @@ def needed(files: Collection[str], file: str, where: str, read: Callable[[str], 
     if len(models) == 1 or len(usual) == 1:
         return _gguf((usual or [*models])[0], models)
     raise _several([*models], where) if models else _nothing(files, where, read)
+
+
+def architecture_of(path: Path) -> str:
+    """The architecture that a config.json names, of several modalities that of the text model; "" if it names none.
+
+    Raises:
+        CheckpointError: it is no config, or has no text model that is supported.
+    """
+    config = read_json(path, CONFIG_BYTES)
+    if is_wrapped(config):
+        config = text_config(config, show(path))
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
 def gguf_models(files: Collection[str]) -> dict[str, list[str]]:

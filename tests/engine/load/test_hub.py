@@ -156,7 +156,11 @@ def test_a_revision(hub: Hub):
 def test_all_shards_of_an_index_and_no_others(hub: Hub):
     shards = {"a-00001-of-00002.safetensors": b"1", "a-00002-of-00002.safetensors": b"2"}
     index = json.dumps({"weight_map": {"x": "a-00001-of-00002.safetensors", "y": "a-00002-of-00002.safetensors"}})
-    files = {"config.json": b"{}", "consolidated.safetensors": b"3", "model.safetensors.index.json": index.encode()}
+    files = {
+        "config.json": TOY["config.json"],
+        "consolidated.safetensors": b"3",
+        "model.safetensors.index.json": index.encode(),
+    }
     hub.add("org/shards", files | shards | NEVER)
     fetch("org/shards")
     assert sorted(hub.fetched()) == sorted([*shards, "config.json", "model.safetensors.index.json"])
@@ -164,6 +168,14 @@ def test_all_shards_of_an_index_and_no_others(hub: Hub):
         index = json.dumps({"weight_map": {"x": wrong}}).encode()
         hub.add("org/wrong", files | {"model.safetensors.index.json": index, "x.bin": b"", "sub/x.safetensors": b""})
         assert wrong in refused("org/wrong").what
+
+
+def test_no_weights_of_a_model_that_is_not_supported(hub: Hub):
+    config = json.dumps({"architectures": ["MambaForCausalLM"]}).encode()
+    hub.add("org/mamba", TOY | {"config.json": config})
+    error = refused("org/mamba")
+    assert "architecture 'MambaForCausalLM' is not supported" in error.what and hub.fetched() == ["config.json"]
+    assert error.where == f"{hub.url}/org/mamba: config.json"
 
 
 def test_companions_and_the_plan(hub: Hub, capsys: pytest.CaptureFixture[str]):
