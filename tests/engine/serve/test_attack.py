@@ -48,20 +48,21 @@ import sys
 from engine.serve import command
 from engine.service import Service
 
-log, submit = open(sys.argv.pop(1), "a", buffering=1), Service.submit
+log, queue = open(sys.argv.pop(1), "a", buffering=1), Service.queue
 
-def watched(self, checked, tell, **options):
-    before, told = self.driver.work["target"].passes, []
+def watched(self, entry):
+    before, tell, told = self.driver.work["target"].passes, entry.tell, []
 
     def hear(news):
         if not told:
             told.append(True)
-            print(checked.request.cache_salt, self.driver.work["target"].passes - before, file=log)
+            print(entry.checked.request.cache_salt, self.driver.work["target"].passes - before, file=log)
         tell(news)
 
-    return submit(self, checked, hear, **options)
+    entry.tell = hear
+    queue(self, entry)
 
-Service.submit = watched
+Service.queue = watched
 sys.exit(command.main())
 """
 
