@@ -1,4 +1,4 @@
-"""Which folder holds the files of a checkpoint, as the hub's cache keeps them in snapshots; which file is a model."""
+"""Finds the folder that holds a checkpoint's files, also in the snapshots of the hub's cache, and the model's file."""
 
 import re
 from pathlib import Path

@@ -26,7 +26,7 @@ BUFFERS = (  # older checkpoints store frequencies: computed here
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions become angles. `original_length` is the length the model was trained at, before any stretching."""
+    """The rule by which positions become angles. `original_length` is the length of training, before any stretching."""
 
     head_dim: int  # the dims of a head that are rotated (D), not those that pass through
     kind: str = "default"

@@ -52,7 +52,7 @@ def parts() -> tuple[str, str]:
 
 
 def digest(text: str) -> str:
-    """How a policy names an inline style or script that a browser may use."""
+    """The name that a policy has for an inline style or script that a browser may use."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

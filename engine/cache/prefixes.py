@@ -243,7 +243,7 @@ class PrefixCache:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """The number of tokens that both begin with."""
     shared = min(len(first), len(second))
     if first[:shared] == second[:shared]:
         return shared

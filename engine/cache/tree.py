@@ -351,7 +351,7 @@ class TokenTree(Nodes):
             self._reserved = None
 
     def _next_page(self) -> int:
-        """Where the trunk goes on: after its last page, or where the claim begins if that page is another tree's."""
+        """The next page of the trunk: after its last page, or where the claim begins if that page is another tree's."""
         pages = self.trunk.pages
         return pages[-1] + 1 if pages and (not self._claim or pages[-1] in self._claim) else self._claim.start
 

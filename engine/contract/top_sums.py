@@ -107,6 +107,6 @@ def _sorted(values: Tensor, places: Tensor, k: int) -> FoundSums:
 
 
 def _finite(values: Tensor, places: Tensor) -> FoundSums:
-    """Without sums of -inf, which are last."""
+    """Drop the sums of -inf, which are last."""
     count = int((values > -math.inf).sum())
     return FoundSums(values[:count], places[:count])

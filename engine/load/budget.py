@@ -59,7 +59,7 @@ class MemoryPlan:
         return (tokens + RESERVED) * self.token
 
     def total(self, tokens: int) -> int:
-        """With such a cache."""
+        """Bytes with a cache for so many tokens."""
         return self.fixed + self.cache(tokens)
 
     def left(self, memory: int) -> int:

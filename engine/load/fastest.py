@@ -1,4 +1,4 @@
-"""Which of several ways to multiply a matrix is the fastest on this machine: measured once, and remembered.
+"""Finds the fastest of several ways to multiply a matrix on this machine: measured once, and remembered.
 
 Where a processor has one way only, nothing is measured. The seconds of each way are kept in the folder of the kernels
 (`kernels.cpp`), by the kernels, the processor and the question, so that the same machine always answers the same.

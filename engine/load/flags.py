@@ -1,4 +1,4 @@
-"""How the field of a class of options says its flag, and what fronts read of it.
+"""The flags of options: a field of a class declares its flag, and all fronts read the declaration.
 
 A field is `Annotated[type, Flag(...)] = default` or, without a flag, `Annotated[type, NoFlag(why)] = default`; the
 docstring of its class has the text about it.
@@ -18,7 +18,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Flag:
-    """How commands offer an option. Its help is the first sentence about the field in the docstring of the options.
+    """The flag of an option. Its help is the first sentence about the field in the docstring of the options.
 
     Args:
         name: "" takes the field's.

@@ -142,7 +142,7 @@ class _Weights:
         )
 
     def eos_token_ids(self) -> frozenset[int]:
-        """Those of the checkpoint; else the family's, if its files have no word on it; else the tokenizer's."""
+        """The end tokens of the checkpoint; if its files have none, those of the family, else of the tokenizer."""
         eos, checkpoint = self.checkpoint.eos_token_ids, self.checkpoint
         if not eos and "eos_token_id" not in checkpoint.config and not checkpoint.generation_config:
             eos = self.model.default_eos_token_ids

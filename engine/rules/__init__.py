@@ -36,7 +36,7 @@ Words = Sequence[str | Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Which tokens may come next, and how likely they are made; the last part of a `Request`.
+    """The rules of which tokens may come next, and how likely they are made; the last part of a `Request`.
 
     All but `constraint` and `choices` have the meaning that they have in Hugging Face's generation, and all apply in
     its order; a constraint takes the place of `prefix_allowed_tokens_fn`.

@@ -12,7 +12,7 @@ STUCK = float(-(1 << 16))  # log-probability of the end where no token is allowe
 
 
 class Endings:
-    """Where the outputs of one request end because no token is allowed.
+    """The nodes where the outputs of one request end because no token is allowed.
 
     A search sees an end-of-sequence token there, as the only one that has a log-probability, `STUCK`.
 

@@ -33,7 +33,7 @@ class Few(NamedTuple):
 
     @classmethod
     def of(cls, allowed: Sequence[Allowed], renormalise: bool) -> "Few":
-        """Those of entries that have ids."""
+        """The tokens of entries that have ids."""
         ids = [entry.ids for entry in allowed]
         count_N = torch.tensor([len(some) for some in ids if some is not None])
         if any(isinstance(some, Tensor) for some in ids):

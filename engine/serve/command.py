@@ -94,7 +94,7 @@ def make_parser() -> Parser:
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Where the server listens, who may ask, and for how much."""
+    """Flags of where the server listens, who may ask, and for how much."""
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (%(default)s)")
     group.add_argument(

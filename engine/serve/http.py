@@ -364,7 +364,7 @@ class Events(Response):
 
 
 def client_of(scope: Scope) -> str:
-    """Who shares queues fairly with others: the bearer of a key, without keys an address, of IPv6 a network."""
+    """The client, by which queues are shared: the key of a bearer; without keys an address, for IPv6 a network."""
     address = (scope.get("client") or ("", 0))[0]
     network = address if ":" not in address else ":".join(ipaddress.ip_address(address).exploded.split(":")[:4])
     return scope.get(SALT) or network

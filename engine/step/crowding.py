@@ -1,4 +1,4 @@
-"""Whose search gives its pages back when the KV cache is full, so that no client can keep another one waiting.
+"""Chooses the search that gives its pages back when the KV cache is full, so that no client blocks another one.
 
 The client that holds the most pages gives way, with the search of its that started last. Where there are several
 clients, a part of each pool is for those that hold less: what one client may hold is limited (`Driver.share`).

@@ -1,4 +1,4 @@
-"""How a pass is evaluated: what its searches want of the rows decides, when the batch is built."""
+"""The ways to evaluate a pass, chosen when the batch is built by what its searches want from the rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

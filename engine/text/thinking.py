@@ -10,7 +10,7 @@ _OPENING = re.compile(r"[<\[](?:\w+:)?(?:think|thinking|thought)[>\]]", re.IGNOR
 
 @dataclass(frozen=True)
 class Thoughts:
-    """How replies to a prompt write what they think.
+    """The form in which replies to a prompt write their thoughts.
 
     Args:
         opening, closing: the tags; "" if the model has none.

@@ -35,7 +35,7 @@ def default_zero(kind: GroupKind, least: bool) -> float:
 
 
 class Groups(NamedTuple):
-    """How a packed matrix holds its elements in groups: (number - zero) * scale + least.
+    """The form of elements in groups of a packed matrix: (number - zero) * scale + least.
 
     Args:
         kind: int4: numbers from 0 to 15; int8: from 0 to 255; float8: e4m3.

@@ -61,7 +61,7 @@ def measure(
 
 
 class Sizes(Weights):
-    """In the place of `Weights`: reads nothing and counts the bytes of what it is asked for."""
+    """Stands in for `Weights`: reads nothing and counts the bytes of the weights that a model asks for."""
 
     matrices = vectors = 0
     _share = 1.0  # of a matrix that this process has

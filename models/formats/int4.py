@@ -140,7 +140,7 @@ def _symmetric(x_OGI: Tensor, candidates: Sequence[float]) -> tuple[Tensor, Tens
 
 
 def _half(scale: Tensor) -> Tensor:
-    """In float16, but for those that have too few bits there: then all of a matrix stay float32."""
+    """Scales rounded to float16, except those outside of its range: a matrix that has such scales keeps float32."""
     size = scale.abs()
     return torch.where((size > 65504) | ((size < 2**-14) & (size > 0)), scale, scale.half().float())
 

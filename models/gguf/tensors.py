@@ -93,7 +93,7 @@ class BlockReader:
 
 @dataclass(frozen=True)
 class BlockScheme:
-    """How a quantised weight is stored, see `models.quantized.Scheme`."""
+    """The form in which a quantised weight is stored, see `models.quantized.Scheme`."""
 
     block: Block
 

@@ -56,7 +56,7 @@ class Source(NamedTuple):
 
 
 class Scheme(Protocol):
-    """How a weight [outs, width] is stored."""
+    """The form in which a weight [outs, width] is stored."""
 
     def parts(self, outs: int, width: int) -> dict[str, Part]:
         """The tensors that stand for it, by the ends of their names."""
@@ -124,7 +124,7 @@ class Grid(NamedTuple):
         return -(-width // self.group(width))
 
     def shapes(self, outs: int, width: int) -> tuple[Shape, ...]:
-        """Those that the scales may have."""
+        """The shapes that the scales may have."""
         rows, columns = -(-outs // (self.outs or outs)), self.columns(width)
         return ((rows, columns), *([(rows,)] if columns == 1 else []), *([()] if rows == columns == 1 else []))
 

@@ -285,7 +285,7 @@ class Flat(Boundary):
 
 
 class Recursive(Boundary):
-    """From the root down, to the child that is the maximum in most samples; evaluated nodes have samples too."""
+    """Descends from the root to the child that is the maximum in most samples; evaluated nodes have samples too."""
 
     def add(self, families: Sequence[Family]) -> None:
         super().add(families)
