@@ -78,7 +78,7 @@ def is_blob(target: Path, repository: Path, digest: str) -> bool:
 
 
 def name_of(path: Path) -> str:
-    """What a checkpoint is called: as its folder or file, in the hub's cache as its repository."""
+    """The name of a checkpoint: its folder or file; in the hub's cache its repository."""
     if path.suffix == ".gguf" and not path.is_dir():
         return path.name.removesuffix(".gguf")  # in the hub's cache a link to a blob, whose name is a digest
     folder = path.resolve()

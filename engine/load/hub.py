@@ -39,7 +39,7 @@ class HubName:
 
     @staticmethod
     def parse(text: str) -> "HubName | None":
-        """What a text names; None if no repository can have such a name."""
+        """The repository and file that a text names; None if no repository can have such a name."""
         found = HUB_NAME.fullmatch(text)
         if found is None or ".." in text or "--" in found["repo"] or found["repo"].endswith((".gguf", ".safetensors")):
             return None
@@ -165,7 +165,7 @@ def _bars(shown: bool) -> Iterator[None]:
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
-    """What the library raises when a request fails: its own errors, and those of the HTTP client that it uses."""
+    """The errors that the library raises when a request fails: its own, and those of the HTTP client that it uses."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)), OSError

@@ -65,7 +65,7 @@ def load_options(args: argparse.Namespace) -> LoadOptions:
 
 
 def fetch_models(args: argparse.Namespace) -> LoadOptions:
-    """What the flags of loading say, with models that they name as on the hub fetched. Raises CoppiceError."""
+    """The options that the flags of loading give, with models on the hub fetched. Raises CoppiceError."""
     return located(load_options(args), progress=not getattr(args, "quiet", False))
 
 

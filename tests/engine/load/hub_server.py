@@ -29,7 +29,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @dataclass
 class Hub:
-    """What the server has, and what it was asked for.
+    """The files that the server has, and the requests that it got.
 
     Args:
         repos: files by repository and revision.
