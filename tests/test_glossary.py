@@ -93,8 +93,9 @@ NO_SUBJECT = {"Of", "What"}  # words that begin a docstring without a subject
 
 def without_subject(source: str) -> list[str]:
     """The docstrings of modules, classes and functions that begin with such a word."""
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    texts = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    nodes = ast.walk(ast.parse(source))
+    documented = (x for x in nodes if isinstance(x, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
+    texts = [ast.get_docstring(node) or "" for node in documented]
     return [text for text in texts if text.split(" ", 1)[0] in NO_SUBJECT]
 
 
