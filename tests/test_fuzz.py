@@ -686,22 +686,25 @@ def read_gguf(path: Path) -> None:
 
 @reader(150)
 def gguf_files(folder: Path, _: Engine) -> list[Case]:
-    from tests.models.gguf.files import WIDE, File, gguf, random
+    from tests.models.gguf.files import WIDE, File, gguf, random, sentencepiece_file
 
     output, made, codes = folder / "made", list[Case](), (0, 2, 3, 5)  # weights may become numbers that overflow
-    for variant in ("llama/plain", "gemma/one", "phi3/longrope", "qwen2/tied", "lfm2/plain"):
-        if not (GOLDEN / variant / "tokenizer.json").exists():
-            continue
-        path = File(GOLDEN / variant).write(folder / f"{variant.replace('/', '-')}.gguf")
+    variants = ("llama/plain", "gemma/one", "phi3/longrope", "qwen2/tied", "lfm2/plain", "sentencepiece")
+    for variant in variants:
 
-        def change(draw: Draw, valid: bytes, variant: str = variant) -> bytes:
+        def written(variant: str = variant) -> File:
+            return sentencepiece_file() if variant == "sentencepiece" else File(GOLDEN / variant)
+
+        path = written().write(folder / f"{variant.replace('/', '-')}.gguf")
+
+        def change(draw: Draw, valid: bytes, written: Callable[[], File] = written) -> bytes:
             if draw.randrange(2):
                 return (
                     draw.numbers(valid, draw.randrange(8, 3000), min(len(valid), 6000))
                     if draw.randrange(3)
                     else draw.damaged(valid)
                 )
-            file = File(GOLDEN / variant)
+            file = written()
             for _ in range(draw.randint(1, 2)):
                 key = draw.choice(sorted(file.keys))
                 old = file.keys[key]
@@ -724,7 +727,8 @@ def gguf_files(folder: Path, _: Engine) -> list[Case]:
                 file.keys[key] = found
             return file.write(folder / "changed").read_bytes()
 
-        made.append(Case(path, change, lambda path=path: read_gguf(path), (path.name, "cannot spell"), codes))
+        blamed = path.name, "cannot spell", "context"
+        made.append(Case(path, change, lambda path=path: read_gguf(path), blamed, codes))
 
     def converted(path: Path = made[0].path) -> int:
         shutil.rmtree(output, ignore_errors=True)

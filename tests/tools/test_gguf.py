@@ -9,7 +9,7 @@ from engine.text.tokenizer import Tokenizer
 from kernels.linear.blocks import BLOCKS
 from models.checkpoint.headers import WEIGHTS, Checkpoint
 from models.quantized.own import GroupedReader
-from tests.models.gguf.files import GOLDEN, WIDE, File, gguf, random
+from tests.models.gguf.files import GOLDEN, WIDE, File, gguf, random, sentencepiece_file
 from tools import convert
 
 TYPES = gguf.GGMLQuantizationType
@@ -46,12 +46,7 @@ def test_values_of_blocks(format, tmp_path):
 
 
 def test_scores_become_a_model_of_sentencepiece(tmp_path):
-    file = File(GOLDEN / "llama/plain")
-    file.folder = GOLDEN / "text/prepend"
-    file.keys |= file.vocabulary()
-    file.keys["tokenizer.ggml.scores"] = [-float(i) for i in range(len(file.keys["tokenizer.ggml.tokens"]))]
-    file.tensors["token_embd.weight"] = file.tensors["output.weight"] = file.tensors["token_embd.weight"].repeat(9, 0)
-    folder = converted(file, tmp_path / "out")
+    folder = converted(sentencepiece_file(), tmp_path / "out")
     assert (folder / "tokenizer.model").exists() and not (folder / "tokenizer.json").exists()
     ours, theirs = Tokenizer.load(folder), Tokenizer.of(Checkpoint.open(tmp_path / "out.gguf"))
     assert theirs and not ours.difference(theirs) and ours.encode("Hello world") == theirs.encode("Hello world")

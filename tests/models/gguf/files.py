@@ -246,3 +246,13 @@ def random(folder, variant, **changes):
     with (folder / WEIGHTS).open("wb") as file:
         write_tensors(file, tensors)
     return folder
+
+
+def sentencepiece_file():
+    """A file whose vocabulary has pieces with scores, as those of Llama 2 and Gemma have."""
+    file = File(GOLDEN / "llama/plain")
+    file.folder = GOLDEN / "text/prepend"
+    file.keys |= file.vocabulary()
+    file.keys["tokenizer.ggml.scores"] = [-float(i) for i in range(len(file.keys["tokenizer.ggml.tokens"]))]
+    file.tensors["token_embd.weight"] = file.tensors["output.weight"] = file.tensors["token_embd.weight"].repeat(9, 0)
+    return file
