@@ -1,6 +1,8 @@
 """The tensors of a GGUF file as a checkpoint has them: its names, its order of rows, quantised matrices as blocks."""
 
 import math
+import mmap
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear.blocks import BLOCKS, Block
-from models.checkpoint.files import map_regular
+from models.checkpoint.files import open_regular
 from models.checkpoint.tensors import RowReader, TensorInfo
 from models.config import HEAD
 from models.errors import CheckpointError, show
@@ -53,16 +55,19 @@ class Stored(TensorInfo):
 
     def read(self) -> Tensor:
         """The tensor: a view of the file where its order is that of checkpoints. Raises CheckpointError."""
+        size, first = self.rows * self.row_bytes, self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        dtype = (FLOATS | INTEGERS).get(self.format, torch.uint8)
         try:
-            mapped = map_regular(self.file, self.start + self.rows * self.row_bytes)
+            with open_regular(self.file) as file:
+                if os.fstat(file.fileno()).st_size < self.start + size:
+                    raise CheckpointError("the file became shorter while it was read", where=show(self.file))
+                # Its own pages alone: several tensors are mapped at once, and files may be larger than limits allow.
+                mapped = mmap.mmap(file.fileno(), self.start - first + size, access=mmap.ACCESS_COPY, offset=first)
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or str(error)
             raise CheckpointError(f"cannot be mapped: {why}", where=show(self.file)) from None
-        if not mapped:
-            raise CheckpointError("the file became shorter while it was read", where=show(self.file))
-        dtype = (FLOATS | INTEGERS).get(self.format, torch.uint8)
-        count = self.rows * self.row_bytes // dtype.itemsize
-        found = torch.frombuffer(mapped, dtype=dtype, count=count, offset=self.start).view(self.rows, -1)
+        found = torch.frombuffer(mapped, dtype=dtype, count=size // dtype.itemsize, offset=self.start - first)
+        found = found.view(self.rows, -1)
         if found.data_ptr() % dtype.itemsize:  # legal in the format, unfit for vector loads
             found = found.clone()
         if len(self.shape) == 1:

@@ -162,3 +162,14 @@ def test_a_file_alone_in_a_folder_is_a_model(tmp_path):
     path = File(GOLDEN / "llama/plain").write(tmp_path / "folder/m.gguf")
     one, other = (Engine.load(each, kv_memory=1 << 22) for each in (path, path.parent))
     assert one.logits([3, 5]).equal(other.logits([3, 5])) and one.name == other.name == "m"
+
+
+def test_a_file_that_is_cut_short_after_its_header_was_read(tmp_path):
+    path = File(GOLDEN / "llama/plain").write(tmp_path / "file.gguf")
+    checkpoint = Checkpoint.open(path)
+    rows = checkpoint.rows("model.embed_tokens.weight", "model.embed_tokens.weight", (104, 32))
+    path.write_bytes(path.read_bytes()[: min(info.start for info in checkpoint.tensors.values()) + 8])
+    with pytest.raises(CheckpointError, match="became shorter"):
+        checkpoint.read(["lm_head.weight"])
+    with pytest.raises(CheckpointError, match="cut short"):
+        rows([103])
