@@ -24,7 +24,7 @@ CHOOSING = tests/engine $(filter-out tests/test_golden.py tests/test_fuzz.py tes
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make chat [MODEL=PATH] [ARGS=...]  talk to the bundled toy, to a checkpoint folder, or to a GGUF file"
+	@echo "make chat [MODEL=PATH] [ARGS=...]  talk to the bundled toy, to a checkpoint folder, a GGUF file, or org/name of the hub"
 	@echo "make test [ARGS=...]              run the tests, but for slow variants of others; ARGS go to pytest"
 	@echo "make test-all [ARGS=...]          run all tests: every variant, build and random draw"
 	@echo "make test-pretend [ARGS=...]      the engine, auto choosing what it does not choose on this processor"

@@ -112,9 +112,16 @@ class _Repository:
 
     def _files(self) -> tuple[str, list[str]]:
         """The commit and its files; without a network those that the cache has of it."""
+        from huggingface_hub import constants
+
         try:
-            info = self.api.model_info(self.name.repo, revision=self.name.revision)
-            return info.sha, [each.rfilename for each in info.siblings]
+            seconds = constants.HF_HUB_ETAG_TIMEOUT
+            info = self.api.model_info(self.name.repo, revision=self.name.revision, timeout=seconds)
+            if not info.sha:
+                raise ValueError("the answer names no commit")
+            return info.sha, [each.rfilename for each in info.siblings or ()]
+        except (TypeError, KeyError) as error:
+            raise ValueError("the answer describes no model") from error
         except _network_errors() as error:
             folder = self._cached()
             if folder is None or not _is_away(error):

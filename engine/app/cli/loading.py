@@ -66,7 +66,8 @@ def load_options(args: argparse.Namespace) -> LoadOptions:
 
 def fetch_models(args: argparse.Namespace) -> LoadOptions:
     """The options that the flags of loading give, with models on the hub fetched. Raises CoppiceError."""
-    return located(load_options(args), progress=not getattr(args, "quiet", False))
+    options = load_options(args)
+    return located(options, progress=not getattr(args, "quiet", False) and options.place.rank == 0)
 
 
 def load_engine(args: argparse.Namespace, options: LoadOptions | None = None) -> Engine:

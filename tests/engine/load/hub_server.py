@@ -36,6 +36,7 @@ class Hub:
         gated: repositories whose files need the token.
         breaks: how often a file's content breaks off in its middle, by its path.
         faults: the status that a file's content gets instead, by its path.
+        answer: what the interface says instead of what there is, if it is not empty.
         status: that all requests get, if it is not 0.
     """
 
@@ -44,6 +45,7 @@ class Hub:
     gated: dict[str, str] = field(default_factory=dict)
     breaks: dict[str, int] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
+    answer: bytes = b""
     status: int = 0
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, Range
 
@@ -74,6 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.asked.append((self.command, path, self.headers.get("Range", "")))
         if self.hub.status:
             return self.send(self.hub.status)
+        if self.hub.answer:
+            return self.send(200, self.hub.answer)
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path):
             repo, kind, revision = found[1], found[2], found[3] or "main"
         elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):

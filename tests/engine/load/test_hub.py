@@ -289,6 +289,13 @@ def test_not_found(hub: Hub):
     assert error.exit_code == 3 and "HF_TOKEN" in error.remedy
 
 
+@pytest.mark.parametrize("answer", [b"<html>", b'{"id": "org/toy"}', b"[]"])
+def test_an_endpoint_that_is_no_hub(hub: Hub, answer: bytes):
+    hub.answer = answer
+    error = refused("org/toy")
+    assert "fetching it from the hub failed: " in error.what and "HF_ENDPOINT" in str(error) and error.exit_code == 3
+
+
 def test_a_cache_that_cannot_be_written(hub: Hub, tmp_path: Path):
     (tmp_path / "hub").write_text("a file")
     error = refused("org/toy")
