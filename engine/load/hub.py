@@ -11,14 +11,12 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from glob import escape
 from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.load.hub_files import BESIDE, Needed, architecture_of, needed
+from engine.load.hub_files import architecture_of, needed
 from engine.load.options import LoadOptions
-from engine.text.tokenizer import FILES
 from engine.version import __version__
 from models import family_of
 from models.errors import show
@@ -96,19 +94,15 @@ class _Repository:
             raise CheckpointError(what, where=str(folder), remedy=error.remedy) from error
         if not chosen.gguf:  # before gigabytes are fetched in vain
             family_of(architecture_of(self._read(commit, "config.json")), f"{self.where}: config.json")
-        patterns = [*map(escape, chosen.files)]
-        if self.offline and not chosen.gguf:  # the library knows which of these the commit has
-            patterns += BESIDE + FILES[:1]
-        if self.offline or folder is None or folder.name != commit or not self._whole(folder, chosen):
-            folder = Path(
-                self.api.snapshot_download(
-                    self.name.repo,
-                    revision=self.name.revision,
-                    allow_patterns=patterns,
-                    local_files_only=self.offline,
-                )
-            )
-        return folder / chosen.gguf if chosen.gguf else folder
+        if folder is None or folder.name != commit or not all((folder / file).is_file() for file in chosen.files):
+            # One after another, in this thread: Ctrl-C ends it at once, and where the weights are, the rest is too.
+            first, *others = chosen.files
+            folder = self._download(first, self.name.revision).parents[first.count("/")]  # notes the revision's commit
+            if folder.name != commit:  # the revision has just changed
+                return self.fetch()
+            for file in others:
+                self._download(file, commit)
+        return folder / chosen.gguf
 
     def _files(self) -> tuple[str, list[str]]:
         """The commit and its files; without a network those that the cache has of it."""
@@ -134,8 +128,11 @@ class _Repository:
             return folder.name, files
 
     def _read(self, commit: str, file: str) -> Path:
-        revision, offline = commit, self.offline
-        return Path(self.api.hf_hub_download(self.name.repo, file, revision=revision, local_files_only=offline))
+        folder = self._cached() if self.offline else None
+        return self._download(file, commit) if folder is None else folder / file
+
+    def _download(self, file: str, revision: str) -> Path:
+        return Path(self.api.hf_hub_download(self.name.repo, file, revision=revision))
 
     def _cached(self) -> Path | None:
         """The folder of the revision in the cache, which may not have all its files; None if there is none."""
@@ -150,10 +147,6 @@ class _Repository:
                 return None
         folder = cache / SNAPSHOTS / commit
         return folder if COMMIT.fullmatch(commit) and folder.is_dir() else None
-
-    @staticmethod
-    def _whole(folder: Path, chosen: Needed) -> bool:
-        return all((folder / file).is_file() for file in chosen.files)
 
 
 @contextlib.contextmanager
@@ -215,9 +208,6 @@ def _error_of(name: HubName, error: Exception) -> CheckpointError:
     if _is_offline(error):
         what = f"{here}, the hub's cache ({constants.HF_HUB_CACHE}) does not have all of it, and HF_HUB_OFFLINE is set"
         return CheckpointError(what)
-    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is None:
-        what = f"the hub is out of reach, and its cache ({constants.HF_HUB_CACHE}) has only a part of {show(name)}"
-        return CheckpointError(what, where=where, remedy="run it again where the hub can be reached")
     if isinstance(error, errors.GatedRepoError):
         what = f"{name.repo} is gated: its owners choose who may fetch it"
         remedy = f"ask for access on its page; {LOGIN}"

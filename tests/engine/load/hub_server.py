@@ -5,7 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,6 +35,7 @@ class Hub:
         repos: files by repository and revision.
         gated: repositories whose files need the token.
         breaks: how often a file's content breaks off in its middle, by its path.
+        stalls: files whose content stops in its middle, by their paths; the hub sets the event then.
         faults: the status that a file's content gets instead, by its path.
         answer: what the interface says instead of what there is, if it is not empty.
         status: that all requests get, if it is not 0.
@@ -44,6 +45,7 @@ class Hub:
     repos: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     gated: dict[str, str] = field(default_factory=dict)
     breaks: dict[str, int] = field(default_factory=dict)
+    stalls: dict[str, threading.Event] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
     answer: bytes = b""
     status: int = 0
@@ -114,7 +116,13 @@ class _Handler(BaseHTTPRequestHandler):
         breaks = self.command == "GET" and self.hub.breaks.get(name, 0) > 0
         if breaks:
             self.hub.breaks[name] -= 1
-        self.send(status, data, headers=headers, sent=len(data) // 2 if breaks else None)
+        stalled = self.hub.stalls.get(name) if self.command == "GET" else None
+        self.send(status, data, headers=headers, sent=len(data) // 2 if breaks or stalled else None)
+        if stalled:
+            stalled.set()
+            self.connection.settimeout(60)
+            with suppress(OSError):
+                self.connection.recv(1)  # until the client closes the connection
 
     def send(self, status: int, data: bytes = b"", *, error: str = "", headers: Any = None, sent: Any = None) -> None:
         """Send a response; `sent`: only so many bytes of it, and then close the connection."""
