@@ -63,7 +63,7 @@ def located(options: LoadOptions, progress: bool = True) -> LoadOptions:
 
 
 def local_path(model: str | Path, progress: bool = True) -> str | Path:
-    """Where a model lies: `model` itself if it is there, or cannot be a name on the hub. Else it is fetched, if the
+    """The path of a model: `model` itself if it is there, or cannot be a name on the hub. Else it is fetched, if the
     hub's cache does not have it. Raises CheckpointError."""
     if os.path.lexists(model) or (name := HubName.parse(str(model))) is None:
         return model
@@ -81,8 +81,8 @@ class _Repository:
         self.where = f"{api.endpoint}/{name.repo}"
         self.offline = False
 
-    def fetch(self) -> Path:
-        """The folder or the GGUF file, fetched."""
+    def fetch(self, again: bool = False) -> Path:
+        """The folder or the GGUF file, fetched; `again`: after the revision got a new commit meanwhile."""
         commit, files = self._files()
         folder = self._cached()
         try:
@@ -98,8 +98,13 @@ class _Repository:
             # One after another, in this thread: Ctrl-C ends it at once, and where the weights are, the rest is too.
             first, *others = chosen.files
             folder = self._download(first, self.name.revision).parents[first.count("/")]  # notes the revision's commit
-            if folder.name != commit:  # the revision has just changed
-                return self.fetch()
+            if folder.name != commit and again:
+                what = f"{self.name}: the hub names commit {commit} and gives files of {folder.name}"
+                raise CheckpointError(
+                    what, where=self.where, remedy="run it again, or name the commit: org/name@COMMIT"
+                )
+            if folder.name != commit:  # the revision has just got a new one
+                return self.fetch(again=True)
             for file in others:
                 self._download(file, commit)
         return folder / chosen.gguf

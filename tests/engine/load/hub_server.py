@@ -37,7 +37,7 @@ class Hub:
         breaks: how often a file's content breaks off in its middle, by its path.
         stalls: files whose content stops in its middle, by their paths; the hub sets the event then.
         faults: the status that a file's content gets instead, by its path.
-        answer: what the interface says instead of what there is, if it is not empty.
+        answer: the content of every response instead, if it is not empty.
         status: that all requests get, if it is not 0.
     """
 

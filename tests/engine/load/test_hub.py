@@ -146,6 +146,14 @@ def test_a_new_commit_is_fetched(hub: Hub):
     assert after != before and (after / "generation_config.json").read_bytes() == b"{}"
 
 
+def test_answers_of_different_commits_end_in_an_error(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    before = fetch("org/toy")
+    commit = hub.add("org/toy", TOY | {"generation_config.json": b"{}"})
+    monkeypatch.setattr("engine.load.hub._Repository._download", lambda self, file, revision: before / file)
+    error = refused("org/toy")
+    assert f"the hub names commit {commit} and gives files of {before.name}" in error.what
+
+
 def test_a_revision(hub: Hub):
     commit = hub.add("org/toy", TOY | {"generation_config.json": b"{}"}, "v2")
     assert (fetch("org/toy@v2") / "generation_config.json").read_bytes() == b"{}"
@@ -206,6 +214,19 @@ def test_a_gguf_file_by_its_quantisation(hub: Hub, tmp_path: Path):
     engine = Engine.load("org/tiny-GGUF:q8_0", threads=1, kv_memory=1 << 20)
     assert engine.name == "tiny-Q8_0" and hub.fetched() == ["tiny-Q8_0.gguf"]
     assert named("org/tiny-GGUF:q8_0")[0] == "org/tiny-GGUF:q8_0"
+
+
+@pytest.mark.skipif(find_spec("gguf") is None, reason="needs the package gguf")
+def test_all_parts_of_a_divided_gguf_model(hub: Hub, tmp_path: Path):
+    """The parts lie side by side as links, as the hub's cache keeps them, and are blobs of other names."""
+    from tests.models.gguf.test_reader import divided
+
+    whole, parts = divided(tmp_path)
+    hub.add("org/tiny-GGUF", {f"F32/tiny-F32{name[1:]}": data for name, data in files_of(parts).items()})
+    path = fetch("org/tiny-GGUF:f32")
+    assert path.name == "tiny-F32-00001-of-00003.gguf" and path.is_symlink() and len(hub.fetched()) == 3
+    expected = Engine.load(whole, kv_memory=1 << 22).logits([3, 5, 7])
+    assert Engine.load("org/tiny-GGUF:f32", kv_memory=1 << 22).logits([3, 5, 7]).equal(expected)
 
 
 # --- downloads that break off ---
