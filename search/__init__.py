@@ -20,6 +20,7 @@ from search.base import (
     register,
 )
 from search.beam_sample import BeamSample
+from search.diverse import Diverse
 from search.dsbd import DSBD
 from search.greedy import Greedy
 from search.sample import Sample
@@ -36,6 +37,7 @@ __all__ = [
     "Answer",
     "BeamSample",
     "BoN",
+    "Diverse",
     "Evaluate",
     "Greedy",
     "KVMemoryError",

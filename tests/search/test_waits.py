@@ -19,6 +19,7 @@ OPTIONS = {
     "aded": {"aded_drafter": "backoff", "aded_nodes": 6},
     "beam-sample": {"beams": 3, "seed": 1},
     "bon": {"bon_n": 6, "seed": 1},
+    "diverse": {"beams": 6, "diverse_groups": 3, "num_return_sequences": 6},
     "sample": {"num_return_sequences": 4, "seed": 1, "temperature": 0.8, "top_p": 0.9, "top_k": 20},
     "sbon": {"sbon_n": 6, "sbon_tau": 4, "seed": 1},
     "trie": {"beams": 15},
@@ -68,7 +69,8 @@ def test_one_wait_per_pass(name, engine, monkeypatch, tmp_path):
 
     monkeypatch.setattr(Runner, "answer", answer)
     monkeypatch.setattr(Runner, "forward", forward)
-    monkeypatch.setattr("engine.step.runner.top_sums_of", top)
+    for module in ("engine.step.runner", "search.diverse"):
+        monkeypatch.setattr(f"{module}.top_sums_of", top)
     for each in (engine, *engine.companions.values()):
         monkeypatch.setattr(each.pool, "device", DEVICE)
         monkeypatch.setattr(each.runner, "asynchronous", True)

@@ -27,6 +27,7 @@ PARAMS: dict[str, dict[str, Any]] = {  # small, so that runs are quick, and with
     "speculative": {"seed": 7, "temperature": 0.8},
     "dsbd": {"seed": 7},
     "trie": {"beams": 4, "num_return_sequences": 2},
+    "diverse": {"beams": 4, "diverse_groups": 2, "num_return_sequences": 4},
     "bon": {"bon_n": 6, "seed": 7},
     "sbon": {"sbon_n": 6, "sbon_tau": 4, "seed": 7},
     "ults": {"ults_budget": 60, "ults_samples": 100},

@@ -19,6 +19,7 @@ from search.base import make_search
 PROMPT = "Tell me a story about a fox."
 PARAMS: dict[str, dict[str, Any]] = {
     "trie": {"beams": 5},
+    "diverse": {"beams": 6, "diverse_groups": 3},
     "sample": {"num_return_sequences": 4, "temperature": 1.5},
     "bon": {"bon_n": 6, "temperature": 1.5},
     "sbon": {"sbon_n": 8, "sbon_tau": 4, "sbon_schedule": "4:0.5,10:0.5", "temperature": 1.5},

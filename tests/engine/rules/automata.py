@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine import Choices, Constraint
-from search import ADED, DSBD, ULTS, BeamSample, BoN, Greedy, Sample, SBoN, Speculative, Trie
+from search import ADED, DSBD, ULTS, BeamSample, BoN, Diverse, Greedy, Sample, SBoN, Speculative, Trie
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = json.loads((GOLDEN / "constraints.json").read_text())["cases"]
@@ -65,7 +65,7 @@ def rows_of(engine, prompt, path):
 SEARCHES = [
     Greedy(), Sample(num_return_sequences=3), Trie(beams=3, num_return_sequences=3), BeamSample(beams=3), ADED(),
     ADED(temperature=0.8, seed=2), ULTS(prior="dirichlet"), BoN(n=4), SBoN(n=6, tau=2, alpha=0.5), DSBD(),
-    DSBD(drafter="ngram"), Speculative(),
+    DSBD(drafter="ngram"), Speculative(), Diverse(4, 2, num_return_sequences=2),
 ]  # fmt: skip
 
 
