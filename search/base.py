@@ -45,6 +45,8 @@ SHARED_PARAMS = (
     "top_k",
     "top_p",
     "min_p",
+    "typical_p",
+    "top_n_sigma",
     "seed",
 )
 

@@ -3,7 +3,7 @@
 import math
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.contract import Search
@@ -12,7 +12,7 @@ from engine.errors import UsageError, check_integer, check_number
 from search.values import written
 
 MAX_SEED = 2**63 - 1
-DRAWS = ("temperature", "top_k", "top_p", "min_p")
+DRAWS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma")
 MAX_PENALTY = 20  # lengths to this power stay within a float
 MAX_PATIENCE = 100  # finished hypotheses are kept, this many for each beam
 
@@ -91,3 +91,14 @@ class Sampling(Search):
     def warp(self) -> Warp:
         """Temperature, top-k, top-p and min-p. Raises UsageError for values out of range."""
         return Warp(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+@dataclass(frozen=True)
+class RowSampling(Sampling):
+    """Base of searches that draw from one row at a time, which can be warped in more ways than joint distributions."""
+
+    typical_p: float = field(default=1.0, kw_only=True)
+    top_n_sigma: float = field(default=0.0, kw_only=True)
+
+    def warp(self) -> Warp:
+        return replace(super().warp(), typical_p=self.typical_p, top_n_sigma=self.top_n_sigma)

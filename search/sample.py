@@ -15,12 +15,12 @@ from torch import Tensor
 from engine.cache.tree import shared_length
 from engine.contract.sampling import Warp, draws
 from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
-from search.options import Sampling, check_integers
+from search.options import RowSampling, check_integers
 
 
 @register("sample")
 @dataclass(frozen=True)
-class Sample(Sampling):
+class Sample(RowSampling):
     """Draws from the model's distribution (temperature, top-k, top-p), reproducible by seed.
 
     Args:

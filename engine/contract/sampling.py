@@ -14,36 +14,45 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from engine.errors import UsageError, check_integer
+from engine.errors import UsageError, check_integer, check_number
 from kernels.rows import gumbel_argmax, reference, top_k
 
 MASK = (1 << 32) - 1
 NUCLEUS = 256  # tokens that are ranked for top-p; if they do not suffice, all are
+MAX_SIGMAS = 1e6
 ROUNDING = 1e-6  # error of sums of probabilities
 
 
 @dataclass(frozen=True)
 class Warp:
-    """Temperature, then top-k, then top-p, then min-p, then renormalising (the order of Hugging Face).
+    """Temperature, top-n-sigma, top-k, top-p, min-p, typical, then renormalising: the order of Hugging Face.
 
     Args:
         temperature: divides the log-probabilities; 0 leaves the most probable token alone.
         top_k: tokens at least as probable as the k-th stay; 0 keeps all.
         top_p: the smallest set of most probable tokens that reaches this probability stays; 1 keeps all.
         min_p: tokens of at least this multiple of the best one's probability stay; 0 keeps all.
+        typical_p: the smallest set that reaches this probability stays, of the tokens whose surprise, -logp, is nearest
+            to the entropy of the row (Meister et al., 2022); 1 keeps all.
+        top_n_sigma: tokens stay whose logit is at most this many standard deviations of the row's logits below the
+            best one, at any temperature (Tang et al., 2024; llama.cpp has the same); 0 keeps all.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
 
     def __post_init__(self):
         if not (_is_number(self.temperature) and (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6)):
             raise UsageError(f"temperature: expected 0 or a number from 1e-6 to 1e6, got {self.temperature!r}")
         check_integer("top_k", self.top_k, 0)
-        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise UsageError(f"top_p: expected a number in (0, 1], got {self.top_p!r}")
+        for name in ("top_p", "typical_p"):
+            if not (_is_number(value := getattr(self, name)) and 0 < value <= 1):
+                raise UsageError(f"{name}: expected a number in (0, 1], got {value!r}")
+        check_number("top_n_sigma", self.top_n_sigma, 0, MAX_SIGMAS)
         if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
             raise UsageError(f"min_p: expected a number in [0, 1], got {self.min_p!r}")
 
@@ -53,7 +62,33 @@ class Warp:
             best_N1 = logp_NV.argmax(-1, keepdim=True)
             return torch.full_like(logp_NV, float("-inf")).scatter_(-1, best_N1, 0.0)
         scores_NV = logp_NV / self.temperature if self.temperature != 1 else logp_NV
-        return self._cut(scores_NV) if not self.min_p else self._without_improbable(self._cut(scores_NV))
+        if self.top_n_sigma:
+            scores_NV = self._near_best(scores_NV)
+        scores_NV = self._cut(scores_NV)
+        if self.min_p:
+            scores_NV = self._without_improbable(scores_NV)
+        return scores_NV if self.typical_p == 1 else self._typical(scores_NV)
+
+    def _near_best(self, scores_NV: Tensor) -> Tensor:
+        """Rows, normalised, without the tokens that top-n-sigma removes; those that cannot be do not count."""
+        possible_NV = scores_NV > float("-inf")
+        count_N1 = possible_NV.sum(-1, keepdim=True)
+        mean_N1 = scores_NV.masked_fill(~possible_NV, 0.0).sum(-1, keepdim=True) / count_N1
+        squares_NV = (scores_NV - mean_N1).square().masked_fill(~possible_NV, 0.0)
+        sigma_N1 = (squares_NV.sum(-1, keepdim=True) / count_N1).sqrt()
+        least_N1 = scores_NV.amax(-1, keepdim=True) - self.top_n_sigma * sigma_N1
+        return torch.log_softmax(scores_NV.masked_fill(scores_NV < least_N1, float("-inf")), -1)
+
+    def _typical(self, scores_NV: Tensor) -> Tensor:
+        """Rows without the tokens that the typical warper removes."""
+        logp_NV = torch.log_softmax(scores_NV, -1)
+        entropy_N1 = -(logp_NV * logp_NV.exp()).nansum(-1, keepdim=True)
+        distance_NV = (-logp_NV - entropy_N1).abs()
+        ascending_NV, order_NV = torch.sort(distance_NV)
+        mass_NV = logp_NV.gather(-1, order_NV).exp().cumsum(-1)
+        last_N1 = (mass_NV < self.typical_p).sum(-1, keepdim=True).clamp_(max=logp_NV.shape[-1] - 1)
+        gone_NV = distance_NV > ascending_NV.gather(-1, last_N1)
+        return torch.log_softmax(logp_NV.masked_fill(gone_NV, float("-inf")), -1)
 
     def _without_improbable(self, scores_NV: Tensor) -> Tensor:
         """Rows without the tokens that min-p removes."""

@@ -46,7 +46,15 @@ RENAMED = {  # names of others -> keys of a batch line's params
     "n": "num_return_sequences",
     "beam_width": "beams",
 }
-PLAIN_DRAWS = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # that any search may be given
+# Values that any search may be given.
+PLAIN_DRAWS = {
+    "temperature": (1,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "top_n_sigma": (0,),
+}
 MOST_LOGPROBS = 20
 MOST_FIELDS = 256  # of a body
 # Fields that a check or every step goes through -> most entries, most values and most characters of all entries.

@@ -16,7 +16,7 @@ from search.aded.drafters import MCTS, Backoff, Drafter
 from search.aded.drafting import Drafting, Planted
 from search.aded.ngrams import NGramStore, add_to_store, count, open_store, vocabulary
 from search.base import Evaluate, Output, Report, Search, SearchGenerator, SearchResult, Task, register
-from search.options import Sampling, check_choices, check_integers, check_numbers
+from search.options import RowSampling, check_choices, check_integers, check_numbers
 from search.picks import Picks
 from search.sample import Sample
 
@@ -29,8 +29,8 @@ class ADED(Search):
     """The tokens of greedy, or of sample with its parameters, in fewer passes: n-gram drafts that the model verifies.
 
     Args:
-        temperature, top_k, top_p, min_p, seed: given any of them, the tokens are those of `sample` with these; without
-            any, greedy's.
+        temperature, top_k, top_p, min_p, typical_p, top_n_sigma, seed: given any of them, the tokens are those of
+            `sample` with these; without any, greedy's.
         drafter: "backoff": the likeliest paths of a back-off n-gram; "mcts": the paper's search of a tri-gram matrix;
             or a function that makes a `Drafter` for a request.
         nodes: most nodes of a draft; auto: the number that brings the most tokens per second.
@@ -67,6 +67,8 @@ class ADED(Search):
     increment: float = 0.04
     cap: float = 3.0
     min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
 
     def __post_init__(self):
         self._sampling()
@@ -128,7 +130,7 @@ class ADED(Search):
 
     def _sampling(self) -> Sample | None:
         """The `sample` search that gives the same tokens; None stands for greedy. Raises UsageError."""
-        given = {field.name: getattr(self, field.name) for field in fields(Sampling)}
+        given = {field.name: getattr(self, field.name) for field in fields(RowSampling)}
         given = {name: value for name, value in given.items() if value is not None}
         return Sample(**given) if given else None
 

@@ -17,7 +17,7 @@ from typing import Any
 from engine.cache.tree import shared_length
 from engine.errors import KVMemoryError, UsageError
 from search.base import Answer, Evaluate, Report, SearchGenerator, SearchResult, Task, register
-from search.options import Sampling, check_choices, check_integers, check_numbers
+from search.options import RowSampling, check_choices, check_integers, check_numbers
 from search.sample import Utterances
 from search.sbon.rates import accepted, accepted_by_risk, expected_lengths, least_correlation
 
@@ -26,7 +26,7 @@ MAX_UTTERANCES = 4096
 
 @register("bon")
 @dataclass(frozen=True)
-class BoN(Sampling):
+class BoN(RowSampling):
     """Best-of-N: of N samples the one with the highest reward.
 
     Args:

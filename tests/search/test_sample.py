@@ -46,7 +46,8 @@ def by_hand(search, i, max_new, eos=()):
     return path
 
 
-WARPS = [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 0}, {"min_p": 0.4}]
+WARPS = [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 0}, {"min_p": 0.4},
+         {"typical_p": 0.5}, {"top_n_sigma": 0.7}]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", WARPS, ids=str)
@@ -85,6 +86,8 @@ def test_configurations_are_checked():
         "top_k": [-1, 1.5, True, None],
         "top_p": [0, 1.5, -0.1, math.nan, "x"],
         "min_p": [1.5, -0.1, math.nan, "x"],
+        "typical_p": [0, 1.5, -0.1, math.nan, "x", True],
+        "top_n_sigma": [-0.1, math.nan, math.inf, "x", True],
         "seed": [-1, 1.0, True, 2**64],
         "num_return_sequences": [0, 5000, True, 1.0],
     }

@@ -54,6 +54,10 @@ class SearchFlags:
         _add(group, "top_k", "draw from the K likeliest; 0: from all", type=int, metavar="K")
         _add(group, "top_p", "draw from the likeliest tokens that add up to P", type=float, metavar="P")
         _add(group, "min_p", "draw no token below P times the likeliest one", type=float, metavar="P")
+        typical = "draw from the tokens of the most usual surprise that add up to P"
+        _add(group, "typical_p", typical, type=float, metavar="P")
+        near = "draw no token more than N standard deviations of all logits below the likeliest; 0: from all"
+        _add(group, "top_n_sigma", near, type=float, metavar="N")
         _add(group, "seed", "same seed, same output", type=int, metavar="N")
 
     def load(self, words: Sequence[str]) -> None:

@@ -1,8 +1,12 @@
 """Warpers against Hugging Face's definitions; keyed draws and their noise: their laws, and that keys do not collide."""
 
 import itertools
+import json
 import math
+import random
+import statistics
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ import torch
 from engine.contract.sampling import Uniforms, Warp, draw, gumbels
 from tests.draws import chi_square, chi_square_bound, draws
 
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "warpers.json").read_text())
 LOGP = torch.log_softmax(torch.tensor([1.2, 0.3, -0.5, 0.3, -3.0, 0.9]), -1)
 
 
@@ -55,6 +60,47 @@ def test_warpers(temperature, top_k, top_p, min_p):
     assert logp_NV.equal(kept)
     for row, expected in zip(warped_NV, (plain_warp(r, temperature, top_k, top_p, min_p) for r in kept), strict=True):
         torch.testing.assert_close(row, torch.tensor(expected), rtol=1e-4, atol=1e-4)
+
+
+def kept(warp, logp_V):
+    """The tokens that stay; their probabilities add up to 1 and have the ratios that the temperature gives."""
+    warped_V = warp(torch.stack([logp_V, logp_V.flip(0)]))[0]
+    stay = warped_V.isfinite().nonzero().view(-1)
+    torch.testing.assert_close(warped_V[stay], torch.log_softmax(logp_V[stay] / warp.temperature, -1))
+    return stay.tolist()
+
+
+def test_typical_is_that_of_transformers():
+    assert len(GOLDEN["cases"]) == 200
+    for i, case in enumerate(GOLDEN["cases"]):
+        logp_V = torch.log_softmax(torch.tensor(case["logits"]), -1)
+        assert kept(Warp(**case["options"]), logp_V) == case["kept"], i
+        without = {name: x for name, x in case["options"].items() if name != "typical_p"}
+        assert {*case["kept"]} <= {*kept(Warp(**without), logp_V)}
+    likeliest = [max(range(len(c["logits"])), key=c["logits"].__getitem__) for c in GOLDEN["cases"]]
+    assert any(best not in case["kept"] for best, case in zip(likeliest, GOLDEN["cases"], strict=True))
+
+
+def test_top_n_sigma_is_that_of_llama_cpp():
+    """`llama_sampler_top_n_sigma_apply`: of logits before the temperature, without those that are -inf."""
+    rng, removed = random.Random(0), 0
+    for i in range(200):
+        logits = [rng.gauss(0, rng.choice((0.3, 1.0, 3.0))) for _ in range(rng.randint(2, 40))]
+        if i % 3 == 0:
+            logits[rng.randrange(len(logits))] = -math.inf
+        finite = [x for x in logits if x > -math.inf]
+        n = rng.choice((0.1, 0.5, 1.0, 1.7, 3.0))
+        least = max(finite) - n * statistics.pstdev(finite)
+        stay = [token for token, x in enumerate(logits) if x >= least]
+        if min(abs(x - least) for x in finite) < 1e-4 and len(finite) > 1:
+            continue
+        logp_V = torch.log_softmax(torch.tensor(logits), -1)
+        for temperature in (0.5, 1.0, 2.0):
+            assert kept(Warp(temperature, top_n_sigma=n), logp_V) == stay, i
+        k = max(1, len(stay) - 1)
+        assert kept(Warp(1.0, k, top_n_sigma=n), logp_V) == sorted(sorted(stay, key=lambda t: -logits[t])[:k])
+        removed += len(stay) < len(finite)
+    assert 100 < removed < 200
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 1), (5, 1), (5, 0.6), (300, 0.9), (0, 0.3), (0, 0.5), (0, 0.95)])
