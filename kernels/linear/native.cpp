@@ -22,6 +22,7 @@ constexpr int UNIT = 256;     // elements of a row that share a unit of scales
 constexpr int BATCH = 60;     // rows that share a fetch from the second-level cache
 constexpr int AHEAD = 8192;   // bytes
 constexpr int LEAST = LANES == PANEL ? 2 : PANEL / LANES;  // vectors per row of a set
+constexpr int RUNS = 4;        // of consecutive pieces, for each thread
 constexpr int OWN_ROWS = 16;  // prepared by each thread for itself, as waiting for the others would take longer
 
 // Whether the sums of a block and the vectors that it multiplies by fit into the registers.
@@ -55,10 +56,10 @@ struct Rows {
     int64_t groups;
 };
 
-// Where a chunk of a set's first panel lies, and bytes from one panel to the next.
+// Where a chunk of a set's first panel lies, bytes from one panel to the next, and from a line to what is fetched with it.
 struct Chunk {
     const char* at;
-    int64_t across, steps;
+    int64_t across, steps, ahead;
 };
 
 // Chunks of groups, one after the other.
@@ -67,7 +68,7 @@ constexpr int MOST_CHUNKS = 8;
 template <int VECTORS>
 struct Chunks {
     const char* at;
-    int64_t across, count;
+    int64_t across, count, ahead;
     bool least;  // groups have minimums
     struct {
         int64_t steps, group;  // a negative group: the sum of x is added with another chunk of the group
@@ -104,7 +105,7 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
     int64_t i = 0;
     for (; i < last - first; i++) {
         for (int panel = 0; panel < VECTORS / EACH; panel++)
-            __builtin_prefetch(chunk.at + panel * chunk.across + (first + i) * LINE + AHEAD);
+            __builtin_prefetch(chunk.at + panel * chunk.across + (first + i) * LINE + chunk.ahead);
         step(i);
     }
     for (; i < chunk.steps; i++) step(i);
@@ -125,7 +126,7 @@ void add_block(const typename Element::Row* x, int64_t stride, const Rows<Elemen
         if (c >= first && c < last)
             for (int panel = 0; panel < VECTORS / EACH; panel++)
                 for (int64_t i = 0; i < chunk.steps; i++)
-                    __builtin_prefetch(at + panel * chunks.across + i * LINE + AHEAD);
+                    __builtin_prefetch(at + panel * chunks.across + i * LINE + chunks.ahead);
         auto step = [&](int64_t i) {
             add_step<Element, VECTORS, COUNT>(at + i * LINE, chunks.across, x + i * Element::STEP, stride, sums);
         };
@@ -203,6 +204,10 @@ void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matri
     std::memset(totals, 0, count * sizeof totals[0]);
     const int blocks = (count + MOST - 1) / MOST;
     const char* panel = (const char*)m.panels + out * steps * Element::BYTES;
+    // What follows the end of a panel is the next one of this set, which was read: the next set's is fetched instead.
+    auto ahead = [&](int64_t at) {
+        return AHEAD + (at * LINE + AHEAD < steps * LINE ? 0 : (VECTORS * LANES / PANEL - 1) * steps * LINE);
+    };
     auto add = [&](int64_t at, const auto& part, int64_t fetched) {
         for (int b = 0; b < blocks; b++) {
             const int first = count * b / blocks, last = count * (b + 1) / blocks;
@@ -212,15 +217,16 @@ void multiply_set(const Rows<Element>& rows, int64_t row, int count, const Matri
         }
     };
     if constexpr (Element::GROUPED) {
-        Chunks<VECTORS> chunks{panel, steps * LINE, 0, m.least != nullptr, {}};
+        Chunks<VECTORS> chunks{panel, steps * LINE, 0, 0, m.least != nullptr, {}};
         for (int64_t at = 0, taken; at < steps; at += taken, chunks.at += taken * LINE) {
             taken = take<Element, VECTORS>(m, out, at, steps, rows.groups, chunks);
+            chunks.ahead = ahead(at);
             add(at, chunks, chunks.count);
         }
     } else {
         constexpr int STEPS = Element::CHUNK / Element::STEP;
         for (int64_t at = 0; at < steps; at += STEPS) {
-            const Chunk chunk{panel + at * LINE, steps * LINE, std::min<int64_t>(STEPS, steps - at)};
+            const Chunk chunk{panel + at * LINE, steps * LINE, std::min<int64_t>(STEPS, steps - at), ahead(at)};
             add(at, chunk, chunk.steps);
         }
     }
@@ -314,7 +320,9 @@ void product(int64_t kind, int64_t threads, const Matrix& m, const void* x, void
                 store(m.bias ? value + load((const T*)m.bias + at, n) : value, (T*)out + row * stride + at, n);
             });
         };
-#pragma omp for schedule(dynamic)
+        // A run of pieces is one stream of memory; there are enough of them for threads that lose their processor.
+        const int64_t run = std::max<int64_t>(1, (m.outs + PIECE - 1) / PIECE / (RUNS * threads));
+#pragma omp for schedule(dynamic, run)
         for (int64_t at = 0; at < m.outs; at += PIECE)
             for (int64_t row = 0; row < rows; row += BATCH)
                 multiply_piece<Element>(own, row, int(std::min<int64_t>(BATCH, rows - row)), m, steps, at, finish);
