@@ -45,7 +45,7 @@ struct Pass {
     const std::unique_ptr<char[]> mixed_THD = room(s.taps ? std::max(s.heads * s.head_dim, s.width) : s.heads * s.head_dim);
     const std::unique_ptr<char[]> gates_TF = room(s.taps ? 3 * s.width : 0);
     const std::unique_ptr<char[]> up_TM = room(s.up), middle_TM = room(s.mlp_width);
-    char* at[ROOMS];
+    char* at[ROOMS] = {};
 
     std::unique_ptr<char[]> room(int64_t width) const {
         return std::unique_ptr<char[]>(new char[tokens * width * s.element]);

@@ -103,12 +103,12 @@ def product(capability, kind, rows, dtype=torch.bfloat16, group=128, **more):
     """An int8 matrix is a group a row; of few rows the width is split."""
     matrix = Codes({4: "int4", 5: "int8", 6: "float8"}[kind], group, 4096, 4096, *torch.empty(2, 1))
     types = {name: f"*{NAMES[dtype]}" for name in products._product.arg_names if name.endswith("_ptr")}
-    types |= {"codes_ptr": "*u8", "scale_ptr": "*fp16", "zero_ptr": "*fp16", "order_ptr": "*i64"}
+    types |= {"codes_ptr": "*u8", "scale_ptr": "*fp16", "zero_ptr": "*fp16", "least_ptr": "*fp16", "order_ptr": "*i64"}
     types |= {"part_ptr": "*fp32" if rows <= 16 else f"*{NAMES[dtype]}", "count_ptr": "*i32"}
     sizes = products.shape(matrix, rows)
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     constants = {"OUTS": 4096, "WIDTH": 4096, "BYTES": 2048 if kind == 4 else 4096, "GROUP": group, "KIND": kind}
-    constants |= {"ZEROS": False, "ORDERED": False, "BIAS": True, "SPLIT": rows <= 16} | more
+    constants |= {"ZEROS": False, "LEAST": False, "ORDERED": False, "BIAS": True, "SPLIT": rows <= 16} | more
     return compile(products._product, capability, types, constants | sizes, **options)
 
 
@@ -230,4 +230,5 @@ for capability, (kind, group, rows) in itertools.product((80, 90), ((4, 32, 16),
 unspilled(product(120, 4, 64, ZEROS=True))
 unspilled(product(90, 5, 16, group=4096, ZEROS=True), AROUND)
 unspilled(product(90, 4, 16, ORDERED=True), AROUND)
+unspilled(product(90, 4, 16, group=32, LEAST=True), AROUND)
 unspilled(product(86, 4, 16, torch.float32))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine import Engine, UsageError
+from engine.load import compiling
 from engine.load.loading import pick_device
-from engine.step import compiling
 from kernels import cpp
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
