@@ -21,7 +21,7 @@ from search.ults import delta, prior
 
 @pytest.fixture(scope="module")
 def model() -> Engine:
-    return Engine.load(demo_folder(), kv_memory="8M", threads=1)
+    return Engine.load(demo_folder(), dtype="float32", kv_memory="8M", threads=1)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_the_last_place_is_for_who_has_none(service):
 
 def test_who_fills_the_cache_keeps_nobody_waiting():
     """A search of the client that has the most pages gives way, and others start although one was preempted."""
-    service = Engine.load(demo_folder(), kv_memory="1M", threads=1).service()
+    service = Engine.load(demo_folder(), dtype="float32", kv_memory="2M", threads=1).service()
     service.alone = service.keeps_files = False
     pool, driver, heard = service.models.target.runner.pool, service.driver, Heard()
     for i in range(2):
@@ -122,7 +122,7 @@ def test_who_fills_the_cache_keeps_nobody_waiting():
 
 
 def test_one_of_several_clients_has_a_share_of_the_cache():
-    service = Engine.load(demo_folder(), kv_memory="512K", threads=1).service()
+    service = Engine.load(demo_folder(), dtype="float32", kv_memory="1M", threads=1).service()
     pool, heard = service.models.target.runner.pool, Heard()
     long = list(range(10, 20)) * 32
     request = Request(long, Greedy(), max_new_tokens=2)
@@ -130,7 +130,7 @@ def test_one_of_several_clients_has_a_share_of_the_cache():
     service.alone = False
     with pytest.raises(KVMemoryError, match=f"one client may have {int(CLIENT_SHARE * pool.pages)} tokens"):
         service.check(request)
-    heard.ask(service, "A", Trie(beams=64), 100)
+    heard.ask(service, "A", Trie(beams=32), 100)
     run(service)
     [(_, error)] = [(name, end) for name, end in heard if end is not None]
     assert isinstance(error, KVMemoryError) and "of which one client may have" in str(error)

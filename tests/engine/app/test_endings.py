@@ -56,6 +56,7 @@ def test_an_answer_that_is_ready_is_taken(engine):
 
 def test_enter_takes_the_answer_of_a_chat(command, monkeypatch):
     argv = ["--beams", "6", "--early-stopping", "never", "--stats", "-p", ASK]
+    argv += ["--dtype", "float32", "--kv-memory", "4M"]
     monkeypatch.setattr(dialog, "enter_pressed", lambda: True)
     code, out, err = command(*argv)
     assert code == 0 and out.strip()

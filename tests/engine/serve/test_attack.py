@@ -81,7 +81,8 @@ class Live:
         (keys := folder / "keys").write_text(f"{ATTACKER}\n{VICTIM}\n")
         self.waits, self.err = folder / "waits", folder / "stderr"
         limited = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(files)]
-        command = [sys.executable, "-c", WATCHED, str(self.waits), "--port", "0", "--kv-memory", "2M", "--threads", "1"]
+        command = [sys.executable, "-c", WATCHED, str(self.waits), "--port", "0", "--threads", "1"]
+        command += ["--dtype", "float32", "--kv-memory", "4M"]  # as many tokens wherever it runs
         with self.err.open("wb") as err:
             self.process = subprocess.Popen(
                 [*limited, *command, "--api-key-file", str(keys), "--drain", "5", *flags],
@@ -121,7 +122,11 @@ class Live:
         peer = socket.socket()
         peer.settimeout(seconds)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # what is not read is soon in the server's way
-        peer.connect(("127.0.0.1", self.port))
+        try:
+            peer.connect(("127.0.0.1", self.port))
+        except OSError:
+            peer.close()
+            raise
         with contextlib.suppress(ConnectionError):
             peer.sendall(data)
         return peer
@@ -413,8 +418,8 @@ def attacked(folder: Path) -> Iterator[tuple[Live, Victim]]:
         victim.more()
         live.resident_first, live.descriptors_first = live.resident(), live.descriptors()
         yield live, victim
-        victim.end()
     finally:
+        victim.end()
         live.end()
 
 
