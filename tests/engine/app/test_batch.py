@@ -125,7 +125,8 @@ def test_params_override_the_command_line(run: Run):
     assert tokens(records[3]) == tokens(greedy)[:2]
     assert records[4]["error"] == {
         "code": "usage",
-        "message": "line 5: beams: the search 'greedy' has no such parameter; searches that have it: beam-sample, diverse, trie",
+        "message": "line 5: beams: the search 'greedy' has no such parameter; searches that have it: "
+        "beam-sample, diverse, trie",
     }
     assert tokens(records[5]) == tokens(greedy)[:1] and records[5]["outputs"][0]["finish_reason"] == "eos"
     text = greedy["outputs"][0]["text"]
