@@ -3,6 +3,7 @@
 Shape legend: O outputs, I inputs (the width of a row), G groups of a row.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -166,6 +167,10 @@ class GroupedLinear(PackedLinear):
             parts = [_packed(alike) for alike in _alike(weights)]
             self.packed = parts[0] if len(parts) == 1 else PackedParts(parts)
             self.weights = []
+        else:
+            for weight in weights:
+                if weight.stored:  # read once, so that what is wrong with it ends the load and not a search
+                    deque(_blocks([weight]), maxlen=0)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., sum of outs]."""

@@ -128,6 +128,8 @@ def _weight(block: Block, stored_OB: Tensor, width: int) -> GroupedWeight:
 
     def rows(first: int, last: int) -> GroupedRows:
         codes_OI, scale_OG, least_OG = block.rows(stored_OB[first:last])
+        if not all(x_OG is None or x_OG.isfinite().all() for x_OG in (scale_OG, least_OG)):
+            raise ValueError("scales are not finite")
         return GroupedRows(codes_OI, scale_OG, least_OG=least_OG)
 
     shape = len(stored_OB), width

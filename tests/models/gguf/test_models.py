@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine import CheckpointError, Engine
+from kernels import cpp
 from kernels.linear.blocks import BLOCKS
 from models.checkpoint.headers import Checkpoint
 from models.formats.grouped import GroupedLinear
@@ -136,7 +137,7 @@ def test_mixed_formats_as_files_have_them(tmp_path):
     file = File(source, TYPES.Q4_K, some | {"token_embd.weight": TYPES.Q4_0})
     same(file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf"), 1e-4)
     engine = Engine.load(tmp_path / "file.gguf", kv_memory=1 << 22)
-    assert engine.runner.model.stack is not None  # all layers in one call
+    assert (engine.runner.model.stack is not None) == (not cpp.why_not())  # all layers in one call
 
 
 @pytest.mark.parametrize("format", BLOCKS)
