@@ -393,7 +393,7 @@ class Session:
         self.trunk: Trunk | None = None
 
     def stream(self, prompt: Sequence[int] | str, search: Search, **options: Unpack[StreamOptions]) -> Iterator[Event]:
-        """As `Engine.stream`."""
+        """Stream a reply like `Engine.stream`, and keep its trunk for the next prompt."""
 
         def retire(tree: TokenTree) -> None:
             self.trunk = tree.retire()

@@ -185,7 +185,7 @@ def tensors(layout: TreeLayout, device: torch.device) -> None:
 
 
 def seen_tensors(seen: Sequence[Tensor], T: int, device: torch.device) -> None:
-    """As `tensors`, of `TreeLayout.seen` alone, for T tokens."""
+    """Raises ValueError for tensors of `TreeLayout.seen` that do not fit together, for T tokens."""
     positions_T, token_starts, trunk_seen_T, trunk_runs, branch_slots_RW, branch_positions_RW, ancestry_TC = seen
     R, W = token_starts.shape[0] - 1, branch_slots_RW.shape[-1]
     expect("positions_T", positions_T, torch.int64, (T,), device)

@@ -186,7 +186,7 @@ def _sources(flags: tuple[str, ...]) -> str:
 
 
 def sources() -> str:
-    """Returns the digest of what is compiled and how, but for the target."""
+    """Returns the digest of the sources and of the compiler's flags, without the target."""
     return _sources(FLAGS)
 
 

@@ -816,7 +816,7 @@ def test_many_turns_leave_nothing_behind(base: Path):
 
 
 def test_a_closed_pipe(base: Path):
-    """As `| head -1` does it."""
+    """`| head -1` closes it, for example."""
     argv = command("batch", base, "--max-new-tokens", "20")
     process = subprocess.Popen(
         argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0

@@ -126,7 +126,7 @@ class PagePool:
         return page
 
     def give(self, *pages: int) -> None:
-        """Give pages back."""
+        """Give pages back. A page that others hold as well stays in use; a kept one becomes idle, the rest are free."""
         for page in pages:
             assert page >= self.reserved and self._state[page] == USED, f"page {page} is not in use"
             if page in self._others:

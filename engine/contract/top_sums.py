@@ -34,7 +34,7 @@ class FoundSums(NamedTuple):
     places: Tensor
 
     def numbers(self) -> Tensor:
-        """As `Answer.numbers`: the sums, then their places; float64 [2 n]."""
+        """The form that `Answer.numbers` has: the sums, then their places; float64 [2 n]."""
         return torch.cat([self.values.double(), self.places.double()])
 
 
@@ -80,7 +80,7 @@ def merged(parts: Sequence[FoundSums], k: int) -> FoundSums:
 
 
 def found_in_shards(shard: Shard, founds: Sequence[FoundSums], wanted: Sequence[TopSums]) -> list[FoundSums]:
-    """The top sums of rows of which each process has a part; places are those of the whole."""
+    """The top sums of rows whose columns are divided among processes; places are those in whole rows."""
     own = torch.full((2 * sum(each.k for each in wanted),), -math.inf, dtype=torch.float64)
     at = 0
     for found, each in zip(founds, wanted, strict=True):

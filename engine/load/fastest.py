@@ -70,7 +70,7 @@ def pretended(device: torch.device) -> bool | None:
 
 
 def fastest_dtype(own: torch.dtype, device: torch.device) -> FormatChoice:
-    """Returns the dtype to compute in on weights of dtype `own`, by name: their own, or float32."""
+    """Choose the dtype to compute in: `own`, the dtype of the weights, or float32."""
     names = [str(dtype).removeprefix("torch.") for dtype in (own, torch.float32)]
     if own == torch.float32 or not has_kernels(own, device) or not has_products(own, device):
         return FormatChoice(names[0])

@@ -82,7 +82,7 @@ class _Repository:
         self.offline = False
 
     def fetch(self, again: bool = False) -> Path:
-        """The folder or the GGUF file, fetched; `again`: after the revision got a new commit meanwhile."""
+        """Fetch the model; returns its folder or GGUF file. `again`: the revision got a new commit meanwhile."""
         commit, files = self._files()
         folder = self._cached()
         try:

@@ -54,7 +54,7 @@ def spellings(tokenizer: Tokenizer, vocab: int) -> Spellings:
 
 
 class Begin(Constraint):
-    """An output that begins with given bytes, in any tokens, of which the last may reach further.
+    """The output begins with given bytes, in any tokens. The last of these tokens may go on after the bytes.
 
     A state is the number of bytes that the output has.
     """

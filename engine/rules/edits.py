@@ -42,11 +42,11 @@ class RowEdits:
         self._bans = any(p.bans for p in states.processors)
 
     def edit(self, tree: TokenTree, nodes: Sequence[int], rows: slice) -> Edit:
-        """The edit of the rows of evaluated nodes, whose states are known."""
+        """What edits the rows of evaluated nodes: the driver calls its `apply` before a search sees the rows."""
         return Edit(rows, partial(self._apply, tree, nodes), self._logits)
 
     def rewrite(self, states: Sequence[NodeState], logp_NV: Tensor, logits_NV: Tensor) -> None:
-        """Edit rows in place as those were that a search was sent."""
+        """Edit rows in place again, like the rows that the search was sent; for the log-probabilities of outputs."""
         self._rewrite(states, logp_NV, logits_NV[:, :1].float() - logp_NV[:, :1] if self._logits else None)
 
     def _apply(self, tree: TokenTree, nodes: Sequence[int], rows_NV: Tensor, excess_N1: Tensor | None) -> None:
@@ -59,6 +59,7 @@ class RowEdits:
             self._note(states, rows_NV)
 
     def _rewrite(self, states: Sequence[NodeState], rows_NV: Tensor, excess_N1: Tensor | None) -> None:
+        """Apply the processors in their order, the mask of the constraint among them."""
         if excess_N1 is not None:
             rows_NV += excess_N1
         for i, processor in enumerate(self.states.processors):

@@ -110,7 +110,7 @@ class HiddenRows:
         return whole(self.scoring(sequences))
 
     def scoring(self, sequences: Sequence[Sequence[int]]) -> Generator[None, None, list[Scored]]:
-        """As `scored`; yields after every `ROWS` rows that the head was applied to."""
+        """Compute what `scored` returns; yields after every `ROWS` rows that the head was applied to."""
         paths = [self._path(tokens) for tokens in sequences]
         states = {place: state for path in paths for place, state in path if self._has_row(place, state)}
         row = {place: i for i, place in enumerate(states)}

@@ -204,7 +204,7 @@ def prompts_of(body: Mapping[str, Any], kind: str) -> list[Any]:
 
 
 def read(body: dict[str, Any], kind: str, served: Served, limits: Limits, identity: str, salt: str = "") -> Asked:
-    """As `_read`, with errors that name fields as the client did."""
+    """Read a body with `_read`. Errors name fields as the client did."""
     try:
         return _read(body, kind, served, limits, identity, salt)
     except UsageError as error:

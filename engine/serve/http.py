@@ -264,7 +264,7 @@ class Application:
         return handle
 
     def _log(self, error: Exception) -> CoppiceError:
-        """The error for the client; one of the server is reported on stderr."""
+        """The error that the client gets. Errors of the server are also reported on stderr."""
         ours = error if isinstance(error, CoppiceError) else CoppiceError(f"the server failed: {type(error).__name__}")
         if status_of(ours) >= 500 and not isinstance(error, HttpError):
             with contextlib.suppress(OSError):

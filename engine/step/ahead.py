@@ -60,7 +60,7 @@ class GuessedNodes(NamedTuple):
 
 
 def choose(numbers: Tensor, guess: Guess, vocab_size: int) -> GuessedNodes:
-    """As `Guess.picked`, on the device.
+    """Choose the nodes of a guess on the device; `Guess.picked` finds the same ones on the host.
 
     Args:
         numbers: returned by `top_sums`. Numbers that are not finite choose tokens that exist, as all others.

@@ -33,9 +33,12 @@ def check_share(job: Job, running: Sequence[Job], pool: PagePool, share: float) 
 
 
 def who_gives_way(running: Sequence[Job], pool: PagePool) -> Job:
-    """The search that gives its pages back, of those that run, which are in the order of their starts.
+    """The search that gives its pages back: the latest one of the client that holds the most pages.
 
     Clients whose searches have given way to others `TIMES_TO_GIVE_WAY` times are left out while there is another one.
+
+    Args:
+        running: searches, in the order of their starts.
     """
     patient = {job.client for job in running} - {job.client for job in running if job.gave_way >= TIMES_TO_GIVE_WAY}
     held = held_pages(running, pool)

@@ -138,7 +138,7 @@ class GraphRunner(Runner):
         keeps: Sequence[Keep] = (),
         fill: Ready | None = None,
     ) -> Launched:
-        """As `Runner.launch`."""
+        """Begin a pass, by a CUDA graph if one fits; see `Runner.launch`."""
         if reason := self._unfit(chunks, asked, edits):
             self._tell(logging.INFO, reason)
             return super().launch(chunks, asked, reads, edits, keeps, fill)

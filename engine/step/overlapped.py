@@ -183,7 +183,7 @@ def next_of(job: Job) -> Next | None:
 
 
 def next_of_share(share: Share) -> Next | None:
-    """As `next_of`, if this pass is the whole of a request whose nodes are equally deep."""
+    """The hint that `next_of` finds, if this pass is the whole of a request whose nodes are equally deep."""
     next, pending, tree = next_of(share.job), share.pending, share.chunk.tree
     if next is None or not isinstance(pending.partial, PartialSums) or pending.left or pending.by_rope:
         return None

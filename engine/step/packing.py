@@ -40,9 +40,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Blank(Chunk):
-    """As a chunk of tokens that only the device knows; `nodes` are their branch slots, see `TokenTree.reserve`.
+    """A chunk of tokens that only the device knows. `nodes` are their branch slots, see `TokenTree.reserve`.
 
-    Tokens are 0, and the bits of ancestry their own alone.
+    The host writes zeros for the tokens, and for each token no ancestor but itself.
     """
 
     position: int

@@ -83,18 +83,18 @@ class PartialSums:
         return TopSums([float(sums[self._place[node]]) if node in self._place else -math.inf for node in nodes], k)
 
     def wants(self, nodes: Sequence[int], rows: slice) -> TopSums | None:
-        """As `PartialRows.wants`: the top sums of the rows."""
+        """Return what reads the rows of some nodes: a request for their top sums."""
         return self.top_sums(nodes) if nodes else None
 
     def take(self, nodes: Sequence[int], rows_NV: Tensor, numbers: Tensor) -> None:
-        """As `PartialRows.take`."""
+        """Take the top sums of the rows of nodes."""
         self.found(found_in_rows(numbers, rows_NV, self.top_sums(nodes)), nodes)
 
     def add(self, nodes: Sequence[int], rows_NV: Tensor) -> None:
-        """As `PartialRows.add`: the rows are not needed."""
+        """Do nothing: `take` had all that is needed of the rows."""
 
     def add_known(self, known: KnownRows, device: torch.device) -> None:
-        """As `PartialRows.add_known`."""
+        """Add the top sums of nodes whose rows need no evaluation."""
         tokens, numbers = zip(*known.values(), strict=True)
         values_K, token_K, nodes = torch.tensor(numbers, dtype=torch.float32), torch.tensor(tokens), [*known]
         wanted, row_K = self.top_sums(nodes), torch.arange(len(tokens))

@@ -209,7 +209,7 @@ class Runner:
         keeps: Sequence[Keep] = (),
         fill: Ready | None = None,
     ) -> Launched:
-        """As `evaluate`, but a GPU is not waited for.
+        """Begin the pass that `evaluate` describes, without waiting for a GPU.
 
         Args:
             fill: writes what only the device knows into the inputs, see `engine.step.ahead`.

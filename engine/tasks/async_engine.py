@@ -98,7 +98,7 @@ class AsyncEngine:
         return Stream(self, request)
 
     async def scores(self, texts: Iterable[Sequence[int]]) -> list[float]:
-        """As `Engine.scores`, which evaluates these texts by themselves."""
+        """The scores of `Engine.scores`. The texts are evaluated in a pass of their own."""
         self._thread.start()
         return await self._thread.run(lambda: self.engine.scores(texts))
 

@@ -148,8 +148,9 @@ class StepThread:
         wants: threading.Event | None = None,
         client: str = "",
     ) -> Entry:
-        """As `Service.submit`, for a coroutine: its event loop calls `hear`, also with an error of the start. The entry
-        belongs to the stepping thread.
+        """Submit a request from a coroutine, whose event loop calls `hear`, also if the start fails.
+
+        The entry belongs to the stepping thread. For arguments see `Service.submit`.
 
         Raises:
             CoppiceError: the thread has ended.

@@ -243,7 +243,7 @@ def _pick(one_ptr, at_one_M, one_M, two_ptr, at_two_M, two_M, d_D, real_D):
 
 @triton.jit
 def _moments(x_MD, real_D, row_M, eps, D: tl.constexpr, NORM: tl.constexpr, ALL: tl.constexpr):
-    """The mean of rows, or of all of them, 0 for an RMSNorm, and the inverse of their deviation from that."""
+    """The mean of each row and 1 / the deviation from it; of all rows together if ALL. An RMSNorm's mean is 0."""
     share = 1 / D
     if ALL:
         share = 1 / (tl.maximum(tl.sum(row_M.to(tl.int32), 0), 1) * D).to(tl.float32)

@@ -6,7 +6,6 @@ it as it lies, with vectors of any size: AMX tiles and the dot products of all i
 """
 
 import ctypes
-import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -195,11 +194,6 @@ def shape(kind: torch.dtype | GroupKind, outs: int, width: int) -> tuple[int, in
     if isinstance(kind, str):
         return panels, -(-width // GROUP_STEPS[kind]), PANEL, 4
     return panels, -(-width // STEPS[kind]), PANEL, STEPS[kind]
-
-
-def group_bytes(kind: GroupKind, outs: int, width: int) -> int:
-    """Bytes of the panels of a matrix in groups, without scales."""
-    return math.prod(shape(kind, outs, width))
 
 
 class Filling:

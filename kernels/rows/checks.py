@@ -132,7 +132,7 @@ def window_max(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, width: int) -> 
 
 
 def window_wins(tape_P: Tensor, start_RW: Tensor, sum_RW: Tensor, best_N: Tensor) -> None:
-    """As `window_max`, and a number for each sample."""
+    """The arguments of `window_max`, and a number for each sample."""
     window_max(tape_P, start_RW, sum_RW, len(best_N))
     expect("best_N", best_N, torch.float32, (len(best_N),), tape_P.device)
 

@@ -81,7 +81,7 @@ class Sizes(Weights):
         outs: Sequence[range] | None = None,
         ins: range | None = None,
     ) -> Any:
-        """A linear layer without a matrix."""
+        """Count the bytes of a linear layer; the layer returned has no matrix."""
         all_outs = {name: self.shapes[f"{name}.weight"][transposed] for name in names}
         width = self.shapes[f"{names[0]}.weight"][not transposed]
         own = dict.fromkeys(names, 0)

@@ -46,7 +46,7 @@ class RowReader:
     """
 
     def __init__(self, info: TensorInfo, name: str, start: int | None = None):
-        """`start`: its place in the file; None: by the header of safetensors."""
+        """`start`: the matrix's first byte in the file; None: read it from the header of safetensors."""
         self.info, self.name = info, name
         self.width = info.shape[1]
         self.row_bytes = self.width * info.dtype.itemsize

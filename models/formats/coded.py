@@ -91,6 +91,6 @@ def of_packed(packed: Packed, device: torch.device) -> Codes | None:
 
 
 def warn_of_floats(kind: GroupKind, size: int, dtype: torch.dtype) -> None:
-    """Say that weights become floats."""
+    """Warn that weights become floats, because a GPU has no product for groups of this size."""
     name = str(dtype).removeprefix("torch.")
     warnings.warn(f"{kind} weights in groups of {size} have no product on a GPU: they become {name}", stacklevel=2)

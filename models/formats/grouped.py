@@ -201,7 +201,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 def _on_device(
     weights: Sequence[GroupedWeight], biases: Sequence[Tensor] | None, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """A layer on a GPU; on other devices, and of groups that have no product, one of floats."""
+    """A layer on small numbers where the GPU has a product for their groups; else a layer on floats."""
     refused = next((w for w in weights if not takes(w.kind, w.group, w.shape[1])), None)
     if refused is None and has_codes(dtype, device):
         return CodedLinear([_codes(w, device) for w in _alike(weights)], biases, dtype=dtype, device=device)

@@ -212,7 +212,7 @@ class FileVocabulary:
                 yield {"id": i, "content": token, **flags, "special": kind != USER or i in named}
 
     def _sentencepiece(self) -> dict[str, Any]:
-        """As transformers writes a SentencePiece model of BPE: with a space before the text, and bytes for the rest."""
+        """A SentencePiece model of BPE as transformers writes it: a space before the text, and bytes for the rest."""
         if self.keys.bool("remove_extra_whitespaces", default=False):
             raise self.keys.error("remove_extra_whitespaces", "false")
         spaced = self.keys.bool("add_space_prefix", default=True)

@@ -74,8 +74,14 @@ Rows = dict[int, Row]  # by node
 
 
 class Cell(NamedTuple):
-    """A cell that may be drawn: the log-probability of one copy, up to a constant; its number; its token's own
-    log-probability; how many copies it is."""
+    """A cell of the joint distribution.
+
+    Attributes:
+        score: the log-probability of one copy, up to a constant.
+        number: of the cell.
+        logp: the log-probability of its token.
+        copies: how many equal cells it stands for.
+    """
 
     score: float
     number: int

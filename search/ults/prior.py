@@ -64,7 +64,7 @@ class Vectors:
 
     @staticmethod
     def unpack(numbers: Tensor, rows: int) -> "Vectors":
-        """As `of`, from the numbers that `read` returned for so many answers."""
+        """The vectors that `of` returns, from the numbers of `read` for so many answers."""
         logp_RK, tokens_RK = numbers.view(2, rows, -1)
         return Vectors(logp_RK.float(), tokens_RK.long())
 

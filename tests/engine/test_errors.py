@@ -14,7 +14,7 @@ KINDS = [CoppiceError, CheckpointError, KVMemoryError, NumericsError, SearchErro
 
 
 class OwnError(UsageError):
-    """As somebody's own search may have."""
+    """An error that a search from outside may define."""
 
     def __init__(self, count: int):
         super().__init__(f"{count} of them", where="there", remedy="do this")

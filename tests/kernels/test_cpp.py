@@ -44,7 +44,7 @@ def tiny(monkeypatch, tmp_path):
 
 
 def again():
-    """As a new process would start."""
+    """Forget what was found, as in a new process."""
     for cached in CACHED:
         cached.cache_clear()
 
@@ -378,7 +378,7 @@ def test_a_folder_of_ours_in_one_where_all_may_write_is_ours(tmp_path):
 @needs_compiler
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_group_of_one_may_write_above(tmp_path, monkeypatch, alone):
-    """As with a umask of 002 on systems where every user has a group."""
+    """A umask of 002 gives such modes, on systems where every user has a group."""
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o775)
     user, group = files.pwd.getpwuid(os.geteuid()), files.grp.getgrgid(os.getegid())
@@ -403,7 +403,7 @@ def rewrite(folder, name, **changes):
 
 
 def copy(folder, name, new, **changes):
-    """As if the library had been built for another target."""
+    """Copy a library, as one that was built for another target."""
     for suffix in (".so", ".json"):
         shutil.copy(folder / f"{name}{suffix}", folder / f"{new}{suffix}")
     rewrite(folder, new, target=new, **changes)

@@ -203,7 +203,7 @@ def turned(calls, table):
 
 
 def test_a_table_of_angles_for_each_layer(folder):
-    """As of models whose layers of long and of short reach differ, or of which some rotate nothing."""
+    """Some models rotate layers of long and of short reach differently, others leave some layers unrotated."""
     engine = load(folder)
     model, cache = engine.runner.model, engine.pool.cache
     tree = TokenTree(engine.pool, [1, 2, 3])

@@ -328,7 +328,7 @@ class Launches:
 @LATER
 @pytest.mark.parametrize("device", TRITON)
 def test_a_launch_serves_other_lengths(device, later, monkeypatch):
-    """As a CUDA graph does: the same arguments, other numbers in the tensors."""
+    """A CUDA graph launches the same arguments again, with other numbers in the tensors."""
     from kernels import gpu
     from kernels.tree_attention import triton
 

@@ -107,7 +107,7 @@ def test_many_tiles_and_a_narrow_neighbour(monkeypatch):
 
 
 def test_reading_whole_texts_at_once():
-    """As a reward model does: chains that were not evaluated yet, many in a pass, beside others that were."""
+    """A reward model reads chains that were not evaluated yet, many in a pass, beside others that were."""
     tree, ends = grown(4, 30, 20)
     more = []
     for end in ends[:6]:

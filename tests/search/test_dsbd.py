@@ -370,7 +370,7 @@ def test_padded_vocabularies_of_different_widths():
 
 @pytest.mark.parametrize("search", [DSBD(draft_beams=4, width=1), Speculative(gamma=5)], ids=str)
 def test_a_full_pool_costs_drafts_not_the_search(search):
-    """As little room as one path needs: rounds that do not fit are made without drafts."""
+    """The pool holds one path and no more: rounds that do not fit are made without drafts."""
     least, _ = search.slots(3, 12)
     output = over(TARGET, NEAR, pages=least)(search, 12).result.outputs[0]
     assert len(output.token_ids) == 12
@@ -399,7 +399,7 @@ def test_what_is_drawn_does_not_depend_on_room(search, max_new, pages):
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("drafts", ["iid", "without-replacement"])
 def test_layers_are_counted_before_anything_is_drawn(drafts, page_size):
-    """As many as fit if all drafts differ, whatever is drawn; and no round turns out not to fit."""
+    """There are as many as fit if all drafts differ, whatever is drawn; so each round fits."""
     for pages in range(3 // page_size + 1, 20 // page_size):
         counted = 3 if page_size == 1 else 4  # slots of the prompt's pages
         expected = min(3, (pages * page_size - counted) // 4)

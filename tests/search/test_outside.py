@@ -276,7 +276,7 @@ def test_what_cannot_be_loaded(here: Path, refused: Callable[..., str], text: st
 
 
 def test_it_starts_in_the_current_folder(here: Path):
-    """As a program: python -m finds modules of the current folder, also where sys.path is kept safe."""
+    """python -m finds modules of the current folder, also where sys.path is kept safe."""
     root = Path(__file__).parents[2]
     for safe in ("", "1"):
         done = subprocess.run(

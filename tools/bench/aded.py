@@ -205,7 +205,7 @@ def list_methods(store: str | Path, iterations: Sequence[int]) -> list[tuple[str
 
 
 def write(writer: Engine, number: int, new_tokens: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts, drawn, and the model's greedy answers to them."""
+    """Draw prompts; returns them and the model's greedy answers."""
     progress("writing the texts")
     prompts = draw_prompts(writer, number, 16, seed + 1)
     answers = writer.generate(prompts, Greedy(), max_new_tokens=new_tokens, ignore_eos=True)

@@ -138,7 +138,7 @@ def front_report(
 
 
 def searches(args: argparse.Namespace, store: Path | None = None) -> list[tuple[str, Search]]:
-    """Every configuration with its label; with a store also drafts by n-grams."""
+    """The searches to compare, with labels; a store adds those whose drafts are n-grams."""
     warp = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     found: list[tuple[str, Search]] = [(f"beam-sample W={n}", BeamSample(beams=n, **warp)) for n in args.beams]
     found += [(f"speculative gamma={n}", Speculative(gamma=n, **warp)) for n in args.gamma]

@@ -57,7 +57,7 @@ class Variant:
 
 
 def edit(path: Path, changes: Mapping[str, Any]) -> None:
-    """Change fields of a JSON file; those set to ABSENT go."""
+    """Change fields of a JSON file; ABSENT removes one."""
     config = json.loads(path.read_text()) | changes
     write_json(path, {key: value for key, value in config.items() if value is not ABSENT})
 

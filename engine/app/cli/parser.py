@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         return self._groups[title]
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse's, with the searches that the arguments name."""
+        """Parse arguments, after the searches that they name are loaded; see `argparse`."""
         given = [*(sys.argv[1:] if args is None else args)]
         if self.searches is not None:
             try:

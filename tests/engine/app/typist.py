@@ -98,7 +98,7 @@ class Typist:
         os.write(self.master, text.encode())
 
     def interrupt(self) -> None:
-        """As Ctrl-C, where the terminal is not the session's."""
+        """Send the signal of Ctrl-C, for a terminal that is not the session's."""
         self.process.send_signal(signal.SIGINT)
 
     @property

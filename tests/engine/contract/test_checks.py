@@ -369,7 +369,7 @@ def test_faults_before_the_search_starts(engine: Engine, name: str, value: Any, 
 
 @dataclass(frozen=True)
 class Wide(Search):
-    """As many slots as its fields say; `beams` without `num_return_sequences`."""
+    """A search that says how many slots it needs; it has `beams` and no `num_return_sequences`."""
 
     beams: int = 4
     each: int = 1

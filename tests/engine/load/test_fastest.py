@@ -42,7 +42,7 @@ def measured(monkeypatch):
 
 
 def again(monkeypatch):
-    """As a new process would start."""
+    """Forget the answers, which a new process would not have."""
     monkeypatch.setattr(fastest, "_answers", {})
 
 

@@ -186,7 +186,7 @@ def test_ids_that_are_none_end_the_request_that_gets_one(tmp_path, engine):
 
 
 def test_a_token_outside_of_the_vocabulary_ends_its_own_request(engine):
-    """As if it had come from a catalogue: the others of its pass are answered."""
+    """A broken catalogue could allow one: the other requests of the pass are answered."""
 
     class Outside(Constraint):
         def start(self, prompt):

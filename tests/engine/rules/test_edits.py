@@ -40,7 +40,7 @@ def test_rows_are_masked_and_renormalised(renormalise):
 
 
 def test_rows_of_a_path_are_edited_once_more():
-    """As they were when a search was sent them."""
+    """The second edit gives the rows that the search was sent."""
     penalty = RepetitionPenalty(2.0)
     constrained, tree, nodes = grown(Choices([[5, 7], [5, 8], [6, 9], [6, 3]], [EOS]), True, penalty)
     logits_NV = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(2)) * 3

@@ -8,7 +8,7 @@ from engine.step.timing import Overlap, PassTime
 
 
 def test_pass_times_are_learnt_by_size():
-    """As on a processor: flat up to nine tokens, and rising from there. No size may be taken for one of the others."""
+    """A processor's times: flat up to nine tokens, rising from there. No size may be taken for one of the others."""
     rng, time = random.Random(0), PassTime()
     for _ in range(200):
         tokens = rng.choice([1, 1, 1, 5, 8, 16, 24, 48])

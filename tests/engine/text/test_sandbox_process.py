@@ -252,7 +252,7 @@ def test_its_memory_is_limited():
 
 
 def test_a_system_without_that_limit(monkeypatch):
-    """As macOS: the process runs with the others."""
+    """On macOS, for example, the process runs with the other limits."""
     asked = []
 
     def refuse(which: int, limit: tuple[int, int]) -> None:

@@ -355,7 +355,7 @@ def test_vocabulary_with_holes():
 
 
 def test_thousands_of_added_tokens_are_added_at_once(tmp_path):
-    """As in Gemma 3. One by one they would take minutes: each call builds the search of all of them again."""
+    """Gemma 3 has as many. One by one they would take minutes: each call builds the search of all of them again."""
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((GOLDEN / "gemma" / file).read_bytes())
     data = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))

@@ -75,7 +75,7 @@ def test_fields_come_from_where_transformers_finds_them():
 
 
 def test_a_whole_gemma_3_caps_no_logits(tmp_path):
-    """As transformers, whose text model alone reads the field."""
+    """In transformers too: the text model alone reads the field."""
     folder = changed(tmp_path, "gemma3", lambda config: config["text_config"].update(final_logit_softcapping=0.1))
     found = [Engine.load(path, dtype="float32").logits([5, 6, 7]) for path in (folder, GOLDEN / "gemma3")]
     assert found[0].equal(found[1])

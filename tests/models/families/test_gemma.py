@@ -64,7 +64,7 @@ def test_a_cap_that_is_absent_is_not_null(tmp_path):
 
 
 def test_gemma_3_caps_no_scores(tmp_path):
-    """As transformers, which reads the field and makes no use of it."""
+    """Nor does transformers, which reads the field and makes no use of it."""
     folder = changed(tmp_path, "three", {"attn_logit_softcapping": 0.1})
     found = [Engine.load(path, dtype="float32").logits(TEXT) for path in (folder, GOLDEN / "three")]
     assert found[0].equal(found[1])

@@ -138,7 +138,7 @@ def test_refusals(monkeypatch):
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="ONEDNN_MAX_CPU_ISA is for x86-64")
 def test_products_that_overflow_are_refused():
-    """As on a processor with VNNI whose oneDNN is held to AVX2."""
+    """A processor with VNNI has them if its oneDNN is held to AVX2."""
     program = (
         "import torch; torch.cpu._is_vnni_supported = lambda: True; "
         "from models.formats.int8 import Int8Linear; print(Int8Linear.why_not(torch.device('cpu')))"

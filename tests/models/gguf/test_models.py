@@ -187,7 +187,7 @@ def test_text_models_of_several_modalities(variant, arch, tmp_path):
 
 @pytest.mark.parametrize("format", ["Q4_1", "Q6_K"])
 def test_parts_of_a_matrix(format, tmp_path):
-    """As processes share one: some outputs or inputs, packed as blocks where they are whole ones."""
+    """Processes that share a matrix take some outputs or inputs each, packed as blocks where these are whole."""
     file = File(random(tmp_path / "source", "llama/gqa", **WIDE | {"intermediate_size": 1024}), TYPES[format])
     checkpoint, name = Checkpoint.open(file.write(tmp_path / "file.gguf")), "model.layers.0.mlp.down_proj.weight"
     weight = checkpoint.grouped(name, name, (256, 1024), "Linear", biased=False)

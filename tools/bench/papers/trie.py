@@ -155,7 +155,7 @@ def paper(b: int, column: int) -> list[str]:
 
 
 def arrow(cells: Sequence[str]) -> str:
-    """Cells of batch and trie with an arrow between them; a single cell holds for both."""
+    """A cell of the table: batch → trie; one figure where there is only one."""
     return " → ".join(cells)
 
 
