@@ -42,7 +42,7 @@ class RowEdits:
         self._bans = any(p.bans for p in states.processors)
 
     def edit(self, tree: TokenTree, nodes: Sequence[int], rows: slice) -> Edit:
-        """What edits the rows of evaluated nodes: the driver calls its `apply` before a search sees the rows."""
+        """The edit of the rows of evaluated nodes: its `apply` is called before a search sees the rows."""
         return Edit(rows, partial(self._apply, tree, nodes), self._logits)
 
     def rewrite(self, states: Sequence[NodeState], logp_NV: Tensor, logits_NV: Tensor) -> None:
