@@ -535,7 +535,7 @@ def test_more_than_the_memory_limit(commands: Commands, engine: Engine, base: Pa
 
 def test_weights_that_the_machine_cannot_map(commands: Commands, folder: Path, monkeypatch: pytest.MonkeyPatch):
     error = SafetensorError("Error while opening: Cannot allocate memory (os error 12)")
-    monkeypatch.setattr("models.checkpoint.headers.safe_open", Mock(side_effect=error))
+    monkeypatch.setattr("models.checkpoint.tensor_files.safe_open", Mock(side_effect=error))
     commands.refuse(folder, 4, "the machine ran out of memory")
 
 

@@ -30,7 +30,8 @@ from torch import Tensor
 from engine.app.cli import called, run
 from engine.errors import CheckpointError, UsageError
 from models.checkpoint.files import open_regular
-from models.checkpoint.headers import CONFIG_BYTES, DTYPES, INDEX_BYTES, Checkpoint, read_json, write_tensors
+from models.checkpoint.headers import CONFIG_BYTES, INDEX_BYTES, Checkpoint, read_json
+from models.checkpoint.tensor_files import DTYPES, write_tensors
 from models.folders import snapshot
 from tools import gguf
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import CoppiceError, UsageError
-from models.checkpoint.headers import buffer_of
+from models.checkpoint.tensor_files import buffer_of
 from models.sharding import Shard
 
 TIMEOUT = 600.0  # seconds that a process waits for the others: they may load from slower disks

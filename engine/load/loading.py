@@ -26,7 +26,8 @@ from engine.step.runner import Runner
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from models import load_model
-from models.checkpoint.headers import PACK_AGAIN, Checkpoint
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.tensor_files import PACK_AGAIN
 from models.checkpoint.weights import Weights
 from models.config import ModelShape
 from models.formats.floats import has_products

@@ -30,7 +30,7 @@ from engine.errors import UsageError, shortened
 from engine.rules.constraint import Allowed, Constraint, State, Tokens
 from engine.text.tokenizer import Tokenizer
 from models.checkpoint.files import map_regular, replacing
-from models.checkpoint.headers import buffer_of
+from models.checkpoint.tensor_files import buffer_of
 
 MAGIC, VERSION, ORDER = b"COPPICEC", 1, 0x0102
 HEADER = struct.Struct(

@@ -21,7 +21,7 @@ from engine.step.packing import Chunk
 from engine.step.runner import Runner
 from kernels.kv_kinds import parts
 from models.checkpoint.files import open_regular, replacing
-from models.checkpoint.headers import buffer_of, write_tensors
+from models.checkpoint.tensor_files import buffer_of, write_tensors
 from models.config import ModelShape
 from models.sharding import Shard
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import difflib
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,13 +18,14 @@ from torch import Tensor
 
 from kernels.linear import Packed
 from models.checkpoint.fields import Fields
-from models.checkpoint.files import open_regular, read_regular
+from models.checkpoint.files import read_regular
+from models.checkpoint.tensor_files import FETCH_AGAIN, FLOATS, PACK_AGAIN, damaged, read_header
 from models.checkpoint.tensors import RowReader, TensorInfo
 from models.checkpoint.wrapped import is_wrapped, parts, text_config, text_names
 from models.errors import CheckpointError, show
 from models.folders import LOOKS, gguf_file, is_blob, name_of, snapshot
 from models.formats.grouped import GroupedWeight
-from models.formats.packed import KEY, PANELS, PREFIXES, Packing
+from models.formats.packed import PANELS, PREFIXES, Packing
 from models.gguf.architectures import read_config
 from models.gguf.reader import GGUF
 from models.gguf.tensors import BlockQuantization, BlockReader, Stored, quantization_of, tensors_of
@@ -37,12 +37,6 @@ from models.quantized.own import GroupedReader, Grouping, Own
 CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20
 ADAPTERS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"  # as PEFT writes them
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-OTHERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-DTYPES = FLOATS | OTHERS | {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-FETCH_AGAIN = "Download the file again."
-PACK_AGAIN = "Pack the checkpoint again: `python -m tools.pack`."
-LINE = 64  # bytes of the caches of processors
 
 
 @dataclass(frozen=True)
@@ -283,7 +277,7 @@ class Checkpoint:
                     for name in group:
                         out[name] = mapped.get_tensor(self.tensors[name].name or name)
             except (SafetensorError, OSError) as error:
-                raise _damaged(file, error) from error
+                raise damaged(file, error) from error
         for name, tensor in out.items():
             info = self.tensors[name]
             if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
@@ -376,44 +370,6 @@ def _open_folder(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, generation_config, tensors, packing, quantized, left_out, _adapter(folder))
 
 
-def write_tensors(
-    file: IO[bytes],
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str] | None = None,
-    read: Callable[[str], Tensor] | None = None,
-) -> None:
-    """Write a safetensors file. The library's own `save` needs NumPy.
-
-    Args:
-        file: takes the bytes.
-        tensors: by name; of any dtype in `DTYPES`, on a CPU. With `read` they may be on the device "meta".
-        metadata: the header's `__metadata__`.
-        read: makes a tensor when it is written, so that one exists at a time.
-    """
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    # So that all are aligned, and those that fill whole lines of the processor's caches to those.
-    end, order = 0, sorted(tensors, key=lambda name: (tensors[name].nbytes % LINE > 0, -tensors[name].itemsize, name))
-    for name in order:
-        start, end = end, end + tensors[name].nbytes
-        header[name] = {
-            "dtype": names[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % LINE)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        kept = (read(name) if read else tensors[name]).contiguous()  # a name, so that the buffer outlives the write
-        file.write(buffer_of(kept))
-
-
-def buffer_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on a CPU, for writing it without a copy; valid as long as the tensor exists."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
-
-
 def read_json(path: Path, limit: int) -> dict[str, Any]:
     """Parses a JSON object of at most `limit` bytes. Raises CheckpointError for anything else, double keys included."""
     try:
@@ -444,7 +400,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _tensors(folder: Path) -> dict[str, TensorInfo]:
     """The headers of all weight files. A single file wins over an index, as in transformers."""
     if (folder / WEIGHTS).exists() or (folder / WEIGHTS).is_symlink():
-        return _header(_inside(folder, WEIGHTS, folder / WEIGHTS))
+        return read_header(_inside(folder, WEIGHTS, folder / WEIGHTS))
     index = folder / INDEX
     if not index.exists():
         raise _no_weights(folder)
@@ -456,7 +412,7 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
             raise CheckpointError(f"weight_map: {show(name)}: expected a file name", where=show(index))
     tensors: dict[str, TensorInfo] = {}
     for file in sorted(set(weight_map.values())):
-        found = _header(_inside(folder, file, index))
+        found = read_header(_inside(folder, file, index))
         for name in found.keys() & tensors.keys():
             where = f"{show(folder)}: {show(tensors[name].file.name)} and {show(file)}"
             raise CheckpointError(f"tensor {show(name)} lies in two files", where=where, remedy=FETCH_AGAIN)
@@ -511,52 +467,6 @@ def _inside(folder: Path, name: str, where: Path) -> Path:
     if not there:
         raise CheckpointError(f"{show(name)} is not there", where=show(where), remedy=FETCH_AGAIN)
     return path
-
-
-def _header(file: Path) -> dict[str, TensorInfo]:
-    """The header of `file`. safetensors itself refuses overlaps, holes, overflows, and headers over 100 MB."""
-    tensors = {}
-    try:
-        with safe_open(file, framework="pt") as mapped:
-            for name in mapped.keys():  # noqa: SIM118 (it is no dict)
-                entry = mapped.get_slice(name)
-                shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
-                if dtype not in DTYPES:
-                    raise CheckpointError(f"tensor {show(name)}: dtype {dtype} is not supported", where=show(file))
-                if 0 in shape or len(shape) > 8 or math.prod(shape) >= 2**48:
-                    what = f"tensor {show(name)}: unusable shape {show(list(shape))}"
-                    raise CheckpointError(what, where=show(file), remedy=FETCH_AGAIN)
-                tensors[name] = TensorInfo(file, shape, DTYPES[dtype])
-    except (SafetensorError, OSError) as error:
-        raise _damaged(file, error) from error
-    if not tensors:
-        raise CheckpointError("the file holds no tensors", where=show(file), remedy=FETCH_AGAIN)
-    return tensors
-
-
-def _damaged(file: Path, error: Exception) -> CheckpointError | MemoryError:
-    """The error for a file that safetensors refuses, after a look at what it is instead."""
-    if "(os error 12)" in str(error):  # no address space to map it into: nothing is wrong with the file
-        return MemoryError(str(error))
-    try:
-        with open_regular(file) as stream:
-            start = stream.read(128)
-    except OSError as unreadable:
-        return CheckpointError(f"cannot be read: {unreadable.strerror}", where=show(file))
-    if start.startswith(b"version https://git-lfs"):
-        return CheckpointError(
-            "a git-LFS pointer lies where the weights should be",
-            where=show(file),
-            remedy="Fetch the file itself: `git lfs pull` in the model folder.",
-        )
-    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04")):
-        return CheckpointError(
-            "a pickle lies where safetensors should be; pickles can run code and are never loaded",
-            where=show(file),
-            remedy="If you trust its source: `python -m tools.convert`.",
-        )
-    remedy = PACK_AGAIN if f'"{KEY}"'.encode() in start else FETCH_AGAIN
-    return CheckpointError(f"not a valid safetensors file: {show(error)}", where=show(file), remedy=remedy)
 
 
 def _adapter(folder: Path) -> str:

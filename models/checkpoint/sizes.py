@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from kernels.linear.blocks import BLOCKS
 from kernels.linear.panels import PIECE
 from models import load_model
-from models.checkpoint.headers import FLOATS, Checkpoint
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.tensor_files import FLOATS
 from models.checkpoint.weights import Weights
 from models.config import HEAD, Config, ModelShape
 from models.formats.floats import has_kernels

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.linear.reference import unpacked
-from models.checkpoint.headers import FETCH_AGAIN, Checkpoint
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.tensor_files import FETCH_AGAIN
 from models.config import HEAD, Config
 from models.errors import CheckpointError, show
 from models.formats.coded import CodedLinear, has_codes, of_packed

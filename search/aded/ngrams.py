@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.contract import Task
 from engine.errors import UsageError
 from models.checkpoint.files import locked, map_regular, replacing
-from models.checkpoint.headers import buffer_of
+from models.checkpoint.tensor_files import buffer_of
 
 BITS = 21
 REST = (1 << BITS) - 1

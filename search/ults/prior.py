@@ -24,7 +24,7 @@ from engine.contract import Answer, Evaluate, Pause, Report, Task
 from engine.contract.sampling import draws
 from engine.errors import KVMemoryError, UsageError
 from models.checkpoint.files import read_regular, replacing
-from models.checkpoint.headers import write_tensors
+from models.checkpoint.tensor_files import write_tensors
 from search.ults.distributions import log_gamma
 
 GATHERED = 32  # completions, and most tokens of each, that a search gathers when there is no prior

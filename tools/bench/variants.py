@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import UsageError
-from models.checkpoint.headers import WEIGHTS, Checkpoint, buffer_of, write_tensors
+from models.checkpoint.headers import WEIGHTS, Checkpoint
+from models.checkpoint.tensor_files import buffer_of, write_tensors
 
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
 ALIGNED = 32  # bytes, GGUF's default

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from engine import Engine, KVMemoryError, UsageError
 from engine.load import pools
 from engine.step import prefix_files
-from models.checkpoint.headers import write_tensors
+from models.checkpoint.tensor_files import write_tensors
 from search import Greedy, Trie
 from tests.engine.cache.test_prefixes import ROOT, exact, load, make_folder, same
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from models.checkpoint.headers import Checkpoint, write_tensors
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.tensor_files import write_tensors
 from models.errors import CheckpointError
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from engine import Engine
-from models.checkpoint.headers import Checkpoint, write_tensors
+from models.checkpoint.headers import Checkpoint
 from models.checkpoint.sizes import measure
+from models.checkpoint.tensor_files import write_tensors
 from models.checkpoint.wrapped import parts, text_config, text_names
 from models.errors import CheckpointError
 from models.formats.floats import has_kernels

@@ -7,7 +7,8 @@ import torch
 
 from kernels import cpp
 from models import trim as memory
-from models.checkpoint.headers import Checkpoint, write_tensors
+from models.checkpoint.headers import Checkpoint
+from models.checkpoint.tensor_files import write_tensors
 from models.formats import floats
 from models.formats.floats import FloatLinear, can_pack, padded_rows, stored_dtype
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from models import FAMILIES
 from models.checkpoint.fields import Fields
-from models.checkpoint.headers import WEIGHTS, write_tensors
+from models.checkpoint.headers import WEIGHTS
+from models.checkpoint.tensor_files import write_tensors
 from models.gguf.architectures import CAPS, FACTORS, GRANITE, INTERLEAVED
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf: pip install 'coppice[test]'")

@@ -1,0 +1,113 @@
+"""One safetensors file: its header, checked; what lies there instead of it; writing one."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from models.checkpoint.files import open_regular
+from models.checkpoint.tensors import TensorInfo
+from models.errors import CheckpointError, show
+from models.formats.packed import KEY
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+OTHERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+DTYPES = FLOATS | OTHERS | {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+FETCH_AGAIN = "Download the file again."
+PACK_AGAIN = "Pack the checkpoint again: `python -m tools.pack`."
+LINE = 64  # bytes of the caches of processors
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Read the header of a file. Raises CheckpointError.
+
+    safetensors itself refuses overlaps, holes, overflows, and headers over 100 MB.
+    """
+    tensors = {}
+    try:
+        with safe_open(file, framework="pt") as mapped:
+            for name in mapped.keys():  # noqa: SIM118 (it is no dict)
+                entry = mapped.get_slice(name)
+                shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
+                if dtype not in DTYPES:
+                    raise CheckpointError(f"tensor {show(name)}: dtype {dtype} is not supported", where=show(file))
+                if 0 in shape or len(shape) > 8 or math.prod(shape) >= 2**48:
+                    what = f"tensor {show(name)}: unusable shape {show(list(shape))}"
+                    raise CheckpointError(what, where=show(file), remedy=FETCH_AGAIN)
+                tensors[name] = TensorInfo(file, shape, DTYPES[dtype])
+    except (SafetensorError, OSError) as error:
+        raise damaged(file, error) from error
+    if not tensors:
+        raise CheckpointError("the file holds no tensors", where=show(file), remedy=FETCH_AGAIN)
+    return tensors
+
+
+def damaged(file: Path, error: Exception) -> CheckpointError | MemoryError:
+    """The error for a file that safetensors refuses, after a look at what it is instead."""
+    if "(os error 12)" in str(error):  # no address space to map it into: nothing is wrong with the file
+        return MemoryError(str(error))
+    try:
+        with open_regular(file) as stream:
+            start = stream.read(128)
+    except OSError as unreadable:
+        return CheckpointError(f"cannot be read: {unreadable.strerror}", where=show(file))
+    if start.startswith(b"version https://git-lfs"):
+        return CheckpointError(
+            "a git-LFS pointer lies where the weights should be",
+            where=show(file),
+            remedy="Fetch the file itself: `git lfs pull` in the model folder.",
+        )
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04")):
+        return CheckpointError(
+            "a pickle lies where safetensors should be; pickles can run code and are never loaded",
+            where=show(file),
+            remedy="If you trust its source: `python -m tools.convert`.",
+        )
+    remedy = PACK_AGAIN if f'"{KEY}"'.encode() in start else FETCH_AGAIN
+    return CheckpointError(f"not a valid safetensors file: {show(error)}", where=show(file), remedy=remedy)
+
+
+def write_tensors(
+    file: IO[bytes],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    read: Callable[[str], Tensor] | None = None,
+) -> None:
+    """Write a safetensors file. The library's own `save` needs NumPy.
+
+    Args:
+        file: takes the bytes.
+        tensors: by name; of any dtype in `DTYPES`, on a CPU. With `read` they may be on the device "meta".
+        metadata: the header's `__metadata__`.
+        read: makes a tensor when it is written, so that one exists at a time.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    # So that all are aligned, and those that fill whole lines of the processor's caches to those.
+    end, order = 0, sorted(tensors, key=lambda name: (tensors[name].nbytes % LINE > 0, -tensors[name].itemsize, name))
+    for name in order:
+        start, end = end, end + tensors[name].nbytes
+        header[name] = {
+            "dtype": names[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % LINE)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        kept = (read(name) if read else tensors[name]).contiguous()  # a name, so that the buffer outlives the write
+        file.write(buffer_of(kept))
+
+
+def buffer_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on a CPU, for writing it without a copy; valid as long as the tensor exists."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
