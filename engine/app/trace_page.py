@@ -21,7 +21,8 @@ KEYS = {  # that every record has
     **{"outputs": list, "texts": dict, "stats": dict | None},
 }
 MARKS = (f'{{"format": "{FORMAT[:-1]}'.encode(), b"<!doctype html><!-- coppice trace ")  # how files begin
-PARTS = Path(__file__).parent  # trace_page.html, .css, .js
+PARTS = Path(__file__).parent  # trace_page.html, trace_page.css, and scripts
+SCRIPTS = "trace_tree.js", "trace_panel.js", "trace_page.js"  # the record, the window of a tree, the rest; one text
 
 
 def page(requests: Sequence[dict[str, Any]], left_out: int = 0) -> str:
@@ -47,8 +48,8 @@ def page(requests: Sequence[dict[str, Any]], left_out: int = 0) -> str:
 
 def parts() -> tuple[str, str]:
     """The style and the script of the page."""
-    style, script = ((PARTS / f"trace_page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    return style, script
+    style, *scripts = ((PARTS / name).read_text(encoding="utf-8") for name in ("trace_page.css", *SCRIPTS))
+    return style, "".join(scripts)
 
 
 def digest(text: str) -> str:
