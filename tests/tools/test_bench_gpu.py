@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from engine.cache.pool import PagePool
 from kernels.tree_attention import tree_attention
 from models.config import ModelShape
-from tools.bench import device, gpu, gpu_stages, peers
+from tools.bench import device, gpu, peers
 from tools.bench.__main__ import main
+from tools.bench.gpu import setting, single_kernels, whole_steps
 from tools.kernels.scenes import scene
 
 needs_interpreter = pytest.mark.skipif(
@@ -77,15 +78,15 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(device, "recorded", recorded)
     monkeypatch.setattr(device, "copy_bandwidth", lambda runs: 1e9)
     monkeypatch.setattr(device, "flex_attention", lambda *_: 1 / 0)
-    monkeypatch.setattr(gpu_stages, "ROWS", (2,))
-    monkeypatch.setattr(gpu_stages, "RUNS", 1)
-    monkeypatch.setattr(gpu_stages, "COLD", 0)
-    monkeypatch.setattr(gpu_stages, "profile", lambda activities: profiled)
+    monkeypatch.setattr(single_kernels, "ROWS", (2,))
+    monkeypatch.setattr(whole_steps, "RUNS", 1)
+    monkeypatch.setattr(single_kernels, "COLD", 0)
+    monkeypatch.setattr(whole_steps, "profile", lambda activities: profiled)
     monkeypatch.setattr(peers, "measure", lambda *_: found | {"growth_bytes": {"median": 1}})
 
     def make(args):
         small = TINY | {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}
-        return gpu_stages.Setting(args, torch.device("cpu"), TINY, small)
+        return setting.Setting(args, torch.device("cpu"), TINY, small)
 
     def run(*words):
         parser = argparse.ArgumentParser()
@@ -99,7 +100,7 @@ def stand_in(monkeypatch):
 def test_every_stage_finds_its_figures(stand_in, capsys, tmp_path):
     page = tmp_path / "page.md"
     results = stand_in("--save", str(page))
-    assert list(results) == [name for name in gpu_stages.STAGES if name != "tune"]
+    assert list(results) == [name for name in gpu.STAGES if name != "tune"]
     notes = [note for result in results.values() for note in result["notes"]]
     assert notes == ["FlexAttention: ZeroDivisionError: division by zero"] * 2
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
@@ -119,7 +120,7 @@ def test_every_stage_finds_its_figures(stand_in, capsys, tmp_path):
 
 @needs_interpreter
 def test_what_fails_or_comes_too_late_is_said(stand_in, capsys, monkeypatch):
-    monkeypatch.setattr(gpu_stages, "decode", lambda *_: 1 / 0)
+    monkeypatch.setattr(whole_steps, "decode", lambda *_: 1 / 0)
     found = stand_in("--stages", "steps", "where", "products", "--seconds", "0")
     assert found["steps"]["rows"] == [] and found["steps"]["targets"][0]["met"] is None
     assert {note.partition(": ")[2] for note in found["steps"]["notes"]} == {"the stage's time is over"}
@@ -130,7 +131,7 @@ def test_what_fails_or_comes_too_late_is_said(stand_in, capsys, monkeypatch):
 
 @needs_interpreter
 def test_programs_of_other_shapes_are_tried(stand_in, monkeypatch):
-    monkeypatch.setattr(gpu_stages, "OPTIONS", ({"N": 32}, {"N": 128}, {"M": 0}))
+    monkeypatch.setattr(single_kernels, "OPTIONS", ({"N": 32}, {"N": 128}, {"M": 0}))
     found = stand_in("--stages", "tune")["tune"]
     shapes = [(row["queries"], row["shape"]) for row in found["rows"]]
     assert sorted(shapes) == [(q, shape) for q in (2, 3) for shape in ("N 128", "N 32", "as it is")]
@@ -139,6 +140,6 @@ def test_programs_of_other_shapes_are_tried(stand_in, monkeypatch):
 
 def test_kernels_by_time():
     ran = [("warm", 0, 5), ("warm", 5, 9), ("warm", 9, 10), ("b", 20, 22), ("a", 10, 14), ("a", 21, 23)]
-    rows, busy, gaps = gpu_stages.by_kernel(ran)
+    rows, busy, gaps = whole_steps.by_kernel(ran)
     assert [(row["kernel"], row["launches"], row["microseconds"]) for row in rows] == [("a", 2, 3), ("b", 1, 2)]
     assert rows[0]["share"] == 6 / 8 and busy == 1 - 6 / 13 and gaps == [(6, "a")]

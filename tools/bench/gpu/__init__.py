@@ -9,13 +9,36 @@ import argparse
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tools.bench.gpu_stages import STAGES, Setting
+from tools.bench.gpu.setting import Found, Setting
+from tools.bench.gpu.single_kernels import attention, products, tune
+from tools.bench.gpu.whole_steps import searches, steps, transformers, weights, where, wide
 from tools.bench.measure import progress
 from tools.bench.report import add_save_flag, comparison_table, finish, rows_table, stamp
+
+
+class Stage(NamedTuple):
+    """A stage; `usual` ones run unless others are named."""
+
+    run: Callable[[Setting], Found]
+    about: str
+    usual: bool = True
+
+
+STAGES = {
+    "attention": Stage(attention, "tree attention, FlexAttention, SDPA"),
+    "tune": Stage(tune, "tree attention by its programs' shapes", False),
+    "products": Stage(products, "matrices in bfloat16, 8 and 4 bits"),
+    "steps": Stage(steps, "a step of one beam and of many"),
+    "searches": Stage(searches, "many searches at once"),
+    "weights": Stage(weights, "steps on weights of 8 and 4 bits"),
+    "wide": Stage(wide, "hundreds of beams of a small model"),
+    "transformers": Stage(transformers, "its beam search"),
+    "where": Stage(where, "kernels by time, gaps"),
+}
 
 
 def add_parser(commands: Any) -> None:

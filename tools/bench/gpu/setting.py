@@ -1,0 +1,161 @@
+"""The device, the models and the time that the stages of `python -m tools.bench gpu` share."""
+
+import argparse
+import contextlib
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from engine import Engine
+from engine.cache.pool import PagePool
+from engine.load.compiling import prepare, warm_up
+from engine.load.loading import LoadedModel
+from engine.step.graphs import make_runner
+from models.families.llama import Llama
+from tools.bench import device as on_gpu
+from tools.bench.gpu.random_models import Made, make
+from tools.bench.measure import progress
+
+CUDA = torch.device("cuda")
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 16384,
+}
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+PAGE = 16
+SMALL = ("int8", "int4")  # formats of weights
+
+
+class Setting:
+    """The device and the models that the stages share.
+
+    Args:
+        args: of the command.
+        device, large, small: where; configurations of a Llama and of a Qwen3.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        device: torch.device = CUDA,
+        large: Mapping[str, Any] = LLAMA_2_7B,
+        small: Mapping[str, Any] = QWEN3_06B,
+    ):
+        self.args, self.device, self.small = args, device, small
+        self.large = {**large, **({"num_hidden_layers": args.layers} if args.layers else {})}
+        self.notes: list[str] = []
+        self.begin(args.seconds)
+
+    def begin(self, seconds: float) -> None:
+        """A stage begins, and has so long."""
+        self.until, self.notes = time.perf_counter() + seconds, []
+
+    def note(self, what: str, error: BaseException | str) -> None:
+        """Keep why there is no figure."""
+        first = str(error).strip().partition("\n")[0]
+        text = first if isinstance(error, str) else f"{type(error).__name__}: {first}"
+        progress(f"{what}: {text}")
+        self.notes.append(f"{what}: {text}")
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within it, why passes run without a graph is noted. Prompts always do."""
+        log, handler = logging.getLogger("engine.step.graphs"), logging.Handler()
+        handler.emit = lambda record: self.notes.append(record.getMessage())  # type: ignore[method-assign]
+        handler.addFilter(lambda record: "reads a prompt" not in record.getMessage())
+        level = log.level
+        log.setLevel(logging.INFO)
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(level)
+
+    def rows(self, cases: Iterable[tuple[str, Callable[[], dict[str, Any]]]]) -> list[dict[str, Any]]:
+        """The rows of the cases; one that fails, or comes when the stage's time is over, is noted instead."""
+        found = []
+        for name, case in cases:
+            if time.perf_counter() > self.until:
+                self.note(name, "the stage's time is over")
+                continue
+            progress(name)
+            if (row := self.attempt(name, case)) is not None:
+                found.append(row)
+        return found
+
+    def attempt(self, name: str, work: Callable[[], Any]) -> Any:
+        """The result of work; None, and a note, if it fails."""
+        try:
+            return work()
+        except Exception as error:
+            traceback.print_exc(limit=-6)
+            self.note(name, error)
+            return None
+
+    @cached_property
+    def copy(self) -> float:
+        """Bytes per second of a large copy."""
+        bandwidth = on_gpu.copy_bandwidth(self.args.runs)
+        progress(f"copy: {bandwidth / 1e9:.0f} GB/s")
+        return bandwidth
+
+    @cached_property
+    def model(self) -> "Made":
+        """The Llama in bfloat16."""
+        return make(Llama, self.large, self.device)
+
+    @property
+    def heading(self) -> str:
+        """The line above the tables: the model and the bandwidth."""
+        layers = self.large["num_hidden_layers"]
+        return f"Llama-2-7B of {layers} layers, bfloat16, random weights; copy {self.copy / 1e9:.0f} GB/s."
+
+    def engine(self, made: "Made", tokens: int, *, compiled: bool = False) -> Engine:
+        """An engine with a pool of its own, of so many tokens."""
+        model, compiled = made.model, compiled and prepare()
+        pool = PagePool(model.shape, -(-tokens // PAGE) + 2, PAGE, torch.bfloat16, self.device)
+        runner = make_runner(model, pool, model.shape.vocab_size, compiled=compiled)
+        if compiled and not warm_up(lambda: runner.logits([1] * 5)):
+            runner.rows = None
+        return Engine(LoadedModel(runner, model.shape))
+
+
+@dataclass
+class Found:
+    """The figures of a stage.
+
+    Attributes:
+        heading, columns, legend: of the table; see `rows_table`.
+        targets: see `comparison`.
+    """
+
+    heading: str
+    rows: list[dict[str, Any]]
+    columns: dict[str, str]
+    legend: str = ""
+    targets: list[dict[str, Any]] = field(default_factory=list)

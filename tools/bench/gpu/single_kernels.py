@@ -1,0 +1,141 @@
+"""Stages of single kernels: tree attention beside its rivals, its programs' shapes, products with matrices."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.cache.pool import PagePool
+from engine.step.graphs import WORDS
+from kernels.tree_attention import tree_attention
+from models.config import ModelShape
+from tools.bench import device as on_gpu
+from tools.bench.gpu.random_models import code_bytes, random_codes
+from tools.bench.gpu.setting import PAGE, SMALL, Found, Setting
+from tools.bench.report import comparison
+from tools.kernels.scenes import scene
+
+ROWS = (1, 16, 32, 64, 256)  # of products
+OPTIONS = tuple(  # of programs of tree attention
+    {"N": keys, "num_warps": warps, "num_stages": stages}
+    for keys, warps, stages in itertools.product((32, 64, 128), (4, 8), (3, 5, 7))
+)
+COLD = 1 << 29  # bytes of bfloat16 matrices, of which the first has left the caches when the last is read
+ATTENTION = """*GB/s*: bytes of the live keys and values, each counted once, over the time of a layer's attention in a
+CUDA graph that goes through every layer's own cache; *of copy*: the same over the bandwidth of a large copy, read and
+written bytes counted. *x FlexAttention*, *x SDPA*: their time over ours, on contiguous keys and a ready mask."""
+PRODUCTS = """*of copy*: bytes of the matrix over the time of a product, over the bandwidth of a large copy. *x by
+int8*, *x by int4*: the time in bfloat16 (cuBLAS) over that of the same product with weights of 8 or 4 bits."""
+
+
+def attention(s: Setting) -> Found:
+    """Tree attention of one layer: ours, FlexAttention, masked scaled_dot_product_attention."""
+    shapes = itertools.product(s.args.prefix, sorted({*s.args.queries, s.args.beams}))
+    with torch.inference_mode():
+        rows = s.rows((f"{n} tokens, {q} queries", partial(attend, s, n, q)) for n, q in shapes)
+    targets = [
+        comparison(f"attention over {row['prefix']}, {row['queries']} queries, of copy", row["of_copy"], 0.85)
+        for row in rows
+        if row["queries"] == s.args.beams
+    ]
+    for rival, name in (("flex", "FlexAttention"), ("sdpa", "SDPA")):
+        ratios = [row[f"x_{rival}"] for row in rows if row[f"x_{rival}"] is not None]
+        targets.append(comparison(f"attention, least x {name}", min(ratios, default=None), 1.0))
+    return Found(s.heading, rows, {
+        "prefix": "{prefix}", "queries": "{queries}", "us": "{seconds:us.1f}", "GB/s": "{rate:G.0f}",
+        "of copy": "{of_copy:.2f}", "x FlexAttention": "{x_flex:.1f}", "x SDPA": "{x_sdpa:.1f}",
+        "largest difference": "{difference:.1e}",
+    }, ATTENTION, targets)  # fmt: skip
+
+
+def attend(s: Setting, prefix: int, queries: int, kv_heads: int | None = None, rivals: bool = True) -> dict[str, Any]:
+    """One shape of tree attention."""
+    L, H, runs = s.large["num_hidden_layers"], s.large["num_attention_heads"], s.args.runs
+    D, G = s.large["hidden_size"] // H, kv_heads or H
+    pool = PagePool(ModelShape(L, G, D, 1, None), prefix // PAGE + queries, PAGE, torch.bfloat16, s.device)
+    k_LGSD, v_LGSD = pool.cache.k_LGSD.normal_(), pool.cache.v_LGSD.normal_()
+    tree = scene(pool, prefix, queries, word_buckets=WORDS)
+    q_THD = torch.randn(queries, H, D, dtype=torch.bfloat16, device=s.device)
+    ours = [lambda i=i: tree_attention(q_THD, k_LGSD[i], v_LGSD[i], tree.layout, scale=D**-0.5) for i in range(L)]
+    seconds, moved = on_gpu.seconds_of(on_gpu.recorded(ours), runs) / L, 2 * G * D * 2 * len(tree.slots_S)
+    row = {"prefix": prefix, "queries": queries, "seconds": seconds, "bytes": moved, "rate": moved / seconds}
+    row["of_copy"] = row["rate"] / s.copy
+    if not rivals:
+        return row
+    packed = [(k_LGSD[i, :, tree.slots_S][None], v_LGSD[i, :, tree.slots_S][None]) for i in range(L)]
+    q_1HTD, mask = q_THD.transpose(0, 1)[None].contiguous(), tree.visible_QS
+
+    def sdpa(k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q_1HTD, k, v, attn_mask=mask)
+
+    def times_over(make_rival: Callable[[], Callable[[Tensor, Tensor], Tensor]]) -> float:
+        rival = make_rival()
+        return on_gpu.seconds_of(on_gpu.recorded([partial(rival, k, v) for k, v in packed]), runs) / L / seconds
+
+    row["x_sdpa"] = s.attempt("SDPA", lambda: times_over(lambda: sdpa))
+    row["x_flex"] = s.attempt("FlexAttention", lambda: times_over(lambda: on_gpu.flex_attention(q_1HTD, mask)))
+    return row | {"difference": float((ours[0]() - sdpa(*packed[0])[0].transpose(0, 1)).abs().max())}
+
+
+def tune(s: Setting) -> Found:
+    """Tree attention by the blocks of keys, warps and stages of its programs: those as they are, and the best."""
+    from kernels.tree_attention import triton  # absent on some machines
+
+    usual, H = triton._sizes, s.large["num_attention_heads"]
+
+    def case(group: int, queries: int, option: dict[str, int]) -> dict[str, Any]:
+        with mock.patch.object(triton, "_sizes", lambda *asked: usual(*asked) | option), torch.inference_mode():
+            row = attend(s, s.args.prefix[0], queries, H // group, rivals=False)
+        return row | {"group": group, "option": option}
+
+    rows = []
+    for group, queries in itertools.product((1, 4), sorted({*s.args.queries, s.args.beams})):
+        if H % group == 0:
+            found = s.rows((f"group {group}, {queries} queries, {option}", partial(case, group, queries, option))
+                           for option in ({}, *OPTIONS))  # fmt: skip
+            rows += [*found[:1], *sorted(found[1:], key=lambda row: row["seconds"])[:4]]
+    for row in rows:
+        row["shape"] = ", ".join(f"{name} {value}" for name, value in row["option"].items()) or "as it is"
+    return Found(s.heading, rows, {
+        "heads to a key": "{group}", "queries": "{queries}", "program": "{shape}", "us": "{seconds:us.1f}",
+        "of copy": "{of_copy:.2f}",
+    }, ATTENTION)  # fmt: skip
+
+
+def products(s: Setting) -> Found:
+    """The products of a layer with its matrices, in bfloat16 and in small numbers."""
+    E, M = s.large["hidden_size"], s.large["intermediate_size"]
+    matrices = {"qkv": (3 * E, E), "out": (E, E), "up": (2 * M, E), "down": (E, M)}
+    with torch.inference_mode():
+        rows = s.rows((f"{name}, {n} rows", partial(multiply, s, name, *matrices[name], n))
+                      for n in ROWS for name in matrices)  # fmt: skip
+    return Found(s.heading, rows, {
+        "matrix": "{matrix}", "rows": "{rows}", "bfloat16 us": "{seconds:us.1f}", "of copy": "{of_copy:.2f}",
+        **{column: form for kind in SMALL for column, form in
+           ((f"x by {kind}", f"{{x_{kind}:.2f}}"), (f"{kind} of copy", f"{{of_copy_{kind}:.2f}}"))},
+    }, PRODUCTS)  # fmt: skip
+
+
+def multiply(s: Setting, name: str, outs: int, width: int, rows: int) -> dict[str, Any]:
+    """One matrix, by formats; each of several copies in turn, so that none is found in a cache."""
+    x_TI = torch.randn(rows, width, dtype=torch.bfloat16, device=s.device)
+    copies = min(16, max(2, -(-COLD // (2 * outs * width))))
+    weights = [torch.randn(outs, width, dtype=torch.bfloat16, device=s.device) for _ in range(copies)]
+    found: dict[str, Any] = {"matrix": name, "rows": rows}
+
+    def timed(calls: Sequence[Callable[[], object]], moved: int) -> tuple[float, float]:
+        seconds = on_gpu.seconds_of(on_gpu.recorded(calls), s.args.runs) / len(calls)
+        return seconds, moved / seconds / s.copy
+
+    found["seconds"], found["of_copy"] = timed([partial(F.linear, x_TI, w) for w in weights], 2 * outs * width)
+    for kind in SMALL:
+        layers = [random_codes(kind, outs, width, s.device) for _ in range(copies)]
+        got = s.attempt(f"{kind} {name}", lambda layers=layers: timed(
+            [partial(layer, x_TI) for layer in layers], code_bytes(layers[0])))  # fmt: skip
+        found[f"x_{kind}"], found[f"of_copy_{kind}"] = (found["seconds"] / got[0], got[1]) if got else (None, None)
+    return found

@@ -1,0 +1,230 @@
+"""Stages of whole steps: one search and many, small weights, wide beams, transformers, where the time goes."""
+
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from engine import Engine
+from engine.engine import Request
+from models.families.llama import Llama
+from models.families.qwen3 import Qwen3
+from search import Trie
+from tools.bench import peers
+from tools.bench.gpu.random_models import Made, make
+from tools.bench.gpu.setting import PAGE, SMALL, Found, Setting
+from tools.bench.measure import cores
+from tools.bench.report import comparison
+
+RUNS = 3  # of searches, after one that warms up
+FLOOR = """*of floor*: (bytes of the weights, but for the embedding, and of the live keys and values) / copy bandwidth,
+over the time of a step, search included."""
+
+SEARCHES = """*tokens/s*: of all searches, a token a step each. *by bytes*: what *x one search* can be at most, as every
+search reads keys and values of its own."""
+WHERE = "*share*: of the time of all kernels, in the second half of a search; *us*: of a launch, on average."
+
+
+def tokens_of(prompt: int, beams: int, new_tokens: int) -> int:
+    """Slots that a search takes at most, in whole pages."""
+    return prompt + (beams + 1) * (new_tokens + PAGE)
+
+
+def decode(s: Setting, made: Made, engine: Engine, prompt: int, beams: int, searches: int = 1) -> dict[str, Any]:
+    """A step of all searches while all of them decode: the median of some runs, after one that records the graphs."""
+    draw, new = torch.Generator().manual_seed(0), s.args.new_tokens
+    ids = torch.randint(5, engine.shape.vocab_size, (searches, prompt), generator=draw).tolist()
+    times, growth, live = [], 0, 0
+    for run in range(RUNS + 1):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        steps: list[tuple[float, int, int]] = []  # after each: the time, tokens so far, searches under way
+
+        def note(driver: Any, steps: list[tuple[float, int, int]] = steps) -> None:
+            steps.append((time.perf_counter(), driver.work["target"].tokens, len(driver.running)))
+
+        requests = (Request(one, Trie(beams=beams), max_new_tokens=new, ignore_eos=True) for one in ids)
+        for _, outcome in engine.serve(requests, on_step=note):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            live = outcome.stats["live_nodes_peak"]
+        least = searches * (prompt + 2 * beams)
+        full = [(at, tokens) for at, tokens, running in steps if running == searches and tokens >= least]
+        if len(full) < 2:
+            raise ValueError(f"no two steps of all {searches} searches: more --new-tokens are needed")
+        (begin, first), (end, last) = full[0], full[-1]
+        times += [(end - begin) * searches * beams / (last - first)] if run else []
+        growth = torch.cuda.max_memory_allocated() - before
+    seconds, cache = statistics.median(times), engine.pool.bytes_per_token * (prompt + live) / 2
+    moved = made.bytes + searches * cache
+    return {
+        "prompt": prompt, "beams": beams, "searches": searches, "seconds": seconds, "bytes": moved, "growth": growth,
+        "of_floor": moved / s.copy / seconds, "tokens_per_second": searches / seconds,
+    }  # fmt: skip
+
+
+def steps(s: Setting) -> Found:
+    """Decoding steps, search and host included: one beam and many, by prompt and compilation."""
+
+    def case(choice: str, engine: Engine, *sizes: int) -> dict[str, Any]:
+        return {"compile": choice, **decode(s, s.model, engine, *sizes)}
+
+    def cases() -> Iterable[tuple[str, Callable[[], dict[str, Any]]]]:
+        for choice, prompt in itertools.product(sorted({*s.args.compile}), s.args.prefix):  # off before on
+            tokens = tokens_of(prompt, s.args.beams, s.args.new_tokens)
+            engine = s.engine(s.model, tokens, compiled=choice == "on")
+            for beams in (1, s.args.beams):
+                name = f"prompt {prompt}, {beams} beams, compile {choice}"
+                yield name, partial(case, choice, engine, prompt, beams)
+
+    rows = s.rows(cases())
+    one = {(row["compile"], row["prompt"]): row["seconds"] for row in rows if row["beams"] == 1}
+    for row in rows:
+        alone = one.get((row["compile"], row["prompt"]))
+        row["x_beam"] = row["seconds"] / alone if alone else None
+    found = next((r for r in rows if (r["prompt"], r["beams"]) == (s.args.prefix[0], s.args.beams)), {})
+    where = f"{s.args.beams} beams, prompt {s.args.prefix[0]}"
+    return Found(s.heading, rows, {
+        "prompt": "{prompt}", "compile": "{compile}", "beams": "{beams}", "ms per step": "{seconds:ms.2f}",
+        "of floor": "{of_floor:.2f}", "x one beam": "{x_beam:.2f}", "growth MB": "{growth:M.1f}",
+    }, f"{FLOOR} *x one beam*: over the time with one beam.", [
+        comparison(f"step of {where}, of floor", found.get("of_floor"), 0.80),
+        comparison(f"step of {where}, x one beam", found.get("x_beam"), 1.10, at_most=True),
+    ])  # fmt: skip
+
+
+def searches(s: Setting) -> Found:
+    """Many searches at once against one."""
+    prompt, beams, most = s.args.prompt, s.args.beams, s.args.searches
+    engine = s.engine(s.model, most * tokens_of(prompt, beams, s.args.new_tokens))
+    counts = sorted({1, most, *(2**i for i in range(2, most.bit_length()) if 2**i < most)})
+    rows = s.rows((f"{n} searches", partial(decode, s, s.model, engine, prompt, beams, n)) for n in counts)
+    alone = next((row for row in rows if row["searches"] == 1), None)
+    for row in rows:
+        row["x_one"] = row["tokens_per_second"] / alone["tokens_per_second"] if alone else None
+        row["bound"] = row["searches"] * alone["bytes"] / row["bytes"] if alone else None
+    found = next((row["x_one"] for row in rows if row["searches"] == most), None)
+    return Found(s.heading, rows, {
+        "searches": "{searches}", "beams": "{beams}", "prompt": "{prompt}", "ms per step": "{seconds:ms.2f}",
+        "tokens/s": "{tokens_per_second:.0f}", "x one search": "{x_one:.1f}", "by bytes": "{bound:.1f}",
+        "of floor": "{of_floor:.2f}",
+    }, f"{SEARCHES} {FLOOR}", [
+        comparison(f"{most} searches of {beams} beams, prompt {prompt}: tokens/s, x one", found, 8.0)])  # fmt: skip
+
+
+def weights(s: Setting) -> Found:
+    """Steps on weights of 8 and 4 bits."""
+    prompt, beams = s.args.prefix[0], s.args.beams
+
+    def case(quant: str) -> dict[str, Any]:
+        made = s.model if quant == "none" else make(Llama, s.large, s.device, quant)
+        engine = s.engine(made, tokens_of(prompt, beams, s.args.new_tokens))
+        return {"weights": "bfloat16" if quant == "none" else quant, "gigabytes": made.bytes / 1e9,
+                **decode(s, made, engine, prompt, beams)}  # fmt: skip
+
+    rows = s.rows((f"weights {quant}", partial(case, quant)) for quant in ("none", *SMALL))
+    plain = next((row["seconds"] for row in rows if row["weights"] == "bfloat16"), None)
+    for row in rows:
+        row["x_plain"] = plain / row["seconds"] if plain else None
+    found = next((row["x_plain"] for row in rows if row["weights"] == "int4"), None)
+    return Found(s.heading, rows, {
+        "weights": "{weights}", "GB": "{gigabytes:.1f}", "prompt": "{prompt}", "beams": "{beams}",
+        "ms per step": "{seconds:ms.2f}", "x bfloat16": "{x_plain:.2f}", "of floor": "{of_floor:.2f}",
+    }, FLOOR, [comparison(f"int4 weights, prompt {prompt}, x bfloat16", found, 1.6)])  # fmt: skip
+
+
+def wide(s: Setting) -> Found:
+    """Wide beams of a small model with a large vocabulary."""
+    prompt, most = s.args.prompt, s.args.wide
+    made = make(Qwen3, s.small, s.device)
+    engine = s.engine(made, tokens_of(prompt, most, s.args.new_tokens))
+    counts = sorted({1, min(64, most), most})
+    rows = s.rows((f"{n} beams", partial(decode, s, made, engine, prompt, n)) for n in counts)
+    found = max((row["beams"] for row in rows), default=None)
+    return Found(f"Qwen3-0.6B's shape, bfloat16, random weights; copy {s.copy / 1e9:.0f} GB/s.", rows, {
+        "beams": "{beams}", "prompt": "{prompt}", "ms per step": "{seconds:ms.2f}", "of floor": "{of_floor:.2f}",
+        "growth MB": "{growth:M.1f}",
+    }, FLOOR, [comparison("beams of Qwen3-0.6B's shape", found, most)])  # fmt: skip
+
+
+def transformers(s: Setting) -> Found:
+    """The same beam search by transformers, in a process of its own."""
+    prompt, beams, new = s.args.prefix[0], s.args.beams, s.args.new_tokens
+    engine = s.engine(s.model, tokens_of(prompt, beams, new))
+    ours = {"engine": "coppice", **decode(s, s.model, engine, prompt, beams)}
+    torch.cuda.empty_cache()
+    ids = torch.randint(5, s.large["vocab_size"], (prompt,)).tolist()
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        more = {"device": s.device.type, "config": s.large}
+        spec = peers.spec("transformers", "", "bfloat16", beams, cores(), scratch, **more)
+        found = s.attempt("transformers", lambda: peers.measure(sys.executable, spec, ids, new, 2)) or {}
+    rows, ratio = [ours], None
+    if "seconds" in found:
+        seconds = 1 / found["steps_per_second"]["max"]
+        ratio = seconds / ours["seconds"]
+        name = f"transformers {found['versions']['transformers']}"
+        rows.append(ours | {"engine": name, "seconds": seconds, "growth": peers.growth(found)})
+    elif found:
+        s.note("transformers", peers.outcome(found))
+    return Found(s.heading, rows, {
+        "engine": "{engine}", "prompt": "{prompt}", "beams": "{beams}", "ms per step": "{seconds:ms.2f}",
+        "growth MB": "{growth:M.0f}",
+    }, "Its time per token is the least of two runs.", [
+        comparison(f"{beams} beams, prompt {prompt}, x transformers", ratio, 5.0)])  # fmt: skip
+
+
+# --- where the time goes ---
+
+
+def where(s: Setting) -> Found:
+    """Kernels of the second half of a search, by time; how busy they keep the GPU."""
+    prompt, beams = s.args.prefix[0], s.args.beams
+    engine = s.engine(s.model, tokens_of(prompt, beams, s.args.new_tokens))
+    decode(s, s.model, engine, prompt, beams)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        decode(s, s.model, engine, prompt, beams)
+    ran = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiled.events() or ()
+        if event.device_type.name == "CUDA"
+    ]
+    if not ran:
+        s.note("where", "the profiler saw no kernels")
+        return Found(s.heading, [], {})
+    rows, busy, gaps = by_kernel(ran)
+    idle = "; ".join(f"{gap:.0f} us after {name}" for gap, name in gaps)
+    return Found(f"{s.heading} Kernels run {busy:.1%} of the time; longest gaps: {idle}.", rows, {
+        "kernel": "{kernel}", "share": "{share:.3f}", "launches": "{launches}", "us": "{microseconds:.1f}",
+    }, WHERE)  # fmt: skip
+
+
+def by_kernel(
+    ran: Sequence[tuple[str, float, float]], most: int = 24
+) -> tuple[list[dict[str, Any]], float, list[tuple[float, str]]]:
+    """Sum up the last half of what ran (names, beginnings, ends in microseconds): a row per kernel, the longest first;
+    the share of the time in which any ran; the longest gaps, and what ran before each."""
+    ran = sorted(ran, key=lambda kernel: kernel[1])[len(ran) // 2 :]
+    spent: dict[str, list[float]] = defaultdict(list)
+    gaps, end, idle = [], ran[0][1], 0.0
+    before = ran[0][0]
+    for name, start, stop in ran:
+        spent[name].append(stop - start)
+        if start > end:
+            gaps.append((start - end, before))
+            idle += start - end
+        if stop > end:
+            end, before = stop, name
+    total = sum(map(sum, spent.values()))
+    rows = []
+    for name, times in sorted(spent.items(), key=lambda x: -sum(x[1]))[:most]:
+        share, each = sum(times) / total, statistics.mean(times)
+        rows.append({"kernel": name[:60], "share": share, "launches": len(times), "microseconds": each})
+    return rows, 1 - idle / (end - ran[0][1]), [(gap, name[:40]) for gap, name in sorted(gaps, reverse=True)[:4]]
