@@ -16,8 +16,9 @@ from engine.demo import demo_folder
 from tools.bench.texts import prompt
 from tools.demo import train
 from tools.demo.generator import STYLES, TASKS, dialogue, pair
-from tools.demo.talk import Talk, is_brief, is_polite
+from tools.demo.talk import Talk
 from tools.demo.train import BEGIN, END, encode
+from tools.demo.turns import is_brief, is_polite
 
 FOLDER = demo_folder().parent
 

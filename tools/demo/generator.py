@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 from tools.demo.stories import story
-from tools.demo.talk import PHRASES, Talk, Turn
+from tools.demo.talk import Talk
+from tools.demo.turns import PHRASES, Turn
 from tools.demo.words import LISTS, TEXTS
 
 STYLES = ("brief", "polite")
