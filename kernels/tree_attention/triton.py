@@ -16,8 +16,8 @@ about as many are made as the GPU runs programs at once::
     programs  [ tree 0: head 0: share 0: tiles | share 1: tiles | head 1: ... ][ tree 1: ... ][ none ]
 
 How many programs there are depends on shapes alone; what each of them does it finds out from the lengths of the trees,
-by a sum over them (`_shares`). So everything that changes from step to step is read from tensors, and the launch can be
-part of a CUDA graph. A program leaves its share of the output, normalised, with the logarithm of the sum of its
+by a sum over them (`triton_shares`). So everything that changes from step to step is read from tensors, and the launch
+can be part of a CUDA graph. A program leaves its share of the output, normalised, with the logarithm of the sum of its
 exponentials, by which shares are weighed. The last program of a tile to arrive merges them, in the order of keys; where
 a few tiles have all programs, one program would read shares for longer than a launch takes, and a second kernel of many
 programs does it. Logarithms are to base 2 throughout.
@@ -55,17 +55,14 @@ from kernels.gpu import (
 from kernels.kv_kinds import row_width
 from kernels.layout import TreeLayout
 from kernels.tracing import like, register
+from kernels.tree_attention.triton_shares import LAST, LATER, WHOLE, WORD, merge, merged, store, task
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 LONG = 128  # rows of a prompt's tile, which has a multiprocessor for itself
 WAVES = 4  # so many times the programs that run at once even out trees of all lengths by themselves
 ROOM: dict[tuple, int] = {}  # how many programs a multiprocessor has room for, by kernel
-WHOLE, LAST, LATER = (tl.constexpr(i) for i in range(3))  # tiles are not cut; who merges their shares
 ALONE = 1 << 16  # bytes that a program merges in less time than the launch of another kernel takes
-LEAST_SHARE = tl.constexpr(2)  # blocks of a share: fewer are sooner done than merged
-MOST_MERGED = tl.constexpr(1 << 18)  # bytes that the last program of a tile merges
-WORD = tl.constexpr(32)
 LOG2_E = 1.4426950408889634
 
 
@@ -156,7 +153,7 @@ def _tree_attention(
     _attend[(programs,)](*arguments(out_THD, shares, logs, counters(q_THD.device)), SPLIT=split, **constants)
     if split == LATER.value:
         kept = {name: constants[name] for name in ("WINDOWED", "R2", "GROUP", "HEADS", "D", "D2", "M", "N")}
-        _merge[(T * H,)](out_THD, shares, logs, *lengths, programs, R, W, window or 0, K=16, num_warps=2, **kept)
+        merge[(T * H,)](out_THD, shares, logs, *lengths, programs, R, W, window or 0, K=16, num_warps=2, **kept)
     return out_THD
 
 
@@ -214,78 +211,6 @@ def _sizes(rows: int, head: int, dtype: torch.dtype, roomy: bool) -> dict[str, i
     return {"M": M, "N": N, "num_warps": 8 if M == 128 else 4, "num_stages": 5 if roomy else 2}
 
 
-@triton.jit
-def _keys(tokens, trunk, branches, W, window, WINDOWED: tl.constexpr, N: tl.constexpr):
-    """The first key that any token of a tree may see, the blocks of its trunk from there, and all blocks of a tile.
-
-    Args:
-        tokens: of the tree; a trunk's last ones are among them, and no other stands before its end.
-    """
-    lo = trunk * 0
-    if WINDOWED:
-        lo = tl.maximum(trunk - tokens - window + 1, 0) // N * N
-    trunk_blocks = (trunk - lo + N - 1) // N
-    return lo, trunk_blocks, tl.maximum(trunk_blocks + (tl.minimum(branches, W) + WORD - 1) // WORD, 1)
-
-
-@triton.jit
-def _shares(
-    programs, starts_ptr, lengths_ptr, branches_ptr, R, W, window,
-    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
-    D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Where the programs of each tree end, and how many blocks a share has at most.
-
-    A tile of b blocks has b / size shares, rounded up. With size = all blocks / (programs - tiles) all tiles have at
-    most as many as there are programs.
-    """
-    r_R = tl.arange(0, R2)
-    real_R = r_R < R
-    tokens_R = tl.load(starts_ptr + r_R + 1, mask=real_R, other=0) - tl.load(starts_ptr + r_R, mask=real_R, other=0)
-    trunk_R = tl.load(lengths_ptr + r_R, mask=real_R, other=0)
-    branches_R = tl.load(branches_ptr + r_R, mask=real_R, other=0)
-    _, _, blocks_R = _keys(tokens_R, trunk_R, branches_R, W, window, WINDOWED, N)
-    tiles_R = (tokens_R * GROUP + M - 1) // M * G
-    size = 1 << 30
-    if SPLIT != WHOLE:
-        spare = tl.maximum(programs - tl.sum(tiles_R), 1)
-        size = tl.maximum((tl.sum(tiles_R * blocks_R) + spare - 1) // spare, LEAST_SHARE)
-        if SPLIT == LAST:
-            SHARES: tl.constexpr = MOST_MERGED // (M * D2 * 4)
-            size = tl.maximum(size, (tl.max(tl.where(tiles_R > 0, blocks_R, 0)) + SHARES - 1) // SHARES)
-    return tl.cumsum(tiles_R * ((blocks_R + size - 1) // size)), size
-
-
-@triton.jit
-def _task(
-    program, programs, starts_ptr, lengths_ptr, branches_ptr, R, W, window,
-    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
-    D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """The tile and the share of keys that a program works on.
-
-    Returns:
-        its tree (R: it has nothing to do); its tile, and of how many; the head; its share, and of how many; the tree's
-        first key and blocks of the trunk, as of `_keys`; the first of its blocks, and the end of them.
-    """
-    end_R, size = _shares(
-        programs, starts_ptr, lengths_ptr, branches_ptr, R, W, window, WINDOWED, SPLIT, R2, GROUP, G, D2, M, N
-    )
-    before_R = end_R <= program
-    at = program - tl.max(tl.where(before_R, end_R, 0))
-    tree = tl.minimum(tl.sum(before_R.to(tl.int32)), R)
-    real = tree < R
-    tokens = tl.load(starts_ptr + tree + 1, mask=real, other=1) - tl.load(starts_ptr + tree, mask=real, other=0)
-    trunk = tl.load(lengths_ptr + tree, mask=real, other=0)
-    branches = tl.load(branches_ptr + tree, mask=real, other=0)
-    lo, trunk_blocks, blocks = _keys(tokens, trunk, branches, W, window, WINDOWED, N)
-    tiles, shares = (tokens * GROUP + M - 1) // M, (blocks + size - 1) // size
-    split, length = at // tiles % shares, (blocks + shares - 1) // shares
-    begin = split * length
-    end = tl.minimum(begin + length, blocks)
-    return tree, at % tiles, tiles, at // (tiles * shares), split, shares, lo, trunk_blocks, begin, end
-
-
 @triton.jit(do_not_specialize=["T", "R", "window", "stride_pr", "stride_pp"])
 def _attend(
     q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, out_ptr, share_ptr, log_ptr, count_ptr, starts_ptr, lengths_ptr,
@@ -298,7 +223,7 @@ def _attend(
 ):  # fmt: skip
     """One tile of rows, one share of the keys, one key/value head."""
     program = tl.program_id(0)
-    tree, tile, tiles, g, split, shares, lo, trunk_blocks, begin, end = _task(
+    tree, tile, tiles, g, split, shares, lo, trunk_blocks, begin, end = task(
         program, tl.num_programs(0), starts_ptr, lengths_ptr, branches_ptr, R, W, window,
         WINDOWED, SPLIT, R2, GROUP, HEADS // GROUP, D2, M, N,
     )  # fmt: skip
@@ -395,29 +320,18 @@ def _attend(
     sum_M = tl.where(sum_M != 0, sum_M, 1.0)  # NaN stays
     out_MD = acc_MD / sum_M[:, None]
     line_M = t_M.to(tl.int64) * HEADS + head_M
-    _store(out_ptr, line_M, real_M & (shares == 1), out_MD, D, D2)
+    store(out_ptr, line_M, real_M & (shares == 1), out_MD, D, D2)
     if SPLIT != WHOLE:  # noqa: SIM102 (known when it is compiled, unlike the next)
         if shares > 1:
             share_M = program.to(tl.int64) * M + tl.arange(0, M)
             tl.store(log_ptr + share_M, top_M + tl.log2(sum_M), mask=real_M)  # -inf where nothing was seen
-            _store(share_ptr, share_M, real_M, out_MD, D, D2)
+            store(share_ptr, share_M, real_M, out_MD, D, D2)
             if SPLIT == LAST:
                 head = program - split * tiles  # that has the first share
                 if last_of(count_ptr + head, shares):
                     first_M = share_M - split * tiles * M
-                    out_MD = _merged(share_ptr, log_ptr, first_M, real_M, tiles * M, shares, D, D2, 1)
-                    _store(out_ptr, line_M, real_M, out_MD, D, D2)
-
-
-@triton.jit
-def _store(out_ptr, line_B, real_B, out_BD, D: tl.constexpr, D2: tl.constexpr):
-    """Rows of the output, or of shares."""
-    d_D = tl.arange(0, D2)
-    tl.store(
-        out_ptr + line_B[:, None] * D + d_D[None, :],
-        cast(out_BD, out_ptr.dtype.element_ty),
-        mask=real_B[:, None] & (d_D < D)[None, :],
-    )
+                    out_MD = merged(share_ptr, log_ptr, first_M, real_M, tiles * M, shares, D, D2, 1)
+                    store(out_ptr, line_M, real_M, out_MD, D, D2)
 
 
 @triton.jit
@@ -488,67 +402,6 @@ def _numbers(x_ND, dtype: tl.constexpr):
     if x_ND.dtype == tl.uint8:
         return finite_e4m3(x_ND, dtype)
     return cast(x_ND.to(tl.float32), dtype)
-
-
-@triton.jit
-def _merged(share_ptr, log_ptr, line_B, real_B, step, shares, D: tl.constexpr, D2: tl.constexpr, K: tl.constexpr):
-    """Rows of the output from their shares, each weighed by its part of the sum of exponentials, K shares at a time.
-
-    Args:
-        line_B: the rows of the first share.
-        step: rows from one share to the next.
-    """
-    d_D = tl.arange(0, D2)
-    top_B = tl.full(line_B.shape, float("-inf"), tl.float32)
-    sum_B = tl.zeros(line_B.shape, tl.float32)
-    acc_BD = tl.zeros([line_B.shape[0], D2], tl.float32)
-    for k in range(0, shares, K):
-        k_K = k + tl.arange(0, K)
-        line_KB = k_K[:, None] * step + line_B[None, :]
-        real_KB = (k_K < shares)[:, None] & real_B[None, :]
-        log_KB = tl.load(log_ptr + line_KB, mask=real_KB, other=float("-inf"), cache_modifier=".cg")
-        share_KBD = tl.load(
-            share_ptr + line_KB[:, :, None] * D + d_D[None, None, :],
-            mask=real_KB[:, :, None] & (d_D < D)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_B = tl.maximum(top_B, tl.max(log_KB, 0))
-        base_B = tl.where(new_B == float("-inf"), 0.0, new_B)
-        weight_KB = tl.exp2(log_KB - base_B[None, :])
-        fade_B = tl.exp2(top_B - base_B)
-        top_B, sum_B = new_B, sum_B * fade_B + tl.sum(weight_KB, 0)
-        acc_BD = acc_BD * fade_B[:, None] + tl.sum(weight_KB[:, :, None] * share_KBD, 0)
-    return acc_BD / tl.where(sum_B == 0, 1.0, sum_B)[:, None]
-
-
-@triton.jit(do_not_specialize=["programs", "R", "window"])
-def _merge(
-    out_ptr, share_ptr, log_ptr, starts_ptr, lengths_ptr, branches_ptr, programs, R, W, window,
-    WINDOWED: tl.constexpr, R2: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, D2: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """One row of the output, if its tile was cut into shares."""
-    line = tl.program_id(0)
-    t, head = line // HEADS, line % HEADS
-    end_R, size = _shares(
-        programs, starts_ptr, lengths_ptr, branches_ptr, R, W, window,
-        WINDOWED, LATER, R2, GROUP, HEADS // GROUP, D2, M, N,
-    )  # fmt: skip
-    r_R = tl.arange(0, R2)
-    tree = tl.sum(((tl.load(starts_ptr + r_R, mask=r_R < R, other=0) <= t) & (r_R < R)).to(tl.int32)) - 1
-    first = tl.load(starts_ptr + tree)
-    tokens = tl.load(starts_ptr + tree + 1) - first
-    _, _, blocks = _keys(tokens, tl.load(lengths_ptr + tree), tl.load(branches_ptr + tree), W, window, WINDOWED, N)
-    shares, tiles = (blocks + size - 1) // size, (tokens * GROUP + M - 1) // M
-    if shares > 1:
-        row = (t - first) * GROUP + head % GROUP
-        begin = tl.max(tl.where(r_R < tree, end_R, 0))
-        program = begin + head // GROUP * shares * tiles + row // M
-        share_B = tl.full([1], program.to(tl.int64) * M + row % M, tl.int64)
-        real_B = share_B >= 0
-        out_BD = _merged(share_ptr, log_ptr, share_B, real_B, tiles * M, shares, D, D2, K)
-        _store(out_ptr, tl.full([1], line, tl.int64), real_B, out_BD, D, D2)
 
 
 register("tree_attention_triton", _tree_attention, like)

@@ -207,7 +207,7 @@ for dtype in (torch.float16, torch.float32):
 types = {"share_ptr": "*fp32", "log_ptr": "*fp32", "out_ptr": "*bf16"}
 types |= {f"{name}_ptr": "*i32" for name in ("starts", "lengths", "branches")}
 sizes = {"WINDOWED": True, "R2": 16, "GROUP": 4, "HEADS": 32, "D": 128, "D2": 128, "M": 64, "N": 32, "K": 16}
-unspilled(compile(tree_attention._merge, 90, types, sizes, num_warps=2))
+unspilled(compile(tree_attention.merge, 90, types, sizes, num_warps=2))
 types = {"slots_ptr": "*i64"} | {f"{name}_ptr": "*bf16" for name in ("k", "v", "new_k", "new_v")}
 compile(kv_write._write, 90, types, {"G": 32, "D": 128, "BLOCK": kv_write.BLOCK})
 sizes = {"G": 8, "D": 80, "D2": 128, "M": 4}

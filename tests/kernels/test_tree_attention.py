@@ -339,9 +339,9 @@ def test_a_launch_serves_other_lengths(device, later, monkeypatch):
     layout = recorded.layout.to(device)
     monkeypatch.setattr(triton, "properties", lambda _: gpu.Properties(20, False))
     monkeypatch.setattr(triton, "ALONE", -1 if later else triton.ALONE)
-    kernels = [Launches(triton._attend), Launches(triton._merge)]
+    kernels = [Launches(triton._attend), Launches(triton.merge)]
     monkeypatch.setattr(triton, "_attend", kernels[0])
-    monkeypatch.setattr(triton, "_merge", kernels[1])
+    monkeypatch.setattr(triton, "merge", kernels[1])
     out = tree_attention(*tensors, layout, scale=0.25, impl="triton")
     for x, other in zip(tensors, later_inputs, strict=True):
         x.copy_(other)
