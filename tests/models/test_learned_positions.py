@@ -2,12 +2,10 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from engine import Engine
 from engine.errors import UsageError
@@ -17,21 +15,12 @@ from models.config import ACTIVATIONS
 from models.errors import CheckpointError
 from models.formats.floats import FloatLinear
 from search import Greedy, Trie
+from tests.models.copies import changed
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(64)]
 EMBEDDING = {"opt": "model.decoder.embed_tokens.weight", "gpt2": "transformer.wte.weight"}
 BASE = {"opt": "model.", "gpt2": "transformer."}
-
-
-def changed(tmp_path, variant, changes=None, tensors=lambda stored: stored):
-    """A copy of a golden checkpoint with other fields (None: null) and weights; logits are kept elsewhere."""
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(GOLDEN / variant, folder)
-    config = json.loads((folder / "config.json").read_text()) | (changes or {})
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors(load_file(GOLDEN / variant / "model.safetensors")), folder / "model.safetensors")
-    return folder
 
 
 def bare(family):
@@ -145,7 +134,7 @@ def mixed(stored):
 )
 def test_refusals_name_what_is_wrong(tmp_path, variant, changes, tensors, message):
     with pytest.raises(CheckpointError, match=message):
-        Engine.load(changed(tmp_path, variant, changes, *([tensors] if tensors else [])), dtype="float32")
+        Engine.load(changed(tmp_path, variant, changes, tensors), dtype="float32")
 
 
 @pytest.mark.parametrize("family", EMBEDDING)

@@ -1,7 +1,5 @@
 """Gemma: configs refused, absent fields and null, and fields that mean nothing."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,18 +9,11 @@ from engine import Engine
 from models.checkpoint.headers import Checkpoint
 from models.errors import CheckpointError
 from models.families.gemma import Gemma2, Gemma3
+from tests.models.copies import changed
+from tools.golden.base import ABSENT
 
 GOLDEN = Path(__file__).parents[2] / "golden/gemma"
 TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(40)]
-
-
-def changed(tmp_path, variant, changes, absent=()):
-    """A copy of a golden checkpoint with other fields."""
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(GOLDEN / variant, folder)
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in absent}))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -43,20 +34,22 @@ def changed(tmp_path, variant, changes, absent=()):
 )
 def test_refusals_name_what_is_wrong(tmp_path, variant, changes, message):
     with pytest.raises(CheckpointError, match=message):
-        Engine.load(changed(tmp_path, variant, changes), dtype="float32")
+        Engine.load(changed(tmp_path, f"gemma/{variant}", changes), dtype="float32")
 
 
 @pytest.mark.parametrize("kind", ["ForCausalLM", "ForConditionalGeneration"])
 @pytest.mark.parametrize("name", ["Gemma3n", "Gemma4", "T5Gemma"])
 def test_other_gemmas_are_refused_by_name(tmp_path, name, kind):
     inside = {"text_config": {"model_type": f"{name.lower()}_text"}} if kind != "ForCausalLM" else {}
-    folder = changed(tmp_path, "three", {"architectures": [name + kind], "model_type": name.lower()} | inside)
+    folder = changed(tmp_path, "gemma/three", {"architectures": [name + kind], "model_type": name.lower()} | inside)
     with pytest.raises(CheckpointError, match=f"architecture '{name}{kind}'"):
         Engine.load(folder)
 
 
 def test_a_cap_that_is_absent_is_not_null(tmp_path):
-    folder = changed(tmp_path, "two_full", {}, ["attn_logit_softcapping", "final_logit_softcapping"])
+    folder = changed(
+        tmp_path, "gemma/two_full", dict.fromkeys(["attn_logit_softcapping", "final_logit_softcapping"], ABSENT)
+    )
     config = Gemma2.read(Checkpoint.open(folder).fields)
     assert (config.attention_cap, config.logit_cap) == (50.0, 30.0)
     config = Gemma2.read(Checkpoint.open(GOLDEN / "two_full").fields)
@@ -65,7 +58,7 @@ def test_a_cap_that_is_absent_is_not_null(tmp_path):
 
 def test_gemma_3_caps_no_scores(tmp_path):
     """Nor does transformers, which reads the field and makes no use of it."""
-    folder = changed(tmp_path, "three", {"attn_logit_softcapping": 0.1})
+    folder = changed(tmp_path, "gemma/three", {"attn_logit_softcapping": 0.1})
     found = [Engine.load(path, dtype="float32").logits(TEXT) for path in (folder, GOLDEN / "three")]
     assert found[0].equal(found[1])
 

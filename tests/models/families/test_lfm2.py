@@ -1,7 +1,6 @@
 """LFM2: searches over short convolutions against fresh evaluations, its cache, configs that are refused."""
 
 import json
-import shutil
 from itertools import chain
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from models.errors import CheckpointError
 from models.families.lfm2 import LFM2
 from search import ADED, DSBD, ULTS, BeamSample, Greedy, Sample, SBoN, Speculative, Trie
 from tests.engine.step.test_driver import Bench, finish, raise_errors, walks_of
+from tests.models.copies import changed
 
 GOLDEN = Path(__file__).parents[2] / "golden/lfm2"
 IMPLS = ["reference", "torch", *([] if cpp.why_not() else ["cpp"])]
@@ -205,15 +205,6 @@ def test_a_conversation_takes_over_the_prefix():
             text = [*text[:39], 77, 78]  # leaves the earlier turn within reach of the taps
 
 
-def changed(tmp_path, variant, changes):
-    """A copy of a golden checkpoint with other fields."""
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(GOLDEN / variant, folder)
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -236,12 +227,12 @@ def changed(tmp_path, variant, changes):
 )
 def test_refusals_name_what_is_wrong(tmp_path, changes, message):
     with pytest.raises(CheckpointError, match=message):
-        Engine.load(changed(tmp_path, "plain", changes), dtype="float32")
+        Engine.load(changed(tmp_path, "lfm2/plain", changes), dtype="float32")
 
 
 def test_defaults_are_those_of_transformers(tmp_path):
     absent = dict.fromkeys(("rope_parameters", "block_ffn_dim_multiplier", "norm_eps", "conv_L_cache", "conv_bias"))
-    c = LFM2.read(Checkpoint.open(changed(tmp_path, "plain", absent)).fields)
+    c = LFM2.read(Checkpoint.open(changed(tmp_path, "lfm2/plain", absent)).fields)
     assert (c.rope and c.rope.theta, c.norm_eps, c.taps, c.mlp_width) == (1e6, 1e-5, (3, 0, 3), 32)
     assert c.tied and not c.conv_bias
     c = LFM2.read(Fields(json.loads((GOLDEN / "plain/config.json").read_text()) | {"layer_types": None}, "config.json"))

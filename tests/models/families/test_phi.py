@@ -1,31 +1,19 @@
 """Phi and Phi-3: large activations, configs refused, texts that cross longrope's border beside ones that do not."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from engine import Engine
 from engine.errors import NumericsError
 from models.errors import CheckpointError
 from search import Greedy, Sample, Trie
+from tests.models.copies import changed
+from tools.golden.base import ABSENT
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(70)]
-
-
-def changed(tmp_path, variant, changes=None, tensors=lambda name, tensor: tensor):
-    """A copy of a golden checkpoint with other fields (None: absent) and weights."""
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(GOLDEN / variant, folder)
-    config = json.loads((folder / "config.json").read_text()) | (changes or {})
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-    stored = load_file(GOLDEN / variant / "model.safetensors")
-    save_file({name: tensors(name, tensor) for name, tensor in stored.items()}, folder / "model.safetensors")
-    return folder
 
 
 @pytest.mark.parametrize("variant", ["phi/plain", "phi3/plain"])
@@ -38,7 +26,9 @@ def test_large_scores_do_not_overflow_half_precision(tmp_path, variant, factor):
             return torch.cat((tensor[:q_and_k] * factor, tensor[q_and_k:]))
         return tensor * factor if grows else tensor
 
-    folder = changed(tmp_path, variant, tensors=grown)
+    folder = changed(
+        tmp_path, variant, tensors=lambda stored: {name: grown(name, tensor) for name, tensor in stored.items()}
+    )
     expected = Engine.load(folder, dtype="float32").logits(TEXT[:17])
     for dtype in ("float16", "bfloat16"):
         logits = Engine.load(folder, dtype=dtype).logits(TEXT[:17])
@@ -48,7 +38,7 @@ def test_large_scores_do_not_overflow_half_precision(tmp_path, variant, factor):
 
 
 def test_what_float16_cannot_hold_is_an_error(tmp_path):
-    folder = changed(tmp_path, "phi/plain", tensors=lambda n, t: t * 1e5 if "fc2" in n else t)
+    folder = changed(tmp_path, "phi/plain", tensors=lambda s: {n: t * 1e5 if "fc2" in n else t for n, t in s.items()})
     assert Engine.load(folder, dtype="float32").logits(TEXT[:5]).isfinite().all()
     with pytest.raises(NumericsError):
         Engine.load(folder, dtype="float16").generate([TEXT[:5]], search=Greedy(), max_new_tokens=2)
@@ -65,7 +55,7 @@ def test_what_float16_cannot_hold_is_an_error(tmp_path):
         ("phi/plain", {"hidden_act": "mish"}, "hidden_act: expected one of"),
         ("phi/plain", {"layer_norm_eps": float("nan")}, "layer_norm_eps: expected"),
         ("phi/plain", {"qk_layernorm": True}, "q_layernorm"),
-        ("phi/qk_layernorm", {"qk_layernorm": None}, "q_layernorm"),
+        ("phi/qk_layernorm", {"qk_layernorm": ABSENT}, "q_layernorm"),
         ("phi/plain", {"num_hidden_layers": 10**18}, "num_hidden_layers: expected"),
         ("phi3/plain", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
          "rope_type: expected one of default, longrope, su, yarn"),

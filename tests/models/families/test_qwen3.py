@@ -2,26 +2,17 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 from engine import Engine
 from models.errors import CheckpointError
+from tests.models.copies import changed
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests/golden/qwen3"
 TEXT = [(7 * i * i + 3 * i) % 101 + 3 for i in range(40)]
-
-
-def changed(tmp_path, variant, changes):
-    """A copy of a golden checkpoint with other fields."""
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(GOLDEN / variant, folder)
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -42,12 +33,12 @@ def changed(tmp_path, variant, changes):
 )
 def test_refusals_name_what_is_wrong(tmp_path, changes, message):
     with pytest.raises(CheckpointError, match=message):
-        Engine.load(changed(tmp_path, "plain", changes), dtype="float32")
+        Engine.load(changed(tmp_path, "qwen3/plain", changes), dtype="float32")
 
 
 def test_a_window_that_the_flag_turns_off(tmp_path):
     plain = Engine.load(GOLDEN / "plain", dtype="float32").logits(TEXT)
-    other = changed(tmp_path, "plain", {"sliding_window": 8, "max_window_layers": 0})
+    other = changed(tmp_path, "qwen3/plain", {"sliding_window": 8, "max_window_layers": 0})
     assert Engine.load(other, dtype="float32").logits(TEXT).equal(plain)
     seen = json.loads((other / "config.json").read_text()) | {"use_sliding_window": True}
     (other / "config.json").write_text(json.dumps(seen))
