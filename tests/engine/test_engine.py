@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import re
+import threading
 from pathlib import Path
 from typing import get_type_hints
 
@@ -10,6 +11,7 @@ import pytest
 
 from engine import Done, Engine, KVMemoryError, Prefill, Progress, Request, RequestOptions, Session, Text, UsageError
 from engine.conversation import Conversation
+from engine.demo import demo_folder
 from search import Greedy, Sample, Trie
 from tools.random_checkpoint import EOS, make
 
@@ -489,3 +491,20 @@ def test_statistics(engine):
         assert stats["kv_bytes_per_token"] == engine.pool.bytes_per_token
         pages = stats["kv_bytes_peak"] / engine.pool.page_bytes
         assert stats["live_nodes_peak"] <= pages * engine.pool.page_size and pages == int(pages)
+
+
+def test_engines_in_threads_do_not_disturb_each_other():
+    engines = [Engine.load(demo_folder(), dtype="float32", threads=1, kv_memory="4M") for _ in range(2)]
+    answers: list[list[int]] = []
+
+    def work(engine: Engine) -> None:
+        for _ in range(5):
+            [result] = engine.generate(["Once upon a time"], Trie(beams=4), max_new_tokens=16)
+            answers.append(result.outputs[0].token_ids)
+
+    threads = [threading.Thread(target=work, args=(engine,)) for engine in engines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 10 and all(answer == answers[0] for answer in answers)

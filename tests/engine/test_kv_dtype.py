@@ -1,8 +1,6 @@
 """Caches of 8 bits end to end: their bytes, the searches on them, what implementations agree on, what is refused."""
 
-import importlib.util
 import io
-import os
 from pathlib import Path
 
 import pytest
@@ -17,25 +15,18 @@ from engine.errors import UsageError
 from engine.load.capabilities import Capabilities, Precision
 from engine.load.loading import LoadedModel
 from engine.step.runner import Runner
-from kernels import cpp
 from kernels.kv_fp8 import DTYPE as FP8
 from kernels.kv_kinds import parts
 from models.config import ModelShape
 from models.formats.linear import FORMATS
 from search import ADED, DSBD, ULTS, BeamSample, Greedy, Sample, SBoN, Speculative, Trie
+from tests.marks import IMPLS, needs_interpreter
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROMPTS = ["What is the opposite of hot?", "Once upon a time there was", "Hello"]
 SEARCHES = [Trie(beams=5), ADED(), DSBD(width=3, seed=1), SBoN(n=4, seed=2), ULTS(seed=3)]
 OTHERS = [Greedy(), Sample(seed=4, temperature=0.8), BeamSample(beams=3, seed=5), Speculative(seed=6)]
 FAMILIES = ["llama/gqa", "llama/head_dim", "opt/plain", "gpt2/plain", "phi3/window", "qwen3/windows"]
-IMPLS = ["reference", "torch", *([] if cpp.why_not() else ["cpp"])]
-
-
-needs_interpreter = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs triton, and no GPU",
-)
 
 
 def load(quant="none"):

@@ -4,15 +4,13 @@ Some of these inputs would end the process if C++ took their addresses.
 """
 
 import dataclasses
-import importlib.util
-import os
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kernels import cpp, rows
+from kernels import rows
 from kernels.kv_write import kv_copier, kv_write
 from kernels.kv_write import torch as kv_torch
 from kernels.layout import KVCache, TreeLayout
@@ -20,10 +18,9 @@ from kernels.linear import Packed, linear
 from kernels.stack import Matrix, Stack
 from kernels.stack.calls import Call
 from kernels.tree_attention import tree_attention
+from tests.marks import IMPLS, INTERPRETED, needs_cpp
 
-needs_cpp = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
-INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-IMPLS = ["reference", "torch", *([] if cpp.why_not() else ["cpp"]), *(["triton"] if INTERPRETED else [])]
+EVERY_IMPL = [*IMPLS, *(["triton"] if INTERPRETED else [])]
 S = 40  # slots of the caches
 
 
@@ -78,7 +75,7 @@ def test_writes_that_are_refused(case):
     name, spoil = BAD_WRITES[case]
     arguments = write_arguments()
     arguments[name] = spoil(arguments[name])
-    said = refusals(lambda impl: kv_write(**arguments, impl=impl), IMPLS)
+    said = refusals(lambda impl: kv_write(**arguments, impl=impl), EVERY_IMPL)
     assert re.match(r"(slots_T|[kv]_(TGD|GSD)): expected ", said)
     assert all(not arguments[name].any() for name in ("k_GSD", "v_GSD"))  # nothing was written, not even the rest
 
@@ -93,7 +90,7 @@ def test_the_operator_of_writes_that_a_compiler_calls_refuses_them_too():
 
 
 def test_no_rows_are_written_nowhere():
-    for impl in IMPLS[: -1 if INTERPRETED else None]:  # a GPU has no launch of no programs
+    for impl in IMPLS:  # a GPU has no launch of no programs
         arguments = {name: x[:0] if x.shape[0] == 6 else x for name, x in write_arguments().items()}
         kv_write(**arguments, impl=impl)
 
@@ -225,11 +222,11 @@ BAD_ATTENTION = {
 def test_attention_that_is_refused(case):
     name, spoil = BAD_ATTENTION[case]
     arguments = attention_arguments(**{name: spoil})
-    said = refusals(lambda impl: tree_attention(**arguments, scale=0.5, impl=impl), IMPLS)
+    said = refusals(lambda impl: tree_attention(**arguments, scale=0.5, impl=impl), EVERY_IMPL)
     assert ": expected " in said or "expected a layout of" in said
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", EVERY_IMPL)
 def test_attention_that_is_not_refused(impl):
     """Numbers that a layout does not use may be anything: pages behind the trunk, filled up or left over."""
     arguments = attention_arguments(trunk_pages_RP=put(0, 1, 10**9))

@@ -1,6 +1,5 @@
 """Matrices of small numbers as a GPU has them: the layout against numbers by hand, products against the definition."""
 
-import importlib.util
 import os
 
 import pytest
@@ -8,13 +7,8 @@ import torch
 
 from kernels.linear import codes
 from kernels.linear.codes import Codes, pack_codes, takes, unpacked
+from tests.marks import DEVICES, needs_triton
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled on this machine's GPU")
-on_gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
-DEVICES = pytest.mark.parametrize("device", [
-    pytest.param("cpu", marks=(needs_triton, interpreted), id="interpreted"), pytest.param("cuda", marks=on_gpu),
-])  # fmt: skip
 FORMATS = [  # kind, group, zeros, outs, width, whether columns have another order
     ("int4", 32, False, 70, 96, False),
     ("int4", 128, True, 130, 200, False),

@@ -13,12 +13,12 @@ import pytest
 
 from kernels import build, cpp, files, operators, processor
 from kernels.processor import NATIVE, TARGETS
+from tests.marks import needs_compiler
 
 ROOT = Path(__file__).parents[2]
 NAMED = "x86-64-v3" if processor.machine() == "x86_64" else "aarch64"  # a target that compilers here build for
 CACHED = cpp._load, cpp._sources, cpp.function, processor.identity, processor.features
 HEADER = 'extern "C" {\nvoid coppice_answer(int64_t* to);\n}\n'
-needs_compiler = pytest.mark.skipif(cpp.compiler() is None, reason="no C++ compiler")
 pytestmark = pytest.mark.usefixtures("tiny")
 
 

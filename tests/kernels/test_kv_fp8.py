@@ -8,7 +8,8 @@ from kernels.kv_fp8 import DTYPE, dequantise, quantise
 from kernels.kv_kinds import parts
 from kernels.kv_write import kv_copier, kv_write
 from tests.kernels.forests import cached, cast, forest
-from tests.kernels.test_tree_attention import ROWS, TRITON, naive, needs_cpp, run
+from tests.kernels.test_tree_attention import ROWS, naive, run
+from tests.marks import TRITON, needs_cpp
 
 IMPLS = [
     pytest.param("reference", "cpu", id="reference"),

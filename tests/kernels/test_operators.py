@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kernels import cpp, operators
+from tests.marks import needs_compiler, needs_cpp
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 HEADER = """
@@ -29,8 +30,6 @@ void coppice_run(const Both* both, int64_t n, double x,
 int64_t coppice_count(const Pair* of);
 }
 """
-needs_compiler = pytest.mark.skipif(cpp.compiler() is None, reason="no C++ compiler")
-needs_cpp = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 
 
 def test_a_header_is_read():

@@ -1,10 +1,8 @@
 """Operators on rows in Triton against the definitions: the error is at most twice that of plain PyTorch in the same
 dtype, both measured against float64. Interpreted where there is no GPU, and compiled by `make gpu`."""
 
-import importlib.util
 import itertools
 import math
-import os
 
 import pytest
 import torch
@@ -15,13 +13,8 @@ from kernels.kv_kinds import floats, parts, row_width
 from kernels.kv_write import HeadTransform, rotary_write
 from kernels.rows import reference
 from kernels.rows.checks import TopSums
+from tests.marks import DEVICES
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled on this machine's GPU")
-on_gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
-DEVICES = pytest.mark.parametrize("device", [
-    pytest.param("cpu", marks=(needs_triton, interpreted), id="interpreted"), pytest.param("cuda", marks=on_gpu),
-])  # fmt: skip
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 

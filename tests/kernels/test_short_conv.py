@@ -1,7 +1,5 @@
 """Short convolutions: implementations against the definition, the slots of ancestors, what is refused."""
 
-import importlib.util
-import os
 import random
 import re
 
@@ -17,9 +15,8 @@ from kernels.layout import NULL_SLOT, TRASH_SLOT
 from kernels.short_conv import short_conv
 from models.config import ModelShape
 from tests.kernels.test_checks import refusals
+from tests.marks import INTERPRETED, on_gpu
 
-on_gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
-INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 FAST = ["torch", *([] if cpp.why_not() else ["cpp"]), *(["triton"] if INTERPRETED else [])]
 ANYWHERE = [*FAST, pytest.param("cuda", marks=on_gpu)]  # by Triton
 SLOTS = 60

@@ -5,7 +5,6 @@ interpreter where there is no GPU, and compiled by `make gpu`.
 """
 
 import dataclasses
-import importlib.util
 import itertools
 import os
 import random
@@ -18,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import cpp
 from kernels.kv_int8 import dequantise, quantise
 from kernels.kv_kinds import floats, parts
 from kernels.kv_write import kv_copier, kv_write
@@ -28,14 +26,10 @@ from kernels.tree_attention import reference, tree_attention
 from kernels.tree_attention import torch as plain
 from kernels.whole_graph import traceable
 from tests.kernels.forests import FORESTS, cached, cast, forest, hash_of
+from tests.marks import TRITON, interpreted, needs_cpp, needs_triton, on_gpu
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KERNEL_DTYPES = DTYPES[1:]  # what the C++ and the Triton kernels take
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled on this machine's GPU")
-on_gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
-TRITON = [pytest.param("cpu", marks=(needs_triton, interpreted), id="interpreted"), pytest.param("cuda", marks=on_gpu)]
-needs_cpp = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 EVERY_IMPL = [  # (impl, device)
     pytest.param("reference", "cpu", id="reference"),
     pytest.param("torch", "cpu", id="torch"),

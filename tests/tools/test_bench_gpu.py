@@ -3,9 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import json
-import os
 import time
 from types import SimpleNamespace
 
@@ -16,15 +14,12 @@ from torch.nn import functional as F
 from engine.cache.pool import PagePool
 from kernels.tree_attention import tree_attention
 from models.config import ModelShape
+from tests.marks import needs_interpreter
 from tools.bench import device, gpu, peers
 from tools.bench.__main__ import main
 from tools.bench.gpu import setting, single_kernels, whole_steps
 from tools.kernels.scenes import scene
 
-needs_interpreter = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs triton, and no GPU",
-)
 TINY = {"vocab_size": 70, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 COMMAND = ["gpu", "--prefix", "20", "--queries", "2", "--beams", "3", "--searches", "3", "--prompt", "5"]
 COMMAND += ["--wide", "5", "--new-tokens", "6", "--runs", "1"]

@@ -12,13 +12,13 @@ import pytest
 from engine.version import __version__
 from kernels import cpp, operators, processor
 from kernels.processor import TARGETS
+from tests.marks import needs_compiler
 from tools import wheel
 
 HEADER = 'extern "C" {\nvoid coppice_answer(int64_t* to);\n}\n'
 HERE = processor.machine()
 OTHER = next(machine for machine in wheel.MACHINES if machine != HERE)
 LOWEST = [name for name, target in TARGETS.items() if target.machine == HERE][-1:]
-needs_compiler = pytest.mark.skipif(cpp.compiler() is None, reason="no C++ compiler")
 needs_pip = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("pip", "setuptools"))), reason="pip and setuptools are not installed"
 )

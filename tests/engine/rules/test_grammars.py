@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import ConstraintError, Engine, Request, UsageError
+from engine import ConstraintError, Request, UsageError
 from engine.rules import Rules, grammars, response_format, with_changes
 from engine.rules.constraint import AfterThought, Choices, packed
 from engine.rules.grammars import Vocabulary, compile_grammar, library, source_of
@@ -60,14 +60,6 @@ kinds = pytest.mark.parametrize("name", GRAMMARS)
 
 def kind_of(name):
     return name if name in ("json_schema", "regex") else "grammar"
-
-
-@pytest.fixture(scope="module")
-def engine():
-    rewards = lambda prompt, texts: [float(len(text)) for text in texts]  # noqa: E731
-    engine = Engine.load(GOLDEN / "llama/plain", dtype="float32", kv_memory="8M", reward=rewards)
-    engine.add("draft", Engine.load(GOLDEN / "llama/gqa", dtype="float32", kv_memory="4M"))
-    return engine
 
 
 def ask(engine, search, new=120, **options):

@@ -9,7 +9,6 @@ import importlib.util
 import itertools
 import json
 import logging
-import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -30,12 +29,9 @@ from engine.step.runner import Runner
 from kernels.kv_kinds import parts
 from kernels.layout import NULL_SLOT
 from search import ULTS, BoN, Greedy, Sample, SBoN, Trie
+from tests.marks import needs_interpreter
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "llama"
-needs_interpreter = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs triton, and no GPU",
-)
 
 
 FAMILIES = [  # of each a variant with windows, layers without rotation, or whatever else is its own

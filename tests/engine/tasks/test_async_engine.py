@@ -67,6 +67,18 @@ PROMPTS = [[1, 5 + i] for i in range(20)]
 SEARCHES = [Greedy(), Trie(beams=3), Sample(seed=3, num_return_sequences=2), Trie(beams=2, num_return_sequences=2)]
 
 
+def slow_search():
+    """A search whose check waits: itself, an event that its check has begun, and one that lets it go on."""
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(Greedy):
+        def check(self, vocab_size, eos_token_ids):
+            entered.set()
+            assert leave.wait(LIMIT)
+
+    return Slow(), entered, leave
+
+
 # --- answers ---
 
 
@@ -249,16 +261,11 @@ def test_leaving_a_stream_ends_its_search(engine, events):
 
 
 def test_a_cancelled_check_submits_nothing(engine):
-    entered, leave = threading.Event(), threading.Event()
-
-    class Slow(Greedy):
-        def check(self, vocab_size, eos_token_ids):
-            entered.set()
-            assert leave.wait(LIMIT)
+    slow, entered, leave = slow_search()
 
     async def test():
         async with AsyncEngine(engine) as asynchronous:
-            task = asyncio.create_task(asynchronous.generate(PROMPTS[:1], Slow(), **ENDLESS))
+            task = asyncio.create_task(asynchronous.generate(PROMPTS[:1], slow, **ENDLESS))
             await asyncio.to_thread(entered.wait)
             behind = asyncio.create_task(asynchronous.generate(PROMPTS[:1], Greedy(), **ENDLESS))
             await asyncio.sleep(0.01)
@@ -402,19 +409,14 @@ def test_wrong_calls(engine):
 
 
 def test_close_ends_everything_with_an_error(engine):
-    entered, leave = threading.Event(), threading.Event()
-
-    class Slow(Greedy):
-        def check(self, vocab_size, eos_token_ids):
-            entered.set()
-            assert leave.wait(LIMIT)
+    slow, entered, leave = slow_search()
 
     async def test():
         asynchronous = AsyncEngine(engine)
         stream = asynchronous.stream(PROMPTS[0], Greedy(), **ENDLESS)
         await anext(stream)
         tasks = [asyncio.create_task(asynchronous.generate([prompt], Greedy(), **ENDLESS)) for prompt in PROMPTS]
-        tasks += [asyncio.create_task(asynchronous.generate(PROMPTS[:1], Slow())) for _ in range(2)]  # one waits
+        tasks += [asyncio.create_task(asynchronous.generate(PROMPTS[:1], slow)) for _ in range(2)]  # one waits
         await asyncio.to_thread(entered.wait)
         closing = asyncio.create_task(asynchronous.close())
         await asyncio.sleep(0)

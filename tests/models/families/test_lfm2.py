@@ -23,10 +23,10 @@ from models.errors import CheckpointError
 from models.families.lfm2 import LFM2
 from search import ADED, DSBD, ULTS, BeamSample, Greedy, Sample, SBoN, Speculative, Trie
 from tests.engine.step.test_driver import Bench, finish, raise_errors, walks_of
+from tests.marks import IMPLS
 from tests.models.copies import changed
 
 GOLDEN = Path(__file__).parents[2] / "golden/lfm2"
-IMPLS = ["reference", "torch", *([] if cpp.why_not() else ["cpp"])]
 SEARCHES = [
     *(Greedy(), Trie(beams=15), Sample(seed=4, temperature=0.8), BeamSample(beams=15, seed=5), SBoN(n=4, seed=2)),
     *(ULTS(seed=3), ADED(), DSBD(width=4, seed=1), Speculative(seed=6)),

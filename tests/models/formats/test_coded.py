@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,10 @@ from models.formats.grouped import GroupedLinear, GroupedWeight
 from models.formats.int4 import Int4
 from models.formats.int8 import quantized
 from search import Trie
+from tests.marks import needs_interpreter
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-needs_interpreter = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs triton, and no GPU",
-)
 needs_kernels = pytest.mark.skipif(bool(cpp.why_not()), reason=f"no C++ kernels: {cpp.why_not()}")
 
 
