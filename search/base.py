@@ -47,6 +47,8 @@ SHARED_PARAMS = (
     "min_p",
     "typical_p",
     "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
     "seed",
 )
 

@@ -12,7 +12,8 @@ from engine.errors import UsageError, check_integer, check_number
 from search.values import written
 
 MAX_SEED = 2**63 - 1
-DRAWS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma")
+OF_ROWS = ("typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold")  # parameters of draws from one row at a time
+DRAWS = ("temperature", "top_k", "top_p", "min_p", *OF_ROWS)
 MAX_PENALTY = 20  # lengths to this power stay within a float
 MAX_PATIENCE = 100  # finished hypotheses are kept, this many for each beam
 
@@ -99,6 +100,8 @@ class RowSampling(Sampling):
 
     typical_p: float = field(default=1.0, kw_only=True)
     top_n_sigma: float = field(default=0.0, kw_only=True)
+    xtc_probability: float = field(default=0.0, kw_only=True)
+    xtc_threshold: float = field(default=0.1, kw_only=True)
 
     def warp(self) -> Warp:
-        return replace(super().warp(), typical_p=self.typical_p, top_n_sigma=self.top_n_sigma)
+        return replace(super().warp(), **{name: getattr(self, name) for name in OF_ROWS})

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.cache.tree import TokenTree
 from engine.contract import Read
-from engine.contract.sampling import Warp, draws
+from engine.contract.sampling import Warp
 
 
 class Picks:
@@ -62,4 +62,4 @@ class Picks:
     def _tokens(self, logp_NV: Tensor, positions: Sequence[int]) -> Tensor:
         if self.warp is None:
             return logp_NV.argmax(-1)
-        return draws(self.warp(logp_NV), self.seed, [0] * len(logp_NV), positions)
+        return self.warp.draws(logp_NV, self.seed, [0] * len(logp_NV), positions)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.tree import shared_length
-from engine.contract.sampling import Warp, draws
+from engine.contract.sampling import Warp
 from search.base import Evaluate, Output, Report, SearchGenerator, SearchResult, Task, register
 from search.options import RowSampling, check_integers
 
@@ -80,7 +80,7 @@ class Utterances:
         def read(logp_NV: Tensor, _peaks_NB: Tensor | None) -> Tensor:
             """The tokens drawn, and their log-probabilities."""
             row_n = torch.tensor(row).to(logp_NV.device, non_blocking=True)
-            token_n = draws(self.warp(logp_NV)[row_n], self.seed, self.live, positions)
+            token_n = self.warp.draws(logp_NV, self.seed, self.live, positions, row_n)
             return torch.cat([token_n.double(), logp_NV[row_n, token_n].double()])
 
         found = (yield Evaluate(self.tree, list(rows), read)).numbers

@@ -21,6 +21,7 @@ MASK = (1 << 32) - 1
 NUCLEUS = 256  # tokens that are ranked for top-p; if they do not suffice, all are
 MAX_SIGMAS = 1e6
 ROUNDING = 1e-6  # error of sums of probabilities
+XTC = 0x585443  # keys numbers that are independent of the Gumbel vector of the same draw
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class Warp:
             to the entropy of the row (Meister et al., 2022); 1 keeps all.
         top_n_sigma: tokens stay whose logit is at most this many standard deviations of the row's logits below the
             best one, at any temperature (Tang et al., 2024; llama.cpp has the same); 0 keeps all.
+        xtc_probability: with this probability a draw excludes top choices, after everything else: of the tokens of at
+            least the probability `xtc_threshold` all but the least probable one, of equal ones the highest, go
+            (llama.cpp's XTC; its author is p-e-w). See `draws`.
+        xtc_threshold: above 0.5 nothing is excluded.
     """
 
     temperature: float = 1.0
@@ -44,6 +49,8 @@ class Warp:
     min_p: float = 0.0
     typical_p: float = 1.0
     top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
 
     def __post_init__(self):
         if not (_is_number(self.temperature) and (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6)):
@@ -53,11 +60,12 @@ class Warp:
             if not (_is_number(value := getattr(self, name)) and 0 < value <= 1):
                 raise UsageError(f"{name}: expected a number in (0, 1], got {value!r}")
         check_number("top_n_sigma", self.top_n_sigma, 0, MAX_SIGMAS)
-        if not (_is_number(self.min_p) and 0 <= self.min_p <= 1):
-            raise UsageError(f"min_p: expected a number in [0, 1], got {self.min_p!r}")
+        for name in ("min_p", "xtc_probability", "xtc_threshold"):
+            if not (_is_number(value := getattr(self, name)) and 0 <= value <= 1):
+                raise UsageError(f"{name}: expected a number in [0, 1], got {value!r}")
 
     def __call__(self, logp_NV: Tensor) -> Tensor:
-        """Warped log-probabilities, float32 [N, V], normalised; -inf for tokens that cannot be drawn."""
+        """Warped log-probabilities, float32 [N, V], normalised, before XTC; -inf for tokens that cannot be drawn."""
         if self.temperature == 0:
             best_N1 = logp_NV.argmax(-1, keepdim=True)
             return torch.full_like(logp_NV, float("-inf")).scatter_(-1, best_N1, 0.0)
@@ -68,6 +76,39 @@ class Warp:
         if self.min_p:
             scores_NV = self._without_improbable(scores_NV)
         return scores_NV if self.typical_p == 1 else self._typical(scores_NV)
+
+    def draws(
+        self,
+        logp_NV: Tensor,
+        seed: int,
+        sequences: Sequence[int],
+        positions: Sequence[int],
+        row_n: Tensor | None = None,
+    ) -> Tensor:
+        """One token per draw, keyed by (seed, sequence, position): int64 [n] on the device.
+
+        Args:
+            logp_NV: log-probabilities of the model, or edited ones.
+            seed, sequences, positions: the keys of n draws.
+            row_n: int64, the row of each draw; None: each draw has its own.
+        """
+        warped_nV = self(logp_NV) if row_n is None else self(logp_NV)[row_n]
+        if self.xtc_probability and self.xtc_threshold <= 0.5:
+            numbers = [one / (1 << 32) for one in _keys(seed, sequences, positions, XTC)[::2]]
+            excludes = torch.tensor([[number < self.xtc_probability] for number in numbers])
+            excludes_n1 = excludes.to(warped_nV.device, non_blocking=True)
+            warped_nV = warped_nV.masked_fill(self._top_choices(warped_nV) & excludes_n1, float("-inf"))
+        return draws(warped_nV, seed, sequences, positions)
+
+    def _top_choices(self, warped_NV: Tensor) -> Tensor:
+        """The tokens that XTC excludes, bool [N, V]."""
+        logp_NV = torch.log_softmax(warped_NV, -1)
+        likely_NV = logp_NV >= (math.log(self.xtc_threshold) if self.xtc_threshold else -math.inf)
+        likely_NV &= logp_NV > -math.inf
+        least_N1 = logp_NV.masked_fill(~likely_NV, math.inf).amin(-1, keepdim=True)
+        place_V = torch.arange(logp_NV.shape[-1], device=logp_NV.device)
+        kept_N1 = torch.where(likely_NV & (logp_NV == least_N1), place_V, -1).amax(-1, keepdim=True)
+        return likely_NV & (place_V != kept_N1)
 
     def _near_best(self, scores_NV: Tensor) -> Tensor:
         """Rows, normalised, without the tokens that top-n-sigma removes; those that cannot be do not count."""
@@ -157,10 +198,11 @@ def _key(words: Iterable[int], one: int = 0x9E3779B9, two: int = 0x5BD1E995) -> 
     return one, two
 
 
-def _keys(seed: int, sequences: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """Two 32-bit numbers for each draw."""
+def _keys(seed: int, sequences: Sequence[int], positions: Sequence[int], *purpose: int) -> list[int]:
+    """Two 32-bit numbers for each draw; those of another purpose, at most one word, are independent of them."""
     start = _key((seed & MASK, seed >> 32 & MASK))
-    return [x for s, p in zip(sequences, positions, strict=True) for x in _key((s & MASK, p & MASK), *start)]
+    pairs = zip(sequences, positions, strict=True)
+    return [x for s, p in pairs for x in _key((s & MASK, p & MASK, *purpose), *start)]
 
 
 def gumbels(

@@ -54,6 +54,7 @@ PLAIN_DRAWS = {
     "min_p": (0,),
     "typical_p": (1,),
     "top_n_sigma": (0,),
+    "xtc_probability": (0,),
 }
 MOST_LOGPROBS = 20
 MOST_FIELDS = 256  # of a body
@@ -341,6 +342,8 @@ def _drop_plain(params: dict[str, Any], name: str) -> None:
     for key, plain in PLAIN_DRAWS.items():
         if key in params and key not in known and params[key] in plain and not isinstance(params[key], bool):
             del params[key]
+    if "xtc_threshold" not in known and "xtc_probability" not in params:
+        params.pop("xtc_threshold", None)
     if "seed" in params and "seed" not in known:  # the same output with any
         check_integer("seed", params.pop("seed"), 0)
     if params.get("num_return_sequences") == 1 and "num_return_sequences" not in known:

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from engine.contract.sampling import gumbels
+from engine.contract.sampling import XTC, _keys, gumbels
 from engine.errors import UsageError
 from search import Sample
 from tests.draws import chi_square, chi_square_bound
@@ -42,12 +42,21 @@ def by_hand(search, i, max_new, eos=()):
     warp, path = search.warp(), []
     while len(path) < max_new and (not path or path[-1] not in eos):
         noise = gumbel(search.seed, i, len(PROMPT) + len(path), 6)
-        path.append(int((warp(table(path).unsqueeze(0))[0] + noise).argmax()))
+        warped_V = warp(table(path).unsqueeze(0))[0]
+        if excludes(search, i, len(PROMPT) + len(path)):
+            warped_V = warped_V.masked_fill(warp._top_choices(warped_V.unsqueeze(0))[0], -math.inf)
+        path.append(int((warped_V + noise).argmax()))
     return path
 
 
+def excludes(search, sequence, position):
+    """Whether XTC excludes top choices of one draw."""
+    return _keys(search.seed, [sequence], [position], XTC)[0] / 2**32 < search.xtc_probability
+
+
 WARPS = [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 0}, {"min_p": 0.4},
-         {"typical_p": 0.5}, {"top_n_sigma": 0.7}]  # fmt: skip
+         {"typical_p": 0.5}, {"top_n_sigma": 0.7},
+         {"xtc_probability": 0.5, "xtc_threshold": 0.15}]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", WARPS, ids=str)
@@ -88,6 +97,8 @@ def test_configurations_are_checked():
         "min_p": [1.5, -0.1, math.nan, "x"],
         "typical_p": [0, 1.5, -0.1, math.nan, "x", True],
         "top_n_sigma": [-0.1, math.nan, math.inf, "x", True],
+        "xtc_probability": [1.5, -0.1, math.nan, "x", True],
+        "xtc_threshold": [1.5, -0.1, math.nan, "x", True],
         "seed": [-1, 1.0, True, 2**64],
         "num_return_sequences": [0, 5000, True, 1.0],
     }

@@ -58,6 +58,9 @@ class SearchFlags:
         _add(group, "typical_p", typical, type=float, metavar="P")
         near = "draw no token more than N standard deviations of all logits below the likeliest; 0: from all"
         _add(group, "top_n_sigma", near, type=float, metavar="N")
+        often = "with this probability exclude the tokens likelier than the threshold, but the least likely of them"
+        _add(group, "xtc_probability", often, type=float, metavar="P")
+        _add(group, "xtc_threshold", "the least probability of a token that XTC may exclude", type=float, metavar="P")
         _add(group, "seed", "same seed, same output", type=int, metavar="N")
 
     def load(self, words: Sequence[str]) -> None:

@@ -103,6 +103,47 @@ def test_top_n_sigma_is_that_of_llama_cpp():
     assert 100 < removed < 200
 
 
+def after_xtc(logits, threshold):
+    """The tokens that stay where XTC excludes, from llama.cpp's description: candidates sorted, those above the least
+    probable one that still reaches the threshold removed."""
+    total = math.fsum(map(math.exp, logits))
+    ranked = sorted((-math.exp(x) / total, token) for token, x in enumerate(logits) if x > -math.inf)
+    reach = sum(-p >= threshold for p, _ in ranked)
+    return sorted(token for _, token in ranked[max(0, reach - 1) :])
+
+
+def test_xtc_is_that_of_llama_cpp():
+    rng, fewer = random.Random(1), 0
+    for i in range(200):
+        logits = [round(rng.gauss(0, rng.choice((0.3, 1.0, 3.0))), 1) for _ in range(rng.randint(1, 40))]
+        if i % 3 == 0 and len(logits) > 1:
+            logits[rng.randrange(len(logits))] = -math.inf
+        threshold = rng.choice((0.0, 0.02, 0.0531, 0.1013, 0.2011, 0.4973, 0.7))
+        temperature = rng.choice((0.5, 1.0, 2.0))
+        warp = Warp(temperature, rng.choice((0, 5)), 1.0, rng.choice((0, 0.1)), 1.0, 0.0, 1.0, threshold)
+        row_1V = torch.log_softmax(torch.tensor([logits]), -1)
+        warped_V = warp(row_1V)[0]
+        stay = after_xtc(warped_V.double().tolist(), threshold) if threshold <= 0.5 else kept(warp, row_1V[0])
+        drawn = {int(warp.draws(row_1V, seed, [0], [i])) for seed in range(300)}
+        assert drawn <= {*stay}, i
+        gone = {*kept(warp, row_1V[0])} - {*stay}
+        fewer += bool(gone)
+        if threshold <= 0.5:
+            assert gone == {*warp._top_choices(warped_V.unsqueeze(0))[0].nonzero().view(-1).tolist()}
+    assert 60 < fewer < 180
+
+
+def test_xtc_excludes_as_often_as_it_should_whatever_is_drawn():
+    """The choice is another number than the noise, so what is drawn where nothing is excluded has its distribution."""
+    warp, logp_NV = Warp(xtc_probability=0.3, xtc_threshold=0.25), torch.tensor([[0.5, 0.3, 0.2]]).log().expand(20000, 3)
+    tokens = warp.draws(logp_NV, 7, [0] * 20000, range(20000)).tolist()
+    expected = {0: 0.7 * 0.5, 1: 0.7 * 0.3 + 0.3 * 0.6, 2: 0.7 * 0.2 + 0.3 * 0.4}
+    found, cells = chi_square(Counter(tokens), expected)
+    assert found < chi_square_bound(cells)
+    alone = [int(warp.draws(logp_NV[:1], 7, [0], [p])) for p in range(50)]
+    assert alone == tokens[:50]  # alone or in a batch
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 1), (5, 1), (5, 0.6), (300, 0.9), (0, 0.3), (0, 0.5), (0, 0.95)])
 @pytest.mark.parametrize("temperature", [1, 0.6, 1.7])
 def test_rows_that_few_tokens_decide(temperature, top_k, top_p):
