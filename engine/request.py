@@ -99,6 +99,11 @@ class RequestOptions(TypedDict, total=False):
     repetition_penalty: float
     frequency_penalty: float
     presence_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str]
     no_repeat_ngram_size: int
     bad_words: Words
     min_length: int

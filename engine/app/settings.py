@@ -16,7 +16,7 @@ from search.values import plain
 LIMITS = ("max_new_tokens", "ignore_eos", "stop", "logprobs")
 FOR_PEOPLE = {"trie": {"early_stopping": "best"}}  # search -> parameters in a chat, measured in docs/chat.md
 DECIDED_BY = {"early_stopping": ("patience",)}  # parameter -> others: one of them given leaves it alone
-TEXTS = ("choices", "bad_words")  # lists of texts, for which one text may be given
+TEXTS = ("choices", "bad_words", "dry_sequence_breakers")  # lists of texts, for which one text may be given
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from engine.rules.begin import Begin, spellings
 from engine.rules.catalogue import Catalogue, Items, open_catalogue
 from engine.rules.constrained import Constrained
 from engine.rules.constraint import AfterThought, Choices, Constraint, PrefixAllowed, check_constraint, packed
+from engine.rules.dry import BREAKERS, DryPenalty
 from engine.rules.grammars import JSON_SCHEMA, KINDS, compile_grammar, source_of
 from engine.rules.processors import (
     Bias,
@@ -60,6 +61,11 @@ class Rules:
             negative, and divided by it elsewhere; 1 changes nothing.
         frequency_penalty, presence_penalty: subtracted from scores of tokens that occurred in the output, for each time
             and once, as at OpenAI's; from -2 to 2.
+        dry_multiplier, dry_base, dry_allowed_length: DRY, see `engine.rules.dry`: a token that would go on with a
+            repetition of n tokens, at least the allowed length, the prompt included, loses multiplier * base ** (n -
+            allowed length); a multiplier of 0 changes nothing.
+        dry_penalty_last_n: only so many tokens at the end of prompt and output are looked at; -1: all, 0: none.
+        dry_sequence_breakers: texts that no repetition reaches over.
         no_repeat_ngram_size: no sequence of this many tokens occurs twice, the prompt included; 0 allows it.
         bad_words: texts, or token sequences, that must not be generated. A text is banned in the tokens that it has
             alone and in those that it has after a space.
@@ -86,6 +92,11 @@ class Rules:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: Sequence[str] = BREAKERS
     no_repeat_ngram_size: int = 0
     bad_words: Words = ()
     min_length: int = 0
@@ -103,8 +114,14 @@ class Rules:
         check_number("repetition_penalty", self.repetition_penalty, 1 / MOST_BIAS, MOST_BIAS)
         for name in ("frequency_penalty", "presence_penalty"):
             check_number(name, getattr(self, name), -2, 2)
-        for name in ("no_repeat_ngram_size", "min_length", "min_new_tokens"):
-            check_integer(name, getattr(self, name), 0)
+        check_number("dry_multiplier", self.dry_multiplier, 0, MOST_BIAS)
+        check_number("dry_base", self.dry_base, 1, MOST_BIAS)
+        least = {"no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0}
+        for name, number in (least | {"dry_allowed_length": 1, "dry_penalty_last_n": -1}).items():
+            check_integer(name, getattr(self, name), number)
+        breakers = self.dry_sequence_breakers
+        if not isinstance(breakers, list | tuple) or not all(isinstance(text, str) and text for text in breakers):
+            raise UsageError(f"dry_sequence_breakers: expected a list of texts, got {brief(breakers)}")
         if not callable(self.prefix_allowed_tokens_fn or len):
             raise UsageError(
                 f"prefix_allowed_tokens_fn: expected a function, got {brief(self.prefix_allowed_tokens_fn)}"
@@ -161,6 +178,8 @@ class Rules:
             made.append(RepetitionPenalty(float(self.repetition_penalty)))
         if self.frequency_penalty or self.presence_penalty:
             made.append(OccurrencePenalty(float(self.frequency_penalty), float(self.presence_penalty)))
+        if self.dry_multiplier and self.dry_penalty_last_n:
+            made.append(self._dry(vocab, tokenizer))
         if self.no_repeat_ngram_size:
             made.append(NoRepeatNGram(self.no_repeat_ngram_size))
         words = _sequences("bad_words", self.bad_words, vocab, tokenizer, spaced=True)
@@ -180,6 +199,16 @@ class Rules:
             if tokens := _ids(name, getattr(self, name), vocab):
                 made.append(Suppress(tokens, until))
         return made + [Hook(function) for function in self._hooks()]
+
+    def _dry(self, vocab: int, tokenizer: Tokenizer | None) -> DryPenalty:
+        breakers, data = [check_utf8(text).encode() for text in self.dry_sequence_breakers], list[bytes]()
+        if tokenizer is None and self.dry_sequence_breakers is not BREAKERS and breakers:
+            raise UsageError("dry_sequence_breakers: this checkpoint has no tokenizer", remedy="give an empty list")
+        if tokenizer is not None and breakers:
+            data = spellings(tokenizer, vocab).data
+        reach = self.dry_penalty_last_n if self.dry_penalty_last_n > 0 else None
+        numbers = float(self.dry_multiplier), float(self.dry_base), self.dry_allowed_length
+        return DryPenalty(*numbers, reach, breakers if data else [], data)
 
     def _constraint(self, vocab: int, ends: list[int], tokenizer: Tokenizer | None) -> Constraint | None:
         for kind in KINDS:

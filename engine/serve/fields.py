@@ -71,6 +71,7 @@ MOST_IN_FIELD: dict[str, tuple[int, int, int]] = {
     "begin": (1, 1, 1 << 14),
     "choices": (4096, 1 << 15, 1 << 16),
     "stop": (256, 256, 4096),
+    "dry_sequence_breakers": (64, 64, 1024),
     "bad_words": (256, 4096, 1 << 14),
     "sequence_bias": (256, 4096, 0),
     "logit_bias": (4096, 8192, 1 << 16),

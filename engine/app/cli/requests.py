@@ -40,6 +40,14 @@ def add_rule_flags(parser: Parser) -> None:
     text = "subtract X from a token's score for each time that it occurred in the reply (0)"
     add("--frequency-penalty", type=float, metavar="X", help=text)
     add("--presence-penalty", type=float, metavar="X", help="subtract X once if it occurred (0)")
+    text = "subtract X * base ** (n - length) from a token that would make a repetition longer than n tokens (0)"
+    add("--dry-multiplier", type=float, metavar="X", help=text)
+    add("--dry-base", type=float, metavar="X", help="the base of that (1.75)")
+    add("--dry-allowed-length", type=int, metavar="N", help="repetitions of fewer tokens are free (2)")
+    text = "look for them among the last N tokens; -1: among all (-1)"
+    add("--dry-penalty-last-n", type=int, metavar="N", help=text)
+    text = 'a text that no repetition reaches over; repeatable (end of line, :, ", *)'
+    add("--dry-sequence-breaker", **texts, dest="dry_sequence_breakers", help=text)
     text = "no N tokens in a row occur twice; 0: they may (0)"
     add("--no-repeat-ngram-size", type=int, metavar="N", help=text)
     add("--min-new-tokens", type=int, metavar="N", help="least tokens of a reply (0)")

@@ -135,7 +135,8 @@ def test_xtc_is_that_of_llama_cpp():
 
 def test_xtc_excludes_as_often_as_it_should_whatever_is_drawn():
     """The choice is another number than the noise, so what is drawn where nothing is excluded has its distribution."""
-    warp, logp_NV = Warp(xtc_probability=0.3, xtc_threshold=0.25), torch.tensor([[0.5, 0.3, 0.2]]).log().expand(20000, 3)
+    warp = Warp(xtc_probability=0.3, xtc_threshold=0.25)
+    logp_NV = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(20000, 3)
     tokens = warp.draws(logp_NV, 7, [0] * 20000, range(20000)).tolist()
     expected = {0: 0.7 * 0.5, 1: 0.7 * 0.3 + 0.3 * 0.6, 2: 0.7 * 0.2 + 0.3 * 0.4}
     found, cells = chi_square(Counter(tokens), expected)
