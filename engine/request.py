@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.cache.tree import TokenTree, shared_length
 from engine.contract import Report, Search, SearchResult
 from engine.contract.checks import attributed, check_search
+from engine.contract.distinct import TEXT, TEXT_SUM, check_distinct
 from engine.contract.scoring import Scoring
 from engine.contract.trace import Trace
 from engine.errors import UsageError, check_flag, check_integer, shortened
@@ -53,6 +54,10 @@ class Request(Rules):
         heal: the prompt may end inside a word: its last tokens are generated again, in any tokens of the same text, see
             `engine.rules.begin`. Outputs have them in `token_ids` and `logprob`, and not in `text`. Not with another
             constraint than `begin`.
+        distinct: outputs of distinct texts are wanted, and not several spellings of one in tokens. "text": of each text
+            the best output; "text-sum": it gets the log-sum-exp of the log-probabilities and of the scores of all,
+            which rank the texts. All outputs that the search finds are looked at, for instance all that beams finish,
+            and there are fewer than `num_return_sequences` if they have fewer texts. None: outputs as they are.
         cache_salt: only requests with the same salt share cached prefixes. With a salt for each user, response times do
             not reveal what others have asked. None: the request neither uses nor leaves any. See `Engine.load`.
     """
@@ -70,6 +75,7 @@ class Request(Rules):
     cache_salt: str | None = ""
     parse_special: bool = False
     heal: bool = False
+    distinct: str | None = None
 
 
 class RequestOptions(TypedDict, total=False):
@@ -86,6 +92,7 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str | None
     parse_special: bool
     heal: bool
+    distinct: str | None
     constraint: Constraint | None
     constraint_scores: str
     begin: str | bytes | None
@@ -260,6 +267,7 @@ def check_request(models: Models, request: Request, share: float = 1.0) -> Check
         raise UsageError(f"search: expected a configuration such as search.Trie(), got {request.search!r}")
     ids, eos = _prompt(target, request), _ends(target, request)
     _check_fields(request)
+    _check_distinct(target, request)
     request, ids, healed = _heal(target, request, ids)
     stops = StopStrings(target.need_tokenizer(), request.stop, len(healed)) if request.stop else None
     check_search(request.search)
@@ -343,6 +351,16 @@ def _check_fields(request: Request) -> None:
     if not isinstance(request.trace, Trace | None):
         raise UsageError(f"trace: expected a Trace, got {request.trace!r}")
     check_callable("reward", request.reward, " of (prompt, texts)")
+
+
+def _check_distinct(target: LoadedModel, request: Request) -> None:
+    """Raises UsageError."""
+    if (how := request.distinct) is None:
+        return
+    check_distinct(how)
+    target.need_tokenizer()
+    if how == TEXT_SUM and "reward" in request.search.models:
+        raise UsageError("distinct: rewards of one text cannot be added", remedy=f"give {TEXT}")
 
 
 def _check_roles(models: Models, request: Request) -> None:

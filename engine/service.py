@@ -11,6 +11,7 @@ from engine.cache.slots import Trunk
 from engine.cache.tree import TokenTree
 from engine.contract import Judge, Output, SearchGenerator, SearchResult, Task
 from engine.contract.checks import search_error
+from engine.contract.distinct import TEXT_SUM, distinct
 from engine.contract.trace import UNTRACED
 from engine.errors import CoppiceError
 from engine.load.pools import is_out_of_memory, out_of_memory
@@ -299,7 +300,7 @@ class Service:
         job, text, event = entry.job, "", None
         if job is None or not job.started or entry.finish is not None:
             return
-        if entry.text is not None and job.settled:
+        if entry.text is not None and job.settled and entry.checked.request.distinct != TEXT_SUM:  # its best may change
             text = entry.text.push(job.settled)
         if job.done:
             entry.finish = finishing(self.models, entry.checked, job)
@@ -356,6 +357,8 @@ def starter(
     """The function that starts a request's search. It refers to no job: that would be a cycle, which keeps the models
     in memory until the garbage collector runs."""
     target, search, constrained = models.target, checked.request.search, checked.constrained
+    if checked.request.distinct is not None:
+        search = search.with_all_outputs()
     time = target.runner.time
 
     def start(job: Job) -> SearchGenerator:
@@ -406,15 +409,20 @@ def finishing(models: Models, checked: Checked, job: Job) -> Generator[None, Non
     if checked.constrained is not None:
         checked.constrained.endings.settle(result, "reward" in checked.request.search.models)
     try:
-        if job.kept is not None:
-            result.outputs = yield from job.kept.filling(result.outputs)
-    except Exception as failure:
-        return _reported(checked, failure)
-    try:
         texts = [checked.text(tokenizer, output.token_ids) for output in result.outputs]
     except CoppiceError as error:  # the tokenizer cannot decode these tokens
         return error
     result.outputs = [replace(output, text=text) for output, text in zip(result.outputs, texts, strict=True)]
+    if (how := checked.request.distinct) is not None:
+        among = len(result.outputs)
+        merged = distinct(result.outputs, how)
+        result.outputs = merged[: getattr(checked.request.search, "num_return_sequences", 1)]
+        result.stats |= {"outputs_found": among, "distinct_texts": len(merged)}
+    try:
+        if job.kept is not None:
+            result.outputs = yield from job.kept.filling(result.outputs)
+    except Exception as failure:
+        return _reported(checked, failure)
     result.stats["new_tokens"] = len(result.outputs[0].token_ids)
     return result
 

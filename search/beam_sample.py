@@ -5,7 +5,7 @@ The list is a multiset: a beam that was drawn n times is one node with n entries
 draws the same lists with fewer passes of the target; beam sampling is its baseline and its oracle.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.contract.sampling import Uniforms
 from search.base import SearchGenerator, Task, register
@@ -38,6 +38,9 @@ class BeamSample(Sampling):
         check_integers(self, beams=(1, 4096))
         check_integers(self, num_return_sequences=(1, hypotheses(self.beams, self.patience)))
         check_numbers(self, length_penalty=(-MAX_PENALTY, MAX_PENALTY))
+
+    def with_all_outputs(self) -> "BeamSample":
+        return replace(self, num_return_sequences=hypotheses(self.beams, self.patience))
 
     def run(self, task: Task) -> SearchGenerator:
         tree, beams = task.tree, Beams(task, self.length_penalty)

@@ -8,7 +8,7 @@ cite the steps of docs/algorithms.md. Groups that agree share nodes; one pass ev
 import math
 from collections import Counter
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 from typing import Any, NamedTuple
 
@@ -115,6 +115,9 @@ class Diverse(Search):
     def size(self) -> int:
         """The beams of a group."""
         return 1 if self.groups is None else self.beams // self.groups
+
+    def with_all_outputs(self) -> "Diverse":
+        return replace(self, num_return_sequences=self.beams)
 
     def run(self, task: Task) -> SearchGenerator:
         tree, step = task.tree, 0

@@ -6,7 +6,7 @@ docs/algorithms.md. Pruning is immediate, as freeing a slot costs nothing.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.errors import UsageError
 from search.base import Next, Report, Search, SearchGenerator, SearchResult, Task, evaluate_top_sums, register
@@ -107,6 +107,9 @@ class Trie(Search):
 
         ready = None if ahead else lambda: self._result(done, step)
         return Report(done.settle(task.tree), best, beams=ranked, ready=ready)
+
+    def with_all_outputs(self) -> "Trie":
+        return replace(self, num_return_sequences=hypotheses(self.beams, self.patience))
 
     def slots(self, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
         return prompt_tokens + new_tokens + self.beams - 2, prompt_tokens + self.beams * (new_tokens - 1)

@@ -49,7 +49,7 @@ COMMON = """
 MAX_LINE = 64 << 20
 PROMPTS = ("prompt", "messages", "prompt_ids")
 TEMPLATE = ("tools", "template", "think")
-LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids", "logprobs", "heal")
+LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids", "logprobs", "heal", "distinct")
 READ_AHEAD = 64  # lines of a pipe
 AWAKE = 30.0  # seconds after which an idle reader of a pipe says so, to processes that wait for it
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.contract import Search
+from engine.contract.distinct import check_distinct
 from engine.errors import check_flag, check_integer
 from engine.rules import PLAIN_RULES, Rules, with_changes
 from engine.rules.logprobs import check_logprobs
@@ -13,7 +14,7 @@ from search.base import REGISTRY, chosen, make_search, parameters
 from search.outside import find_search
 from search.values import plain
 
-LIMITS = ("max_new_tokens", "ignore_eos", "stop", "logprobs")
+LIMITS = ("max_new_tokens", "ignore_eos", "stop", "logprobs", "distinct")
 FOR_PEOPLE = {"trie": {"early_stopping": "best"}}  # search -> parameters in a chat, measured in docs/chat.md
 DECIDED_BY = {"early_stopping": ("patience",)}  # parameter -> others: one of them given leaves it alone
 TEXTS = ("choices", "bad_words", "dry_sequence_breakers")  # lists of texts, for which one text may be given
@@ -33,6 +34,7 @@ class Settings:
     stop: tuple[str, ...]
     rules: Mapping[str, Any] = field(default_factory=dict)
     logprobs: int | None = None
+    distinct: str | None = None
 
     def configuration(self) -> Search:
         """The search's configuration. Raises UsageError."""
@@ -62,6 +64,7 @@ class Settings:
         check_integer("max_new_tokens", limits.get("max_new_tokens", 1), 1)
         check_flag("ignore_eos", limits.get("ignore_eos", False))
         check_logprobs(limits.get("logprobs"))
+        check_distinct(limits.get("distinct"))
         if "stop" in limits:
             stop = limits["stop"]
             limits["stop"] = tuple(stop) if isinstance(stop, list) else (str(stop),) if stop != "" else ()

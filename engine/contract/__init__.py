@@ -276,6 +276,10 @@ class Search(ABC):
         width = max([1, *(n for n in widths if type(n) is int)])
         return prompt_tokens + new_tokens - 1, prompt_tokens + width * (new_tokens - 1)
 
+    def with_all_outputs(self) -> "Search":
+        """This search, returning all outputs that it finds anyway; outputs of distinct texts are chosen among them."""
+        return self
+
     def work(self, new_tokens: int) -> tuple[int, int]:
         """Numbers that a run of `new_tokens` computes beside the model's rows: (most in a step, most that it keeps).
 

@@ -13,7 +13,7 @@ well; after the last layer the list grows once more by draws from p_beam alone.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.contract.sampling import Uniforms
@@ -93,6 +93,9 @@ class DSBD(Sampling):
         if self.store is not None and (self.drafter == "model" or not isinstance(self.store, str | Path)):
             raise UsageError(f"store: expected a file, with the drafter ngram, got {self.store!r}")
         self._store()
+
+    def with_all_outputs(self) -> "DSBD":
+        return replace(self, num_return_sequences=self.entries)
 
     @property
     def models(self) -> tuple[str, ...]:

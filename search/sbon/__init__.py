@@ -11,7 +11,7 @@ All utterances share one tree and their draws are keyed, so the survivors are th
 import math
 import re
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.cache.tree import shared_length
@@ -42,6 +42,9 @@ class BoN(RowSampling):
         super().__post_init__()
         check_integers(self, n=(1, MAX_UTTERANCES))
         check_integers(self, num_return_sequences=(1, self.n))
+
+    def with_all_outputs(self) -> "BoN":
+        return replace(self, num_return_sequences=self.n)
 
     def run(self, task: Task) -> SearchGenerator:
         race = Race(task, self, self.n)
@@ -84,6 +87,9 @@ class SBoN(BoN):
         if not isinstance(self.schedule, str):
             raise UsageError(f"schedule: expected a text, got {self.schedule!r}")
         self.points()
+
+    def with_all_outputs(self) -> "SBoN":
+        return self  # the rates depend on the number of outputs
 
     def points(self) -> dict[int, float]:
         """The rate at each decision point that is set in advance. Raises UsageError."""

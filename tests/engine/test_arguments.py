@@ -50,6 +50,7 @@ REQUEST: list[tuple[str, list[Any]]] = [
     ("messages", [5, "x", [5], {"role": "user"}]),
     ("reward", [5, 0, "x", []]),
     ("trace", [5, "x.html"]),
+    ("distinct", [5, "x", True, ["text"]]),
     ("constraint", [5, "x", Greedy()]),
     ("constraint_scores", [None, 5, "x", ["model"]]),
     ("choices", [5, "x", b"x", [5], [[5.0]], [[]], [""]]),

@@ -5,6 +5,7 @@ from typing import Any
 
 from engine.app.cli.parser import Parser
 from engine.app.cli.values import bias, json_file, plain_text, positive, text_file, token_ids
+from engine.contract.distinct import DISTINCT
 from engine.rules import RULES, SCORES, Rules
 from engine.rules.logprobs import check_logprobs
 
@@ -19,6 +20,8 @@ def add_limit_flags(parser: Parser) -> None:
     add("--ignore-eos", action="store_true", help="no token ends an output")
     text = "log-probabilities of tokens, and the K likeliest at each place"
     add("--logprobs", type=int, metavar="K", help=text)
+    text = "of outputs of one text return the best; text-sum: it stands for all of them, which are added"
+    add("--distinct", choices=DISTINCT, help=text)
 
 
 def add_rule_flags(parser: Parser) -> None:
@@ -60,7 +63,8 @@ def limits(args: argparse.Namespace) -> dict[str, Any]:
     """The limits as options of `engine.Request`. Raises UsageError."""
     check_logprobs(args.logprobs)
     found = {"max_new_tokens": args.max_new_tokens, "stop": tuple(args.stop), "ignore_eos": args.ignore_eos}
-    return found if args.logprobs is None else found | {"logprobs": args.logprobs}
+    optional = {"logprobs": args.logprobs, "distinct": args.distinct}
+    return found | {name: value for name, value in optional.items() if value is not None}
 
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:
