@@ -12,6 +12,7 @@ from tools.bench import (
     dsbd,
     endings,
     gpu,
+    keyboard,
     kv,
     memory,
     papers,
@@ -31,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=cli.called("python -m tools.bench"), description=__doc__)
     parser.add_argument("-v", "--verbose", action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    ours = (kv, memory, cache, prefixes, quant, peers, speed, gpu, chat, papers, ults, sbon, aded, dsbd, serve, endings)
+    ours = (kv, memory, cache, prefixes, quant, peers, speed, gpu, chat, papers, ults, sbon, aded, dsbd, serve, endings,
+            keyboard)  # fmt: skip
     for command in ours:
         command.add_parser(commands)
     args = parser.parse_args(words)

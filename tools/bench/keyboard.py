@@ -1,0 +1,140 @@
+"""Completion under a keyboard: the time from a key to the list of likely ends, and what keys that come early cost.
+
+A text is typed key by key. After each key the list is asked for: beam search with few tokens, the prompt healed, texts
+distinct. First each list is waited for. Then keys come at an interval, each of which cancels the question before, in
+bursts after which the last list is waited for.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine import AsyncEngine, Engine, Request, SearchResult
+from engine.app.cli import add_load_flag
+from engine.demo import demo_folder, is_demo
+from search import Trie
+from tools.bench import measure
+from tools.bench.flags import add_numbers, add_run_flags
+from tools.bench.report import comparison, comparison_table, finish, rows_table, stamp
+
+TEXT = " ".join([
+    "Once upon a time there was a little girl who had a small brown dog. Every day they went to the park together,",
+    "and she threw a ball for him. One day the ball fell into the water, and the dog was afraid to",
+])  # fmt: skip
+BURST = 8  # keys
+LEGEND = """*list*: milliseconds from a key to its list, where each list is waited for, and after bursts of keys, each
+of which cancels the question before; there the time begins at the last key. *CPU*: processor time of all threads for a
+list, the median, which other programs on the machine disturb less. *passes* and *evaluated* (tokens of the prompt that
+were not in the cache) are of a list, where each is waited for. *RSS*: the peak of the process."""
+MOST_MS, MOST_BYTES = 0.150, 400e6  # wanted, of SmolLM2-135M in int8 on two cores
+
+
+class Keyboard:
+    """Likely ends of what was typed so far; a key cancels the question of the key before."""
+
+    def __init__(self, engine: AsyncEngine, beams: int = 5, ends: int = 3, tokens: int = 12):
+        self.engine, self.tokens = engine, tokens
+        self.search = Trie(beams, num_return_sequences=ends)
+        self.asked: asyncio.Task[SearchResult] | None = None
+
+    def key(self, typed: str) -> asyncio.Task[SearchResult]:
+        """Ask for the ends of a text; the outputs have different texts, the likeliest first."""
+        if self.asked is not None:
+            self.asked.cancel()  # it ends before the next pass
+        request = Request(typed, self.search, self.tokens, heal=True, distinct="text", stop=["\n"])
+        self.asked = asyncio.create_task(self.engine.generate(request))
+        return self.asked
+
+
+async def each_list(keyboard: Keyboard, typed: Sequence[str]) -> list[tuple[float, float, SearchResult]]:
+    """Seconds, processor seconds and result of each list."""
+    found = []
+    for text in typed:
+        begin, used = time.perf_counter(), time.process_time()
+        result = await keyboard.key(text)
+        found.append((time.perf_counter() - begin, time.process_time() - used, result))
+    return found
+
+
+async def bursts(keyboard: Keyboard, typed: Sequence[str], interval: float) -> list[float]:
+    """Seconds from the last key of each burst to its list."""
+    found = []
+    for number, text in enumerate(typed, 1):
+        begin = time.perf_counter()
+        task = keyboard.key(text)
+        if number % BURST == 0:
+            await task
+            found.append(time.perf_counter() - begin)
+        else:
+            await asyncio.sleep(interval)
+    return found
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Measure and report."""
+    made = stamp(argv)
+    options = {"dtype": args.dtype, "quant": args.quant, "threads": args.threads, "kv_memory": "16M"}
+    folder = Path(args.model or demo_folder())
+    engine, name = Engine.load(folder, prefix_cache="on", **options), "demo" if is_demo(folder) else folder.name
+    typed = [TEXT[:end] for end in range(max(1, len(TEXT) - args.keys), len(TEXT) + 1)]
+
+    async def work() -> tuple[list[tuple[float, float, SearchResult]], list[float]]:
+        async with AsyncEngine(engine) as shared:
+            keyboard = Keyboard(shared, args.beams, args.ends, args.tokens)
+            waited = (await each_list(keyboard, typed))[1:]  # the first one reads the whole text, and warms up
+            measure.progress(f"{len(waited)} lists")
+            return waited, await bursts(keyboard, typed[: len(typed) // BURST * BURST], args.interval / 1e3)
+
+    waited, hurried = asyncio.run(work())
+    seconds, used, results = map(list, zip(*waited, strict=True))
+    row = {
+        "model": name, "median": statistics.median(seconds), "p90": quantile(seconds, 0.9), "least": min(seconds),
+        "cpu": statistics.median(used),
+        "hurried": statistics.median(hurried), "hurried_p90": quantile(hurried, 0.9),
+        "passes": statistics.mean(result.stats["forward_passes"] for result in results),
+        "evaluated": statistics.mean(r.stats["prompt_tokens"] - r.stats["reused_tokens"] for r in results),
+        "texts": statistics.mean(len(result.outputs) for result in results),
+        "rss": measure.memory(os.getpid(), "VmHWM"), "lists": len(waited), "bursts": len(hurried),
+    }  # fmt: skip
+    compared = [
+        comparison("median time to a list", row["median"], MOST_MS, at_most=True, unit="ms"),
+        comparison("peak memory, MB", row["rss"] and row["rss"] / measure.MB, MOST_BYTES / measure.MB, at_most=True),
+    ]
+    body = "\n\n".join([
+        f"{name}, {args.beams} beams, {args.tokens} tokens, lists of {args.ends}; {len(waited)} keys, a key "
+        f"every {args.interval} ms in bursts of {BURST}.",
+        rows_table([row], {
+            "list, median": "{median:ms.0f} ms", "p90": "{p90:ms.0f} ms", "least": "{least:ms.0f} ms",
+            "CPU": "{cpu:ms.0f} ms", "after a burst, median": "{hurried:ms.0f} ms",
+            "p90 ": "{hurried_p90:ms.0f} ms", "passes": "{passes:.1f}", "evaluated": "{evaluated:.1f}",
+            "texts": "{texts:.1f}", "RSS MB": "{rss:MB}"}),
+        comparison_table(compared),
+        LEGEND,
+    ])  # fmt: skip
+    finish("keyboard", made, body, result := {"results": [row], "compared": compared}, args.save)
+    return result
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The least value that this share of the values does not exceed."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("keyboard", help="completion under a keyboard: time to the list", description=__doc__)
+    parser.add_argument("--model", metavar="DIR", help="(the demo)")
+    add_load_flag(parser, "quant")
+    add_numbers(
+        parser,
+        keys=(64, "that are typed"),
+        interval=(60, "milliseconds between the keys of a burst"),
+        beams=5,
+        tokens=(12, "of an end"),
+        ends=(3, "in a list"),
+    )
+    add_run_flags(parser, "benchmarks", "auto", run)
