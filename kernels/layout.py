@@ -23,6 +23,7 @@ from kernels.kv_kinds import row_width
 NULL_SLOT = 0  # holds zeros for ever: what holes and padding read
 TRASH_SLOT = 1  # what padding tokens write; nothing reads it
 WORD = 32
+HOST = ("trunk_runs", "adapters_T")  # fields of a layout that stay on the host
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class TreeLayout:
     impl: str = "torch"  # which implementation of the operators the engine chose
     rows: str | None = None  # implementation of the operators on rows; None: `impl`
     ancestors_TN: Tensor | None = None  # int64, slots of the latest ancestors, parents first; NULL_SLOT where none is
+    adapters_T: Tensor | None = None  # int64, on the host: the number of each token's adapter; 0, or no tensor: it has none
 
     @property
     def rows_impl(self) -> str:
@@ -51,10 +53,10 @@ class TreeLayout:
         return self.rows or self.impl
 
     def to(self, device: torch.device | str) -> "TreeLayout":
-        """The same layout on a device, but for `trunk_runs`."""
+        """The same layout on a device, but for `trunk_runs` and `adapters_T`."""
         if self.positions_T.device == torch.device(device):
             return self
-        moving = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name != "trunk_runs"}
+        moving = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name not in HOST}
         return replace(self, **{name: x.to(device, non_blocking=True) for name, x in moving.items()})
 
     @property

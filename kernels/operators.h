@@ -104,6 +104,28 @@ void coppice_linear(int64_t kind, int64_t threads, const Matrix* matrix, const v
 // converts the others to float32.
 void coppice_linear_kinds(int64_t* kinds);
 
+// --- low_rank ---
+
+// The products of `rank` columns from column `at` of the first factor of a `LowRank` with `panels`, times `scale`, are
+// added to `outs` outputs from output `first` on.
+struct LowRankPart {
+    int64_t at, rank, first, outs;
+    const void* panels;
+    float scale;
+};
+
+// An adapter of a matrix [outs, width]: `panels` make x [width] to `rank` numbers, `count` parts make these to outputs.
+// Panels are of `kind`, see low_rank/factors.py. A rank of 0: it adds nothing.
+struct LowRank {
+    int64_t kind, width, outs, rank, count;
+    const void* panels;
+    const LowRankPart* parts;
+};
+
+// Adds to each row of out [rows, outs] what its adapter, number adapters_T[row], makes of its row of x [rows, width].
+void coppice_low_rank(int64_t kind, int64_t threads, const LowRank* adapters, const int64_t* adapters_T, const void* x,
+                      void* out, int64_t rows);
+
 // --- kv_write ---
 
 // Sizes and strides are in bytes. Returns 0, and writes nothing, if a slot is outside the cache.
@@ -180,6 +202,7 @@ struct Call {
     int64_t code, source, target, all_heads, table, window, function, gated;
     Norm norm, more;
     Matrix matrix;
+    const LowRank* adapters;
     float scale, cap;
 };
 
@@ -192,8 +215,9 @@ struct Stack {
 
 // x [T, E] is the stream and is changed. `attention` is that of every layer but for window, scale and cap; its queries
 // will lie in heads [T, H + 2G, D], before keys and values; k and v are [L, G, S, D] of the layers with attention, rows
-// [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions.
+// [L, S, E], of kind `kept`, and ancestors_TN are those of the layers with convolutions. adapters_T [T] are numbers of
+// adapters; null: no token has one.
 void coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t threads, void* x,
                    char* k, char* v, const int64_t* slots_T, char* heads_THD, int64_t tokens, int64_t slots, char* rows,
-                   int64_t kept, const int64_t* ancestors_TN);
+                   int64_t kept, const int64_t* ancestors_TN, const int64_t* adapters_T);
 }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.kv_write import HeadTransform, kv_write, rotary_write
 from kernels.layout import KVCache, TreeLayout
+from kernels.low_rank import low_rank
 from kernels.rows import activation, activation_mul, add_norm, rotary
 from kernels.short_conv import short_conv
 from kernels.stack.calls import Call
@@ -118,6 +119,12 @@ def _add(call: Call, r: Registers) -> None:
     r[call.target] = r[call.target] + r[call.source]
 
 
+def _adapt(call: Call, r: Registers) -> None:
+    if (adapters_T := r.layout.adapters_T) is not None:
+        impl = "cpp" if r.layout.impl == "cpp" else "torch"
+        low_rank(r[call.target], r[call.source], call.adapters, adapters_T, impl=impl)
+
+
 # --- several calls as one, on a GPU ---
 
 
@@ -210,6 +217,7 @@ OPERATORS: dict[str, Callable[[Any, Registers], None]] = {
     "activate": _activate,
     "scale": _scale,
     "add": _add,
+    "adapt": _adapt,
     "turns": _turn_and_write,
     "sums": _add_and_norm,
 }

@@ -70,6 +70,7 @@ class Stack:
         widths = width, width, width, every, heads * head_dim, 3 * width, width, up, mlp_width
         self._check(dict(zip(REGISTERS, widths, strict=True)))
         codes = [call.code for call in calls]
+        self.adapters = min((len(call.adapters) for call in calls if call.code == "adapt"), default=1)  # numbers
         self.attending, self.convolving = codes.count("attend"), codes.count("convolve")
         self._calls = (_STRUCTURES["Call"] * len(calls))(*map(_described, calls))
         sizes = heads, kv_heads, head_dim, width, mlp_width, up, self.taps, len(calls)
@@ -100,6 +101,10 @@ class Stack:
                     raise ValueError(f"expected a matrix {[outs, width]}, got {[packed.outs, packed.width]}")
                 if bias is not None:
                     expect("a matrix's bias", bias, self.dtype, (outs,), _CPU)
+            elif call.code == "adapt":
+                outs, width = widths[call.target], widths[call.source]
+                if (found := (call.adapters.outs, call.adapters.width)) != (outs, width):
+                    raise ValueError(f"expected adapters of a matrix {[outs, width]}, got {[*found]}")
 
     def takes(self, layout: TreeLayout) -> bool:
         """Whether it runs a pass: by C++, unless a profiler wants to see operators."""
@@ -146,9 +151,19 @@ class Stack:
         function("stack")(
             *map(ctypes.addressof, (self._packed, problem, rotated)),
             *(threads, x_TE.data_ptr(), cache.k_LGSD.data_ptr(), cache.v_LGSD.data_ptr()),
-            *(layout.write_slots_T.data_ptr(), heads_THD.data_ptr(), T, S, *conv),
+            *(layout.write_slots_T.data_ptr(), heads_THD.data_ptr(), T, S, *conv, self._adapted(layout, T)),
         )
         return x_TE
+
+    def _adapted(self, layout: TreeLayout, tokens: int) -> int | None:
+        """The address of the numbers of adapters; None: no token has one."""
+        if (adapters_T := layout.adapters_T) is None:
+            return None
+        expect("adapters_T", adapters_T, torch.int64, (tokens,), _CPU)
+        least, most = adapters_T.aminmax()
+        if not 0 <= int(least) <= int(most) < self.adapters:
+            raise ValueError(f"adapters_T: expected numbers below {self.adapters}, got {int(least)} to {int(most)}")
+        return adapters_T.data_ptr()
 
     def _convolved(
         self, cache: KVCache, layout: TreeLayout, tokens: int, slots: int
@@ -189,8 +204,9 @@ def _described(call: Call) -> ctypes.Structure:
     function = ACTIVATIONS.index(call.function), call.gated
     packed, bias = call.matrix.matrix if call.matrix else (None, None)
     matrix = packed.described(bias) if packed else _STRUCTURES["Matrix"]()
-    floats = call.scale, call.cap or 0.0
-    return _STRUCTURES["Call"](CODES.index(call.code), *registers, *numbers, *function, *norms, matrix, *floats)
+    adapters = None if call.adapters is None else call.adapters.described()
+    more = matrix, adapters, call.scale, call.cap or 0.0
+    return _STRUCTURES["Call"](CODES.index(call.code), *registers, *numbers, *function, *norms, *more)
 
 
 def _address(x: Tensor | None) -> int | None:

@@ -28,6 +28,7 @@ CODES = (
     "activate",  # target = `function` of source; `gated`: of the first half, times the second
     "scale",  # target *= `scale`
     "add",  # target += source
+    "adapt",  # target += what the adapters of tokens make of source
 )
 
 
@@ -42,6 +43,7 @@ class Call(NamedTuple):
         scale, window, cap: of attention, see `kernels.tree_attention`; or a factor.
         table: the number of the angles.
         function: the name of an activation, see `kernels.rows`.
+        adapters: by their numbers in a pass, see `kernels.low_rank`.
     """
 
     code: str
@@ -57,3 +59,4 @@ class Call(NamedTuple):
     function: str = "relu"
     gated: bool = False
     all_heads: bool = False
+    adapters: Any = None

@@ -27,7 +27,7 @@ void multiply_by(float factor, T* x, int64_t size) {
 
 // The registers and codes of stack/calls.py, in its order. MIXED and CONVOLVED are never used by the same layer.
 enum Register { STREAM, READ, OUT, HEADS, MIXED, GATES, CONVOLVED, UP, MIDDLE, ROOMS };
-enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD };
+enum Code { NORM, PRODUCT, HEAD_NORMS, ROTATE, WRITE, ATTEND, CONVOLVE, ACTIVATE, SCALE, ADD, ADAPT };
 
 // One pass: sizes, and the registers, which a layer's operators read and write.
 struct Pass {
@@ -39,7 +39,7 @@ struct Pass {
     const int64_t threads, tokens, slots;
     char *k, *v, *rows;  // of the layer that comes next
     const int64_t kept;
-    const int64_t* ancestors_TN;
+    const int64_t *ancestors_TN, *adapters_T;
     const int64_t turned = s.heads + s.kv_heads, every = turned + s.kv_heads, head = s.head_dim * s.element;
     const std::unique_ptr<char[]> read_TE = room(s.width), out_TE = room(s.width);
     const std::unique_ptr<char[]> mixed_THD = room(s.taps ? std::max(s.heads * s.head_dim, s.width) : s.heads * s.head_dim);
@@ -120,6 +120,9 @@ struct Pass {
                 });
             case ADD:
                 return add(s.kind, source, target, tokens * s.width);
+            case ADAPT:
+                if (adapters_T) coppice_low_rank(s.kind, threads, c.adapters, adapters_T, source, target, tokens);
+                return;
         }
     }
 };
@@ -128,8 +131,10 @@ struct Pass {
 
 extern "C" void coppice_stack(const Stack* stack, const Attention* attention, const Angles* angles, int64_t threads,
                               void* x, char* k, char* v, const int64_t* slots_T, char* heads_THD, int64_t tokens,
-                              int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN) {
-    Pass pass{*stack, *attention, angles, slots_T, heads_THD, threads, tokens, slots, k, v, rows, kept, ancestors_TN};
+                              int64_t slots, char* rows, int64_t kept, const int64_t* ancestors_TN,
+                              const int64_t* adapters_T) {
+    Pass pass{*stack, *attention, angles, slots_T, heads_THD, threads,      tokens,
+              slots,  k,          v,      rows,    kept,      ancestors_TN, adapters_T};
     char* registers[ROOMS] = {(char*)x,
                                   pass.read_TE.get(),
                                   pass.out_TE.get(),

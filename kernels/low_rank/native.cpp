@@ -1,0 +1,167 @@
+// Low-rank products that are added to the outputs of a matrix: both factors lie in panels of 16 outputs (see
+// factors.py), so that either is one stream of memory.
+//
+// The inputs of a row are added up in chunks of CHUNK, by any thread, and the chunks in their order: so a row gets the
+// same sums whatever rows are beside it, and however many threads there are.
+
+#include <algorithm>
+#include <vector>
+
+#include "../operators.h"
+#include "../vectors.h"
+
+namespace {
+
+constexpr int PANEL = 16, SETS = PANEL / LANES;
+constexpr int BLOCK = 8;                // rows that share a load of the panels
+constexpr int CHUNK = 256;              // inputs of a sum
+constexpr int PIECE = 16;               // panels of outputs that a thread takes at a time
+constexpr int64_t MAX_SERIAL = 1 << 15;  // multiplications; only for more is it worth waking threads
+
+// Rows of one adapter.
+struct Block {
+    const LowRank* adapter;
+    int64_t rows[BLOCK];
+    int count;
+    int64_t sums;  // where those of its chunks lie
+};
+
+// Sums of `inputs` rows of a panel times x [COUNT, stride], for even and for odd rows apart.
+template <typename Element, int COUNT>
+inline void multiply(const Element* panel, int64_t inputs, const float* x, int64_t stride, Floats (*sums)[SETS]) {
+    Floats parts[2][COUNT][SETS] = {};
+    auto step = [&](int64_t i, int part) {
+        for (int set = 0; set < SETS; set++) {
+            const Floats weights = load(panel + i * PANEL + set * LANES);
+            for (int row = 0; row < COUNT; row++) parts[part][row][set] += weights * x[row * stride + i];
+        }
+    };
+    int64_t i = 0;
+    for (; i + 2 <= inputs; i += 2) step(i, 0), step(i + 1, 1);
+    if (i < inputs) step(i, 0);
+    for (int row = 0; row < COUNT; row++)
+        for (int set = 0; set < SETS; set++) sums[row][set] = parts[0][row][set] + parts[1][row][set];
+}
+
+template <typename Element, int COUNT = BLOCK>
+void multiply_rows(int count, const Element* panel, int64_t inputs, const float* x, int64_t stride,
+                   Floats (*sums)[SETS]) {
+    if (count == COUNT) return multiply<Element, COUNT>(panel, inputs, x, stride, sums);
+    if constexpr (COUNT > 1) multiply_rows<Element, COUNT - 1>(count, panel, inputs, x, stride, sums);
+}
+
+int64_t padded(int64_t rank) { return (rank + PANEL - 1) / PANEL * PANEL; }
+
+// One chunk of x times the first factor; out [BLOCK, padded rank].
+template <typename Element, typename T>
+void reduce(const LowRank& a, const Block& block, const T* x, int64_t first, float* out) {
+    float rows[BLOCK][CHUNK];
+    const int64_t inputs = std::min<int64_t>(CHUNK, a.width - first), wide = padded(a.rank);
+    for (int row = 0; row < block.count; row++)
+        each(inputs, [&](int64_t i, auto n) {
+            store(load(x + block.rows[row] * a.width + first + i, n), rows[row] + i, n);
+        });
+    for (int64_t at = 0; at < wide; at += PANEL) {
+        Floats sums[BLOCK][SETS];
+        const Element* panel = (const Element*)a.panels + at * a.width + first * PANEL;
+        multiply_rows<Element>(block.count, panel, inputs, rows[0], CHUNK, sums);
+        for (int row = 0; row < block.count; row++)
+            for (int set = 0; set < SETS; set++) store(sums[row][set], out + row * wide + at + set * LANES);
+    }
+}
+
+// Panels from `panel` on, PIECE at most, of a part of the second factor.
+template <typename Element, typename T>
+void expand(const LowRank& a, const LowRankPart& part, const Block& block, const float* chunks, int64_t panel,
+            std::vector<float>& reduced, T* out) {
+    const int64_t wide = padded(a.rank), count = (a.width + CHUNK - 1) / CHUNK;
+    reduced.assign(BLOCK * part.rank, 0.0f);
+    for (int64_t chunk = 0; chunk < count; chunk++)
+        for (int row = 0; row < block.count; row++)
+            for (int64_t i = 0; i < part.rank; i++)
+                reduced[row * part.rank + i] += chunks[(chunk * BLOCK + row) * wide + part.at + i];
+    for (float& x : reduced) x *= part.scale;
+    const int64_t last = std::min((part.outs + PANEL - 1) / PANEL, panel + PIECE);
+    for (; panel < last; panel++) {
+        Floats sums[BLOCK][SETS];
+        multiply_rows<Element>(block.count, (const Element*)part.panels + panel * part.rank * PANEL, part.rank,
+                               reduced.data(), part.rank, sums);
+        for (int row = 0; row < block.count; row++)
+            for (int set = 0; set < SETS; set++) {
+                const int64_t at = panel * PANEL + set * LANES;
+                const int n = std::min<int64_t>(LANES, part.outs - at);
+                T* to = out + block.rows[row] * a.outs + part.first + at;
+                if (n == LANES) store(load(to) + sums[row][set], to);
+                else if (n > 0) store(load(to, n) + sums[row][set], to, n);
+            }
+    }
+}
+
+// The first factor's work is a chunk of a block, the second's a piece of a part of a block.
+struct Piece {
+    const Block* block;
+    const LowRankPart* part;  // null: of the first factor
+    int64_t first;
+};
+
+template <typename T>
+void run(int64_t threads, const std::vector<Piece>& chunks, const std::vector<Piece>& pieces, float* sums, const T* x,
+         T* out, bool serial) {
+#pragma omp parallel num_threads(threads) if (!serial)
+    {
+        std::vector<float> reduced;
+#pragma omp for schedule(static)
+        for (size_t i = 0; i < chunks.size(); i++) {
+            const Block& block = *chunks[i].block;
+            const LowRank& a = *block.adapter;
+            float* to = sums + block.sums + chunks[i].first / CHUNK * BLOCK * padded(a.rank);
+            with_type(a.kind, [&](auto type) { reduce<decltype(type)>(a, block, x, chunks[i].first, to); });
+        }
+#pragma omp for schedule(static)
+        for (size_t i = 0; i < pieces.size(); i++) {
+            const Block& block = *pieces[i].block;
+            const LowRank& a = *block.adapter;
+            with_type(a.kind, [&](auto type) {
+                expand<decltype(type)>(a, *pieces[i].part, block, sums + block.sums, pieces[i].first, reduced, out);
+            });
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" void coppice_low_rank(int64_t kind, int64_t threads, const LowRank* adapters, const int64_t* adapters_T,
+                                 const void* x, void* out, int64_t rows) {
+    std::vector<Block> blocks;
+    std::vector<int> open;  // by adapter: its block that has room, and one more
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t number = adapters_T[row];
+        if (!adapters[number].rank) continue;
+        if ((int64_t)open.size() <= number) open.resize(number + 1);
+        if (!open[number] || blocks[open[number] - 1].count == BLOCK) {
+            blocks.push_back({adapters + number, {}, 0, 0});
+            open[number] = blocks.size();
+        }
+        Block& block = blocks[open[number] - 1];
+        block.rows[block.count++] = row;
+    }
+    if (blocks.empty()) return;
+    std::vector<Piece> chunks, pieces;
+    int64_t room = 0, work = 0;
+    for (Block& block : blocks) {
+        const LowRank& a = *block.adapter;
+        block.sums = room;
+        room += (a.width + CHUNK - 1) / CHUNK * BLOCK * padded(a.rank);
+        work += block.count * a.rank * (a.width + a.outs);
+        for (int64_t first = 0; first < a.width; first += CHUNK) chunks.push_back({&block, nullptr, first});
+        for (int64_t i = 0; i < a.count; i++)
+            for (int64_t panel = 0; panel * PANEL < a.parts[i].outs; panel += PIECE)
+                pieces.push_back({&block, a.parts + i, panel});
+    }
+    static thread_local std::vector<float> sums;
+    if ((int64_t)sums.size() < room) sums.resize(room);
+    with_type(kind, [&](auto type) {
+        typedef decltype(type) T;
+        run<T>(threads, chunks, pieces, sums.data(), (const T*)x, (T*)out, work <= MAX_SERIAL);
+    });
+}
