@@ -304,10 +304,14 @@ class Engine:
         if self.shard.size > 1:
             raise UsageError(f"{name}: processes that share a model have a part of it each", remedy="use one process")
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]. For checks."""
+    def logits(self, ids: Sequence[int], adapter: str | None = None) -> Tensor:
+        """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]. For checks.
+
+        Args:
+            adapter: see `Request`.
+        """
         check_ids(self.model, ids)
-        return self.runner.logits(ids)
+        return self.runner.logits(ids, self.model.adapter(adapter))
 
     def score(
         self,
@@ -317,6 +321,7 @@ class Engine:
         top_logprobs: int = 0,
         parse_special: bool = False,
         cache_salt: str | None = "",
+        adapter: str | None = None,
     ) -> list[ContinuationScore]:
         """The log-probabilities of continuations of a prompt, in their order. They share one tree: what several begin
         with is evaluated once. Any number fits the cache; see docs/scoring.md.
@@ -326,13 +331,13 @@ class Engine:
             continuations: texts, tokenised jointly with the prompt: a token that reaches over the border belongs to
                 the continuation; or token ids.
             top_logprobs: how many alternatives are wanted at each place.
-            parse_special, cache_salt: see `Request`.
+            parse_special, cache_salt, adapter: see `Request`.
 
         Raises:
             CoppiceError: as `generate`.
         """
         request = score_request(self.model, prompt, continuations, top_logprobs, parse_special)
-        [(_, outcome)] = self.serve([replace(request, cache_salt=cache_salt)])
+        [(_, outcome)] = self.serve([replace(request, cache_salt=cache_salt, adapter=adapter)])
         if isinstance(outcome, CoppiceError):
             try:
                 raise outcome

@@ -58,6 +58,7 @@ class Request(Rules):
             the best output; "text-sum": it gets the log-sum-exp of the log-probabilities and of the scores of all,
             which rank the texts. All outputs that the search finds are looked at, for instance all that beams finish,
             and there are fewer than `num_return_sequences` if they have fewer texts. None: outputs as they are.
+        adapter: the name of an adapter that the engine has, or "none"; None takes its first one, if it has any.
         cache_salt: only requests with the same salt share cached prefixes. With a salt for each user, response times do
             not reveal what others have asked. None: the request neither uses nor leaves any. See `Engine.load`.
     """
@@ -72,6 +73,7 @@ class Request(Rules):
     reward: RewardFunction | None = None
     trace: Trace | None = None
     logprobs: int | None = None
+    adapter: str | None = None
     cache_salt: str | None = ""
     parse_special: bool = False
     heal: bool = False
@@ -89,6 +91,7 @@ class RequestOptions(TypedDict, total=False):
     reward: RewardFunction | None
     trace: Trace | None
     logprobs: int | None
+    adapter: str | None
     cache_salt: str | None
     parse_special: bool
     heal: bool
@@ -265,6 +268,7 @@ def check_request(models: Models, request: Request, share: float = 1.0) -> Check
         )
     if isinstance(request.search, type) or not hasattr(request.search, "run"):
         raise UsageError(f"search: expected a configuration such as search.Trie(), got {request.search!r}")
+    target.adapter(request.adapter)
     ids, eos = _prompt(target, request), _ends(target, request)
     _check_fields(request)
     _check_distinct(target, request)

@@ -274,7 +274,7 @@ class Service:
     def _start(self, entry: Entry) -> None:
         """Hand a request to the driver."""
         checked, request, target = entry.checked, entry.checked.request, self.models.target
-        model_key = target.key if self.keeps_files else ""
+        model_key = target.key_with(request.adapter) if self.keeps_files else ""
         job = Job(
             starter(self.models, self.driver, checked, entry.trunk, model_key),
             retire=entry.retire,
@@ -282,6 +282,7 @@ class Service:
             search=request.search,
             constrained=checked.constrained,
             salt=request.cache_salt,
+            adapter=target.adapter(request.adapter),
             client=entry.client,
         )
         if request.logprobs is not None:

@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.layout import KVCache, TreeLayout
+from kernels.low_rank import Adapters
 from kernels.stack import Stack
 from kernels.stack.calls import Call
+from models.adapters import Adapter, low_rank, matrices
 from models.checkpoint.fields import Fields
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.weights import Weights
 from models.config import HEAD, SCORE, Config, ModelShape, Names
-from models.formats.linear import Linear
+from models.formats.floats import has_kernels
+from models.formats.linear import Linear, is_small
 from models.layers import Layer
 from models.norms import Norm
 from models.rope import BUFFERS, RotaryEmbedding
@@ -41,6 +44,7 @@ class Decoder(nn.Module):
         rotaries: the rotary tables, as `Config.table` numbers them.
         before, after: the calls before the first layer, on a GPU, and after the last one.
         stack: all layers as one call, on a CPU; None where that has no operators.
+        adapters: that requests choose from, by their numbers in a pass less one.
     """
 
     architectures: ClassVar[tuple[str, ...]]
@@ -88,7 +92,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(c, names, weights, i) for i in range(c.layers))
         self.norm = Norm(c, weights, names.norm) if c.final_norm else None
         self.head = weights.head(SCORE) if c.scores else weights.head(HEAD, bias=c.head_bias)
-        self.dtype = dtype
+        self.dtype, self.device, self.adapters = dtype, device, list[Adapter]()
         self.after = [] if self.norm is None else [Call("norm", "stream", "read", norm=self.norm)]
         self._join()
         self.stack = self._stack()
@@ -135,6 +139,35 @@ class Decoder(nn.Module):
         if c.logit_divisor != 1.0:
             logits_NV = logits_NV / c.logit_divisor
         return logits_NV if c.logit_cap is None else (logits_NV / c.logit_cap).tanh_().mul_(c.logit_cap)
+
+    def adapt(self, adapters: Sequence[Adapter]) -> None:
+        """Load adapters. A token's is chosen by its number in `TreeLayout.adapters_T`, from 1 on.
+
+        Raises:
+            CheckpointError: they do not fit the model, or have values that are not finite.
+        """
+        c, names, device = self.config, self.names, self.device
+        fitted, outs = [adapter.fitted(names, c, self.base) for adapter in adapters], matrices(names, c)
+        for layer in cast(Sequence[Layer], self.layers):
+            calls = []
+            for call in layer.calls:
+                calls.append(call)
+                if call.code != "product":
+                    continue
+                matrix: Linear = call.matrix
+                options = {"small": is_small(matrix, self.dtype), "packed": has_kernels(self.dtype, device)}
+                each = [
+                    low_rank(matrix.made_of, adapter, found, outs, self.dtype, device, **options)
+                    for adapter, found in zip(adapters, fitted, strict=True)
+                ]
+                if any(each):
+                    total = sum(outs[module][0] for module in matrix.made_of)
+                    table = Adapters(total, outs[matrix.made_of[0]][1], each)
+                    calls.append(Call("adapt", call.source, call.target, adapters=table))
+            layer.calls = calls
+        self.adapters = [*adapters]
+        self._join()
+        self.stack = self._stack()
 
     def _join(self) -> None:
         """Give each layer its calls for a GPU, for which the norm that a layer begins with ends the one before."""

@@ -154,7 +154,7 @@ class Summed(nn.Module):
     def __init__(self, layer: Linear, bias: Tensor | None, shard: Shard):
         super().__init__()
         self.layer, self.bias, self.shard = layer, bias, shard
-        self.names = layer.names
+        self.names, self.made_of = layer.names, layer.made_of
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs of this process] -> [..., out]."""
@@ -180,7 +180,7 @@ class Gathered(nn.Module):
     def __init__(self, own: Linear, tokens: range, outs: int, shard: Shard):
         super().__init__()
         self.own, self.tokens, self.outs, self.shard = own, tokens, outs, shard
-        self.names = own.names
+        self.names, self.made_of = own.names, own.made_of
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., E] -> [..., V]."""
@@ -234,7 +234,7 @@ class Agreed(nn.Module):
     def __init__(self, layer: Linear, shard: Shard):
         super().__init__()
         self.layer, self.shard = layer, shard
-        self.names, self.bias = layer.names, layer.bias
+        self.names, self.made_of, self.bias = layer.names, layer.made_of, layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""

@@ -26,6 +26,7 @@ from engine.load.budget import table
 from engine.load.capabilities import dtype_name
 from engine.load.distributed import check_alone
 from engine.load.hub import located
+from engine.load.options import NO_ADAPTER
 from engine.version import __version__
 from models.sharding import Shard
 from search.base import make_search
@@ -59,6 +60,9 @@ def banner(engine: Engine, settings: Settings, folder: str | Path) -> str:
         f"search {settings.search}{f' ({params})' if params else ''} · {context}, "
         f"cache for {engine.pool.pages * engine.pool.page_size}",
     ]
+    if names := [*engine.model.adapters]:
+        others = f"; /set adapter changes it: {', '.join([*names[1:], NO_ADAPTER])}"
+        lines.append(f"adapter {settings.adapter or names[0]}{others}")
     if machine.paths:
         lines.append(machine.paths)
     if engine.template is None:

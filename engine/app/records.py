@@ -49,7 +49,7 @@ COMMON = """
 MAX_LINE = 64 << 20
 PROMPTS = ("prompt", "messages", "prompt_ids")
 TEMPLATE = ("tools", "template", "think")
-LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids", "logprobs", "heal", "distinct")
+LIMITS = ("max_new_tokens", "stop", "ignore_eos", "eos_token_ids", "logprobs", "heal", "distinct", "adapter")
 READ_AHEAD = 64  # lines of a pipe
 AWAKE = 30.0  # seconds after which an idle reader of a pipe says so, to processes that wait for it
 
@@ -354,11 +354,13 @@ def score_record(record: Mapping[str, Any], model: LoadedModel, parse_special: b
     if len(given) != 1 or given[0] not in ("prompt", "prompt_ids"):
         raise UsageError(f"score: expected prompt or prompt_ids beside it, got {' and '.join(given) or 'none'}")
     params, prompt = record.get("params", {}), record[given[0]]
-    if not isinstance(params, dict) or not params.keys() <= {"parse_special"}:
-        raise UsageError("params: nothing is generated for a line with score, expected parse_special at most")
+    if not isinstance(params, dict) or not params.keys() <= {"parse_special", "adapter"}:
+        expected = "expected parse_special and adapter at most"
+        raise UsageError(f"params: nothing is generated for a line with score, {expected}")
     if not isinstance(prompt, str if given == ["prompt"] else list):
         kind = "a string" if given == ["prompt"] else "a list of integers"
         raise UsageError(f"{given[0]}: expected {kind}, got {shortened(repr(prompt))}")
     if not isinstance(record["score"], list):
         raise UsageError(f"score: expected a list of texts or of token ids, got {shortened(repr(record['score']))}")
-    return score_request(model, prompt, record["score"], parse_special=params.get("parse_special", parse_special))
+    request = score_request(model, prompt, record["score"], parse_special=params.get("parse_special", parse_special))
+    return replace(request, adapter=params.get("adapter"))

@@ -14,7 +14,7 @@ from search.base import REGISTRY, chosen, make_search, parameters
 from search.outside import find_search
 from search.values import plain
 
-LIMITS = ("max_new_tokens", "ignore_eos", "stop", "logprobs", "distinct")
+LIMITS = ("max_new_tokens", "ignore_eos", "stop", "logprobs", "distinct", "adapter")
 FOR_PEOPLE = {"trie": {"early_stopping": "best"}}  # search -> parameters in a chat, measured in docs/chat.md
 DECIDED_BY = {"early_stopping": ("patience",)}  # parameter -> others: one of them given leaves it alone
 TEXTS = ("choices", "bad_words", "dry_sequence_breakers")  # lists of texts, for which one text may be given
@@ -35,6 +35,7 @@ class Settings:
     rules: Mapping[str, Any] = field(default_factory=dict)
     logprobs: int | None = None
     distinct: str | None = None
+    adapter: str | None = None
 
     def configuration(self) -> Search:
         """The search's configuration. Raises UsageError."""

@@ -6,7 +6,7 @@ beside the cache, and never writes to them. A tree that holds a page of the cach
 last page is idle wherever any page is.
 
 Sequences are kept apart by a key: the salt of a request, so that response times do not reveal what others have asked;
-and the variant of rotary embeddings that keys were turned by.
+the variant of rotary embeddings that keys were turned by; and the adapter that they were computed with.
 """
 
 import heapq
@@ -18,7 +18,7 @@ from typing import Protocol
 
 MOST_EVICTED = 256  # most pages that go at once: neighbours, so that a trunk finds room in one piece
 EVICTED_SHARE = 16  # but no more than this part of the pool
-Key = tuple[str, bool]  # salt; long variant of rotary embeddings
+Key = tuple[str, bool, int]  # salt; long variant of rotary embeddings; number of the adapter
 
 
 @dataclass(eq=False)

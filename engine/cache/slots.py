@@ -19,6 +19,7 @@ class Trunk:
     pages: list[int] = field(default_factory=list)
     cached: int = 0
     long_rope: bool = False  # rotary embeddings of a sequence longer than the model's switch length
+    adapter: int = 0  # the number of the adapter that keys and values were computed with; 0: none
     runs: list[list[int]] = field(default_factory=list)  # [first page, pages] of each contiguous piece
 
     def reserve(self, pool: PagePool, tokens: int, first: int) -> None:

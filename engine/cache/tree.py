@@ -412,7 +412,7 @@ class TokenTree(Nodes):
         trunk, before = self.trunk, self.trunk.cached
         if self.pool.prefixes is None or self.salt is None:
             return 0
-        pages, cached = self.pool.prefixes.match(trunk.tokens[:-1], (self.salt, trunk.long_rope))
+        pages, cached = self.pool.prefixes.match(trunk.tokens[:-1], (self.salt, trunk.long_rope, trunk.adapter))
         if cached <= before:
             return 0
         trunk.share(self.pool, pages)
@@ -431,7 +431,7 @@ class TokenTree(Nodes):
         if self.pool.prefixes is None or self.salt is None:
             return
         pages = trunk.pages[: -(-cached // size)]
-        found = self.pool.prefixes.insert(trunk.tokens[:cached], pages, (self.salt, trunk.long_rope))
+        found = self.pool.prefixes.insert(trunk.tokens[:cached], pages, (self.salt, trunk.long_rope, trunk.adapter))
         if found != pages[: len(found)]:
             trunk.share(self.pool, found)
 

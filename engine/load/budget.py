@@ -14,7 +14,7 @@ import torch
 
 from engine.contract import Search
 from engine.errors import UsageError
-from engine.load.loading import check_kv_dtype, check_quant, pick_device, pick_dtype, pick_quant
+from engine.load.loading import check_kv_dtype, check_quant, open_adapters, pick_device, pick_dtype, pick_quant
 from engine.load.options import FORMATS_SHOWN, KV_DTYPES, LoadOptions, bytes_of
 from engine.load.pools import MAX_TOKENS, Workload, size_text, total_memory
 from engine.rules.grammars import KEPT_BYTES
@@ -101,6 +101,10 @@ def plan(options: LoadOptions, workload: Workload, runtime: int | None = None) -
         name = role if len(options.folders) > 1 else ""
         format = f" ({quant})" if quant != "none" else ""
         lines[f"{name} weights{format}".strip()] = size.weights
+        adapters = open_adapters(options, checkpoint) if role == "target" else {}
+        if adapters:
+            small = quant != "none" or checkpoint.quantization is not None or precision.dtype.itemsize < 4
+            lines["weights of adapters"] = sum(adapter.bytes(small) for adapter in adapters.values())
         lines[f"{name} tokenizer".strip()] = _pieces(checkpoint.vocabulary) or _tokenizer(checkpoint.folder)
         lines[f"{name} scratch of a pass".strip()] = _scratch(size, precision.dtype, workload)
         token += size.shape.kv_bytes_per_token(KV_DTYPES[options.kv_dtype] or precision.dtype)

@@ -27,6 +27,7 @@ class Flag:
         choices: the words that the flag takes; none: any text.
         also: further words that the field takes from Python.
         read: text -> value; raises ValueError with the expected values.
+        many: the flag may be given several times, and the field takes a list.
         shown: the default in `--help`; "" shows the value.
         default: the default of commands; None takes the field's.
         without: commands that do not offer the flag -> why.
@@ -39,6 +40,7 @@ class Flag:
     choices: tuple[str, ...] = ()
     also: Collection[str] = ()
     read: Callable[[str], Any] = str
+    many: bool = False
     shown: str = ""
     default: Any = None
     without: Mapping[str, str] = field(default_factory=dict)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,19 +14,20 @@ import torch
 
 from engine.cache.pool import PagePool
 from engine.cache.prefixes import PrefixCache
-from engine.errors import CheckpointError, UsageError, check_flag
+from engine.errors import CheckpointError, UsageError, check_flag, shortened
 from engine.load.capabilities import Capabilities, Precision, explicit_precision, pick_precision, processor
 from engine.load.compiling import check_compile, prepare, warm_up
 from engine.load.distributed import agree, least
 from engine.load.fastest import FormatChoice, fastest_format
-from engine.load.options import DTYPES, KV_DTYPES, LoadOptions
+from engine.load.options import DTYPES, KV_DTYPES, NO_ADAPTER, LoadOptions
 from engine.load.pools import make_pools, total_memory
 from engine.step.gpu import check_gpu
 from engine.step.graphs import GraphRunner, make_runner
 from engine.step.runner import Runner
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from models import load_model
+from models import family_of, load_model
+from models.adapters import Adapter
 from models.checkpoint.headers import Checkpoint
 from models.checkpoint.tensor_files import PACK_AGAIN
 from models.checkpoint.weights import Weights
@@ -51,6 +53,7 @@ class LoadedModel:
         capabilities: what it computes in, and which fast paths this machine has.
         key, start_token: `model_key` and `start_token` of a `Task`.
         parameters: how many the checkpoint has.
+        adapters: digests by name; numbers of a pass are their places, from 1 on.
         warned: of a control token that is read as text.
     """
 
@@ -64,6 +67,7 @@ class LoadedModel:
     key: str = ""
     start_token: int = 0
     parameters: int = 0
+    adapters: Mapping[str, str] = field(default_factory=dict)
     warned: bool = False
 
     def encode(self, prompt: str, parse_special: bool = False) -> list[int]:
@@ -82,6 +86,21 @@ class LoadedModel:
                 stacklevel=2,
             )
         return tokenizer.encode(prompt, parse_special=parse_special)
+
+    def adapter(self, name: str | None) -> int:
+        """The number of an adapter in a pass; of None the first one's, 0 without one. Raises UsageError."""
+        if name is None:
+            return min(1, len(self.adapters))
+        names = [NO_ADAPTER, *self.adapters]
+        if name not in names:
+            expected = f"one of {', '.join(names)}" if self.adapters else "none: the engine has no adapters"
+            raise UsageError(f"adapter: expected {expected}, got {shortened(repr(name))}")
+        return names.index(name)
+
+    def key_with(self, name: str | None) -> str:
+        """`key` of the model with an adapter."""
+        number = self.adapter(name)
+        return f"{self.key}-{[*self.adapters.values()][number - 1]}" if number and self.key else self.key
 
     def cache_prefixes(self, bounded: bool) -> None:
         """Keep prefixes of requests in the pool, except where keys depend on how long their sequence was in the end.
@@ -120,6 +139,7 @@ class _Weights:
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
     kv_dtype: str
+    adapters: Mapping[str, Adapter]
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -133,14 +153,16 @@ class _Weights:
         checkpoint, shard = Checkpoint.open(folder), options.place
         precision = shard.first(lambda: pick_dtype(options.dtype, checkpoint, device))
         kept = shard.first(lambda: pick_quant(options.quant, checkpoint, precision.dtype, device))
+        adapters = open_adapters(options, checkpoint)
         tokenizer = Tokenizer.of(checkpoint)
         template = load_template(checkpoint.folder, chat_template, tokenizer)
         trim_memory()  # of the parsed files: a third of what a tokenizer took
         model = load_model(checkpoint, precision.dtype, device, kept.name, partial(Weights, shard=shard))
+        if adapters:
+            model.adapt([*adapters.values()])
         compiled = options.compile == "on" and prepare()
-        return _Weights(
-            Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template, options.kv_dtype
-        )
+        loaded = Path(folder), checkpoint, model, precision, kept, compiled, tokenizer, template
+        return _Weights(*loaded, options.kv_dtype, adapters)
 
     def eos_token_ids(self) -> frozenset[int]:
         """The end tokens of the checkpoint; if its files have none, those of the family, else of the tokenizer."""
@@ -174,6 +196,7 @@ class _Weights:
             key if self.model.shard.size == 1 else "",  # files that some processes find and others do not part them
             start,
             sum(tensor.elements for tensor in self.checkpoint.tensors.values()),
+            {name: adapter.digest() for name, adapter in self.adapters.items()},
         )
 
     def _capabilities(self, runner: Runner) -> Capabilities:
@@ -193,8 +216,21 @@ class _Weights:
             parts = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in left_out.items())
             notes.append(f"only the text model is loaded, without {parts}")
         if adapter := self.checkpoint.adapter:
-            notes.append(f"the adapter (LoRA) beside the weights, for {adapter}, is not applied: merge it to use it")
+            what = f"the adapter (LoRA) beside the weights, for {adapter}, is not applied"
+            notes.append(f"{what}: name its folder by --adapter to use it")
         return notes
+
+
+def open_adapters(options: LoadOptions, checkpoint: Checkpoint) -> dict[str, Adapter]:
+    """The adapters of a model, checked against its configuration. Raises CheckpointError, UsageError."""
+    found, family = {}, family_of(checkpoint.architecture, str(checkpoint.folder / "config.json"))
+    for name, (folder, scale) in options.scaled_adapters.items():
+        for option, used in (("shard", options.place.size > 1), ("compile", options.compile == "on")):
+            if used:
+                raise UsageError(f"adapters: they are not served with {option}", remedy="merge the adapter")
+        found[name] = Adapter.open(folder, scale)
+        found[name].fitted(family.names, family.read(checkpoint.fields), family.base)
+    return found
 
 
 def load_models(options: LoadOptions, kv_memory: int | None) -> dict[str, LoadedModel]:
@@ -210,9 +246,9 @@ def load_models(options: LoadOptions, kv_memory: int | None) -> dict[str, Loaded
     check_compile(options.compile, device)
     if shard.size > 1 and options.compile == "on":
         raise UsageError("compile: a model that processes share is not compiled", remedy="leave out --compile on")
-    template = {"target": options.chat_template}
+    template, others = {"target": options.chat_template}, replace(options, adapters=())
     parts = {
-        role: _Weights.load(folder, options, device, template.get(role)) for role, folder in options.folders.items()
+        role: _Weights.load(folder, options if role == "target" else others, device, template.get(role)) for role, folder in options.folders.items()
     }
     caches = [(part.model.shape, part.cache_dtype) for part in parts.values()]
     recorded = options.graphs == "on" and shard.size == 1

@@ -5,7 +5,7 @@ From a field follow an argument of `Engine.load`, a flag with its help in every 
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 KV_DTYPES = {"auto": None, "int8": torch.int8, "fp8": FP8}  # None: the model's
 FORMATS_SHOWN = "none", "int8", "int4"  # of tables and flags: other groups of int4 differ by a few per cent
 ONE_AT_A_TIME = "it runs one search at a time"
+NO_ADAPTER = "none"  # the name by which a request asks for the base model
 READ_ONCE = "it reads each prompt once"
 RewardFunction = Callable[[Any, list[str]], Iterable[float]]
 """(prompt, texts) -> a score for each text. The prompt is the request's messages if it has any, else its text."""
@@ -40,6 +41,16 @@ def read_integer(text: str) -> int:
 def read_budget(text: str) -> int | str:
     """A budget of memory: auto, or bytes. Raises ValueError."""
     return text if text == "auto" else read_size(text)
+
+
+def _scaled(text: Any) -> tuple[Any, float]:
+    """The folder and the factor of DIR[=SCALE]."""
+    if isinstance(text, str) and not Path(text).exists():
+        folder, equals, scale = text.rpartition("=")
+        with suppress(ValueError):
+            if equals and folder:
+                return folder, float(scale)
+    return text, 1.0
 
 
 def bytes_of(name: str, size: Any) -> int:
@@ -68,6 +79,9 @@ class LoadOptions:
         reward: a model with a scalar head, to rank. As `folder`, for searches that rank; from Python also a function,
             see `Request`.
         chat_template: a Jinja file; none: plain completion.
+        adapters: a folder of peft with a LoRA adapter of the model; repeatable. Its name is the folder's; requests
+            choose by `adapter`, and have the first one if they name none. A factor may follow, as DIR=0.5; from Python
+            also a mapping of names to folders, or to pairs of folder and factor. See docs/adapters.md.
         dtype: type of weights and cache. "auto" is the checkpoint's own, but float32 on a processor without products of
             that dtype, or where float32 is measured to be faster; `Engine.capabilities` reports the choice.
         quant: weights in 8 or 4 bits. On a CPU with int8 products, or on a GPU; "auto" takes int8 where it is measured
@@ -97,6 +111,10 @@ class LoadOptions:
     draft: Annotated[str | Path | None, Flag(metavar="DIR", shown="the demo's")] = None
     reward: Annotated[str | Path | RewardFunction | None, Flag(metavar="DIR", shown="the demo's")] = None
     chat_template: Annotated[str | Path | None, Flag(metavar="FILE|none", shown="the checkpoint's")] = None
+    adapters: Annotated[
+        Sequence[str | Path] | Mapping[str, Any],
+        Flag("adapter", metavar="DIR[=SCALE]", many=True, shown="none"),
+    ] = ()
     dtype: Annotated[
         str,
         Flag(
@@ -149,6 +167,7 @@ class LoadOptions:
         if self.threads is not None:
             check_integer("threads", self.threads, 1, 4096)
         check_integer("parallel", self.parallel, 1)
+        _ = self.scaled_adapters
         if self.kv_memory is not None:
             bytes_of("kv_memory", self.kv_memory)
         if self.memory not in (None, "auto"):
@@ -159,6 +178,26 @@ class LoadOptions:
         """The folders of the models by role: target, draft, reward."""
         roles = {"target": self.folder, "draft": self.draft, "reward": self.reward}
         return {role: path for role, path in roles.items() if isinstance(path, str | Path)}
+
+    @property
+    def scaled_adapters(self) -> dict[str, tuple[Path, float]]:
+        """The folders of adapters and their factors, by name. Raises UsageError."""
+        given, found = self.adapters, dict[str, tuple[Path, float]]()
+        if isinstance(given, str | Path) or not isinstance(given, Sequence | Mapping):
+            raise UsageError(f"adapters: expected a list of folders, or a mapping of names, got {given!r}")
+        named = given.items() if isinstance(given, Mapping) else [(None, each) for each in given]
+        for name, each in named:
+            folder, scale = each if isinstance(each, tuple) and len(each) == 2 else _scaled(each)
+            if not isinstance(folder, str | Path) or type(scale) not in (int, float) or not abs(scale) < 1e6:
+                raise UsageError(f"adapters: expected DIR or DIR=SCALE, got {each!r}")
+            name = Path(folder).resolve().name if name is None else name
+            if not isinstance(name, str) or name in ("", NO_ADAPTER):
+                raise UsageError(f"adapters: {name!r} cannot be the name of one", remedy="rename the folder")
+            if name in found:
+                remedy = "requests choose by the folder's name: rename one of them"
+                raise UsageError(f"adapters: two of them have the name {name!r}", remedy=remedy)
+            found[name] = Path(folder), float(scale)
+        return found
 
     @property
     def kv_bytes(self) -> int | None:

@@ -200,8 +200,9 @@ def each_model(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
             raise UsageError(f"--model: two models have the name {name!r}", remedy="write NAME=DIR")
         each = copy.copy(args)
         each.model = folder
-        if found:  # companions are the first one's
+        if found:  # companions and adapters are the first one's
             each.draft = each.reward = None
+            each.adapter = []
         if args.kv_memory is not None:
             each.kv_memory = max(1, args.kv_memory // len(words))
         found[name] = each

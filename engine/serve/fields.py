@@ -16,6 +16,7 @@ from engine.contract.scoring import Scoring
 from engine.contract.trace import ANCHOR, Trace, token_text
 from engine.engine import Engine, Request
 from engine.errors import UsageError, check_flag, check_integer, shortened
+from engine.load.options import NO_ADAPTER
 from engine.rules.catalogue import Catalogue
 from engine.serve.stepper import Lane
 from engine.service import Checked
@@ -38,6 +39,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), ""),
     "prediction": ((), "search aded drafts by itself"),
     "web_search_options": ((), ""),
+    "adapter": ((), 'the model\'s name says it: "model": "NAME:ADAPTER"'),
 }
 RENAMED = {  # names of others -> keys of a batch line's params
     "max_tokens": "max_new_tokens",
@@ -122,6 +124,7 @@ class Served:
         lane: where its requests run.
         args: the command line: gives what a request lacks.
         catalogues: by the names that requests use.
+        adapter: the name of its adapter.
     """
 
     name: str
@@ -129,12 +132,18 @@ class Served:
     lane: Lane
     args: argparse.Namespace
     catalogues: Mapping[str, Catalogue] = field(default_factory=dict)
+    adapter: str = NO_ADAPTER
 
     def __post_init__(self):
         self.template: TemplateOptions = template_options(self.args)
         self.created = int(time.time())
         self._bytes: list[bytes] | None = None
         self.spelling = functools.lru_cache(SPELLINGS)(self._spelling)
+
+    def adapted(self) -> "dict[str, Served]":
+        """The model with each of its adapters, by name: NAME:ADAPTER."""
+        found = {f"{self.name}:{adapter}": adapter for adapter in self.engine.model.adapters}
+        return {name: replace(self, name=name, adapter=adapter) for name, adapter in found.items()}
 
     @functools.cached_property
     def longest(self) -> int:
@@ -250,7 +259,7 @@ def _read(body: dict[str, Any], kind: str, served: Served, limits: Limits, ident
         if isinstance(request.search, Sampling) and "seed" not in params and getattr(served.args, "seed", None) is None:
             seed = secrets.randbits(63) if seed is None else seed
             request = replace(request, search=replace(request.search, seed=seed))
-        request = replace(request, cache_salt=salt)
+        request = replace(request, cache_salt=salt, adapter=served.adapter)
         _limit(request, limits, served)
         if "catalogue" in body:
             request = replace(request, catalogue=_catalogue(body["catalogue"], served.catalogues))
@@ -297,7 +306,8 @@ def _score_of(checked: Checked, top: int, ranked: bool) -> Request:
         raise UsageError(f"prompt: {what}, this server takes {MOST_ALTERNATIVES}", remedy="ask for fewer alternatives")
     first, *rest = checked.ids
     search = Scoring((tuple(rest),), top=top, ranked=ranked)
-    return Request([first], search, max(1, len(rest)), ignore_eos=True, cache_salt=checked.request.cache_salt)
+    shared = {"cache_salt": checked.request.cache_salt, "adapter": checked.request.adapter}
+    return Request([first], search, max(1, len(rest)), ignore_eos=True, **shared)
 
 
 def _refuse(body: Mapping[str, Any], kind: str) -> None:

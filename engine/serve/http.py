@@ -75,6 +75,7 @@ class Application:
         verbose: bool = False,
     ):
         self.served = {one.name: one for one in served}
+        self.named = {name: each for one in served for name, each in one.adapted().items()} | self.served
         self.stepper, self.limits, self.kept, self.verbose = stepper, limits, traces, verbose
         self.traces: OrderedDict[str, Trace] = OrderedDict()
         self._bytes: Counter[str] = Counter()  # of bodies that are held, by client
@@ -117,7 +118,7 @@ class Application:
         return PlainTextResponse(self.stepper.metrics.text(known), media_type="text/plain; version=0.0.4")
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(one) for one in self.served.values()]})
+        return JSONResponse({"object": "list", "data": [_model(one) for one in self.named.values()]})
 
     async def model(self, request: Request) -> Response:
         return JSONResponse(_model(self._find(request.path_params["name"])))
@@ -196,10 +197,10 @@ class Application:
         """The model of a name. Raises HttpError."""
         if name is None and len(self.served) == 1:
             return next(iter(self.served.values()))
-        if not isinstance(name, str) or name not in self.served:
-            what = f"model: expected {' or '.join(self.served)}, got {str(name)[:80]!r}"
+        if not isinstance(name, str) or name not in self.named:
+            what = f"model: expected {' or '.join(self.named)}, got {str(name)[:80]!r}"
             raise HttpError(404, what, code="model_not_found")
-        return self.served[name]
+        return self.named[name]
 
     async def _body(self, request: Request) -> bytes:
         """The body, within limits of size and time. Raises HttpError."""

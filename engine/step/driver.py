@@ -76,10 +76,12 @@ class Driver:
                 "a search names the models it needs in its attribute `models`"
             )
         runner = self.runners[model]
-        switch = runner.model.shape.switch_length
+        switch, adapter = runner.model.shape.switch_length, job.adapter if model == "target" else 0
+        if trunk is not None and trunk.adapter != adapter:
+            trunk.release(runner.pool)
         tree = TokenTree(runner.pool, prompt, expected=expected, trunk=trunk, switch_length=switch)
         job.trees.append(tree)
-        tree.salt = job.salt
+        tree.salt, tree.trunk.adapter = job.salt, adapter
         if runner.pool.prefixes is not None:
             tree.use_rope(switch is not None and len(prompt) > switch)
             tree.reuse()

@@ -192,6 +192,8 @@ class GraphRunner(Runner):
         """Why a pass cannot be a graph; "" if it can."""
         if any(edit.logits for edit in edits):
             return "a pass whose logits are edited"
+        if any(c.tree.trunk.adapter for c in chunks):
+            return "a pass with adapters"
         if not asked or any(c.trunk_tokens > 1 for c in chunks):
             return "a pass that reads a prompt"
         if sum(c.trunk_tokens + len(c.nodes) for c in chunks) > self.tokens[-1]:

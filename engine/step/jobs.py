@@ -54,6 +54,7 @@ class Job:
     prefilled: float = 0.0
     constrained: Constrained | None = None
     salt: str | None = None  # of cached prefixes, see `TokenTree`
+    adapter: int = 0  # the number of the target's adapter; 0: none
     client: str = ""  # whose request it is
     gave_way: int = 0  # times that it was preempted
     gave_way_to: list["Job"] = field(default_factory=list)  # it waits for one of them to end

@@ -123,6 +123,7 @@ def pack(
         impl=impl,
         rows=rows,
         ancestors_TN=ancestors_TN,
+        adapters_T=tensor_of(array("q", columns.adapters)) if any(columns.adapters) else None,
     ).to(device)
     tokens_T, spans_T = (
         tensor_of(array("q", x)).to(device, non_blocking=True) for x in (columns.tokens, columns.spans)
@@ -142,6 +143,7 @@ class _Tokens:
         self.slots: list[int] = []
         self.seen: list[int] = []
         self.bits: list[int] = []
+        self.adapters: list[int] = []
         self.starts = [0]
 
     def add(self, chunk: Chunk) -> None:
@@ -155,6 +157,7 @@ class _Tokens:
         shortest = max(tree.prompt_length, tree.least_span)
         self.spans += [max(shortest, p + 1) for p in positions]
         self.slots += chunk.slots
+        self.adapters += [tree.trunk.adapter] * len(chunk)
         self.seen += range(first + 1, end + 1)
         self.seen += [end] * len(nodes)
         self.starts.append(len(self.tokens))
@@ -170,7 +173,7 @@ class _Tokens:
         self.spans += [1] * count
         self.slots += [TRASH_SLOT] * count
         self.ancestors += [NULL_SLOT] * count * self.reach
-        for column in (self.tokens, self.positions, self.seen, self.bits):
+        for column in (self.tokens, self.positions, self.seen, self.bits, self.adapters):
             column += [0] * count
         self.starts[-1] += count
 

@@ -160,9 +160,14 @@ class Runner:
         with phase(self.observer, "forward"):
             return self.model.forward(p.tokens_T, p.layout.positions_T, p.spans_T, self.pool.cache, p.layout)
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V]."""
+    def logits(self, ids: Sequence[int], adapter: int = 0) -> Tensor:
+        """Logits after every token of a sequence, evaluated afresh: float32 [len(ids), V].
+
+        Args:
+            adapter: the number of the adapter; 0: none.
+        """
         tree, rows = TokenTree(self.pool, ids), []
+        tree.trunk.adapter = adapter
         try:
             with torch.inference_mode():
                 for start in range(0, len(ids), self.budget):

@@ -446,6 +446,11 @@ def _packing(file: Path, tensors: dict[str, TensorInfo]) -> Packing | None:
     return packing
 
 
+def header_of(folder: Path, name: str) -> dict[str, TensorInfo]:
+    """The header of one file of a folder, checked as those of weights. Raises CheckpointError."""
+    return _header(_inside(folder, name, folder / name))
+
+
 def _inside(folder: Path, name: str, where: Path) -> Path:
     """The path of weight file `name`; refuses what leads out of the folder, but for the links of the hub's cache."""
     if not name.endswith(".safetensors") or name != Path(name).name or re.search(r"[/\\:\0]", name):
@@ -486,7 +491,8 @@ def _adapter_alone(folder: Path, base: str) -> CheckpointError:
     return CheckpointError(
         f"the folder holds an adapter (LoRA) for {base}, not a model",
         where=show(folder),
-        remedy="Merge it into that model (PEFT: merge_and_unload, then save_pretrained), or name that model's folder.",
+        remedy=f"Name that model, and the adapter beside it: --model BASE --adapter {show(folder)}; "
+        "or merge it into that model (PEFT: merge_and_unload, then save_pretrained).",
     )
 
 

@@ -140,4 +140,4 @@ class _Nothing(nn.Module):
 
     def __init__(self, names: Sequence[str]):
         super().__init__()
-        self.names = names
+        self.names = self.made_of = names

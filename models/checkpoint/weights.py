@@ -96,6 +96,7 @@ class Weights:
         """
         pieces = self.pieces(names, transposed, outs)
         layer = self._linear(names, bias, transposed, pieces, ins)
+        layer.made_of = names
         if sum(math.prod(self.shapes[f"{name}.weight"]) for name in names) >= LARGE:
             trim_memory()  # of what packing took besides
         if ins is None:

@@ -43,6 +43,7 @@ class CodedLinear(nn.Module):
     """
 
     names: Sequence[str] = ()
+    made_of: Sequence[str] = ()
     matrix: Matrix | None = None
 
     def __init__(

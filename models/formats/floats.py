@@ -72,10 +72,11 @@ class PackedLinear(nn.Module):
         dtype, device: to compute in; int8 matrices take any dtype.
 
     Attributes:
-        names: of the checkpoint's tensors that it is made of.
+        names, made_of: what it is made of, see `models.formats.linear.Linear`.
     """
 
     names: Sequence[str] = ()
+    made_of: Sequence[str] = ()
 
     def __init__(
         self,

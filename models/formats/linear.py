@@ -18,6 +18,7 @@ class Linear(Protocol):
 
     bias: Tensor | None
     names: Sequence[str]  # of the checkpoint's tensors
+    made_of: Sequence[str]  # of transformers; as the model's table of names has them
 
     @property
     def matrix(self) -> Matrix | None:
@@ -36,6 +37,7 @@ class Joined(nn.Module):
 
     bias: Tensor | None = None
     names: Sequence[str]
+    made_of: Sequence[str] = ()
     matrix: Matrix | None
 
     def __init__(self, layers: Sequence[Linear]):
@@ -110,6 +112,14 @@ FORMATS: dict[str, Format] = {  # by the value of --quant
     "int4-zeros-64": Int4(64, zeros=True),
     "int4-zeros-128": Int4(128, zeros=True),
 }
+
+
+def is_small(layer: Linear, dtype: torch.dtype) -> bool:
+    """Whether a layer rounds by more than 11 bits: it computes in half precision, or its weights are quantised."""
+    if dtype.itemsize < torch.float32.itemsize:
+        return True
+    packed = getattr(layer, "packed", None) if layer.matrix is None else layer.matrix.packed
+    return isinstance(packed, PackedParts) or (packed is not None and not packed.panels.dtype.is_floating_point)
 
 
 def format_of(quant: str, outs: int, *, head: bool = False) -> str:

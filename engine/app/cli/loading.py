@@ -43,6 +43,7 @@ def add_load_flag(group: argparse._ActionsContainer, name: str, **others: Any) -
         "choices": flag.choices or None,
         "default": None if default is MISSING else default,
         "metavar": flag.metavar,
+        **({"action": "append", "default": []} if flag.many else {}),
         "help": f"{option.help} ({shown})".replace("%", "%%"),
     }
     group.add_argument(flag_of(option.argument), **{**given, **others})

@@ -1,0 +1,294 @@
+"""Adapters of peft (LoRA, Hu et al., 2021): folders with adapter_config.json and adapter_model.safetensors, checked
+before any value is read, and their factors as a layer's matrices take them.
+
+An adapter adds scale * (x A^T) B^T to the outputs of some modules of transformers. Here several of them may be one
+matrix; their outputs are ranges of its outputs then.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.low_rank import Factors, LowRank
+from models.checkpoint.fields import Fields
+from models.checkpoint.files import open_regular
+from models.checkpoint.headers import ADAPTERS, CONFIG_BYTES, FETCH_AGAIN, FLOATS, Checkpoint, header_of, read_json
+from models.checkpoint.tensors import TensorInfo
+from models.checkpoint.wrapped import NESTED
+from models.config import Config, Names
+from models.errors import CheckpointError, show
+
+CONFIG, WEIGHTS, PICKLE = ADAPTERS
+KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
+HALVES = (torch.bfloat16, torch.float16)
+MERGE = "Merge it into its base (PEFT: merge_and_unload, then save_pretrained), and load the result."
+REFUSED = {  # options of peft's configurations that are not served -> what they are called
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "BD-LoRA",
+    "lora_bias": "biases of LoRA",
+    "modules_to_save": "modules_to_save, whole modules in the place of the base's",
+    "trainable_token_indices": "trained rows of the embedding",
+    "layer_replication": "repeated layers",
+    "target_parameters": "LoRA of parameters that are no modules",
+    "alora_invocation_tokens": "activated LoRA",
+    "megatron_config": "Megatron's layers",
+    "arrow_config": "Arrow's routing",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+    "kasa_config": "KaSA",
+}
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # starts of training that leave the base as it is
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A module that an adapter changes: the tensors A [rank, width] and B [outs, rank], and the factor of B A."""
+
+    a: str
+    b: str
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter whose files are checked.
+
+    Args:
+        folder: of the files.
+        base: the model that it was made for, for messages; "" if it names none.
+        file: its tensors.
+        modules: by their names in transformers.
+        scale: a factor of all that it adds, beside its own.
+    """
+
+    folder: Path
+    base: str
+    file: Checkpoint
+    modules: Mapping[str, Adapted]
+    scale: float = 1.0
+
+    @staticmethod
+    def open(folder: str | Path, scale: float = 1.0) -> "Adapter":
+        """Read and check the configuration and the header of a folder. Raises CheckpointError naming what is wrong."""
+        folder = Path(folder)
+        if not folder.is_dir() or not (folder / CONFIG).exists():
+            what = f"the folder holds no {CONFIG}" if folder.is_dir() else "there is no such folder"
+            remedy = f"An adapter is a folder of peft, with {CONFIG} and {WEIGHTS}."
+            raise CheckpointError(f"adapter: {what}", where=show(folder), remedy=remedy)
+        fields = Fields(read_json(folder / CONFIG, CONFIG_BYTES), show(folder / CONFIG))
+        _refuse(fields)
+        if not (folder / WEIGHTS).exists() and (folder / PICKLE).exists():
+            raise CheckpointError(
+                f"the adapter's weights are a pickle ({PICKLE}), which can run code and is never loaded",
+                where=show(folder),
+                remedy="If you trust its source, save it again with peft, which writes safetensors.",
+            )
+        tensors = header_of(folder, WEIGHTS)
+        modules = _modules(fields, tensors, folder)
+        base = fields.str("base_model_name_or_path", default="")
+        return Adapter(folder, base, Checkpoint(folder, fields.config, {}, tensors), modules, scale)
+
+    def fitted(self, names: Names, c: Config, base: str) -> dict[str, Adapted]:
+        """The modules by the names that a model has for them.
+
+        Args:
+            names, c: of the model.
+            base: begins the names of a save of the whole model.
+
+        Raises:
+            CheckpointError: modules that the model does not have, or of other shapes; or that are not served.
+        """
+        there, found, faults = matrices(names, c), dict[str, Adapted](), []
+        for module, adapted in self.modules.items():
+            inside = NESTED.fullmatch(module)
+            spelled = [module, base + module, *([inside[1], f"model.{inside[1]}"] if inside else [])]
+            name = next((each for each in spelled if each in there), None)
+            if name is None:
+                faults.append(f"{show(module)}: {_not_served(module, names)}")
+                continue
+            outs, width = there[name]
+            a, b = (self.file.tensors[tensor] for tensor in (adapted.a, adapted.b))
+            if (a.shape[1], b.shape[0]) != (width, outs):
+                got = f"{a.shape[1]} to {b.shape[0]}"
+                faults.append(f"{show(module)}: expected factors from {width} elements to {outs}, got {got}")
+            found[name] = adapted
+        if faults:
+            shown, more = "\n".join(f"  {fault}" for fault in faults[:5]), len(faults) - 5
+            raise CheckpointError(
+                f"the adapter does not fit the model:\n{shown}" + (f"\n  and {more} more" if more > 0 else ""),
+                where=show(self.folder),
+                remedy=f"It was made for {show(self.base) or 'a model that it does not name'}. Is this that model? {MERGE}",
+            )
+        return found
+
+    def bytes(self, small: bool) -> int:
+        """Bytes that its factors take; `small`: beside matrices that are quantised, or in half precision."""
+        total = 0
+        for each in self.modules.values():
+            a, b = (self.file.tensors[name] for name in (each.a, each.b))
+            kept = 2 if small or {a.dtype} == {b.dtype} <= {*HALVES} else 4
+            total += each.rank * (a.shape[1] + -(-b.shape[0] // 16) * 16) * kept
+        return total
+
+    def digest(self) -> str:
+        """A digest of what it adds."""
+        with open_regular(self.folder / WEIGHTS) as file:
+            found = hashlib.file_digest(file, "sha256")
+        found.update(repr((self.scale, sorted((name, each.scale) for name, each in self.modules.items()))).encode())
+        return found.hexdigest()[:16]
+
+    def factors(self, first: int, adapted: Adapted, dtype: torch.dtype, *, small: bool) -> Factors:
+        """The factors of a module.
+
+        Args:
+            first: of the matrix's outputs that are the module's.
+            dtype: that the model computes in.
+            small: keep them in 16 bits, scaled by a power of two so that float16 holds them; rounding leaves 11 bits.
+
+        Raises:
+            CheckpointError: values that are not finite.
+        """
+        pair, scale = [*self.file.read([adapted.a, adapted.b]).values()], adapted.scale * self.scale
+        for name, x in zip((adapted.a, adapted.b), pair, strict=True):
+            if not torch.isfinite(x).all():
+                where = show(self.folder / WEIGHTS)
+                raise CheckpointError(f"{show(name)} has values that are not finite", where=where, remedy=FETCH_AGAIN)
+        own = {x.dtype for x in pair}
+        if dtype == torch.float64 or (len(own) == 1 and own <= {*HALVES}):
+            kept = dtype if dtype == torch.float64 else own.pop()
+            return Factors(first, *(x.to(kept, copy=True) for x in pair), scale)
+        if not small:
+            return Factors(first, *(x.to(torch.float32, copy=True) for x in pair), scale)
+        powers = [math.frexp(float(x.abs().max()))[1] for x in pair]
+        small_pair = ((x.double() * 2.0**-power).half() for x, power in zip(pair, powers, strict=True))
+        return Factors(first, *small_pair, scale * 2.0 ** sum(powers))
+
+
+def matrices(names: Names, c: Config) -> dict[str, tuple[int, int]]:
+    """The outputs and the width of the matrices of layers, by their modules' names."""
+    begin, found = names.layer.partition("{")[0], {}
+    for name, shape in names.tensors(c).items():
+        if name.startswith(begin) and name.endswith(".weight") and len(shape) == 2:
+            found[name.removesuffix(".weight")] = shape[::-1] if names.transposed else shape
+    return found
+
+
+def low_rank(
+    modules: Sequence[str],
+    adapter: Adapter,
+    fitted: Mapping[str, Adapted],
+    outs: Mapping[str, tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    small: bool,
+    packed: bool,
+) -> LowRank | None:
+    """An adapter of a matrix that these modules make, below each other; None if it changes none of them.
+
+    Args:
+        fitted: see `Adapter.fitted`; outs: see `matrices`.
+        dtype, device: to compute in.
+        small: see `Adapter.factors`.
+        packed: for C++.
+
+    Raises:
+        CheckpointError: values that are not finite.
+    """
+    parts, first = [], 0
+    for module in modules:
+        if module in fitted:
+            parts.append(adapter.factors(first, fitted[module], dtype, small=small))
+        first += outs[module][0]
+    if not parts:
+        return None
+    if len({part.a_RI.dtype for part in parts}) > 1 or any(p.a_RI.dtype != p.b_OR.dtype for p in parts):
+        parts = [part._replace(a_RI=part.a_RI.float(), b_OR=part.b_OR.float()) for part in parts]
+    parts = [part._replace(a_RI=part.a_RI.to(device), b_OR=part.b_OR.to(device)) for part in parts]
+    return LowRank(parts, packed=packed)
+
+
+def _refuse(fields: Fields) -> None:
+    """Raises CheckpointError for a kind of adapter that is not served, by its name."""
+    kind = fields.str("peft_type", default="LORA")
+
+    def refused(name: str) -> CheckpointError:
+        return CheckpointError(f"adapters with {name} are not supported", where=fields.file, remedy=MERGE)
+
+    if kind != "LORA":
+        what = f"adapters of the kind {show(kind)} are not supported, but LORA"
+        raise CheckpointError(what, where=fields.file, remedy=MERGE)
+    config = fields.config
+    unknown = [name for name, value in config.items() if name.startswith("use_") and name not in REFUSED and value]
+    for name in (*REFUSED, *unknown):
+        if config.get(name) and name != "use_rslora":
+            raise refused(REFUSED.get(name, show(name)))
+    if (bias := fields.str("bias", default="none")) != "none":
+        raise refused(f"biases (bias: {show(bias)})")
+    start = config.get("init_lora_weights")
+    if not any(start is each for each in PLAIN_STARTS[:3]) and start not in PLAIN_STARTS[3:]:
+        raise refused(f"init_lora_weights: {show(str(start))}, which changes the base,")
+
+
+def _modules(fields: Fields, tensors: Mapping[str, TensorInfo], folder: Path) -> dict[str, Adapted]:
+    """The modules of a file. Raises CheckpointError: other tensors, factors alone, other ranks than the config's."""
+    pairs: dict[str, dict[str, str]] = {}
+
+    def error(what: str) -> CheckpointError:
+        return CheckpointError(what, where=show(folder / WEIGHTS), remedy=FETCH_AGAIN)
+
+    for name, info in tensors.items():
+        key = KEY.fullmatch(name)
+        if key is None:
+            what = f"the adapter's tensor {show(name)} is no factor of LoRA of a linear layer, which is not supported"
+            raise CheckpointError(what, where=show(folder / WEIGHTS), remedy=MERGE)
+        if len(info.shape) != 2 or info.dtype not in FLOATS.values():
+            raise error(f"{show(name)}: expected a matrix of floats, got {show(list(info.shape))} of {info.dtype}")
+        if pairs.setdefault(key["module"], {}).setdefault(key["factor"], name) != name:
+            raise error(f"{show(name)}: there are two such factors of its module")
+    ranks, alphas = _patterns(fields, "rank_pattern"), _patterns(fields, "alpha_pattern")
+    rank, alpha = fields.int("r", default=8), fields.float("lora_alpha", default=8.0)
+    rooted, found = fields.bool("use_rslora", default=False), {}
+    for module, pair in pairs.items():
+        if len(pair) < 2:
+            raise error(f"{show(module)} has one factor of LoRA and lacks the other")
+        wanted, each_alpha = _matching(ranks, module, rank), _matching(alphas, module, alpha)
+        a, b = (tensors[pair[factor]].shape for factor in "AB")
+        if not a[0] == b[1] == wanted:
+            raise error(f"{show(module)}: expected factors of rank {wanted:g}, got {[*a]} and {[*b]}")
+        scale = each_alpha / (math.sqrt(a[0]) if rooted else a[0])
+        found[module] = Adapted(pair["A"], pair["B"], a[0], scale)
+    return found
+
+
+def _patterns(fields: Fields, name: str) -> dict[re.Pattern[str], float]:
+    """A field that maps patterns of modules to numbers. Raises CheckpointError."""
+    given: Any = fields.config.get(name) or {}
+    try:
+        found = {re.compile(rf"(.*\.)?({pattern})$"): float(value) for pattern, value in given.items()}
+        if all(math.isfinite(value) for value in found.values()):
+            return found
+    except (AttributeError, TypeError, ValueError, OverflowError, re.error, RecursionError):
+        pass
+    raise fields.error(name, "an object that maps patterns of modules' names to numbers")
+
+
+def _matching(patterns: Mapping[re.Pattern[str], float], module: str, default: float) -> float:
+    """The number of the first pattern that a module's name ends in, as in peft."""
+    return next((value for pattern, value in patterns.items() if pattern.match(module)), default)
+
+
+def _not_served(module: str, names: Names) -> str:
+    last = module.rpartition(".")[2]
+    if last in ("lm_head", "score", names.embedding.rpartition(".")[2]):
+        return "LoRA of the head or of the embedding is not supported"
+    return "the model has no such linear layer"

@@ -1,0 +1,159 @@
+"""Adapters: logits as peft's; what is refused, and how."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import Engine
+from models.adapters import Adapter
+from models.errors import CheckpointError
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+ADAPTERS = json.loads((GOLDEN / "adapters" / "golden.json").read_text())
+LOGITS = load_file(GOLDEN / "adapters" / "golden.safetensors")
+OPTIONS: dict[str, Any] = {"kv_memory": "4M", "threads": 2}
+
+
+@cache
+def loaded(name: str, **options: Any) -> Engine:
+    model = GOLDEN / ADAPTERS[name]["model"]
+    names = [other for other in ADAPTERS if ADAPTERS[other]["model"] == ADAPTERS[name]["model"]]
+    return Engine.load(model, adapters=[GOLDEN / "adapters" / each for each in names], **(OPTIONS | options))
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_logits_are_those_of_peft(name: str):
+    engine, ids = loaded(name, dtype="float32"), ADAPTERS[name]["ids"]
+    want = LOGITS[f"logits.{name}"]
+    got = engine.logits(ids, name)[-len(want) :, : want.shape[1]]
+    assert (got - want).abs().max() <= 2e-5 * want.abs().max()
+    assert (engine.logits(ids, "none")[-len(want) :, : want.shape[1]] - want).abs().max() > 0.1
+
+
+def merged(name: str, folder: Path) -> Path:
+    """The model with the adapter's products added to its weights in float64: an independent definition."""
+    model, adapter = GOLDEN / ADAPTERS[name]["model"], GOLDEN / "adapters" / name
+    shutil.copytree(model, folder)
+    config, factors = json.loads((adapter / "adapter_config.json").read_text()), load_file(adapter / "adapter_model.safetensors")
+    weights = {key: x.double() for key, x in load_file(model / "model.safetensors").items()}
+    for key, a in factors.items():
+        if ".lora_A." not in key:
+            continue
+        module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        added = factors[key.replace("lora_A", "lora_B")].double() @ a.double() * config["lora_alpha"] / len(a)
+        weights[f"{module}.weight"] += added.T if config["fan_in_fan_out"] else added
+    save_file({key: x.float().contiguous() for key, x in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["llama_all", "gpt2_all", "phi3_fused", "opt_all"])
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quant": "int8"}, {"quant": "int4"}], ids=str)
+def test_beside_rounded_weights(name: str, options: dict[str, Any], tmp_path: Path):
+    """The adapter is as exact as it is beside float32: what it changes is off by less than what rounding the base is."""
+    ids, options = ADAPTERS[name]["ids"], {"dtype": "float32"} | options
+    plain, base = loaded(name, dtype="float32"), loaded(name, **options)
+    exact = Engine.load(merged(name, tmp_path / "merged"), dtype="float32", **OPTIONS).logits(ids)
+    off = (base.logits(ids, "none") - plain.logits(ids, "none")).norm() / plain.logits(ids, "none").norm()
+    assert (plain.logits(ids, name) - exact).norm() <= 1e-5 * exact.norm()
+    assert 0 < (base.logits(ids, name) - exact).norm() / exact.norm() <= 2 * off
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_operators_one_by_one_compute_the_same(impl: str):
+    name = "gpt2_all"
+    engine, ids = loaded(name, dtype="float64"), ADAPTERS[name]["ids"]
+    engine.runner.impl = impl
+    want = LOGITS[f"logits.{name}"]
+    assert (engine.logits(ids, name)[-len(want) :] - want).abs().max() <= 2e-5 * want.abs().max()
+
+
+def test_a_factor_of_the_command_line_scales_what_is_added():
+    model, folder = GOLDEN / "llama" / "gqa", GOLDEN / "adapters" / "llama_all"
+    ids = ADAPTERS["llama_all"]["ids"]
+    adapters = {"zero": (folder, 0.0), "one": folder, "also": f"{folder}=1.0"}
+    engine = Engine.load(model, adapters=adapters, dtype="float32", **OPTIONS)
+    none, zero, one, also, first = (engine.logits(ids, name) for name in ("none", "zero", "one", "also", None))
+    assert zero.equal(none) and zero.equal(first) and one.equal(also) and not one.equal(none)
+
+
+def copied(tmp_path: Path, name: str = "llama_all", **changes: Any) -> Path:
+    folder = tmp_path / "adapter"
+    shutil.copytree(GOLDEN / "adapters" / name, folder)
+    config = json.loads((folder / "adapter_config.json").read_text()) | changes
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"use_dora": True}, "adapters with DoRA are not supported"),
+        ({"peft_type": "LOHA"}, "adapters of the kind LOHA are not supported"),
+        ({"bias": "lora_only"}, r"biases \(bias: lora_only\)"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"use_secrets": True}, "use_secrets"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: pissa"),
+        ({"rank_pattern": {"(": 1}}, "rank_pattern: expected an object that maps patterns"),
+        ({"rank_pattern": {"q_proj": 3}}, "expected factors of rank 3"),
+        ({"r": 9}, "expected factors of rank 9"),
+        ({"lora_alpha": "much"}, "lora_alpha: expected a number"),
+    ],
+    ids=str,
+)
+def test_other_kinds_are_refused_by_name(changes: dict[str, Any], says: str, tmp_path: Path):
+    with pytest.raises(CheckpointError, match=says):
+        Adapter.open(copied(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("rename", "says"),
+    [
+        (("layers.0.self_attn.q_proj.lora_A", "embed_tokens.lora_embedding_A"), "no factor of LoRA of a linear layer"),
+        (("q_proj.lora_A", "q_proj.lora_A.other"), "no factor of LoRA"),
+        (("layers.0.self_attn.q_proj", "layers.9.self_attn.q_proj"), "layers.9.self_attn.q_proj: the model has no such"),
+        (("model.layers.0.self_attn.q_proj", "lm_head"), "lm_head: LoRA of the head or of the embedding"),
+        (("layers.0.self_attn.q_proj", "layers.0.mlp.down_proj.q"), "the model has no such linear layer"),
+    ],
+    ids=str,
+)
+def test_modules_that_the_model_lacks(rename: tuple[str, str], says: str, tmp_path: Path):
+    file = copied(tmp_path) / "adapter_model.safetensors"
+    save_file({key.replace(*rename): x for key, x in load_file(file).items()}, file)
+    with pytest.raises(CheckpointError, match=says) as refused:
+        Engine.load(GOLDEN / "llama" / "gqa", adapters=[file.parent], **OPTIONS)
+    assert str(file.parent) in refused.value.where and "merge_and_unload" in refused.value.remedy
+
+
+def test_damaged_files(tmp_path: Path):
+    folder = copied(tmp_path)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    first = next(key for key in tensors if "lora_A" in key)
+    save_file(tensors | {first: torch.full_like(tensors[first], float("nan"))}, file)
+    with pytest.raises(CheckpointError, match="values that are not finite"):
+        Engine.load(GOLDEN / "llama" / "gqa", adapters=[folder], **OPTIONS)
+    save_file({key: x for key, x in tensors.items() if key != first}, file)
+    with pytest.raises(CheckpointError, match="has one factor of LoRA and lacks the other"):
+        Adapter.open(folder)
+    file.write_bytes(b"\x80\x02")
+    with pytest.raises(CheckpointError, match="a pickle lies where safetensors should be"):
+        Adapter.open(folder)
+    file.rename(folder / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"are a pickle \(adapter_model.bin\)"):
+        Adapter.open(folder)
+    with pytest.raises(CheckpointError, match="adapter: there is no such folder"):
+        Adapter.open(folder / "nothing")
+    with pytest.raises(CheckpointError, match=r"adapter: the folder holds no adapter_config\.json"):
+        Adapter.open(GOLDEN / "llama" / "gqa")
+
+
+def test_an_adapter_of_another_model_names_its_base():
+    with pytest.raises(CheckpointError, match="does not fit the model") as refused:
+        Engine.load(GOLDEN / "llama" / "gqa", adapters=[GOLDEN / "adapters" / "qwen2_rslora"], **OPTIONS)
+    assert "It was made for qwen2/plain" in refused.value.remedy
