@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine import CheckpointError, Engine
 from kernels import cpp
@@ -48,6 +49,31 @@ def same(folder, other, relative):
 @pytest.mark.parametrize("variant", FLOATS)
 def test_floats_are_those_of_the_checkpoint(variant, tmp_path):
     same(File(GOLDEN / variant).write(tmp_path / "file.gguf"), GOLDEN / variant, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama_all", "gpt2_all", "phi3_fused"])
+def test_adapters_of_peft_fit_files(name, tmp_path):
+    """Also where a file has queries and keys in another order."""
+    adapters = GOLDEN / "adapters"
+    asked, want = json.loads((adapters / "golden.json").read_text())[name], load_file(adapters / "golden.safetensors")
+    path = File(GOLDEN / asked["model"]).write(tmp_path / "file.gguf")
+    engine = Engine.load(path, adapters=[adapters / name], dtype="float32", kv_memory=1 << 22)
+    rows = want[f"logits.{name}"]
+    assert (engine.logits(asked["ids"], name)[-len(rows) :] - rows).abs().max() <= 2e-5 * rows.abs().max()
+
+
+@pytest.mark.parametrize("format", ["Q8_0", "Q4_1"])
+def test_adapters_beside_blocks(format, tmp_path):
+    """What an adapter adds is rounded to 11 bits there, and nothing else differs from the dequantised weights."""
+    adapters, source = GOLDEN / "adapters", GOLDEN / "llama/gqa"
+    some = {f"blk.{i}.ffn_down.weight": TYPES.F32 for i in range(9)}  # rows that no block divides
+    file = File(source, TYPES[format], some)
+    paths = file.write(tmp_path / "file.gguf"), as_floats(file).write(tmp_path / "floats.gguf")
+    options = {"adapters": [adapters / "llama_all"], "dtype": "float32", "kv_memory": 1 << 22}
+    blocks, floats = (Engine.load(path, **options) for path in paths)
+    plain, want = floats.logits(PROMPT, "none"), floats.logits(PROMPT)
+    assert (want - plain).norm() > 0.1 * plain.norm()
+    assert (blocks.logits(PROMPT) - want).norm() <= 2**-10 * want.norm()
 
 
 FACTORS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
