@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kernels.low_rank import Factors, LowRank
 from models.checkpoint.fields import Fields
@@ -95,7 +94,7 @@ class Adapter:
         tensors = header_of(folder, WEIGHTS)
         modules = _modules(fields, tensors, folder)
         base = fields.str("base_model_name_or_path", default="")
-        return Adapter(folder, base, Checkpoint(folder, fields.config, {}, tensors), modules, scale)
+        return Adapter(folder, base, Checkpoint(folder, {**fields.config}, {}, tensors), modules, scale)
 
     def fitted(self, names: Names, c: Config, base: str) -> dict[str, Adapted]:
         """The modules by the names that a model has for them.
@@ -126,7 +125,7 @@ class Adapter:
             raise CheckpointError(
                 f"the adapter does not fit the model:\n{shown}" + (f"\n  and {more} more" if more > 0 else ""),
                 where=show(self.folder),
-                remedy=f"It was made for {show(self.base) or 'a model that it does not name'}. Is this that model? {MERGE}",
+                remedy=f"It was made for {show(self.base) if self.base else 'a model that it does not name'}. {MERGE}",
             )
         return found
 
@@ -141,8 +140,10 @@ class Adapter:
 
     def digest(self) -> str:
         """A digest of what it adds."""
+        found = hashlib.sha256()
         with open_regular(self.folder / WEIGHTS) as file:
-            found = hashlib.file_digest(file, "sha256")
+            while piece := file.read(1 << 20):
+                found.update(piece)
         found.update(repr((self.scale, sorted((name, each.scale) for name, each in self.modules.items()))).encode())
         return found.hexdigest()[:16]
 
@@ -157,20 +158,20 @@ class Adapter:
         Raises:
             CheckpointError: values that are not finite.
         """
-        pair, scale = [*self.file.read([adapted.a, adapted.b]).values()], adapted.scale * self.scale
-        for name, x in zip((adapted.a, adapted.b), pair, strict=True):
+        names, scale = (adapted.a, adapted.b), adapted.scale * self.scale
+        a, b = (read := self.file.read(names))[names[0]], read[names[1]]
+        for name, x in read.items():
             if not torch.isfinite(x).all():
                 where = show(self.folder / WEIGHTS)
                 raise CheckpointError(f"{show(name)} has values that are not finite", where=where, remedy=FETCH_AGAIN)
-        own = {x.dtype for x in pair}
-        if dtype == torch.float64 or (len(own) == 1 and own <= {*HALVES}):
-            kept = dtype if dtype == torch.float64 else own.pop()
-            return Factors(first, *(x.to(kept, copy=True) for x in pair), scale)
-        if not small:
-            return Factors(first, *(x.to(torch.float32, copy=True) for x in pair), scale)
-        powers = [math.frexp(float(x.abs().max()))[1] for x in pair]
-        small_pair = ((x.double() * 2.0**-power).half() for x, power in zip(pair, powers, strict=True))
-        return Factors(first, *small_pair, scale * 2.0 ** sum(powers))
+        own = {a.dtype, b.dtype}
+        kept = own.pop() if len(own) == 1 and own <= {*HALVES} else torch.float32
+        kept = dtype if dtype == torch.float64 else kept
+        if kept != torch.float32 or not small:
+            return Factors(first, a.to(kept, copy=True), b.to(kept, copy=True), scale)
+        powers = [math.frexp(float(x.abs().max()))[1] for x in (a, b)]
+        a, b = ((x.double() * 2.0**-power).half() for x, power in zip((a, b), powers, strict=True))
+        return Factors(first, a, b, scale * 2.0 ** sum(powers))
 
 
 def matrices(names: Names, c: Config) -> dict[str, tuple[int, int]]:

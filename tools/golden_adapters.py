@@ -44,7 +44,7 @@ ADAPTERS = {  # name -> model, rank, alpha, modules, further options
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=GOLDEN / "adapters", metavar="DIR")
     out = parser.parse_args().out
     shutil.rmtree(out, ignore_errors=True)

@@ -248,7 +248,8 @@ def load_models(options: LoadOptions, kv_memory: int | None) -> dict[str, Loaded
         raise UsageError("compile: a model that processes share is not compiled", remedy="leave out --compile on")
     template, others = {"target": options.chat_template}, replace(options, adapters=())
     parts = {
-        role: _Weights.load(folder, options if role == "target" else others, device, template.get(role)) for role, folder in options.folders.items()
+        role: _Weights.load(folder, options if role == "target" else others, device, template.get(role))
+        for role, folder in options.folders.items()
     }
     caches = [(part.model.shape, part.cache_dtype) for part in parts.values()]
     recorded = options.graphs == "on" and shard.size == 1

@@ -306,8 +306,8 @@ def _score_of(checked: Checked, top: int, ranked: bool) -> Request:
         raise UsageError(f"prompt: {what}, this server takes {MOST_ALTERNATIVES}", remedy="ask for fewer alternatives")
     first, *rest = checked.ids
     search = Scoring((tuple(rest),), top=top, ranked=ranked)
-    shared = {"cache_salt": checked.request.cache_salt, "adapter": checked.request.adapter}
-    return Request([first], search, max(1, len(rest)), ignore_eos=True, **shared)
+    salt, adapter = checked.request.cache_salt, checked.request.adapter
+    return Request([first], search, max(1, len(rest)), ignore_eos=True, cache_salt=salt, adapter=adapter)
 
 
 def _refuse(body: Mapping[str, Any], kind: str) -> None:

@@ -15,7 +15,6 @@ namespace {
 constexpr int PANEL = 16, SETS = PANEL / LANES;
 constexpr int BLOCK = 8;                // rows that share a load of the panels
 constexpr int CHUNK = 256;              // inputs of a sum
-constexpr int PIECE = 16;               // panels of outputs that a thread takes at a time
 constexpr int64_t MAX_SERIAL = 1 << 15;  // multiplications; only for more is it worth waking threads
 
 // Rows of one adapter.
@@ -70,18 +69,19 @@ void reduce(const LowRank& a, const Block& block, const T* x, int64_t first, flo
     }
 }
 
-// Panels from `panel` on, PIECE at most, of a part of the second factor.
+// Panels from `panel` to `last` of a part of the second factor.
 template <typename Element, typename T>
 void expand(const LowRank& a, const LowRankPart& part, const Block& block, const float* chunks, int64_t panel,
-            std::vector<float>& reduced, T* out) {
+            int64_t last, std::vector<float>& reduced, T* out) {
     const int64_t wide = padded(a.rank), count = (a.width + CHUNK - 1) / CHUNK;
-    reduced.assign(BLOCK * part.rank, 0.0f);
-    for (int64_t chunk = 0; chunk < count; chunk++)
-        for (int row = 0; row < block.count; row++)
-            for (int64_t i = 0; i < part.rank; i++)
-                reduced[row * part.rank + i] += chunks[(chunk * BLOCK + row) * wide + part.at + i];
-    for (float& x : reduced) x *= part.scale;
-    const int64_t last = std::min((part.outs + PANEL - 1) / PANEL, panel + PIECE);
+    if ((int64_t)reduced.size() < BLOCK * part.rank) reduced.resize(BLOCK * part.rank);
+    for (int row = 0; row < block.count; row++)
+        each(part.rank, [&](int64_t i, auto n) {
+            Floats sum{};
+            for (int64_t chunk = 0; chunk < count; chunk++)
+                sum += load(chunks + (chunk * BLOCK + row) * wide + part.at + i, n);
+            store(sum * part.scale, reduced.data() + row * part.rank + i, n);
+        });
     for (; panel < last; panel++) {
         Floats sums[BLOCK][SETS];
         multiply_rows<Element>(block.count, (const Element*)part.panels + panel * part.rank * PANEL, part.rank,
@@ -97,11 +97,11 @@ void expand(const LowRank& a, const LowRankPart& part, const Block& block, const
     }
 }
 
-// The first factor's work is a chunk of a block, the second's a piece of a part of a block.
+// The first factor's work is a chunk of a block, the second's some panels of a part of a block.
 struct Piece {
     const Block* block;
     const LowRankPart* part;  // null: of the first factor
-    int64_t first;
+    int64_t first, last;
 };
 
 template <typename T>
@@ -122,7 +122,8 @@ void run(int64_t threads, const std::vector<Piece>& chunks, const std::vector<Pi
             const Block& block = *pieces[i].block;
             const LowRank& a = *block.adapter;
             with_type(a.kind, [&](auto type) {
-                expand<decltype(type)>(a, *pieces[i].part, block, sums + block.sums, pieces[i].first, reduced, out);
+                expand<decltype(type)>(a, *pieces[i].part, block, sums + block.sums, pieces[i].first, pieces[i].last,
+                                       reduced, out);
             });
         }
     }
@@ -153,10 +154,12 @@ extern "C" void coppice_low_rank(int64_t kind, int64_t threads, const LowRank* a
         block.sums = room;
         room += (a.width + CHUNK - 1) / CHUNK * BLOCK * padded(a.rank);
         work += block.count * a.rank * (a.width + a.outs);
-        for (int64_t first = 0; first < a.width; first += CHUNK) chunks.push_back({&block, nullptr, first});
-        for (int64_t i = 0; i < a.count; i++)
-            for (int64_t panel = 0; panel * PANEL < a.parts[i].outs; panel += PIECE)
-                pieces.push_back({&block, a.parts + i, panel});
+        for (int64_t first = 0; first < a.width; first += CHUNK) chunks.push_back({&block, nullptr, first, 0});
+        for (int64_t i = 0; i < a.count; i++) {
+            const int64_t panels = (a.parts[i].outs + PANEL - 1) / PANEL;
+            for (int64_t at = 0; at < threads; at++)
+                pieces.push_back({&block, a.parts + i, panels * at / threads, panels * (at + 1) / threads});
+        }
     }
     static thread_local std::vector<float> sums;
     if ((int64_t)sums.size() < room) sums.resize(room);

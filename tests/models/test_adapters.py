@@ -40,7 +40,10 @@ def merged(name: str, folder: Path) -> Path:
     """The model with the adapter's products added to its weights in float64: an independent definition."""
     model, adapter = GOLDEN / ADAPTERS[name]["model"], GOLDEN / "adapters" / name
     shutil.copytree(model, folder)
-    config, factors = json.loads((adapter / "adapter_config.json").read_text()), load_file(adapter / "adapter_model.safetensors")
+    config, factors = (
+        json.loads((adapter / "adapter_config.json").read_text()),
+        load_file(adapter / "adapter_model.safetensors"),
+    )
     weights = {key: x.double() for key, x in load_file(model / "model.safetensors").items()}
     for key, a in factors.items():
         if ".lora_A." not in key:
@@ -55,7 +58,7 @@ def merged(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize("name", ["llama_all", "gpt2_all", "phi3_fused", "opt_all"])
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quant": "int8"}, {"quant": "int4"}], ids=str)
 def test_beside_rounded_weights(name: str, options: dict[str, Any], tmp_path: Path):
-    """The adapter is as exact as it is beside float32: what it changes is off by less than what rounding the base is."""
+    """What is off is so by the rounding of the base, and not by that of the adapter."""
     ids, options = ADAPTERS[name]["ids"], {"dtype": "float32"} | options
     plain, base = loaded(name, dtype="float32"), loaded(name, **options)
     exact = Engine.load(merged(name, tmp_path / "merged"), dtype="float32", **OPTIONS).logits(ids)
@@ -116,7 +119,10 @@ def test_other_kinds_are_refused_by_name(changes: dict[str, Any], says: str, tmp
     [
         (("layers.0.self_attn.q_proj.lora_A", "embed_tokens.lora_embedding_A"), "no factor of LoRA of a linear layer"),
         (("q_proj.lora_A", "q_proj.lora_A.other"), "no factor of LoRA"),
-        (("layers.0.self_attn.q_proj", "layers.9.self_attn.q_proj"), "layers.9.self_attn.q_proj: the model has no such"),
+        (
+            ("layers.0.self_attn.q_proj", "layers.9.self_attn.q_proj"),
+            "layers.9.self_attn.q_proj: the model has no such",
+        ),
         (("model.layers.0.self_attn.q_proj", "lm_head"), "lm_head: LoRA of the head or of the embedding"),
         (("layers.0.self_attn.q_proj", "layers.0.mlp.down_proj.q"), "the model has no such linear layer"),
     ],
