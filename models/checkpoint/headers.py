@@ -448,7 +448,7 @@ def _packing(file: Path, tensors: dict[str, TensorInfo]) -> Packing | None:
 
 def header_of(folder: Path, name: str) -> dict[str, TensorInfo]:
     """The header of one file of a folder, checked as those of weights. Raises CheckpointError."""
-    return _header(_inside(folder, name, folder / name))
+    return read_header(_inside(folder, name, folder / name))
 
 
 def _inside(folder: Path, name: str, where: Path) -> Path:
