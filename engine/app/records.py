@@ -262,7 +262,7 @@ def make_request(
             raise UsageError(f"response_format and params.{other}: expected at most one of them")
         own_rules |= response_format(record["response_format"])
     bounds |= with_changes(rules(args), own_rules)
-    for key in ("stop", "choices", "bad_words"):
+    for key in ("stop", "choices", "bad_words", "dry_sequence_breakers"):
         if isinstance(bounds.get(key), str):
             bounds[key] = [bounds[key]]
     if bounds.get("eos_token_ids", ()) is None:  # None would be the checkpoint's

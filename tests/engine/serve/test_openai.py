@@ -236,9 +236,25 @@ def test_penalties_of_tokens_that_occurred(server, alone):
     assert plain == zero != penalised == expected.outputs[0].text
 
 
+def test_xtc_and_dry_by_the_names_of_llama_server(server, alone):
+    prompt = chat_prompt(alone, FOX)
+    dry = {"dry_multiplier": 8.0, "dry_allowed_length": 1, "dry_sequence_breakers": ["\n"]}
+    warp = {"seed": 5, "xtc_probability": 1.0, "xtc_threshold": 0.02}
+    options = {"eos_token_ids": prompt.eos_token_ids, "max_new_tokens": 40}
+    [expected] = alone.generate([prompt.ids], Sample(**warp), **options, **dry)
+    plain, found = (ask(server, FOX, 40, **fields).choices[0].message.content for fields in ({"seed": 5}, warp | dry))
+    assert plain != found == expected.outputs[0].text
+    off = {"xtc_probability": 0, "xtc_threshold": 0.1, "dry_multiplier": 0, "dry_penalty_last_n": -1}  # sent always
+    greedy, same = (ask(server, FOX, 20, beams=2, **f).choices[0].message.content for f in ({}, off))
+    assert greedy == same
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
+        ({"xtc_probability": 0.5, "beams": 2}, "xtc_probability", "has no such parameter"),
+        ({"dry_base": 0.5}, "dry_base", "expected a number"),
+        ({"distinct": "tokens"}, "distinct", "expected text or text-sum"),
         ({"n": 0}, "n", "n: expected an integer from 1"),
         ({"n": 3, "beams": 2}, "n", "n: expected an integer from 1 to 2, got 3"),
         ({"n": 2, "search": "greedy"}, "n", "'greedy' has no such parameter"),
