@@ -146,8 +146,11 @@ def e4m3(byte):
 
 @triton.jit
 def finite_e4m3(byte, dtype: tl.constexpr):
-    """e4m3 that is not NaN, in a dtype, which loses nothing. Bytes become bfloat16 or float16 in pairs: shifted so that
-    the exponents meet, the sign moved up by a product, and multiplied by what these exponents begin lower."""
+    """Convert e4m3, none of it NaN, to a dtype; nothing is lost.
+
+    Bytes become bfloat16 or float16 in pairs. A shift aligns the exponents, a product moves the sign up, and another
+    product makes up for the different biases of the exponents.
+    """
     if INTERPRETED or dtype == tl.float32:
         x = e4m3(byte).to(dtype)
     elif dtype == tl.bfloat16:

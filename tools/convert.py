@@ -31,7 +31,7 @@ from engine.app.cli import called, run
 from engine.errors import CheckpointError, UsageError
 from models.checkpoint.files import open_regular
 from models.checkpoint.headers import CONFIG_BYTES, INDEX_BYTES, Checkpoint, read_json
-from models.checkpoint.tensor_files import DTYPES, write_tensors
+from models.checkpoint.tensor_files import DTYPES, FETCH_AGAIN, write_tensors
 from models.folders import snapshot
 from tools import gguf
 
@@ -39,7 +39,6 @@ PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 COPIED = (".json", ".txt", ".model", ".jinja", ".md")
 SAFE_TORCH = (2, 10)
 ASKS_FOR_MORE = re.compile(r"(?:nsupported (?:global: )?GLOBAL|unrecognized function) (\S+)")
-FETCH_AGAIN = "Download the file again."
 
 
 def convert(source: str | Path, folder: str | Path, *, progress: bool = False) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class SearchResult:
     scores: list[ContinuationScore] | None = None
 
     def record(self, id: int | str, thoughts: Thoughts | None = None) -> dict[str, Any]:
-        """The result as an output line of a batch; `thoughts` part "reasoning" from "text"."""
+        """The result as an output line of a batch; `thoughts` separates "reasoning" from "text"."""
         if self.scores is not None:
             return {"id": id, "scores": [score.record() for score in self.scores], "stats": self.stats}
         keys = ("text", "token_ids", "logprob", "score", "finish_reason")

@@ -60,8 +60,11 @@ def make_pools(
     kv_memory: int | None,
     shard: Shard | None = None,
 ) -> list[PagePool]:
-    """Make a pool for each model, all of the same number of tokens, of `kv_memory` bytes together; None: up to half of
-    the free memory. The dtypes are those of keys and values. Processes that share the models have pools of one size.
+    """Make a pool for each model; all hold the same number of tokens. Processes that share the models get equal pools.
+
+    Args:
+        models: each with the dtype of its keys and values.
+        kv_memory: bytes of all pools together; None: up to half of the free memory.
 
     Raises:
         KVMemoryError: the bytes do not hold a page for each model, or the machine does not have them.

@@ -49,7 +49,7 @@ def read_file(path: Path, limit: int = MAX_TOKENIZER_BYTES) -> bytes:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json; as in transformers 5, special_tokens_map.json applies if it lists no added tokens."""
+    """Read tokenizer_config.json; if it lists no added tokens, special_tokens_map.json too, as in transformers 5."""
     config = read_json(folder / "tokenizer_config.json")
     return config if "added_tokens_decoder" in config else {**config, **read_json(folder / "special_tokens_map.json")}
 

@@ -41,7 +41,7 @@ class LFM2(Decoder):
 
 
 def _renamed(fields: Fields) -> Fields:
-    """The fields under the names of today, with the family's base of the rotary angles; the activation is fixed."""
+    """The fields by their present names. The rotary base defaults to 1e6; the activation is fixed."""
     config: dict[str, Any] = {name: value for name, value in fields.config.items() if name != "hidden_act"}
     for new, old in (("intermediate_size", "block_ff_dim"), ("tie_word_embeddings", "tie_embedding")):
         if old in config:  # transformers lets the older name win

@@ -15,7 +15,7 @@ def accepted(n: int, alpha: float, least: int = 1) -> int:
 
 
 def least_correlation(before: Sequence[float], now: Sequence[float]) -> float:
-    """The correlation of rewards with those of the next decision point: the lower end of its confidence interval."""
+    """The lower end of a confidence interval: the correlation between rewards now and at the next decision point."""
     if len(before) < 8:
         return 0.0
     correlation = min(rank_correlation(before, now), 0.999)

@@ -20,7 +20,7 @@ def log_gamma(shape: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def beta_draws(log_D: Tensor, generator: torch.Generator) -> Tensor:
-    """Draws of log x, x from the maximum-likelihood Beta(a, b) on [0, 1] of the given values.
+    """Draw log x, where x has the Beta(a, b) distribution on [0, 1] that is the most likely one for the given values.
 
     The i-th draw has the rank of the i-th value, so that data that belong to the values fit the draws.
     """

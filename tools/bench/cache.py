@@ -97,7 +97,7 @@ def log_probabilities(engine: Engine, texts: Sequence[Sequence[int]]) -> Tensor:
 
 @contextmanager
 def rounded_cache(engine: Engine, dtype: torch.dtype) -> Iterator[None]:
-    """A float32 cache holds the numbers that one of another dtype would, meanwhile."""
+    """Within it, a float32 cache holds the numbers that a cache of another dtype would hold."""
 
     def rounded(x_TGD: Tensor) -> Tensor:
         return floats(stored(x_TGD, dtype), torch.float32) if dtype.itemsize == 1 else x_TGD.to(dtype).float()

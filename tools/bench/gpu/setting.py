@@ -136,7 +136,7 @@ class Setting:
         return f"Llama-2-7B of {layers} layers, bfloat16, random weights; copy {self.copy / 1e9:.0f} GB/s."
 
     def engine(self, made: "Made", tokens: int, *, compiled: bool = False) -> Engine:
-        """An engine with a pool of its own, of so many tokens."""
+        """Make an engine whose pool holds this number of tokens."""
         model, compiled = made.model, compiled and prepare()
         pool = PagePool(model.shape, -(-tokens // PAGE) + 2, PAGE, torch.bfloat16, self.device)
         runner = make_runner(model, pool, model.shape.vocab_size, compiled=compiled)
