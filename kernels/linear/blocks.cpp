@@ -13,12 +13,11 @@ constexpr int PANEL = 16;
 constexpr int MOST_ELEMENTS = 256, MOST_GROUPS = 16;
 constexpr uint8_t SIGN = 128;  // int8 codes are so much more than their numbers
 
-// A block: codes, and of each group a scale and perhaps a minimum. `Value` is float16 as bits, float, or int8, which
+// What a block has besides codes: of each group a scale and perhaps a minimum. `Value` is float16 as bits, float, or int8, which
 // counts in units.
 template <typename T>
 struct Decoded {
     typedef T Value;
-    uint8_t codes[MOST_ELEMENTS];
     T scale[MOST_GROUPS], least[MOST_GROUPS];
     uint16_t unit, least_unit;
 };
@@ -34,11 +33,17 @@ inline uint16_t negative(uint16_t half) { return half ^ 0x8000; }
 
 inline bool finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 
-// Low halves of bytes, then their high halves.
+// Low halves of bytes, then their high halves; eight at a time, as compilers leave so short loops as they are.
 template <int COUNT>
 inline void nibbles(const uint8_t* __restrict from, uint8_t* __restrict codes) {
-    for (int i = 0; i < COUNT; i++) codes[i] = from[i] & 15;
-    for (int i = 0; i < COUNT; i++) codes[i + COUNT] = from[i] >> 4;
+    constexpr uint64_t LOW = 0x0f0f0f0f0f0f0f0f;
+    for (int i = 0; i < COUNT; i += 8) {
+        uint64_t eight;
+        std::memcpy(&eight, from + i, sizeof eight);
+        const uint64_t low = eight & LOW, high = eight >> 4 & LOW;
+        std::memcpy(codes + i, &low, sizeof low);
+        std::memcpy(codes + i + COUNT, &high, sizeof high);
+    }
 }
 
 inline void look_up(uint8_t* codes, int count, const int8_t (&table)[16]) {
@@ -55,14 +60,14 @@ struct Format : Decoded<Value> {
 };
 
 struct Q4_0 : Format<18, 32, 32, 4, false, uint16_t> {
-    void decode(const uint8_t* b) {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         scale[0] = half(b);
         nibbles<16>(b + 2, codes);
     }
 };
 
 struct Q4_1 : Format<20, 32, 32, 4, true, uint16_t> {
-    void decode(const uint8_t* b) {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         scale[0] = half(b), least[0] = half(b + 2);
         nibbles<16>(b + 4, codes);
     }
@@ -81,7 +86,7 @@ inline void add_fifth(const uint8_t* bits, uint8_t* codes, uint8_t more) {
 }
 
 struct Q5_0 : Format<22, 32, 32, 8, false, uint16_t> {
-    void decode(const uint8_t* b) {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         scale[0] = half(b);
         nibbles<16>(b + 6, codes);
         add_fifth(b + 2, codes, SIGN - 16);
@@ -89,7 +94,7 @@ struct Q5_0 : Format<22, 32, 32, 8, false, uint16_t> {
 };
 
 struct Q5_1 : Format<24, 32, 32, 8, true, uint16_t> {
-    void decode(const uint8_t* b) {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         scale[0] = half(b), least[0] = half(b + 2);
         nibbles<16>(b + 8, codes);
         add_fifth(b + 4, codes, SIGN);
@@ -97,14 +102,14 @@ struct Q5_1 : Format<24, 32, 32, 8, true, uint16_t> {
 };
 
 struct Q8_0 : Format<34, 32, 32, 8, false, uint16_t> {
-    void decode(const uint8_t* b) {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         scale[0] = half(b);
         for (int i = 0; i < 32; i++) codes[i] = b[2 + i] ^ SIGN;
     }
 };
 
 struct IQ4_NL : Format<18, 32, 32, 8, false, uint16_t> {
-    void decode(const uint8_t* b) {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         scale[0] = half(b);
         nibbles<16>(b + 2, codes);
         look_up(codes, 32, IQ4);
@@ -112,7 +117,7 @@ struct IQ4_NL : Format<18, 32, 32, 8, false, uint16_t> {
 };
 
 struct MXFP4 : Format<17, 32, 32, 8, false, float> {
-    void decode(const uint8_t* b) {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         const uint32_t bits = b[0] < 2 ? 0x00200000u << b[0] : uint32_t(b[0] - 1) << 23;  // 2^(b - 128)
         std::memcpy(scale, &bits, sizeof bits);
         nibbles<16>(b + 1, codes);
@@ -121,7 +126,7 @@ struct MXFP4 : Format<17, 32, 32, 8, false, float> {
 };
 
 struct Q2_K : Format<84, 256, 16, 4, true, int8_t> {
-    void decode(const uint8_t* b) {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         unit = half(b + 80), least_unit = negative(half(b + 82));
         for (int i = 0; i < 16; i++) scale[i] = b[i] & 15, least[i] = b[i] >> 4;
         for (int n = 0; n < 2; n++)
@@ -132,7 +137,7 @@ struct Q2_K : Format<84, 256, 16, 4, true, int8_t> {
 
 // A bit of the mask says that 4 is not taken away; codes of int4 stand around 8.
 struct Q3_K : Format<110, 256, 16, 4, false, int8_t> {
-    void decode(const uint8_t* b) {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         unit = half(b + 108);
         for (int i = 0; i < 16; i++) {
             const int low = i < 8 ? b[96 + i] & 15 : b[96 + i - 8] >> 4, high = b[104 + i % 4] >> 2 * (i / 4) & 3;
@@ -158,36 +163,43 @@ void six_bits(const uint8_t* b, Block& block) {
 }
 
 struct Q4_K : Format<144, 256, 32, 4, true, int8_t> {
-    void decode(const uint8_t* b) {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         six_bits(b, *this);
         for (int n = 0; n < 4; n++) nibbles<32>(b + 16 + n * 32, codes + n * 64);
     }
 };
 
 struct Q5_K : Format<176, 256, 32, 8, true, int8_t> {
-    void decode(const uint8_t* b) {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         six_bits(b, *this);
-        for (int n = 0; n < 4; n++) nibbles<32>(b + 48 + n * 32, codes + n * 64);
-        for (int i = 0; i < 256; i++) codes[i] = uint8_t((codes[i] | (b[16 + i % 32] >> i / 32 & 1) << 4) + SIGN);
+        for (int n = 0; n < 4; n++) {
+            nibbles<32>(b + 48 + n * 32, codes + n * 64);
+            for (int half = 2 * n; half < 2 * n + 2; half++)
+                for (int i = 0; i < 32; i++) {
+                    const uint8_t fifth = uint8_t(b[16 + i] >> half) & 1;
+                    codes[half * 32 + i] = uint8_t((codes[half * 32 + i] | fifth << 4) + SIGN);
+                }
+        }
     }
 };
 
 struct Q6_K : Format<210, 256, 16, 8, false, int8_t> {
-    void decode(const uint8_t* b) {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         unit = half(b + 208);
         std::memcpy(scale, b + 192, 16);
         for (int n = 0; n < 2; n++) {
             nibbles<64>(b + n * 64, codes + n * 128);
-            for (int i = 0; i < 128; i++) {
-                uint8_t& code = codes[n * 128 + i];
-                code = uint8_t((code | (b[128 + n * 32 + i % 32] >> 2 * (i / 32) & 3) << 4) + SIGN - 32);
-            }
+            for (int part = 0; part < 4; part++)
+                for (int i = 0; i < 32; i++) {
+                    uint8_t& code = codes[n * 128 + part * 32 + i];
+                    code = uint8_t((code | (b[128 + n * 32 + i] >> 2 * part & 3) << 4) + SIGN - 32);
+                }
         }
     }
 };
 
 struct IQ4_XS : Format<136, 256, 32, 8, false, int8_t> {
-    void decode(const uint8_t* b) {
+    void decode(const uint8_t* __restrict b, uint8_t* __restrict codes) {
         unit = half(b);
         const int high = half(b + 2);
         for (int i = 0; i < 8; i++) {
@@ -230,8 +242,7 @@ int64_t repack(int64_t threads, const uint8_t* rows, int64_t first, int64_t coun
         for (int64_t i = 0; i < blocks; i++) {
             const int64_t place = panel * blocks + i;
             for (int lane = from; lane < to; lane++) {
-                block.decode(rows + ((panel * PANEL - first + lane) * blocks + i) * Block::BYTES);
-                std::memcpy(codes[lane], block.codes, SIZE);
+                block.decode(rows + ((panel * PANEL - first + lane) * blocks + i) * Block::BYTES, codes[lane]);
                 for (int g = 0; g < GROUPS; g++) {
                     const int64_t number = (place * GROUPS + g) * PANEL + lane;
                     ((Value*)scale)[number] = block.scale[g];

@@ -20,6 +20,7 @@ from kernels.linear.panels import PANEL, UNIT, GroupKind, Groups, Packed, shape
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers
+THREAD_BYTES = 4 << 20  # of blocks that are worth a thread: threads that wait for others on a busy machine cost seconds
 SIGN = 128  # codes of int8 are so much more than their numbers
 SCALES = {"half": torch.float16, "float": torch.float32, "units": torch.int8}
 
@@ -111,8 +112,9 @@ class BlockPanels:
         if self.filled + count > self.outs:
             raise ValueError(f"expected {self.outs} rows, got {self.filled + count}")
         tensors = self.panels, self.scale, self.least, self.unit, self.least_unit
+        threads = min(torch.get_num_threads(), 1 + stored_OB.nbytes // THREAD_BYTES)
         bad = function("repack")(
-            *(torch.get_num_threads(), block.number, stored_OB.data_ptr(), self.filled, count, blocks),
+            *(threads, block.number, stored_OB.data_ptr(), self.filled, count, blocks),
             *(None if x is None else x.data_ptr() for x in tensors),
         )
         if bad:

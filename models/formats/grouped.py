@@ -23,6 +23,7 @@ from models.formats.floats import FloatLinear, PackedLinear, has_kernels
 from models.trim import is_mapped, let_go
 
 CHUNK = 1 << 21  # weights of which there are codes or floats at once
+STORED_CHUNK = 16 << 20  # bytes of blocks that are packed at once
 
 
 StoredBlocks = tuple[Tensor, Block]  # rows of blocks as a file has them, their format
@@ -217,7 +218,7 @@ def _packed(weights: Sequence[GroupedWeight]) -> Packed:
         panels = BlockPanels(first.stored[1], outs, width)
         for rows_OB, block in (weight.stored for weight in weights if weight.stored):
             mapped = is_mapped(rows_OB)
-            for part in rows_OB.split(max(1, CHUNK // rows_OB.shape[1])):
+            for part in rows_OB.split(max(1, STORED_CHUNK // rows_OB.shape[1])):
                 panels.add(block, part)
                 if mapped:
                     let_go(part)

@@ -23,6 +23,7 @@ from models.quantized.parts import Part, Source
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
+WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
 SUPPORTED = ", ".join([*FLOATS, *BLOCKS])
 IGNORED = *FACTORS, "attn_rot_embd.weight"  # frequencies: the configuration has them
 
@@ -72,8 +73,10 @@ class Stored(TensorInfo):
             found = found.clone()
         if len(self.shape) == 1:
             found = found.flatten()
-        if self.heads:  # of each head first the even rows, then the odd ones
-            found = found.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        if self.heads:  # of each head first the even rows, then the odd ones; copied in the widest words that fit
+            word = next(x for x in WORDS if self.row_bytes % x.itemsize == 0 and found.data_ptr() % x.itemsize == 0)
+            words = found.view(word).unflatten(0, (self.heads, -1, 2))
+            found = words.transpose(1, 2).flatten(0, 2).view(dtype)
         if self.plus_one:
             found = found.float() - 1
         return found.T if self.transposed else found.view(self.shape)
